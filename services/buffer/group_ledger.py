@@ -1,8 +1,8 @@
-"""Ledger of every group's life, copied from Redis, which keeps a bounded part, to a complete file.
+"""Complete ledger of group events, copied from Redis, which keeps a bounded part.
 
-Invariants: lines are written in one call each, so a process that dies leaves at most a partial last line, which the
-next writer removes; the file holds every event up to its newest id, so a writer continues after that. Two writers (a
-learner and its replacement) write equal lines; duplicates are read once.
+Invariants: each append is one write, so a crash leaves at most a partial last line, which the next writer removes;
+the file has every event up to its newest id. Concurrent writers (a learner and its replacement) write equal lines,
+which are deduplicated when read.
 """
 
 import logging
@@ -31,12 +31,10 @@ UNNUMBERED = 0
 
 @dataclass(frozen=True, slots=True)
 class LifeEvent:
-    """Something that happened to a group."""
-
     id: str
-    """Stream entry id: Unix time in ms, and a sequence number."""
+    """Stream entry id: Unix time in ms and a sequence number."""
     ordinal: int
-    """1, 2, 3, ... over the life of the run's Redis; 0: an older version of Offbeat has written it, which did not count."""
+    """1, 2, 3, ... over the life of the run's Redis; 0 if written by an older version of Offbeat, which did not count."""
     number: int
     event: str
     """`admitted`, `submitted`, `trained`, `dropped`, `failed`."""
@@ -45,13 +43,13 @@ class LifeEvent:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Orders events."""
+        """Sort key."""
         milliseconds, _, sequence = self.id.partition("-")
         return int(milliseconds), int(sequence or 0)
 
 
 def read_events_after(redis: Redis, run_id: str, after: str, *, block_ms: int | None = None) -> list[LifeEvent]:
-    """Return up to one page of events after the id `after` (`0`: from the oldest that is kept)."""
+    """Return up to one page of events after the id `after` (`0`: from the oldest)."""
     reply = redis.xread({BufferKeys(run_id).life: after}, count=PAGE_SIZE, block=block_ms)
     streams = cast(list[Any], reply or [])
     return [_event(entry_id, fields) for _, entries in streams for entry_id, fields in entries]
@@ -63,37 +61,33 @@ def _event(entry_id: bytes, fields: dict[bytes, bytes]) -> LifeEvent:
 
 
 class LedgerFile:
-    """Appends events to a run's ledger."""
-
     def __init__(self, output_dir: Path) -> None:
         path = output_dir / LEDGER_FILE
         self._lines = LinesFile(path)  # first: it removes a cut last line, which must be copied again
         self.position = _newest_id(path)
-        """Id of the newest event in the file, `0` without one."""
+        """Id of the newest event in the file, `0` if empty."""
 
     def append(self, events: Sequence[LifeEvent]) -> None:
-        """Write events in their order. Raises OSError if they could not be written; the same call may be made again."""
+        """Write events in order. Raises OSError; the call may then be repeated."""
         if events:
             self._lines.append(asdict(event) for event in events)
             self.position = events[-1].id
 
     def sync(self) -> None:
-        """Sync the file to disk."""
         self._lines.sync()
 
     def close(self) -> None:
-        """Write no more."""
         self._lines.close()
 
 
 def read_ledger(output_dir: Path) -> list[LifeEvent]:
-    """Return every event of the file once, in order; invalid lines are skipped (see `count_broken_lines`)."""
+    """Return every event once, in order; invalid lines are skipped (see `count_broken_lines`)."""
     found = {event.id: event for event in _events(output_dir / LEDGER_FILE) if event is not None}
     return sorted(found.values(), key=lambda event: event.place)
 
 
 def count_broken_lines(output_dir: Path) -> int:
-    """Return lines of the file that are no events."""
+    """Return the number of invalid lines."""
     return sum(event is None for event in _events(output_dir / LEDGER_FILE))
 
 
@@ -117,7 +111,7 @@ def _newest_id(path: Path) -> str:
 
 
 class LedgerThread(Follower):
-    """Copies the events of a run's groups from where its file ends, in the background."""
+    """Copies a run's group events to its ledger file in the background."""
 
     def __init__(self, redis: Redis, run_id: str, output_dir: Path) -> None:
         self._redis = redis
@@ -164,7 +158,7 @@ class LedgerThread(Follower):
 
 
 def _sync(file: LedgerFile) -> None:
-    """Flush to disk; a full disk or share may fail only now, and what was written is retried in order."""
+    """Flush to disk; on a full disk the write may fail only here, and is retried in order."""
     try:
         file.sync()
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The buffer as the learner reaches it: every write carries the epoch of its lease.
+"""The learner's buffer client: every write carries the epoch of its lease.
 
-A group is delivered again until it is acknowledged or dropped, in stream order; a learner that restarts from a checkpoint
-acknowledges what that contains and gets the rest as it got it the first time.
+A group is delivered again until it is acknowledged or dropped, in stream order: a learner that resumes from a
+checkpoint acknowledges its groups and receives the rest as before.
 """
 
 import heapq
@@ -32,7 +32,7 @@ from offbeat.services.redis.connection import MAX_BLOCK_S
 logger = logging.getLogger(__name__)
 
 MAX_PREFETCHED_GROUPS = 16
-"""Maximum number of groups per round trip."""
+"""Groups per round trip."""
 ENDINGS = (b"stopped", b"killed")
 """Desired states in which the learner should end."""
 
@@ -40,8 +40,8 @@ ENDINGS = (b"stopped", b"killed")
 class RedisLearnerBuffer:
     """`LearnerBuffer` on Redis, for the learner that holds the lease of `epoch`.
 
-    All methods raise RetryableError while Redis does not answer (the call may be repeated) and, if they write,
-    FencedError when a newer learner holds the run.
+    All methods raise RetryableError while Redis does not answer (the call may be repeated); writes raise FencedError if a
+    newer learner holds the run.
     """
 
     def __init__(self, redis: Redis, run_id: str, epoch: int, *, order: Order = "completion") -> None:
@@ -53,13 +53,12 @@ class RedisLearnerBuffer:
         self._last = "0-0"
         self._by_admission = order == "admission"
         self._fetched: deque[list[Any]] = deque()
-        """Groups fetched along with an earlier one, in stream order."""
+        """Prefetched groups, in stream order."""
         self._ahead: list[tuple[int, Group]] = []
-        """Groups read from the stream while groups with lower numbers are active: a heap by number."""
+        """Heap by number of groups that wait for active groups with lower numbers."""
 
     @property
     def epoch(self) -> int:
-        """Epoch of the lease, sent with every write."""
         return self._epoch
 
     def take(self, timeout_s: float, wanted: int = 1) -> Group | None:
@@ -101,8 +100,7 @@ class RedisLearnerBuffer:
         return Boundary(changes, bool(paused), wanted in ENDINGS)
 
     def suggest(self, step: int, values: Mapping[str, float], why: str, *, if_lost: bool = False) -> bool:
-        """Request changed settings before `adopt(step)`, as the REST API does. Return False if nothing was requested,
-        because it was decided for this step before, or its weights exist.
+        """Request changed settings before `adopt(step)`. Return False if this step was decided before or its weights exist.
 
         if_lost: only if this Redis knows of no earlier request.
         """
@@ -113,19 +111,17 @@ class RedisLearnerBuffer:
         self._run("teach", self._epoch, state)
 
     def num_playing(self) -> int:
-        """Return the number of active groups."""
         return self.snapshot().playing
 
     def restore(self, num_trained: int, next_number: int | None = None) -> int:
-        """Make the ledger agree with the checkpoint from which this learner resumes; call it after that checkpoint's `ack`.
+        """Reconcile the ledger with the checkpoint from which this learner resumes; call it after that checkpoint's `ack`.
 
-        A Redis that lost its data (or a new one) counts the checkpoint's `num_trained` groups (step * groups_per_step)
-        as admitted and trained, so that admission continues there and numbers start at `next_number` (default:
-        `num_trained`). Groups acknowledged after the checkpoint, whose own checkpoints are gone, are dropped as
-        `rewound`, and admission replaces them. Both are 0 in an ordinary restart.
+        A Redis that lost its data counts the checkpoint's `num_trained` groups (step * groups_per_step) as admitted and
+        trained; numbers continue at `next_number` (default: `num_trained`). Groups of lost newer checkpoints are dropped as
+        `rewound`, and admission replaces them.
 
         Returns:
-            Groups that were added (positive) or dropped (negative).
+            Groups added (positive) or dropped (negative); 0 in an ordinary restart.
         """
         return int(self._run("restore", self._epoch, num_trained, "" if next_number is None else next_number))
 
@@ -133,7 +129,7 @@ class RedisLearnerBuffer:
         self._run("start_eval", self._epoch, f"e:{eval_id}", num_episodes, sampling_name, min_version)
 
     def eval_result(self, eval_id: str) -> list[Trajectory] | None:
-        """Return the trajectories by number; episodes that failed or can't be read are absent.
+        """Return the trajectories by number, without failed and undecodable ones.
 
         Raises:
             BufferError: there is no such evaluation.
@@ -166,7 +162,6 @@ class RedisLearnerBuffer:
         return self.snapshot().counters
 
     def snapshot(self) -> Snapshot:
-        """Return the ledger, the queues and the workers at one moment."""
         return snapshot_from(self._run("snapshot"))
 
     def _read(self, row: Sequence[Any]) -> Group | None:

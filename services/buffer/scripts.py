@@ -1,6 +1,6 @@
-"""The buffer's Lua scripts: each is one atomic command of the buffer; the header of its file states its contract.
+"""The buffer's Lua scripts, one atomic command each; the header of each file is its contract.
 
-Redis runs a script whole or not at all, so a process that is killed between any two commands leaves a consistent buffer.
+A process killed between two commands leaves a consistent buffer.
 """
 
 import asyncio
@@ -27,29 +27,27 @@ Argument = str | bytes | int | float
 FOLDER = Path(__file__).parent / "lua"
 SHARED = ("prelude", "admission", "sweep")
 REDIS_ERRORS = (redis_errors.ConnectionError, redis_errors.TimeoutError, redis_errors.ResponseError)
-"""Redis errors that have a class of their own here."""
 MAX_CALLS = 32
-"""Maximum number of calls per round trip."""
+"""Calls per round trip."""
 MAX_BYTES = 1 << 19
-"""After which it takes no further call, so that Redis works on the first while the next are made ready."""
+"""Bytes after which a round trip takes no further call, so that Redis starts while the next is prepared."""
 MAX_ROUND_TRIPS = 2
-"""Round trips of a process that are under way together: while Redis works on one, the next is made ready."""
+"""Concurrent round trips per process: one is prepared while Redis runs another."""
 
 
 def group_id_of(run_id: str, number: int) -> str:
-    """Return the name of training group `number`."""
     return f"{run_id}-{number}"
 
 
 @cache
 def script_source(name: str) -> str:
-    """Return the text of a script as Redis gets it."""
+    """Return a script with the shared parts in front."""
     return "\n".join((FOLDER / f"{part}.lua").read_text() for part in (*SHARED, name))
 
 
 @cache
 def script_digest(name: str) -> str:
-    """Return the SHA-1 by which Redis knows a script."""
+    """Return a script's SHA-1 for EVALSHA."""
     return hashlib.sha1(script_source(name).encode(), usedforsecurity=False).hexdigest()
 
 
@@ -58,9 +56,9 @@ def translate_errors() -> Iterator[None]:
     """Translate Redis' errors.
 
     Raises:
-        RetryableError: Redis can't be reached, is loading or refuses writes; every command of the buffer may be repeated.
+        RetryableError: Redis is unreachable, loading or read-only; every command of the buffer may be repeated.
         FencedError: a newer learner holds the run.
-        BufferError: the buffer refused the command.
+        BufferError: the buffer rejected the command.
     """
     try:
         yield
@@ -69,7 +67,6 @@ def translate_errors() -> Iterator[None]:
 
 
 def _translate(error: Exception) -> MeshError:
-    """Return one of `REDIS_ERRORS` as the mesh calls it."""
     if not isinstance(error, redis_errors.ResponseError):
         return retryable(error)
     # Redis 7 puts ERR before a code of our own, 6 does not.
@@ -78,7 +75,7 @@ def _translate(error: Exception) -> MeshError:
 
 
 class BufferKeys:
-    """Key names of one run's buffer; prelude.lua describes their contents."""
+    """Key names of one run's buffer; contents in prelude.lua."""
 
     def __init__(self, run_id: str) -> None:
         run = RunKeys(run_id)
@@ -101,7 +98,7 @@ class BufferKeys:
 
 
 class BufferScripts:
-    """The scripts of one run, called synchronously."""
+    """Blocking calls of one run's scripts."""
 
     def __init__(self, redis: Redis, run_id: str) -> None:
         self._keys = BufferKeys(run_id).of_scripts
@@ -114,11 +111,10 @@ class BufferScripts:
 
 
 class AsyncBufferScripts:
-    """The scripts of one run, called from an event loop. Calls made while others are under way share a round trip; each
-    is a command of its own, or part of one that answers several."""
+    """Async calls of one run's scripts; concurrent calls share a round trip."""
 
     def __init__(self, redis: AsyncRedis, run_id: str, *, trips: int = MAX_ROUND_TRIPS) -> None:
-        """trips: round trips that are under way together at most."""
+        """trips: concurrent round trips."""
         self._redis = redis
         self._trips = trips
         self._keys = BufferKeys(run_id).of_scripts
@@ -132,8 +128,8 @@ class AsyncBufferScripts:
     async def one_of_many(
         self, name: str, shared: tuple[Argument, ...], own: tuple[Argument, ...], size: int = 0
     ) -> Any:
-        """Run a script that takes shared arguments and any number of msgpack items `own`, and returns a msgpack list of
-        answers: concurrent calls of one name and `shared` are merged into one. Raises as `translate_errors`.
+        """Run a script that takes shared arguments and a msgpack list of items, and returns a msgpack list of results:
+        concurrent calls with equal `name` and `shared` are merged. Raises as `translate_errors`.
 
         size: bytes of `own`, if large.
         """
@@ -202,7 +198,7 @@ class _Call:
     name: str
     shared: tuple[Argument, ...]
     own: tuple[Argument, ...] | None
-    """None: it joins no other."""
+    """None: can't be merged."""
     size: int
     answer: asyncio.Future[Any]
 
@@ -227,7 +223,7 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Command:
-    """One Redis command: a call, or several merged ones."""
+    """One Redis command: one call, or several merged ones."""
 
     calls: list[_Call]
 
@@ -244,7 +240,6 @@ class _Command:
         return *first.shared, cast(bytes, msgpack.packb([call.own for call in self.calls], use_bin_type=False))
 
     def settle(self, reply: Any) -> None:
-        """Set the result of each call."""
         if isinstance(reply, Exception) or self.calls[0].own is None:
             parts = [reply] * len(self.calls)
         else:
@@ -254,7 +249,7 @@ class _Command:
 
 
 def _join_calls(calls: Iterable[_Call]) -> list[_Command]:
-    """Merge consecutive calls that can be merged into one command."""
+    """Merge consecutive compatible calls."""
     commands: list[_Command] = []
     for call in calls:
         if commands and call.joins(commands[-1].calls[0]):

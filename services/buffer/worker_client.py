@@ -1,7 +1,7 @@
-"""The buffer as env workers reach it.
+"""The env workers' buffer client.
 
-Every command may be repeated if its answer was lost: claims carry a nonce, submits are idempotent by member, orders are
-derived from the claims.
+Every command may be repeated if its reply was lost: claims carry a nonce, submits are idempotent by member, and
+cancellations are derived from the claims.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ MAX_REASON_CHARS = 64
 
 
 def unit_of(kind: EpisodeKind, group_id: str, number: int) -> str:
-    """Return the scripts' name of a group or an evaluation."""
+    """Return the name of a group or an evaluation in the scripts."""
     return f"t:{number}" if kind is EpisodeKind.TRAIN else f"e:{group_id}"
 
 
 class AsyncRolloutBuffer:
-    """`RolloutBuffer` on Redis. Use one object per worker process: a second one with the same worker id counts as the
-    replacement of the first, whose episodes are reassigned.
+    """`RolloutBuffer` on Redis, one object per worker process: a second one with the same worker id replaces the first,
+    whose episodes are reassigned.
 
     All methods raise RetryableError while Redis does not answer; the call may be repeated.
     """
@@ -50,8 +50,7 @@ class AsyncRolloutBuffer:
         self._playing: dict[str, dict[str, EpisodeTask]] = {}
 
     async def claim(self, worker_id: str, limit: int) -> list[EpisodeTask]:
-        """Claim episodes. After a claim whose answer was lost, the next one returns the same episodes, even if they
-        exceed the new `limit`."""
+        """Claim episodes. If the last reply was lost, return the same episodes again, even beyond `limit`."""
         async with self._claim_lock:
             nonce = self._claims.setdefault(worker_id, 0)
             position, packed = await self._run("claim", worker_id, self._session, nonce, limit)
@@ -62,13 +61,13 @@ class AsyncRolloutBuffer:
         return tasks
 
     async def wait_for_work(self, after: str, timeout_s: float) -> str:
-        """Wait for work; `"$"` counts from the last claim, so that no notification is missed in between."""
+        """Wait for work; `"$"` is the last claim, so that no notification is missed."""
         position = self._seen if after == "$" else max(after, self._seen, key=_stream_position)
         with translate_errors():
             return await self._next_ring(position, timeout_s) or position
 
     async def heartbeat(self, worker_id: str) -> WorkerOrders:
-        """Report that the worker is alive; call it at least every quarter of the worker timeout."""
+        """Send a heartbeat; due at least every quarter of the worker timeout."""
         playing = dict(self._playing.get(worker_id, {}))
         listed = [part for token, task in playing.items() for part in (token, task.attempt)]
         draining, *stopped = await self._run("heartbeat", worker_id, self._session, *listed)
@@ -93,7 +92,7 @@ class AsyncRolloutBuffer:
         return SubmitResult(await self._run.one_of_many("submit", (worker_id,), own, len(blob)))
 
     async def fail(self, worker_id: str, task: EpisodeTask, reason: str) -> None:
-        """Report a failed episode. `reason` is a short name (`step_timeout`), by which failures are counted."""
+        """Report a failed episode; failures are counted by `reason`, a short name (`step_timeout`)."""
         unit = unit_of(task.kind, task.group_id, task.number)
         await self._run("fail", worker_id, unit, task.index, task.attempt, reason[:MAX_REASON_CHARS] or "unknown")
         self._forget(worker_id, task)
@@ -129,8 +128,7 @@ class AsyncRolloutBuffer:
             del mine[token]
 
     async def _next_ring(self, position: str, timeout_s: float) -> str | None:
-        """Return the newest ring after `position`, awaited if there is none yet: the stream keeps few, so all are read
-        at once."""
+        """Return the newest notification after `position`, or None after the timeout."""
         block_ms = max(1, int(min(timeout_s, MAX_BLOCK_S) * 1000))
         streams = cast(list[Any], await self._redis.xread({self._doorbell: position}, block=block_ms) or [])
         return streams[0][1][-1][0].decode() if streams else None

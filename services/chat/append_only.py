@@ -1,7 +1,7 @@
-"""Chat template as token pieces (`ChatFormat`): the tokens before the first answer, and those between two answers.
+"""Chat template as token pieces: the tokens before the first answer, and those between answers.
 
-Used where the policy itself answers an env: system prompt, observations and answers, without rendering per turn.
-External agents send arbitrary conversations, which `template.ChatTemplate` renders call by call.
+Used where the policy answers an env directly, without rendering each turn; external agents use
+`template.ChatTemplate`.
 
 Invariant: first prompt + answer + piece + answer + ... equals the template's tokens of the whole conversation. This
 holds for append-only templates; whether a template is append-only, and keeps thoughts, is determined when it is loaded.
@@ -23,20 +23,20 @@ from offbeat.services.errors import RolloutError
 
 ChatMessageDict = dict[str, str]
 Render = Callable[[Sequence[ChatMessageDict], bool], str]
-"""(messages, whether the generation prompt follows) -> text."""
+"""(messages, add generation prompt) -> text."""
 
 FunctionTemplate = Callable[[str | None], ChatTemplate]
-"""tool_call_parser -> what renders conversations with calls of functions and reads them back."""
+"""tool_call_parser -> template that renders and parses function calls."""
 
 MARKS = tuple(f"offbeat{i}mark{i}" for i in range(6))
-"""Markers for contents during the analysis; they occur in no template and no text."""
+"""Content markers for the analysis; absent from templates and texts."""
 MAX_CACHED_TEXTS = 2_048
 MAX_CACHED_CHARS = 512
-"""Maximum length of cached texts, characters; longer texts rarely repeat."""
+"""Maximum characters of cached texts; longer ones rarely repeat."""
 
 
 class _Pieces(NamedTuple):
-    """Text of the template between contents."""
+    """Template text around contents."""
 
     head: str
     between: str
@@ -44,7 +44,7 @@ class _Pieces(NamedTuple):
 
 
 class ChatFormat:
-    """Turns observations into tokens and tokens into answers, without rendering a template on the way."""
+    """Converts observations to tokens and tokens to answers without rendering."""
 
     def __init__(
         self,
@@ -57,12 +57,12 @@ class ChatFormat:
     ) -> None:
         """Analyze and check the template.
 
-        extra_stop_ids: stop tokens besides the template's; reader: creates the image reader, None if the model reads
-        none; template: creates the renderer of whole conversations for a template that rewrites history, None refuses
-        such templates. calling: creates the renderer of conversations with function calls, None supports none.
+        extra_stop_ids: stop tokens besides the template's; reader: creates the image reader, None without images; template:
+        creates the renderer for templates that rewrite history, None rejects these; calling: creates the renderer of
+        function calls, None supports none.
 
         Raises:
-            RolloutError: the template does not end an answer by a special token, or is not usable.
+            RolloutError: no special token ends an answer, or the template is not usable.
         """
         self._tokenizer = tokenizer
         self._render = render
@@ -75,9 +75,9 @@ class ChatFormat:
             self._first[True] = _take_apart_first(render, MARKS[0])
         self._next: _Pieces | None = None
         self.rewriting: ChatTemplate | None = None
-        """Renderer of whole conversations, for templates that render earlier turns differently once later ones follow."""
+        """Conversation renderer, for templates that rewrite earlier turns."""
         self.rewrites = ""
-        """Description of what the template rewrites; empty for an append-only template."""
+        """Description of what the template rewrites; empty if append-only."""
         try:
             self._next = _later_pieces(render)
         except NotAppendOnlyError as error:
@@ -103,10 +103,10 @@ class ChatFormat:
         return ImageTokens(_picture_of(self._render), self._reader())
 
     def calling(self, tool_call_parser: str | None) -> ChatTemplate:
-        """Return the renderer of conversations with an env's function calls; thread-safe, loaded once.
+        """Return the renderer of an env's function calls; thread-safe, loaded once.
 
         Raises:
-            RolloutError: see `offbeat.services.chat.tool_templates.load_function_template`.
+            RolloutError: as `offbeat.services.chat.tool_templates.load_function_template`.
         """
         if self._calling is None:
             raise RolloutError("this chat format offers no functions")
@@ -127,25 +127,25 @@ class ChatFormat:
         )
 
     def next_prompt(self, observation: str) -> tuple[int, ...]:
-        """Return tokens between an answer's end-of-turn token (which is not among them) and the next answer.
+        """Return the tokens between an answer's end-of-turn token (exclusive) and the next answer.
 
         Raises:
-            RolloutError: the template rewrites history, so that there are no such tokens.
+            RolloutError: the template rewrites history.
         """
         if self._next is None:
             raise NotAppendOnlyError(self.rewrites)
         return self.encode(self._next.head + self._content(observation) + self._next.tail)[1:]
 
     def answer(self, token_ids: tuple[int, ...]) -> str:
-        """Return the text of an answer without special tokens."""
+        """Decode an answer without special tokens."""
         return self._decode(token_ids) if len(token_ids) <= MAX_CACHED_CHARS else self._decode_now(token_ids)
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token for display, special ones by name."""
+        """Decode one token for display, special ones by name."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return tokens of a rendered text, special tokens by their names, none added."""
+        """Encode a rendered text, including special tokens by name; adds none."""
         return self._encode(text) if len(text) <= MAX_CACHED_CHARS else self._encode_now(text)
 
     def _content(self, text: str) -> str:
@@ -170,10 +170,10 @@ class ChatFormat:
 
 
 def load_chat_format(folder: Path, calling: FunctionTemplate | None = None) -> ChatFormat:
-    """Return the chat format of a Hugging Face folder; with functions, see `offbeat.services.chat.tool_templates`.
+    """Load the chat format of a Hugging Face folder.
 
     Raises:
-        RolloutError: there is no tokenizer or no chat template in it, or the template can't be used.
+        RolloutError: it has no tokenizer or chat template, or the template can't be used.
     """
     tokenizer = load_tokenizer(folder)
     if tokenizer.chat_template is None:
@@ -200,7 +200,7 @@ def load_chat_format(folder: Path, calling: FunctionTemplate | None = None) -> C
 
 
 def _turns(contents: Sequence[str], system: str | None = None) -> list[ChatMessageDict]:
-    """Return messages of alternating users and assistants."""
+    """Return alternating user and assistant messages."""
     head = [] if system is None else [{"role": "system", "content": system}]
     return head + [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
 
@@ -209,7 +209,7 @@ def _trims(render: Render) -> bool:
     """Return True if the template strips whitespace around contents.
 
     Raises:
-        RolloutError: it treats one role differently from another.
+        RolloutError: it treats roles differently.
     """
     padded = [f" {mark} " for mark in MARKS]
     text = render(_turns(padded[1:4], padded[0] if _takes_system(render) else None), True)
@@ -244,14 +244,14 @@ def _picture_of(render: Render) -> str:
 
 
 def _take_apart_first(render: Render, system: str | None) -> _Pieces:
-    """Return the pieces around the system message, if any, and the first observation."""
+    """Return the pieces around the system message and first observation."""
     text, user = render(_turns(MARKS[1:2], system), True), MARKS[1]
     head, rest = ("", text) if system is None else _split(text, system)
     return _Pieces(head, *_split(rest, user))
 
 
 def _take_apart_next(render: Render, system: str | None) -> _Pieces:
-    """Return the pieces around a later observation, verified to be the same at each turn."""
+    """Return the pieces around a later observation, verified to be equal at each turn."""
     user, answer, reply, second_answer, second_reply = MARKS[1:]
     short = render(_turns((user,), system), True)
     long = render(_turns((user, answer, reply), system), True)
@@ -266,7 +266,7 @@ def _take_apart_next(render: Render, system: str | None) -> _Pieces:
 
 
 def _later_pieces(render: Render) -> _Pieces:
-    """Return the pieces around each later observation. Raises NotAppendOnlyError if earlier turns change."""
+    """Return the pieces around later observations. Raises NotAppendOnlyError if earlier turns change."""
     pieces = _take_apart_next(render, None)
     if _takes_system(render) and (with_system := _take_apart_next(render, MARKS[0])) != pieces:
         raise _not_append_only(str(pieces), str(with_system))
@@ -286,7 +286,7 @@ def _split(text: str, mark: str) -> tuple[str, str]:
 
 
 class NotAppendOnlyError(RolloutError):
-    """The chat template writes earlier turns differently when later ones follow."""
+    """The chat template rewrites earlier turns."""
 
 
 def _not_append_only(expected: str, got: str) -> NotAppendOnlyError:
@@ -300,7 +300,7 @@ def _not_append_only(expected: str, got: str) -> NotAppendOnlyError:
 
 
 def _check_tokens(chat: ChatFormat, render: Render) -> None:
-    """Verify that pieces encoded separately equal the encoded whole, at every boundary."""
+    """Verify that pieces encoded separately equal the encoded whole."""
     observations = ("P _\n_ G", "0 1 Left _", "You see: 3 apples.\n\nGo on?")
     first = chat.first_prompt("", observations[0])
     short = render(_turns((*observations[:1], "Down", *observations[1:2])), True)

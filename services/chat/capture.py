@@ -1,7 +1,7 @@
-"""Converts a tree of calls into the learner's trajectory segments.
+"""Converts a tree of calls into trajectory segments.
 
 Invariants: each sampled token that the agent received is trained in exactly one segment, and is context in others; a
-segment is, token by token, what the engine saw; tokens of undelivered completions are never trained.
+segment equals, token by token, the engine's input and output; undelivered completions are never trained.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from offbeat.services.messages.types import Segment, Turn, VersionSpan
 
 
 class Reward(NamedTuple):
-    """A reward given when `after` completions had been recorded."""
+    """Reward given after `after` completions."""
 
     after: int
     value: float
@@ -24,21 +24,21 @@ class Reward(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """The trained part of an episode."""
+    """Trained part of an episode."""
 
     segments: tuple[Segment, ...]
     turns: tuple[Turn, ...]
-    """One for each trained answer, in the order in which they were sampled."""
+    """One per trained answer, in order of sampling."""
     metrics: Mapping[str, float]
     """`agent_calls`, `branches` (segments), `masked_answers` and `masked_tokens` (sampled, never delivered),
-    `unverified_messages` (assistant messages in prompts that the policy is not known to have sampled)."""
+    `unverified_messages` (assistant messages in prompts not known to be sampled)."""
 
 
 def capture(tree: TokenTree, rewards: Sequence[Reward] = ()) -> Captured:
-    """Cut the tree into one segment for each branch.
+    """Cut the tree into one segment per branch.
 
-    A reward belongs to the last trained answer before it, or to the first one behind it. Without any trained answer rewards
-    are lost: the caller must look.
+    A reward belongs to the last trained answer before it, or else to the first one. Without trained answers rewards are
+    lost: the caller must check.
     """
     nodes = tree.nodes
     parents = {node.prompt.parent for node in nodes if node.delivered}
@@ -66,7 +66,7 @@ def capture(tree: TokenTree, rewards: Sequence[Reward] = ()) -> Captured:
 
 
 def _segment(tree: TokenTree, leaf: int, own: Sequence[int]) -> Segment:
-    """Return the leaf's sequence, in which the answers `own` are trained."""
+    """Return the leaf's sequence, with the answers `own` trained."""
     tokens = np.array(tree.nodes[leaf].tokens, dtype=np.int32)
     mask = np.zeros(len(tokens), dtype=np.bool_)
     logprobs = np.zeros(len(tokens), dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Pictures in prompts: the placeholder that the template writes for one becomes as many tokens as the model makes of it."""
+"""Image placeholders in prompts."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -8,30 +8,29 @@ from offbeat.services.messages.types import Picture
 
 
 class ImageReader(Protocol):
-    """Counts the tokens of images (`offbeat.services.chat.vision.PictureReader`)."""
+    """Counts image tokens (`offbeat.services.chat.vision.PictureReader`)."""
 
     image_token_id: int
 
     def count(self, png: bytes, /) -> int:
-        """Return the number of tokens of an image. Raises ValueError if it can't be read."""
+        """Return an image's number of tokens. Raises ValueError if it can't be read."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """Expands an image placeholder into the model's number of image tokens."""
+    """Expands an image placeholder to the model's number of image tokens."""
 
     mark: str
-    """Placeholder of an image in a message."""
+    """Placeholder in a message."""
     reader: ImageReader
 
     def place(self, ids: tuple[int, ...], png: bytes, wanted: int) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
-        """Expand the placeholders of a prompt, each for the same image; positions count from its start.
+        """Expand the placeholders of a prompt, all for the same image; positions count from the prompt's start.
 
         Raises:
-            EpisodeError: the prompt does not contain `wanted` placeholders (for example, the observation's text has
-            one), or the image can't be
-                read.
+            EpisodeError: the number of placeholders is not `num_pictures` (the observation's text may contain one), or the
+                image can't be read.
         """
         placeholder = self.reader.image_token_id
         if ids.count(placeholder) != wanted:

@@ -1,7 +1,7 @@
-"""Messages of a conversation, independent of the API.
+"""API-independent chat messages.
 
-Invariant: two assistant messages are equal if their texts are equal up to surrounding whitespace and their tool calls
-are equal up to JSON spacing: agents and their frameworks change both.
+Invariant: assistant messages are equal if their texts are equal up to surrounding whitespace and their tool calls up to
+JSON spacing: agents and their frameworks change both.
 """
 
 import json
@@ -12,25 +12,24 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of a function that the agent offered."""
+    """One function call."""
 
     name: str
     arguments: str
-    """JSON in one form: sorted keys, no space."""
+    """JSON with sorted keys and no spaces."""
     call_id: str = field(default="", compare=False)
 
     def parsed(self) -> Any:
-        """Return the arguments as an object."""
         return json.loads(self.arguments)
 
 
 class CallStyle(NamedTuple):
-    """Form of an assistant message's tool calls for a chat template."""
+    """Form of tool calls for a chat template."""
 
     text_arguments: bool = False
-    """Arguments as JSON text instead of an object."""
+    """Arguments as JSON text, not as an object."""
     no_content: bool = False
-    """`content` is None instead of empty if there is no text."""
+    """None instead of empty content."""
 
 
 CALL_STYLES = (CallStyle(), CallStyle(text_arguments=True), CallStyle(no_content=True), CallStyle(True, True))
@@ -38,27 +37,25 @@ CALL_STYLES = (CallStyle(), CallStyle(text_arguments=True), CallStyle(no_content
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message of a conversation."""
-
     role: str
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     reasoning: str = ""
-    """`reasoning_content`, for templates that show it."""
+    """`reasoning_content`, for templates that render it."""
 
     def says_the_same_as(self, other: "ChatMessage") -> bool:
-        """Return True if a returned assistant message equals one that was sent."""
+        """Return True if a returned assistant message equals a sent one."""
         return self.content.strip() == other.content.strip() and self.tool_calls == other.tool_calls
 
     def with_call_ids(self, number: int) -> "ChatMessage":
-        """Return a copy with call ids derived from the answer's number and position: nine letters and digits, as
-        Mistral's templates require."""
+        """Return a copy with call ids from the answer's number and position: nine letters and digits, as Mistral's templates
+        require."""
         calls = (replace(call, call_id=f"c{number:04d}{i:04d}") for i, call in enumerate(self.tool_calls))
         return replace(self, tool_calls=tuple(calls))
 
     def for_template(self, style: CallStyle = CALL_STYLES[0]) -> dict[str, Any]:
-        """Return the message in the form of chat templates."""
+        """Return the dict that chat templates take."""
         without = style.no_content and self.tool_calls and not self.content
         message: dict[str, Any] = {"role": self.role, "content": None if without else self.content}
         if self.tool_calls:
@@ -85,11 +82,11 @@ Tools = tuple[Mapping[str, Any], ...]
 
 
 CallParser = Callable[[str, Tools], tuple[str, tuple[ToolCall, ...]]]
-"""(answer, offered tools) -> (text besides the calls, calls)."""
+"""(answer, offered tools) -> (remaining text, calls)."""
 
 
 def normalize_arguments(arguments: str | Mapping[str, Any]) -> str:
-    """Return arguments of a call in one form.
+    """Return arguments in canonical form.
 
     Raises:
         ValueError: they are no JSON object.

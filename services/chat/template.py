@@ -1,7 +1,7 @@
-"""Chat template of arbitrary conversations (`ChatTemplate`): roles, tools, tool results; and parsing of its answers.
+"""Chat template of arbitrary conversations: roles, tools, tool results; parses answers.
 
-Used for external agents, whose every call is rendered; whether a template is append-only is determined call by call
-(`services.chat.token_tree`). Episodes without an agent use `append_only.ChatFormat`.
+Used for external agents, whose every call is rendered: `services.chat.token_tree` detects call by call whether the
+template is append-only. Other episodes use `append_only.ChatFormat`.
 """
 
 import json
@@ -27,22 +27,21 @@ from offbeat.services.chat.tokenizer import load_tokenizer
 from offbeat.services.errors import RolloutError
 
 RenderAny = Callable[[Sequence[dict[str, Any]], Sequence[Any], bool], str]
-"""(messages, tools, whether the generation prompt follows) -> text."""
+"""(messages, tools, add generation prompt) -> text."""
 
 MAX_CACHED_TEXTS = 4_096
 MAX_CACHED_CHARS = 512
-"""Maximum length of cached texts, characters; longer texts rarely repeat, and thousands of whole conversations would be
-kept."""
+"""Maximum characters of cached texts; longer ones rarely repeat."""
 NAME, KEY, VALUE = "offbeatname", "offbeatkey", "offbeatvalue"
-"""Markers of a call during the analysis of the template."""
+"""Markers of a call for the analysis."""
 
 
 class UnusableError(Exception):
-    """The template can't render the agent's conversation; the message says why."""
+    """The template can't render a conversation."""
 
 
 class ToolFormat(NamedTuple):
-    """Format of a call in the template: a JSON object between two markers."""
+    """JSON object between two markers."""
 
     opening: str
     closing: str
@@ -51,7 +50,7 @@ class ToolFormat(NamedTuple):
 
 
 class ChatTemplate:
-    """Renders conversations, and turns tokens into messages."""
+    """Renders conversations and parses answers."""
 
     def __init__(
         self,
@@ -60,11 +59,10 @@ class ChatTemplate:
         extra_stop_ids: Sequence[int] = (),
         parser: CallParser | None = None,
     ) -> None:
-        """extra_stop_ids: stop tokens besides the template's; parser: reads calls in the template's own format, None
-        reads the detected JSON format.
+        """extra_stop_ids: stop tokens besides the template's; parser: parser of calls, None for the detected JSON format.
 
         Raises:
-            RolloutError: the template does not end an answer by a special token.
+            RolloutError: no special token ends an answer.
         """
         self._render = render
         self._tokenizer = tokenizer
@@ -76,10 +74,10 @@ class ChatTemplate:
         self._encode = lru_cache(MAX_CACHED_TEXTS)(self._encode_now)
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools, *, prompt: bool) -> str:
-        """Render the conversation as text, with the generation prompt if `prompt`.
+        """Render the conversation, with the generation prompt if `prompt`.
 
         Raises:
-            UnusableError: the template refuses it, or supports no tools and there are some.
+            UnusableError: the template rejects it, or tools are given and unsupported.
         """
         if tools and self.tools is None and self._parser is None:
             raise UnusableError(
@@ -89,22 +87,21 @@ class ChatTemplate:
         return self.write(messages, tools, prompt=prompt)
 
     def write(self, messages: Sequence[ChatMessage], tools: Tools, *, prompt: bool) -> str:
-        """`render`, whether calls could be read back or not. Raises UnusableError where the template refuses."""
+        """Render without requiring that calls can be parsed. Raises UnusableError."""
         try:
             return self._render([message.for_template(self._style) for message in messages], tools, prompt)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise UnusableError(f"the policy's chat template can't render these messages: {error}") from error
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Return words of sampled tokens, without special ones; a parser of calls gets all of them but those that end
-        an answer."""
+        """Decode sampled tokens without special ones; for a parser, only without stop tokens."""
         if self._parser is None:
             return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         words = [token for token in token_ids if token not in self.stop_ids]
         return self._tokenizer.decode(words, skip_special_tokens=False)
 
     def token_text(self, token_id: int) -> str:
-        """Return one token, special ones by their names."""
+        """Decode one token, special ones by name."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def message_of(self, text: str, *, tools: Tools) -> ChatMessage:
@@ -118,7 +115,7 @@ class ChatTemplate:
         return ChatMessage("assistant", words.strip(), calls) if calls else ChatMessage("assistant", text)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return tokens of a rendered text, special tokens by their names, none added."""
+        """Encode a rendered text, including special tokens by name; adds none."""
         return self._encode(text) if len(text) <= MAX_CACHED_CHARS else self._encode_now(text)
 
     def _encode_now(self, text: str) -> tuple[int, ...]:
@@ -126,10 +123,10 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: Path, parser_for: Callable[[Any], CallParser] | None = None) -> ChatTemplate:
-    """Load the template of a Hugging Face folder. parser_for: creates a parser of calls for a tokenizer (`tool_parsers`).
+    """Load the template of a Hugging Face folder; parser_for: creates the parser of calls (`tool_parsers`).
 
     Raises:
-        RolloutError: the folder has no tokenizer or no chat template, or the end of an answer can't be determined.
+        RolloutError: it has no tokenizer or chat template, or the end of an answer can't be determined.
     """
     tokenizer = load_tokenizer(folder)
     if tokenizer.chat_template is None:
@@ -152,7 +149,7 @@ def load_chat_template(folder: Path, parser_for: Callable[[Any], CallParser] | N
 
 
 def _end_of_turn(render: RenderAny, tokenizer: Tokenizer) -> tuple[int, str]:
-    """Return the special token behind an answer."""
+    """Return the special token after an answer."""
     asked, answer = {"role": "user", "content": KEY}, {"role": "assistant", "content": NAME}
     text = render([asked, answer, {"role": "user", "content": VALUE}], (), True)
     if NAME not in text:  # the template leaves earlier answers out
@@ -173,8 +170,7 @@ OFFERED = {"type": "function", "function": {"name": NAME, "description": "", "pa
 
 
 def _call_style(render: RenderAny) -> CallStyle:
-    """Return the first in which the template writes a call whose arguments can be read; the first of all where it
-    writes none."""
+    """Return the first style that the template renders readably, else the first."""
     for style in CALL_STYLES:
         try:
             text = render([USER, CALLING.for_template(style)], [OFFERED], False)
@@ -187,7 +183,7 @@ def _call_style(render: RenderAny) -> CallStyle:
 
 
 def _tool_format(render: RenderAny, tokenizer: Tokenizer, end_text: str, style: CallStyle) -> ToolFormat | None:
-    """Return the format of calls; None if the template writes none, or not as JSON."""
+    """Return the format of calls; None if there are none, or not as JSON."""
     try:
         before = render([USER], [OFFERED], True)
         after = render([USER, CALLING.for_template(style)], [OFFERED], False)
@@ -216,18 +212,18 @@ def _tool_format(render: RenderAny, tokenizer: Tokenizer, end_text: str, style: 
 
 
 def _common_end(one: str, other: str) -> str:
-    """Return the longest text that both end with."""
+    """Return the longest common suffix."""
     return next(one[at:] for at in range(len(one) + 1) if other.endswith(one[at:]))
 
 
 def _survives(tokenizer: Tokenizer, mark: str) -> bool:
-    """Return True if a marker survives in an answer's text, which has no special tokens."""
+    """Return True if a marker survives decoding without special tokens."""
     ids = tokenizer.encode(mark, add_special_tokens=False).ids
     return tokenizer.decode(ids, skip_special_tokens=True).strip() == mark
 
 
 def _take_out_calls(text: str, tools: ToolFormat) -> tuple[str, tuple[ToolCall, ...]]:
-    """Return (text besides the calls, calls)."""
+    """Return (remaining text, calls)."""
     words: list[str] = []
     calls: list[ToolCall] = []
     at = 0

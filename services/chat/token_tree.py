@@ -1,11 +1,10 @@
 """The calls of one episode as a tree of token sequences.
 
-A node is one completion: the tokens of its prompt and the sampled ones. A call whose history the template renders as
-the text of a node plus a suffix continues that node: the node's own tokens are sent, and only the suffix is encoded.
-Any other call starts a new sequence.
+A node is one completion with its prompt. A call whose rendered history is a node's text plus a suffix continues that
+node: the node's own tokens are sent, and only the suffix is encoded. Any other call starts a new sequence.
 
-Invariants: a node records what was sent and sampled, token by token; sampled tokens are never encoded again when a call
-continues them; a node's tokens start with those of its parent.
+Invariants: a node records what was sent and sampled, token by token; sampled tokens are never re-encoded; a node's
+tokens start with those of its parent.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,22 +15,20 @@ from offbeat.services.chat.template import ChatTemplate
 from offbeat.services.messages.types import Completion
 
 ROOT = -1
-"""Parent of nodes without one."""
+"""Parent of root nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Prompt of one call."""
-
     tokens: tuple[int, ...]
     parent: int = ROOT
     text: str = ""
-    """The prompt as the template writes it; of a call without a template, what the agent sent."""
+    """Rendered prompt; without a template, the agent's text."""
     unverified: int = 0
-    """Assistant messages that no node of this episode is known to have sampled: context, never trained."""
+    """Assistant messages not known to be sampled in this episode: context, never trained."""
     is_chat: bool = True
     anchor: str = ""
-    """State that the answer responds to; empty if unknown."""
+    """State that the answer responds to, if known."""
 
 
 @dataclass(slots=True)
@@ -42,7 +39,7 @@ class Node:
     message: ChatMessage
     completion: Completion
     kept: int
-    """Tokens of the completion that count: all, or those up to the end of the stop word."""
+    """Number of completion tokens that count: all, or up to the end of the stop word."""
     delivered: bool = False
     """True if the agent is known to have received it."""
 
@@ -78,7 +75,7 @@ class TokenTree:
         return Prompt(self.template.encode(whole), ROOT, whole, len(answer_indexes), anchor=anchor)
 
     def plan_text(self, text: str) -> Prompt:
-        """Return the prompt of a plain-text call: it continues the longest known text."""
+        """Return the prompt of a plain-text call, which continues the longest known text."""
         best, known = ROOT, ""
         for number, node in enumerate(self.nodes):
             so_far = node.prompt.text + self._words(node)
@@ -89,13 +86,13 @@ class TokenTree:
         return Prompt(before + self.template.encode(new), best, text, is_chat=False, anchor=new)
 
     def plan_tokens(self, tokens: tuple[int, ...]) -> Prompt:
-        """Return the prompt of a token-id call: it continues the longest sequence that it starts with."""
+        """Return the prompt of a token-id call, which continues its longest known prefix."""
         fits = [n for n, node in enumerate(self.nodes) if tokens[: len(node.tokens)] == node.tokens]
         parent = max(fits, key=lambda n: len(self.nodes[n].tokens), default=ROOT)
         return Prompt(tokens, parent, is_chat=False)
 
     def record(self, prompt: Prompt, message: ChatMessage, completion: Completion, kept: int) -> int:
-        """Keep an answer; its number."""
+        """Record an answer and return its number."""
         number = len(self.nodes)
         self.nodes.append(Node(prompt, message, completion, kept))
         if prompt.is_chat:
@@ -105,7 +102,7 @@ class TokenTree:
         return number
 
     def path(self, number: int) -> Iterator[int]:
-        """Yield a node and its ancestors, the node first."""
+        """Yield a node, then its ancestors."""
         while number != ROOT:
             yield number
             number = self.nodes[number].prompt.parent
@@ -113,8 +110,7 @@ class TokenTree:
     def _continued(
         self, messages: Sequence[ChatMessage], tools: Tools, place: int, whole: str
     ) -> tuple[int, tuple[int, ...]] | None:
-        """Return the node of the assistant message at `place`, and the tokens to send, if the conversation's text is
-        the node's plus a suffix."""
+        """Return the node of the assistant message at `place` and the tokens to send, if the conversation continues it."""
         before = self.template.render(messages[:place], tools, prompt=True)
         asked = self._by_text.get(before, ())
         same = [n for n in asked if self.nodes[n].message.says_the_same_as(messages[place])]
@@ -133,8 +129,7 @@ class TokenTree:
         return parent, tokens + (behind[1:] if tokens[-1] == self.template.end_id else behind)
 
     def _lengthened(self, asked: Sequence[int], before: str, whole: str) -> tuple[int, tuple[int, ...]] | None:
-        """Return a node whose answer was cut short and to which the agent put words, such as the stop word, and the
-        tokens."""
+        """Return a truncated node that the agent extended (by the stop word, say), and the tokens."""
         for number in reversed(asked):
             node = self.nodes[number]
             text = before + self._words(node)
@@ -143,14 +138,14 @@ class TokenTree:
         return None
 
     def _words(self, node: Node) -> str:
-        """Return an answer as it reads in bare text: one that ended itself shows the token that ended it."""
+        """Return an answer as plain text, with the stop token that ended it."""
         ids = node.completion.token_ids[: node.kept]
         end = self.template.token_text(ids[-1]) if ids[-1] in self.template.stop_ids else ""
         return self.template.text_of(ids) + end
 
 
 def _of_same_calls(candidates: Sequence[int], nodes: Sequence[Node], message: ChatMessage) -> int:
-    """Return the node with the message's call ids among several with equal text, else the newest."""
+    """Return the candidate with the message's call ids, else the newest."""
     ids = [call.call_id for call in message.tool_calls]
     exact = [n for n in candidates if ids and [call.call_id for call in nodes[n].message.tool_calls] == ids]
     return (exact or candidates)[-1]

@@ -9,9 +9,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer from its tokenizer.json; transformers' own class only if there is no such file.
+    """Load tokenizer.json; transformers' own class only without that file.
 
-    `AutoTokenizer` imports torch and uses some architectures' own tokenizer regardless of tokenizer.json.
+    `AutoTokenizer` imports torch, and ignores tokenizer.json for some architectures.
     """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise RolloutError(f"no tokenizer in {folder}: none of {', '.join(TOKENIZER_FILES)} is there")

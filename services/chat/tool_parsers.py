@@ -1,7 +1,7 @@
 # pyright: basic
-"""Tool calls in the forms that models have, read by vLLM's own parsers.
+"""Parsers of tool calls, from vLLM.
 
-Invariant: what a parser can't read stays words; a parser never ends an episode.
+Invariant: unparsable calls stay text; a parser never ends an episode.
 """
 
 import logging
@@ -21,17 +21,17 @@ log = logging.getLogger(__name__)
 
 
 def parser_names() -> Sequence[str]:
-    """Return the names that `load_parser` accepts. Imports vLLM, which takes seconds."""
+    """Return the names that `load_parser` accepts. Imports vLLM (seconds)."""
     from vllm.tool_parsers import ToolParserManager
 
     return sorted({*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers})
 
 
 def load_parser(name: str, tokenizer: Any) -> CallParser:
-    """Return vLLM's parser of that name, for a transformers tokenizer.
+    """Return vLLM's parser for a transformers tokenizer.
 
     Raises:
-        RolloutError: there is none, naming the nearest; or it needs tokens that the tokenizer lacks.
+        RolloutError: there is none of that name, or the tokenizer lacks its tokens.
     """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager

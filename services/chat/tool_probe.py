@@ -1,6 +1,6 @@
-"""A made-up function and calls of it, rendered to analyze a chat template.
+"""A probe function and calls of it, rendered to analyze a chat template.
 
-Invariant: nothing here parses calls, so that rendering needs no parser of vLLM.
+Invariant: nothing here parses calls, so rendering needs no vLLM.
 """
 
 from offbeat.services.chat.messages import (
@@ -32,7 +32,7 @@ ASKED = ChatMessage("user", "offbeatasked")
 
 
 def can_render_results(template: ChatTemplate) -> bool:
-    """Return True if the template renders messages of the role `tool`."""
+    """Return True if the template renders the role `tool`."""
     result = ChatMessage("tool", "offbeatresult", tool_call_id=CALL.call_id)
     try:
         whole = template.write((ASKED, ChatMessage("assistant", "", (CALL,)), result), PROBE, prompt=True)

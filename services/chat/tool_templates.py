@@ -1,4 +1,4 @@
-"""Chat templates with the vLLM parser that reads back their tool calls, verified before use.
+"""Chat templates with a vLLM parser of their tool calls.
 
 Invariant: a template returned here describes functions, and its parser read back a call that the template wrote.
 """
@@ -49,14 +49,14 @@ CANDIDATES = (
     ("{", "llama3_json"),
     ("[", "pythonic"),
 )
-"""Text in a call, and the vLLM parser that may read it; the first that does is used."""
+"""(text in a call, vLLM parser to try), in order."""
 
 
 def load_function_template(folder: Path, tool_call_parser: str | None = None) -> ChatTemplate:
-    """Load the template of a Hugging Face folder, with a parser for the calls that it writes.
+    """Load the template of a Hugging Face folder with a parser of its calls.
 
-    tool_call_parser: vLLM's name; None uses the JSON format detected in the template, else the first of `CANDIDATES`
-    that reads it, preferably one that reads several calls of one answer.
+    tool_call_parser: vLLM's name; None uses the detected JSON format, else the first of `CANDIDATES` that reads a call,
+    preferably several calls per answer.
 
     Raises:
         RolloutError: the template describes no functions, writes no calls, or no parser reads them.
@@ -101,12 +101,12 @@ def render_call(template: ChatTemplate, calls: tuple[ToolCall, ...] = (CALL,)) -
 
 
 def can_parse_own_calls(template: ChatTemplate) -> bool:
-    """Return True if a call that the template writes is read back."""
+    """Return True if a rendered call is parsed back."""
     return _read(template, render_call(template)) == (CALL,)
 
 
 def _can_parse_several(template: ChatTemplate) -> bool:
-    """Return True if two calls of one answer are read back, too, or the template can't write them."""
+    """Return True if two calls in one answer are parsed back, or the template can't render them."""
     try:
         written = render_call(template, (CALL, ANOTHER))
     except RolloutError:
@@ -115,7 +115,7 @@ def _can_parse_several(template: ChatTemplate) -> bool:
 
 
 def _check_end(template: ChatTemplate, written: str) -> None:
-    """Raise RolloutError if a call ends with another token than other answers: sampling would not stop there."""
+    """Raise RolloutError if a call and other answers end differently: sampling would not stop there."""
     result = ChatMessage("tool" if can_render_results(template) else "user", "offbeatresult", tool_call_id=CALL.call_id)
     whole = _render(template, (ASKED, ChatMessage("assistant", "", (CALL,)), result), prompt=True)
     _, found, behind = whole.partition(written)
@@ -151,7 +151,7 @@ def _with(folder: Path, name: str) -> ChatTemplate:
 
 
 def _read(template: ChatTemplate, written: str) -> tuple[ToolCall, ...]:
-    """Parse as after sampling: special tokens are removed unless a parser needs them."""
+    """Parse as after sampling: without special tokens, unless a parser needs them."""
     return template.message_of(template.text_of(template.encode(written)), tools=PROBE).tool_calls
 
 
@@ -163,5 +163,5 @@ def _render(template: ChatTemplate, messages: tuple[ChatMessage, ...], *, prompt
 
 
 def load_playing_format(folder: Path) -> ChatFormat:
-    """Return the chat format of a Hugging Face folder. Raises RolloutError, see `load_chat_format`."""
+    """Load the chat format with functions. Raises RolloutError, see `load_chat_format`."""
     return load_chat_format(folder, partial(load_function_template, folder))

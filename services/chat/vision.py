@@ -1,8 +1,8 @@
 # pyright: basic
-"""Image preprocessing of a model: number of tokens and pixel values.
+"""Image preprocessing of a model.
 
-Invariant: engine and learner preprocess images with this code alone, from the same PNG and the model folder's settings,
-on numpy and Pillow: pixels in sampling and training are equal to the bit.
+Invariant: engine and learner preprocess the same PNG with this code alone, on NumPy and Pillow: pixels in sampling and
+training are equal to the bit.
 """
 
 import io
@@ -19,22 +19,22 @@ import numpy.typing as npt
 from offbeat.services.errors import RolloutError
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl")
-"""`model_type` of the models whose pictures can be read."""
+"""Supported `model_type`s."""
 MAX_CACHED_IMAGES = 32
-"""Pictures; a large one takes 20 MB."""
+"""A large one takes 20 MB."""
 MAX_CACHED_COUNTS = 16_384
-"""Number of images whose token count is cached, by digest; whole images could take as many MB."""
+"""Cached token counts, by image digest."""
 
 
 class Pixels(NamedTuple):
-    """One picture as the vision tower reads it. patches: [h * w, channels * frames * side**2] float32; grid: (1, h, w)."""
+    """One preprocessed image. patches: [h * w, channels * frames * side**2] float32; grid: (1, h, w)."""
 
     patches: npt.NDArray[np.float32]
     grid: tuple[int, int, int]
 
 
 def model_family(folder: Path) -> str | None:
-    """Return the folder's `model_type` if it reads pictures in a way that is known here, else None."""
+    """Return the folder's `model_type` if supported, else None."""
     try:
         found = json.loads((folder / "config.json").read_text()).get("model_type")
     except (OSError, ValueError):
@@ -43,10 +43,10 @@ def model_family(folder: Path) -> str | None:
 
 
 class PictureReader:
-    """The image processor of a model folder."""
+    """Image processor of a model folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises RolloutError if the folder's model reads no images, or does not describe its preprocessing."""
+        """Raises RolloutError if the model reads no images, or its preprocessing is undefined."""
         if model_family(folder) is None:
             raise RolloutError(f"{folder} is no model that reads pictures here: take one of {', '.join(FAMILIES)}")
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -63,7 +63,7 @@ class PictureReader:
         self._counts: dict[bytes, int] = {}
 
     def count(self, png: bytes) -> int:
-        """Return the number of tokens of an image. Raises ValueError if it can't be read."""
+        """Return an image's number of tokens. Raises ValueError if it can't be read."""
         digest = blake2b(png, digest_size=16).digest()
         if digest not in self._counts:
             if len(self._counts) >= MAX_CACHED_COUNTS:
@@ -85,7 +85,7 @@ class PictureReader:
 
 
 def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """Return a rendered frame as PNG; [height, width, 3] uint8. Raises ValueError for any other array."""
+    """Encode a frame, [height, width, 3] uint8, as PNG. Raises ValueError for any other array."""
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
         raise ValueError(f"a frame of {pixels.dtype} {pixels.shape}, not of uint8 [height, width, 3]")
     from PIL import Image

@@ -1,7 +1,7 @@
-"""Messages as msgpack bytes.
+"""Messages as msgpack.
 
-Every blob starts with its kind and schema version; anything that does not follow the schema raises `CodecError`. Messages
-are encoded field by field; those with token arrays have a packed form.
+Every blob starts with its kind and schema version; any violation of the schema raises `CodecError`. Messages with
+token arrays have a packed form.
 """
 
 import math
@@ -43,10 +43,10 @@ TRAJECTORIES = MessageFormat("trajectories", list[bytes])
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """Check and pack one trajectory; `decode_trajectory` gives it back bit for bit.
+    """Validate and pack one trajectory; the round trip is exact to the bit.
 
     Raises:
-        CodecError: it breaks an invariant of `offbeat.services.messages.types`.
+        CodecError: it violates an invariant of `offbeat.services.messages.types`.
     """
     t = trajectory
     try:
@@ -72,10 +72,10 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
 
 
 def decode_trajectory(blob: bytes) -> Trajectory:
-    """Unpack and check one trajectory.
+    """Unpack and validate one trajectory.
 
     Raises:
-        CodecError: the blob is truncated, of another schema, or breaks an invariant of `offbeat.services.messages.types`.
+        CodecError: the blob is truncated, has another schema, or violates an invariant of `offbeat.services.messages.types`.
     """
     packed = TRAJECTORY.unpack(blob)
     try:
@@ -88,12 +88,12 @@ def decode_trajectory(blob: bytes) -> Trajectory:
 
 
 def encode_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
-    """Pack several, as a file keeps them. Raises `CodecError` as `encode_trajectory` does."""
+    """Pack trajectories for a file. Raises `CodecError`."""
     return TRAJECTORIES.pack([encode_trajectory(trajectory) for trajectory in trajectories])
 
 
 def decode_trajectories(blob: bytes) -> list[Trajectory]:
-    """Unpack `encode_trajectories`. Raises `CodecError` as `decode_trajectory` does."""
+    """Unpack `encode_trajectories`. Raises `CodecError`."""
     return [decode_trajectory(part) for part in TRAJECTORIES.unpack(blob)]
 
 
@@ -140,7 +140,7 @@ COMPLETIONS = MessageFormat("completions", list[PackedCompletion])
 
 
 def encode_requests(requests: Sequence[GenerateRequest]) -> bytes:
-    """Pack the turns that one call carries."""
+    """Pack the requests of one call."""
     rows = [
         PackedRequest(
             r.request_id,
@@ -159,7 +159,7 @@ def encode_requests(requests: Sequence[GenerateRequest]) -> bytes:
 
 
 def decode_requests(blob: bytes) -> list[GenerateRequest]:
-    """Unpack `encode_requests`. Raises `CodecError` as `decode_trajectory` does."""
+    """Unpack `encode_requests`. Raises `CodecError`."""
     rows = REQUESTS.unpack(blob)
     try:
         return [_request(row) for row in rows]
@@ -181,7 +181,7 @@ def _request(row: PackedRequest) -> GenerateRequest:
 
 
 def encode_completions(completions: Sequence[Completion]) -> bytes:
-    """Pack the completions that one answer carries."""
+    """Pack the completions of one reply."""
     rows = [
         PackedCompletion(
             c.request_id,
@@ -197,7 +197,7 @@ def encode_completions(completions: Sequence[Completion]) -> bytes:
 
 
 def decode_completions(blob: bytes) -> list[Completion]:
-    """Unpack `encode_completions`. Raises `CodecError` as `decode_trajectory` does."""
+    """Unpack `encode_completions`. Raises `CodecError`."""
     rows = COMPLETIONS.unpack(blob)
     try:
         return [_completion(row) for row in rows]
@@ -218,12 +218,11 @@ MANIFEST = MessageFormat("manifest", Manifest)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Pack one weight version's manifest."""
     return MANIFEST.pack(manifest)
 
 
 def decode_manifest(blob: bytes) -> Manifest:
-    """Unpack `encode_manifest`. Raises `CodecError` as `decode_trajectory` does."""
+    """Unpack `encode_manifest`. Raises `CodecError`."""
     manifest = MANIFEST.unpack(blob)
     try:
         finite(manifest.published_at, "published_at")

@@ -1,6 +1,6 @@
-"""Envelope of every message: kind and schema version around rows of declared types, as msgpack.
+"""Message envelope: kind, schema version and typed body, as msgpack.
 
-Nothing that came over the network is unpickled. Arrays travel as raw little-endian bytes.
+Nothing received is unpickled. Arrays are raw little-endian bytes.
 """
 
 import math
@@ -15,14 +15,14 @@ from offbeat.services.errors import CodecError
 from offbeat.services.messages.types import SCHEMA_VERSION, VersionSpan
 
 MAX_TOKENS = 1 << 24
-"""Longest token sequence that is read; a larger claim is refused before anything is allocated."""
+"""Maximum tokens of a segment, checked before allocation."""
 MAX_BLOB = 1 << 30
-"""Bytes of the largest message that is read."""
+"""Maximum bytes of a message."""
 NARROW = 2
-"""Bytes of a token id below 65,536, in segments all of whose tokens are."""
+"""Bytes of a token id in segments whose ids are all below 65,536."""
 UINT16, UINT32, INT32, FLOAT32 = np.dtype("<u2"), np.dtype("<u4"), np.dtype("<i4"), np.dtype("<f4")
 MALFORMED = (ValueError, TypeError, AttributeError, OverflowError, LookupError)
-"""Exceptions that an invalid body may raise when it is checked or packed."""
+"""Exceptions raised by checking or packing an invalid body."""
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, MemoryError)
 
 Body = TypeVar("Body")
@@ -32,19 +32,18 @@ class MessageFormat(Generic[Body]):
     """Messages of one kind."""
 
     def __init__(self, kind: str, body: type[Body]) -> None:
-        """body: type of the envelope's content, as msgspec reads it."""
         self._kind = kind
         self._whole: msgspec.msgpack.Decoder[tuple[str, int, Body]] = msgspec.msgpack.Decoder(tuple[str, int, body])
 
     def pack(self, body: Any) -> bytes:
-        """Return a message. Raises `CodecError` where msgpack has no word for something in it."""
+        """Encode a message. Raises `CodecError` if msgpack can't represent the body."""
         try:
             return ENCODER.encode((self._kind, SCHEMA_VERSION, body))
         except MALFORMED as error:
             self.refuse(error)
 
     def unpack(self, blob: bytes) -> Body:
-        """Return the body of a message. Raises `CodecError` if it is not one of this kind and of this build's schema."""
+        """Decode a message's body. Raises `CodecError` unless it has this kind and this build's schema."""
         if len(blob) > MAX_BLOB:
             raise CodecError(f"{self._kind} message of {len(blob)} bytes: at most {MAX_BLOB} are read")
         try:
@@ -56,7 +55,7 @@ class MessageFormat(Generic[Body]):
         return body
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Raise `CodecError` for what is wrong with a body."""
+        """Raise `CodecError` from the error of an invalid body."""
         raise CodecError(f"malformed {self._kind} message: {error}") from error
 
     def _envelope(self, blob: bytes) -> tuple[str, int]:
@@ -73,7 +72,7 @@ class MessageFormat(Generic[Body]):
 
 
 def _to_plain(value: Any) -> Any:
-    """Return a number of numpy as a plain one."""
+    """Convert NumPy scalars."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} can't be sent")
@@ -84,7 +83,7 @@ ENVELOPE = msgspec.msgpack.Decoder(tuple[str, int, msgspec.Raw])
 
 
 def check_spans(spans: Sequence[VersionSpan], length: int) -> None:
-    """Raise TypeError or ValueError unless the spans are ordered, disjoint and within `length` tokens."""
+    """Raise TypeError or ValueError unless spans are ordered, disjoint and within `length` tokens."""
     position = 0
     for span in spans:
         start, end, version = span
@@ -106,7 +105,7 @@ def count(value: Any, what: str) -> int:
 
 
 def finite(value: Any, what: str) -> float:
-    """Return a number that is one. Raises one of `MALFORMED`."""
+    """Return a finite float. Raises one of `MALFORMED`."""
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{what} {number}")
@@ -114,7 +113,7 @@ def finite(value: Any, what: str) -> float:
 
 
 def read_tokens(data: bytes, width: int = 4) -> npt.NDArray[np.int32]:
-    """Read token ids of `width` bytes each. Raises ValueError if one is negative or incomplete."""
+    """Decode token ids of `width` bytes. Raises ValueError if one is negative or incomplete."""
     if width == NARROW:
         return np.frombuffer(data, dtype=UINT16).astype(np.int32)
     tokens = np.frombuffer(data, dtype=INT32).astype(np.int32, copy=False)
@@ -124,7 +123,7 @@ def read_tokens(data: bytes, width: int = 4) -> npt.NDArray[np.int32]:
 
 
 def read_logprobs(data: bytes) -> npt.NDArray[np.float32]:
-    """Read logprobs. Raises ValueError unless all are finite."""
+    """Decode logprobs. Raises ValueError unless all are finite."""
     logprobs = np.frombuffer(data, dtype=FLOAT32).astype(np.float32, copy=False)
     if b"\0" in np.isfinite(logprobs).tobytes():  # a quarter of the time of `all`
         raise ValueError("a logprob that is not finite")

@@ -1,7 +1,6 @@
-"""Images in messages: PNG files that stand for tokens.
+"""PNG images in messages.
 
-Invariants: images of one sequence are ordered and disjoint, inside it, on tokens that were not sampled; none is larger than
-`MAX_PICTURE`.
+Invariants: images of a sequence are ordered, disjoint, inside it, on unsampled tokens, and at most `MAX_PICTURE` bytes.
 """
 
 from collections.abc import Sequence
@@ -9,12 +8,12 @@ from collections.abc import Sequence
 from offbeat.services.messages.types import Picture, Segment
 
 MAX_PICTURE = 1 << 20
-"""Bytes of one encoded picture; a trajectory of a hundred turns then still fits into Redis."""
+"""Bytes of one encoded image: a trajectory of a hundred turns fits into Redis."""
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def check_pictures(pictures: Sequence[Picture], length: int) -> None:
-    """Raise ValueError or TypeError unless they are images that fit a sequence of `length` tokens."""
+    """Raise ValueError or TypeError unless the images fit a sequence of `length` tokens."""
     position = 0
     for picture in pictures:
         start, count, png = picture.start, picture.count, picture.png
@@ -27,7 +26,7 @@ def check_pictures(pictures: Sequence[Picture], length: int) -> None:
 
 
 def check_png(png: bytes) -> None:
-    """Raise ValueError if it is too large or no PNG."""
+    """Raise ValueError unless it is a PNG of allowed size."""
     if len(png) > MAX_PICTURE:
         raise ValueError(f"a picture of {len(png)} bytes: at most {MAX_PICTURE} are taken")
     if not png.startswith(PNG):
@@ -35,7 +34,7 @@ def check_png(png: bytes) -> None:
 
 
 def check_unsampled(segment: Segment) -> None:
-    """Raise ValueError if an image token counts as sampled."""
+    """Raise ValueError if an image token is marked as sampled."""
     for picture in segment.pictures:
         if segment.loss_mask[picture.start : picture.start + picture.count].any():
             raise ValueError(f"the tokens of the picture at {picture.start} are marked as sampled")

@@ -1,8 +1,7 @@
-"""Segment of a message: tokens in two bytes each where all fit, and logprobs of sampled tokens only.
+"""Packed segments: two bytes per token where all ids fit, and logprobs of sampled tokens only.
 
-Version spans determine the sampled tokens, and so the loss mask.
-
-Invariant: what is read keeps the invariants of `services.messages.types`, and what is written is read back bit for bit.
+Version spans determine the loss mask. Invariant: the round trip is exact to the bit, and decoded segments keep the
+invariants of `services.messages.types`.
 """
 
 from collections.abc import Sequence
@@ -73,7 +72,7 @@ def _check_arrays(segment: Segment) -> None:
 
 
 def unpack_segment(row: PackedSegment) -> Segment:
-    """Decode `pack_segment`, bit for bit. Raises one of `offbeat.services.messages.envelope.MALFORMED`."""
+    """Decode `pack_segment`. Raises one of `offbeat.services.messages.envelope.MALFORMED`."""
     length, data, versions = row.length, row.tokens, row.versions
     if length > MAX_TOKENS:
         raise ValueError(f"segment of {length} tokens")
@@ -96,7 +95,7 @@ def unpack_segment(row: PackedSegment) -> Segment:
 
 
 def _place_sampled(spans: Sequence[VersionSpan], sampled: bytes, length: int) -> tuple[bytearray, bytearray]:
-    """Return loss mask and logprobs of all tokens, given those of the sampled ones."""
+    """Return loss mask and logprobs of all tokens, from those of the sampled ones."""
     mask, logprobs, taken = bytearray(length), bytearray(4 * length), 0
     for start, end, _ in spans:
         mask[start:end] = b"\1" * (end - start)

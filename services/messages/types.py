@@ -1,7 +1,7 @@
 """Messages between services.
 
-Invariants: tokens are recorded as sampled and never re-made from text; `loss_mask` is true exactly on tokens that the
-policy sampled; `versions` covers exactly those tokens; `logprobs` is zero elsewhere.
+Invariants: tokens are recorded as sampled, never re-encoded from text; `loss_mask` is true, and `versions` defined,
+exactly on tokens that the policy sampled; `logprobs` is zero elsewhere.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,44 +21,35 @@ Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-"""A non-negative integer of 64 bits."""
+"""Non-negative 64-bit integer."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Base of messages and parts of messages: encoded as an array of their fields, in order.
-
-    Copy with `msgspec.structs.replace`.
-    """
+    """Base of messages and their parts, encoded as arrays of fields. Copy with `msgspec.structs.replace`."""
 
 
 class EpisodeKind(StrEnum):
-    """Purpose of an episode."""
-
     TRAIN = "train"
     EVAL = "eval"
 
 
 class StopReason(StrEnum):
-    """Reason for the end of an episode."""
-
     TERMINATED = "terminated"
     """The env ended the task."""
     TRUNCATED = "truncated"
-    """The env itself cut the episode."""
+    """The env cut the episode."""
     MAX_STEPS = "max_steps"
     MAX_LENGTH = "max_length"
-    """The next prompt would not leave room for a token below `sequence_length`."""
+    """The next prompt would leave no room for a token within `sequence_length`."""
 
 
 class FinishReason(StrEnum):
-    """Reason for the end of a completion."""
-
     STOP = "stop"
     LENGTH = "length"
 
 
 class VersionSpan(NamedTuple):
-    """Tokens `[start, end)` were sampled by weights `version`."""
+    """Weights `version` sampled tokens `[start, end)`."""
 
     start: int
     end: int
@@ -77,7 +68,7 @@ class Sampling:
 
 
 class Picture(Message, frozen=True):
-    """Image that the model sees in place of the placeholder tokens `[start, start + count)` of its sequence."""
+    """Image shown to the model in place of the tokens `[start, start + count)`."""
 
     start: int
     count: int
@@ -85,32 +76,32 @@ class Picture(Message, frozen=True):
 
     @property
     def digest(self) -> str:
-        """Digest of the image, independent of its position."""
+        """Digest of the image alone."""
         return blake2b(self.png, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One turn to sample: token ids in, those of pictures written out."""
+    """One turn to sample; the prompt includes image tokens."""
 
     request_id: str
     prompt: Sequence[int]
-    """As an `array("i")` it is encoded without visiting each token."""
+    """An `array("i")` is encoded fastest."""
     sampling: Sampling
     min_version: int = 0
-    """The replica holds the request until it serves at least this version."""
+    """Minimum weight version; the replica holds the request until it serves it."""
     pictures: tuple[Picture, ...] = ()
-    """Images in the order of their positions in the prompt."""
+    """Images by position in the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled turn: token ids out, stop token included. `error` is set, and the rest empty, if it was refused."""
+    """One sampled turn, stop token included; if refused, `error` alone is set."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    """Logprob of each sampled token under the sampling distribution (temperature applied, float32)."""
+    """Logprobs under the sampling distribution (temperature applied, float32)."""
     versions: tuple[VersionSpan, ...] = ()
     """Spans over `token_ids`."""
     finish_reason: FinishReason = FinishReason.STOP
@@ -118,22 +109,22 @@ class Completion:
 
 
 class Turn(NamedTuple):
-    """One completion and the env's reply: tokens `[start, end)` of segment `segment` are the completion."""
+    """Completion at tokens `[start, end)` of segment `segment`, and its reward."""
 
     segment: int
     start: int
     end: int
     reward: float
     state_hash: str = ""
-    """Digest of the observation that the turn answered (GiGPO's anchor state)."""
+    """Digest of the turn's observation (anchor state of GiGPO)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
     """One token sequence in one continuous context.
 
-    tokens: [T] int32; loss_mask: [T] bool; logprobs: [T] float32, 0 for tokens that were not sampled; versions: spans
-    over the positions of sampled tokens; pictures: in order of position, on tokens that were not sampled.
+    tokens: [T] int32; loss_mask: [T] bool; logprobs: [T] float32, 0 for unsampled tokens; versions: spans over sampled
+    tokens; pictures: by position, on unsampled tokens.
     """
 
     tokens: Int32Array
@@ -143,7 +134,7 @@ class Segment:
     pictures: tuple[Picture, ...] = ()
 
     def token_versions(self) -> Int32Array:
-        """Return the version that sampled each token, [T] int32; -1 for tokens not sampled by the policy."""
+        """Return the version that sampled each token, [T] int32; -1 for unsampled tokens."""
         out = np.full(len(self.tokens), -1, dtype=np.int32)
         for start, end, version in self.versions:
             out[start:end] = version
@@ -154,7 +145,7 @@ SegmentT = TypeVar("SegmentT", default=Segment)
 
 
 class Trajectory(Message, Generic[SegmentT], frozen=True):
-    """The recorded turns of one episode; encoded with packed segments (`services.messages.segments`)."""
+    """Recorded episode; encoded with packed segments (`services.messages.segments`)."""
 
     group_id: str
     index: Count
@@ -166,13 +157,13 @@ class Trajectory(Message, Generic[SegmentT], frozen=True):
     turns: tuple[Turn, ...]
     stop_reason: StopReason
     metrics: dict[str, float] = msgspec.field(default_factory=dict[str, float])
-    """Env metrics of the episode, already aggregated over its turns (`success`, `action_is_valid`, ...)."""
+    """Env metrics, aggregated over turns (`success`, `action_is_valid`, ...)."""
     worker_id: str = ""
     duration_s: float = 0.0
     text: tuple[str, ...] = ()
-    """For display: system prompt, then observation and answer in turn. Never used for training."""
+    """System prompt, then observation and answer in turn; for display only."""
     baseline: bool = False
-    """Greedy episode for comparison (ReMax): its reward counts, its tokens are never trained on."""
+    """Greedy episode for comparison (ReMax): its reward counts, its tokens are not trained on."""
 
     @property
     def reward(self) -> float:
@@ -188,7 +179,7 @@ class Trajectory(Message, Generic[SegmentT], frozen=True):
         return sum(int(segment.loss_mask.sum()) for segment in self.segments)
 
     def version_range(self: "Trajectory[Segment]") -> tuple[int, int] | None:
-        """Return the oldest and newest version that sampled a token, or None."""
+        """Return the oldest and newest version of its tokens, or None."""
         versions = [span.version for span in self._spans()]
         return (min(versions), max(versions)) if versions else None
 
@@ -199,21 +190,21 @@ class Trajectory(Message, Generic[SegmentT], frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Sibling trajectories of one task and seed, as the learner takes them from the stream."""
+    """Sibling trajectories of one task and seed."""
 
     entry_id: str
-    """Redis stream id: what is acknowledged after the checkpoint."""
+    """Redis stream id, acknowledged after the checkpoint."""
     group_id: str
     number: int
-    """Admission number, 0-based; with the config it fixes tag and seed, unless a task sampler draws them."""
+    """Admission number, 0-based; fixes tag and seed, unless a task sampler draws them."""
     tag: str
     seed: int
     admitted_version: int
     trajectories: tuple[Trajectory, ...]
     temperature: float | None = None
-    """Sampling temperature, if the run's was changed since it started."""
+    """Sampling temperature, if changed since the run started."""
     baselines: tuple[Trajectory, ...] = ()
-    """Greedy episodes of the same task and seed, if configured."""
+    """Greedy episodes of the same task and seed."""
 
     @property
     def oldest_version(self) -> int:
@@ -223,7 +214,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeTask:
-    """One episode that a worker has claimed and must submit, fail, or lose to another worker."""
+    """Episode claimed by a worker, which must submit it, fail it, or lose it."""
 
     kind: EpisodeKind
     group_id: str
@@ -231,20 +222,20 @@ class EpisodeTask:
     index: int
     attempt: int
     min_version: int
-    """Completions must come from this version or a newer one."""
+    """Minimum version of completions."""
     sampling_name: str = "train"
-    """Name of the run's sampling parameters: `train`, or for evaluation `sampled` or `greedy`."""
+    """Sampling parameters: `train`, or for evaluation `sampled` or `greedy`."""
     temperature: float | None = None
-    """Instead of that setting's own."""
+    """Overrides the temperature of `sampling_name`."""
 
     @property
     def is_baseline(self) -> bool:
-        """True for a greedy episode that a group is compared with."""
+        """True for a greedy comparison episode of a group."""
         return self.kind is EpisodeKind.TRAIN and self.sampling_name != "train"
 
 
 class TensorSpec(Message, frozen=True):
-    """One tensor of a weight version, by its Hugging Face name."""
+    """One tensor of a weight version, by Hugging Face name."""
 
     name: str
     dtype: str
@@ -252,7 +243,7 @@ class TensorSpec(Message, frozen=True):
 
 
 class BaseVersion(Message, frozen=True):
-    """A complete weight version that another one is a delta to; fields as in `Manifest`."""
+    """Complete weight version to which another is a delta; fields as in `Manifest`."""
 
     location: str
     digest: str
@@ -260,22 +251,22 @@ class BaseVersion(Message, frozen=True):
 
 
 class Manifest(Message, frozen=True):
-    """One published weight version and the location of its bytes."""
+    """One published weight version."""
 
     run_id: str
     version: Count
     step: Count
-    """Optimizer batches trained in the lineage that these weights end."""
+    """Optimizer batches trained in these weights' lineage."""
     epoch: Count
-    """Fencing epoch of the learner that published it."""
+    """Fencing epoch of the publishing learner."""
     transport: str
     location: str
-    """Location of the bytes for the transport: a path, a URL."""
+    """Location of the bytes: a path, a URL."""
     digest: str
-    """Digest of the bytes, as computed by the transport."""
+    """Digest computed by the transport."""
     num_bytes: Count
     tensors: tuple[TensorSpec, ...]
     published_at: float
     """Unix time, s."""
     anchor: BaseVersion | None = None
-    """Version to which the bytes at `location` are a delta; None: they are a complete version."""
+    """Version to which the bytes are a delta; None for a complete version."""
