@@ -114,8 +114,8 @@ class FakeLearnerBuffer:
     def reconnect(self) -> None:
         self._delivered = 0
 
-    def take(self, timeout_s: float, wanted: int = 1) -> Group | None:
-        del timeout_s, wanted
+    def take(self, timeout_s: float, num_groups: int = 1) -> Group | None:
+        del timeout_s, num_groups
         if self._delivered == len(self.stream) and self.on_empty is not None:
             self.on_empty(self)
         if self._delivered == len(self.stream):

@@ -80,7 +80,7 @@ def check_rendering(env: CustomEnv, chat: ChatFormat) -> None:
         RolloutError: the format lacks images or tools.
     """
     if env.shows_pictures:
-        _ = chat.sight
+        _ = chat.image_tokens
     instance = registry.make(env.env_type, env.env_config)
     try:
         if traits_of(instance).functions:

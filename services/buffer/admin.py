@@ -80,15 +80,15 @@ class BufferWatch:
 
 def snapshot_from(reply: Sequence[Any]) -> Snapshot:
     """Decode the result of snapshot.lua."""
-    ledger, progress = _table(reply[0]), _table(reply[2])
+    ledger, progress = _decode_hash(reply[0]), _decode_hash(reply[2])
     playing, streamed, delivered, queued_train, queued_eval, quarantined = reply[3:9]
     clock, workers, epoch = float(reply[9]), reply[10], int(reply[11])
     counters = Counters(
         admitted=int(ledger.get("admitted", 0)),
         submitted=int(ledger.get("submitted", 0)),
         trained=int(ledger.get("trained", 0)),
-        dropped=_by_reason(ledger, "dropped"),
-        failed=_by_reason(ledger, "failed"),
+        dropped=_count_by_reason(ledger, "dropped"),
+        failed=_count_by_reason(ledger, "failed"),
         in_flight=playing + streamed,
     )
     return Snapshot(
@@ -109,9 +109,9 @@ def snapshot_from(reply: Sequence[Any]) -> Snapshot:
     )
 
 
-def _by_reason(ledger: dict[str, str], outcome: str) -> dict[str, int]:
+def _count_by_reason(ledger: dict[str, str], outcome: str) -> dict[str, int]:
     return {name.partition(":")[2]: int(n) for name, n in ledger.items() if name.startswith(f"{outcome}:")}
 
 
-def _table(flat: Sequence[bytes]) -> dict[str, str]:
+def _decode_hash(flat: Sequence[bytes]) -> dict[str, str]:
     return {flat[i].decode(): flat[i + 1].decode() for i in range(0, len(flat), 2)}

@@ -189,11 +189,11 @@ class Boundary:
 class LearnerBuffer(Protocol):
     """Buffer interface of the learner; every write raises FencedError if a newer learner holds the run."""
 
-    def take(self, timeout_s: float, wanted: int = 1) -> Group | None:
+    def take(self, timeout_s: float, num_groups: int = 1) -> Group | None:
         """Return the next group in the configured order, or None after the timeout. After a reconnect, unacknowledged groups
         are delivered again first, in the same order.
 
-        wanted: number of groups about to be taken; available ones may be prefetched, and count as delivered.
+        num_groups: number of groups about to be taken; available ones may be prefetched, and count as delivered.
         """
         ...
 

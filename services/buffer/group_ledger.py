@@ -42,7 +42,7 @@ class LifeEvent:
     """admitted and submitted: version at admission; trained: step of the checkpoint; otherwise the reason."""
 
     @property
-    def place(self) -> tuple[int, int]:
+    def sort_key(self) -> tuple[int, int]:
         """Sort key."""
         milliseconds, _, sequence = self.id.partition("-")
         return int(milliseconds), int(sequence or 0)
@@ -52,10 +52,10 @@ def read_events_after(redis: Redis, run_id: str, after: str, *, block_ms: int | 
     """Return up to one page of events after the id `after` (`0`: from the oldest)."""
     reply = redis.xread({BufferKeys(run_id).life: after}, count=PAGE_SIZE, block=block_ms)
     streams = cast(list[Any], reply or [])
-    return [_event(entry_id, fields) for _, entries in streams for entry_id, fields in entries]
+    return [_decode_event(entry_id, fields) for _, entries in streams for entry_id, fields in entries]
 
 
-def _event(entry_id: bytes, fields: dict[bytes, bytes]) -> LifeEvent:
+def _decode_event(entry_id: bytes, fields: dict[bytes, bytes]) -> LifeEvent:
     number, event, detail = (fields[name] for name in (b"n", b"e", b"d"))
     return LifeEvent(entry_id.decode(), int(fields.get(b"i", UNNUMBERED)), int(number), event.decode(), detail.decode())
 
@@ -82,16 +82,16 @@ class LedgerFile:
 
 def read_ledger(output_dir: Path) -> list[LifeEvent]:
     """Return every event once, in order; invalid lines are skipped (see `count_broken_lines`)."""
-    found = {event.id: event for event in _events(output_dir / LEDGER_FILE) if event is not None}
-    return sorted(found.values(), key=lambda event: event.place)
+    events_by_id = {event.id: event for event in _parse_rows(output_dir / LEDGER_FILE) if event is not None}
+    return sorted(events_by_id.values(), key=lambda event: event.sort_key)
 
 
 def count_broken_lines(output_dir: Path) -> int:
     """Return the number of invalid lines."""
-    return sum(event is None for event in _events(output_dir / LEDGER_FILE))
+    return sum(event is None for event in _parse_rows(output_dir / LEDGER_FILE))
 
 
-def _events(path: Path) -> Iterator[LifeEvent | None]:
+def _parse_rows(path: Path) -> Iterator[LifeEvent | None]:
     return (None if row is None else _parse(row) for row in read_lines(path))
 
 
@@ -100,14 +100,14 @@ def _parse(row: dict[str, Any]) -> LifeEvent | None:
         event = LifeEvent(
             str(row["id"]), int(row["ordinal"]), int(row["number"]), str(row["event"]), str(row["detail"])
         )
-        return event if event.place >= (0, 0) else None
+        return event if event.sort_key >= (0, 0) else None
     except (ValueError, TypeError, KeyError):
         return None
 
 
 def _newest_id(path: Path) -> str:
     events = [event for row in last_lines(path) if (event := _parse(row)) is not None]
-    return max(events, key=lambda event: event.place).id if events else "0"
+    return max(events, key=lambda event: event.sort_key).id if events else "0"
 
 
 class LedgerThread(Follower):
@@ -122,21 +122,21 @@ class LedgerThread(Follower):
 
     def _follow(self) -> None:
         file = LedgerFile(self._output_dir)
-        synced = time.monotonic()
+        synced_at = time.monotonic()
         try:
             while True:
-                last_round = self._stop.is_set()
-                count = self._copy(file, None if last_round else BLOCK_MS)
-                if last_round and not count:
+                is_stopping = self._stop.is_set()
+                count = self._copy(file, None if is_stopping else BLOCK_MS)
+                if is_stopping and not count:
                     return
-                if count and time.monotonic() > synced + SYNC_INTERVAL_S:
+                if count and time.monotonic() > synced_at + SYNC_INTERVAL_S:
                     _sync(file)
-                    synced = time.monotonic()
+                    synced_at = time.monotonic()
         finally:
             _sync(file)
             file.close()
 
-    def _warn_of_old(self, events: Sequence[LifeEvent]) -> None:
+    def _warn_if_unnumbered(self, events: Sequence[LifeEvent]) -> None:
         if not self._warned and any(event.ordinal == UNNUMBERED for event in events):
             self._warned = True
             logger.warning(
@@ -149,9 +149,9 @@ class LedgerThread(Follower):
         try:
             events = read_events_after(self._redis, self._run_id, file.position, block_ms=block_ms)
             file.append(events)
-            self._warn_of_old(events)
+            self._warn_if_unnumbered(events)
         except (RedisError, OSError) as error:
-            logger.warning("the ledger can't be written now: %s", error)
+            logger.warning("ledger not written: %s; retrying every %g s", error, RETRY_INTERVAL_S)
             self._stop.wait(RETRY_INTERVAL_S)
             return 0
         return len(events)
@@ -162,4 +162,4 @@ def _sync(file: LedgerFile) -> None:
     try:
         file.sync()
     except OSError as error:
-        logger.warning("the ledger can't be brought to the disk now: %s", error)
+        logger.warning("ledger not synced to disk: %s", error)

@@ -52,38 +52,38 @@ class RedisLearnerBuffer:
         self._run = BufferScripts(redis, run_id)
         self._last = "0-0"
         self._by_admission = order == "admission"
-        self._fetched: deque[list[Any]] = deque()
+        self._prefetched: deque[list[Any]] = deque()
         """Prefetched groups, in stream order."""
-        self._ahead: list[tuple[int, Group]] = []
+        self._out_of_order: list[tuple[int, Group]] = []
         """Heap by number of groups that wait for active groups with lower numbers."""
 
     @property
     def epoch(self) -> int:
         return self._epoch
 
-    def take(self, timeout_s: float, wanted: int = 1) -> Group | None:
+    def take(self, timeout_s: float, num_groups: int = 1) -> Group | None:
         """Take a group; undecodable ones are dropped as `corrupt`, and their blobs quarantined."""
         deadline = time.monotonic() + timeout_s
         while True:
-            if self._fetched:
-                group = self._read(self._fetched.popleft())
+            if self._prefetched:
+                group = self._decode_group(self._prefetched.popleft())
                 if group is not None and not self._by_admission:
                     return group
                 if group is not None:
-                    heapq.heappush(self._ahead, (group.number, group))
+                    heapq.heappush(self._out_of_order, (group.number, group))
                 continue
-            position = self._newest_ring() if self._ahead else ""
-            reply = self._run("take", self._epoch, self._last, min(max(wanted, 1), MAX_PREFETCHED_GROUPS))
+            position = self._newest_notification() if self._out_of_order else ""
+            reply = self._run("take", self._epoch, self._last, min(max(num_groups, 1), MAX_PREFETCHED_GROUPS))
             if not isinstance(reply, int):
                 self._last = reply[-1][0].decode()
-                self._fetched.extend(reply)
+                self._prefetched.extend(reply)
                 continue
-            if self._ahead and (reply < 0 or self._ahead[0][0] < reply):
-                return heapq.heappop(self._ahead)[1]
+            if self._out_of_order and (reply < 0 or self._out_of_order[0][0] < reply):
+                return heapq.heappop(self._out_of_order)[1]
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 return None
-            if self._ahead:  # the one that is waited for may also end without entering the stream
+            if self._out_of_order:  # the awaited group may also end without entering the stream
                 self._wait(self._keys.doorbell, position, remaining_s)
             else:
                 self._wait(self._keys.stream, self._last, remaining_s)
@@ -95,9 +95,9 @@ class RedisLearnerBuffer:
         return int(self._run("finish", self._epoch, "trained", step, "", "", *entry_ids))
 
     def adopt(self, step: int) -> Boundary:
-        paused, wanted, flat = self._run("adopt", self._epoch, step)
+        paused, desired, flat = self._run("adopt", self._epoch, step)
         changes = tuple(decode_change(flat[i], int(flat[i + 1])) for i in range(0, len(flat), 2))
-        return Boundary(changes, bool(paused), wanted in ENDINGS)
+        return Boundary(changes, bool(paused), desired in ENDINGS)
 
     def suggest(self, step: int, values: Mapping[str, float], why: str, *, if_lost: bool = False) -> bool:
         """Request changed settings before `adopt(step)`. Return False if this step was decided before or its weights exist.
@@ -142,13 +142,13 @@ class RedisLearnerBuffer:
             try:
                 trajectories.append(decode_trajectory(blob))
             except CodecError as error:
-                logger.warning("evaluation %s: episode %d can't be read: %s", eval_id, index, error)
+                logger.warning("evaluation %s: episode %d skipped, it can't be decoded: %s", eval_id, index, error)
         return trajectories
 
     def wait_eval(self, eval_id: str, timeout_s: float) -> list[Trajectory] | None:
         deadline = time.monotonic() + timeout_s
         while True:
-            position = self._newest_ring()
+            position = self._newest_notification()
             trajectories = self.eval_result(eval_id)
             remaining_s = deadline - time.monotonic()
             if trajectories is not None or remaining_s <= 0:
@@ -164,7 +164,7 @@ class RedisLearnerBuffer:
     def snapshot(self) -> Snapshot:
         return snapshot_from(self._run("snapshot"))
 
-    def _read(self, row: Sequence[Any]) -> Group | None:
+    def _decode_group(self, row: Sequence[Any]) -> Group | None:
         entry_id, number, version, temperature, packed = row
         flat = msgpack.unpackb(packed, raw=True)
         members = {int(flat[i]): flat[i + 1] for i in range(0, len(flat), 2)}
@@ -172,15 +172,15 @@ class RedisLearnerBuffer:
         unreadable: dict[int, str] = {}
         for index in sorted(members):
             try:
-                trajectories.append(self._member(number, index, members[index]))
+                trajectories.append(self._decode_member(number, index, members[index]))
             except CodecError as error:
                 unreadable[index] = str(error)
         if len({(t.tag, t.seed) for t in trajectories}) > 1:
             unreadable = dict.fromkeys(members, "siblings of different tags or seeds")
         if unreadable or not trajectories:
-            complaint = next(iter(unreadable.values()), "no trajectories")
-            logger.error("group %d can't be read and is dropped: %s", number, complaint)
-            self._run("finish", self._epoch, "dropped", "corrupt", complaint, ",".join(map(str, unreadable)), entry_id)
+            reason = next(iter(unreadable.values()), "no trajectories")
+            logger.error("group %d dropped, it can't be decoded: %s", number, reason)
+            self._run("finish", self._epoch, "dropped", "corrupt", reason, ",".join(map(str, unreadable)), entry_id)
             return None
         first = trajectories[0]
         group_id = group_id_of(self._run_id, number)
@@ -191,19 +191,19 @@ class RedisLearnerBuffer:
             first.tag,
             first.seed,
             version,
-            tuple(each for each in trajectories if not each.baseline),
+            tuple(trajectory for trajectory in trajectories if not trajectory.baseline),
             float(temperature) if temperature else None,
-            tuple(each for each in trajectories if each.baseline),
+            tuple(trajectory for trajectory in trajectories if trajectory.baseline),
         )
 
-    def _member(self, number: int, index: int, blob: bytes) -> Trajectory:
+    def _decode_member(self, number: int, index: int, blob: bytes) -> Trajectory:
         trajectory = decode_trajectory(blob)
         expected = (group_id_of(self._run_id, number), index)
         if (trajectory.group_id, trajectory.index) != expected:
-            raise CodecError(f"{trajectory.group_id}/{trajectory.index} is stored in place of {expected[0]}/{index}")
+            raise CodecError(f"{trajectory.group_id}/{trajectory.index} is stored as {expected[0]}/{index}")
         return trajectory
 
-    def _newest_ring(self) -> str:
+    def _newest_notification(self) -> str:
         with translate_errors():
             entries = cast(list[Any], self._redis.xrevrange(self._keys.doorbell, count=1))
         return entries[0][0].decode() if entries else "0-0"

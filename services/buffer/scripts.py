@@ -27,9 +27,9 @@ Argument = str | bytes | int | float
 FOLDER = Path(__file__).parent / "lua"
 SHARED = ("prelude", "admission", "sweep")
 REDIS_ERRORS = (redis_errors.ConnectionError, redis_errors.TimeoutError, redis_errors.ResponseError)
-MAX_CALLS = 32
+MAX_CALLS_PER_TRIP = 32
 """Calls per round trip."""
-MAX_BYTES = 1 << 19
+MAX_TRIP_BYTES = 1 << 19
 """Bytes after which a round trip takes no further call, so that Redis starts while the next is prepared."""
 MAX_ROUND_TRIPS = 2
 """Concurrent round trips per process: one is prepared while Redis runs another."""
@@ -85,7 +85,7 @@ class BufferKeys:
         self.life = f"{self.root}:life"
         self.quarantine = f"{self.root}:quarantine"
         self.doorbell = run.doorbell
-        self.of_scripts = [
+        self.script_keys = [
             self.root,
             run.progress,
             run.epoch,
@@ -101,7 +101,7 @@ class BufferScripts:
     """Blocking calls of one run's scripts."""
 
     def __init__(self, redis: Redis, run_id: str) -> None:
-        self._keys = BufferKeys(run_id).of_scripts
+        self._keys = BufferKeys(run_id).script_keys
         self._script = cache(lambda name: redis.register_script(script_source(name)))
 
     def __call__(self, name: str, *args: Argument) -> Any:
@@ -113,53 +113,53 @@ class BufferScripts:
 class AsyncBufferScripts:
     """Async calls of one run's scripts; concurrent calls share a round trip."""
 
-    def __init__(self, redis: AsyncRedis, run_id: str, *, trips: int = MAX_ROUND_TRIPS) -> None:
-        """trips: concurrent round trips."""
+    def __init__(self, redis: AsyncRedis, run_id: str, *, max_round_trips: int = MAX_ROUND_TRIPS) -> None:
+        """max_round_trips: limit of concurrent round trips."""
         self._redis = redis
-        self._trips = trips
-        self._keys = BufferKeys(run_id).of_scripts
-        self._waiting: deque[_Call] = deque()
+        self._max_round_trips = max_round_trips
+        self._keys = BufferKeys(run_id).script_keys
+        self._queue: deque[_Call] = deque()
         self._senders: set[asyncio.Task[None]] = set()
 
     async def __call__(self, name: str, *args: Argument) -> Any:
         """Run a script. Raises as `translate_errors`."""
-        return await self._answered(_Call(name, args, None, 0, asyncio.get_running_loop().create_future()))
+        return await self._enqueue(_Call(name, args, None, 0, asyncio.get_running_loop().create_future()))
 
-    async def one_of_many(
-        self, name: str, shared: tuple[Argument, ...], own: tuple[Argument, ...], size: int = 0
+    async def call_merged(
+        self, name: str, shared: tuple[Argument, ...], item: tuple[Argument, ...], size: int = 0
     ) -> Any:
         """Run a script that takes shared arguments and a msgpack list of items, and returns a msgpack list of results:
         concurrent calls with equal `name` and `shared` are merged. Raises as `translate_errors`.
 
-        size: bytes of `own`, if large.
+        size: bytes of `item`, if large.
         """
-        return await self._answered(_Call(name, shared, own, size, asyncio.get_running_loop().create_future()))
+        return await self._enqueue(_Call(name, shared, item, size, asyncio.get_running_loop().create_future()))
 
-    def _answered(self, call: "_Call") -> Awaitable[Any]:
-        self._waiting.append(call)
-        if len(self._senders) < self._trips:
+    def _enqueue(self, call: "_Call") -> Awaitable[Any]:
+        self._queue.append(call)
+        if len(self._senders) < self._max_round_trips:
             sender = asyncio.create_task(self._send())
             self._senders.add(sender)
-            sender.add_done_callback(self._senders.discard)  # of one that is cancelled before it begins
+            sender.add_done_callback(self._senders.discard)  # if it is cancelled before it starts
         return call.answer
 
     async def _send(self) -> None:
         try:
             await self._send_all()
-        finally:  # at once: who is answered now and calls again must not count on a sender that has seen its last call
+        finally:  # before a caller resumes: its next call must not rely on a sender that has left the loop
             self._senders.discard(cast(asyncio.Task[None], asyncio.current_task()))
 
     async def _send_all(self) -> None:
-        while self._waiting:
+        while self._queue:
             calls = self._next_calls()
-            commands = _join_calls(calls)
+            commands = _merge_calls(calls)
             try:
-                replies = await self._replies(commands) if commands else []
+                replies = await self._execute(commands) if commands else []
             except BaseException as error:
-                # What ends the sending ends those who wait for it; each of them decides what it means.
+                # Propagate to all callers, also cancellation.
                 _fail(calls, error)
                 if not isinstance(error, Exception):
-                    _fail(self._waiting, error)
+                    _fail(self._queue, error)
                     raise
                 continue
             for command, reply in zip(commands, replies, strict=True):
@@ -168,27 +168,27 @@ class AsyncBufferScripts:
     def _next_calls(self) -> list["_Call"]:
         calls: list[_Call] = []
         size = 0
-        while self._waiting and len(calls) < MAX_CALLS and size < MAX_BYTES:
-            call = self._waiting.popleft()
+        while self._queue and len(calls) < MAX_CALLS_PER_TRIP and size < MAX_TRIP_BYTES:
+            call = self._queue.popleft()
             if not call.answer.done():  # its caller may have been cancelled
                 calls.append(call)
                 size += call.size
         return calls
 
-    async def _replies(self, commands: Sequence["_Command"]) -> list[Any]:
+    async def _execute(self, commands: Sequence["_Command"]) -> list[Any]:
         lines = [(len(self._keys), *self._keys, *command.arguments) for command in commands]
         async with self._redis.pipeline(transaction=False) as pipe:
-            for command, line in zip(commands, lines, strict=True):
-                pipe.evalsha(script_digest(command.name), *line)
+            for command, arguments in zip(commands, lines, strict=True):
+                pipe.evalsha(script_digest(command.name), *arguments)
             replies = await pipe.execute(raise_on_error=False)
         for i, reply in enumerate(replies):
-            if isinstance(reply, redis_errors.NoScriptError):  # a Redis that is new or has lost its scripts
-                replies[i] = await self._whole(commands[i].name, lines[i])
+            if isinstance(reply, redis_errors.NoScriptError):  # a new Redis, or one that lost its scripts
+                replies[i] = await self._eval_source(commands[i].name, lines[i])
         return replies
 
-    async def _whole(self, name: str, line: tuple[Any, ...]) -> Any:
+    async def _eval_source(self, name: str, arguments: tuple[Any, ...]) -> Any:
         try:
-            return await cast(Awaitable[Any], self._redis.eval(script_source(name), *line))
+            return await cast(Awaitable[Any], self._redis.eval(script_source(name), *arguments))
         except redis_errors.ResponseError as error:
             return error
 
@@ -197,14 +197,14 @@ class AsyncBufferScripts:
 class _Call:
     name: str
     shared: tuple[Argument, ...]
-    own: tuple[Argument, ...] | None
+    item: tuple[Argument, ...] | None
     """None: can't be merged."""
     size: int
     answer: asyncio.Future[Any]
 
-    def joins(self, other: "_Call") -> bool:
+    def can_merge_with(self, other: "_Call") -> bool:
         """Return True if both calls fit into one command."""
-        if self.own is None or other.own is None:
+        if self.item is None or other.item is None:
             return False
         return self.name == other.name and self.shared == other.shared
 
@@ -234,13 +234,13 @@ class _Command:
     @property
     def arguments(self) -> tuple[Argument, ...]:
         first = self.calls[0]
-        if first.own is None:
+        if first.item is None:
             return first.shared
-        # One argument, whatever their number: to pack four for each call takes redis-py five times as long.
-        return *first.shared, cast(bytes, msgpack.packb([call.own for call in self.calls], use_bin_type=False))
+        # One argument for all: redis-py takes five times as long to pack four per call.
+        return *first.shared, cast(bytes, msgpack.packb([call.item for call in self.calls], use_bin_type=False))
 
     def settle(self, reply: Any) -> None:
-        if isinstance(reply, Exception) or self.calls[0].own is None:
+        if isinstance(reply, Exception) or self.calls[0].item is None:
             parts = [reply] * len(self.calls)
         else:
             parts = cast(list[Any], msgpack.unpackb(reply))
@@ -248,11 +248,11 @@ class _Command:
             call.settle(part)
 
 
-def _join_calls(calls: Iterable[_Call]) -> list[_Command]:
+def _merge_calls(calls: Iterable[_Call]) -> list[_Command]:
     """Merge consecutive compatible calls."""
     commands: list[_Command] = []
     for call in calls:
-        if commands and call.joins(commands[-1].calls[0]):
+        if commands and call.can_merge_with(commands[-1].calls[0]):
             commands[-1].calls.append(call)
         else:
             commands.append(_Command([call]))

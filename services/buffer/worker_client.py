@@ -26,7 +26,7 @@ from offbeat.services.redis.connection import MAX_BLOCK_S
 MAX_REASON_CHARS = 64
 
 
-def unit_of(kind: EpisodeKind, group_id: str, number: int) -> str:
+def unit_name(kind: EpisodeKind, group_id: str, number: int) -> str:
     """Return the name of a group or an evaluation in the scripts."""
     return f"t:{number}" if kind is EpisodeKind.TRAIN else f"e:{group_id}"
 
@@ -42,38 +42,38 @@ class AsyncRolloutBuffer:
         self._redis = redis
         self._run_id = run_id
         self._run = AsyncBufferScripts(redis, run_id)
-        self._doorbell = BufferKeys(run_id).doorbell
+        self._notifications = BufferKeys(run_id).doorbell
         self._session = uuid.uuid4().hex[:12]
         self._claim_lock = asyncio.Lock()
-        self._claims: dict[str, int] = {}
-        self._seen = "0-0"
-        self._playing: dict[str, dict[str, EpisodeTask]] = {}
+        self._nonces: dict[str, int] = {}
+        self._position = "0-0"
+        self._active: dict[str, dict[str, EpisodeTask]] = {}
 
     async def claim(self, worker_id: str, limit: int) -> list[EpisodeTask]:
         """Claim episodes. If the last reply was lost, return the same episodes again, even beyond `limit`."""
         async with self._claim_lock:
-            nonce = self._claims.setdefault(worker_id, 0)
+            nonce = self._nonces.setdefault(worker_id, 0)
             position, packed = await self._run("claim", worker_id, self._session, nonce, limit)
-            self._claims[worker_id] += 1
-        self._seen = position.decode()
+            self._nonces[worker_id] += 1
+        self._position = position.decode()
         tasks = [self._task(*row) for row in msgpack.unpackb(packed)] if packed else []
-        self._playing.setdefault(worker_id, {}).update((_token(task), task) for task in tasks)
+        self._active.setdefault(worker_id, {}).update((_token(task), task) for task in tasks)
         return tasks
 
     async def wait_for_work(self, after: str, timeout_s: float) -> str:
         """Wait for work; `"$"` is the last claim, so that no notification is missed."""
-        position = self._seen if after == "$" else max(after, self._seen, key=_stream_position)
+        position = self._position if after == "$" else max(after, self._position, key=_stream_position)
         with translate_errors():
-            return await self._next_ring(position, timeout_s) or position
+            return await self._next_notification(position, timeout_s) or position
 
     async def heartbeat(self, worker_id: str) -> WorkerOrders:
         """Send a heartbeat; due at least every quarter of the worker timeout."""
-        playing = dict(self._playing.get(worker_id, {}))
-        listed = [part for token, task in playing.items() for part in (token, task.attempt)]
-        draining, *stopped = await self._run("heartbeat", worker_id, self._session, *listed)
-        mine = self._playing.get(worker_id, {})
-        tokens = [token for raw in stopped if mine.get(token := raw.decode()) is playing[token]]
-        return WorkerOrders(cancelled=tuple(mine.pop(token) for token in tokens), draining=bool(draining))
+        active = dict(self._active.get(worker_id, {}))
+        arguments = [part for token, task in active.items() for part in (token, task.attempt)]
+        draining, *cancelled = await self._run("heartbeat", worker_id, self._session, *arguments)
+        current = self._active.get(worker_id, {})
+        tokens = [token for raw in cancelled if current.get(token := raw.decode()) is active[token]]
+        return WorkerOrders(cancelled=tuple(current.pop(token) for token in tokens), draining=bool(draining))
 
     async def submit(self, worker_id: str, task: EpisodeTask, trajectory: Trajectory) -> SubmitResult:
         """Submit a finished episode.
@@ -83,17 +83,18 @@ class AsyncRolloutBuffer:
             BufferError: the trajectory belongs to another task.
         """
         if (trajectory.group_id, trajectory.index) != (task.group_id, task.index):
-            raise BufferError(f"{trajectory.group_id}/{trajectory.index} is no answer to {task.group_id}/{task.index}")
+            submitted = f"{trajectory.group_id}/{trajectory.index}"
+            raise BufferError(f"{submitted} does not belong to task {task.group_id}/{task.index}")
         blob = encode_trajectory(trajectory)
         versions = trajectory.version_range()
-        unit = unit_of(task.kind, task.group_id, task.number)
-        own = (unit, task.index, versions[0] if versions else "", blob)
-        self._forget(worker_id, task)  # first: a heartbeat that hears of the submit before we do must not call it off
-        return SubmitResult(await self._run.one_of_many("submit", (worker_id,), own, len(blob)))
+        unit = unit_name(task.kind, task.group_id, task.number)
+        item = (unit, task.index, versions[0] if versions else "", blob)
+        self._forget(worker_id, task)  # first: a heartbeat during the submit must not cancel it
+        return SubmitResult(await self._run.call_merged("submit", (worker_id,), item, len(blob)))
 
     async def fail(self, worker_id: str, task: EpisodeTask, reason: str) -> None:
         """Report a failed episode; failures are counted by `reason`, a short name (`step_timeout`)."""
-        unit = unit_of(task.kind, task.group_id, task.number)
+        unit = unit_name(task.kind, task.group_id, task.number)
         await self._run("fail", worker_id, unit, task.index, task.attempt, reason[:MAX_REASON_CHARS] or "unknown")
         self._forget(worker_id, task)
 
@@ -103,7 +104,7 @@ class AsyncRolloutBuffer:
 
     async def release(self, worker_id: str) -> int:
         count = int(await self._run("release", worker_id))
-        self._playing.pop(worker_id, None)
+        self._active.pop(worker_id, None)
         return count
 
     def _task(
@@ -123,19 +124,19 @@ class AsyncRolloutBuffer:
         )
 
     def _forget(self, worker_id: str, task: EpisodeTask) -> None:
-        mine, token = self._playing.get(worker_id, {}), _token(task)
-        if mine.get(token) == task:
-            del mine[token]
+        current, token = self._active.get(worker_id, {}), _token(task)
+        if current.get(token) == task:
+            del current[token]
 
-    async def _next_ring(self, position: str, timeout_s: float) -> str | None:
+    async def _next_notification(self, position: str, timeout_s: float) -> str | None:
         """Return the newest notification after `position`, or None after the timeout."""
         block_ms = max(1, int(min(timeout_s, MAX_BLOCK_S) * 1000))
-        streams = cast(list[Any], await self._redis.xread({self._doorbell: position}, block=block_ms) or [])
+        streams = cast(list[Any], await self._redis.xread({self._notifications: position}, block=block_ms) or [])
         return streams[0][1][-1][0].decode() if streams else None
 
 
 def _token(task: EpisodeTask) -> str:
-    return f"{unit_of(task.kind, task.group_id, task.number)}:{task.index}"
+    return f"{unit_name(task.kind, task.group_id, task.number)}:{task.index}"
 
 
 def _stream_position(entry_id: str) -> tuple[int, int]:

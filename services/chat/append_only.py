@@ -69,17 +69,17 @@ class ChatFormat:
         self._reader = reader
         self._loading = Lock()
         self._calling = None if calling is None else lru_cache(calling)
-        self._trims = _trims(render)
-        self._first = {False: _take_apart_first(render, None)}
-        if _takes_system(render):
-            self._first[True] = _take_apart_first(render, MARKS[0])
+        self._strips_content = _strips_content(render)
+        self._first = {False: _split_first(render, None)}
+        if _supports_system(render):
+            self._first[True] = _split_first(render, MARKS[0])
         self._next: _Pieces | None = None
         self.rewriting: ChatTemplate | None = None
         """Conversation renderer, for templates that rewrite earlier turns."""
         self.rewrites = ""
         """Description of what the template rewrites; empty if append-only."""
         try:
-            self._next = _later_pieces(render)
+            self._next = _analyze_later_turns(render)
         except NotAppendOnlyError as error:
             if template is None:
                 raise
@@ -92,7 +92,7 @@ class ChatFormat:
             _check_tokens(self, render)
 
     @cached_property
-    def sight(self) -> ImageTokens:
+    def image_tokens(self) -> ImageTokens:
         """Image support for messages.
 
         Raises:
@@ -100,7 +100,7 @@ class ChatFormat:
         """
         if self._reader is None:
             raise RolloutError("images need a model folder with an image processor, and none is given")
-        return ImageTokens(_picture_of(self._render), self._reader())
+        return ImageTokens(_image_placeholder(self._render), self._reader())
 
     def calling(self, tool_call_parser: str | None) -> ChatTemplate:
         """Return the renderer of an env's function calls; thread-safe, loaded once.
@@ -149,7 +149,7 @@ class ChatFormat:
         return self._encode(text) if len(text) <= MAX_CACHED_CHARS else self._encode_now(text)
 
     def _content(self, text: str) -> str:
-        return text.strip() if self._trims else text
+        return text.strip() if self._strips_content else text
 
     def _encode_now(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -205,21 +205,21 @@ def _turns(contents: Sequence[str], system: str | None = None) -> list[ChatMessa
     return head + [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
 
 
-def _trims(render: Render) -> bool:
+def _strips_content(render: Render) -> bool:
     """Return True if the template strips whitespace around contents.
 
     Raises:
         RolloutError: it treats roles differently.
     """
     padded = [f" {mark} " for mark in MARKS]
-    text = render(_turns(padded[1:4], padded[0] if _takes_system(render) else None), True)
-    kept = [padded[i] in text for i in range(4) if MARKS[i] in text and i != 2]
-    if any(kept) != all(kept):
+    text = render(_turns(padded[1:4], padded[0] if _supports_system(render) else None), True)
+    preserved = [padded[i] in text for i in range(4) if MARKS[i] in text and i != 2]
+    if any(preserved) != all(preserved):
         raise RolloutError("the chat template strips the space around some roles' messages and keeps it for others")
-    return not any(kept)
+    return not any(preserved)
 
 
-def _takes_system(render: Render) -> bool:
+def _supports_system(render: Render) -> bool:
     from jinja2 import TemplateError
 
     try:
@@ -228,29 +228,29 @@ def _takes_system(render: Render) -> bool:
         return False
 
 
-def _picture_of(render: Render) -> str:
+def _image_placeholder(render: Render) -> str:
     from jinja2 import TemplateError
 
     parts: list[Any] = [{"type": "image"}, {"type": "text", "text": MARKS[1]}]
     try:
         plain = render([{"role": "user", "content": MARKS[1]}], True)
-        seen = render([cast(ChatMessageDict, {"role": "user", "content": parts})], True)
+        with_image = render([cast(ChatMessageDict, {"role": "user", "content": parts})], True)
     except (TemplateError, TypeError) as error:
         raise RolloutError(f"the chat template writes no pictures: {error}") from error
-    before, behind = (text.partition(MARKS[1]) for text in (plain, seen))
-    if not behind[0].startswith(before[0]) or behind[0] == before[0] or behind[2] != before[2]:
+    before, after = (text.partition(MARKS[1]) for text in (plain, with_image))
+    if not after[0].startswith(before[0]) or after[0] == before[0] or after[2] != before[2]:
         raise RolloutError("the chat template writes no pictures: the model must be one that sees, such as Qwen2.5-VL")
-    return behind[0].removeprefix(before[0])
+    return after[0].removeprefix(before[0])
 
 
-def _take_apart_first(render: Render, system: str | None) -> _Pieces:
+def _split_first(render: Render, system: str | None) -> _Pieces:
     """Return the pieces around the system message and first observation."""
     text, user = render(_turns(MARKS[1:2], system), True), MARKS[1]
     head, rest = ("", text) if system is None else _split(text, system)
     return _Pieces(head, *_split(rest, user))
 
 
-def _take_apart_next(render: Render, system: str | None) -> _Pieces:
+def _split_next(render: Render, system: str | None) -> _Pieces:
     """Return the pieces around a later observation, verified to be equal at each turn."""
     user, answer, reply, second_answer, second_reply = MARKS[1:]
     short = render(_turns((user,), system), True)
@@ -265,10 +265,10 @@ def _take_apart_next(render: Render, system: str | None) -> _Pieces:
     return _Pieces(head, "", tail)
 
 
-def _later_pieces(render: Render) -> _Pieces:
+def _analyze_later_turns(render: Render) -> _Pieces:
     """Return the pieces around later observations. Raises NotAppendOnlyError if earlier turns change."""
-    pieces = _take_apart_next(render, None)
-    if _takes_system(render) and (with_system := _take_apart_next(render, MARKS[0])) != pieces:
+    pieces = _split_next(render, None)
+    if _supports_system(render) and (with_system := _split_next(render, MARKS[0])) != pieces:
         raise _not_append_only(str(pieces), str(with_system))
     user, thought, answer, reply = MARKS[1:5]
     thinking = f"<think>\n{thought}\n</think>\n\n{answer}"
@@ -279,8 +279,8 @@ def _later_pieces(render: Render) -> _Pieces:
 
 
 def _split(text: str, mark: str) -> tuple[str, str]:
-    before, found, after = text.partition(mark)
-    if not found or mark in after:
+    before, separator, after = text.partition(mark)
+    if not separator or mark in after:
         raise RolloutError(f"the chat template shows a message {text.count(mark)} times, not once: it can't be used")
     return before, after
 
@@ -289,13 +289,14 @@ class NotAppendOnlyError(RolloutError):
     """The chat template rewrites earlier turns."""
 
 
-def _not_append_only(expected: str, got: str) -> NotAppendOnlyError:
-    same = next(
-        (i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), min(len(expected), len(got))
+def _not_append_only(expected: str, actual: str) -> NotAppendOnlyError:
+    offset = next(
+        (i for i, (a, b) in enumerate(zip(expected, actual, strict=False)) if a != b), min(len(expected), len(actual))
     )
     return NotAppendOnlyError(
         "the chat template is not append-only: with another turn it renders the earlier ones differently "
-        f"(expected ...{expected[max(0, same - 20) : same + 30]!r}, got ...{got[max(0, same - 20) : same + 30]!r})"
+        f"(expected ...{expected[max(0, offset - 20) : offset + 30]!r}, "
+        f"got ...{actual[max(0, offset - 20) : offset + 30]!r})"
     )
 
 
@@ -306,8 +307,8 @@ def _check_tokens(chat: ChatFormat, render: Render) -> None:
     short = render(_turns((*observations[:1], "Down", *observations[1:2])), True)
     long = render(_turns((observations[0], "Down", observations[1], "Up", observations[2])), True)
     for text, observation in ((short, observations[1]), (long, observations[2])):
-        whole, piece = chat.encode(text), (chat.end_id, *chat.next_prompt(observation))
-        if whole[: len(first)] != first or whole[-len(piece) :] != piece:
+        full, piece = chat.encode(text), (chat.end_id, *chat.next_prompt(observation))
+        if full[: len(first)] != first or full[-len(piece) :] != piece:
             raise RolloutError(
                 "the tokenizer encodes the parts of a conversation differently from the whole: tokens that were sampled "
                 "could not be kept as they are"

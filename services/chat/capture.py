@@ -43,17 +43,17 @@ def capture(tree: TokenTree, rewards: Sequence[Reward] = ()) -> Captured:
     nodes = tree.nodes
     parents = {node.prompt.parent for node in nodes if node.delivered}
     leaves = [n for n, node in enumerate(nodes) if node.delivered and n not in parents]
-    places: dict[int, tuple[int, int, int]] = {}
+    positions: dict[int, tuple[int, int, int]] = {}
     segments: list[Segment] = []
     for leaf in leaves:
-        own = [n for n in tree.path(leaf) if n not in places]
+        own = [n for n in tree.path(leaf) if n not in positions]
         for number in own:
             start = len(nodes[number].prompt.tokens)
-            places[number] = (len(segments), start, start + nodes[number].kept)
+            positions[number] = (len(segments), start, start + nodes[number].num_kept)
         segments.append(_segment(tree, leaf, own))
-    trained = sorted(places)
-    values = _values(trained, rewards)
-    turns = tuple(Turn(*places[n], values[n], _digest(nodes[n].prompt.anchor)) for n in trained)
+    trained = sorted(positions)
+    values = _rewards_by_answer(trained, rewards)
+    turns = tuple(Turn(*positions[n], values[n], _digest(nodes[n].prompt.anchor)) for n in trained)
     masked = [node for node in nodes if not node.delivered]
     metrics = {
         "agent_calls": float(len(nodes)),
@@ -75,16 +75,16 @@ def _segment(tree: TokenTree, leaf: int, own: Sequence[int]) -> Segment:
         node = tree.nodes[number]
         start, end = len(node.prompt.tokens), len(node.tokens)
         mask[start:end] = True
-        logprobs[start:end] = node.completion.logprobs[: node.kept]
+        logprobs[start:end] = node.completion.logprobs[: node.num_kept]
         spans += [
-            VersionSpan(start + span.start, start + min(span.end, node.kept), span.version)
+            VersionSpan(start + span.start, start + min(span.end, node.num_kept), span.version)
             for span in node.completion.versions
-            if span.start < node.kept
+            if span.start < node.num_kept
         ]
     return Segment(tokens, mask, logprobs, tuple(spans))
 
 
-def _values(trained: Sequence[int], rewards: Sequence[Reward]) -> dict[int, float]:
+def _rewards_by_answer(trained: Sequence[int], rewards: Sequence[Reward]) -> dict[int, float]:
     values = dict.fromkeys(trained, 0.0)
     for after, value in rewards:
         before = [n for n in trained if n < after]

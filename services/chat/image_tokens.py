@@ -25,7 +25,7 @@ class ImageTokens:
     """Placeholder in a message."""
     reader: ImageReader
 
-    def place(self, ids: tuple[int, ...], png: bytes, wanted: int) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
+    def place(self, ids: tuple[int, ...], png: bytes, num_pictures: int) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
         """Expand the placeholders of a prompt, all for the same image; positions count from the prompt's start.
 
         Raises:
@@ -33,18 +33,18 @@ class ImageTokens:
                 image can't be read.
         """
         placeholder = self.reader.image_token_id
-        if ids.count(placeholder) != wanted:
-            raise EpisodeError("bad_observation", f"{ids.count(placeholder)} placeholders for {wanted} pictures")
+        if ids.count(placeholder) != num_pictures:
+            raise EpisodeError("bad_observation", f"{ids.count(placeholder)} placeholders for {num_pictures} pictures")
         try:
             count = self.reader.count(png)
         except ValueError as error:
             raise EpisodeError("bad_picture", str(error)) from error
-        out: list[int] = []
+        expanded: list[int] = []
         pictures: list[Picture] = []
         for token in ids:
             if token == placeholder:
-                pictures.append(Picture(len(out), count, png))
-                out += [placeholder] * count
+                pictures.append(Picture(len(expanded), count, png))
+                expanded += [placeholder] * count
             else:
-                out.append(token)
-        return tuple(out), tuple(pictures)
+                expanded.append(token)
+        return tuple(expanded), tuple(pictures)

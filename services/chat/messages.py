@@ -44,7 +44,7 @@ class ChatMessage:
     reasoning: str = ""
     """`reasoning_content`, for templates that render it."""
 
-    def says_the_same_as(self, other: "ChatMessage") -> bool:
+    def is_same_answer(self, other: "ChatMessage") -> bool:
         """Return True if a returned assistant message equals a sent one."""
         return self.content.strip() == other.content.strip() and self.tool_calls == other.tool_calls
 
@@ -56,8 +56,8 @@ class ChatMessage:
 
     def for_template(self, style: CallStyle = CALL_STYLES[0]) -> dict[str, Any]:
         """Return the dict that chat templates take."""
-        without = style.no_content and self.tool_calls and not self.content
-        message: dict[str, Any] = {"role": self.role, "content": None if without else self.content}
+        omits_content = style.no_content and self.tool_calls and not self.content
+        message: dict[str, Any] = {"role": self.role, "content": None if omits_content else self.content}
         if self.tool_calls:
             message["tool_calls"] = [
                 {

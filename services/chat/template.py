@@ -109,7 +109,7 @@ class ChatTemplate:
         if tools and self._parser is not None:
             words, calls = self._parser(text, tools)
         elif tools and self.tools is not None:
-            words, calls = _take_out_calls(text, self.tools)
+            words, calls = _extract_calls(text, self.tools)
         else:
             return ChatMessage("assistant", text)
         return ChatMessage("assistant", words.strip(), calls) if calls else ChatMessage("assistant", text)
@@ -150,17 +150,17 @@ def load_chat_template(folder: Path, parser_for: Callable[[Any], CallParser] | N
 
 def _end_of_turn(render: RenderAny, tokenizer: Tokenizer) -> tuple[int, str]:
     """Return the special token after an answer."""
-    asked, answer = {"role": "user", "content": KEY}, {"role": "assistant", "content": NAME}
-    text = render([asked, answer, {"role": "user", "content": VALUE}], (), True)
-    if NAME not in text:  # the template leaves earlier answers out
-        text = render([asked, answer], (), False)
-    _, _, behind = text.partition(NAME)
+    question, answer = {"role": "user", "content": KEY}, {"role": "assistant", "content": NAME}
+    text = render([question, answer, {"role": "user", "content": VALUE}], (), True)
+    if NAME not in text:  # the template omits earlier answers
+        text = render([question, answer], (), False)
+    _, _, after_answer = text.partition(NAME)
     for token_id, token in tokenizer.get_added_tokens_decoder().items():
-        if token.special and behind.startswith(token.content):
+        if token.special and after_answer.startswith(token.content):
             return token_id, token.content
     raise RolloutError(
-        f"the chat template puts {behind[:20]!r} after an answer, which is no special token of the tokenizer: where an "
-        "answer ends can't be determined"
+        f"the chat template puts {after_answer[:20]!r} after an answer, which is no special token of the tokenizer: the "
+        "end of an answer can't be determined"
     )
 
 
@@ -195,52 +195,52 @@ def _tool_format(render: RenderAny, tokenizer: Tokenizer, end_text: str, style: 
     written = after.removeprefix(before).partition(end_text)[0]
     start = written.find("{")
     try:
-        found, length = json.JSONDecoder().raw_decode(written[start:]) if start >= 0 else (None, 0)
+        parsed, length = json.JSONDecoder().raw_decode(written[start:]) if start >= 0 else (None, 0)
     except ValueError:
         return None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         return None
-    keys = {value if isinstance(value, str) else "arguments": key for key, value in found.items()}
-    arguments_key = next((key for key, value in found.items() if value == {KEY: VALUE}), None)
-    # an empty thought, say, that stands before a call alone is no part of it
-    behind_words = rendered.rpartition(written[start : start + length])[0] or written[:start]
-    opening = _common_end(written[:start], behind_words).strip()
+    keys = {value if isinstance(value, str) else "arguments": key for key, value in parsed.items()}
+    arguments_key = next((key for key, value in parsed.items() if value == {KEY: VALUE}), None)
+    # exclude text before a lone call, such as an empty thought
+    rendered_prefix = rendered.rpartition(written[start : start + length])[0] or written[:start]
+    opening = _common_suffix(written[:start], rendered_prefix).strip()
     closing = written[start + length :].strip()
-    if NAME not in keys or arguments_key is None or not _survives(tokenizer, opening + closing):
+    if NAME not in keys or arguments_key is None or not _survives_decoding(tokenizer, opening + closing):
         return None
     return ToolFormat(opening, closing, keys[NAME], arguments_key)
 
 
-def _common_end(one: str, other: str) -> str:
+def _common_suffix(one: str, other: str) -> str:
     """Return the longest common suffix."""
-    return next(one[at:] for at in range(len(one) + 1) if other.endswith(one[at:]))
+    return next(one[position:] for position in range(len(one) + 1) if other.endswith(one[position:]))
 
 
-def _survives(tokenizer: Tokenizer, mark: str) -> bool:
+def _survives_decoding(tokenizer: Tokenizer, mark: str) -> bool:
     """Return True if a marker survives decoding without special tokens."""
     ids = tokenizer.encode(mark, add_special_tokens=False).ids
     return tokenizer.decode(ids, skip_special_tokens=True).strip() == mark
 
 
-def _take_out_calls(text: str, tools: ToolFormat) -> tuple[str, tuple[ToolCall, ...]]:
+def _extract_calls(text: str, tools: ToolFormat) -> tuple[str, tuple[ToolCall, ...]]:
     """Return (remaining text, calls)."""
     words: list[str] = []
     calls: list[ToolCall] = []
-    at = 0
-    while (start := text.find(tools.opening or "{", at)) >= 0:
+    position = 0
+    while (start := text.find(tools.opening or "{", position)) >= 0:
         body = start + len(tools.opening)
         body += len(text[body:]) - len(text[body:].lstrip())
         try:
-            found, length = json.JSONDecoder().raw_decode(text[body:])
-            call = ToolCall(str(found[tools.name_key]), normalize_arguments(found[tools.arguments_key]))
+            parsed, length = json.JSONDecoder().raw_decode(text[body:])
+            call = ToolCall(str(parsed[tools.name_key]), normalize_arguments(parsed[tools.arguments_key]))
         except (ValueError, KeyError, TypeError):
-            words.append(text[at : start + 1])
-            at = start + 1
+            words.append(text[position : start + 1])
+            position = start + 1
             continue
-        words.append(text[at:start])
-        at = body + length
-        rest = text[at:].lstrip()
+        words.append(text[position:start])
+        position = body + length
+        rest = text[position:].lstrip()
         if tools.closing and rest.startswith(tools.closing):
-            at = len(text) - len(rest) + len(tools.closing)
+            position = len(text) - len(rest) + len(tools.closing)
         calls.append(call)
-    return "".join([*words, text[at:]]), tuple(calls)
+    return "".join([*words, text[position:]]), tuple(calls)

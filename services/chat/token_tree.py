@@ -38,7 +38,7 @@ class Node:
     prompt: Prompt
     message: ChatMessage
     completion: Completion
-    kept: int
+    num_kept: int
     """Number of completion tokens that count: all, or up to the end of the stop word."""
     delivered: bool = False
     """True if the agent is known to have received it."""
@@ -46,7 +46,7 @@ class Node:
     @property
     def tokens(self) -> tuple[int, ...]:
         """Prompt and answer."""
-        return self.prompt.tokens + self.completion.token_ids[: self.kept]
+        return self.prompt.tokens + self.completion.token_ids[: self.num_kept]
 
 
 @dataclass(slots=True)
@@ -63,24 +63,24 @@ class TokenTree:
         Raises:
             UnusableError: the template can't render it.
         """
-        whole = self.template.render(messages, tools, prompt=True)
+        full_text = self.template.render(messages, tools, prompt=True)
         anchor = messages[-1].content if messages else ""
         answer_indexes = [i for i, message in enumerate(messages) if message.role == "assistant"]
-        for place in reversed(answer_indexes):
-            found = self._continued(messages, tools, place, whole)
-            if found is not None:
-                parent, tokens = found
-                later = sum(other > place for other in answer_indexes)
-                return Prompt(tokens, parent, whole, later, anchor=anchor)
-        return Prompt(self.template.encode(whole), ROOT, whole, len(answer_indexes), anchor=anchor)
+        for index in reversed(answer_indexes):
+            continuation = self._find_continuation(messages, tools, index, full_text)
+            if continuation is not None:
+                parent, tokens = continuation
+                later = sum(other > index for other in answer_indexes)
+                return Prompt(tokens, parent, full_text, later, anchor=anchor)
+        return Prompt(self.template.encode(full_text), ROOT, full_text, len(answer_indexes), anchor=anchor)
 
     def plan_text(self, text: str) -> Prompt:
         """Return the prompt of a plain-text call, which continues the longest known text."""
         best, known = ROOT, ""
         for number, node in enumerate(self.nodes):
-            so_far = node.prompt.text + self._words(node)
-            if not node.prompt.is_chat and len(so_far) > len(known) and text.startswith(so_far):
-                best, known = number, so_far
+            text_so_far = node.prompt.text + self._plain_text(node)
+            if not node.prompt.is_chat and len(text_so_far) > len(known) and text.startswith(text_so_far):
+                best, known = number, text_so_far
         new = text[len(known) :]
         before = () if best == ROOT else self.nodes[best].tokens
         return Prompt(before + self.template.encode(new), best, text, is_chat=False, anchor=new)
@@ -91,14 +91,14 @@ class TokenTree:
         parent = max(fits, key=lambda n: len(self.nodes[n].tokens), default=ROOT)
         return Prompt(tokens, parent, is_chat=False)
 
-    def record(self, prompt: Prompt, message: ChatMessage, completion: Completion, kept: int) -> int:
+    def record(self, prompt: Prompt, message: ChatMessage, completion: Completion, num_kept: int) -> int:
         """Record an answer and return its number."""
         number = len(self.nodes)
-        self.nodes.append(Node(prompt, message, completion, kept))
+        self.nodes.append(Node(prompt, message, completion, num_kept))
         if prompt.is_chat:
             self._by_text.setdefault(prompt.text, []).append(number)
         if prompt.parent != ROOT:
-            self.nodes[prompt.parent].delivered = True  # or the agent could not have gone on from it
+            self.nodes[prompt.parent].delivered = True  # the agent continued from it
         return number
 
     def path(self, number: int) -> Iterator[int]:
@@ -107,44 +107,46 @@ class TokenTree:
             yield number
             number = self.nodes[number].prompt.parent
 
-    def _continued(
-        self, messages: Sequence[ChatMessage], tools: Tools, place: int, whole: str
+    def _find_continuation(
+        self, messages: Sequence[ChatMessage], tools: Tools, index: int, full_text: str
     ) -> tuple[int, tuple[int, ...]] | None:
-        """Return the node of the assistant message at `place` and the tokens to send, if the conversation continues it."""
-        before = self.template.render(messages[:place], tools, prompt=True)
-        asked = self._by_text.get(before, ())
-        same = [n for n in asked if self.nodes[n].message.says_the_same_as(messages[place])]
+        """Return the node of the assistant message at `index` and the tokens to send, if the conversation continues it."""
+        before = self.template.render(messages[:index], tools, prompt=True)
+        candidates = self._by_text.get(before, ())
+        same = [n for n in candidates if self.nodes[n].message.is_same_answer(messages[index])]
         if not same:
-            return self._lengthened(asked, before, whole)
-        until = self.template.render(messages[: place + 1], tools, prompt=False)
-        end = until.rfind(self.template.end_text)
-        written = until[len(before) : end]
-        if end < len(before) or not until.startswith(before) or not whole.startswith(until):
+            return self._find_extended(candidates, before, full_text)
+        answered = self.template.render(messages[: index + 1], tools, prompt=False)
+        end = answered.rfind(self.template.end_text)
+        written = answered[len(before) : end]
+        if end < len(before) or not answered.startswith(before) or not full_text.startswith(answered):
             return None
-        if not self.template.message_of(written, tools=tools).says_the_same_as(messages[place]):
+        if not self.template.message_of(written, tools=tools).is_same_answer(messages[index]):
             return None
-        parent = _of_same_calls(same, self.nodes, messages[place])
-        tokens, behind = self.nodes[parent].tokens, self.template.encode(whole[end:])
-        # an answer that was cut short is ended here, by a token that nobody sampled
-        return parent, tokens + (behind[1:] if tokens[-1] == self.template.end_id else behind)
+        parent = _match_call_ids(same, self.nodes, messages[index])
+        tokens, suffix = self.nodes[parent].tokens, self.template.encode(full_text[end:])
+        # a truncated answer is ended here by an unsampled token
+        return parent, tokens + (suffix[1:] if tokens[-1] == self.template.end_id else suffix)
 
-    def _lengthened(self, asked: Sequence[int], before: str, whole: str) -> tuple[int, tuple[int, ...]] | None:
+    def _find_extended(
+        self, candidates: Sequence[int], before: str, full_text: str
+    ) -> tuple[int, tuple[int, ...]] | None:
         """Return a truncated node that the agent extended (by the stop word, say), and the tokens."""
-        for number in reversed(asked):
+        for number in reversed(candidates):
             node = self.nodes[number]
-            text = before + self._words(node)
-            if node.tokens[-1] not in self.template.stop_ids and whole.startswith(text):
-                return number, node.tokens + self.template.encode(whole[len(text) :])
+            text = before + self._plain_text(node)
+            if node.tokens[-1] not in self.template.stop_ids and full_text.startswith(text):
+                return number, node.tokens + self.template.encode(full_text[len(text) :])
         return None
 
-    def _words(self, node: Node) -> str:
+    def _plain_text(self, node: Node) -> str:
         """Return an answer as plain text, with the stop token that ended it."""
-        ids = node.completion.token_ids[: node.kept]
+        ids = node.completion.token_ids[: node.num_kept]
         end = self.template.token_text(ids[-1]) if ids[-1] in self.template.stop_ids else ""
         return self.template.text_of(ids) + end
 
 
-def _of_same_calls(candidates: Sequence[int], nodes: Sequence[Node], message: ChatMessage) -> int:
+def _match_call_ids(candidates: Sequence[int], nodes: Sequence[Node], message: ChatMessage) -> int:
     """Return the candidate with the message's call ids, else the newest."""
     ids = [call.call_id for call in message.tool_calls]
     exact = [n for n in candidates if ids and [call.call_id for call in nodes[n].message.tool_calls] == ids]

@@ -17,7 +17,7 @@ from offbeat.services.chat.messages import (
 )
 from offbeat.services.errors import RolloutError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def parser_names() -> Sequence[str]:
@@ -40,24 +40,24 @@ def load_parser(name: str, tokenizer: Any) -> CallParser:
         close = get_close_matches(name, names, n=1)
         hint = f", did you mean {close[0]!r}?" if close else ""
         raise RolloutError(f"tool_call_parser: vLLM has none named {name!r}{hint}; there is {', '.join(names)}")
-    kind = ToolParserManager.get_tool_parser(name)
+    parser_class = ToolParserManager.get_tool_parser(name)
     try:
-        kind(tokenizer)
+        parser_class(tokenizer)
     except Exception as error:
-        # each parser looks for its own tokens and raises what it likes
+        # parsers raise various errors if their tokens are missing
         raise RolloutError(f"tool_call_parser {name!r} does not fit this tokenizer: {error}") from error
 
     def parse(text: str, tools: Tools) -> tuple[str, tuple[ToolCall, ...]]:
-        asked = ChatCompletionRequest.model_validate({"messages": [], "tools": list(tools)})
+        request = ChatCompletionRequest.model_validate({"messages": [], "tools": list(tools)})
         try:
-            found = kind(tokenizer, [*(asked.tools or ())]).extract_tool_calls(text, asked)
+            result = parser_class(tokenizer, [*(request.tools or ())]).extract_tool_calls(text, request)
             calls = tuple(
-                ToolCall(call.function.name, normalize_arguments(call.function.arguments)) for call in found.tool_calls
+                ToolCall(call.function.name, normalize_arguments(call.function.arguments)) for call in result.tool_calls
             )
         except Exception:
-            # the policy may write anything
-            log.debug("a parser of tool calls failed", exc_info=True)
+            # the policy may write anything, and parsers raise various errors
+            logger.debug("tool call parser failed; the answer stays text", exc_info=True)
             return text, ()
-        return (found.content or "", calls) if found.tools_called else (text, ())
+        return (result.content or "", calls) if result.tools_called else (text, ())
 
     return parse

@@ -35,7 +35,7 @@ def can_render_results(template: ChatTemplate) -> bool:
     """Return True if the template renders the role `tool`."""
     result = ChatMessage("tool", "offbeatresult", tool_call_id=CALL.call_id)
     try:
-        whole = template.write((ASKED, ChatMessage("assistant", "", (CALL,)), result), PROBE, prompt=True)
+        text = template.write((ASKED, ChatMessage("assistant", "", (CALL,)), result), PROBE, prompt=True)
     except UnusableError:
         return False
-    return "offbeatresult" in whole
+    return "offbeatresult" in text

@@ -62,7 +62,7 @@ def load_function_template(folder: Path, tool_call_parser: str | None = None) ->
         RolloutError: the template describes no functions, writes no calls, or no parser reads them.
     """
     if tool_call_parser is not None:
-        return _check(_with(folder, tool_call_parser), f"tool_call_parser {tool_call_parser!r}")
+        return _check(_load_with_parser(folder, tool_call_parser), f"tool_call_parser {tool_call_parser!r}")
     plain = load_chat_template(folder)
     written = render_call(plain)
     _check_end(plain, written)
@@ -75,7 +75,7 @@ def load_function_template(folder: Path, tool_call_parser: str | None = None) ->
     if second_best is not None:
         return second_best
     raise RolloutError(
-        f"the chat template writes a call of a function as {written!r}, which no parser that is tried reads: name one of "
+        f"the chat template writes a call of a function as {written!r}, which no known parser reads: name one of "
         "vLLM's by tool_call_parser"
     )
 
@@ -91,18 +91,18 @@ def render_call(template: ChatTemplate, calls: tuple[ToolCall, ...] = (CALL,)) -
         raise RolloutError(
             "the chat template does not tell the policy of functions (`tools`): leave them to the prompt"
         )
-    whole = _render(template, (ASKED, ChatMessage("assistant", "", calls)), prompt=False)
-    if not whole.startswith(prompt_text):  # the generation prompt opens a thought, say
+    full_text = _render(template, (ASKED, ChatMessage("assistant", "", calls)), prompt=False)
+    if not full_text.startswith(prompt_text):  # the generation prompt opens a thought, say
         prompt_text = _render(template, (ASKED,), prompt=False)
-    written = whole.removeprefix(prompt_text)
-    if not whole.startswith(prompt_text) or OFFERED not in written:
+    written = full_text.removeprefix(prompt_text)
+    if not full_text.startswith(prompt_text) or OFFERED not in written:
         raise RolloutError("the chat template does not write an assistant's calls of functions (`tool_calls`)")
     return written[: written.rfind(template.end_text)] if template.end_text in written else written
 
 
 def can_parse_own_calls(template: ChatTemplate) -> bool:
     """Return True if a rendered call is parsed back."""
-    return _read(template, render_call(template)) == (CALL,)
+    return _parse(template, render_call(template)) == (CALL,)
 
 
 def _can_parse_several(template: ChatTemplate) -> bool:
@@ -111,26 +111,26 @@ def _can_parse_several(template: ChatTemplate) -> bool:
         written = render_call(template, (CALL, ANOTHER))
     except RolloutError:
         return True
-    return _read(template, written) == (CALL, ANOTHER)
+    return _parse(template, written) == (CALL, ANOTHER)
 
 
 def _check_end(template: ChatTemplate, written: str) -> None:
     """Raise RolloutError if a call and other answers end differently: sampling would not stop there."""
     result = ChatMessage("tool" if can_render_results(template) else "user", "offbeatresult", tool_call_id=CALL.call_id)
-    whole = _render(template, (ASKED, ChatMessage("assistant", "", (CALL,)), result), prompt=True)
-    _, found, behind = whole.partition(written)
-    if found and not behind.lstrip().startswith(template.end_text):
+    full_text = _render(template, (ASKED, ChatMessage("assistant", "", (CALL,)), result), prompt=True)
+    _, separator, suffix = full_text.partition(written)
+    if separator and not suffix.lstrip().startswith(template.end_text):
         raise RolloutError(
-            f"the chat template continues with {behind[:30]!r} after a call of functions, and ends other answers by "
+            f"the chat template continues with {suffix[:30]!r} after a call of functions, and ends other answers by "
             f"{template.end_text!r}: the end of a call can't be determined"
         )
 
 
-def _check(template: ChatTemplate, what: str) -> ChatTemplate:
+def _check(template: ChatTemplate, name: str) -> ChatTemplate:
     _check_end(template, render_call(template))
     if not can_parse_own_calls(template):
         written = render_call(template)
-        raise RolloutError(f"{what} does not read what the chat template writes: {written!r} gives no call")
+        raise RolloutError(f"{name} does not read what the chat template writes: {written!r} gives no call")
     return template
 
 
@@ -138,19 +138,19 @@ def _candidates(folder: Path, written: str) -> Iterator[ChatTemplate]:
     for mark, name in CANDIDATES:
         if mark in written:
             try:
-                yield _with(folder, name)
+                yield _load_with_parser(folder, name)
             except RolloutError:
-                continue  # it wants tokens that the tokenizer has not
+                continue  # the tokenizer lacks its tokens
 
 
-def _with(folder: Path, name: str) -> ChatTemplate:
+def _load_with_parser(folder: Path, name: str) -> ChatTemplate:
     def parser_for(tokenizer: Any) -> CallParser:
         return load_parser(name, tokenizer)
 
     return load_chat_template(folder, parser_for)
 
 
-def _read(template: ChatTemplate, written: str) -> tuple[ToolCall, ...]:
+def _parse(template: ChatTemplate, written: str) -> tuple[ToolCall, ...]:
     """Parse as after sampling: without special tokens, unless a parser needs them."""
     return template.message_of(template.text_of(template.encode(written)), tools=PROBE).tool_calls
 

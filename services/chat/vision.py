@@ -36,10 +36,10 @@ class Pixels(NamedTuple):
 def model_family(folder: Path) -> str | None:
     """Return the folder's `model_type` if supported, else None."""
     try:
-        found = json.loads((folder / "config.json").read_text()).get("model_type")
+        family = json.loads((folder / "config.json").read_text()).get("model_type")
     except (OSError, ValueError):
         return None
-    return found if found in FAMILIES else None
+    return family if family in FAMILIES else None
 
 
 class PictureReader:
@@ -79,9 +79,9 @@ class PictureReader:
             picture = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
         except (OSError, SyntaxError) as error:
             raise ValueError(f"a picture that can't be read: {error}") from error
-        read = self._processor(images=[picture], return_tensors="np")
-        frames, height, width = (int(n) for n in read["image_grid_thw"][0])
-        return Pixels(np.ascontiguousarray(read["pixel_values"], dtype=np.float32), (frames, height, width))
+        features = self._processor(images=[picture], return_tensors="np")
+        frames, height, width = (int(n) for n in features["image_grid_thw"][0])
+        return Pixels(np.ascontiguousarray(features["pixel_values"], dtype=np.float32), (frames, height, width))
 
 
 def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
@@ -98,6 +98,6 @@ def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
 def stack_images(pixels: Sequence[Pixels]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     """Concatenate images: patches [P, D] float32 and grids [I, 3] int64."""
     return (
-        np.concatenate([each.patches for each in pixels]),
-        np.array([each.grid for each in pixels], dtype=np.int64),
+        np.concatenate([image.patches for image in pixels]),
+        np.array([image.grid for image in pixels], dtype=np.int64),
     )

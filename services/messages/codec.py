@@ -14,9 +14,9 @@ from msgspec import structs
 from offbeat.services.messages.envelope import (
     MALFORMED,
     MessageFormat,
+    check_count,
+    check_finite,
     check_spans,
-    count,
-    finite,
     read_logprobs,
     read_tokens,
 )
@@ -53,8 +53,8 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
         _check_turns(t.turns, t.segments)
         packed = Trajectory(
             t.group_id,
-            count(t.index, "index"),
-            count(t.attempt, "attempt"),
+            check_count(t.index, "index"),
+            check_count(t.attempt, "attempt"),
             t.tag,
             t.seed,
             tuple([pack_segment(segment) for segment in t.segments]),
@@ -62,7 +62,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
             StopReason(t.stop_reason),
             {name: float(value) for name, value in t.metrics.items()},
             t.worker_id,
-            finite(t.duration_s, "duration"),
+            check_finite(t.duration_s, "duration"),
             t.text,
             t.baseline,
         )
@@ -81,7 +81,7 @@ def decode_trajectory(blob: bytes) -> Trajectory:
     try:
         segments = tuple([unpack_segment(segment) for segment in packed.segments])
         _check_turns(packed.turns, segments)
-        finite(packed.duration_s, "duration")
+        check_finite(packed.duration_s, "duration")
     except MALFORMED as error:
         TRAJECTORY.refuse(error)
     return cast(Trajectory, structs.replace(packed, segments=segments))
@@ -162,16 +162,16 @@ def decode_requests(blob: bytes) -> list[GenerateRequest]:
     """Unpack `encode_requests`. Raises `CodecError`."""
     rows = REQUESTS.unpack(blob)
     try:
-        return [_request(row) for row in rows]
+        return [_decode_request(row) for row in rows]
     except MALFORMED as error:
         REQUESTS.refuse(error)
 
 
-def _request(row: PackedRequest) -> GenerateRequest:
+def _decode_request(row: PackedRequest) -> GenerateRequest:
     prompt = tuple(read_tokens(row.prompt).tolist())
     sampling = Sampling(
-        finite(row.temperature, "temperature"),
-        finite(row.top_p, "top_p"),
+        check_finite(row.temperature, "temperature"),
+        check_finite(row.top_p, "top_p"),
         row.top_k,
         row.max_new_tokens,
         row.stop_token_ids,
@@ -200,12 +200,12 @@ def decode_completions(blob: bytes) -> list[Completion]:
     """Unpack `encode_completions`. Raises `CodecError`."""
     rows = COMPLETIONS.unpack(blob)
     try:
-        return [_completion(row) for row in rows]
+        return [_decode_completion(row) for row in rows]
     except MALFORMED as error:
         COMPLETIONS.refuse(error)
 
 
-def _completion(row: PackedCompletion) -> Completion:
+def _decode_completion(row: PackedCompletion) -> Completion:
     token_ids = tuple(read_tokens(row.token_ids).tolist())
     logprobs = tuple(read_logprobs(row.logprobs).tolist())
     if len(logprobs) != len(token_ids):
@@ -225,7 +225,7 @@ def decode_manifest(blob: bytes) -> Manifest:
     """Unpack `encode_manifest`. Raises `CodecError`."""
     manifest = MANIFEST.unpack(blob)
     try:
-        finite(manifest.published_at, "published_at")
+        check_finite(manifest.published_at, "published_at")
     except MALFORMED as error:
         MANIFEST.refuse(error)
     return manifest

@@ -1,13 +1,14 @@
 """PNG images in messages.
 
-Invariants: images of a sequence are ordered, disjoint, inside it, on unsampled tokens, and at most `MAX_PICTURE` bytes.
+Invariants: images of a sequence are ordered, disjoint, inside it, on unsampled tokens, and at most `MAX_PICTURE_BYTES`
+bytes.
 """
 
 from collections.abc import Sequence
 
 from offbeat.services.messages.types import Picture, Segment
 
-MAX_PICTURE = 1 << 20
+MAX_PICTURE_BYTES = 1 << 20
 """Bytes of one encoded image: a trajectory of a hundred turns fits into Redis."""
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -27,10 +28,10 @@ def check_pictures(pictures: Sequence[Picture], length: int) -> None:
 
 def check_png(png: bytes) -> None:
     """Raise ValueError unless it is a PNG of allowed size."""
-    if len(png) > MAX_PICTURE:
-        raise ValueError(f"a picture of {len(png)} bytes: at most {MAX_PICTURE} are taken")
+    if len(png) > MAX_PICTURE_BYTES:
+        raise ValueError(f"a picture of {len(png)} bytes, more than {MAX_PICTURE_BYTES}")
     if not png.startswith(PNG):
-        raise ValueError("a picture that is no PNG")
+        raise ValueError("a picture is not a PNG")
 
 
 def check_unsampled(segment: Segment) -> None:

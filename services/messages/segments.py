@@ -40,14 +40,14 @@ def pack_segment(segment: Segment) -> PackedSegment:
     tokens, versions, length = segment.tokens, segment.versions, len(segment.tokens)
     _check_arrays(segment)
     check_spans(versions, length)
-    # Bytes are cut and put in place in half the time that arrays take.
+    # Slicing bytes takes half as long as slicing arrays.
     logprobs = segment.logprobs.tobytes()
     sampled = b"".join([logprobs[4 * start : 4 * end] for start, end, _ in versions])
     read_logprobs(sampled)
-    mask, placed = _place_sampled(versions, sampled, length)
+    mask, expanded = _place_sampled(versions, sampled, length)
     if mask != segment.loss_mask.tobytes():
         raise ValueError("version spans and loss mask differ")
-    if placed != logprobs:
+    if expanded != logprobs:
         raise ValueError("a logprob of a token that the policy did not sample")
     check_pictures(segment.pictures, length)
     check_unsampled(segment)
@@ -96,10 +96,10 @@ def unpack_segment(row: PackedSegment) -> Segment:
 
 def _place_sampled(spans: Sequence[VersionSpan], sampled: bytes, length: int) -> tuple[bytearray, bytearray]:
     """Return loss mask and logprobs of all tokens, from those of the sampled ones."""
-    mask, logprobs, taken = bytearray(length), bytearray(4 * length), 0
+    mask, logprobs, position = bytearray(length), bytearray(4 * length), 0
     for start, end, _ in spans:
         mask[start:end] = b"\1" * (end - start)
-        logprobs[4 * start : 4 * end] = sampled[taken : (taken := taken + 4 * (end - start))]
-    if taken != len(sampled):
-        raise ValueError(f"{taken // 4} sampled tokens and {len(sampled) // 4} logprobs")
+        logprobs[4 * start : 4 * end] = sampled[position : (position := position + 4 * (end - start))]
+    if position != len(sampled):
+        raise ValueError(f"{position // 4} sampled tokens and {len(sampled) // 4} logprobs")
     return mask, logprobs

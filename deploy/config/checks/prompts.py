@@ -156,7 +156,7 @@ def _count_tokens(config: RunConfig) -> CountTokens:
     chat = load_playing_format(Path(config.pretrain))
 
     def count(texts: FirstTexts, env: CustomEnv) -> int:
-        pictures = chat.sight.reader.count(texts.png) * texts.observation.count(IMAGE) if texts.png else 0
+        pictures = chat.image_tokens.reader.count(texts.png) * texts.observation.count(IMAGE) if texts.png else 0
         if texts.functions:
             template, messages = chat.calling(env.tool_call_parser), [ChatMessage("user", texts.observation)]
             if texts.system:

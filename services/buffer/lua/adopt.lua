@@ -1,7 +1,7 @@
--- The learner stands before optimizer batch `step`: changes of settings that were asked for meanwhile hold from here on.
+-- Apply requested changes of settings before optimizer batch `step`.
 --
 -- ARGV     1 epoch, 2 step (0-based)
--- Returns  {1 if the run is paused, what is wanted of the run, {change, step from which on it holds, ...}}; FENCED
+-- Returns  {1 if the run is paused, desired state of the run, {change, step from which on it holds, ...}}; FENCED
 -- Invariants  a change is adopted once, and never for a batch whose weights are published already: a learner that repeats
 --          steps after a crash repeats them under the settings of the first time. Admission follows in the same moment.
 local epoch, step = ARGV[1], tonumber(ARGV[2])

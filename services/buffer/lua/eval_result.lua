@@ -1,4 +1,4 @@
--- An evaluation's trajectories, once each of its episodes was submitted or has failed for good.
+-- Trajectories of an evaluation whose episodes are all submitted or failed.
 --
 -- ARGV     1 unit
 -- Returns  {member, blob, ...}; nil before; error UNKNOWN when there is no such evaluation

@@ -1,4 +1,4 @@
--- An episode could not be played: queue it again with the same member number (so the same seed), or fail it for good.
+-- Record a failed episode: requeue it with the same member number (so the same seed), or fail it for good.
 --
 -- ARGV     1 worker, 2 unit, 3 member, 4 attempt, 5 reason
 -- Returns  1, or 0 when the worker does not hold that attempt any more (then nothing changes)

@@ -1,7 +1,7 @@
--- How far the groups are that are being played, oldest first.
+-- Progress of active groups, oldest first.
 --
--- ARGV     1 how many at most
--- Returns  {{number, size, done, failed, members that a worker plays, members that nobody plays, version at admission} ...}
+-- ARGV     1 maximum number
+-- Returns  {{number, size, done, failed, running members, queued members, version at admission} ...}
 local rows = {}
 for _, number in ipairs(redis.call('ZRANGE', ASSEMBLING, 0, ARGV[1] - 1)) do
   local unit = 't:' .. number

@@ -1,8 +1,8 @@
--- A worker lives, and asks which of the episodes that it plays nobody needs any more.
+-- Record a worker's heartbeat and return which of its episodes are no longer needed.
 --
--- ARGV     1 worker, 2 its session, 3... tokens and attempts that it plays: token, attempt, ...
--- Returns  {draining 0|1, token ...}: what it should stop
--- Invariant  orders are derived from who holds what, so an answer that got lost is given again.
+-- ARGV     1 worker, 2 its session, 3... its episodes: token, attempt, ...
+-- Returns  {draining 0|1, token ...}: episodes to cancel
+-- Invariant  orders are derived from the claims, so a lost reply is repeated.
 local worker, session = ARGV[1], ARGV[2]
 local limits, now, orders = read_limits(), now_ms(), {0}
 if limits then

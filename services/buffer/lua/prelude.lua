@@ -1,4 +1,4 @@
--- Shared by every script of the buffer: `offbeat.services.buffer.scripts` puts it, and sweep.lua, in front of each of them.
+-- Shared by every script of the buffer; `offbeat.services.buffer.scripts` puts it in front of them, with admission.lua and sweep.lua.
 --
 -- KEYS  1 root of the buffer's keys, 2 progress, 3 epoch, 4 doorbell, 5 changes, 6 adopted, 7 record, 8 history: one run,
 --       one hash tag, one slot. All other keys are made from the root:
@@ -7,19 +7,19 @@
 --   assembling        zset    number of each group being played -> version at its admission
 --   stream            stream  complete groups (n number, v version at admission, t temperature), consumer group `learner`
 --   unit:<unit>       hash    a unit is a group being played (t:<number>) or an evaluation (e:<id>): kind, size, members,
---                             baselines (the last of its members: played greedily, all of them needed), greedy (those of
---                             them that are done), spared (called off while others play), done, failed, version,
+--                             baselines (the last of its members: greedy, all required), greedy (those of
+--                             them that are done), spared (cancelled while others run), done, failed, version,
 --                             sampling, temperature; per member i: o<i> owner, c<i> version at its claim,
---                             a<i> attempts that failed, x<i> who failed it last and when, s<i> oldest version that was
---                             submitted, d<i> reason for which it failed for good; task: what a sampler has drawn
+--                             a<i> attempts that failed, x<i> worker and time of its last failure, s<i> oldest version that was
+--                             submitted, d<i> reason of its final failure; task: drawn by a sampler
 --   blobs:<unit>      hash    member -> trajectory; of a group until it is acknowledged or dropped
---   queue:t, queue:e  lists   members that nobody plays, as tokens <unit>:<member>
+--   queue:t, queue:e  lists   unclaimed members, as tokens <unit>:<member>
 --   claims:<worker>   hash    token -> attempt:nonce
 --   worker:<worker>   hash    session and nonce of its last claim
---   workers           zset    worker -> when it was last heard of, on the observed clock
---   life              stream  what happened to each group, trimmed
---   quarantine        list    newest blobs that could not be read
---   sampler           string  what the task sampler knows
+--   workers           zset    worker -> last heartbeat, on the observed clock
+--   life              stream  events of groups, trimmed
+--   quarantine        list    newest undecodable blobs
+--   sampler           string  state of the task sampler
 --
 -- Invariants: admitted = trained + dropped + failed + ZCARD assembling + XLEN stream. A member of a live unit is exactly
 -- one of: in a queue, claimed by one worker, submitted, failed. Time is Redis's own.
@@ -31,7 +31,7 @@ local QUEUE_TRAIN, QUEUE_EVAL = ROOT .. ':queue:t', ROOT .. ':queue:e'
 local LEARNER = 'learner'
 local SAMPLER = ROOT .. ':sampler'
 local LIFE_KEPT, BELL_KEPT, REASONS_KEPT = 100000, 128, 64
-local UNPACKED = 1000 -- arguments that one command is given at most; even, so that pairs stay together
+local UNPACKED = 1000 -- maximum arguments per command; even, to keep pairs together
 
 local function meta_key(unit) return ROOT .. ':unit:' .. unit end
 local function blobs_key(unit) return ROOT .. ':blobs:' .. unit end
@@ -56,10 +56,10 @@ local function now_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- Wake whoever waits for something to do.
+-- Wake waiting workers and the learner.
 local function ring(event) redis.call('XADD', DOORBELL, 'MAXLEN', '~', BELL_KEPT, '*', 'e', event) end
 
--- `i` counts without gaps, so that whoever copies the stream sees what it missed, and what a Redis that lost data took back.
+-- `i` counts without gaps, so that copies of the stream detect missed events and data loss in Redis.
 local function record(number, event, detail)
   local ordinal = redis.call('HINCRBY', LEDGER, 'events', 1)
   redis.call('XADD', LIFE, 'MAXLEN', '~', LIFE_KEPT, '*', 'n', number, 'e', event, 'd', detail, 'i', ordinal)
@@ -72,7 +72,7 @@ local function fenced_reply(epoch)
   return redis.error_reply('FENCED epoch ' .. epoch .. ' does not hold the run, its epoch is ' .. current)
 end
 
--- Count a group out. The number of distinct reasons is bounded: what comes after counts as `other`.
+-- Count an ended group. Distinct reasons are bounded; further ones count as `other`.
 local function count_out(number, outcome, reason)
   local field = outcome .. ':' .. reason
   if redis.call('HEXISTS', LEDGER, field) == 0 and redis.call('HLEN', LEDGER) >= REASONS_KEPT then
@@ -83,7 +83,7 @@ local function count_out(number, outcome, reason)
   record(number, outcome, reason)
 end
 
--- Free every member that is still queued or claimed; their workers hear of it at their next heartbeat.
+-- Free every member that is still queued or claimed; workers learn of it from their next heartbeat.
 local function vacate(unit, members)
   local meta = meta_key(unit)
   for i = 0, members - 1 do
@@ -97,7 +97,7 @@ local function vacate(unit, members)
   end
 end
 
--- End a group that was being played, without its entering the stream.
+-- End an active group without entering it into the stream.
 local function end_group(unit, members, outcome, reason)
   local number = string.sub(unit, 3)
   vacate(unit, members)
@@ -107,7 +107,7 @@ local function end_group(unit, members, outcome, reason)
   ring(outcome)
 end
 
--- A claimed member comes back unplayed. `reason` counts an attempt against it, nil does not.
+-- Requeue a claimed member. `reason` counts an attempt, nil does not.
 local function give_back(unit, index, owner, limits, reason, now)
   local meta, token = meta_key(unit), unit .. ':' .. index
   redis.call('HDEL', claims_key(owner), token)
@@ -131,7 +131,7 @@ local function give_back(unit, index, owner, limits, reason, now)
   redis.call('LPUSH', queue_of(unit), token)
 end
 
--- Give back all that a worker has claimed; returns how many.
+-- Requeue all claims of a worker; returns their number.
 local function give_back_all(worker, limits, reason, now)
   local tokens = redis.call('HKEYS', claims_key(worker))
   for _, token in ipairs(tokens) do
@@ -156,7 +156,7 @@ local function read_limits()
   return limits.group_size and limits or nil
 end
 
--- What a change of settings means for admission.
+-- Apply a change of settings to admission.
 local function apply_change(change)
   local values = cjson.decode(change).values
   for _, field in ipairs({'max_staleness', 'temperature'}) do
@@ -166,5 +166,5 @@ local function apply_change(change)
   if values.num_env_groups then redis.call('HSET', LIMITS, 'max_groups_in_flight', values.num_env_groups) end
 end
 
--- Note that a worker lives, if it is known; `enter` makes it so.
+-- Record a heartbeat of a known worker (see `enter`).
 local function touch(worker) redis.call('ZADD', WORKERS, 'XX', redis.call('HGET', LEDGER, 'clock') or 0, worker) end

@@ -1,8 +1,8 @@
 -- The ledger and all queues at one moment.
 --
--- Returns  {ledger, limits, progress (each flat), groups being played, groups in the stream, of those delivered,
+-- Returns  {ledger, limits, progress (each flat), active groups, groups in the stream, of those delivered,
 --          queued training episodes, queued evaluation episodes, unreadable blobs kept, observed clock,
---          {worker, last heard of, episodes, ...}, epoch, what limits admission}
+--          {worker, last heartbeat, episodes, ...}, epoch, what limits admission}
 local pending = 0
 if redis.call('EXISTS', STREAM) == 1 then pending = redis.call('XPENDING', STREAM, LEARNER)[1] end
 local workers, flat = {}, redis.call('ZRANGE', WORKERS, 0, -1, 'WITHSCORES')

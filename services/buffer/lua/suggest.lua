@@ -1,9 +1,9 @@
--- The learner's controller asks for other settings before batch `step`; `adopt` of that step lets them hold.
+-- Request changed settings before batch `step`, applied by `adopt` of that step.
 --
--- ARGV     1 epoch, 2 step (0-based), 3 change, 4 `lost`: only where no controller is known to have asked for anything
--- Returns  1, or 0 when nothing was asked for; FENCED
+-- ARGV     1 epoch, 2 step (0-based), 3 change, 4 `lost`: only if no earlier request is known
+-- Returns  1, or 0 if nothing was requested; FENCED
 -- Invariants  one change a step at most, and none for a step whose weights are published: a learner that repeats steps after
---          a crash finds what was decided the first time.
+--          a crash finds the first decision.
 local epoch, step, change, only_if = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 if is_fenced(epoch) then return fenced_reply(epoch) end
 local decided = tonumber(redis.call('HGET', LEDGER, 'decided') or nil)

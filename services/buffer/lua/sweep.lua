@@ -1,7 +1,7 @@
--- Housekeeping that every claim and heartbeat does first: dead workers and groups that came too late.
+-- Housekeeping before every claim and heartbeat: dead workers and expired groups.
 
 -- The observed clock advances with Redis's, but by a quarter of the worker timeout at most from one sweep to the next:
--- while Redis was down nobody could be heard, and that silence kills nobody.
+-- an outage of Redis does not time workers out.
 local function observed_clock(limits, now)
   local clock, swept = unpack(redis.call('HMGET', LEDGER, 'clock', 'swept'))
   local passed = math.min(now - (swept or now), limits.worker_timeout_s * 250)
@@ -18,7 +18,7 @@ local function reap(limits, now)
   end
 end
 
--- Oldest version that a group is sure or bound to hold: what was submitted, and what its players started with.
+-- Oldest version in a group: of submitted members, and of running ones at their claim.
 local function oldest_version(unit)
   local meta, oldest = meta_key(unit), nil
   for i = 0, redis.call('HGET', meta, 'members') - 1 do
@@ -29,7 +29,7 @@ local function oldest_version(unit)
   return oldest
 end
 
--- Drop groups that no step within the staleness bound can consume any more. Looks once per published step.
+-- Drop groups that no step within the staleness bound can consume any more. Runs once per published step.
 local function expire(limits, step)
   if limits.stale_policy ~= 'drop' or redis.call('HGET', LEDGER, 'expired_at') == tostring(step) then return end
   redis.call('HSET', LEDGER, 'expired_at', step)
@@ -51,7 +51,7 @@ local function sweep(limits, now)
   return step
 end
 
--- A worker speaks. A new session under an old name is a new process: what the old one played is given back.
+-- Register a worker. A new session under an old name is a new process: claims of the old one are requeued.
 local function enter(worker, session, limits, now)
   local known = redis.call('HGET', worker_key(worker), 'session')
   if known ~= session then

@@ -1,10 +1,10 @@
 -- Deliver the next groups to the learner: first those that were delivered before and not acknowledged, in stream order.
 --
--- ARGV     1 epoch, 2 entry id that this learner saw last (0-0: none), 3 how many at most
+-- ARGV     1 epoch, 2 last entry id delivered to this learner (0-0: none), 3 maximum number
 -- Returns  {entry id, number, version at admission, temperature or nothing, msgpack of {member, blob, ...}} ..., or when there
---          is none the lowest number of those that are still being played, -1 for nobody; FENCED
+--          is none the lowest number of the active groups, -1 without any; FENCED
 -- Invariants  the same arguments give the same first entry until it is acknowledged or dropped, and no entry is passed over,
---          so an answer that got lost is asked for again; a learner that was replaced takes nothing.
+--          so a lost reply can be requested again; a replaced learner takes nothing.
 local epoch, last, count = unpack(ARGV)
 if is_fenced(epoch) then return fenced_reply(epoch) end
 

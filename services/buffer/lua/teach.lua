@@ -1,4 +1,4 @@
--- What the task sampler knows now; workers draw by it from here on.
+-- Set the task sampler's state, used by draws from now on.
 --
 -- ARGV     1 epoch, 2 state (JSON)
 -- Returns  1; FENCED

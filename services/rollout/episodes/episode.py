@@ -132,7 +132,7 @@ class _Episode:
             step=step,
             actions_left=rules.max_steps - step + 1,
             history=self.history.render_history(),
-            image=self.chat.sight.mark if rules.shows_pictures else IMAGE,
+            image=self.chat.image_tokens.mark if rules.shows_pictures else IMAGE,
         )
         if not rules.shows_pictures:
             return TurnMessage(words, observation=observation)

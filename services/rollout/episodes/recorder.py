@@ -102,7 +102,7 @@ class AppendOnlyRecorder:
         ids = self._chat.next_prompt(words) if self._turns else self._chat.first_prompt(self._system, words)
         pictures: tuple[Picture, ...] = ()
         if message.num_pictures:
-            ids, pictures = self._chat.sight.place(ids, message.png, message.num_pictures)
+            ids, pictures = self._chat.image_tokens.place(ids, message.png, message.num_pictures)
         before = len(self._tokens)
         self._pictures += [structs.replace(picture, start=before + picture.start) for picture in pictures]
         self._tokens.extend(ids)

@@ -133,11 +133,11 @@ def test_template_shows_the_pictures_of_an_env_by_name(vision_folder: Path, tmp_
 
 def test_model_behind_endpoint_receives_the_pictures():
     chat = load_chat(None)
-    mark, pngs = chat.sight.mark, (b"first", b"second")
+    mark, pngs = chat.image_tokens.mark, (b"first", b"second")
     first = chat.first_prompt("Walk.", f"see {mark} now")
-    ids, (shown,) = chat.sight.place(first, pngs[0], 1)
+    ids, (shown,) = chat.image_tokens.place(first, pngs[0], 1)
     ids += (*chat.encode("Up"), chat.end_id)
-    following, (second,) = chat.sight.place(chat.next_prompt(mark), pngs[1], 1)
+    following, (second,) = chat.image_tokens.place(chat.next_prompt(mark), pngs[1], 1)
     pictures = (shown, Picture(len(ids) + second.start, second.count, pngs[1]))
     system, user, answer, later = parse_conversation(chat, ids + following, pictures)
     assert (system["content"], answer) == ("Walk.", {"role": "assistant", "content": "Up"})

@@ -133,10 +133,10 @@ class Protocol(WorkerRules, LearnerRules):
             max_steps=STEPS,
             broken_lines=broken,
         )
-        found = audit(evidence)
-        assert found.proven, found.findings
-        assert found.lineage.last == STEPS
-        assert [sorted(g.number for g in line.groups) for line in found.lineage.steps] == [
+        result = audit(evidence)
+        assert result.proven, result.findings
+        assert result.lineage.last == STEPS
+        assert [sorted(g.number for g in line.groups) for line in result.lineage.steps] == [
             sorted(batch) for batch in self.durable.lineage
         ]
-        assert max(found.staleness) <= self.max_staleness
+        assert max(result.staleness) <= self.max_staleness

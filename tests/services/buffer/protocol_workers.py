@@ -16,7 +16,7 @@ class WorkerRules(Played):
         worker = self.workers[name]
         tasks = self.runner.run(worker.buffer.claim(name, limit))
         if answer_lost:
-            worker.buffer._claims[name] -= 1
+            worker.buffer._nonces[name] -= 1
             for task in tasks:
                 worker.buffer._forget(name, task)
         else:

@@ -101,8 +101,8 @@ async def test_the_learner_hears_that_the_run_pauses_or_ends(run: Run, redis: Re
     await run.watch.set_paused(True)
     assert run.learner.adopt(0).paused
     await run.watch.set_paused(False)
-    for wanted, ends in (("running", False), ("stopped", True), ("killed", True), ("paused", False)):
-        redis.hset(RunKeys(RUN).record, "wanted", wanted)
+    for desired, ends in (("running", False), ("stopped", True), ("killed", True), ("paused", False)):
+        redis.hset(RunKeys(RUN).record, "wanted", desired)
         boundary = run.learner.adopt(0)
         assert (boundary.paused, boundary.ends) == (False, ends)
 

@@ -119,7 +119,7 @@ async def test_evaluations_need_no_published_weights_to_be_handed_out(redis: Red
 
 async def test_a_claim_whose_answer_got_lost_gives_the_same_episodes_again(run: Run):
     lost = await run.buffer.claim("w", 3)
-    run.buffer._claims["w"] -= 1
+    run.buffer._nonces["w"] -= 1
     again = await run.buffer.claim("w", 3)
     assert sorted(again, key=str) == sorted(lost, key=str)
     assert run.learner.snapshot().workers[0].episodes == 3
@@ -244,5 +244,5 @@ async def test_limits_may_change_but_not_the_shape_of_a_step(run: Run):
 
 async def test_a_trajectory_of_another_task_is_refused(run: Run):
     first, second, *_ = await run.buffer.claim("w", 100)
-    with pytest.raises(BufferError, match="no answer"):
+    with pytest.raises(BufferError, match="does not belong"):
         await run.buffer.submit("w", first, trajectory_for(second))

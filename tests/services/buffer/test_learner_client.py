@@ -38,13 +38,13 @@ async def test_groups_come_in_the_order_of_their_completion(run: Run):
 async def test_admission_order_waits_for_earlier_running_groups(run: Run):
     tasks = await run.buffer.claim("w", 8)
     learner = run.next_learner(order="admission")
-    seen: list[list[int]] = []
+    delivered: list[list[int]] = []
     for number in (2, 0, 3, 1):
         for task in tasks:
             if task.number == number:
                 await run.submit(task)
-        seen.append([group.number for group in take_all(learner)])
-    assert seen == [[], [0], [], [1, 2, 3]]
+        delivered.append([group.number for group in take_all(learner)])
+    assert delivered == [[], [0], [], [1, 2, 3]]
 
 
 async def test_in_order_of_admission_nobody_waits_for_a_group_that_failed(run: Run):
@@ -182,12 +182,12 @@ async def test_a_group_that_cannot_be_read_is_dropped_and_kept_aside(run: Run, d
     assert group.number == 1
     counters = run.learner.counters()
     assert (counters.dropped, counters.in_flight) == ({"corrupt": 1}, 1)
-    kept = await run.watch.quarantine()
+    quarantined = await run.watch.quarantine()
     expected = {"truncated": [1], "stranger": [1], "other_seed": [0, 1], "missing": []}[damage]
-    assert sorted((entry.unit, entry.index) for entry in kept) == [("t:0", index) for index in expected]
+    assert sorted((entry.unit, entry.index) for entry in quarantined) == [("t:0", index) for index in expected]
     if damage == "truncated":
-        assert kept[0].blob == blob[:-3]
-        assert "not a trajectory message" in kept[0].complaint
+        assert quarantined[0].blob == blob[:-3]
+        assert "not a trajectory message" in quarantined[0].complaint
     assert len(await run.buffer.claim("w", 100)) == 6
 
 

@@ -9,15 +9,15 @@ from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.services.buffer.admin import configure_buffer
 from offbeat.services.buffer.scripts import (
-    MAX_BYTES,
-    MAX_CALLS,
+    MAX_CALLS_PER_TRIP,
     MAX_ROUND_TRIPS,
+    MAX_TRIP_BYTES,
     AsyncBufferScripts,
 )
 from offbeat.services.errors import BufferError, FencedError
 from tests.services.buffer.buffer_play import RUN, limits
 
-MANY = 3 * MAX_CALLS * MAX_ROUND_TRIPS
+MANY = 3 * MAX_CALLS_PER_TRIP * MAX_ROUND_TRIPS
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def run_script(redis: Redis, async_redis: AsyncRedis) -> AsyncBufferScripts:
 
 async def submit_late(run_script: AsyncBufferScripts, number: int) -> Any:
     """Hand in a member of a group that there is not."""
-    return await run_script.one_of_many("submit", ("w",), (f"t:{number}", 0, 0, b"blob"))
+    return await run_script.call_merged("submit", ("w",), (f"t:{number}", 0, 0, b"blob"))
 
 
 async def test_each_of_many_calls_at_once_gets_its_own_answer(run_script: AsyncBufferScripts) -> None:
@@ -36,8 +36,8 @@ async def test_each_of_many_calls_at_once_gets_its_own_answer(run_script: AsyncB
     answers = await asyncio.gather(*calls, return_exceptions=True)
     assert answers[1::2] == ["late"] * (MANY // 2)
     refusals = answers[::2]
-    assert all(isinstance(each, BufferError) for each in refusals)
-    assert [str(each).rpartition(" ")[2] for each in refusals] == [str(i) for i in range(0, MANY, 2)]
+    assert all(isinstance(result, BufferError) for result in refusals)
+    assert [str(result).rpartition(" ")[2] for result in refusals] == [str(i) for i in range(0, MANY, 2)]
 
 
 async def test_a_refused_call_does_not_touch_its_neighbours(run_script: AsyncBufferScripts) -> None:
@@ -60,14 +60,14 @@ async def test_callers_that_give_up_leave_the_others_their_answers(run_script: A
         call.cancel()
     answers = await asyncio.gather(*calls, return_exceptions=True)
     assert answers[1::2] == ["late"] * (MANY // 2)
-    assert all(isinstance(each, asyncio.CancelledError) for each in answers[::2])
+    assert all(isinstance(result, asyncio.CancelledError) for result in answers[::2])
 
 
 async def test_who_calls_again_as_soon_as_it_is_answered_is_never_forgotten(
     redis: Redis, async_redis: AsyncRedis
 ) -> None:
     configure_buffer(redis, RUN, limits())
-    run_script = AsyncBufferScripts(async_redis, RUN, trips=1)
+    run_script = AsyncBufferScripts(async_redis, RUN, max_round_trips=1)
     async with asyncio.timeout(20):
         for number in range(20):
             assert await submit_late(run_script, number) == "late"
@@ -80,11 +80,11 @@ async def test_neighbours_that_share_what_they_say_are_one_command(
     redis.config_resetstat()
     assert await asyncio.gather(*(submit_late(run_script, i) for i in range(MANY))) == ["late"] * MANY
     commands = redis.info("commandstats")["cmdstat_evalsha"]["calls"]  # type: ignore[index]
-    assert commands == MANY // MAX_CALLS
+    assert commands == MANY // MAX_CALLS_PER_TRIP
 
 
 async def test_a_refusal_of_what_neighbours_share_reaches_each_of_them(run_script: AsyncBufferScripts) -> None:
-    calls = (run_script.one_of_many("take", (99, "0-0"), (i,)) for i in range(3))
+    calls = (run_script.call_merged("take", (99, "0-0"), (i,)) for i in range(3))
     answers = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(answer) for answer in answers] == [FencedError] * 3
 
@@ -92,7 +92,7 @@ async def test_a_refusal_of_what_neighbours_share_reaches_each_of_them(run_scrip
 async def test_large_calls_do_not_wait_for_each_other(redis: Redis, run_script: AsyncBufferScripts) -> None:
     await submit_late(run_script, 0)
     redis.config_resetstat()
-    large = bytes(MAX_BYTES)
-    calls = (run_script.one_of_many("submit", ("w",), (f"t:{i}", 0, 0, large), len(large)) for i in range(4))
+    large = bytes(MAX_TRIP_BYTES)
+    calls = (run_script.call_merged("submit", ("w",), (f"t:{i}", 0, 0, large), len(large)) for i in range(4))
     assert await asyncio.gather(*calls) == ["late"] * 4
     assert redis.info("commandstats")["cmdstat_evalsha"]["calls"] == 4  # type: ignore[index]

@@ -174,17 +174,17 @@ async def test_a_group_without_one_sampled_token_is_as_old_as_its_admission(run:
 
 async def test_an_episode_that_is_being_handed_in_is_not_called_off(run: Run, monkeypatch: pytest.MonkeyPatch):
     (task,) = await run.buffer.claim("w", 1)
-    send, kept, heard = run.buffer._run.one_of_many, asyncio.Event(), asyncio.Event()
+    send, stored, released = run.buffer._run.call_merged, asyncio.Event(), asyncio.Event()
 
     async def slowly(*args: Any) -> Any:
         answer = await send(*args)
-        kept.set()
-        await heard.wait()
+        stored.set()
+        await released.wait()
         return answer
 
-    monkeypatch.setattr(run.buffer._run, "one_of_many", slowly)
-    handing_in = asyncio.create_task(run.submit(task))
-    await kept.wait()
+    monkeypatch.setattr(run.buffer._run, "call_merged", slowly)
+    submission = asyncio.create_task(run.submit(task))
+    await stored.wait()
     assert (await run.buffer.heartbeat("w")).cancelled == ()
-    heard.set()
-    assert await handing_in is SubmitResult.ACCEPTED
+    released.set()
+    assert await submission is SubmitResult.ACCEPTED

@@ -20,25 +20,25 @@ WHOLE = """
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-"""Around the calls of one answer, whose form is each model's own."""
+"""Around the calls of one answer, whose form is for_each_call model's own."""
 EACH = "{% for c in m.tool_calls %}{% set f = c.function %}WRITTEN{% if not loop.last %}BETWEEN{% endif %}{% endfor %}"
 
 
-def each(written: str, between: str = "") -> str:
+def for_each_call(written: str, between: str = "") -> str:
     return EACH.replace("WRITTEN", written).replace("BETWEEN", between)
 
 
 JSON = '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
 FORMS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "qwen2.5": (each(f"<tool_call>\n{JSON}\n</tool_call>", "\n"), ()),
+    "qwen2.5": (for_each_call(f"<tool_call>\n{JSON}\n</tool_call>", "\n"), ()),
     "llama3": (
         "{% if m.tool_calls | length != 1 %}{{ raise_exception('one call') }}{% endif %}"
-        + each('{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}'),
+        + for_each_call('{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}'),
         (),
     ),
     "mistral": (
         "[TOOL_CALLS] ["
-        + each(
+        + for_each_call(
             "{% if c.id | length != 9 %}{{ raise_exception('ids of nine') }}{% endif %}"
             '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}, "id": "{{ c.id }}"}',
             ", ",
@@ -48,7 +48,7 @@ FORMS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "deepseek_v3": (
         "<｜tool▁calls▁begin｜>"
-        + each(
+        + for_each_call(
             "{{ '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + f.name + '\\n```json\\n' + f.arguments }}"
             "\n```<｜tool▁call▁end｜>",
             "\n",
@@ -56,12 +56,12 @@ FORMS: dict[str, tuple[str, tuple[str, ...]]] = {
         + "<｜tool▁calls▁end｜>",
         tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")),
     ),
-    "granite": ("<|tool_call|>[" + each(JSON, ", ") + "]", ("<|tool_call|>",)),
-    "phi4": ("functools[" + each(JSON, ", ") + "]", ()),
-    "xlam": ("[" + each(JSON, ", ") + "]", ()),
+    "granite": ("<|tool_call|>[" + for_each_call(JSON, ", ") + "]", ("<|tool_call|>",)),
+    "phi4": ("functools[" + for_each_call(JSON, ", ") + "]", ()),
+    "xlam": ("[" + for_each_call(JSON, ", ") + "]", ()),
     "llama4": (
         "["
-        + each(
+        + for_each_call(
             "{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ v | tojson }}"
             "{{ ', ' if not loop.last }}{% endfor %})",
             ", ",
@@ -70,7 +70,7 @@ FORMS: dict[str, tuple[str, tuple[str, ...]]] = {
         (),
     ),
     "qwen3_coder": (
-        each(
+        for_each_call(
             "<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}<parameter={{ k }}>\n"
             "{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>",
             "\n",

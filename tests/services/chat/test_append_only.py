@@ -82,14 +82,14 @@ def byte_level() -> Tokenizer:
     return tokenizer
 
 
-def whole(render: Render, tokenizer: Tokenizer, system: str, turns: list[tuple[str, str]]) -> list[int]:
+def encode_whole(render: Render, tokenizer: Tokenizer, system: str, turns: list[tuple[str, str]]) -> list[int]:
     messages = [{"role": "system", "content": system}] if system else []
     for observation, answer in turns:
         messages += [{"role": "user", "content": observation}, {"role": "assistant", "content": answer}]
     return tokenizer.encode(render(messages, False), add_special_tokens=False).ids
 
 
-def pieced(chat: ChatFormat, tokenizer: Tokenizer, system: str, turns: list[tuple[str, str]]) -> list[int]:
+def encode_pieces(chat: ChatFormat, tokenizer: Tokenizer, system: str, turns: list[tuple[str, str]]) -> list[int]:
     ids = list(chat.first_prompt(system, turns[0][0]))
     for i, (observation, answer) in enumerate(turns):
         if i:
@@ -104,8 +104,8 @@ def pieced(chat: ChatFormat, tokenizer: Tokenizer, system: str, turns: list[tupl
 def test_pieces_put_together_are_the_whole_conversation(byte_level: Tokenizer, name: str, system: str, num_turns: int):
     render = render_of(APPEND_ONLY[name])
     chat = ChatFormat(render, byte_level)
-    ids = pieced(chat, byte_level, system, CONVERSATION[:num_turns])
-    full = whole(render, byte_level, system, CONVERSATION[:num_turns])
+    ids = encode_pieces(chat, byte_level, system, CONVERSATION[:num_turns])
+    full = encode_whole(render, byte_level, system, CONVERSATION[:num_turns])
     assert full[: len(ids)] == ids
     assert len(full) - len(ids) <= 1  # at most the line end after the last turn
 
@@ -113,7 +113,7 @@ def test_pieces_put_together_are_the_whole_conversation(byte_level: Tokenizer, n
 def test_templates_without_system_messages_serve_plain_conversations(byte_level: Tokenizer):
     render = render_of(WITHOUT_SYSTEM)
     chat = ChatFormat(render, byte_level)
-    assert pieced(chat, byte_level, "", CONVERSATION) == whole(render, byte_level, "", CONVERSATION)
+    assert encode_pieces(chat, byte_level, "", CONVERSATION) == encode_whole(render, byte_level, "", CONVERSATION)
     with pytest.raises(RolloutError, match="no system message: set agent_system_template"):
         chat.first_prompt("Be brief.", "P")
 
@@ -143,8 +143,8 @@ def test_long_texts_are_right_too(byte_level: Tokenizer):
     render = render_of(CHATML)
     chat = ChatFormat(render, byte_level)
     turns = [("word " * 1000, "Down"), ("more " * 1000, "Up")]
-    ids = pieced(chat, byte_level, "", turns)
-    assert whole(render, byte_level, "", turns)[: len(ids)] == ids
+    ids = encode_pieces(chat, byte_level, "", turns)
+    assert encode_whole(render, byte_level, "", turns)[: len(ids)] == ids
 
 
 @pytest.fixture

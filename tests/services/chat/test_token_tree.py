@@ -51,9 +51,9 @@ def as_trajectory(captured: Captured) -> Trajectory:
 async def test_a_linear_conversation_is_one_sequence_of_the_sent_tokens(plain: ChatTemplate):
     policy = Scripted(plain, ["one", "two", "three"])
     session = session_of(policy)
-    told = [user("a")]
+    messages = [user("a")]
     for word in ("b", "c", "d"):
-        told += [await ask(session, *told), user(word)]
+        messages += [await ask(session, *messages), user(word)]
     captured = session.close()
     (segment,) = captured.segments
     assert segment.tokens.tolist() == [*policy.sent[2], *policy.made[2].token_ids]
@@ -66,11 +66,11 @@ async def test_a_linear_conversation_is_one_sequence_of_the_sent_tokens(plain: C
 async def test_the_text_that_is_sent_is_the_one_that_the_template_gives(hermes: ChatTemplate):
     policy = Scripted(hermes, ["one", CALL, "three"])
     session = session_of(policy)
-    told = [user("a")]
+    messages = [user("a")]
     for new in (user("b"), ChatMessage("tool", "fine", tool_call_id="x"), user("d")):
-        told += [await ask(session, *told, tools=(WEATHER,)), new]
+        messages += [await ask(session, *messages, tools=(WEATHER,)), new]
     for number, prompt in enumerate(policy.sent):
-        text = hermes.render(told[: 2 * number + 1], (WEATHER,), prompt=True)
+        text = hermes.render(messages[: 2 * number + 1], (WEATHER,), prompt=True)
         sent = "".join(hermes.token_text(i) for i in prompt)
         assert sent.replace("  ", " ") == text, "but for the space that the policy itself put into its JSON"
     assert len(session.close().segments) == 1
@@ -237,8 +237,8 @@ async def test_tools_are_refused_where_the_template_knows_none(plain: ChatTempla
 async def test_logprobs_that_do_not_belong_to_their_tokens_fail_the_episode(plain: ChatTemplate):
     policy = Scripted(plain, ["one"])
 
-    async def wrong(prompt: tuple[int, ...], most: int):
-        return replace(await policy(prompt, most), logprobs=(0.0,))
+    async def wrong(prompt: tuple[int, ...], max_tokens: int):
+        return replace(await policy(prompt, max_tokens), logprobs=(0.0,))
 
     session = session_of(policy)
     session.sample = wrong
@@ -263,39 +263,39 @@ async def test_each_sampled_token_is_trained_at_most_once_in_any_call_order(step
     histories: list[tuple[ChatMessage, ...]] = [()]
     lost: set[int] = set()
     for act, at in steps:
-        told = histories[at % len(histories) if act in ("branch", "retry") else -1]
+        messages = histories[at % len(histories) if act in ("branch", "retry") else -1]
         if act == "rewrite":
-            told = tuple(replace(m, content=m.content + "!") if m.role == "assistant" else m for m in told)
+            messages = tuple(replace(m, content=m.content + "!") if m.role == "assistant" else m for m in messages)
         if act == "compact":
-            told = (user("so far: " + " ".join(m.content for m in told)),)
+            messages = (user("so far: " + " ".join(m.content for m in messages)),)
         if act == "text":
             session.deliver(await session.answer(ModelRequest(prompt="t" * (1 + at % 3))))
             continue
-        told = (*told, user(str(at % 3)))
-        replies = await session.answer(ModelRequest(told, num_answers=2 if act == "siblings" else 1))
+        messages = (*messages, user(str(at % 3)))
+        replies = await session.answer(ModelRequest(messages, num_answers=2 if act == "siblings" else 1))
         if act == "lose":
             lost.add(replies[0].node)
             continue
         session.deliver(replies)
-        histories.append((*told, replies[-1].message))
+        histories.append((*messages, replies[-1].message))
     captured = session.close()
     decode_trajectory(encode_trajectory(as_trajectory(captured)))
 
-    seen: dict[float, int] = {}
-    whole = {(*prompt, *made.token_ids) for prompt, made in zip(policy.sent, policy.made, strict=True)}
+    counts: dict[float, int] = {}
+    sequences = {(*prompt, *made.token_ids) for prompt, made in zip(policy.sent, policy.made, strict=True)}
     for segment in captured.segments:
-        assert tuple(segment.tokens.tolist()) in whole, (
+        assert tuple(segment.tokens.tolist()) in sequences, (
             "a segment is what was sent for its last answer, and that answer"
         )
         for logprob in segment.logprobs[segment.loss_mask].tolist():
-            seen[logprob] = seen.get(logprob, 0) + 1
-    assert all(count == 1 for count in seen.values())
+            counts[logprob] = counts.get(logprob, 0) + 1
+    assert all(count == 1 for count in counts.values())
     expected = {
         float(np.float32(logprob))
         for number, made in enumerate(policy.made)
         if number not in lost or session.tree.nodes[number].delivered
         for logprob in made.logprobs
     }
-    assert set(seen) == expected
+    assert set(counts) == expected
     for turn in captured.turns:
         assert captured.segments[turn.segment].loss_mask[turn.start : turn.end].all()

@@ -53,14 +53,14 @@ async def test_a_native_tool_call_and_its_result_stay_one_sequence(
 ) -> None:
     policy = Scripted(pythonic, ['[look(way="up", far=2)]', "nothing there"])
     session = session_of(policy)
-    asked = (ChatMessage("user", "look around"),)
-    (first,) = await session.answer(ModelRequest(asked, TOOLS))
+    messages = (ChatMessage("user", "look around"),)
+    (first,) = await session.answer(ModelRequest(messages, TOOLS))
     assert first.finish_reason == "tool_calls"
     (call,) = first.message.tool_calls
     assert (call.name, call.arguments) == ("look", normalize_arguments({"way": "up", "far": 2}))
     session.deliver([first])
     result = ChatMessage("tool", "a wall", tool_call_id=call.call_id)
-    (second,) = await session.answer(ModelRequest((*asked, first.message, result), TOOLS))
+    (second,) = await session.answer(ModelRequest((*messages, first.message, result), TOOLS))
     assert (second.message.content, second.finish_reason) == ("nothing there", "stop")
     session.deliver([second])
     captured = session.close()

@@ -42,10 +42,10 @@ class Shopper:
     """Searches, then walks; its words are tokens of the folder's tokenizer, versions grow from turn to turn."""
 
     def __init__(self, chat: ChatFormat, *answers: str) -> None:
-        self.said = [(*chat.encode(answer), chat.end_id) for answer in answers]
+        self.answers = [(*chat.encode(answer), chat.end_id) for answer in answers]
 
-    def __call__(self, turn: int, _: tuple[int, ...], most: int) -> Completion:
-        ids = self.said[turn][:most]
+    def __call__(self, turn: int, _: tuple[int, ...], max_tokens: int) -> Completion:
+        ids = self.answers[turn][:max_tokens]
         return Completion("r", ids, tuple(-0.5 - turn for _ in ids), (VersionSpan(0, len(ids), turn),))
 
 
@@ -76,9 +76,9 @@ async def shop(chat: ChatFormat, corpus: Path, *answers: str, **rules: Any) -> t
 def called_in(folder: Path, *calls: ToolCall) -> str:
     """The calls as the folder's template writes them."""
     template = load_function_template(folder)
-    asked, said = ChatMessage("user", "?"), ChatMessage("assistant", "", calls)
-    before = template.write([asked], SEARCH, prompt=True)
-    written = template.write([asked, said], SEARCH, prompt=False).removeprefix(before)
+    question, answer = ChatMessage("user", "?"), ChatMessage("assistant", "", calls)
+    before = template.write([question], SEARCH, prompt=True)
+    written = template.write([question, answer], SEARCH, prompt=False).removeprefix(before)
     return written[: written.rfind(template.end_text)]
 
 
@@ -98,10 +98,10 @@ async def test_a_native_tool_call_reaches_the_tool_and_its_result_the_policy(
     assert '"name": "search"' in words(folder, first)
     assert "<search>" not in words(folder, first)
     (segment,) = got.segments
-    said = Shopper(chat, *answers).said
-    assert segment.tokens.tolist() == [*player.prompts[-1], *said[-1]]
-    assert segment.tokens[segment.loss_mask].tolist() == [token for ids in said for token in ids]
-    assert [(span.version, span.end - span.start) for span in segment.versions] == [*enumerate(map(len, said))]
+    sampled = Shopper(chat, *answers).answers
+    assert segment.tokens.tolist() == [*player.prompts[-1], *sampled[-1]]
+    assert segment.tokens[segment.loss_mask].tolist() == [token for ids in sampled for token in ids]
+    assert [(span.version, span.end - span.start) for span in segment.versions] == [*enumerate(map(len, sampled))]
 
 
 async def test_several_calls_of_one_answer_are_made_and_answered_one_by_one(
@@ -114,10 +114,10 @@ async def test_several_calls_of_one_answer_are_made_and_answered_one_by_one(
         ToolCall("steal", "{}", "c00000002"),
     )
     player, got = await shop(chat, corpus, called_in(folder, ORDER, milk, theft), "Right")
-    told = words(folder, player.prompts[1])
-    assert "<|im_start|>tool\n[1] red tea is in the first house<|im_end|>" in told
-    assert "<|im_start|>tool\n[1] milk is in the second house<|im_end|>" in told
-    assert "<|im_start|>tool\nthere is no function 'steal'; there is search<|im_end|>" in told
+    prompt = words(folder, player.prompts[1])
+    assert "<|im_start|>tool\n[1] red tea is in the first house<|im_end|>" in prompt
+    assert "<|im_start|>tool\n[1] milk is in the second house<|im_end|>" in prompt
+    assert "<|im_start|>tool\nthere is no function 'steal'; there is search<|im_end|>" in prompt
     assert (got.metrics["tool_use_counter"], got.metrics["tool_success_counter"]) == (3, 2)
     assert len(got.segments) == 1
 
@@ -154,15 +154,15 @@ def test_a_named_parser_is_tried_out_before_it_is_used(form: Callable[[str], Pat
 
 
 @pytest.mark.parametrize(
-    ("calls", "says"),
+    ("calls", "error"),
     [
         ("calls {{ m.tool_calls | length }}", "does not write an assistant's calls"),
-        ("((search {{ m.tool_calls[0].function.name }}))", "no parser that is tried reads: name one"),
+        ("((search {{ m.tool_calls[0].function.name }}))", "no known parser reads: name one"),
         ("{{ raise_exception('never') }}", "never: functions can't be offered"),
     ],
 )
-def test_a_form_that_can_not_be_known_is_refused(folder_of: Callable[..., Path], calls: str, says: str) -> None:
-    with pytest.raises(RolloutError, match=says):
+def test_a_form_that_can_not_be_known_is_refused(folder_of: Callable[..., Path], calls: str, error: str) -> None:
+    with pytest.raises(RolloutError, match=error):
         load_function_template(folder_of(WHOLE.replace("CALLS", calls)))
 
 
@@ -183,8 +183,8 @@ def test_an_empty_thought_before_a_call_is_no_part_of_its_form() -> None:
     assert thinking != HERMES
     template = chat_template(thinking)
     assert template.tools == chat_template(HERMES).tools == ("<tool_call>", "</tool_call>", "name", "arguments")
-    said = '<think>Tea it is.</think>\n\n<tool_call>\n{"name": "price", "arguments": {}}\n</tool_call>'
-    (call,) = template.message_of(said, tools=PROBE).tool_calls
+    answer = '<think>Tea it is.</think>\n\n<tool_call>\n{"name": "price", "arguments": {}}\n</tool_call>'
+    (call,) = template.message_of(answer, tools=PROBE).tool_calls
     assert call.name == "price"
 
 
@@ -196,8 +196,10 @@ def test_a_template_that_tells_of_no_functions_is_refused(folder_of: Callable[..
 def test_a_foreign_agents_tools_are_called_in_the_same_forms(
     form: Callable[[str], Path], folder_of: Callable[..., Path]
 ) -> None:
-    said = load_agent_template(form("llama4"), None).message_of('[offbeat_probe(item="tea", count=2)]', tools=PROBE)
-    assert [(call.name, call.arguments) for call in said.tool_calls] == [("offbeat_probe", '{"count":2,"item":"tea"}')]
+    message = load_agent_template(form("llama4"), None).message_of('[offbeat_probe(item="tea", count=2)]', tools=PROBE)
+    assert [(call.name, call.arguments) for call in message.tool_calls] == [
+        ("offbeat_probe", '{"count":2,"item":"tea"}')
+    ]
     plain = load_agent_template(folder_of(PLAIN), None)
     assert plain.render([ChatMessage("user", "hello")], (), prompt=True).startswith("<|im_start|>user")
     with pytest.raises(UnusableError, match="name a parser"):

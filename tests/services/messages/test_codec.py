@@ -143,7 +143,7 @@ def test_another_schema_version_is_refused_by_name():
 
 
 def test_tuple_and_array_prompts_encode_to_the_same_bytes():
-    prompts: list[Sequence[int]] = [(1, 2, 151_000), (), *(array("i", each) for each in [(1, 2, 151_000), ()])]
+    prompts: list[Sequence[int]] = [(1, 2, 151_000), (), *(array("i", ids) for ids in [(1, 2, 151_000), ()])]
     blobs = [codec.encode_requests([GenerateRequest("r", prompt, Sampling())]) for prompt in prompts]
     assert blobs[:2] == blobs[2:]
     assert [codec.decode_requests(blob)[0].prompt for blob in blobs[2:]] == [(1, 2, 151_000), ()]

@@ -48,7 +48,7 @@ arrays = st.sampled_from(
 )
 hostile = st.recursive(
     floats | numbers | arrays | st.none() | st.booleans() | st.text(max_size=5) | st.binary(max_size=60),
-    lambda each: st.lists(each, max_size=4) | st.dictionaries(st.text(max_size=3), each, max_size=2),
+    lambda values: st.lists(values, max_size=4) | st.dictionaries(st.text(max_size=3), values, max_size=2),
     max_leaves=6,
 )
 
@@ -84,14 +84,14 @@ def keeps_its_promises(message: Any) -> None:
     elif isinstance(message, Manifest):
         assert min(message.version, message.step, message.epoch, message.num_bytes) >= 0
     else:
-        for each in message:
-            if isinstance(each, Completion):
-                assert len(each.token_ids) == len(each.logprobs)
-                assert all(math.isfinite(logprob) for logprob in each.logprobs)
-                assert min(each.token_ids, default=0) >= 0
+        for part in message:
+            if isinstance(part, Completion):
+                assert len(part.token_ids) == len(part.logprobs)
+                assert all(math.isfinite(logprob) for logprob in part.logprobs)
+                assert min(part.token_ids, default=0) >= 0
             else:
-                assert min(each.prompt, default=0) >= 0
-                assert math.isfinite(each.sampling.temperature)
+                assert min(part.prompt, default=0) >= 0
+                assert math.isfinite(part.sampling.temperature)
 
 
 @pytest.mark.parametrize("kind", BLOBS)
@@ -139,6 +139,6 @@ def test_deep_nesting_is_refused():
 
 
 def test_a_message_that_is_too_large_is_refused_unread(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(envelope, "MAX_BLOB", 100)
-    with pytest.raises(CodecError, match="at most 100 are read"):
+    monkeypatch.setattr(envelope, "MAX_MESSAGE_BYTES", 100)
+    with pytest.raises(CodecError, match="more than 100"):
         codec.decode_trajectory(BLOBS["trajectory"] * 3)

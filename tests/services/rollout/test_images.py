@@ -16,7 +16,7 @@ from offbeat.services.messages.codec import (
     encode_requests,
     encode_trajectory,
 )
-from offbeat.services.messages.images import MAX_PICTURE, PNG
+from offbeat.services.messages.images import MAX_PICTURE_BYTES, PNG
 from offbeat.services.messages.types import (
     Completion,
     GenerateRequest,
@@ -84,7 +84,7 @@ async def walked(chat: ChatFormat, template: str, **config: str) -> tuple[Walker
 
 
 def test_the_template_defines_how_an_image_is_rendered(chat: ChatFormat) -> None:
-    assert chat.sight.mark == VISION_START + IMAGE + VISION_END
+    assert chat.image_tokens.mark == VISION_START + IMAGE + VISION_END
 
 
 async def test_each_turn_sends_all_images_and_the_trajectory_keeps_them(chat: ChatFormat, folder: Path) -> None:
@@ -136,9 +136,9 @@ async def test_an_env_that_renders_no_picture_fails_the_episode_by_name() -> Non
 
 
 def test_a_placeholder_in_an_observations_own_words_is_refused(chat: ChatFormat) -> None:
-    ids = chat.first_prompt("", f"{chat.sight.mark} {IMAGE}")
+    ids = chat.first_prompt("", f"{chat.image_tokens.mark} {IMAGE}")
     with pytest.raises(EpisodeError, match="2 placeholders for 1 pictures"):
-        chat.sight.place(ids, PNG, 1)
+        chat.image_tokens.place(ids, PNG, 1)
 
 
 def test_requests_keep_their_pictures_and_refuse_large_and_misplaced_ones() -> None:
@@ -152,7 +152,7 @@ def test_requests_keep_their_pictures_and_refuse_large_and_misplaced_ones() -> N
         Picture(-1, 1, PNG),
         Picture(0, 0, PNG),
         Picture(0, 1, b"GIF"),
-        Picture(0, 1, PNG + bytes(MAX_PICTURE)),
+        Picture(0, 1, PNG + bytes(MAX_PICTURE_BYTES)),
     ):
         with pytest.raises(CodecError, match="picture"):
             decode_requests(encode_requests([request(odd)]))

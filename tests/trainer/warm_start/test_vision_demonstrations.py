@@ -141,7 +141,7 @@ def test_packing_keeps_images_on_their_own_tokens(chat: ChatFormat) -> None:
     demonstrate, rng = make_demonstrator(WARM, ENV, chat, max_tokens=512), np.random.default_rng(0)
     demos = [demo for _ in range(3) for demo in demonstrate(rng)]
     x = pack_demonstrations(demos)
-    pad = chat.sight.reader.image_token_id
+    pad = chat.image_tokens.reader.image_token_id
     covered = torch.cat([torch.arange(p.start, p.start + p.count) for p in x.pictures])
     assert covered.tolist() == (x.tokens == pad).nonzero()[:, 0].tolist()
     assert [p.png for p in x.pictures] == [p.png for demo in demos for p in demo.pictures]
