@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
+
 LOCK = ".lock"
 ENDPOINTS = "endpoints.json"
 CONFIG = "config.yaml"
@@ -100,6 +102,17 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def running_pid(folder: Path) -> int | None:
+    """Return the pid of the process that runs the folder's run; None once it has exited."""
+    lock = folder / LOCK
+    try:
+        process = psutil.Process(int(lock.read_text()))
+        is_holder = process.create_time() <= lock.stat().st_mtime  # a later process has got its pid again
+        return process.pid if is_holder and process.status() != psutil.STATUS_ZOMBIE else None
+    except (OSError, ValueError, psutil.Error):
+        return None
 
 
 def claim(folder: Path, *, resume: bool) -> Path | None:

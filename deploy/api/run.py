@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -130,7 +131,7 @@ class Run:
         code = None if self._process is None else self._process.poll()
         if code is not None:
             return EXIT_STATES.get(code, "failed")
-        if self._process is not None or run_folder.read_endpoints(self.folder) is not None:
+        if self._process is not None or run_folder.running_pid(self.folder) is not None:
             return "running"
         newest = run_folder.newest_checkpoint(self.folder)
         return "finished" if newest is not None and newest[0] >= self.config.max_steps else "stopped"
@@ -162,11 +163,11 @@ class Run:
         Raises:
             TimeoutError: it is still running after `timeout_s`.
         """
-        endpoints = run_folder.read_endpoints(self.folder)
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None:
             self._process.send_signal(signal.SIGINT)
-        elif self._process is None and endpoints is not None:
-            os.kill(endpoints.pid, signal.SIGINT)
+        elif (pid := run_folder.running_pid(self.folder)) is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGINT)
         deadline = time.monotonic() + timeout_s
         while self.state == "running":
             if time.monotonic() > deadline:

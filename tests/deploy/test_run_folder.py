@@ -3,6 +3,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from offbeat.deploy import run_folder
@@ -39,9 +40,8 @@ def test_claim_keeps_a_folder_without_a_run(tmp_path: Path):
     assert (tmp_path / "notes.txt").exists()
 
 
-def test_claim_refuses_a_locked_folder(tmp_path: Path):
-    folder = tmp_path / "q"
-    earlier_run(folder)
+def lock_elsewhere(folder: Path) -> subprocess.Popen[str]:
+    """Lock the folder in another process, which holds the lock until it is killed."""
     code = f"""
 from pathlib import Path
 from offbeat.deploy.run_folder import locked
@@ -52,6 +52,13 @@ with locked(Path({str(folder)!r})):
     holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert holder.stdout
     assert holder.stdout.readline() == "locked\n"
+    return holder
+
+
+def test_claim_refuses_a_locked_folder(tmp_path: Path):
+    folder = tmp_path / "q"
+    earlier_run(folder)
+    holder = lock_elsewhere(folder)
     with pytest.raises(FolderInUseError, match=str(holder.pid)):
         run_folder.claim(folder, resume=False)
     with pytest.raises(FolderInUseError), run_folder.locked(folder):
@@ -60,6 +67,26 @@ with locked(Path({str(folder)!r})):
     holder.wait()
     with run_folder.locked(folder):
         assert (folder / "config.yaml").exists()
+
+
+def test_running_pid_is_none_once_the_process_has_exited(tmp_path: Path):
+    assert run_folder.running_pid(tmp_path) is None
+    holder = lock_elsewhere(tmp_path)
+    assert run_folder.running_pid(tmp_path) == holder.pid
+    holder.kill()
+    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
+    assert run_folder.running_pid(tmp_path) is None, "a zombie"
+    holder.wait()
+    assert run_folder.running_pid(tmp_path) is None
+
+
+def test_running_pid_ignores_a_later_process_with_the_same_pid(tmp_path: Path):
+    lock = tmp_path / run_folder.LOCK
+    lock.write_text(str(os.getpid()))
+    assert run_folder.running_pid(tmp_path) == os.getpid()
+    before = psutil.Process().create_time() - 10
+    os.utime(lock, (before, before))
+    assert run_folder.running_pid(tmp_path) is None
 
 
 def test_read_endpoints_returns_none_when_the_process_has_ended(tmp_path: Path):

@@ -98,7 +98,7 @@ def steer(run: Steering) -> int:
 
     run.post("pause")
     run.until(lambda v: v["state"] == "paused")
-    wait_until_sync(lambda: "is paused" in run.why() and "played to their end" not in run.why(), timeout_s=60)
+    wait_until_sync(lambda: "is paused" in run.why() and "played to their end" not in run.why())
     paused = run.view()
     time.sleep(STILL_S)
     assert run.view()["counters"]["admitted"] == paused["counters"]["admitted"], "no group begins meanwhile"

@@ -32,7 +32,7 @@ def test_no_descendant_of_a_guarded_command_outlives_a_killed_parent(tmp_path: P
     parent = subprocess.Popen(
         [sys.executable, "-c", GUARDING_PARENT, sys.executable, "-c", ORPHAN_MAKER, str(pids)], start_new_session=True
     )
-    wait_until_sync(lambda: pids.exists() and len(pids.read_text().splitlines()) == 2, timeout_s=30)
+    wait_until_sync(lambda: pids.exists() and len(pids.read_text().splitlines()) == 2)
     processes = [psutil.Process(int(line)) for line in pids.read_text().splitlines()]
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait(30)
@@ -45,7 +45,7 @@ def test_a_guard_exits_with_its_command_and_ignores_signals(tmp_path: Path):
     command = f"import pathlib, sys; pathlib.Path({str(started)!r}).touch(); sys.stdin.read(); sys.exit(3)"
     guard = subprocess.Popen(guard_command([sys.executable, "-c", command]), stdin=subprocess.PIPE)
     assert guard.stdin is not None
-    wait_until_sync(started.exists, timeout_s=30)
+    wait_until_sync(started.exists)
     guard.terminate()
     guard.stdin.close()
     assert guard.wait(30) == 3

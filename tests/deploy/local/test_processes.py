@@ -102,7 +102,7 @@ UNTRACKED = """
     held = find_shared_memory()
     assert [str(path) for path in held] == [name]
     assert held.isdisjoint(find_orphaned_shared_memory())
-    killed = descendants()  # including the resource tracker, which would have removed it
+    killed = descendants()[::-1]  # the resource tracker first: it removes the semaphore once its process is gone
     for process in killed:
         process.kill()
     assert not psutil.wait_procs(killed, timeout=30)[1]
@@ -131,7 +131,7 @@ DIED_EARLY = """
         watching = asyncio.create_task(mesh.watch_shared_memory())
         while name not in map(str, mesh._shared_memory):
             await asyncio.sleep(0.01)
-        for process in descendants():  # including the resource tracker
+        for process in reversed(descendants()):  # the resource tracker first
             process.kill()
         child.wait()
         watching.cancel()
@@ -187,4 +187,4 @@ def test_child_receives_the_chosen_signal_when_its_parent_is_killed(tmp_path: Pa
         assert parent.stdout is not None
         assert parent.stdout.readline() == "up\n"
         parent.kill()
-    wait_until_sync(lambda: result.exists() and result.read_text() == "graceful", timeout_s=30)
+    wait_until_sync(lambda: result.exists() and result.read_text() == "graceful")

@@ -122,7 +122,7 @@ def test_a_server_is_reached_over_http():
         port = free.getsockname()[1]
     server = subprocess.Popen([sys.executable, SERVER, str(port)])
     try:
-        wait_until_sync(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, timeout_s=30)
+        wait_until_sync(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
         env = env_with({"tool_id": "mcp", "url": f"http://127.0.0.1:{port}/mcp", "functions": ["who"]}, STDIO)
         assert int(observe(env, call("who"))) == server.pid
         assert observe(env, call("price", item="tea")) == "1 tea: 3", (

@@ -82,5 +82,5 @@ async def test_a_disk_that_refuses_to_sync_does_not_end_the_copying(
     with LedgerThread(redis, RUN, tmp_path):
         for count in (2, 4):
             await run.complete_groups(1)
-            wait_until_sync(lambda count=count: len(read_ledger(tmp_path)) == count, timeout_s=10)
+            wait_until_sync(lambda count=count: len(read_ledger(tmp_path)) == count)
     assert "over quota" in caplog.text

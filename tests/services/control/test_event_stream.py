@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from offbeat.services.control.run import DesiredState, RunState
 from offbeat.services.keys import RunKeys
 from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, mean
 from tests.services.control.api_world import ApiWorld, api_world, code
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -101,7 +101,7 @@ async def test_a_stream_from_the_start_has_every_retained_event(api: ApiWorld):
 
 async def test_a_reconnecting_watcher_gets_every_event_once(api: ApiWorld):
     await api.start("a")
-    async with served(api) as url, httpx.AsyncClient(base_url=url) as http:
+    async with served(api) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
         seen: list[StreamEvent] = []
 
         async def read_on(count: int) -> None:
@@ -157,7 +157,7 @@ async def test_the_client_stops_waiting_for_a_service_that_ended_with_its_run(ap
 
 
 class Cutting(httpx.AsyncHTTPTransport):
-    """Breaks a stream when it is told to."""
+    """Breaks a stream when `cut` is set."""
 
     def __init__(self, cut: asyncio.Event) -> None:
         super().__init__()
@@ -204,22 +204,25 @@ async def test_an_invalid_event_id_is_refused(api: ApiWorld, position: str):
 
 async def test_too_many_watchers_are_refused_until_one_leaves(api: ApiWorld):
     await api.start("a")
-    async with served(api) as url, httpx.AsyncClient(base_url=url, limits=httpx.Limits(max_connections=None)) as http:
-
-        async def watch(opened: Callable[[], Awaitable[None]]) -> None:
-            async with http.stream("GET", "/runs/a/events") as response:
-                async for _ in response.aiter_lines():
-                    await opened()
-                    await asyncio.Event().wait()
-
+    limits = httpx.Limits(max_connections=None)
+    async with served(api) as url, httpx.AsyncClient(base_url=url, limits=limits, timeout=PATIENCE_S) as http:
         count = 0
 
-        async def opened() -> None:
+        async def watch() -> None:
             nonlocal count
-            count += 1
+            async with http.stream("GET", "/runs/a/events") as response:
+                async for _ in response.aiter_lines():
+                    count += 1
+                    await asyncio.Event().wait()
 
-        watching = [asyncio.create_task(watch(opened)) for _ in range(MAX_WATCHERS)]
-        await wait_until(lambda: count == MAX_WATCHERS, timeout_s=30)
+        def all_watch() -> bool:
+            for task in watching:
+                if task.done():
+                    task.result()
+            return count == MAX_WATCHERS
+
+        watching = [asyncio.create_task(watch()) for _ in range(MAX_WATCHERS)]
+        await wait_until(all_watch)
         refused = await http.get("/runs/a/events")
         assert (refused.status_code, code(refused)) == (429, "too_many_watchers")
         for task in watching:

@@ -200,7 +200,7 @@ async def test_a_hung_env_is_retried_with_the_same_seed(bench, tmp_path: Path, e
     env = custom("BadEnv", execution, env_config=config, step_timeout_s=3.0)
     async with bench(train_episode(0), custom_envs={"Bad": env}) as b:
         b.buffer.retries = True
-        await wait_until(lambda: bool(b.buffer.submitted), timeout_s=30)
+        await wait_until(lambda: bool(b.buffer.submitted))
     assert b.buffer.failed == [(train_episode(0), "step_timeout")]
     ((task, trajectory),) = b.buffer.submitted.items()
     assert (task.attempt, trajectory.attempt) == (1, 1)
@@ -210,7 +210,7 @@ async def test_a_hung_env_is_retried_with_the_same_seed(bench, tmp_path: Path, e
 async def test_a_crashed_env_process_fails_its_episode_alone(bench, tmp_path: Path):
     env = custom("BadEnv", "process", env_config={"how": "crash", "marker": str(tmp_path / "crashed")})
     async with bench(*group(0, 3), custom_envs={"Bad": env}) as b:
-        await wait_until(lambda: len(b.buffer.submitted) + len(b.buffer.failed) == 3, timeout_s=30)
+        await wait_until(lambda: len(b.buffer.submitted) + len(b.buffer.failed) == 3)
     assert [reason for _, reason in b.buffer.failed] == ["env_crashed"]
     assert len(b.buffer.submitted) == 2
 

@@ -50,7 +50,7 @@ class Mesh:
 
     async def outcome(self) -> Trajectory | str:
         """Of the one episode: its trajectory, or why there is none."""
-        await wait_until(lambda: bool(self.buffer.submitted or self.buffer.failed), timeout_s=60)
+        await wait_until(lambda: bool(self.buffer.submitted or self.buffer.failed))
         return self.buffer.failed[0][1] if self.buffer.failed else next(iter(self.buffer.submitted.values()))
 
 
@@ -158,7 +158,7 @@ async def test_concurrent_agents_are_limited_and_processes_reused(mesh):
             seen.update(children_of(os.getpid()) - before)
             return len(m.buffer.submitted) == 6
 
-        await wait_until(done, timeout_s=60)
+        await wait_until(done)
     assert len(seen) == 2
     assert not children_of(os.getpid()) - before
 

@@ -157,7 +157,7 @@ def test_a_replica_may_load_longer_than_a_read_and_its_slot_last(
             while time.monotonic() < loaded_at:
                 assert replica.readable(manifest)
                 time.sleep(0.05)
-        wait_until_sync(lambda: outcomes == ["sent"], timeout_s=5)
+        wait_until_sync(lambda: outcomes == ["sent"])
         learner.close()
 
 
