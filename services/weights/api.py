@@ -19,10 +19,10 @@ class WeightPublisher(Protocol):
     """The broker as the learner sees it."""
 
     def publish(self, version: int, step: int, tensors: "Iterable[tuple[str, Tensor]]") -> None:
-        """Copy the tensors and announce them as `version`; the tensors may change again after this returns.
+        """Copy the tensors, which may change after this returns, and announce them as `version`.
 
-        A version that is not newer than the newest one is ignored: a learner that repeats steps after a crash produces
-        the same weights. It is announced again if neither its bytes nor newer ones are readable any more.
+        Ignored if `version` is not newer than the newest one: a learner that repeats steps after a crash produces the
+        same weights. It is announced again if neither its bytes nor newer ones can be read.
 
         Raises:
             FencedError: a newer learner holds the run (detected by this announcement or the previous one).
@@ -31,7 +31,7 @@ class WeightPublisher(Protocol):
         ...
 
     def newest(self) -> Manifest | None:
-        """Return the newest announced version whose bytes can still be read."""
+        """Return the newest announced version that can be read."""
         ...
 
     def close(self) -> None:
@@ -40,33 +40,30 @@ class WeightPublisher(Protocol):
 
 
 class WeightSubscriber(Protocol):
-    """The broker as a replica sees it; every call raises `RetryableError` while Redis does not answer, or refuses writes."""
+    """Replica side of the broker; calls raise `RetryableError` while Redis does not answer or refuses writes."""
 
     async def newest(self) -> Manifest | None:
-        """Return the newest announced version whose bytes can be read, or None before the first. One whose read hangs
-        is passed over.
+        """Return the newest announced version that can be read, skipping reads that hang; None before the first.
 
         Raises:
-            WeightsError: looking for its bytes took longer than `weights.fetch_timeout_s`.
+            WeightsError: finding it took longer than `weights.fetch_timeout_s`.
         """
         ...
 
     async def wait_newer(self, version: int, timeout_s: float) -> Manifest | None:
-        """Return the newest version once it is newer than `version`, or None when the time is over. Raises as `newest`."""
+        """Wait for a version newer than `version`; None after `timeout_s`. Raises as `newest`."""
         ...
 
     def fetch(self, manifest: Manifest) -> AbstractAsyncContextManager[Path]:
-        """Return a local safetensors file with the version's bytes, its digest checked; it stays until the context
-        ends, even if the version is collected meanwhile. For an adapter, a folder as PEFT writes it (see
-        `AdapterTransport.fetch`).
+        """Return a verified local safetensors file, or an adapter's PEFT folder, that stays until the context ends.
 
         Raises:
-            WeightsError: the bytes are gone or damaged, or could not be read within `weights.fetch_timeout_s`.
+            WeightsError: the bytes are gone, damaged, or not read within `weights.fetch_timeout_s`.
         """
         ...
 
     async def report(self, replica_id: str, version: int, load: ReplicaLoad = IDLE) -> None:
-        """Report the version that a replica serves (-1: none yet) and its load; repeated as a heartbeat."""
+        """Report a replica's version (-1: none yet) and load; repeated as a heartbeat."""
         ...
 
     async def retire(self, replica_id: str) -> None:

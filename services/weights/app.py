@@ -1,4 +1,4 @@
-"""The weight-sync broker as a Ray Serve application; wiring only."""
+"""The weight-sync broker as a Ray Serve application."""
 
 import asyncio
 from pathlib import Path
@@ -28,7 +28,7 @@ class BrokerDeployment:
         self._watching = asyncio.get_running_loop().create_task(self._broker.watch())
 
     async def check_health(self) -> None:
-        """Raise the error that ended the watch; called by Serve."""
+        """Raise the error that ended the watch."""
         if self._watching.done():
             self._watching.result()
 

@@ -1,8 +1,7 @@
-"""Watches a run's weight versions: removes bytes that were never announced or that a dead learner left, and measures
-how far replicas lag.
+"""Removes weight files that are not announced or were left by a dead learner, and measures the replicas' lag.
 
-Invariant: bytes named by a manifest in Redis are never removed while the run is active. The broker's state is in Redis
-and in the transport, so killing it loses nothing.
+Invariant: bytes named by a manifest in Redis are never removed while the run is active. State is in Redis and in the
+transport; killing the broker loses nothing.
 """
 
 import asyncio
@@ -28,13 +27,11 @@ from offbeat.services.weights.transports.factory import leaves_files, make_trans
 logger = logging.getLogger(__name__)
 
 UNANNOUNCED_TTL_S = 300.0
-"""A file that no manifest names is collected once it is so old; until then a learner may be about to announce it. It hashes
-what it has written first, a second for each GB."""
+"""Age at which a file without a manifest is removed; a learner may still be hashing it, at about 1 GB/s."""
 CHECK_INTERVAL_S = 30.0
-"""Timeout of a scan of the files; a scan that takes longer (hung share) is abandoned, and the next one starts when it
-has returned."""
+"""Timeout of a scan of the files; the next scan starts when a hung one has returned."""
 MAX_REPORT_AGE_S = 30.0
-"""A replica that has not reported for this long is gone."""
+"""Age of its last report at which a replica is considered gone."""
 
 
 class WeightBroker:
@@ -59,7 +56,7 @@ class WeightBroker:
         self._clock = clock
 
     async def watch(self, every_s: float = 5.0) -> None:
-        """Process every announcement, at most once a second and at least every `every_s`, until cancelled."""
+        """Process announcements until cancelled, at most once a second and at least every `every_s`."""
         after = "$"
         while True:
             try:
@@ -73,8 +70,7 @@ class WeightBroker:
             await asyncio.sleep(1.0)
 
     async def collect(self) -> int:
-        """Remove the bytes of versions that no manifest names and return the number of files. Does nothing while an
-        earlier call hangs."""
+        """Remove files that no manifest names and return their number; 0 while an earlier call hangs."""
         if self._transport is None or self._threads.num_hung:
             return 0
         try:
@@ -98,7 +94,7 @@ class WeightBroker:
         return len(orphans)
 
     async def replicas(self) -> dict[str, ReplicaReport]:
-        """Return the last report of each living replica; silent ones are dropped."""
+        """Return the last report of each living replica."""
         blobs = cast(dict[bytes, bytes], await self._redis.hgetall(self._keys.served))
         reports = {replica.decode(): decode_report(blob) for replica, blob in blobs.items()}
         silent = [replica for replica, report in reports.items() if report.at < self._clock() - MAX_REPORT_AGE_S]
@@ -107,7 +103,7 @@ class WeightBroker:
         return {replica: report for replica, report in reports.items() if replica not in silent}
 
     async def measure(self) -> dict[str, int]:
-        """Append how many versions each replica lags behind the newest one; returns it."""
+        """Append and return each replica's lag in versions."""
         newest = cast(bytes | None, await self._redis.hget(self._keys.progress, "version"))
         if newest is None:
             return {}

@@ -18,15 +18,15 @@ class WeightsConfig(Config):
     keep_versions: int = Field(default=2, ge=1)
     """Newest versions that stay; older ones are collected."""
     fetch_timeout_s: float = Field(default=300.0, gt=0)
-    """Timeout of reading a version, plus one second per 100 MB; then the replica keeps serving its current one. A
-    version whose read hangs is skipped until it returns; newer ones are tried. Loading has its own limit,
-    `actor_infer.update_timeout_s`."""
+    """Timeout of reading a version, plus one second per 100 MB; the replica then keeps its current version and skips
+    this one until the read returns. Loading is limited by `actor_infer.update_timeout_s`.
+    """
     dtype: Literal["as_trained", "bfloat16"] = "as_trained"
-    """Type to which weights are rounded before they are sent; engines with another `dtype` convert them on loading."""
+    """Type to which weights are rounded before they are sent; engines convert them on loading."""
     anchor_every: int = Field(default=1, ge=1)
-    """One version in this many is complete; those in between contain, compressed, the elements that differ from it. 1:
-    all are complete. Useful where bytes are expensive (`fs` to another host), weights are bfloat16 and steps are
-    small."""
+    """Every n-th version is complete; those between are compressed differences to it. Useful with bfloat16 weights,
+    small steps and slow storage.
+    """
 
     @model_validator(mode="after")
     def _files_alone_have_anchors(self) -> "WeightsConfig":

@@ -1,7 +1,7 @@
 """Shared-memory locality of a process, for `weights.transport: shm`.
 
-Invariant: two processes have equal `memory` exactly if they share one mount of /dev/shm on one machine; the host's name
-is only informative, since containers of one machine have several.
+Invariant: `memory` is equal exactly for processes that share a mount of /dev/shm on one machine; the host's name is
+informative.
 """
 
 import os
@@ -22,7 +22,7 @@ from offbeat.services.weights.replica_reports import decode_report
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SHARED_MEMORY = Path("/dev/shm")
 MAX_REPORT_AGE_S = 15.0
-"""Reports older than this are not used to locate generation."""
+"""Maximum age of reports used to locate generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Locality:
 
     host: str
     memory: str
-    """Names the shared memory that it sees; empty where there is none."""
+    """Identifies the shared memory; empty if there is none."""
 
 
 @lru_cache(maxsize=1)
@@ -45,10 +45,10 @@ def this_locality() -> Locality:
 
 
 def check_reach(redis: Redis, run_id: str, config: WeightsConfig, here: Locality | None = None) -> None:
-    """Check that weights published here reach every running replica.
+    """Check that weights published here reach every replica.
 
     Raises:
-        WeightsError: the transport is shared memory, and a replica uses another one than this process.
+        WeightsError: the transport is shared memory, and a replica uses another one.
     """
     if config.transport != "shm":
         return

@@ -1,10 +1,8 @@
 """Learner side of the broker: copies weights, then stores and announces them in the background.
 
-Invariants: versions are announced in order, at most one at a time; an announcement's error is raised by the next call.
-`progress.version` never decreases: a learner that repeats steps publishes versions that exist, which changes nothing.
-Exception: versions whose bytes are gone together with those of all newer ones (a reboot cleared /dev/shm, or a clean
-stop removed the run's bytes) are announced again, so that replicas have something to serve, while `progress` stays
-until the repeated steps have caught up.
+Invariants: versions are announced in order, one at a time; an announcement's error is raised by the next call;
+`progress.version` never decreases. Existing versions are ignored, unless their bytes and those of all newer ones are
+gone (reboot, clean stop): these are announced again, while `progress` stays.
 """
 
 import time
@@ -42,7 +40,7 @@ class RedisWeightPublisher:
         output_dir: Path,
         adapter: AdapterSettings | None = None,
     ) -> None:
-        """adapter: of what is published, if it is one and its base; None for merged weights."""
+        """Connect; `adapter` describes the published adapter, None for merged weights."""
         self._redis = redis
         self._run_id = run_id
         self._keys = RunKeys(run_id)
@@ -78,7 +76,7 @@ class RedisWeightPublisher:
             announcing.result()
 
     def _lost_versions(self, version: int) -> list[int] | None:
-        """Return versions whose bytes are gone, if `version` is to be announced; None if it exists."""
+        """Return versions without bytes if `version` is to be announced; None if it exists."""
         newest = cast(bytes | None, self._redis.hget(self._keys.progress, "version"))
         if newest is None or version > int(newest):
             return []
@@ -121,7 +119,7 @@ class RedisWeightPublisher:
         )
 
     def _announce(self, manifest: Manifest, gone: list[int]) -> list[Manifest]:
-        """Return the manifests that were pushed out of the kept versions (or this manifest, if the version existed).
+        """Return the manifests that this one replaced, or this one if the version existed.
 
         Raises:
             FencedError: a newer learner holds the run.

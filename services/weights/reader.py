@@ -1,8 +1,7 @@
-"""Reads of stored weights that may never return: a hung share blocks its reader forever.
+"""Reads of stored weights that may never return, since a hung share blocks its reader forever.
 
-Invariants: a hung read blocks neither the event loop nor process exit (its thread is a daemon), a version is never read
-twice at a time, and at most `MAX_HUNG_READS` reads are abandoned. Whatever a read opened is closed when it returns, even if
-its caller is gone.
+Invariants: a hung read blocks neither the event loop nor process exit (daemon thread), a version has one read at a
+time, and at most `MAX_HUNG_READS` are abandoned. What a read opened is closed when it returns.
 """
 
 import asyncio
@@ -24,19 +23,19 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_HUNG_READS = 3
-"""Maximum number of abandoned reads; each may hold part of a version in memory or on the local disk."""
+"""Maximum number of abandoned reads."""
 MIN_BYTES_PER_S = 100e6
-"""A slower share counts as hung: reads that time out would be repeated forever."""
+"""Rate below which a share counts as hung."""
 CLOSE_TIMEOUT_S = 10.0
-"""Timeout of closing a read, after which it is abandoned."""
+"""Time after which closing a read is abandoned."""
 
 
 class _AbandonedError(Exception):
-    """Raised inside the context of a caller that has failed or left."""
+    """Raised in a context whose caller has failed or left."""
 
 
 class _Read(Generic[T]):
-    """A context manager that is entered and exited in a thread of its own."""
+    """A context manager entered and exited in its own thread."""
 
     def __init__(self, manifest: Manifest, context: AbstractContextManager[T]) -> None:
         self.manifest = manifest
@@ -69,14 +68,14 @@ class _Read(Generic[T]):
 
 
 class WeightReader:
-    """All reads of one subscriber; one at a time, those that hang not counted."""
+    """Reads of one subscriber: one at a time, besides those that hang."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._reads: list[_Read[Any]] = []
 
     async def call(self, call: Callable[[Manifest], T], manifest: Manifest) -> T:
-        """Return the result of `call(manifest)`. Raises its errors, and those of `opened`."""
+        """Return `call(manifest)`. Raises its errors and those of `opened`."""
         async with self.opened(manifest, _call(call, manifest)) as result:
             return result
 
@@ -84,10 +83,10 @@ class WeightReader:
     async def opened(
         self, manifest: Manifest, context: AbstractContextManager[T], num_bytes: int = 0
     ) -> AsyncIterator[T]:
-        """Enter a context of a transport in a thread, and leave it with the caller's error, if any.
+        """Enter a transport's context in a thread; leave it with the caller's error, if any.
 
         Raises:
-            WeightsError: it was not entered in time, or too many earlier ones hang.
+            WeightsError: it was not entered in time, or too many earlier reads hang.
         """
         await self._wait_for_room()
         read = _Read(manifest, context)
@@ -114,7 +113,7 @@ class WeightReader:
         return any(read.manifest.version == version for read in self._under_way())
 
     def fetching(self, newer_than: int) -> FetchState | None:
-        """Return the longest read that is under way, of a version that matters still."""
+        """Return the longest read in progress among newer versions."""
         reads = [each for each in self._under_way() if each.manifest.version > newer_than and not each.entered.done()]
         oldest = min(reads, key=lambda each: each.since, default=None)
         return oldest and FetchState(oldest.manifest.version, oldest.since, describe_source(oldest.manifest))
@@ -134,7 +133,7 @@ class WeightReader:
 
 
 def describe_source(manifest: Manifest) -> str:
-    """Return the location of a version's bytes for messages."""
+    """Describe where a version is stored."""
     return f"{manifest.transport}:{manifest.location.rpartition('/')[0]}"
 
 
@@ -144,7 +143,7 @@ def _call(call: Callable[[Manifest], T], manifest: Manifest) -> Iterator[T]:
 
 
 async def _any_done(futures: "Sequence[Future[Any]]", timeout_s: float) -> bool:
-    """Return True if one of these thread futures completes in time."""
+    """Return True if a future completes in time."""
     waits = [asyncio.wrap_future(future) for future in futures]
     try:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -11,9 +11,9 @@ class ReplicaLoad:
     running: int = 0
     """Unanswered requests, including `waiting` ones."""
     waiting: int = 0
-    """Requests that wait for newer weights, or for an update to end."""
+    """Requests that wait for newer weights or an update."""
     loading: int | None = None
-    """The version that it is loading; None while it samples."""
+    """Version being loaded; None while sampling."""
     loading_since: float = 0.0
     """Unix time, s."""
 
@@ -31,7 +31,7 @@ class FetchState:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """The version that a replica served at a moment."""
+    """A replica's version and load at a moment."""
 
     version: int
     at: float
@@ -42,7 +42,7 @@ class ReplicaReport:
     memory: str = ""
     """`Place.memory` of where it runs."""
     fetching: FetchState | None = None
-    """Longest read in progress among versions newer than the one served."""
+    """Longest read in progress among newer versions."""
 
 
 def encode_report(report: ReplicaReport) -> bytes:

@@ -1,4 +1,4 @@
-"""Replica side of the broker: learns of new versions without polling, and fetches them."""
+"""Replica side of the broker: waits for new versions and fetches them."""
 
 import time
 from collections.abc import Iterator
@@ -46,8 +46,9 @@ class RedisWeightSubscriber:
         workers: int = 1,
         adapters: bool = False,
     ) -> None:
-        """pulls: a connection that may block, for `ipc` and `nccl`. workers: GPUs of this replica. adapters: whether
-        these are what is published."""
+        """pulls: a connection that may block, for `ipc` and `nccl`. workers: GPUs of this replica. adapters: True if
+        adapters are published.
+        """
         self._redis: Any = redis
         self._keys = RunKeys(run_id)
         self._transport: Transport = make_transport(
@@ -59,8 +60,7 @@ class RedisWeightSubscriber:
         return await self._newest(-1)
 
     async def _newest(self, served: int) -> Manifest | None:
-        """Return the newest readable version above `served`. A version whose read hangs is skipped until the read
-        returns."""
+        """Return the newest readable version above `served`, skipping reads that hang."""
         seen: dict[bytes, bytes] | None = None
         while True:
             with _retryable():

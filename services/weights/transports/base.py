@@ -1,7 +1,7 @@
 """Interface of the weight transports, and the files that they store.
 
-Invariants: a version is stored completely or not at all; it is one safetensors file, whose name holds run, folder, version,
-epoch and a random token, so that no file name is ever reused, and runs of one name in several folders do not share files.
+Invariants: a version is stored completely or not at all, as one safetensors file. Its name holds run, folder, version,
+epoch and a random token, so no name is reused or shared by runs of one name.
 """
 
 import hashlib
@@ -40,38 +40,38 @@ class Stored:
     """`blake2b:` and the hex digest of the file."""
     num_bytes: int
     anchor: BaseVersion | None = None
-    """Version to which the bytes are a delta; None: they are a complete version."""
+    """Base of a delta; None for a complete version."""
 
 
 class Transport(Protocol):
-    """One way from the learner to the replicas. Synchronous: asynchronous callers use a thread."""
+    """A way from the learner to the replicas; synchronous."""
 
     name: str
 
     def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
-        """Return the tensors where they won't change until the next version has been announced; called by the learner's
-        thread, which waits for it."""
+        """Return copies of the tensors that stay unchanged until the next version has been announced."""
         ...
 
     def stage(self, version: int, epoch: int, tensors: "dict[str, Tensor]") -> Stored:
-        """Store the result of `copies` as one version. Raises `WeightsError`."""
+        """Store copied tensors as a version. Raises `WeightsError`."""
         ...
 
     def fetch(self, manifest: Manifest) -> AbstractContextManager[Path]:
-        """Return a context with a local file: the bytes as safetensors with verified digest, or for GPU memory the pull
-        description that the engine loads them with; for an adapter, its folder. Raises `WeightsError`."""
+        """Yield a local path: a verified safetensors file, an adapter's folder, or, for GPU memory, the description of
+        a pull. Raises `WeightsError`.
+        """
         ...
 
     def readable(self, manifest: Manifest) -> bool:
-        """Return True if the bytes exist, by existence and size."""
+        """Return True if the bytes exist with the right size."""
         ...
 
     def delete(self, location: str) -> None:
-        """Remove a version's bytes; it is fine if they are gone."""
+        """Remove a version's bytes, if they exist."""
         ...
 
     def stored(self) -> list["StoredFile"]:
-        """Return every file of the run, including incomplete ones."""
+        """Return the run's files, including incomplete ones."""
         ...
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ def digest_of(stream: BufferedReader) -> str:
 
 
 def owner_of(run_id: str, output_dir: Path) -> str:
-    """Return the owner of a file: a run, by its name and its folder, which no two runs use at a time."""
+    """Return the owner of files: a run's name and folder."""
     return f"{run_id}-{hashlib.blake2b(str(output_dir.resolve()).encode(), digest_size=4).hexdigest()}"
 
 
@@ -112,7 +112,7 @@ def file_name(owner: str, version: int, epoch: int, suffix: str = WHOLE) -> str:
 
 
 def belongs_to(owner: str, name: str) -> bool:
-    """Return True if a file of this name belongs to the run, and not to one with a similar name."""
+    """Return True if the run owns a file of this name."""
     return bool(
         re.fullmatch(
             rf"offbeat-{re.escape(owner)}-v\d+-e\d+-[0-9a-f]{{8}}\.(safetensors|difference|adapter)(\.part)?", name
@@ -122,7 +122,7 @@ def belongs_to(owner: str, name: str) -> bool:
 
 @contextmanager
 def open_verified(path: Path, manifest: Manifest) -> Iterator[Path]:
-    """Open a version's file, verify its digest, and yield a path to the opened file, whatever happens to its name."""
+    """Verify a version's file and yield a path to the open file, valid even if its name is removed."""
     try:
         stream = path.open("rb")
     except OSError as error:
@@ -135,7 +135,7 @@ def open_verified(path: Path, manifest: Manifest) -> Iterator[Path]:
 
 
 class HostCopies:
-    """Tensors in main memory. The memory is used again: a publisher has one version under way at a time."""
+    """Reused copies in main memory, for one version at a time."""
 
     def __init__(self, dtype: str = "as_trained") -> None:
         """dtype: see `WeightsConfig.dtype`."""
@@ -161,14 +161,14 @@ class HostCopies:
 def write_safetensors(
     path: Path, tensors: "dict[str, Tensor]", metadata: dict[str, str] | None = None
 ) -> tuple[str, int]:
-    """Write a safetensors file whole or not at all; returns digest and size."""
+    """Write a safetensors file atomically; return digest and size."""
     from safetensors.torch import save_file
 
     return _write_atomically(path, lambda part: save_file(tensors, part, metadata))
 
 
 def write_bytes(path: Path, content: bytes | memoryview) -> tuple[str, int]:
-    """Write a file whole or not at all; returns digest and size."""
+    """Write a file atomically; return digest and size."""
     return _write_atomically(path, lambda part: part.write_bytes(content))
 
 

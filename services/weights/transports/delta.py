@@ -1,10 +1,10 @@
 """Delta versions: between two complete versions (anchors), only the elements that differ from the anchor.
 
-Reinforcement learning changes the bits of few bfloat16 weights per step. A delta is relative to its anchor, not to the
-previous version, so any replica, however late, needs two files: the anchor, which it keeps, and one delta.
+RL changes few bits of bfloat16 weights per step. Deltas are relative to the anchor, so any replica needs two files: the
+anchor, which it keeps, and one delta.
 
-Invariants: a replica loads exactly the file that a complete version would have been, or nothing: digests of the delta,
-of the anchor and of the result are verified. An anchor is kept while a kept version needs it.
+Invariants: a replica loads exactly the complete version's bytes, with digests of delta, anchor and result verified, or
+nothing. An anchor is kept while a kept version needs it.
 """
 
 # pyright: basic
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 MAX_DELTA_SHARE = 0.5
-"""A difference larger than this share of its anchor is not written: the version becomes the next anchor."""
+"""Share of changed bytes above which a version becomes the next anchor."""
 ZSTD_LEVEL = 1
-"""Higher ones took several times the time for a few percent."""
+"""Higher levels take several times as long and save a few percent."""
 
 Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Elements of a file of whole versions that are not those of its anchor."""
+    """Elements of a file that differ from its anchor."""
 
     width: int
     """Bytes of an element."""
@@ -59,7 +59,7 @@ class Difference:
 
 
 def compute_difference(old: Bytes, new: Bytes, width: int) -> Difference:
-    """Return the difference between two files of equal layout.
+    """Return the difference between files of equal layout.
 
     Raises:
         ValueError: their lengths differ, or are not multiples of the width.
@@ -72,7 +72,7 @@ def compute_difference(old: Bytes, new: Bytes, width: int) -> Difference:
 
 
 def apply_difference(old: Bytes, change: Difference) -> Bytes:
-    """Return the new file: a changed copy of `old`.
+    """Return a changed copy of `old`.
 
     Raises:
         ValueError: the difference is not one of this file.
@@ -88,14 +88,14 @@ def apply_difference(old: Bytes, change: Difference) -> Bytes:
 
 
 def pack(change: Difference, result_digest: str) -> bytes:
-    """Compress: gaps between positions and flipped bits, each byte plane separately, most of which are zeros."""
+    """Compress gaps between positions and flipped bits, each byte plane separately."""
     gaps = np.diff(change.positions, prepend=-1).astype("<u4")
     body = [FORMAT, change.width, change.num_bytes, len(gaps), _compress(gaps), _compress(change.flips), result_digest]
     return cast(bytes, msgpack.packb(body))
 
 
 def unpack(blob: bytes) -> tuple[Difference, str]:
-    """Decode the result of `pack`: the difference, and the digest of the resulting file.
+    """Decode a packed difference and the digest of the resulting file.
 
     Raises:
         ValueError: it is malformed, or of another build.
@@ -111,7 +111,7 @@ def unpack(blob: bytes) -> tuple[Difference, str]:
 
 
 def digest_of_bytes(content: Bytes) -> str:
-    """Return what `digest_of` returns for a file with this content."""
+    """Return `digest_of` of a file with this content."""
     return f"blake2b:{hashlib.blake2b(content.data, digest_size=32).hexdigest()}"
 
 
@@ -144,7 +144,7 @@ class _Base:
 
 
 class DeltaTransport:
-    """`Transport` around one that stores files: whole versions, and differences between them."""
+    """`Transport` that stores complete versions and differences in another one."""
 
     def __init__(self, inner: FileTransport, anchor_every: int) -> None:
         """anchor_every: interval of complete versions."""
@@ -160,7 +160,7 @@ class DeltaTransport:
         return self._inner.copies(tensors)
 
     def stage(self, version: int, epoch: int, tensors: "dict[str, Tensor]") -> Stored:
-        """Store a complete version if there is no anchor, at the interval, or if too much changed."""
+        """Store a complete version or a delta, as interval and size of the change require."""
         from safetensors.torch import save
 
         content = np.frombuffer(save(tensors), dtype=np.uint8)
@@ -174,7 +174,7 @@ class DeltaTransport:
         return replace(stored, anchor=self._base.anchor)
 
     def _packed(self, content: Bytes, width: int) -> bytes | None:
-        """Return the difference to the anchor, if one should be stored."""
+        """Return the difference to store; None for a complete version."""
         base = self._base
         if (
             base is None
@@ -222,7 +222,7 @@ class DeltaTransport:
         return content
 
     def _anchor(self, manifest: Manifest, anchor: BaseVersion) -> Bytes:
-        """Return the anchor's content; the newest one is cached."""
+        """Return the anchor's content, cached for the newest."""
         if self._cached is None or self._cached[0] != anchor:
             with self._inner.fetch(_anchor_manifest(manifest, anchor)) as path:
                 self._cached = (anchor, np.fromfile(path, dtype=np.uint8))
@@ -234,7 +234,7 @@ class DeltaTransport:
         return there and self._inner.readable(manifest)
 
     def delete(self, location: str) -> None:
-        """Delete a version; a delta base is deleted with the last version that needs it."""
+        """Delete a version; its base goes with the last version that needs it."""
         for dependents in self._needed_by.values():
             dependents.discard(location)
         if location in self._needed_by:

@@ -1,7 +1,7 @@
-"""Weight versions in the learner's GPU memory (`ipc`, `nccl`): replicas pull them through vLLM's transfer engines.
+"""Weight versions in the learner's GPU memory (`ipc`, `nccl`), pulled through vLLM's transfer engines.
 
-The bytes live as long as the learner: a version is readable while the learner that holds it serves pulls. Each pull
-opens its own connection, so replicas may come and go, and a failed transfer leaves nothing behind.
+A version is readable while the learner that holds it serves pulls. Each pull opens its own connection, so a failed
+transfer leaves nothing behind.
 """
 
 import importlib
@@ -37,15 +37,15 @@ Held = dict[str, "Tensor"]
 Sender = Callable[[Held, TensorPull, PullServer], None]
 
 SENDERS = "offbeat.services.weights.transports.vllm_senders"
-"""Imported when a learner first stages weights on a GPU: it needs vLLM, which a learner otherwise never loads."""
+"""Imported on the first staging, since it needs vLLM."""
 TRANSFER_TIMEOUT_S = 300.0
 PULL_POLL_S = 1.0
 CLOSE_TIMEOUT_S = 20.0
-"""Time that the serving thread has to notice the close; its connection is closed afterwards."""
+"""Time for the serving thread to notice the close, before its connection is closed."""
 
 
 def checksum(tensors: "Iterable[tuple[str, Tensor]]") -> str:
-    """`sum64:` and the sum of all bytes, mod 2**64; computed where the tensors are."""
+    """Return `sum64:` and the sum of all bytes mod 2**64, computed on the tensors' device."""
     import torch
 
     total = 0
@@ -56,12 +56,12 @@ def checksum(tensors: "Iterable[tuple[str, Tensor]]") -> str:
 
 
 class DeviceTransport:
-    """The learner's and the replicas' end of `ipc` or `nccl`."""
+    """Both ends of `ipc` or `nccl`."""
 
     def __init__(
         self, name: Literal["ipc", "nccl"], run_id: str, redis: Redis, *, workers: int = 1, sender: Sender | None = None
     ) -> None:
-        """workers: GPUs of one replica. sender: what moves the bytes; None takes vLLM's engine of that name."""
+        """workers: GPUs of one replica. sender: moves the bytes; None uses vLLM's engine."""
         self.name = name
         self._run_id = run_id
         self._redis = redis
@@ -111,7 +111,7 @@ class DeviceTransport:
 
     @contextmanager
     def fetch(self, manifest: Manifest) -> Iterator[Path]:
-        """Yield a file with pull parameters, from which the engine starts a transfer."""
+        """Yield a file with the parameters of a pull."""
         with (
             open_pull(
                 self._redis, self._run_id, manifest.version, workers=self._workers, timeout_s=TRANSFER_TIMEOUT_S

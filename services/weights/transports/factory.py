@@ -25,10 +25,10 @@ def make_transport(
     workers: int = 1,
     adapter: AdapterSettings | None = None,
 ) -> Transport:
-    """Return the transport of a run's configuration.
+    """Return the configured transport.
 
-    redis: a connection that may block, needed by `ipc` and `nccl`. workers: GPUs of one replica. adapter: PEFT's settings if
-    an adapter is published instead of merged weights, empty on the fetching side; None for merged weights.
+    redis: a connection that may block, for `ipc` and `nccl`. workers: GPUs of one replica. adapter: PEFT's settings of
+    published adapters, empty on the fetching side; None for merged weights.
 
     Raises:
         WeightsError: the transport is not available on this host.
@@ -58,12 +58,12 @@ def _wrap_transport(transport: FileTransport, config: WeightsConfig, adapter: Ad
 
 
 def leaves_files(config: WeightsConfig) -> bool:
-    """Return True if versions outlive the learner; those in GPU memory do not."""
+    """Return True if versions outlive the learner."""
     return config.transport in ("shm", "fs")
 
 
 def remove_all(transport: Transport) -> int:
-    """Remove all files of the transport's run and return their number. Needs no Redis."""
+    """Remove the run's files without Redis; return their number."""
     stored = transport.stored()
     for file in stored:
         transport.delete(file.location)
@@ -71,5 +71,5 @@ def remove_all(transport: Transport) -> int:
 
 
 def cleanup(run_id: str, config: WeightsConfig, output_dir: Path) -> int:
-    """Remove all files of a run that has ended and return their number."""
+    """Remove the files of a finished run; return their number."""
     return remove_all(make_transport(config, run_id, output_dir)) if leaves_files(config) else 0

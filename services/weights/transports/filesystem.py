@@ -111,7 +111,7 @@ class FilesystemTransport:
 
 
 def _modified_at(entry: dict[str, Any]) -> float:
-    """Return the Unix time of a listing's entry; filesystems name and type it differently. Unknown counts as now."""
+    """Return the Unix time of a listing's entry, now if unknown; filesystems name and type it differently."""
     value = next((entry[name] for name in ("mtime", "LastModified", "created") if entry.get(name) is not None), None)
     if isinstance(value, datetime):
         return value.timestamp()

@@ -1,7 +1,7 @@
-"""Protocol by which a replica requests weights in GPU memory from the learner: requests and answers over Redis, as JSON.
+"""Requests of replicas for weights in the learner's GPU memory, as JSON over Redis.
 
-A replica sends a request, receives the parameters of its side of vLLM's transfer engine, loads, and reports the result;
-the learner serves the next request only then, because the bytes must stay in place.
+A replica requests, receives the parameters of its side of vLLM's transfer engine, loads and reports. The learner serves
+one request at a time, since the bytes must stay in place.
 """
 
 import json
@@ -25,9 +25,9 @@ PullParameters = dict[str, Any]
 PULL_TTL_S = 600
 """Time after which unread answers expire."""
 HOLDER_TTL_S = 15
-"""Time without a heartbeat after which the learner, and its weights, are considered gone."""
+"""Time without a heartbeat after which the learner is considered gone."""
 CHECK_INTERVAL_S = 5.0
-"""Longest blocking read; below the clients' socket timeout and `HOLDER_TTL_S`, however long a replica loads."""
+"""Longest blocking read; below the clients' socket timeout and `HOLDER_TTL_S`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class TensorPull:
     workers: int
     """GPUs of the replica's model."""
     expires_at: float
-    """Unix time, s: by then the replica has given up."""
+    """Unix time, s, at which the replica gives up."""
 
 
 class PullServer:
@@ -51,7 +51,7 @@ class PullServer:
         self._token = token
 
     def take(self, timeout_s: float) -> TensorPull | None:
-        """Return the next request whose replica still waits; also renews the heartbeat."""
+        """Return the next request that has not expired; renews the heartbeat."""
         self._renew_holder()
         reply = cast(Any, self._redis.blpop([self._keys.key("pulls")], timeout=timeout_s))
         if reply is None:
@@ -66,7 +66,7 @@ class PullServer:
         self._redis.expire(key, PULL_TTL_S)
 
     def wait_done(self, pull: TensorPull) -> None:
-        """Wait until the replica has loaded. Raises `WeightsError` if it failed or fell silent."""
+        """Wait until the replica has loaded. Raises `WeightsError` on its failure or timeout."""
         key, reply = self._keys.key("pull", pull.pull_id, "done"), None
         while reply is None and time.time() < pull.expires_at:
             self._renew_holder()
@@ -91,7 +91,7 @@ def _translate_redis_errors() -> Iterator[None]:
 
 
 def holder(redis: Redis, run_id: str) -> str:
-    """Return the token of the serving learner, or an empty string. Raises `RetryableError` if Redis does not answer."""
+    """Return the serving learner's token, or "". Raises `RetryableError` if Redis does not answer."""
     with _translate_redis_errors():
         token = cast(bytes | None, redis.get(RunKeys(run_id).key("pulls", "holder")))
     return token.decode() if token else ""
@@ -99,7 +99,7 @@ def holder(redis: Redis, run_id: str) -> str:
 
 @contextmanager
 def open_pull(redis: Redis, run_id: str, version: int, *, workers: int, timeout_s: float) -> Iterator[PullParameters]:
-    """Replica side: yield the pull's parameters; leaving the context reports success or failure.
+    """Yield a pull's parameters to a replica; on exit, report success or failure.
 
     Raises:
         WeightsError: the learner refused, or did not answer in time.

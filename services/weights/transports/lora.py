@@ -1,9 +1,8 @@
-"""Adapter versions: low-rank tensors on top of a base that was published once.
+"""Adapter versions: low-rank tensors on a base that is published once.
 
-A manifest names the base as the anchor of its bytes, so every replica, however late, needs two files: the base, unless
-it holds it, and one adapter.
+A manifest names the base as its anchor, so any replica needs two files: the base, which it keeps, and one adapter.
 
-Invariants: a replica gets an adapter and the base that it was trained on, digests verified; a base is kept while a kept
+Invariants: a replica gets an adapter and the base that it was trained on, digests verified. A base is kept while a kept
 version names it.
 """
 
@@ -32,14 +31,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PREFIX = "base_model.model."
-"""Prefix that PEFT adds to the names of an adapter's tensors."""
+"""PEFT's prefix of adapter tensors."""
 SETTINGS = "adapter_config.json"
 FILES = ("adapter_model.safetensors", "model.safetensors")
 """PEFT's names of an adapter and its base."""
 
 
 class AdapterTransport:
-    """`Transport` around one that stores files: each base once, and adapters."""
+    """`Transport` that stores bases and adapters in another one."""
 
     def __init__(self, inner: FileTransport, settings: AdapterSettings) -> None:
         """settings: of the published adapter; empty on the fetching side."""
@@ -50,7 +49,7 @@ class AdapterTransport:
         self._held = ""
 
     def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
-        """Return copies of the tensors; the base is skipped while its bytes exist."""
+        """Return copies of the tensors, without a base that is stored."""
         there = self._base is not None and self._base.location in {file.location for file in self._inner.stored()}
         return self._inner.copies((name, each) for name, each in tensors if not there or name.startswith(PREFIX))
 
@@ -68,7 +67,7 @@ class AdapterTransport:
 
     @contextmanager
     def fetch(self, manifest: Manifest) -> Iterator[Path]:
-        """Yield a folder as PEFT writes it, containing the base unless an earlier fetch of it succeeded."""
+        """Yield a PEFT folder, with the base unless an earlier fetch delivered it."""
         base = manifest.anchor
         if base is None:
             raise WeightsError(f"version {manifest.version} is no adapter: its learner publishes merged weights")
@@ -88,7 +87,7 @@ class AdapterTransport:
         return base is not None and all(self._inner.readable(m) for m in (manifest, _base_manifest(manifest, base)))
 
     def delete(self, location: str) -> None:
-        """Delete an adapter; a base that no version uses is deleted by the broker."""
+        """Delete an adapter; the broker deletes unused bases."""
         self._inner.delete(location)
 
     def stored(self) -> list[StoredFile]:

@@ -1,4 +1,4 @@
-"""Weight versions in `/dev/shm`: learner and replicas on one host map the same memory."""
+"""Weight versions in `/dev/shm`, mapped by learner and replicas of one host."""
 
 import shutil
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
 """The learner's end of vLLM's `ipc` and `nccl` transfers (GPUs only).
 
-vLLM's trainer engines drive the inference side through a client with four calls. Here the replica drives itself, so the
-client only hands it the ticket and waits until it is done.
+vLLM's trainer engines drive inference through a client of four calls. Replicas drive themselves here, so the client
+passes on the parameters and waits.
 """
 
 # pyright: basic
@@ -22,7 +22,7 @@ from offbeat.services.weights.transports.gpu_pulls import PullServer, TensorPull
 
 
 class HeldSource(WeightSource):
-    """A held version as vLLM wants to see it."""
+    """A held version as vLLM's weight source."""
 
     def __init__(self, held: dict[str, torch.Tensor]) -> None:
         self._held = held
@@ -35,7 +35,7 @@ class HeldSource(WeightSource):
 
 
 class PullServerClient:
-    """A `VLLMWeightSyncClient` whose other end is a replica that pulls."""
+    """A `VLLMWeightSyncClient` for a replica that pulls."""
 
     def __init__(self, pull: TensorPull, server: PullServer, source: HeldSource, *, rendezvous: bool) -> None:
         self._pull = pull
@@ -44,7 +44,7 @@ class PullServerClient:
         self._rendezvous = rendezvous
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Send the pull parameters before the trainer opens its end: with NCCL, both ends must connect."""
+        """Send the pull parameters before the trainer connects, since NCCL needs both ends."""
         self._init = init_info
         if self._rendezvous:
             meta = self._source.metadata()
@@ -59,7 +59,7 @@ class PullServerClient:
         """Do nothing: the replica starts by itself."""
 
     def update_weights(self, update_info: WeightTransferUpdatePayload) -> None:
-        """Send the pull parameters, unless the replica has them, and wait until it has loaded."""
+        """Send the pull parameters, unless already sent, and wait until the replica has loaded."""
         if not self._rendezvous:
             self._server.answer(self._pull, {"init": self._init, "update": _plain(cast(dict[str, Any], update_info))})
         self._server.wait_done(self._pull)
@@ -69,8 +69,9 @@ class PullServerClient:
 
 
 def _plain(update_info: dict[str, Any]) -> dict[str, Any]:
-    """Return an IPC update without what JSON can't carry: the arguments of torch's `rebuild_cuda_tensor` for a buffer
-    of bytes, whose classes and dtype go without saying."""
+    """Return an IPC update as JSON, without the classes and dtype of torch's `rebuild_cuda_tensor`, which the replica
+    knows.
+    """
     handles = update_info["ipc_handles"]
     plain = {}
     for gpu, arguments in handles.items():
@@ -93,7 +94,7 @@ def _plain(update_info: dict[str, Any]) -> dict[str, Any]:
 
 
 def send_ipc(held: dict[str, torch.Tensor], pull: TensorPull, server: PullServer) -> None:
-    """Map the weights in one piece into a replica on this GPU."""
+    """Map the weights as one buffer into a replica on this GPU."""
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         raise WeightsError("transport `ipc` needs a learner of one process; use `nccl`")
     source = HeldSource(held)
