@@ -1,1 +1,1 @@
-"""The learner loop and what rank 0 does between optimizer steps."""
+"""The learner loop."""

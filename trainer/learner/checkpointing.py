@@ -1,7 +1,6 @@
-"""Checkpoints during training: written between two steps, made durable in the background, then acknowledged.
+"""Background checkpoints during training.
 
-Invariants: a group leaves the buffer only when a durable checkpoint contains it; if a checkpoint can't be written (full
-disk), the previous one and its groups in the buffer stay, and the next successful one contains them.
+Invariant: a group leaves the buffer only when a durable checkpoint contains it; groups of a failed one join the next.
 """
 
 import logging
@@ -24,15 +23,15 @@ from offbeat.trainer.training.checkpoint import (
 logger = logging.getLogger(__name__)
 
 RETRY_INTERVAL_S = 5.0
-"""Interval of retries after a failed checkpoint."""
+"""Interval of retries after a failure."""
 MAX_UNSAVED_INTERVALS = 5
-"""Multiple of `save_steps` for which training continues without checkpoints; unsaved groups stay in the buffer's memory."""
+"""Multiple of `save_steps` trained without a checkpoint, since unsaved groups occupy the buffer's memory."""
 DISK_SPACE_TIMEOUT_S = 900.0
-"""Time for which a learner that may not train waits for disk space before it exits and is restarted."""
+"""Maximum wait for disk space before the learner exits."""
 
 
 class Checkpointer:
-    """Writes the checkpoints of one learner."""
+    """Checkpoint writer of one learner."""
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class Checkpointer:
         *,
         tolerant: bool,
     ) -> None:
-        """tolerant: training continues after a failed write; requires a single rank."""
+        """tolerant: continue after a failed write; requires a single rank."""
         self._store = store
         self._buffer = buffer
         self._ledger = ledger
@@ -66,29 +65,27 @@ class Checkpointer:
 
     @property
     def is_pending(self) -> bool:
-        """True if a checkpoint is in progress."""
         return self._pending is not None
 
     def resume_from(self, checkpoint: Checkpoint) -> None:
-        """Mark the contents of `checkpoint` as saved."""
+        """Mark a checkpoint's contents as saved."""
         self.newest, self.step = checkpoint.path, checkpoint.state.step
         self._durable_step = checkpoint.state.step
 
     def add_consumed(self, entry_ids: Iterable[str]) -> None:
-        """Add buffer entries to the next checkpoint."""
+        """Add entries to the next checkpoint."""
         self._consumed += entry_ids
 
     def is_due(self, step: int) -> bool:
-        """Return True if a checkpoint of `step` is due."""
         if self._retry_at is not None:
             return time.monotonic() >= self._retry_at
         return step % self._save_steps == 0
 
     def begin(self, state: LearnerState, write: Callable[[Path], None]) -> None:
-        """Start a checkpoint; `finish` completes it. The previous one must be finished.
+        """Start a checkpoint; the previous one must be finished.
 
         Raises:
-            UnsavedError: it could not be written, and there are other ranks.
+            UnsavedError: the write failed and there are other ranks.
         """
         self._contained, self._consumed = tuple(self._consumed), []
         previous_step, self.step = self.step, state.step
@@ -102,7 +99,7 @@ class Checkpointer:
                 raise
 
     def finish(self) -> None:
-        """Wait for the checkpoint in progress, and acknowledge the entries that it contains."""
+        """Wait for the pending checkpoint and acknowledge its entries."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -120,10 +117,10 @@ class Checkpointer:
         self._reporter.set_problem("")
 
     def save_now(self, state: LearnerState, write: Callable[[Path], None], should_stop: Callable[[], bool]) -> bool:
-        """Write a checkpoint of `state`, waiting for disk space; return False if stopped first.
+        """Write a checkpoint, waiting for disk space; return False if stopped first.
 
         Raises:
-            UnsavedError: there was no space for `DISK_SPACE_TIMEOUT_S`.
+            UnsavedError: no space for `DISK_SPACE_TIMEOUT_S`.
         """
         deadline = time.monotonic() + DISK_SPACE_TIMEOUT_S
         while True:
@@ -141,7 +138,7 @@ class Checkpointer:
             time.sleep(RETRY_INTERVAL_S)
 
     def must_block(self, step: int) -> bool:
-        """Return True if too many steps are unsaved to continue training."""
+        """Return whether too many steps are unsaved."""
         return self._retry_at is not None and step - self._durable_step >= MAX_UNSAVED_INTERVALS * self._save_steps
 
     def _sync_ledger(self) -> None:

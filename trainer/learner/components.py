@@ -1,4 +1,4 @@
-"""Builds the components of the loop from a run's configuration, for learner processes and benchmarks."""
+"""Construction of the loop's components."""
 
 from collections.abc import Callable
 
@@ -35,7 +35,7 @@ def build_components(
     reporter: LearnerReporter,
     should_stop: Callable[[], bool],
 ) -> LearnerComponents:
-    """Build the components. sink: receives metrics of evaluations."""
+    """Build the components. sink: receives evaluation metrics."""
     config = run.config
     return LearnerComponents(
         buffer=buffer,

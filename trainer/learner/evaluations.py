@@ -1,6 +1,6 @@
-"""Evaluations on held-out tasks: queued in the buffer, collected when they are done, without stopping training.
+"""Evaluations on held-out tasks during training.
 
-Invariant: each evaluation is recorded once; one that was queued before the learner was replaced is still collected.
+Invariant: each evaluation is recorded once, even if the learner is replaced.
 """
 
 import json
@@ -29,16 +29,16 @@ When = Literal["before", "during", "after"]
 Sampling = Literal["sampled", "greedy"]
 
 MAX_SAVED_EPISODES = 32
-"""Number of an evaluation's episodes that are saved, as text and as tokens."""
+"""Episodes saved per evaluation."""
 TOKENS = ".trajectories"
-"""Suffix of token files: `offbeat.services.messages.codec.encode_trajectories`."""
+"""Suffix of `encode_trajectories` files."""
 POLL_S = 0.5
 RECORDED = "recorded"
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One evaluation of the weights of `step`."""
+    """Evaluation of the weights of `step`."""
 
     when: When
     sampling: Sampling
@@ -51,13 +51,12 @@ class Evaluation:
 
     @classmethod
     def parse(cls, eval_id: str, num_episodes: int) -> "Evaluation":
-        """Parse an `eval_id`."""
         when, sampling, step = eval_id.split("-")
         return cls(cast(When, when), cast(Sampling, sampling), int(step), num_episodes)
 
 
 class EvaluationLog(Protocol):
-    """Durable state of evaluations: id -> number of episodes, or `recorded`."""
+    """Durable evaluation states: number of episodes, or `recorded`."""
 
     def load(self) -> Mapping[str, str]: ...
 
@@ -67,7 +66,7 @@ class EvaluationLog(Protocol):
 
 
 class RedisEvaluationLog:
-    """`EvaluationLog` in a hash of the run."""
+    """`EvaluationLog` in a Redis hash."""
 
     def __init__(self, redis: Redis, run_id: str) -> None:
         self._redis = redis
@@ -85,7 +84,7 @@ class RedisEvaluationLog:
 
 
 class Evaluations:
-    """Starts evaluations, and records and saves those that are done."""
+    """Pending and recorded evaluations."""
 
     def __init__(
         self,
@@ -95,7 +94,7 @@ class Evaluations:
         folder: Path,
         score: Callable[[int, float], None] = lambda _step, _value: None,
     ) -> None:
-        """score: receives each step's sampled success, or its reward if the envs report no success."""
+        """score: receives sampled success, or reward if envs report no success."""
         self._score = score
         self._buffer = buffer
         self._sink = sink
@@ -109,7 +108,7 @@ class Evaluations:
                 self.start(Evaluation.parse(eval_id, int(state)))
 
     def start(self, evaluation: Evaluation) -> None:
-        """Queue an evaluation, unless it was recorded before."""
+        """Queue an evaluation unless already recorded."""
         if evaluation.eval_id in self._recorded or not evaluation.num_episodes:
             return
         self._log.put(evaluation.eval_id, str(evaluation.num_episodes))
@@ -122,7 +121,7 @@ class Evaluations:
         self._pending[evaluation.eval_id] = evaluation
 
     def discard_after(self, step: int) -> None:
-        """Discard evaluations of steps after `step`: training restarts there with different weights."""
+        """Discard evaluations of later steps."""
         for eval_id in (*self._recorded, *self._pending):
             if Evaluation.parse(eval_id, 0).step <= step:
                 continue
@@ -132,7 +131,7 @@ class Evaluations:
                 self._buffer.forget_eval(eval_id)
 
     def collect(self) -> None:
-        """Record every evaluation that is done by now."""
+        """Record the completed evaluations."""
         for evaluation in list(self._pending.values()):
             trajectories = self._buffer.eval_result(evaluation.eval_id)
             if trajectories is not None:

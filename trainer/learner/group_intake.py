@@ -1,7 +1,7 @@
-"""Takes a step's groups from the buffer and checks their staleness again.
+"""Intake of a step's groups.
 
-Invariants: every group that is taken is trained, masked or dropped with a reason; decisions depend only on the groups
-and their order, so a learner that repeats a step after a crash makes the same ones.
+Invariants: every group is trained, masked or dropped with a reason; decisions depend only on the groups and their
+order.
 """
 
 import logging
@@ -22,7 +22,7 @@ from offbeat.trainer.data.step_batch import StepBatch
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-"""Upper bound of the delay with which a stop is noticed while the buffer is empty."""
+"""Maximum delay of a stop while the buffer is empty."""
 STALE, NO_SIGNAL, MALFORMED = "stale", "no_signal", "malformed"
 
 
@@ -34,13 +34,13 @@ class StepGroups:
     """Trained and masked groups, in stream order."""
     trained: list[Group] = field(default_factory=list[Group])
     masked: list[Group] = field(default_factory=list[Group])
-    """Groups without signal, which count in the loss denominators only."""
+    """Groups without signal, counted in loss denominators only."""
     refilled: list[Group] = field(default_factory=list[Group])
-    """Zero-signal groups that were replaced by fresh ones."""
+    """Zero-signal groups replaced by fresh ones."""
     num_stale: int = 0
-    """Groups beyond `max_staleness` that were not dropped (`stale_policy: train`)."""
+    """Groups kept beyond `max_staleness` (`stale_policy: train`)."""
     dropped: dict[str, int] = field(default_factory=dict[str, int])
-    """Dropped groups by reason."""
+    """Counts by reason."""
     wait_s: float = 0.0
     shaped: dict[int, Group] = field(default_factory=dict[int, Group])
     """`groups` with shaped rewards, by number."""
@@ -52,7 +52,7 @@ class StepGroups:
 
 @dataclass(frozen=True, slots=True)
 class GroupIntake:
-    """Takes the groups of one step after another."""
+    """Intake of groups for successive steps."""
 
     buffer: LearnerBuffer
     config: AlgorithmConfig
@@ -61,7 +61,7 @@ class GroupIntake:
     vocab_size: int
 
     def take(self, step: int, max_staleness: float, should_stop: Callable[[], bool]) -> StepGroups | None:
-        """Block until the groups of step `step` (0-based) are available; return None if stopped first."""
+        """Block until the groups of `step` (0-based) are available; return None if stopped."""
         taken = StepGroups()
         began = time.monotonic()
         while len(taken.groups) < self.groups_per_step:
@@ -74,7 +74,7 @@ class GroupIntake:
         return taken
 
     def build_batch(self, step: int, taken: StepGroups, replayed: ReplayedGroups) -> StepBatch:
-        """Join a step's groups and the replayed ones."""
+        """Join new and replayed groups."""
         return StepBatch(
             step,
             (*taken.trained, *replayed.groups),
@@ -110,7 +110,6 @@ class GroupIntake:
 
 
 def _find_defect(group: Group, vocab_size: int, num_baselines: int) -> str:
-    """Return why a step can't train on the group, or an empty string."""
     if len(group.baselines) < num_baselines:
         return "its baseline rollout is missing (required since the run was resumed)"
     defects = (_find_trajectory_defect(trajectory, vocab_size) for trajectory in group.trajectories)

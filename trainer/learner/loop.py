@@ -1,9 +1,7 @@
 """The learner's loop: take -> train -> publish -> evaluate -> checkpoint -> acknowledge.
 
 Invariants: version v is published after v optimizer steps; groups are acknowledged only when a durable checkpoint
-contains them (it becomes durable during the next step); the state between two steps is consistent, so the loop may
-stop there at any time, and a learner that resumes from the newest checkpoint repeats the later steps on the same
-groups.
+contains them; a resumed learner repeats the steps after its checkpoint on the same groups.
 """
 
 import logging
@@ -38,7 +36,7 @@ from offbeat.trainer.training.policy_trainer import Trainer
 logger = logging.getLogger(__name__)
 
 PAUSE_POLL_S = 0.2
-"""Upper bound of the delay with which a resume or stop is noticed while paused."""
+"""Maximum delay of a resume or stop while paused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ class LearnerComponents:
 
 
 class Learner:
-    """Trains one run from its newest checkpoint to its last step."""
+    """Training of one run."""
 
     def __init__(self, run: LearnerRun, components: LearnerComponents, *, num_processes: int = 1) -> None:
         self._num_processes = num_processes
@@ -104,7 +102,7 @@ class Learner:
         return self._checkpointer.newest
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Resume from a checkpoint and acknowledge its contents, in case its writer died before it could."""
+        """Resume from a checkpoint, and acknowledge its entries in case its writer died first."""
         state = checkpoint.state
         if self._config.resume_from_checkpoint is True:
             self._lineage = state.lineage  # differs from the run's if it was resumed from an earlier step before
@@ -123,17 +121,17 @@ class Learner:
         logger.info("resuming from %s", checkpoint.path)
 
     def save_start(self) -> None:
-        """Write a checkpoint of the first weights, so that a restarted learner need not create them again."""
+        """Save the first weights for a restarted learner."""
         self._checkpoint()
         self._finish_checkpoint()
 
     def run(self) -> bool:
-        """Train until the last step; return False if stopped before. A checkpoint of the last complete step exists on
-        return, unless the learner was stopped and the disk had no space.
+        """Train until the last step; return False if stopped first. On return the last step has a checkpoint, unless
+        stopped with a full disk.
 
         Raises:
-            ControlError: too many consecutive steps had a non-finite gradient.
-            UnsavedError: no checkpoint could be written within the time limit.
+            ControlError: too many consecutive non-finite gradients.
+            UnsavedError: no checkpoint within the time limit.
         """
         self._ledger.write_resumed(self._step, self._restored)
         self._curriculum.publish()
@@ -150,7 +148,7 @@ class Learner:
         return self._finish()
 
     def _train_step(self) -> bool:
-        """Run one optimizer step; return False if stopped before it began."""
+        """Run one optimizer step; return False if stopped first."""
         step = self._step
         if not self._apply_settings():
             return False
@@ -184,7 +182,7 @@ class Learner:
         return True
 
     def _apply_settings(self) -> bool:
-        """Apply pending settings, and wait while the run is paused; return False if the run should stop."""
+        """Apply settings and wait while paused; return False if the run should stop."""
         self._staleness.decide(self._step, self._settings)
         while True:
             boundary = self._buffer.adopt(self._step)
@@ -201,7 +199,6 @@ class Learner:
             time.sleep(PAUSE_POLL_S)
 
     def _record(self, taken: StepGroups, replayed: ReplayedGroups, *, skipped: bool) -> None:
-        """Record the step's groups in the ledger and for the next checkpoint."""
         bound = self._settings.max_staleness
         self._ledger.write_step(self._step, taken, max_staleness=bound, skipped=skipped, replayed=replayed)
         self._num_skipped = self._num_skipped + 1 if skipped else 0
@@ -216,7 +213,6 @@ class Learner:
             )
 
     def _evaluate_and_checkpoint(self) -> None:
-        """Start the evaluation and the checkpoint that are due after a step."""
         every = self._config.eval_steps
         if every and self._step % every == 0:
             self._evaluate("during", greedy=False, num_episodes=self._config.val_batch_size)
@@ -235,13 +231,11 @@ class Learner:
             self._checkpointer.begin(self._state(), self._save)
 
     def _finish_checkpoint(self) -> None:
-        """Wait for the checkpoint in progress, and acknowledge its groups."""
         if self._checkpointer.is_pending:
             with self._timed("settle"):
                 self._checkpointer.finish()
 
     def _save_now(self) -> bool:
-        """Complete a checkpoint of this step; return False if stopped while the disk had no space."""
         with self._timed("checkpoint"):
             return self._checkpointer.save_now(self._state(), self._save, self._should_stop)
 

@@ -1,4 +1,4 @@
-"""Progress of a learner on the console: one live line in a terminal, plain lines elsewhere."""
+"""Learner progress on the console."""
 
 import sys
 import time
@@ -14,7 +14,7 @@ from rich.table import Table
 from offbeat.services.telemetry import Partial
 
 LINE_INTERVAL_S = 10.0
-"""Interval of plain lines; a change of phase is printed at once."""
+"""Minimum interval of lines, except for phase changes."""
 NO_DIGITS = str.maketrans("", "", "0123456789")
 SHOWN = {
     "reward": ("reward", "{:.2f}"),
@@ -24,31 +24,31 @@ SHOWN = {
     "time/wait_s": ("waited", "{:.1f} s"),
     "time/train_s": ("trained", "{:.1f} s"),
 }
-"""Metric of a step -> label and format."""
+"""Metric -> label and format."""
 
 
 class LearnerView(Protocol):
-    """Shows a learner's progress; `print` may be called from a signal handler."""
+    """Progress display; `print` is safe in signal handlers."""
 
     def print(self, text: str) -> None:
-        """Print a line above the live display."""
+        """Print a line above the display."""
         ...
 
     def show_phase(self, text: str) -> None:
-        """Show the learner's phase."""
+        """Show the phase."""
         ...
 
     def show_step(self, step: int, values: Mapping[str, Partial]) -> None:
-        """Show a trained step with its metrics."""
+        """Show a step's metrics."""
         ...
 
     def close(self) -> None:
-        """Stop the live display; only `print` still works."""
+        """Stop the display; `print` still works."""
         ...
 
 
 class SilentView:
-    """Shows nothing; for follower ranks and tests."""
+    """Empty view."""
 
     def print(self, text: str) -> None: ...
 
@@ -60,7 +60,7 @@ class SilentView:
 
 
 class LearnerLineView:
-    """Plain lines at intervals, for logs and pipes."""
+    """Plain lines at intervals."""
 
     def __init__(self, console: Console, max_steps: int) -> None:
         self._console = console
@@ -72,14 +72,12 @@ class LearnerLineView:
         self._console.print(text, markup=False, soft_wrap=True)
 
     def show_phase(self, text: str) -> None:
-        """Print the phase if more than its numbers changed, or if `LINE_INTERVAL_S` has passed."""
         changed = text.translate(NO_DIGITS) != self._phase.translate(NO_DIGITS)
         self._phase = text
         if changed or time.monotonic() >= self._next_at:
             self._line(text)
 
     def show_step(self, step: int, values: Mapping[str, Partial]) -> None:
-        """Print the step if `LINE_INTERVAL_S` has passed, or if it is the last."""
         if time.monotonic() >= self._next_at or step == self._max_steps:
             self._line(f"step {step}/{self._max_steps}  {describe_step(values)}")
 
@@ -91,7 +89,7 @@ class LearnerLineView:
 
 
 class LearnerTerminalView:
-    """One line that is redrawn in place."""
+    """Line redrawn in place."""
 
     def __init__(self, console: Console, max_steps: int) -> None:
         self._console = console
@@ -111,7 +109,6 @@ class LearnerTerminalView:
         self._step, self._figures = step, describe_step(values)
 
     def close(self) -> None:
-        """Remove the line."""
         self._live.stop()
 
     def _render(self) -> Table:
@@ -124,12 +121,12 @@ class LearnerTerminalView:
 
 
 def describe_step(values: Mapping[str, Partial]) -> str:
-    """Return a step's main metrics in one line."""
+    """Return a step's main metrics."""
     shown = ((label, form.format(values[name].value)) for name, (label, form) in SHOWN.items() if name in values)
     return "  ".join(f"{label} {figure}" for label, figure in shown)
 
 
 def open_view(max_steps: int, console: Console | None = None) -> LearnerView:
-    """Return a live view for a terminal, plain lines otherwise."""
+    """Return a live view on a terminal, else plain lines."""
     console = console or Console(highlight=False, file=sys.stdout)
     return LearnerTerminalView(console, max_steps) if console.is_terminal else LearnerLineView(console, max_steps)

@@ -1,6 +1,6 @@
-"""Learner status and metrics: its phase, and a metric record for each step.
+"""Learner status and metrics.
 
-Invariant: non-finite values never enter a record, where they would turn every mean into NaN; they are counted instead.
+Invariant: non-finite values are counted, never recorded, since they would make every mean NaN.
 """
 
 import json
@@ -29,25 +29,24 @@ logger = logging.getLogger(__name__)
 
 
 class StatusBoard(Protocol):
-    """Receiver of the run's status fields."""
+    """Receiver of status fields."""
 
     def show(self, **fields: str) -> None: ...
 
 
 class RedisStatusBoard:
-    """Writes status fields to the run's record in Redis."""
+    """Status fields in the run's record."""
 
     def __init__(self, redis: Redis, run_id: str) -> None:
         self._redis = redis
         self._key = RunKeys(run_id).record
 
     def show(self, **fields: str) -> None:
-        """Set fields of the record."""
         self._redis.hset(self._key, mapping={**fields})
 
 
 class LearnerReporter:
-    """Reports phases and steps; `step` is the number of optimizer batches behind the weights."""
+    """Reporter of phases and steps."""
 
     def __init__(
         self,
@@ -75,13 +74,13 @@ class LearnerReporter:
         self._sink.append(MetricRecord("learner", {}, labels={"phase": text}))
 
     def set_activity(self, stage: str, *, step: int, **detail: float) -> None:
-        """Set the activity: `taking` groups, `train`, `publish`, `checkpoint`, `paused`."""
+        """Set the activity, e.g. `train`."""
         if self._watchdog is not None:
             self._watchdog.kick()
         self._board.show(learner_doing=json.dumps({"stage": stage, "step": step, "since": time.time(), **detail}))
 
     def set_problem(self, problem: str) -> None:
-        """Set the current problem; an empty string clears it."""
+        """Set the problem; an empty string clears it."""
         if problem == self._problem:
             return
         self._problem = problem
@@ -92,13 +91,12 @@ class LearnerReporter:
         self._board.show(learner_trouble=problem)
 
     def record_startup(self, seconds: Mapping[str, float]) -> None:
-        """Record the durations of startup phases, s."""
+        """Record phase durations, s."""
         values = {f"startup/{name}_s": Partial("last", value) for name, value in seconds.items()}
         logger.info("start-up: %s", ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items()))
         self._sink.append(MetricRecord("learner", values, labels={"phase": "startup"}))
 
     def record_step(self, step: int, values: Mapping[str, Partial]) -> None:
-        """Record a trained step."""
         finite = {name: partial for name, partial in values.items() if math.isfinite(partial.total)}
         if len(finite) < len(values):
             logger.warning("step %d: not finite: %s", step, ", ".join(sorted(set(values) - set(finite))))
@@ -110,14 +108,14 @@ class LearnerReporter:
 
 
 def was_skipped(gauges: Mapping[str, Partial]) -> bool:
-    """Return True if an optimizer step was skipped because of a non-finite gradient."""
+    """Return whether a non-finite gradient skipped a step."""
     return any(gauges[name].total > 0 for name in ("actor/skipped_steps", "critic/skipped_steps") if name in gauges)
 
 
 def step_values(
     taken: StepGroups, step: int, gauges: Mapping[str, Partial], seconds: Mapping[str, float]
 ) -> dict[str, Partial]:
-    """Return the metrics of one step. step: 0-based; seconds: durations of its stages."""
+    """Return a step's metrics. step: 0-based; seconds: stage durations."""
     staleness = [float(step - group.oldest_version) for group in taken.groups]
     computed = gauges.get("tokens/computed", Partial("sum", 0.0)).total
     busy_s = seconds.get("train", 0.0)
@@ -139,7 +137,7 @@ def step_values(
 
 
 def replay_values(replayed: ReplayedGroups, step: int) -> dict[str, Partial]:
-    """Return metrics of the replayed groups in the batch. step: 0-based."""
+    """Return metrics of replayed groups."""
     if not replayed.groups:
         return {}
     staleness = [float(step - group.oldest_version) for group in replayed.groups]
@@ -151,7 +149,7 @@ def replay_values(replayed: ReplayedGroups, step: int) -> dict[str, Partial]:
 
 
 def _consumed(groups: Iterable[Group]) -> dict[str, Partial]:
-    """Return rewards and env metrics of all trajectories that the step consumed, masked ones included."""
+    """Return rewards and env metrics of all consumed trajectories."""
     members = [trajectory for group in groups for trajectory in group.trajectories]
     by_name: dict[str, list[float]] = {}
     for trajectory in members:

@@ -1,12 +1,11 @@
-"""Adapts how far rollouts may run ahead to its measured cost and benefit.
+"""Controller of the staleness bound and the number of group slots.
 
-Data that is too old (mismatch KL, effective sample size) lowers the staleness bound. A learner that waits while group
-slots are empty is limited by the bound, which is raised if the data allows it; one that waits while all slots are taken
-is limited by their number, which is raised. If the learner does not wait, empty slots are removed.
+Too stale data (mismatch KL, effective sample size) lowers the bound. If the learner waits, the bound rises when slots
+are empty and the data allows it; the number of slots rises when all are taken. If it does not wait, empty slots are
+removed.
 
-Invariants: settings change at step boundaries only, through the list of changes that the REST API writes to, at most
-once a step, and never for a step whose weights exist; both stay within their limits; the averages are part of the
-checkpoint.
+Invariants: settings change only between steps, through the REST API's list of changes, at most once a step, and never
+for a step whose weights exist.
 """
 
 import json
@@ -27,19 +26,19 @@ Move = Literal["fresher", "staler", "more", "fewer"]
 
 
 class WindowMeans(NamedTuple):
-    """Means over a window of steps; None if no step measured the value."""
+    """Means over a window of steps."""
 
     mismatch_kl: float | None
     ess: float | None
     learner_idle: float
-    """Share of the time that the learner waited for groups."""
+    """Fraction of time waiting for groups."""
     rollout_idle: float
-    """Share of group slots that were empty when a step was trained."""
+    """Fraction of group slots empty when training ended."""
 
 
 @dataclass(slots=True)
 class WindowSums:
-    """Sums over the steps of a window."""
+    """Sums over a window of steps."""
 
     steps: int = 0
     wait_s: float = 0.0
@@ -48,7 +47,7 @@ class WindowSums:
     mismatch_kl: float = 0.0
     ess: float = 0.0
     judged: int = 0
-    """Number of steps that measured `mismatch_kl` and `ess`."""
+    """Steps that measured `mismatch_kl` and `ess`."""
 
     def add(self, gauges: Mapping[str, Partial], wait_s: float, step_s: float, empty: float) -> None:
         self.steps += 1
@@ -67,18 +66,18 @@ class WindowSums:
 
 @dataclass(slots=True)
 class ControllerState:
-    """State kept in a checkpoint."""
+    """State kept in checkpoints."""
 
     averages: WindowSums = field(default_factory=WindowSums)
     move: Move | None = None
-    """Result of the latest judgements, and the number of them in a row that agree."""
+    """Latest judgement, made `times` in a row."""
     times: int = 0
     decided: dict[str, float] = field(default_factory=dict[str, float])
-    """Settings that the controller last set."""
+    """Settings last set by the controller."""
 
 
 def judge(config: StalenessControllerConfig, window: WindowMeans) -> Move | None:
-    """Return the move that would improve throughput or data quality, or None."""
+    """Return the best move, if any."""
     kl, ess, loose = window.mismatch_kl, window.ess, 1.0 - config.hysteresis
     if kl is not None and ess is not None and (kl > config.max_mismatch_kl or ess < config.min_ess):
         return "fresher"
@@ -99,9 +98,9 @@ def judge(config: StalenessControllerConfig, window: WindowMeans) -> Move | None
 def apply_move(
     config: StalenessControllerConfig, move: Move, settings: Settings, groups_per_step: int, num_env_groups: int
 ) -> dict[str, float]:
-    """Return the settings that a move changes, within their limits; empty at a limit.
+    """Return the settings changed by a move, within limits.
 
-    num_env_groups: the configured number, which is the maximum if `max_env_groups` is not set.
+    num_env_groups: maximum unless `max_env_groups` is set.
     """
     if move in ("fresher", "staler"):
         step = config.staleness_step if move == "staler" else -config.staleness_step
@@ -115,7 +114,7 @@ def apply_move(
 
 
 class SettingsProposer(Protocol):
-    """Interface of the controller to the buffer."""
+    """Buffer interface of the controller."""
 
     def suggest(self, step: int, values: Mapping[str, float], why: str, *, if_lost: bool = False) -> bool: ...
 
@@ -123,7 +122,7 @@ class SettingsProposer(Protocol):
 
 
 class StalenessController:
-    """Observes each step and proposes settings between steps; does nothing without a configuration."""
+    """Staleness controller; does nothing without a configuration."""
 
     def __init__(
         self,
@@ -142,17 +141,16 @@ class StalenessController:
         self._first = True
 
     def sample_slots(self) -> None:
-        """Count the running groups after a step's gradient and before its weights are published: the latest time at which
-        rollouts wait for it."""
+        """Count running groups after training and before the weights are published."""
         if self._config is not None:
             self._num_running = self._buffer.num_playing()
 
     def observe(
         self, gauges: Mapping[str, Partial], seconds: Mapping[str, float], settings: Settings
     ) -> dict[str, Partial]:
-        """Record a step and return metrics of the controller. seconds: durations of its stages `wait` and `step`.
+        """Record a step and return metrics. seconds: durations of `wait` and `step`.
 
-        The first step of a process is skipped: it includes the startup of the other components.
+        A process's first step is skipped, because it includes startup.
         """
         if self._config is None or self._num_running is None:
             return {}
@@ -169,7 +167,7 @@ class StalenessController:
         }
 
     def decide(self, step: int, settings: Settings) -> None:
-        """Propose changed settings before the boundary of step `step` if enough judgements agree."""
+        """Propose settings if enough judgements agree."""
         state, config = self._state, self._config
         if config is None or state.averages.steps < config.interval:
             return
@@ -185,13 +183,12 @@ class StalenessController:
         state.times = 0
 
     def save(self, folder: Path) -> None:
-        """Write the state into a checkpoint's folder."""
         if self._config is not None:
             (folder / FILE).parent.mkdir(exist_ok=True)
             (folder / FILE).write_text(json.dumps(asdict(self._state)))
 
     def load(self, folder: Path, step: int) -> None:
-        """Load the state of a checkpoint of `step`, and publish its last decision to a Redis that lost it."""
+        """Load the state; republish the last decision if Redis lost it."""
         if self._config is None or not (folder / FILE).is_file():
             return
         tree = json.loads((folder / FILE).read_text())

@@ -1,7 +1,7 @@
-"""Ledger of optimizer steps on disk: the learner's half of the audit; the buffer's is `groups.jsonl`.
+"""On-disk ledger of optimizer steps; the buffer's ledger is `groups.jsonl`.
 
-Invariants: a step's line is written when its weights exist, and is durable before the checkpoint that contains the
-step; a learner that resumes writes a line, then repeats the steps after the checkpoint with the same groups.
+Invariants: a step's line is durable before a checkpoint with the step; a resumed learner writes a line, then repeats
+later steps with the same groups.
 """
 
 import math
@@ -20,13 +20,13 @@ STEPS_FILE = Path("ledger", "steps.jsonl")
 
 @dataclass(frozen=True, slots=True)
 class TrainedGroup:
-    """A group that an optimizer batch consumed."""
+    """Group of an optimizer batch."""
 
     number: int
     oldest_version: int
-    """Oldest version that sampled one of its tokens."""
+    """Oldest version among its tokens."""
     computed: bool
-    """False for a masked group."""
+    """False if masked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +34,27 @@ class StepLine:
     """One optimizer step."""
 
     step: int
-    """Version that the step produced from version `step - 1`."""
+    """Version that the step produced."""
     epoch: int
-    """Fencing epoch of the learner's lease."""
+    """Epoch of the lease."""
     groups: tuple[TrainedGroup, ...]
     max_staleness: float
     skipped: bool
-    """True if the gradient was not finite and the weights did not change."""
+    """True if the gradient was non-finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumedLine:
-    """Start of a learner at weights version `step`."""
+    """Start of a learner at version `step`."""
 
     step: int
     epoch: int
     restored: int
-    """Groups added to the buffer's count of trained groups; negative if the count was lowered."""
+    """Change to the buffer's count of trained groups."""
 
 
 class StepLedger:
-    """Appends the lines of one learner."""
+    """Ledger writer."""
 
     def __init__(self, output_dir: Path, epoch: int) -> None:
         self._lines = LinesFile(output_dir / STEPS_FILE)
@@ -75,7 +75,7 @@ class StepLedger:
         self._write({"step": step, "groups": groups, "max_staleness": bound, "skipped": skipped, **again})
 
     def sync(self) -> None:
-        """Write every line to the disk."""
+        """Sync to disk."""
         self._lines.sync()
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class StepLedger:
 
 
 def read_step_ledger(output_dir: Path) -> tuple[list[StepLine | ResumedLine], int]:
-    """Return the lines in order, and the number of unreadable ones."""
+    """Return the lines, and the number of unreadable ones."""
     lines: list[StepLine | ResumedLine] = []
     num_unreadable = 0
     for row in read_lines(output_dir / STEPS_FILE):

@@ -1,4 +1,4 @@
-"""Learner side of a task sampler: reports trained groups to it, and publishes its state to workers and checkpoints."""
+"""Learner side of task samplers."""
 
 import json
 from collections.abc import Sequence
@@ -12,20 +12,20 @@ FILE = Path("state", "task_sampler.json")
 
 
 class SamplerStateStore(Protocol):
-    """Interface of `Curriculum` to the buffer."""
+    """Buffer interface of `Curriculum`."""
 
     def teach(self, state: str) -> None: ...
 
 
 class Curriculum:
-    """A task sampler's state on the learner; does nothing without a sampler."""
+    """Task sampler state; does nothing without a sampler."""
 
     def __init__(self, sampler: TaskSampler | None, buffer: SamplerStateStore) -> None:
         self._sampler = sampler
         self._buffer = buffer
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Update the sampler with a step's groups, refilled ones included, in training order, and publish its state."""
+        """Update the sampler with a step's groups in training order, including refilled ones, and publish its state."""
         if self._sampler is None:
             return
         for group in groups:
@@ -35,21 +35,20 @@ class Curriculum:
         self.publish()
 
     def publish(self) -> None:
-        """Publish the sampler's state to the workers."""
+        """Publish the state to workers."""
         if self._sampler is not None:
             self._buffer.teach(json.dumps(self._sampler.state_dict()))
 
     def save(self, folder: Path) -> None:
-        """Write the sampler's state into a checkpoint's folder."""
         if self._sampler is not None:
             (folder / FILE).parent.mkdir(exist_ok=True)
             (folder / FILE).write_text(json.dumps(self._sampler.state_dict()))
 
     def load(self, folder: Path) -> None:
-        """Load the state from a checkpoint's folder; one written without a sampler resets it.
+        """Load a checkpoint's state; one without a sampler resets it.
 
         Raises:
-            ValueError: the state is another sampler's.
+            ValueError: another sampler's state.
         """
         if self._sampler is None or not (folder / FILE).is_file():
             return
