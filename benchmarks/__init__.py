@@ -1,1 +1,1 @@
-"""Benchmarks of the real components; each reports medians and ratios from one call."""
+"""Benchmarks of the real components."""

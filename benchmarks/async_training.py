@@ -1,10 +1,9 @@
-"""`offbeat bench async`: synchronous against asynchronous training on the same work.
+"""`offbeat bench async`: synchronous against asynchronous training.
 
-Real: Redis, the buffer and its staleness bound, the env worker, the replica, the publisher, the learner's loop. `--work
-real` adds vLLM and DeepSpeed on the tiny policy; `--work emulated` scripts the answers and sleeps instead of training.
-Worker and replica share a process instead of running under Ray.
+`--work real`: vLLM and DeepSpeed on the tiny policy; `emulated`: scripted answers, sleep for training. All else is
+real, without Ray.
 
-Invariant: all settings of a distribution are compared in one call, with what rollouts and training do alone.
+Invariant: a distribution's settings are measured in one call.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,14 +29,13 @@ from offbeat.services.buffer.scripts import BufferKeys
 from offbeat.services.telemetry import MetricRecord
 
 UNBOUNDED = 1e6
-"""Staleness bound that never delays a rollout."""
+"""Staleness bound without effect."""
 WARM_UP_STEPS = 1
-"""Warm-up steps, not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class AsyncOptions:
-    """Options of the benchmark; times in seconds."""
+    """Options; times in seconds."""
 
     work: Literal["real", "emulated"] = "real"
     distributions: tuple[str, ...] = ("normal", "lognormal")
@@ -49,19 +47,18 @@ class AsyncOptions:
     group_size: int = 8
     env_groups: int = 16
     train_s: float = 0.5
-    """Per batch, with `work: emulated`."""
+    """Per batch; emulated only."""
     answer_s: float = 0.02
-    """Per turn, with `work: emulated`."""
+    """Per turn; emulated only."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressPoint:
-    """Progress of a run after a step."""
+    """Progress after a step."""
 
     trajectories: int
     seconds: float
     reward: float
-    """Mean over the step's trajectories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +68,21 @@ class RunResult:
     trajectories_per_s: float
     step_s: float
     learner_idle: float
-    """Share of its time that the learner waited for trajectories."""
+    """Share of time without trajectories."""
     rollout_idle: float
-    """Mean share of empty rollout slots."""
+    """Mean share of empty slots."""
     staleness: float
     staleness_max: float
     dropped: int
-    """Groups dropped as too old."""
     curve: tuple[ProgressPoint, ...]
     ratio: float = 1.0
-    """Throughput relative to the synchronous run under the same latencies."""
+    """Throughput relative to the synchronous run."""
     share_of_ideal: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class UnboundedRates:
-    """Trajectories/s of each side when the other never delays it."""
+    """Trajectories/s of each side alone."""
 
     rollout: float
     training: float
@@ -98,7 +94,7 @@ class UnboundedRates:
 
 
 class AsyncBench:
-    """Measures one setting after another on the same engine."""
+    """Settings measured on one engine."""
 
     def __init__(
         self,
@@ -114,7 +110,7 @@ class AsyncBench:
         self._slots = options.env_groups * options.group_size
 
     def alone(self, distribution: str, say: Callable[[str], None]) -> UnboundedRates:
-        """Measure rollouts alone, then training on their trajectories."""
+        """Measure rollouts, then training on their trajectories."""
         config = self._config(f"alone-{distribution}", distribution, UNBOUNDED)
         learner = self._learner(config, lambda step: say(f"{distribution}: training alone, step {step}"), 1e3)
         with closing(learner):
@@ -153,7 +149,7 @@ class AsyncBench:
         return BenchLearner(self._bench_env, config, epoch, self._trainers(config), on_step, check=self._rollouts.check)
 
     def _watch_rollouts(self, config: RunConfig) -> float:
-        """Return trajectories/s of unbounded rollouts, counted once every slot has been used once."""
+        """Return trajectories/s after every slot's first use."""
         num_groups = self._options.env_groups + config.max_steps * config.rollout_batch_size // self._options.group_size
         stream = BufferKeys(config.exp_name).stream
         position = "0-0"
@@ -193,13 +189,12 @@ def _sum(records: Sequence[MetricRecord], name: str) -> float:
 
 
 def _busy_s(records: Sequence[MetricRecord]) -> float:
-    """Return the time that a learner spends in its steps without waiting for trajectories."""
     measured = records[WARM_UP_STEPS:]
     return _sum(measured, "time/step_s") - _sum(measured, "time/wait_s")
 
 
 def run(options: AsyncOptions) -> dict[str, Any]:
-    """Measure, print and return the JSON."""
+    """Measure, print and return the result."""
     with console().status("starting") as status, _bench(options, status) as bench:
         results = [_distribution(bench, options, name, status) for name in options.distributions]
     for result in results:
@@ -238,7 +233,7 @@ def _distribution(bench: AsyncBench, options: AsyncOptions, name: str, status: S
 
 
 def summary(distribution: str, alone: UnboundedRates, settings: Sequence[RunResult]) -> dict[str, Any]:
-    """Return ratios to the first (synchronous) setting, and rewards at equal work and at equal time."""
+    """Return ratios to the first (synchronous) setting, and rewards at equal work and time."""
     sync = settings[0]
     at_trajectories = min(s.curve[-1].trajectories for s in settings)
     at_seconds = min(s.curve[-1].seconds for s in settings)
@@ -267,7 +262,7 @@ LAST_POINTS = 4
 
 
 def reward_until(curve: Sequence[ProgressPoint], within: Callable[[ProgressPoint], bool]) -> float | None:
-    """Return the mean reward of the last few steps within a limit, or None if there are none."""
+    """Return the mean reward of the last steps within a limit."""
     last = [point.reward for point in curve if within(point)][-LAST_POINTS:]
     return sum(last) / len(last) if last else None
 

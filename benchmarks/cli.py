@@ -1,6 +1,6 @@
 """Command line of `offbeat bench`.
 
-Invariant: heavy modules are imported inside the commands, so that `offbeat --help` is fast.
+Invariant: commands import heavy modules, so `--help` is fast.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class Size(StrEnum):
 
 
 class Work(StrEnum):
-    """Engine and trainer of `offbeat bench async`."""
+    """Engine and trainer of `bench async`."""
 
     real = "real"
     emulated = "emulated"
@@ -68,7 +68,7 @@ def bench_async(
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:
-    """Compare synchronous and asynchronous training with the ideal: the slower side alone."""
+    """Compare synchronous and asynchronous training with the slower side alone."""
     from offbeat.benchmarks import async_training
 
     options = async_training.AsyncOptions(
@@ -103,7 +103,7 @@ def bench_redundancy(
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:
-    """Measure the time to collect 32 groups of 8, with and without redundant groups and episodes."""
+    """Measure the time to collect 32 groups of 8, with and without redundancy."""
     from offbeat.benchmarks import redundancy
 
     options = redundancy.RedundancyOptions(
@@ -135,7 +135,7 @@ def bench_buffer(
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:
-    """Measure groups/s into and out of the trajectory buffer, against plain redis-py and Reverb."""
+    """Measure groups/s of the trajectory buffer, plain redis-py and Reverb."""
     from offbeat.benchmarks.buffer import comparison
 
     options = comparison.BufferOptions(
@@ -161,8 +161,9 @@ def bench_scale(
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:
-    """Measure trajectories/s, CPU and memory of one env worker with a scripted policy, at 16 to 4,096 concurrent
-    episodes. It is always busy; with --answer-s 0.05 --coalesce-s 0.01 it waits for answers as in a run."""
+    """Measure one env worker with a scripted policy: trajectories/s, CPU, memory. For waits as in a run: --answer-s
+    0.05 --coalesce-s 0.01.
+    """
     from offbeat.benchmarks import scale
 
     options = scale.ScaleOptions(
@@ -192,7 +193,7 @@ def bench_generation(
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:
-    """Measure tokens/s and latency of the generation service against a bare AsyncLLM, at 1 to 256 concurrent requests."""
+    """Compare tokens/s and latency of the generation service and a bare AsyncLLM."""
     from offbeat.benchmarks import generation
 
     options = generation.GenerationOptions(
@@ -224,7 +225,7 @@ def bench_learner(
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:
-    """Measure tokens/s and peak memory of an optimizer step, against a bare transformers loop and TRL's trainer."""
+    """Compare tokens/s and peak memory of an optimizer step with bare transformers and TRL."""
     from offbeat.benchmarks import learner
 
     options = learner.LearnerOptions(
@@ -256,7 +257,7 @@ def bench_weights(
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:
-    """Measure the time from publish to served, each replica's pause, and bytes/s against plain copies."""
+    """Measure time from publish to served, replicas' pauses, and bytes/s."""
     from offbeat.benchmarks import weights
     from offbeat.benchmarks.weight_deltas import DeltaOptions
 
@@ -297,9 +298,9 @@ def bench_peer(
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is there.")] = False,
     json: JsonFile = None,
 ) -> None:
-    """Compare with TRL's GRPOTrainer: same policy, maps, seeds and algorithm; success over wall time, trajectories/s.
+    """Compare with TRL's GRPOTrainer: success over wall time, trajectories/s.
 
-    a: tiny policy, instant env. b: env steps take 0.1 s on average, with a heavy tail. c: SmolLM2-135M.
+    a: tiny policy, instant env. b: env steps of 0.1 s on average, heavy-tailed. c: SmolLM2-135M.
     """
     from offbeat.benchmarks.harness.venv import VenvError
     from offbeat.benchmarks.peer import comparison, options
@@ -321,7 +322,7 @@ def bench_plot(
     result: Annotated[Path, typer.Argument(metavar="RESULT.json", exists=True, dir_okay=False)],
     picture: Annotated[Path, typer.Argument(metavar="PICTURE.png")],
 ) -> None:
-    """Plot the JSON file of a benchmark."""
+    """Plot a benchmark's JSON file."""
     from offbeat.benchmarks.harness.plots import draw
 
     try:

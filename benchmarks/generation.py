@@ -1,10 +1,9 @@
 """`offbeat bench generation`: the generation service against a bare vLLM engine.
 
-Real: Redis, Ray Serve, the replica with its broker subscription, vLLM; the client coalesces turns as an env worker does. The
-bare side is vLLM's `AsyncLLM` with the same arguments in its own process and loop; HTTP calls go through a gateway
-(`generation_http`). All are up at the same time and measured in turn; those not measured use no CPU.
+The service is called with coalesced turns, as by an env worker; over HTTP by `generation_http`. Sides are measured in
+turn.
 
-Invariant: all sides get the same prompts, all of them new to the prefix cache, and sample exactly `tokens` tokens each.
+Invariant: equal prompts, new to the prefix cache; exactly `tokens` sampled tokens each.
 """
 
 import asyncio
@@ -34,32 +33,30 @@ from offbeat.services.messages.types import GenerateRequest
 
 SEQUENCE_LENGTH = 512
 SATURATION_SHARE = 0.9
-"""Share of the bare engine's best rate above which a concurrency counts as saturating."""
+"""Share of the bare engine's best rate that counts as saturation."""
 
 RoundMeasure = Callable[[int, int], Awaitable[RoundLoad]]
-"""(concurrent requests, total requests) -> result of a round."""
+"""(concurrent requests, total requests) -> result."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """Options of the benchmark."""
+    """Options."""
 
     model: Path | None = None
-    """Hugging Face folder; None is the tiny policy."""
+    """Hugging Face folder; None: the tiny policy."""
     dtype: str = "float32"
     concurrency: tuple[int, ...] = (1, 4, 16, 64, 256)
     tokens: int = 32
-    """Per answer."""
     per_client: int = 4
-    """Requests that each client sends in a round, one after another."""
+    """Sequential requests per client and round."""
     rounds: int = 3
     coalesce_s: float = 0.01
     http: bool = True
-    """True to measure the service over HTTP, too."""
 
 
 class BareEngine:
-    """vLLM's `AsyncLLM` and its callers, in a process of their own."""
+    """`AsyncLLM` with its callers, in a child process."""
 
     def __init__(self, config: GenerationConfig, model: Path, tokens: int) -> None:
         self._config = config
@@ -101,7 +98,7 @@ class BareEngine:
 
 
 class Service:
-    """The service as an env worker calls it."""
+    """Service as called by an env worker."""
 
     def __init__(self, run_id: str, options: GenerationOptions, vocab_size: int) -> None:
         from offbeat.services.generation.client import ServeGenerationClient
@@ -119,7 +116,7 @@ class Service:
 
 
 def run(options: GenerationOptions) -> dict[str, Any]:
-    """Measure, print and return the JSON."""
+    """Measure, print and return the result."""
     with console().status("starting") as status, bench_environment() as base:
         config = _run_config(base, options)
         model = options.model or config.output_dir / "policy"
@@ -150,7 +147,7 @@ def _run_config(base: BenchEnvironment, options: GenerationOptions) -> RunConfig
 
 
 def _publish_start(base: BenchEnvironment, config: RunConfig, model: Path) -> int:
-    """Publish version 0 through the broker as a learner does; return the size of the vocabulary."""
+    """Publish version 0; return the vocabulary size."""
     from offbeat.services.weights.publisher import RedisWeightPublisher
     from offbeat.trainer.config.learner import ModelArgs
     from offbeat.trainer.models.loading import load_policy
@@ -165,7 +162,7 @@ def _publish_start(base: BenchEnvironment, config: RunConfig, model: Path) -> in
 
 @contextmanager
 def _service(base: BenchEnvironment, config: RunConfig, model: Path) -> Iterator[str]:
-    """Start the service and yield the address of its Ray."""
+    """Yield the started service's Ray address."""
     import ray
     from ray import serve
 
@@ -213,7 +210,7 @@ async def _levels(
 
 
 def summary(levels: dict[int, dict[str, list[RoundLoad]]]) -> dict[str, Any]:
-    """Return medians and ratios of each level, and the ratio at saturation of the bare engine."""
+    """Return medians and ratios per level and at saturation."""
     rows = [
         {
             "concurrency": concurrency,

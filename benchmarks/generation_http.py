@@ -1,8 +1,4 @@
-"""The generation service over HTTP, as an external agent calls it: OpenAI's completions at an env worker's gateway.
-
-Real: the gateway with its capture in a process of its own, the worker's batching, the Serve handle. The agents share a
-process and use `httpx`, on which OpenAI's client is built; each has its own episode.
-"""
+"""Generation service over HTTP: OpenAI completions at an env worker's gateway, which has its own process."""
 
 import itertools
 import ssl
@@ -22,7 +18,7 @@ TIMEOUT_S = 300.0
 
 
 class GatewayHost:
-    """Gateway with an open episode for each agent, in a process of its own."""
+    """Gateway with an open episode per agent."""
 
     def __init__(self, ray_address: str, run_id: str, model: Path, coalesce_s: float) -> None:
         self._ray_address = ray_address
@@ -40,7 +36,6 @@ class GatewayHost:
         self.serve(ServeGenerationClient(app_name(self._run_id)))
 
     def serve(self, client: "GenerationClient") -> None:
-        """Serve the gateway on the running loop."""
         from offbeat.services.chat.template import load_chat_template
         from offbeat.services.gateway.server import Gateway
         from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
@@ -53,7 +48,7 @@ class GatewayHost:
         self._gateway.start()
 
     async def open(self, agents: int, tokens: int) -> tuple[str, list[str]]:
-        """Replace the open episodes; return the URL and their keys."""
+        """Replace the open episodes; return URL and keys."""
         from offbeat.services.gateway.session import EpisodeSession, SessionLimits
 
         self._episodes.close()
@@ -64,7 +59,6 @@ class GatewayHost:
         return self._gateway.origin, [session.key for session in sessions]
 
     async def _sample(self, prompt: tuple[int, ...], num_tokens: int) -> Completion:
-        """Sample exactly `most` tokens, without stop tokens."""
         request = GenerateRequest(f"http-{next(self._numbers)}", prompt, Sampling(max_new_tokens=num_tokens))
         return await self._batcher.sample(request)
 

@@ -1,7 +1,6 @@
-"""`offbeat bench learner`: tokens/s and peak memory of an optimizer step, against a bare loop and TRL's trainer.
+"""`offbeat bench learner`: tokens/s and peak memory of an optimizer step, against a bare loop and TRL.
 
-Invariant: the sides train the same model on the same batch in processes of their own, and step in turn, so that other
-load on the machine affects all alike. Padding does not count as tokens.
+Invariant: sides train one model on one batch in separate processes, in turn. Padding is not counted.
 """
 
 import importlib.util
@@ -29,21 +28,19 @@ from offbeat.benchmarks.learner_backends import (
 PROMPT = 16
 SHORTEST = 32
 LENGTH_PER_ANSWER = 8
-"""Ratio of a long sequence's length to its answer's."""
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerOptions:
-    """Options of the benchmark."""
+    """Options."""
 
     model: Path | None = None
-    """Hugging Face folder; None creates a model of `size` with random weights."""
+    """Hugging Face folder; None: random weights of `size`."""
     size: str = "1M"
     sequences: int = 32
     longest: int = 256
     vocabulary: int = 8192
-    """Vocabulary size of the created model."""
     budget: int = 2048
     steps: int = 5
     threads: int = 1
@@ -51,11 +48,11 @@ class LearnerOptions:
 
 
 class LearnerSideError(Exception):
-    """A side exited early; the message is its last output."""
+    """Early exit of a side."""
 
 
 def run(options: LearnerOptions) -> dict[str, Any]:
-    """Measure equal lengths, ragged lengths and long prompts (ours also with `shared_prefix`); print and return the JSON."""
+    """Measure equal, ragged and long-prompt sequences; print and return the result."""
     sides = ["offbeat", "bare", *(["trl"] if importlib.util.find_spec("trl") else [])]
     with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
         model = str(options.model) if options.model else _make_model(Path(folder) / "model", options)
@@ -80,7 +77,7 @@ def run(options: LearnerOptions) -> dict[str, Any]:
 
 
 def _ragged(options: LearnerOptions) -> list[int]:
-    """Return lengths evenly spread on a logarithmic scale, shuffled per group."""
+    """Return log-spaced lengths, shuffled per group."""
     rng = random.Random(1)
     count = options.sequences
     lengths = [round(SHORTEST * (options.longest / SHORTEST) ** (i / max(1, count - 1))) for i in range(count)]
@@ -162,7 +159,7 @@ def _step(process: "subprocess.Popen[str]") -> dict[str, Any]:
 
 
 def _read(process: "subprocess.Popen[str]", word: str, log: Path | None = None) -> str:
-    """Return the rest of the next line that starts with `word`, skipping output of libraries."""
+    """Return the rest of the next line that starts with `word`."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(word):
@@ -185,7 +182,7 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def check(options: LearnerOptions) -> str:
-    """Return the reason why these options can not be measured, or an empty string."""
+    """Return the reason why the options are invalid, or ""."""
     if options.sequences % GROUP:
         return f"{options.sequences} sequences are no whole number of groups of {GROUP}"
     if options.longest < SHORTEST:

@@ -1,12 +1,11 @@
-"""Optimizer steps of `offbeat bench learner`: ours, a bare loop, TRL's trainer.
+"""Optimizer steps of `offbeat bench learner`, one side per process.
 
     python -m offbeat.benchmarks.learner_backends SIDE TASK.json
 
-One process per side. It prints `READY`, then takes a step per input line and prints `STEP` with seconds and with peak bytes
-above those at the start.
+Prints `READY`; per input line a step, then `STEP`, seconds, and peak bytes above the start.
 
-Invariant: all sides train the same model on the same tokens, advantages and sampling logprobs, with the same loss (clipped
-surrogate, mean over sampled tokens), gradient clipping, AdamW and token budget of a pass.
+Invariant: equal model, batch, loss (clipped surrogate, mean over sampled tokens), gradient clipping, AdamW and token
+budget.
 """
 
 # pyright: basic
@@ -26,14 +25,13 @@ RATE, CLIP, MAX_NORM, GROUP = 1e-5, 0.2, 1.0, 4
 
 @dataclass(frozen=True)
 class BackendTask:
-    """Training task. lengths: tokens of each sequence, of which the first `prompt` were not sampled and are shared by
-    its group."""
+    """Training task. lengths: tokens per sequence; the first `prompt` are the group's prompt."""
 
     model: str
     lengths: list[int]
     prompt: int
     budget: int
-    """Tokens, padding included, of one forward and backward pass."""
+    """Tokens per pass, padding included."""
     threads: int
     seed: int
     device: str
@@ -43,7 +41,7 @@ class BackendTask:
 
 
 class Pace:
-    """Starts each step on request of the benchmark."""
+    """Step control by the benchmark."""
 
     def __init__(self, device: str) -> None:
         self._cuda = device == "cuda"
@@ -62,7 +60,6 @@ class Pace:
         self._began = time.perf_counter()
 
     def after(self) -> None:
-        """Print the step's cost."""
         seconds = time.perf_counter() - self._began
         print(STEP, json.dumps({"seconds": seconds, "bytes": self._peak() - self._start}), flush=True)  # noqa: T201
 
@@ -84,7 +81,7 @@ class Pace:
 
 @dataclass
 class Data:
-    """tokens: one row per sequence; logprobs: of its sampled tokens; rewards."""
+    """tokens: a row per sequence; logprobs: of sampled tokens."""
 
     tokens: list[Any]
     logprobs: list[Any]
@@ -97,7 +94,6 @@ class Data:
 
 
 def data_of(task: BackendTask, vocab_size: int) -> Data:
-    """Return the batch, equal for every side."""
     import numpy as np
 
     rng = np.random.default_rng(task.seed)
@@ -109,12 +105,12 @@ def data_of(task: BackendTask, vocab_size: int) -> Data:
 
 
 def shared(task: BackendTask) -> None:
-    """Ours with `shared_prefix`."""
+    """Run `ours` with `shared_prefix`."""
     ours(task, shared_prefix=True)
 
 
 def ours(task: BackendTask, *, shared_prefix: bool = False) -> None:
-    """Step of the learner on DeepSpeed: packing, targets and gauges included."""
+    """Run the learner's step on DeepSpeed."""
     import torch
 
     from offbeat.trainer.config.learner import LearnerConfig, StrategyArgs
@@ -170,7 +166,7 @@ def _groups(task: BackendTask, data: Data) -> list[Any]:
 
 
 def bare(task: BackendTask) -> None:
-    """transformers and torch: rows sorted by length and padded to the longest of their pass."""
+    """Run transformers on rows sorted by length, padded per pass."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -193,7 +189,7 @@ def bare(task: BackendTask) -> None:
 
 
 def passes(task: BackendTask) -> list[list[int]]:
-    """Split the sequences into passes of similar length, each at most `budget` tokens when padded."""
+    """Split sequences by length into passes of at most `budget` padded tokens."""
     order = sorted(range(len(task.lengths)), key=lambda i: task.lengths[i])
     out: list[list[int]] = [[]]
     for i in order:
@@ -222,7 +218,7 @@ def _bare_loss(model: Any, task: BackendTask, data: Data, rows: list[int]) -> An
 
 
 def trl(task: BackendTask) -> None:
-    """TRL's GRPOTrainer; its generation and scoring return the same batch every time."""
+    """Run TRL's GRPOTrainer on the fixed batch."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback

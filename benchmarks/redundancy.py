@@ -1,9 +1,8 @@
-"""`offbeat bench redundancy`: time to collect a batch without waiting for the slowest episodes.
+"""`offbeat bench redundancy`: time to collect a batch without its slowest episodes.
 
-Real: Redis, the buffer with its cancellations, the env worker, the replica, the learner's loop. The policy is scripted and
-training takes no time.
+Policy and training are emulated.
 
-Invariant: every setting collects the same batch (`num_groups` groups of `group_size`), all in one call.
+Invariant: every setting collects `num_groups` groups of `group_size`, in one call.
 """
 
 from collections.abc import Sequence
@@ -26,31 +25,29 @@ from offbeat.benchmarks.harness.rollout_process import PolicySpec, RolloutProces
 from offbeat.services.telemetry import MetricRecord, RedisMetrics
 
 WARM_UP_BATCHES = 1
-"""Warm-up batches, not measured: threads and envs are created."""
 ROLL_MEAN_S = 10.0
-"""Mean latency of ROLL Flash's experiment (arXiv:2510.11345), to which times are scaled."""
+"""Mean latency in ROLL Flash (arXiv:2510.11345), to which times are scaled."""
 
 
 @dataclass(frozen=True, slots=True)
 class RedundancyOptions:
-    """Options of the benchmark; times in seconds."""
+    """Options; times in seconds."""
 
     distributions: tuple[str, ...] = ("normal", "lognormal")
     mean_s: float = 0.1
     normal_std_s: float = 0.05
-    """Half of the mean, as in ROLL Flash."""
+    """Half the mean, as in ROLL Flash."""
     lognormal_std_s: float = 0.5
-    """Heavy tail."""
     num_groups: int = 32
     group_size: int = 8
     over: tuple[tuple[int, int], ...] = ((32, 9), (36, 8), (36, 9), (36, 12))
-    """(groups, episodes per group) started for the same batch."""
+    """(groups, episodes per group) started."""
     rounds: int = 3
     answer_s: float = 0.005
 
 
 def run(options: RedundancyOptions) -> dict[str, Any]:
-    """Measure, print and return the JSON."""
+    """Measure, print and return the result."""
     grid = ((options.num_groups, options.group_size), *options.over)
     with console().status("starting") as status, bench_environment() as base:
         first = base.run_config("bench-first", custom_envs={TAG: slow_lake({})})
@@ -68,7 +65,7 @@ def run(options: RedundancyOptions) -> dict[str, Any]:
 
 
 def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add to each row its speed-up over the first, which has no redundancy."""
+    """Add speed-ups over the first row."""
     base: Spread = rows[0]["batch_s"]
     return [{**row, "ratio": base.median / row["batch_s"].median} for row in rows]
 
@@ -119,7 +116,6 @@ def _batch_s(records: Sequence[MetricRecord]) -> list[float]:
 
 
 def _total(base: BenchEnvironment, run_id: str, name: str) -> float:
-    """Return the sum of an env worker's metric over the run."""
     records = RedisMetrics(base.redis, run_id).read(count=100_000)
     return sum(r.values[name].total for _, r in records if r.source == "rollout" and name in r.values)
 

@@ -1,12 +1,9 @@
 """`offbeat bench scale`: cost of an episode at 16 to 4,096 concurrent episodes in one env worker.
 
-Real: Redis with its append-only file, the buffer, the env worker, FrozenLake. The scripted policy answers at once,
-which keeps the worker busy, or after a delay. CPU time is that of the worker's process and of Redis, without the
-consumer of the groups.
+The policy is scripted. CPU time: the worker's process and Redis, without the consumer.
 
-Invariant: measurements are in steady state: they begin when every slot has finished some episodes, because episodes
-that begin together end in waves, and cover many generations. Every concurrency takes its turn in each round, so drift
-of the machine's speed affects all alike.
+Invariant: windows are in steady state, over many generations of episodes. Rounds alternate over concurrencies, so drift
+of the machine's speed cancels out.
 """
 
 import itertools
@@ -34,32 +31,28 @@ from offbeat.services.rollout.config import CustomEnv, RolloutConfig
 
 GROUP_SIZE = 8
 WARM_UP = 64
-"""Concurrency of the warm-up setting, which is not reported."""
 WARM_UP_EPISODES = 3
-"""Unmeasured episodes per slot."""
+"""Unmeasured episodes per slot: those that begin together end in waves."""
 UNREACHED_STEPS = 10**6
-"""Step limit that no measured run reaches."""
 MAX_COST_SPREAD = 0.2
-"""Allowed excess of the most expensive setting over the cheapest."""
 
 _NUMBERS = itertools.count()
-"""Run numbers; settings share none."""
+"""Unique run numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleOptions:
-    """Options of the benchmark; times in seconds."""
+    """Options; times in seconds."""
 
     concurrency: tuple[int, ...] = (16, 64, 256, 1024, 4096)
     answer_s: float = 0.0
-    """Delay of the scripted policy per turn."""
+    """Policy delay per turn."""
     coalesce_s: float = 0.0
     window_s: float = 8.0
     """Minimum; see `generations`."""
     generations: int = 8
-    """Mean number of episodes that each slot finishes in a window."""
+    """Mean episodes per slot and window."""
     rounds: int = 5
-    """Rounds; each has one window of every setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +75,7 @@ class Window:
     redis_cpu_ms: float
     """Per trajectory."""
     bytes_per_episode: float
-    """Growth of the process; too low if an earlier window left free memory."""
+    """Growth of the process; too low after a window that left free memory."""
 
     @property
     def cpu_ms(self) -> float:
@@ -91,7 +84,7 @@ class Window:
 
 
 def run(options: ScaleOptions) -> dict[str, Any]:
-    """Measure, print and return the JSON."""
+    """Measure, print and return the result."""
     with console().status("starting") as status, bench_environment() as base:
         first = base.run_config("bench-first", custom_envs={TAG: slow_lake({})})
         base.prepare(first)
@@ -110,10 +103,9 @@ def run(options: ScaleOptions) -> dict[str, Any]:
 
 
 def cost_spread(costs: Sequence[Sequence[float]]) -> float:
-    """Return the excess cost of the most expensive setting over the cheapest; 0.2 is a fifth.
+    """Return the relative excess of the most expensive setting over the cheapest.
 
-    costs: windows of each setting, in the order of the rounds. Windows are compared within their round, because the
-    machine's speed drifts; a setting's value is the median over rounds.
+    costs: windows per setting, by round; compared within a round, median over rounds.
     """
     means = [geometric_mean(of_round) for of_round in zip(*costs, strict=True)]
     relative = [median(cost / mean for cost, mean in zip(windows, means, strict=True)) for windows in costs]
@@ -121,8 +113,6 @@ def cost_spread(costs: Sequence[Sequence[float]]) -> float:
 
 
 class _ConcurrencyRun:
-    """One concurrency, in a run of its own."""
-
     def __init__(self, options: ScaleOptions, base: BenchEnvironment, rollouts: RolloutProcess, count: int) -> None:
         self._options = options
         self._bench_env = base
@@ -165,7 +155,6 @@ class _ConcurrencyRun:
         )
 
     def _publish(self, config: RunConfig) -> None:
-        """Publish version 0 for the admission rule."""
         keys = RunKeys(config.exp_name)
         self._bench_env.redis.hset(keys.progress, mapping={"version": 0, "step": 0})
         self._bench_env.redis.xadd(keys.doorbell, {"e": "publish"})

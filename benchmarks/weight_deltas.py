@@ -1,9 +1,6 @@
-"""Delta publishing against whole versions, on weights of real training steps.
+"""Delta publishing against whole versions, by both transports, on weights of real training steps.
 
-Real: scripted episodes of FrozenLake through a real buffer, the learner's batches, loss and DeepSpeed optimizer, both
-transports with their digests. Each version is stored and fetched both ways.
-
-Invariant: both ways yield the same bytes; a receiver of deltas already has the base, as a replica does.
+Invariant: both ways yield equal bytes; receivers of deltas hold the base.
 """
 
 import time
@@ -34,7 +31,7 @@ TAKE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class DeltaOptions:
-    """Options of the benchmark."""
+    """Options."""
 
     learning_rates: tuple[float, ...] = (1e-6, 1e-5, 8e-4)
     """From large models' to the quickstart's."""
@@ -44,8 +41,6 @@ class DeltaOptions:
 
 @dataclass(slots=True)
 class _Way:
-    """One way of storing versions: its two ends and measurements."""
-
     learner: Transport
     replica: Transport
     stored: list[Stored]
@@ -78,7 +73,6 @@ def _with_learning_rate(config: RunConfig, rate: float) -> RunConfig:
 
 
 def _batches(base: BenchEnvironment, config: RunConfig) -> list[list[Group]]:
-    """Return scripted episodes, one batch per step."""
     epoch = base.prepare(config)
     keys = RunKeys(config.exp_name)
     base.redis.hset(keys.progress, mapping={"version": 0, "step": 0})
@@ -138,7 +132,7 @@ def _way(base: BenchEnvironment, rate: float, anchor_every: int) -> _Way:
 
 
 def _transfer(way: _Way, version: int, tensors: dict[str, Any]) -> bytes:
-    """Store and fetch one version; return the file that a replica would load."""
+    """Store and fetch a version; return the fetched file."""
     began = time.monotonic()
     stored = way.learner.stage(version, 1, way.learner.copies(tensors.items()))
     way.stage_s.append(time.monotonic() - began)

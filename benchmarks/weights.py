@@ -1,10 +1,8 @@
-"""`offbeat bench weights`: time from the learner's `publish` until the last replica serves the version.
+"""`offbeat bench weights`: time from `publish` until the last replica serves the version.
 
-Real: Redis, the publisher with its shared memory, the subscriber, the replica around vLLM under constant load. Each
-replica has a process of its own, without Ray. The weights are random, of a Qwen2 of the given size.
+Replicas run vLLM under load in their own processes, without Ray. Weights: random Qwen2 of the given size.
 
-Invariant: the references (copies in memory and in shared memory, an engine step under the same load) are measured in
-the same call, on the same bytes.
+Invariant: references (copies, an engine step under load) use the same bytes, in the same call.
 """
 
 import asyncio
@@ -45,7 +43,6 @@ SHAPES = {
     "16M": TinyPolicyConfig(hidden_size=384, intermediate_size=1536, num_hidden_layers=7, num_attention_heads=6),
     "135M": TinyPolicyConfig(hidden_size=768, intermediate_size=3072, num_hidden_layers=14, num_attention_heads=12),
 }
-"""Model shapes by name on the command line."""
 SEQUENCE_LENGTH = 512
 PROMPT_TOKENS = 32
 ANSWER_TOKENS = 64
@@ -54,7 +51,7 @@ SERVED_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class WeightOptions:
-    """Options of the benchmark."""
+    """Options."""
 
     sizes: tuple[str, ...] = tuple(SHAPES)
     replicas: tuple[int, ...] = (1, 2)
@@ -71,14 +68,14 @@ class ReplicaSeen:
     """Measurements of one replica."""
 
     step_s: float
-    """Median time of a token while no weights changed: one engine step."""
+    """Median engine step without updates."""
     pauses_s: tuple[float, ...]
     loads_s: tuple[float, ...]
-    """Loading and comparing: before the pause if the version was staged, else in it."""
+    """Load and comparison: before the pause if staged, else in it."""
 
 
 class LoadedReplica:
-    """A replica that follows the broker under load, in a process of its own."""
+    """Replica under load that follows the broker."""
 
     def __init__(
         self, name: str, run_id: str, redis_url: str, folder: Path, model: Path, options: WeightOptions
@@ -109,7 +106,7 @@ class LoadedReplica:
         return RedisWeightSubscriber(Redis.from_url(self._redis_url), self._run_id, WeightsConfig(), self._folder)
 
     async def take_measurements(self) -> ReplicaSeen:
-        """Return measurements since the last call."""
+        """Return and reset the measurements."""
         for task in self._tasks:
             if task.done():
                 task.result()
@@ -120,7 +117,7 @@ class LoadedReplica:
         return ReplicaSeen(step_s, tuple(x.pause_s for x in loads), tuple(x.load_s for x in loads))
 
     async def _keep_running(self, replica: Any, place: int) -> None:
-        """Send requests in a row; those of a single version measure the engine's step."""
+        """Send requests; those of a single version measure the engine's step."""
         draw = random.Random(place)
         for number in itertools.count():
             prompt = tuple(draw.randrange(16) for _ in range(PROMPT_TOKENS))
@@ -135,7 +132,7 @@ class LoadedReplica:
 
 
 class _Timed:
-    """Engine that records its loads."""
+    """Engine that records loads."""
 
     def __init__(self, engine: Any, loads: list[Any]) -> None:
         self._engine = engine
@@ -150,7 +147,7 @@ class _Timed:
 
 
 def run(options: WeightOptions) -> dict[str, Any]:
-    """Measure, print and return the JSON."""
+    """Measure, print and return the result."""
     rows: list[dict[str, Any]] = []
     with console().status("starting") as status, bench_environment() as base:
         for size in options.sizes:
@@ -162,8 +159,6 @@ def run(options: WeightOptions) -> dict[str, Any]:
 
 
 class _ReplicaRun:
-    """One size and number of replicas."""
-
     def __init__(
         self, base: BenchEnvironment, options: WeightOptions, size: str, replicas: int, status: Status
     ) -> None:
@@ -195,7 +190,7 @@ class _ReplicaRun:
         return self._row(num_bytes, times, max(step_s), seen, copies)
 
     def _step_s(self, hosts: Sequence[ProcessActor]) -> list[float]:
-        """Return each engine's step time, once requests have finished under version 0."""
+        """Return each engine's step time under version 0."""
         self._seen(hosts)
         deadline = time.monotonic() + SERVED_TIMEOUT_S
         while True:
@@ -288,7 +283,7 @@ class _ReplicaRun:
 
 
 def _copies(weights: Sequence[tuple[str, Any]], rounds: int, name: str) -> dict[str, Spread]:
-    """Return the seconds of a copy in memory and of a file copy in shared memory. name: of the files."""
+    """Return seconds of copies in memory and in shared memory (files `name`)."""
     import torch
 
     source = torch.cat([tensor.flatten() for _, tensor in weights])
