@@ -1,1 +1,1 @@
-"""The generation service: samples tokens with vLLM on Ray Serve and takes new weights under running requests."""
+"""The generation service: vLLM on Ray Serve, with weight updates under running requests."""

@@ -1,4 +1,4 @@
-"""The generation service as a Ray Serve application; wiring only."""
+"""The generation service as a Ray Serve application."""
 
 import asyncio
 import gc
@@ -34,19 +34,19 @@ from offbeat.services.weights.config import WeightsConfig
 logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 0.5
-"""Between two looks for the run that has claimed the application."""
+"""Between checks for the run that claims the application."""
 TENANT_TIMEOUT_S = 20.0
-"""Timeout of a call that waits for the application to be claimed by a run."""
+"""Timeout of calls to an application that no run has claimed."""
 MAX_ONGOING_CALLS = 4096
-"""Calls in one replica; each carries several turns, and the engine queues what it can't batch."""
+"""Concurrent calls per replica; each carries several turns, which the engine queues."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """Plain values: they are pickled on their way to a replica."""
+    """Picklable settings of a replica."""
 
     tenant: Tenant | None
-    """The run that is served; None serves whichever run has claimed the application."""
+    """Run to serve; None: whichever claims the application."""
     config: GenerationConfig
     transport: str
     """See `WeightsConfig.transport`; fixed when the engine starts."""
@@ -85,7 +85,7 @@ class GenerationDeployment:
         self._watching = None if s.tenant else asyncio.create_task(self._serve_whoever_claims())
 
     async def generate(self, blob: bytes) -> AsyncIterator[bytes]:
-        """Sample completions: encoded requests in, encoded completions out as they finish."""
+        """Sample completions, yielded encoded as they finish."""
         tenancy = self._tenancy or await self._wait_for_tenant()
         async for completions in tenancy.replica.generate(decode_requests(blob)):
             yield encode_completions(completions)
@@ -95,11 +95,11 @@ class GenerationDeployment:
             await self._tenancy.replica.abort(request_ids)
 
     async def status(self) -> ReplicaStatus | None:
-        """Return the replica's status; None while no run is served."""
+        """Return the replica's status; None without a run."""
         return self._tenancy.replica.status() if self._tenancy else None
 
     async def check_health(self) -> None:
-        """Raise if the replica must be replaced; called by Serve."""
+        """Raise if Serve must replace the replica."""
         if self._watching and self._watching.done():
             self._watching.result()
         await self._engine.check()
@@ -107,7 +107,6 @@ class GenerationDeployment:
             await self._tenancy.check()
 
     async def _serve(self, tenant: Tenant | None) -> None:
-        """Serve this run and no other from here on."""
         before, self._tenancy = self._tenancy, None
         self._occupied.clear()
         if before is not None:
@@ -170,7 +169,7 @@ def build(
     output_dir: Path,
     seed: int,
 ) -> Application:
-    """Build the application of one run; a replica is ready when its engine runs and holds the newest weights, if any."""
+    """Build a run's application; a replica is ready once it holds the newest weights, if any."""
     tenant = Tenant(run_id, output_dir, weights)
     logs = output_dir / "logs"
     return deploy(ReplicaSettings(tenant, config, weights.transport, model, sequence_length, redis_url, logs, seed))

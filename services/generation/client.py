@@ -1,4 +1,4 @@
-"""Interface of the generation service to env workers, and its client over Ray Serve."""
+"""Interface of the generation service and its Ray Serve client."""
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol, cast
@@ -18,25 +18,23 @@ class GenerationClient(Protocol):
     """Token ids in, token ids out."""
 
     def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
-        """Sample every request; completions are yielded as they finish, several at a time, each request exactly once.
-
-        A refused request (too long for the context, for example) yields a completion with `error`.
+        """Sample every request; yield each completion exactly once, as they finish. Refused requests yield a completion
+        with `error`.
 
         Raises:
-            RetryableError: the replica died or left routing; requests not yielded so far may be sent again.
+            RetryableError: the replica died or left routing; resend the requests not yielded.
         """
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort requests that are no longer needed; unknown ids are ignored. A call that is still iterated yields them
-        with `error`."""
+        """Abort requests, which then yield `error`; unknown ids are ignored."""
         ...
 
 
 class ServeGenerationClient:
     """`GenerationClient` over a Serve handle: one streaming call carries many turns to one replica.
 
-    Raises `RayServeException` where Serve does not run yet. An application that is not there yet is waited for by the calls.
+    Calls wait for an application that is not deployed yet. Raises `RayServeException` if Serve is not running.
     """
 
     def __init__(self, app: str) -> None:
@@ -59,7 +57,7 @@ class ServeGenerationClient:
                 call.cancel()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort on every replica: the client does not know which one has a request."""
+        """Abort on every replica, since the client does not know which one has a request."""
         try:
             await self._handle.broadcast("abort", list(request_ids)).results_async()
         except (RayError, RayServeException) as error:
@@ -67,7 +65,7 @@ class ServeGenerationClient:
 
 
 def _translate(error: Exception) -> MeshError:
-    """Convert Ray's wrapper to the service's own error; a replica that died, left or is full is retryable."""
+    """Convert Ray's wrapper to the service's error; a dead or full replica is retryable."""
     if not isinstance(error, RayTaskError):
         return RetryableError(f"no replica answered: {error}")
     cause = error.cause

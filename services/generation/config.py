@@ -11,14 +11,15 @@ class GeneratingArgs(Config):
     """Sampling parameters of the policy; ROLL's `generating_args`."""
 
     temperature: float = Field(default=1.0, ge=0)
-    """0 is greedy. Training needs a positive one; the trainer divides its logits by it."""
+    """0 is greedy, for evaluation only; the trainer divides its logits by it."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Below 1 the recorded logprobs are of the truncated distribution, and the trainer's of the full one: its ratio
-    starts below 1, at the probability mass that was kept (`actor/mismatch_kl_fresh` shows it)."""
+    """Below 1, recorded logprobs are of the truncated distribution and the trainer's of the full one, so ratios start
+    at the kept probability mass (`actor/mismatch_kl_fresh`).
+    """
     top_k: int = Field(default=-1, ge=-1)
     """-1 keeps every token; otherwise as `top_p`."""
     max_new_tokens: int = Field(default=64, ge=1)
-    """Longest answer of a turn, tokens; a tag's `max_tokens_per_step` may be lower."""
+    """Maximum tokens per turn; a tag's `max_tokens_per_step` may be lower."""
 
 
 class GenerationConfig(Config):
@@ -26,17 +27,18 @@ class GenerationConfig(Config):
 
     generating_args: GeneratingArgs = GeneratingArgs()
     app: str | None = None
-    """Serve application that samples for the run; a deployed one must have the run's model. None takes a free deployed
-    one that matches these keys, otherwise starts one of the run's own."""
+    """Serve application that samples for the run, with the run's model. None: a free deployed one that matches these
+    keys, else one of the run's own.
+    """
     num_replicas: int = Field(default=1, ge=1)
     """vLLM engines, each with all of the weights."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     device: Literal["cpu", "cuda"] = "cpu"
     cpus_per_replica: float = Field(default=1.0, gt=0)
-    """Logical CPUs that Ray reserves for one replica; also the engine's OpenMP threads on a CPU (rounded, at least 1)."""
+    """Logical CPUs that Ray reserves per replica; on a CPU also the engine's OpenMP threads (rounded, at least 1)."""
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
     max_model_len: int | None = Field(default=None, ge=1)
-    """Longest context of the engine, tokens; None takes the run's `sequence_length`."""
+    """Maximum context, tokens; None: the run's `sequence_length`."""
     max_num_seqs: int = Field(default=256, ge=1)
     """Turns that one engine batches."""
     kv_cache_gib: float = Field(default=1.0, gt=0)
@@ -45,19 +47,21 @@ class GenerationConfig(Config):
     enforce_eager: bool = True
     enable_prefix_caching: bool = True
     max_lora_rank: int | None = Field(default=None, ge=1, le=512)
-    """Largest `lora_rank` of an adapter that the engines serve next to the base (vLLM's name): the learner then
-    publishes the adapter alone. None: the adapter is merged into the published weights."""
+    """Largest `lora_rank` served as an adapter (vLLM's key); the learner then publishes adapters alone. None: merged
+    weights.
+    """
     engine_kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Further vLLM engine arguments, passed as they are."""
     on_weight_update: Literal["keep", "recompute"] = "keep"
-    """What running requests do when new weights arrive: keep their KV cache, or recompute it from their tokens under
-    the new weights. New requests never reuse older entries."""
+    """Whether running requests keep their KV cache under new weights or recompute it. New requests never reuse older
+    entries.
+    """
     request_timeout_s: float = Field(default=60.0, gt=0)
-    """A turn that takes longer is aborted and its episode retried."""
+    """Time after which a turn is aborted and its episode retried."""
     update_timeout_s: float = Field(default=120.0, gt=0)
-    """Loading weights for longer takes their replica out of routing. Reading them has `weights.fetch_timeout_s`."""
+    """Time of loading weights after which a replica leaves routing. Reading is limited by `weights.fetch_timeout_s`."""
 
 
 def app_name(run_id: str) -> str:
-    """Name of the Serve application of a run's own."""
+    """Return the name of a run's own Serve application."""
     return f"generation-{run_id}"

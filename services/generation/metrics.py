@@ -27,7 +27,7 @@ class Counts:
         self._loads.append(times)
 
     def take(self, *, replica_id: str, version: int, running: int, waiting: int) -> MetricRecord:
-        """Return the counts since the last call as one record."""
+        """Return and reset the counts as a record."""
         values = {name: Partial("sum", value) for name, value in self._sums.items()}
         values |= {
             "weight_updates": Partial("sum", len(self._loads)),

@@ -1,7 +1,7 @@
-"""One replica: holds requests until it serves the version that they need, and follows the broker while serving.
+"""A replica: holds requests until it serves the version that they need, and follows the broker.
 
-Invariants: a request enters the engine only under committed weights at least as new as its `min_version`; the version
-span of a completion's first token also holds for the KV cache of its prompt; after a failed update nothing is served.
+Invariants: a request enters the engine only under committed weights of at least its `min_version`; the version of a
+completion's first token holds for the KV cache of its prompt; nothing is served after a failed update.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ from offbeat.services.weights.replica_reports import ReplicaLoad
 logger = logging.getLogger(__name__)
 
 FOLLOW_TIMEOUT_S = 30.0
-"""Longest wait for news of the broker in one call."""
+"""Longest wait for an announcement per call."""
 RETRY_INTERVAL_S = 1.0
-"""Pause after weights could not be fetched, or the broker not be reached."""
+"""Pause after weights could not be fetched or the broker not reached."""
 
 
 class ReplicaStatus(TypedDict):
@@ -36,13 +36,13 @@ class ReplicaStatus(TypedDict):
     running: int
     """Unanswered requests, including `waiting` ones."""
     waiting: int
-    """Requests that wait for newer weights, or for an update to end."""
+    """Requests that wait for newer weights or an update."""
     broken: str
     """Reason for not serving; empty if healthy."""
 
 
 class GenerationReplica:
-    """Token ids in, token ids out, under the newest weights."""
+    """Samples token ids from token ids under the newest weights."""
 
     def __init__(
         self, replica_id: str, engine: PolicyEngine, subscriber: WeightSubscriber, config: GenerationConfig
@@ -63,8 +63,7 @@ class GenerationReplica:
         self._counts = Counts()
 
     async def catch_up(self) -> None:
-        """Load the newest version that there is, before the replica is ready. One that can't be fetched is left for
-        `follow`; until then requests wait.
+        """Load the newest version before the replica is ready, unless it can't be fetched yet.
 
         Raises:
             GenerationError: it could not be loaded.
@@ -80,7 +79,7 @@ class GenerationReplica:
             logger.warning("starting without weights: %s", error)
 
     async def follow(self) -> None:
-        """Take new versions as they are announced, always the newest, until cancelled.
+        """Load new versions as they are announced, until cancelled.
 
         Raises:
             GenerationError: an update failed; the replica is broken.
@@ -108,7 +107,7 @@ class GenerationReplica:
         await self.report()
 
     async def report(self) -> None:
-        """Report the replica's state to the broker. Raises `RetryableError` while the broker does not answer."""
+        """Report to the broker. Raises `RetryableError` while it does not answer."""
         loading, since = self._loading or (None, 0.0)
         load = ReplicaLoad(len(self._running), self._waiting, loading, since)
         await self._subscriber.report(self._replica_id, self._version, load)
@@ -139,12 +138,12 @@ class GenerationReplica:
         await self.retire(reason)
 
     async def settle(self) -> None:
-        """Return when no update is under way; who does not await anything then finds it so."""
+        """Wait until no update is in progress."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._broken or not self._updating)
 
     async def retire(self, reason: str) -> None:
-        """Stop serving for good; running requests fail with `RetryableError(reason)`."""
+        """Stop serving; running requests fail with `RetryableError(reason)`."""
         async with self._changed:
             self._broken = reason
             self._changed.notify_all()
@@ -152,7 +151,7 @@ class GenerationReplica:
             task.cancel()
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
-        """Sample every request; yields completions as they finish.
+        """Sample every request; yield completions as they finish.
 
         Raises:
             RetryableError: this replica no longer serves.
@@ -207,14 +206,13 @@ class GenerationReplica:
             return Completion(request.request_id, error=f"no answer within {self._timeout_s} s")
 
     def _spans_update(self, completion: Completion, version: int) -> bool:
-        """Return True if an update happened between submission and the first token. Part of the prompt may then have
-        been computed (or cached) under the older weights, which no version span would show, so it is sampled again.
-        This depends on timing alone, not on the completion."""
+        """Return True if an update fell between submission and first token: part of the prompt may have older weights,
+        which no version span shows, so the turn is sampled again.
+        """
         return self._keeps_cache and bool(completion.versions) and completion.versions[0].version != version
 
     async def _serving(self, min_version: int) -> int:
-        """Return the version that is served, once it is at least `min_version` (and there is one) and no update is
-        under way."""
+        """Wait until a version of at least `min_version` is served and no update is in progress; return it."""
         if not self._ready(min_version):
             self._waiting += 1
             try:
@@ -230,7 +228,7 @@ class GenerationReplica:
         return not self._broken and not self._updating and self._version >= max(min_version, 0)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Stop sampling these; ids that are not here are ignored."""
+        """Abort requests; unknown ids are ignored."""
         for request_id in request_ids:
             if task := self._running.get(request_id):
                 task.cancel()

@@ -1,7 +1,7 @@
-"""The run that an engine samples for: the one it was deployed for, or whichever run has claimed its application.
+"""The run that an engine samples for: its own, or whichever claims the application.
 
-Invariant: nothing computed with one run's weights reaches the next run. Each tenancy has a replica object of its own,
-which starts without a version, and its own prefix-cache salt.
+Invariant: nothing computed with one run's weights reaches the next run. Each tenancy has its own replica object,
+starting without a version, and prefix-cache salt.
 """
 
 import asyncio
@@ -37,13 +37,13 @@ APP = "app"
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """The part of a run that its engines need; plain values."""
+    """What engines need of a run; picklable."""
 
     run_id: str
     output_dir: Path
     weights: WeightsConfig
     start: str = ""
-    """Distinguishes starts of a run under the same name."""
+    """Distinguishes starts of a run of one name."""
 
 
 class EngineOffer(BaseModel):
@@ -77,7 +77,7 @@ async def make_offer(redis: Redis, app: str, offer: EngineOffer) -> None:
 
 
 def read_offers(redis: SyncRedis) -> dict[str, EngineOffer]:
-    """Return every application that was ever offered; whether it is running is up to Serve."""
+    """Return every application ever offered, running or not."""
     raw = cast(dict[bytes, bytes], redis.hgetall(OFFERS))
     return {name.decode(): EngineOffer.model_validate_json(blob) for name, blob in raw.items()}
 
@@ -97,7 +97,7 @@ async def find_tenant(redis: Redis, app: str) -> Tenant | None:
 
 
 class Tenancy:
-    """One engine in the service of one run, from `begin` to `end`."""
+    """Service of one engine to one run, from `begin` to `end`."""
 
     def __init__(
         self, tenant: Tenant, replica_id: str, engine: VllmEngine, config: GenerationConfig, redis_url: str
@@ -122,7 +122,7 @@ class Tenancy:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def begin(self) -> None:
-        """Load the newest weights, if any, and follow the broker from here on. Raises `GenerationError`."""
+        """Load the newest weights and follow the broker. Raises `GenerationError`."""
         reporting = asyncio.create_task(self._report())  # reading the weights may take long, and is told of
         try:
             await self.replica.catch_up()
@@ -132,7 +132,7 @@ class Tenancy:
         self._tasks = [asyncio.create_task(self.replica.follow()), reporting]
 
     async def end(self) -> None:
-        """Stop answering; return when no request of the run is left in the engine and no update is half loaded."""
+        """Stop answering; wait until the engine holds no request of the run and no half-loaded update."""
         await self.replica.settle()
         for task in self._tasks:
             task.cancel()

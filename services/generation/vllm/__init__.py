@@ -1,1 +1,1 @@
-"""The seam to vLLM: engine, worker extension and weight loading."""
+"""vLLM: engine, worker extension and weight loading."""

@@ -1,4 +1,4 @@
-"""The one seam to vLLM: an engine that samples token ids and changes its weights while it runs."""
+"""vLLM's engine: samples token ids and changes its weights while it runs."""
 
 # pyright: basic
 import asyncio
@@ -24,12 +24,13 @@ from offbeat.services.messages.types import (
 
 WORKER_EXTENSION = "offbeat.services.generation.vllm.worker.WorkerExtension"
 BACKENDS = {"shm": "offbeat_file", "fs": "offbeat_file", "ipc": "offbeat_ipc", "nccl": "offbeat_nccl"}
-"""Weight transport -> the engine of `weight_engine` that loads what its `fetch` gives."""
+"""Weight transport -> vLLM weight-transfer engine that loads it."""
 PRIMITIVES = 512
-"""Matrix products that oneDNN keeps compiled, 256 KiB each: enough for 64 batch sizes of five shapes. Its own 1024 take
-twice the memory and save no time; with 128 small batches took twice as long."""
+"""Matrix products that oneDNN keeps compiled, 256 KiB each. Its default of 1024 takes twice the memory and saves no
+time; 128 doubled the time of small batches.
+"""
 MAX_CACHED_SAMPLING_PARAMS = 1024
-"""Number of sampling settings whose vLLM parameters are cached: turns differ in their maximum tokens."""
+"""Cached vLLM sampling settings; turns differ in their maximum tokens."""
 SHUTDOWN_TIMEOUT_S = 0.5
 """Time that the engine's process has to exit."""
 
@@ -41,15 +42,14 @@ class LoadTimes:
     pause_s: float
     """From the request to pause until the engine runs again."""
     load_s: float
-    """Loading and comparing: before the pause where the version could be staged, else in it."""
+    """Loading and comparing, before the pause if the version was staged."""
 
 
 class PolicyEngine(Protocol):
     """Interface of a replica to its engine."""
 
     async def generate(self, request: GenerateRequest, version: int) -> Completion:
-        """Sample one turn; `version` names the weights in use at submission. A request that the engine refuses yields a
-        completion with `error`.
+        """Sample one turn under `version`. A refused request yields a completion with `error`.
 
         Raises:
             RetryableError: the engine died.
@@ -57,11 +57,11 @@ class PolicyEngine(Protocol):
         ...
 
     async def stage(self, path: Path) -> None:
-        """Prepare a version (see `WeightSubscriber.fetch`) while the engine samples on, as far as it can."""
+        """Prepare a version while the engine samples, as far as it can."""
         ...
 
     async def load(self, path: Path, version: int) -> LoadTimes:
-        """Switch to the weights staged last while running requests wait; any error leaves the engine unusable."""
+        """Switch to the version last staged; any error leaves the engine unusable."""
         ...
 
     async def check(self) -> None:
@@ -130,7 +130,7 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
 
 
 class VllmEngine:
-    """`PolicyEngine` on vLLM's `AsyncLLM`, which may be started already."""
+    """`PolicyEngine` on vLLM's `AsyncLLM`."""
 
     def __init__(self, llm: Any, config: GenerationConfig, salt: str = "", with_pictures: Any = None) -> None:
         """with_pictures: builds prompts with images (`vision.PromptMaker`), if the model reads any."""
@@ -154,7 +154,7 @@ class VllmEngine:
     async def start(
         cls, config: GenerationConfig, model: Path, *, sequence_length: int, seed: int, transport: str = "shm"
     ) -> "VllmEngine":
-        """Start an engine of the model folder's architecture. Its weights are random until the first `load`."""
+        """Start an engine of the model folder's architecture, with random weights until the first `load`."""
         os.environ.update(engine_environment(config))
         logging.getLogger("vllm").setLevel(logging.WARNING)
         from vllm.config import WeightTransferConfig
@@ -178,11 +178,11 @@ class VllmEngine:
         return engine
 
     def salted(self, salt: str) -> "VllmEngine":
-        """Return the same engine with another salt; its requests only hit prefix-cache entries of that salt."""
+        """Return the same engine with its own part of the prefix cache."""
         return VllmEngine(self.llm, self._config, salt, self._with_pictures)
 
     async def warm_up(self) -> None:
-        """Sample two tokens: what vLLM sets up on its first request takes seconds."""
+        """Sample two tokens, since vLLM's first request takes seconds."""
         from vllm.inputs import tokens_input
 
         request = GenerateRequest("warm-up", (0,), Sampling(max_new_tokens=2))
@@ -191,7 +191,7 @@ class VllmEngine:
             pass
 
     async def generate(self, request: GenerateRequest, version: int) -> Completion:
-        """Sample a completion. The version salts the prefix cache: requests never reuse the cache of other weights."""
+        """Sample a completion; the version salts the prefix cache, so that no cache of other weights is reused."""
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -213,7 +213,7 @@ class VllmEngine:
         return _completion(request.request_id, answer)
 
     def _prompt(self, request: GenerateRequest, salt: str) -> Any:
-        """Return the prompt in vLLM's form. Raises ValueError if it holds images that the model can't read."""
+        """Return vLLM's prompt. Raises ValueError if the model can't read its images."""
         from vllm.inputs import tokens_input
 
         if not request.pictures:
@@ -223,8 +223,7 @@ class VllmEngine:
         return self._with_pictures(request, salt, share_prefixes=self._salted)
 
     async def stage(self, path: Path) -> None:
-        """Stage on a CPU: the model is reloaded into a twin, in slices between engine steps; other devices and adapters
-        are left to `load`."""
+        """On a CPU, reload the model into a twin in slices between engine steps; otherwise leave all to `load`."""
         began, self._stage_s = time.monotonic(), None
         if is_whole(path) and await self._call_worker("stage_weights", path=str(path)):
             while not await self._call_worker("stage_more"):
@@ -232,8 +231,7 @@ class VllmEngine:
             self._stage_s = time.monotonic() - began
 
     async def load(self, path: Path, version: int) -> LoadTimes:
-        """Load weights. With `on_weight_update: recompute` the pause drops the KV cache and running requests recompute
-        theirs; with `keep` only the salt separates old entries from new ones."""
+        """Load weights. The pause drops the KV cache for `recompute`; for `keep` the salt separates old entries."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         ticket = update_request_of(path)
@@ -258,8 +256,7 @@ class VllmEngine:
         return (await self.llm.collective_rpc(method, kwargs=arguments))[0]
 
     async def _pause(self) -> None:
-        """Return when no step is running or will start. vLLM sleeps 20 ms after its pause to order outputs, which is
-        not needed here: an engine that answers between two steps is paused."""
+        """Wait until no step runs or will start. Omits the 20 ms that vLLM sleeps to order outputs."""
         if self._pausing is not None:
             await self._pausing
         self._pausing = asyncio.create_task(self.llm.pause_generation(mode="keep", clear_cache=self._recompute))
@@ -271,8 +268,9 @@ class VllmEngine:
             self._pausing.result()
 
     async def _start_waiting_requests(self) -> None:
-        """Ensure that submitted requests have their first token before weights change; otherwise they would be sampled
-        again. The engine answers between two steps, so one step ran in between, which schedules whatever fits."""
+        """Let submitted requests reach their first token before weights change, or they would be sampled again. The
+        engine answers between two steps, so one step has scheduled whatever fits.
+        """
         for _ in range(2):
             await self.llm.is_paused()
 
@@ -318,7 +316,7 @@ def _parameters(sampling: Sampling) -> Any:
 
 
 def _completion(request_id: str, output: Any) -> Completion:
-    """Return a completion of the sampled tokens; `logprobs=0` gives exactly one logprob for each."""
+    """Return a completion of the sampled tokens; `logprobs=0` gives one logprob for each."""
     spans = tuple(VersionSpan(span.start, span.end, int(span.version)) for span in output.weight_versions)
     reason = FinishReason.STOP if output.finish_reason == "stop" else FinishReason.LENGTH
     return Completion(request_id, tuple(output.token_ids), tuple(output.logprobs.logprobs), spans, reason)

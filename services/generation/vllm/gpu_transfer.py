@@ -1,5 +1,5 @@
-"""vLLM's `ipc` and `nccl` transfer engines with additional checks: plain messages, a checksum, and completeness of
-parameters. Runs in vLLM's worker process on a GPU.
+"""vLLM's `ipc` and `nccl` transfer engines, in its GPU worker, with plain messages, a checksum and a check for
+completeness.
 """
 
 # pyright: basic
@@ -19,7 +19,7 @@ from offbeat.services.weights.transports.device import checksum
 
 
 class TensorIntake:
-    """Loads tensors as they arrive and keeps account of them."""
+    """Loads tensors as they arrive and records them."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -34,7 +34,7 @@ class TensorIntake:
         self._loaded |= set(self._model.load_weights(tensors))
 
     def finish(self, model_config: Any, digest: str) -> None:
-        """Raise `LoadError` if something is missing or differs from what the learner sent."""
+        """Raise `LoadError` if a parameter is missing or the checksum differs."""
         found = f"sum64:{self._sum % 2**64:016x}"
         if found != digest:
             raise LoadError(f"the weights came damaged: {found}, {digest} announced")
@@ -43,7 +43,7 @@ class TensorIntake:
 
 @dataclass
 class PlainIpcUpdate(WeightTransferUpdateInfo):
-    """Plain form of vLLM's IPC update, as `offbeat.services.weights.transports.vllm_senders` sends it."""
+    """vLLM's IPC update as `offbeat.services.weights.transports.vllm_senders` sends it."""
 
     names: list[str]
     dtype_names: list[str]
@@ -79,7 +79,7 @@ class IpcEngine(IPCWeightTransferEngine):
 
 
 def _rebuild_arguments(handle: dict[str, Any]) -> tuple[Any, ...]:
-    """Return arguments of torch's `rebuild_cuda_tensor` for a buffer of bytes."""
+    """Return the arguments of torch's `rebuild_cuda_tensor` for a buffer of bytes."""
     return (
         torch.Tensor,
         torch.Size(handle["size"]),
@@ -101,7 +101,7 @@ def _rebuild_arguments(handle: dict[str, Any]) -> tuple[Any, ...]:
 
 @dataclass
 class CheckedNcclUpdate(NCCLWeightTransferUpdateInfo):
-    """vLLM's NCCL update and the digest of the version."""
+    """vLLM's NCCL update with the version's digest."""
 
     digest: str = ""
 

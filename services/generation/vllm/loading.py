@@ -1,7 +1,7 @@
-"""Loads new weights into a model that vLLM reloads layer by layer, and verifies them against the file.
+"""Loads weights into a model that vLLM reloads layer by layer, and verifies them.
 
-Invariant: success means that every parameter was filled, and that compared ones agree: exactly where parameters keep
-their layout, by a probe where the CPU packs them.
+Invariant: on success every parameter was filled, and compared ones agree: exactly where parameters keep their layout,
+by a probe where the CPU packs them.
 """
 
 # pyright: basic
@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from offbeat.services.generation.vllm.tensor_file import TensorFile
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
-"""Error of a probe through a packed matrix, over the largest value: rounding passes, another matrix does not."""
+"""Relative error of a probe through a packed matrix that rounding can't exceed."""
 
 
 class LoadError(Exception):
@@ -24,9 +24,9 @@ class LoadError(Exception):
 
 
 def finish_reload(model: Any, model_config: Any, expected: set[str], loaded: set[str]) -> None:
-    """Put reloaded layers back to work.
+    """Finish the reload of layers.
 
-    expected: the model's parameters when the reload began. loaded: those that got new values.
+    expected: the model's parameters before the reload. loaded: those that got new values.
 
     Raises:
         LoadError: a parameter got none.
@@ -39,8 +39,9 @@ def finish_reload(model: Any, model_config: Any, expected: set[str], loaded: set
 
 
 def _repack_tied_head(model: Any) -> set[str]:
-    """Repack a tied head with the new embeddings; return its names. On a CPU a head's matrix is packed when it is
-    loaded, and the layerwise reload skips a tied one: without this the old head would stay."""
+    """Repack a tied head and return its names: a CPU packs the head's matrix, and the layerwise reload skips a tied
+    one.
+    """
     tables = {path: m for path, m in model.named_modules() if isinstance(m, VocabParallelEmbedding)}
     heads = {path: module for path, module in tables.items() if isinstance(module, ParallelLMHead)}
     (embedding,) = (module for path, module in tables.items() if path not in heads)
@@ -51,7 +52,7 @@ def _repack_tied_head(model: Any) -> set[str]:
 
 
 def compare(model: Any, file: TensorFile) -> Iterator[None]:
-    """Compare the model with the file and yield after each parameter; parameters split over several workers are skipped.
+    """Compare model and file, yielding after each parameter; those split over workers are skipped.
 
     Raises:
         LoadError: they differ.
@@ -77,8 +78,7 @@ def compare(model: Any, file: TensorFile) -> Iterator[None]:
 
 
 def _names_here(model: Any, file: TensorFile) -> dict[str, str]:
-    """Return the model's names of unfused tensors -> the file's: a model that reads pictures has its parts in other
-    places."""
+    """Return the model's names of unfused tensors -> the file's; vision-language models nest them differently."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return {name: name for name in file.names()}
@@ -88,7 +88,7 @@ def _names_here(model: Any, file: TensorFile) -> dict[str, str]:
 
 
 def fused_names(model: Any) -> dict[str, list[str]]:
-    """Return modules that fuse several of the file's, by the last part of their names."""
+    """Return modules that fuse several tensors of the file, by the last part of their names."""
     fused: dict[str, list[str]] = {}
     for module in model.modules():
         fused |= getattr(module, "packed_modules_mapping", {})
@@ -104,7 +104,7 @@ def _agrees(module: Any, parameter: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def _probe_agrees(module: Any, wanted: torch.Tensor) -> bool:
-    """Return True if a packed matrix maps a probe vector as the file's matrix does."""
+    """Return True if a packed matrix maps a probe vector as the file's does."""
     probe = torch.randn(1, wanted.shape[1], generator=torch.Generator().manual_seed(0)).to(wanted.dtype)
     found = module.quant_method.apply(module, probe).float()
     expected = torch.nn.functional.linear(probe.float(), wanted.float())

@@ -1,10 +1,9 @@
-"""Serves a low-rank adapter on top of the base weights, inside vLLM's worker process.
+"""Serves a low-rank adapter on the base weights, inside vLLM's worker.
 
-There is one adapter, with one fixed name: a new version replaces it while no step runs, so running requests continue
-under it as they do under full weights.
+There is one adapter, with a fixed name; a new version replaces it between steps, so running requests continue under it.
 
-Invariants: success means that the adapter is loaded on every layer that its file names and on no other; the base is
-loaded and compared as if there were no adapters.
+Invariants: on success the adapter is loaded on exactly the layers that its file names; the base is loaded and compared
+as without adapters.
 """
 
 # pyright: basic
@@ -30,13 +29,14 @@ VOCABULARY = (VocabParallelEmbeddingWithLoRA, LogitsProcessorWithLoRA)
 
 
 def request() -> LoRARequest:
-    """Return the request field that selects the adapter; its path is never read."""
+    """Return the field that selects the adapter; its path is never read."""
     return LoRARequest(NAME, NUMBER, NAME)
 
 
 def skip_vocabulary_layers(model: Any, manager: Any) -> None:
-    """Take embeddings and head out of what adapters may change: on a CPU vLLM gathers their part of the adapter for each
-    token, [tokens, rank, vocabulary], whether it is trained or not."""
+    """Exclude embeddings and head from adapters: on a CPU vLLM gathers [tokens, rank, vocabulary] for them, trained or
+    not.
+    """
     for parent, name, layer in _wrap(model):
         if isinstance(layer, VOCABULARY):
             parent._modules[name] = layer.base_layer
@@ -58,7 +58,7 @@ def unwrap(model: Any) -> Iterator[None]:
 
 
 def take_adapter(runner: Any, folder: Path) -> None:
-    """Replace the serving adapter by a folder's.
+    """Replace the adapter by a folder's.
 
     Raises:
         LoadError: the layers differ from the file.
@@ -84,7 +84,7 @@ def _scaling(folder: Path) -> float:
 
 
 def _compare(layers: dict[str, Any], fused: dict[str, list[str]], file: TensorFile, scaling: float) -> None:
-    """Compare the layers' factors with the file's; those split over several workers are skipped. Raises `LoadError`."""
+    """Compare the layers' factors with the file's, except those split over workers. Raises `LoadError`."""
     places = {part: (whole, number) for whole, parts in fused.items() for number, part in enumerate(parts)}
     named: set[tuple[str, int]] = set()
     for key, wanted in file.items():
@@ -106,7 +106,7 @@ def _compare(layers: dict[str, Any], fused: dict[str, list[str]], file: TensorFi
 
 
 def _agrees(held: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Return True if they are equal. held: has room for larger ranks, which must be zero."""
+    """Return True if they are equal and `held` is zero beyond `wanted`."""
     rows, columns = wanted.shape
     if held.shape[0] < rows or held.shape[1] < columns:
         return True  # one worker's part of it

@@ -1,10 +1,9 @@
-"""Prepares a version next to the weights in use, a few milliseconds at a time; taking it only exchanges pointers.
+"""Loads a version into a twin of the model between engine steps, a few milliseconds at a time; the switch exchanges
+pointers.
 
-The reload goes into a twin of the model: the same modules with parameters of their own, at the cost of the weights'
-memory once more. The engine samples between two slices.
+The twin has the same modules with its own parameters, which takes the weights' memory again.
 
-Invariant: the serving model does not change before `exchange`, and `exchange` only follows a complete version that was
-compared with its file.
+Invariant: the serving model changes only in `exchange`, after a complete version was compared with its file.
 """
 
 # pyright: basic
@@ -25,14 +24,13 @@ from offbeat.services.generation.vllm.loading import compare, finish_reload
 from offbeat.services.generation.vllm.tensor_file import TensorFile
 
 SLICE_S = (0.002, 0.05)
-"""Shortest and longest slice; in between, half of the time since the last slice."""
+"""Shortest and longest slice; between them, half of the time since the last one."""
 LAYER = ".layers."
 ABSENT = object()
 
 
 def can_stage(config: VllmConfig) -> bool:
-    """Return True if a version can be staged: the model is in main memory, unquantized, and no compiled graph holds its
-    tensors."""
+    """Return True if the model is in main memory, unquantized and not compiled."""
     whole = config.parallel_config.world_size == 1 and config.model_config.quantization is None
     return current_platform.is_cpu() and whole and config.model_config.enforce_eager
 
@@ -52,13 +50,13 @@ class Staging:
         self._slice_ended = 0.0
 
     def begin(self, path: str) -> None:
-        """Start staging a file; an unfinished one is discarded."""
+        """Start staging a file, discarding an unfinished one."""
         self._changes = []
         self._work = self._reload(path)
         self._slice_ended = time.monotonic()
 
     def stage_next(self) -> bool:
-        """Stage one slice; return True once the version is ready for `exchange`.
+        """Stage one slice; return True once complete.
 
         Raises:
             LoadError: the file does not fit the model.
@@ -73,7 +71,7 @@ class Staging:
         return bool(self._changes)
 
     def switch(self) -> bool:
-        """Switch the model to the staged version; the twin gets the old parameters. Return False if none is staged."""
+        """Exchange the parameters of model and twin; return False if none is staged."""
         changes, self._changes, self._work = self._changes, [], None
         for mine, theirs, name in changes:
             old, new = mine.pop(name, ABSENT), theirs.pop(name, ABSENT)
@@ -114,7 +112,7 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
 
 
 def _by_layer(names: Iterable[str]) -> Iterator[list[str]]:
-    """Yield names of tensors, those of a layer together."""
+    """Yield the names of each layer's tensors."""
     layers: defaultdict[str, list[str]] = defaultdict(list)
     for name in names:
         prefix, layer, rest = name.partition(LAYER)
@@ -123,7 +121,7 @@ def _by_layer(names: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _make_twin(module: nn.Module, modules: dict[int, nn.Module], tensors: dict[int, torch.Tensor]) -> nn.Module:
-    """Return a module that shares everything but tensors and submodules; what is used twice inside is so in the twin."""
+    """Return a copy of the module that shares everything but tensors and submodules."""
     if id(module) not in modules:
         twin = modules[id(module)] = object.__new__(type(module))
         own = vars(twin)

@@ -1,7 +1,7 @@
 """Reads a safetensors file without leaking.
 
-`safetensors.safe_open` (0.8.0, PyTorch) leaks a Python integer for nearly every tensor read; an engine reads each of a
-model's tensors twice per version.
+`safetensors.safe_open` (0.8.0, PyTorch) leaks a Python integer per tensor; an engine reads each tensor twice per
+version.
 """
 
 # pyright: basic
@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 
 LENGTH = 8
-"""Bytes of the header's length at the start of the file."""
+"""Bytes of the header's length."""
 MAX_HEADER_BYTES = 100 << 20
 """Maximum header length, as in safetensors."""
 DTYPES = {
@@ -34,7 +34,7 @@ DTYPES = {
 
 
 class TensorFile:
-    """A file's tensors, each read from the disk when it is used."""
+    """A file's tensors, read from the disk on use."""
 
     def __init__(self, path: str | Path) -> None:
         """Raises ValueError if it is no safetensors file, OSError if it can't be read."""
@@ -64,7 +64,7 @@ class TensorFile:
             yield name, self.get_tensor(name)
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """Return a view of the file, which stays as long as the tensor does.
+        """Return a view of the file, which stays open as long as the tensor exists.
 
         Raises:
             ValueError: its entry does not fit the file. KeyError: there is none.

@@ -1,4 +1,4 @@
-"""Request to vLLM's worker to load the version at a path."""
+"""Request to vLLM's worker to load a version."""
 
 import json
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 SUFFIX = ".json"
-"""Suffix of files that tell the engine how to fetch weights from a learner's GPU."""
+"""Suffix of files that describe a pull from a learner's GPU."""
 TAKE_ADAPTER = "take_adapter"
 
 
@@ -21,7 +21,7 @@ class UpdateRequest:
 
 
 def update_request_of(path: Path) -> UpdateRequest:
-    """Return the request for a file, an adapter's folder, or a GPU pull (see `transports.gpu_pulls`)."""
+    """Return the request for a file, an adapter's folder or a GPU pull."""
     if path.is_dir():
         return UpdateRequest(None, TAKE_ADAPTER, {"folder": str(path)})
     if path.suffix != SUFFIX:

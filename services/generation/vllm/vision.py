@@ -1,7 +1,7 @@
-"""Qwen2-VL and Qwen2.5-VL for vLLM, fed with preprocessed pixels (`services.chat.vision`) instead of images.
+"""Qwen2-VL and Qwen2.5-VL for vLLM, fed with preprocessed pixels (`services.chat.vision`).
 
-vLLM would use transformers' processor, which needs torchvision and a tokenizer in the engine. Here placeholders are
-expanded beforehand and pixels come with the request; only the size limits of vLLM's processing remain.
+transformers' processor would need torchvision and a tokenizer in the engine. Here placeholders are expanded beforehand,
+and pixels come with the request.
 
 Invariant: vision tower outputs of one version are never reused under another.
 """
@@ -34,10 +34,10 @@ IMAGE = "image"
 
 
 class Sizes(qwen2_vl.Qwen2VLProcessingInfo):
-    """Size limits for vLLM's memory planning: an image may fill a prompt."""
+    """Size limits for vLLM's memory planning; one image may fill a prompt."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        """Return the limit of each modality: images only, in any number."""
+        """Allow images only, in any number."""
         return {IMAGE: None}
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
@@ -52,7 +52,7 @@ class NoProcessing(qwen2_vl.Qwen2VLMultiModalProcessor):
     requires_tokenizer = False
 
     def get_dummy_mm_inputs(self, mm_counts: Mapping[str, int], **_: Any) -> MultiModalInput:
-        """Return no input: there is nothing to warm up."""
+        """Return an empty input: there is nothing to warm up."""
         del mm_counts
         return mm_input([], MultiModalKwargsItems({}), {}, {})
 
@@ -73,7 +73,7 @@ class Qwen25VL(qwen2_5_vl.Qwen2_5_VLForConditionalGeneration):
 
 
 def register() -> None:
-    """Put these in the place of vLLM's own; in each of the engine's processes."""
+    """Replace vLLM's own models; called in each of the engine's processes."""
     ModelRegistry.register_model("Qwen2VLForConditionalGeneration", Qwen2VL)
     ModelRegistry.register_model("Qwen2_5_VLForConditionalGeneration", Qwen25VL)
 
@@ -87,8 +87,8 @@ class PromptMaker:
         self._fields = qwen2_vl._create_qwen2vl_field_factory(self._reader.merge)
 
     def __call__(self, request: GenerateRequest, salt: str, *, share_prefixes: bool) -> MultiModalInput:
-        """Return the input of a request. salt: requests with different ones never share cached images nor, with
-        `share_prefixes`, tokens.
+        """Return a request's input. Requests with different salts share no cached images nor, with `share_prefixes`,
+        tokens.
 
         Raises:
             ValueError: an image can't be read, or takes another number of tokens.

@@ -1,6 +1,6 @@
-"""Loads weight versions inside vLLM's worker process: from a file, or from a learner's GPU (`gpu_transfer`).
+"""Loads weight versions inside vLLM's worker, from a file or from a learner's GPU (`gpu_transfer`).
 
-Invariant: success means that every parameter of the model was loaded. Versions from a file are compared with it.
+Invariant: on success every parameter was loaded. Versions from a file are compared with it.
 """
 
 # pyright: basic
@@ -38,7 +38,7 @@ class FileInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """One version: a safetensors file with Hugging Face names."""
+    """A version as a safetensors file with Hugging Face names."""
 
     path: str
 
@@ -54,14 +54,14 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         """Do nothing."""
 
     def start_weight_update(self) -> None:
-        """Make the layers ready to take weights in checkpoint format."""
+        """Prepare the layers for weights in checkpoint format."""
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         """Load the file and compare the model with it.
 
         Raises:
-            LoadError: a parameter got nothing, or something else than the file's values.
+            LoadError: a parameter got no value, or another one than the file's.
         """
         expected = {name for name, _ in self.model.named_parameters()}
         with TensorFile(update_info.path) as file:
@@ -78,8 +78,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker; that its module is imported there registers the engine, and models that
-    read pictures."""
+    """Mixin of vLLM's worker; importing its module registers the weight engines and the vision models."""
 
     vllm_config: VllmConfig
     model_runner: Any
@@ -89,7 +88,7 @@ class WorkerExtension:
     _staging: Staging | None = None
 
     def stage_weights(self, path: str) -> bool:
-        """Start staging a file's version next to the one in use; return False if it has to be loaded in a pause."""
+        """Start staging a file; return False if it must be loaded in a pause."""
         if self._staging is None and can_stage(self.vllm_config):
             self._staging = Staging(self.model_runner.get_model(), self.vllm_config)
         if self._staging is not None:
@@ -97,12 +96,12 @@ class WorkerExtension:
         return self._staging is not None
 
     def stage_more(self) -> bool:
-        """Stage one slice; return True once `take_weights` can load the version. Raises `LoadError`."""
+        """Stage one slice; return True once complete. Raises `LoadError`."""
         assert self._staging is not None
         return self._staging.stage_next()
 
     def take_weights(self, update_info: dict[str, Any]) -> None:
-        """Serve the staged version, or load a whole one: in one call, since during each call more nothing is sampled."""
+        """Switch to the staged version, or load one: a single call, since nothing is sampled during it."""
         if self._staging is not None and self._staging.switch():
             return
         self.start_weight_update()
@@ -110,11 +109,11 @@ class WorkerExtension:
         self.finish_weight_update()
 
     def prepare_adapters(self) -> None:
-        """Prepare for adapters; called once, before the first request."""
+        """Prepare for adapters, once before the first request."""
         skip_vocabulary_layers(self.model_runner.get_model(), self.model_runner.lora_manager._adapter_manager)
 
     def take_adapter(self, folder: str) -> None:
-        """Serve a version that is an adapter, after its base if that is in the same folder. Raises `LoadError`."""
+        """Load an adapter, after its base if the folder has one. Raises `LoadError`."""
         base = Path(folder, BASE)
         if base.exists():
             with unwrap(self.model_runner.get_model()):
@@ -122,7 +121,7 @@ class WorkerExtension:
         take_adapter(self.model_runner, Path(folder))
 
     def die_with_parent(self) -> None:
-        """Make the kernel end this process when the replica that started it dies."""
+        """Make the kernel kill this process when its replica dies."""
         die_with_parent()
 
 
