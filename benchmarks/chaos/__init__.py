@@ -1,1 +1,1 @@
-"""`offbeat chaos`: a real run under random faults, audited at its end."""
+"""`offbeat chaos`: a run under random faults, audited at its end."""

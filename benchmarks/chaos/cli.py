@@ -33,7 +33,7 @@ def chaos(
     as_json: JsonFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Train on this machine while its processes are killed and stopped at random, then prove that nothing was lost.
+    """Train while processes are killed and stopped at random, then prove that nothing was lost.
 
     Exit codes: 0 the run finished, the audit proves it, nothing is left over; 1 otherwise.
     """

@@ -1,8 +1,6 @@
-"""Small disk for a run's checkpoints, which can be filled up.
+"""Small disk for a run's checkpoints.
 
-It is a tmpfs in a mount namespace of this process, so the kernel removes it with the process. Without root or user
-namespaces there is none, and the report notes it. Invariant: `keep` leaves the checkpoints in the run's folder as
-ordinary files.
+A tmpfs in this process's mount namespace, so the kernel removes both together. Needs root or user namespaces.
 """
 
 import ctypes
@@ -13,17 +11,17 @@ from pathlib import Path
 
 SIZE_BYTES = 48 * 2**20
 SPARE_BYTES = 64 * 1024
-"""Bytes left free on a full disk: enough to begin a file, too few to finish it."""
+"""Bytes left free: enough to begin a file, too few to finish it."""
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_REC, MS_PRIVATE = 0x4000, 1 << 18
 CHECKPOINTS, BALLAST = "checkpoints", "ballast"
 
 
 class SmallDisk:
-    """A tmpfs next to the run's folder."""
+    """Tmpfs next to the run's folder."""
 
     def __init__(self, output_dir: Path) -> None:
-        """Mount it; this process must have a single thread. `refusal` holds the reason of a failure."""
+        """Mount it; requires a single thread. Failures are in `refusal`."""
         self._output_dir = output_dir
         self._place = output_dir.with_name(f"{output_dir.name}.disk")
         self.refusal = ""
@@ -41,12 +39,12 @@ class SmallDisk:
         return not self.refusal
 
     def attach(self) -> None:
-        """Redirect the run's checkpoints to the disk; call before the run writes its first."""
+        """Redirect the run's checkpoints, before the first is written."""
         if self.is_there:
             (self._output_dir / CHECKPOINTS).symlink_to(self._place / CHECKPOINTS)
 
     def fill(self) -> int:
-        """Fill the disk up to `SPARE_BYTES`; return the number of bytes written."""
+        """Fill up to `SPARE_BYTES`; return the bytes written."""
         size = max(shutil.disk_usage(self._place).free - SPARE_BYTES, 0)
         with (self._place / BALLAST).open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, max(size, 1))
@@ -56,7 +54,7 @@ class SmallDisk:
         (self._place / BALLAST).unlink(missing_ok=True)
 
     def keep(self) -> None:
-        """Move the checkpoints to the run's folder, where they outlive this process."""
+        """Move the checkpoints to the run's folder as ordinary files."""
         if not self.is_there or not (self._output_dir / CHECKPOINTS).is_symlink():
             return
         self.free()

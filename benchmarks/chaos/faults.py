@@ -1,6 +1,6 @@
-"""Faults of a run: their victims, by command line, and how they are injected.
+"""Faults of a run, their victims and their injection.
 
-Invariant: only descendants of the run's own command (and of the second node's) are ever signalled, each by its pid.
+Invariant: only descendants of the run's command and of the second node are signalled, by pid.
 """
 
 import random
@@ -13,24 +13,23 @@ from enum import StrEnum
 import psutil
 
 STOP_S = (2.0, 8.0)
-"""Range of the time for which a process is stopped."""
+"""Range of a stop's duration."""
 SHARED_TRACKER = "resource_tracker"
 
 
 class FaultKind(StrEnum):
     KILL = "killed"
     STOP = "stopped"
-    """SIGSTOP, later SIGCONT."""
     HANG = "hangs"
-    """SIGSTOP without SIGCONT: the process must be detected as hung and replaced."""
+    """SIGSTOP without SIGCONT, to be detected and replaced."""
     MISBEHAVE = "env"
-    """Misbehaving env; see `offbeat.benchmarks.chaos.faulty_env`."""
+    """See `offbeat.benchmarks.chaos.faulty_env`."""
     CONNECTIONS = "connections"
-    """Disturbed connections to Redis; see `offbeat.benchmarks.chaos.proxy`."""
+    """See `offbeat.benchmarks.chaos.proxy`."""
     MEMORY = "memory"
-    """Redis without memory for writes, for a while."""
+    """Temporary refusal of writes by Redis."""
     DISK = "disk"
-    """Full disk of the checkpoints, for a while."""
+    """Temporarily full checkpoint disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +37,14 @@ class Fault:
     name: str
     act: FaultKind = FaultKind.KILL
     target: str = ""
-    """KILL, STOP, HANG: part of the victim's command line; otherwise the variant of the fault."""
+    """KILL, STOP, HANG: part of the victim's command line; else the fault's variant."""
     comes_back: bool = False
     """True if a replacement process must start."""
     during: str = ""
-    """Stage of the learner (`learner_doing`) in which it is injected; empty: any."""
+    """Stage of the learner (`learner_doing`); empty: any."""
 
     @property
     def has_victim(self) -> bool:
-        """True if it signals a process."""
         return self.act in (FaultKind.KILL, FaultKind.STOP, FaultKind.HANG)
 
 
@@ -66,9 +64,8 @@ PROCESSES = {
 }
 """Kind -> part of its command line."""
 REPLACED_IF_SHORT = ("single env",)
-"""Kinds that are replaced only below their required number."""
+"""Kinds replaced only below their required number."""
 REPLACED_IF_HUNG = ("env worker", "single env", "engine core", "learner", "redis-server")
-"""Kinds that are replaced when they hang."""
 FAULTS = (
     *(Fault(f"{kind} killed", FaultKind.KILL, mark, kind not in REPLACED_IF_SHORT) for kind, mark in PROCESSES.items()),
     *(Fault(f"{kind} stopped", FaultKind.STOP, mark) for kind, mark in PROCESSES.items()),
@@ -95,7 +92,7 @@ FAULTS = (
 
 
 def plan(kills: int, seed: int) -> list[Fault]:
-    """Return the sequence of faults; counts of kinds differ by at most one."""
+    """Return faults; counts of kinds differ by at most one."""
     rng = random.Random(seed)
     order: list[Fault] = []
     while len(order) < kills:
@@ -104,7 +101,7 @@ def plan(kills: int, seed: int) -> list[Fault]:
 
 
 def processes_of(roots: Iterable[psutil.Process], mark: str) -> list[psutil.Process]:
-    """Return living descendants of commands whose command line contains `mark`, oldest first."""
+    """Return living descendants with `mark` in the command line, oldest first."""
     processes: list[tuple[float, psutil.Process]] = []
     for root in roots:
         try:
@@ -124,7 +121,7 @@ def processes_of(roots: Iterable[psutil.Process], mark: str) -> list[psutil.Proc
 def strike(
     fault: Fault, victim: psutil.Process, rng: random.Random, sleep: Callable[[float], None] = time.sleep
 ) -> float:
-    """Kill or stop a process; return the seconds for which it was stopped."""
+    """Kill or stop a process; return the stop's seconds."""
     if fault.act in (FaultKind.KILL, FaultKind.HANG):
         victim.send_signal(signal.SIGKILL if fault.act is FaultKind.KILL else signal.SIGSTOP)
         return 0.0

@@ -1,6 +1,6 @@
-"""FrozenLake that misbehaves on request: the env of a run under chaos.
+"""FrozenLake that misbehaves on request.
 
-Invariant: an order is a file in the folder `orders`, and is executed once, by the env that removes the file.
+Invariant: an order is a file in `orders`, executed once, by the env that removes it.
 """
 
 import os
@@ -19,7 +19,6 @@ class FaultyLakeConfig(FrozenLakeConfig):
     """`env_config` of the tag."""
 
     orders: Path
-    """Folder of the orders."""
 
 
 def _hang() -> NoReturn:
@@ -47,7 +46,7 @@ MISDEEDS: dict[str, Callable[[], None]] = {"hang": _hang, "crash": _crash, "floo
 
 
 class FaultyLakeEnv(FrozenLakeEnv):
-    """FrozenLake whose step executes a pending order."""
+    """FrozenLake with a pending order executed in `step`."""
 
     config_class: ClassVar[type[FrozenLakeConfig]] = FaultyLakeConfig
     words: ClassVar[tuple[str, ...]] = WORDS

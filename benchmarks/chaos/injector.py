@@ -1,6 +1,6 @@
-"""Injects faults into a run.
+"""Injection of faults into a run.
 
-Invariant: temporary faults are reverted, also when the injection is interrupted.
+Invariant: temporary faults are reverted, also when interrupted.
 """
 
 import random
@@ -23,28 +23,26 @@ from offbeat.benchmarks.chaos.run_monitor import RunUnderChaos
 from offbeat.benchmarks.chaos.second_node import SecondNode
 
 DELAY_S = (0.02, 0.2)
-"""Delay of each chunk in each direction while connections are slow."""
+"""Delay per chunk and direction of slow connections."""
 CONNECTION_FAULT_S = (2.0, 8.0)
-"""Duration of slow, silent or torn connections."""
 WRITES_REFUSED_S = (4.0, 40.0)
-"""Duration for which Redis refuses writes; exceeds the timeout of a call."""
+"""Duration; exceeds the timeout of a call."""
 ORDER_TIMEOUT_S = 20.0
-"""Timeout for an env to execute an order."""
 DISK_FULL_S = (1.0, 4.0)
-"""Duration of a full disk after the learner noticed it."""
+"""Duration after the learner noticed it."""
 FAILURE_TIMEOUT_S = 60.0
 LEARNER = PROCESSES["learner"]
 
 Wait = Callable[[Callable[[], bool], float], bool]
-"""(condition, timeout in seconds) -> True if the condition was met in time."""
+"""(condition, timeout in seconds) -> True if met in time."""
 
 
 class MissedError(Exception):
-    """The fault could not be injected."""
+    """Fault that could not be injected."""
 
 
 class FaultInjector:
-    """Injects the faults of one run."""
+    """Injector of one run's faults."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Result of a run under chaos: each fault, and the state after the run."""
+"""Report of a run under chaos."""
 
 import statistics
 from collections.abc import Sequence
@@ -13,13 +13,12 @@ class InjectedFault:
     """Since the run's first step."""
     step: int
     lasted_s: float = 0.0
-    """Duration of the fault itself."""
     back_s: float | None = None
-    """Until a process of its kind was up again, or checkpoints were written again; None if not applicable."""
+    """Until the process was up, or checkpoints were written, again; None: not applicable."""
     next_step_s: float | None = None
-    """Until the run had published two more steps."""
+    """Until two more steps were published."""
     missed: str = ""
-    """Reason why it could not be injected; empty if it was."""
+    """Reason why it was not injected, or empty."""
 
 
 @dataclass
@@ -33,7 +32,7 @@ class ChaosReport:
     leftovers: list[str] = field(default_factory=list[str])
     complaints: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
-    """Faults that this platform does not support."""
+    """Faults unsupported on this platform."""
 
     @property
     def passed(self) -> bool:
@@ -41,11 +40,10 @@ class ChaosReport:
 
     @property
     def done(self) -> list[InjectedFault]:
-        """Injected faults."""
         return [fault for fault in self.struck if not fault.missed]
 
     def by_kind(self) -> dict[str, dict[str, Any]]:
-        """Return count and recovery times by kind: median and longest, s."""
+        """Return count, median and longest recovery (s) by kind."""
         out: dict[str, dict[str, Any]] = {}
         for name in dict.fromkeys(fault.fault for fault in self.done):
             of_kind = [fault for fault in self.done if fault.fault == name]

@@ -1,6 +1,6 @@
-"""External view of the run under chaos: its command, Redis and processes.
+"""External view of a run under chaos.
 
-Invariants: `close` always leaves no process of the run behind; a run whose monitor was killed shuts down.
+Invariants: `close` leaves no process behind; a run ends with its monitor.
 """
 
 import json
@@ -34,7 +34,7 @@ class RunUnderChaos:
     def __init__(
         self, config: Path, output_dir: Path, run_id: str, overrides: Sequence[str], environment: Mapping[str, str]
     ) -> None:
-        """environment: of the command, in addition to ours."""
+        """environment: additions for the command."""
         self.output_dir = output_dir
         self._keys = RunKeys(run_id)
         self._run_id = run_id
@@ -63,12 +63,12 @@ class RunUnderChaos:
         return self.process.poll() is None
 
     def has_folder(self) -> bool:
-        """True once the run owns its folder: an earlier run there has been moved aside."""
+        """True once the run owns its folder: an earlier one has been moved aside."""
         path = self.output_dir / run_folder.CONFIG
         return path.exists() and path.stat().st_mtime >= self.root.create_time()
 
     def record_processes(self) -> None:
-        """Record the current processes, to recognize orphans later."""
+        """Record processes, to recognize orphans later."""
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 self.processes.setdefault(process.pid, process.create_time())
@@ -82,7 +82,7 @@ class RunUnderChaos:
         return self._redis
 
     def _field(self, key: str, name: str) -> str | None:
-        """Return a hash's field; empty if absent, None while Redis is unreachable."""
+        """Return a hash's field; "" if absent, None while Redis is unreachable."""
         redis = self.redis()
         try:
             raw = None if redis is None else cast(bytes | None, redis.hget(key, name))
@@ -91,8 +91,7 @@ class RunUnderChaos:
         return "" if raw is None else raw.decode()
 
     def step(self) -> int | None:
-        """Return the optimizer steps behind the newest published weights, -1 before the first; None while Redis is
-        unreachable."""
+        """Return the steps behind the newest weights, -1 before the first; None while Redis is unreachable."""
         raw = self._field(self._keys.progress, "step")
         if raw is None:
             return None
@@ -103,21 +102,20 @@ class RunUnderChaos:
         return step
 
     def stage(self) -> str:
-        """Return the learner's stage."""
         raw = self._field(self._keys.record, "learner_doing")
         return str(cast(dict[str, Any], json.loads(raw)).get("stage", "")) if raw else ""
 
     def trouble(self) -> str | None:
-        """Return the learner's current problem or an empty string; None while Redis is unreachable."""
+        """Return the learner's problem or ""; None while Redis is unreachable."""
         return self._field(self._keys.record, "learner_trouble")
 
     def leader(self) -> int | None:
-        """Return the pid of the training learner."""
+        """Return the training learner's pid."""
         raw = self._field(learner_key(self._run_id), "pid")
         return int(raw) if raw else None
 
     def trim(self, metrics: int, events: int) -> None:
-        """Trim the run's streams in Redis, as happens by itself only after hours."""
+        """Trim the run's streams, as otherwise happens after hours."""
         redis = self.redis()
         if redis is None:
             return
@@ -126,7 +124,7 @@ class RunUnderChaos:
             redis.xtrim(self._keys.key("buffer", "life"), maxlen=events, approximate=False)
 
     def limit_memory(self, num_bytes: int) -> bool:
-        """Make Redis refuse writes beyond so many bytes (0: no limit); False if it was unreachable."""
+        """Refuse writes beyond `num_bytes` (0: no limit); False if Redis was unreachable."""
         redis = self.redis()
         if redis is None:
             return False
@@ -176,7 +174,6 @@ def _is_alive(pid: int, started: float) -> bool:
 
 
 def _line(pid: int) -> str:
-    """Return a process's command line, shortened."""
     with suppress(psutil.NoSuchProcess):
         return " ".join(psutil.Process(pid).cmdline())[:200]
     return "it has ended since"

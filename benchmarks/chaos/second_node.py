@@ -1,4 +1,4 @@
-"""Second node on this machine in the run's Ray cluster, so that a raylet can die without the whole of Ray.
+"""Second node in the run's Ray cluster, to kill a raylet but not Ray.
 
 Invariant: a dead node is replaced; `close` removes all its processes.
 """
@@ -19,13 +19,13 @@ from offbeat.services.process import terminate
 NUM_CPUS = 2
 OBJECT_STORE_BYTES = 80_000_000
 SPREAD = {"RAY_scheduler_spread_threshold": "0.0"}
-"""Scheduling environment that prefers the emptier node to the head."""
+"""Environment that prefers the emptier node."""
 END_S = 5.0
 GCS = "--gcs-address="
 
 
 def cluster_environment() -> dict[str, str]:
-    """Return the environment shared by the run's command and the node."""
+    """Return the environment of the run and the node."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16), **SPREAD}
 
 
@@ -33,7 +33,6 @@ class SecondNode:
     """A node started with `ray start`."""
 
     def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
-        """environment: see `cluster_environment`."""
         self._log = log
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
@@ -42,13 +41,13 @@ class SecondNode:
 
     @property
     def root(self) -> psutil.Process | None:
-        """Root of the node's processes; None without a node."""
+        """Root of the node's processes, if any."""
         with suppress(psutil.NoSuchProcess):
             return psutil.Process(self._process.pid) if self._process is not None else None
         return None
 
     def ensure_running(self, command: psutil.Process) -> None:
-        """Start the node if there is none and the Ray of `command` is up."""
+        """Start a missing node once the Ray of `command` is up."""
         if self._process is not None and self._process.poll() is None:
             with suppress(psutil.NoSuchProcess):
                 self.processes.update(psutil.Process(self._process.pid).children(recursive=True))
@@ -68,7 +67,6 @@ class SecondNode:
             )
 
     def close(self) -> None:
-        """Kill the node and all its processes."""
         if self._process is None:
             return
         if self._process.poll() is None:
@@ -79,7 +77,7 @@ class SecondNode:
 
 
 def _address(command: psutil.Process) -> str | None:
-    """Return the GCS address of the Ray that a command has started, from its raylet's command line."""
+    """Return the GCS address from the raylet's command line."""
     for raylet in processes_of([command], RAYLET):
         with suppress(psutil.NoSuchProcess):
             for argument in raylet.cmdline():

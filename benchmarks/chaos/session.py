@@ -1,4 +1,4 @@
-"""Injects the planned faults, measures recovery, then waits for the run's end and audits it."""
+"""Fault injection, measurement of recovery, and audit of the finished run."""
 
 import random
 import time
@@ -22,7 +22,7 @@ from offbeat.deploy.local.processes import adopt_orphans
 from offbeat.services.redis.server import server_binary
 
 FAULT_INTERVAL_S = (0.5, 3.0)
-"""Pause between a recovery and the next fault."""
+"""Pause between recovery and the next fault."""
 STAGE_S = 20.0
 POLL_S = 0.05
 START_S = 900.0
@@ -55,8 +55,7 @@ class Chaos:
     def __init__(
         self, run: RunUnderChaos, seed: int, overlap: float, patience_s: float, say: Callable[[str], None]
     ) -> None:
-        """overlap: share of faults followed by the next without waiting for recovery. patience_s: limit for a run
-        without progress and for a missing process."""
+        """overlap: share of faults without a wait for recovery. patience_s: limit without progress or a process."""
         self._overlap = overlap
         self._patience_s = patience_s
         self._run = run
@@ -74,8 +73,7 @@ class Chaos:
         disk: SmallDisk,
         orders: Path,
     ) -> ChaosReport:
-        """Wait for the first step, inject faults for up to `minutes`, wait for the end (up to `end_s` without a step),
-        audit."""
+        """Inject faults for up to `minutes`, wait for the end (up to `end_s` without a step), audit."""
         started = time.monotonic()
         self._node = node
         self._hand = FaultInjector(
@@ -108,7 +106,6 @@ class Chaos:
         return self._report
 
     def _end(self, end_s: float) -> None:
-        """Wait for the run's end as long as it makes steps."""
         step, since = self._run.step(), time.monotonic()
         while self._run.running and time.monotonic() < since + end_s:
             self._pause(POLL_S)
@@ -178,7 +175,7 @@ class Chaos:
     def _wait(
         self, done: Callable[[], bool], timeout_s: float, *, since: float | None = None, poll_s: float = POLL_S
     ) -> float | None:
-        """Return seconds from `since` until `done`, or None on timeout or if the run ended."""
+        """Return seconds from `since` until `done`; None on timeout or after the run's end."""
         began = time.monotonic()
         while not done():
             if time.monotonic() > began + timeout_s or not self._run.running:
@@ -224,7 +221,7 @@ def run_chaos(
     say: Callable[[str], None],
     overrides: Sequence[str],
 ) -> ChaosReport:
-    """Run `steps` steps in `folder` with up to `kills` faults in up to `minutes`."""
+    """Run `steps` steps under up to `kills` faults in up to `minutes`."""
     folder = folder.resolve()
     disk = SmallDisk(folder)
     adopt_orphans()

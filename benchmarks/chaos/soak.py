@@ -1,4 +1,4 @@
-"""`offbeat soak`: a long run at full speed, checked for memory growth."""
+"""`offbeat soak`: a long run, checked for memory growth."""
 
 import signal
 import statistics
@@ -27,11 +27,11 @@ START_S = 600.0
 END_S = 60.0
 INTERRUPTED = 130
 LEAK_SHARE = 0.02
-"""Hourly growth, as a share of a process's memory, that fails the soak."""
+"""Hourly growth, as a share of memory, that fails the soak."""
 MIN_GROWTH_MIB = 1.0
-"""Hourly growth of any process that counts: less is allocator fragmentation."""
+"""Hourly growth that counts; less is fragmentation."""
 METRICS, EVENTS = 1000, 5000
-"""Shorter retention of records and ledger events, so that they reach their bound within the hour."""
+"""Retention of records and ledger events, short enough to reach within the hour."""
 SOAK_OVERRIDES = ("max_steps=1000000000", "warm_start.steps=40", "final_val_batch_size=8")
 
 
@@ -62,7 +62,7 @@ def soak(
 ) -> None:
     """Train the quickstart at full speed and check that no process's memory grows.
 
-    Exit codes: 0 none grows by more than 2 % (and 1 MiB) an hour, significantly or in minimum and maximum alike, the audit
+    Exit codes: 0 none grows by more than 2 % (and 1 MiB) an hour, significantly or in minimum and maximum, the audit
     proves the run, nothing is left over; 1 otherwise.
     """
     raise_interrupt_on_signals()
