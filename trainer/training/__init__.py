@@ -1,1 +1,1 @@
-"""One optimizer step, its checkpoints and recorded batches."""
+"""Optimizer steps, checkpoints and recorded batches."""

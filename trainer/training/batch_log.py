@@ -1,7 +1,6 @@
-"""Recorded batches on disk, for `offbeat learner reproduce`.
+"""Recorded batches, for `offbeat learner reproduce`.
 
-Invariants: batches are written atomically, in the background; every batch that a checkpoint contains was written before
-it. Batches with a non-finite gradient are always kept.
+Invariants: writes are atomic, in the background; a checkpoint's batches are written before it.
 """
 
 import os
@@ -19,49 +18,48 @@ from offbeat.trainer.data.step_batch import StepBatch
 FOLDER = "batches"
 PREFIX, SKIPPED, SUFFIX = "step-", "skipped-", ".msgpack"
 MAX_SKIPPED = 16
-"""Number of kept batches with a non-finite gradient."""
 SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedBatch:
-    """A batch and the peak of the learning-rate schedule when it was trained on."""
+    """Batch and its peak learning rate."""
 
     batch: StepBatch
     learning_rate: float
 
 
 class BatchLog:
-    """Recorded batches of a run's folder; files are numbered by the version that training on the batch produced."""
+    """Recorded batches, numbered by the version they produced."""
 
     def __init__(self, output_dir: Path, max_kept: int = 0) -> None:
-        """max_kept: number of newest batches to keep; 0 records only those with a non-finite gradient."""
+        """max_kept: newest batches to keep; those with a non-finite gradient are always kept."""
         self._folder = output_dir / FOLDER
         self._max_kept = max_kept
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-log")
         self._pending: list[Future[None]] = []
 
     def record(self, batch: StepBatch, learning_rate: float) -> None:
-        """Write a batch in the background, and remove the oldest beyond `max_kept`."""
+        """Write a batch in the background."""
         if self._max_kept:
             self._submit(RecordedBatch(batch, learning_rate), PREFIX, self._max_kept)
 
     def record_skipped(self, batch: StepBatch, learning_rate: float) -> None:
-        """Write a batch whose gradient was not finite, in the background."""
+        """Write a batch with a non-finite gradient."""
         self._submit(RecordedBatch(batch, learning_rate), SKIPPED, MAX_SKIPPED)
 
     def flush(self) -> None:
-        """Wait until every batch is written.
+        """Wait for pending writes.
 
         Raises:
-            OSError: one could not be written.
+            OSError: a write failed.
         """
         pending, self._pending = self._pending, []
         for write in pending:
             write.result()
 
     def steps(self) -> list[int]:
-        """Return the recorded versions in order."""
+        """Return the recorded versions."""
         names = (
             path.name.removeprefix(PREFIX).removesuffix(SUFFIX) for path in self._folder.glob(f"{PREFIX}*{SUFFIX}")
         )
@@ -71,7 +69,7 @@ class BatchLog:
         """Read the batch that produced a version.
 
         Raises:
-            CodecError: it can't be read; the message names the file.
+            CodecError: unreadable file.
         """
         path = self._folder / f"{PREFIX}{version:06d}{SUFFIX}"
         try:

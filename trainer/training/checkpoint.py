@@ -1,11 +1,10 @@
-"""Checkpoints of the learner: written atomically, verified when read; the oldest are removed.
+"""Atomic, verified checkpoints.
 
-Layout of `checkpoints/step-000020`: the policy as a Hugging Face folder (weights, configuration, tokenizer), `state/`
-(exact engine state), `learner.json` (`LearnerState`), `manifest.json` (size and CRC of every other file).
+Layout of `checkpoints/step-000020`: a Hugging Face folder (weights, configuration, tokenizer), `state/` (engine state),
+`learner.json` (`LearnerState`), `manifest.json` (size and CRC of every other file).
 
-Invariants: a folder named `step-...` was complete when it was renamed to that (written to a temporary folder, synced,
-renamed); one that was damaged later is skipped with a warning. `best` links to the step with the best evaluation, which
-is kept in addition to the newest.
+Invariant: a `step-...` folder was complete and synced when renamed; one damaged later is skipped. `best` links to the
+step with the best evaluation, kept in addition to the newest.
 """
 
 import itertools
@@ -35,50 +34,47 @@ TEMPORARY = ".writing-"
 BEST, SCORE = "best", "best.json"
 READ_SIZE = 1 << 22
 ABANDONED_AFTER_S = 3600.0
-"""Age at which a temporary folder of another host counts as abandoned."""
+"""Age at which another host's temporary folder is removed."""
 _WRITER = f"{socket.gethostname()}~{os.getpid()}"
 _SEQUENCE = itertools.count()
 
 
 class CheckpointError(Exception):
-    """The requested checkpoint can't be used; the message says why."""
+    """Unusable requested checkpoint."""
 
 
 class UnsavedError(RuntimeError):
-    """A checkpoint could not be written or made durable; it was removed, and the previous one is unchanged."""
+    """Failed checkpoint, which was removed; the previous one is unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerState:
-    """Learner state in a checkpoint, besides weights and engine state."""
+    """Learner state besides the engine's."""
 
     step: int
-    """Number of optimizer steps, which is the version of the weights."""
+    """Version of the weights."""
     lineage: str
-    """`LearnerRun.lineage` of its writer."""
     entry_ids: tuple[str, ...] = ()
-    """Entries consumed since the last acknowledgement; acknowledged once this checkpoint is durable."""
+    """Entries to acknowledge once this checkpoint is durable."""
     next_number: int = 0
-    """One past the highest group number that was consumed."""
+    """One past the highest consumed group number."""
     kl_coef: float = 0.0
     num_processes: int = 1
-    """Number of data-parallel processes of its writer."""
     config: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Configuration of the run."""
     serial: int = field(default=0, compare=False)
-    """Position in the order of writing, which may differ from that of the steps."""
+    """Order of writing, which may differ from step order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint on disk."""
+    """Complete checkpoint."""
 
     path: Path
     state: LearnerState
 
 
 class CheckpointStore:
-    """Writes, finds and removes the checkpoints of one folder."""
+    """Checkpoints of one folder."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder = folder
@@ -87,13 +83,13 @@ class CheckpointStore:
         self._temporary: list[Path] = []
 
     def save(self, state: LearnerState, write: Callable[[Path], None]) -> "Future[Path]":
-        """Write a checkpoint and return a future of its path, done once it is durable and old ones are removed.
+        """Write a checkpoint; the future is done once it is durable and old ones are removed.
 
-        `write` fills a new folder with weights and engine state before this returns; digests, syncing and renaming run in
-        the background. The previous future must be done.
+        `write` fills a new folder in the foreground; digests, syncing and renaming run in the background. The previous
+        future must be done.
 
         Raises:
-            UnsavedError: it could not be written; the future raises it if it could not be made durable.
+            UnsavedError: the write failed, here or in the future.
         """
         target = self._folder / f"{PREFIX}{state.step:06d}"
         temporary = self._folder / f"{TEMPORARY}{_WRITER}-{next(_SEQUENCE)}-{target.name}"
@@ -113,7 +109,6 @@ class CheckpointStore:
         return target
 
     def _rename(self, temporary: Path, target: Path) -> None:
-        """Sync the temporary folder and rename it."""
         _write_json(temporary / MANIFEST, {str(p.relative_to(temporary)): _fingerprint(p) for p in _files(temporary)})
         _sync(temporary)
         if target.exists():
@@ -123,8 +118,9 @@ class CheckpointStore:
         _sync_folder(self._folder)
 
     def _replace_existing(self, target: Path, temporary: Path) -> None:
-        """Keep an existing checkpoint of the same lineage, which a learner thought dead has written; replace one of
-        another lineage or a damaged one, since no learner would resume from it."""
+        """Replace a checkpoint that is damaged or of another lineage; one of the same lineage was written by a learner
+        presumed dead.
+        """
         lineage = json.loads((temporary / LEARNER).read_text())["lineage"]
         try:
             same = read_checkpoint(target).state.lineage == lineage
@@ -139,7 +135,7 @@ class CheckpointStore:
         shutil.rmtree(old, ignore_errors=True)
 
     def score(self, step: int, value: float) -> None:
-        """Record the score of `step`; the best checkpoint is kept in addition to the newest, and `best` links to it."""
+        """Record the score of `step` and update `best`."""
         path = self._folder / f"{PREFIX}{step:06d}"
         best = self._best()
         # After a resume, the same step may have different weights and another score
@@ -153,7 +149,7 @@ class CheckpointStore:
         temporary.replace(self._folder / BEST)
 
     def _best(self) -> tuple[str, float] | None:
-        """Return name and score of the best checkpoint, if it still exists."""
+        """Return name and score of the best checkpoint."""
         try:
             tree = json.loads((self._folder / SCORE).read_text())
             name, score = f"{PREFIX}{int(tree['step']):06d}", float(tree["score"])
@@ -162,8 +158,7 @@ class CheckpointStore:
         return (name, score) if (self._folder / name).is_dir() else None
 
     def newest_complete(self, lineage: str | None = None) -> Checkpoint | None:
-        """Return the complete checkpoint of a lineage with the highest step, or, of any lineage, the one written last: a run
-        resumed from an earlier step leaves later ones behind. Damaged ones are skipped with a warning."""
+        """Return a lineage's complete checkpoint of the highest step; without a lineage, the last written."""
         paths = sorted(self._folder.glob(f"{PREFIX}*"), key=_step_of, reverse=True)
         for path in paths if lineage is not None else sorted(paths, key=_serial_of, reverse=True):
             try:
@@ -190,7 +185,7 @@ class CheckpointStore:
 
 @contextmanager
 def _remove_if_unsaved(temporary: Path) -> Iterator[None]:
-    """Remove the folder and translate errors of a full disk: OSError, or a library's error with the system's message."""
+    """Remove the folder and raise UnsavedError; libraries report a full disk as various errors."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -199,7 +194,7 @@ def _remove_if_unsaved(temporary: Path) -> Iterator[None]:
 
 
 def _is_abandoned(temporary: Path) -> bool:
-    """Return True if its writer has exited, or, on another host, if it was not modified for `ABANDONED_AFTER_S`."""
+    """Return whether the writer has exited or, on another host, is presumed dead."""
     host, _, rest = temporary.name.removeprefix(TEMPORARY).partition("~")
     try:
         if host == socket.gethostname():
@@ -211,10 +206,10 @@ def _is_abandoned(temporary: Path) -> bool:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Check a checkpoint and read its state.
+    """Verify and read a checkpoint.
 
     Raises:
-        CheckpointError: it is incomplete, damaged, or of another build.
+        CheckpointError: incomplete, damaged, or of another build.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_text())
@@ -236,7 +231,6 @@ def _step_of(path: Path) -> int:
 
 
 def _serial_of(path: Path) -> int:
-    """Return the serial in the checkpoint, complete or not."""
     try:
         return int(json.loads((path / LEARNER).read_text())["serial"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -248,7 +242,6 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _fingerprint(path: Path) -> list[int]:
-    """Return size and CRC-32."""
     crc = 0
     with path.open("rb") as file:
         while chunk := file.read(READ_SIZE):
@@ -261,7 +254,6 @@ def _write_json(path: Path, content: object) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Sync a folder's files and directory entries."""
     for path in folder.rglob("*"):
         if path.is_file():
             _sync_path(path, os.O_RDONLY)

@@ -1,7 +1,6 @@
 """One optimizer batch: groups -> packed batch -> targets -> optimizer steps -> gauges.
 
-Invariant: the same groups in the same order give the same weights, on any number of ranks; each rank runs the same calls on
-the same groups and computes a share of the micro-batches.
+Invariant: groups and their order determine the weights, for any number of ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,28 +54,28 @@ Gauges = dict[str, Partial]
 
 @dataclass(frozen=True, slots=True)
 class StepModels:
-    """Engines of a run; `critic` and `reference` if its algorithm has one."""
+    """Engines of a run."""
 
     policy: TrainEngine[Sampled]
     critic: TrainEngine[Tensor] | None = None
     reference: LogprobModel | None = None
     teachers: Sequence[LogprobModel] = ()
-    """Teachers in the order of the configuration's `teacher`."""
+    """In the order of the configuration's `teacher`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPreview:
-    """A step before its first optimizer step."""
+    """Inputs of a batch's first optimizer step."""
 
     groups: tuple[Group, ...]
     batch: Batch
     targets: Targets
     logprobs: Tensor
-    """The policy's logprobs of the sampled tokens, [M]."""
+    """Policy's logprobs of the sampled tokens, [M]."""
 
 
 class BatchTrainer:
-    """Trains a run's models on groups; all ranks make the same calls."""
+    """Training on groups; collective."""
 
     def __init__(self, config: LearnerConfig, models: StepModels, ranks: Ranks) -> None:
         self._config = config
@@ -89,7 +88,7 @@ class BatchTrainer:
         """Peak of the policy's schedule."""
 
     def train(self, batch: StepBatch) -> Gauges:
-        """Train on a batch; one without a sampled token leaves the weights unchanged."""
+        """Train on a batch; one without sampled tokens changes no weights."""
         gauges = self._train(batch)
         every, reference = self._config.ref_model_sync_steps, self._models.reference
         if every is not None and isinstance(reference, FrozenModel) and (batch.step + 1) % every == 0:
@@ -124,8 +123,7 @@ class BatchTrainer:
         return {**self._merge(pieces), **fixed, "actor/kl_coef": Partial("last", self.kl.coef)}
 
     def preview(self, step_batch: StepBatch) -> StepPreview | None:
-        """Return the inputs that `train` would use under the current weights, or None without a sampled token; changes
-        nothing."""
+        """Return the inputs of `train` under the current weights, or None without sampled tokens."""
         selected, masked = self._select(step_batch)
         batch = pack(selected)
         if not batch.num_sampled:
@@ -140,11 +138,11 @@ class BatchTrainer:
         return StepPreview(tuple(selected), batch, targets, _scatter(batch, micro_batches, logprobs))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of a checkpoint besides weights, optimizer and KL coefficient, as plain values."""
+        """Return the state besides weights, optimizer and KL coefficient."""
         return {"running": self._running.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of a checkpoint."""
+        """Load the state."""
         self._running.load_state_dict(state["running"])
 
     def _select(self, step_batch: StepBatch) -> tuple[list[Group], MaskedCounts]:
@@ -166,7 +164,6 @@ class BatchTrainer:
         masked: MaskedCounts,
         states: ReferenceStates | None,
     ) -> tuple[Targets, Tensor | None]:
-        """Return the targets of the batch and the critic's values."""
         inputs = [_to_input(micro) for micro in micro_batches]
 
         def scatter(parts: Sequence[Tensor]) -> Tensor:
@@ -194,8 +191,7 @@ class BatchTrainer:
 
     @property
     def _trains_on_initial_pass(self) -> bool:
-        """True if `recompute` is free: with one optimizer step per batch, its own forward pass gives the initial
-        logprobs."""
+        """True if a batch's only optimizer step also computes the initial logprobs."""
         config, one_step = self._config, self._config.ppo_epochs == self._args.num_minibatches == 1
         no_other_use = not config.has_value_head and not needs_initial_logprobs(config)
         return config.old_logprobs == "recompute" and one_step and no_other_use
@@ -203,8 +199,7 @@ class BatchTrainer:
     def _infer_initial(
         self, inputs: Sequence[PackedInput], scatter: Callable[[Sequence[Tensor]], Tensor]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the policy's initial logprobs, the critic's values, and the KL to the reference, each if needed; from
-        one forward pass where all are the policy's."""
+        """Return initial logprobs, values, and the KL to the reference, each if needed."""
         policy, critic = self._models.policy, self._models.critic
         recompute = self._config.old_logprobs == "recompute" and not self._trains_on_initial_pass
         has_head, full = self._config.has_value_head, self._config.kl_in_reward_is_full
@@ -219,7 +214,7 @@ class BatchTrainer:
         )
 
     def _teacher_logprobs(self, batch: Batch) -> Tensor | None:
-        """Return each teacher's logprobs of the sequences that it teaches, [K, M]; zeros elsewhere."""
+        """Return the teachers' logprobs, [K, M]; zeros for sequences not taught."""
         if not self._models.teachers:
             return None
         rows: list[Tensor] = []
@@ -229,7 +224,7 @@ class BatchTrainer:
         return torch.stack(rows)
 
     def _reference_states(self, batch: Batch, micro_batches: Sequence[MicroBatch]) -> ReferenceStates | None:
-        """Return the reference's hidden states of the batch on the CPU, if the KL over the vocabulary is needed."""
+        """Return the reference's hidden states on the CPU, for full KLs."""
         reference = self._models.reference
         if not isinstance(reference, Reference) or not self._config.full_kls:
             return None
@@ -242,10 +237,9 @@ class BatchTrainer:
     def _optimize(
         self, micro_batches: Sequence[MicroBatch], targets: Targets, step: int, states: ReferenceStates | None
     ) -> list[Gauges]:
-        """Take one optimizer step of policy and critic, and return the gauges of this rank's passes.
+        """Take one optimizer step of policy and critic; return this rank's gauges.
 
-        The policy's step is skipped if every episode is left out of the loss: without a gradient, Adam would still move
-        the weights by its moments.
+        Without episodes in the loss the policy's step is skipped, because Adam's moments would still move the weights.
         """
         warming = step < self._config.critic_warmup
         loss_states = states if self._config.kl_in_loss_is_full else None
@@ -277,7 +271,7 @@ class BatchTrainer:
         return [*losses.gauges, *outcomes]
 
     def _outcome(self, model: str, outcome: StepOutcome, rate: float) -> Gauges:
-        """Return the metrics that are equal on all ranks, from one of them."""
+        """Return rank 0's metrics."""
         if self._ranks.rank > 0:
             return {}
         norm = {f"{model}/grad_norm": Partial("last", outcome.grad_norm)} if outcome.applied else {}
@@ -295,7 +289,6 @@ class BatchTrainer:
         )
 
     def _merge(self, pieces: Sequence[Gauges]) -> Gauges:
-        """Merge gauges over micro-batches and ranks."""
         own = merge_all(pieces)
         if self._ranks.world_size == 1:
             return with_effective_sample_size(own)
@@ -312,7 +305,7 @@ def _group_weights(step_batch: StepBatch, selected: Sequence[Group]) -> list[flo
 
 
 def _scatter(batch: Batch, micro_batches: Sequence[MicroBatch], parts: Sequence[Tensor]) -> Tensor:
-    """Return per-token values of micro-batches in the batch's order, [M] float32 on the CPU; zeros elsewhere."""
+    """Return per-token values in batch order, [M] float32 on the CPU; zeros elsewhere."""
     values = torch.zeros(batch.num_sampled)
     for micro, part in zip(micro_batches, parts, strict=True):
         values[micro.index] = part.detach().to("cpu", torch.float32)

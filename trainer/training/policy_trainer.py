@@ -1,8 +1,7 @@
-"""The weights of a run and their companions (critic, reference): created, trained, saved, loaded.
+"""Weights of the policy, critic and reference.
 
-Invariants: a run's first weights depend on its model folder, its warm start and its seed alone; weights that `load`
-restores continue exactly. Critic and reference start from the first weights, which are kept in `start/` of the run's
-folder if only the warm start could reproduce them.
+Invariants: the first weights depend only on model folder, warm start and seed; `load` continues exactly. Critic and
+reference start from the first weights, kept in the run's `start/` after a warm start.
 """
 
 import json
@@ -46,31 +45,32 @@ Model = TypeVar("Model", bound=nn.Module)
 START = "start"
 ALGORITHM = Path("state", "algorithm.json")
 REFERENCE = Path("state", "reference.safetensors")
-"""Exists if the reference is updated during training."""
+"""Present if the reference is updated."""
 
 
 class Trainer(Protocol):
-    """Interface of the loop to the weights."""
+    """Weights interface of the loop."""
 
     def begin(self, progress: Progress, should_stop: Callable[[], bool]) -> bool:
         """Create the first weights; return False if stopped first."""
         ...
 
     def load(self, folder: Path, kl_coef: float) -> None:
-        """Restore from a checkpoint's folder, instead of `begin`."""
+        """Restore a checkpoint, instead of `begin`."""
         ...
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the peak of the policy's learning-rate schedule."""
+        """Set the peak of the policy's schedule."""
         ...
 
     def train(self, batch: StepBatch) -> Gauges:
-        """Take the optimizer steps of a batch; one without groups leaves the weights unchanged."""
+        """Train on a batch."""
         ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors to publish: weights by Hugging Face name, or base and adapter separately. A tensor is valid
-        until the next; the iterator must be exhausted."""
+        """Yield the tensors to publish: weights by Hugging Face name, or base and adapter separately. Each is valid
+        until the next; exhaust the iterator.
+        """
         ...
 
     def save(self, folder: Path) -> None:
@@ -79,15 +79,15 @@ class Trainer(Protocol):
 
     @property
     def kl_coef(self) -> float:
-        """Current coefficient of the KL penalty in the reward."""
+        """Coefficient of the KL penalty in the reward."""
         ...
 
 
 class PolicyTrainer:
-    """`Trainer` on one rank; all ranks make the same calls."""
+    """`Trainer` on one rank; collective."""
 
     def __init__(self, run: LearnerRun, ranks: Ranks, watchdog: Watchdog | None = None) -> None:
-        """watchdog: kicked at each forward pass of a model."""
+        """watchdog: kicked at each forward pass."""
         self._watchdog = watchdog
         self._run = run
         self._config = run.config
@@ -129,10 +129,10 @@ class PolicyTrainer:
         return True
 
     def load(self, folder: Path, kl_coef: float) -> None:
-        """Restore from a checkpoint's folder, instead of `begin`.
+        """Restore a checkpoint, instead of `begin`.
 
         Raises:
-            RuntimeError, OSError: the folder is of another model or set-up, or the first weights are required and missing.
+            RuntimeError, OSError: another model or set-up, or missing first weights.
         """
         self._find_start(folder)
         self._build_companions()
@@ -156,14 +156,14 @@ class PolicyTrainer:
         return self._batches.train(batch)
 
     def preview(self, batch: StepBatch) -> StepPreview | None:
-        """Return the inputs that `train` would use; see `BatchTrainer.preview`."""
+        """Return the inputs of `train`."""
         return self._batches.preview(batch)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         return self._policy.tensors(merged=self._config.adapter_settings is None)
 
     def exported_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights as `save` exports them."""
+        """Yield the weights as exported by `save`."""
         return self._policy.tensors()
 
     def save(self, folder: Path) -> None:
@@ -189,7 +189,6 @@ class PolicyTrainer:
         return self._config.has_own_critic or self._config.needs_reference
 
     def _build_companions(self) -> None:
-        """Build critic and reference from the run's first weights."""
         start = self._run.output_dir / START
         folder = start if self._config.warm_start is not None and start.is_dir() else self._run.model_folder
         args, seed = self._train.model_args, self._config.seed
@@ -213,7 +212,7 @@ class PolicyTrainer:
         """Load the teachers.
 
         Raises:
-            ValueError: one has a different tokenizer than the policy.
+            ValueError: a tokenizer differs from the policy's.
         """
         for name, teacher in self._config.teacher.items():
             check_same_tokens(self._run.model_folder, Path(teacher.pretrain), f"teacher.{name}.pretrain")
@@ -228,7 +227,7 @@ class PolicyTrainer:
         return self._train.model_args.lora_target is not None
 
     def _warm_start_engine(self) -> TrainEngine[Any]:
-        """Return an engine that trains all weights, including those frozen by adapters."""
+        """Return an engine that trains all weights, without adapters."""
         if not self._uses_adapters:
             return self._policy
         return self._engine(self._load(self._run.model_folder, self._train.model_args.without_adapters))
@@ -237,7 +236,6 @@ class PolicyTrainer:
         return self._kick_watchdog(load_policy(folder, args, self._config.seed, self._config.temperature))
 
     def _load_trained(self, folder: Path) -> PackedPolicy:
-        """Load the policy with its adapters and value head."""
         config = self._config
         args, head = self._train.model_args, config.has_value_head
         return self._kick_watchdog(load_policy(folder, args, config.seed, config.temperature, value_head=head))
@@ -272,10 +270,10 @@ class PolicyTrainer:
         gather(self._ranks, b"")  # barrier: all ranks read it next
 
     def _find_start(self, checkpoint: Path) -> None:
-        """Locate the reference's weights; a checkpoint of another run's folder uses that run's.
+        """Locate the reference's weights, also in the folder of another run's checkpoint.
 
         Raises:
-            RuntimeError: they were not kept.
+            RuntimeError: the weights were not kept.
         """
         if self._config.warm_start is None or not self._config.needs_reference or self._uses_adapters:
             return
@@ -293,7 +291,7 @@ class PolicyTrainer:
             )
 
     def _export(self, folder: Path, engine: TrainEngine[Any]) -> None:
-        """Write a Hugging Face folder from rank 0; all ranks gather."""
+        """Write a Hugging Face folder; collective."""
         if self._ranks.rank == 0:
             copy_model_files(self._run.model_folder, folder)
             export_weights(folder, engine.tensors())

@@ -1,6 +1,6 @@
-"""Reproduces training from a checkpoint and the batches recorded after it, and compares the weights.
+"""Reproduction of training from a checkpoint and recorded batches.
 
-Invariant: only the run's folder is read, and nothing in it changes.
+Invariant: the run's folder is only read.
 """
 
 import math
@@ -28,19 +28,19 @@ from offbeat.trainer.training.policy_trainer import PolicyTrainer
 
 @dataclass(frozen=True, slots=True)
 class SampleView:
-    """A trajectory's values before the first optimizer step of its batch."""
+    """Trajectory before its batch's first optimizer step."""
 
     group: int
     index: int
     reward: float
     turns: int
     tokens: int
-    """Number of sampled tokens that are trained on."""
+    """Number of trained tokens."""
     versions: tuple[int, int]
-    """Oldest and newest version that sampled a token."""
+    """Oldest and newest version."""
     staleness: int
     ratio_mean: float
-    """Mean over its tokens of exp(policy's logprob - recorded logprob)."""
+    """Mean of exp(policy's logprob - recorded logprob)."""
     ratio_max: float
     advantage_mean: float
     advantage_min: float
@@ -49,11 +49,11 @@ class SampleView:
 
 @dataclass(frozen=True, slots=True)
 class WeightComparison:
-    """Comparison of reproduced weights with a checkpoint's."""
+    """Comparison of reproduced and saved weights."""
 
     step: int
     equal: bool
-    """True if they are equal bit for bit."""
+    """Bitwise equality."""
     tensors: int
     largest_difference: float
 
@@ -63,17 +63,14 @@ class ReproductionResult:
     """Result of a reproduction."""
 
     start: int
-    """Step of the first checkpoint."""
     steps: tuple[int, ...]
-    """Reproduced steps."""
     compared: tuple[WeightComparison, ...]
     samples: tuple[SampleView, ...] = ()
-    """Samples of the requested step."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReproductionPlan:
-    """Checkpoint to start from, steps to repeat, and checkpoints to compare with."""
+    """Start, steps, and checkpoints to compare."""
 
     start: Checkpoint
     steps: tuple[int, ...]
@@ -81,10 +78,10 @@ class ReproductionPlan:
 
 
 def find_plan(run: LearnerRun, step: int | None) -> ReproductionPlan:
-    """Return the plan to reach step `step`, or the longest one between two checkpoints.
+    """Return the plan to reach `step`, or the longest between two checkpoints.
 
     Raises:
-        ControlError: something is missing in the run's folder; the message says what.
+        ControlError: checkpoints or batches are missing.
     """
     checkpoints = _complete_checkpoints(run.checkpoints)
     recorded = BatchLog(run.output_dir).steps()
@@ -112,11 +109,11 @@ def reproduce(
 ) -> ReproductionResult:
     """Run the plan inside the process group of `ranks`.
 
-    sample_step: step whose samples are returned. show: called with a line of progress.
+    sample_step: step to sample. show: receives progress.
 
     Raises:
         ControlError: the checkpoint was written by several processes.
-        CodecError: a recorded batch can't be read.
+        CodecError: an unreadable batch.
     """
     start, batch_log = plan.start, BatchLog(run.output_dir)
     if start.state.num_processes != 1:
@@ -145,7 +142,7 @@ def reproduce(
 
 
 def preview(trainer: PolicyTrainer, batch: StepBatch) -> list[SampleView]:
-    """Return each trajectory of a batch with ratios and advantages under the current weights."""
+    """Return a batch's trajectories with ratios and advantages."""
     inputs = trainer.preview(batch)
     if inputs is None:
         return []
