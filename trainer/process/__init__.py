@@ -1,1 +1,1 @@
-"""The OS processes of one learner: ranks, lease, heartbeats, watchdog, signals."""
+"""Processes of a learner."""

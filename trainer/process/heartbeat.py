@@ -1,7 +1,6 @@
-"""Heartbeats between processes of the learner, over a pipe.
+"""Heartbeats over a pipe.
 
-Invariants: clocks of two processes are never compared; heartbeats waiting in the pipe are read before silence is
-measured, so a reader that was itself held up does not report a hang.
+Invariants: clocks of different processes are never compared; pending heartbeats are read before silence is measured.
 """
 
 import os
@@ -11,12 +10,12 @@ import time
 from offbeat.trainer.watchdog import STARTUP_TIMEOUT_S
 
 HEARTBEAT_FD = "OFFBEAT_HEARTBEAT_FD"
-"""Environment variable: file descriptor that a process writes its heartbeats to."""
+"""Environment variable: file descriptor for heartbeats."""
 BEATS_PER_TIMEOUT = 16
 
 
 class Heartbeat:
-    """Reads one process's heartbeats."""
+    """Reader of a process's heartbeats."""
 
     def __init__(self, timeout_s: float) -> None:
         """timeout_s: silence after which the process counts as hung."""
@@ -28,11 +27,11 @@ class Heartbeat:
         self._allowed_s = max(STARTUP_TIMEOUT_S, timeout_s)
 
     def close_write_end(self) -> None:
-        """Close this process's copy of the write end, once the other has inherited it."""
+        """Close the inherited write end."""
         os.close(self.write_end)
 
     def silence_s(self) -> float:
-        """Return how long the process has been hung, s; 0 while it is alive or may still be starting."""
+        """Return seconds of silence, or 0 below the timeout."""
         try:
             beats = os.read(self._read, 65536)
         except BlockingIOError:
@@ -45,7 +44,7 @@ class Heartbeat:
 
 
 def start_heartbeats(timeout_s: float) -> None:
-    """Send heartbeats to the parent process from a background thread, if the parent expects any."""
+    """Send heartbeats to the parent, if expected, in a background thread."""
     write_end = os.environ.pop(HEARTBEAT_FD, None)
     if write_end is not None:
         arguments = (int(write_end), timeout_s / BEATS_PER_TIMEOUT)

@@ -1,7 +1,6 @@
-"""One learner process from start to exit: ranks, lease, signals, resume.
+"""One learner process from start to exit.
 
-Invariant: only the holder of the lease reads or writes the run; however the process ends, the next learner can resume
-from what it left in Redis and on disk.
+Invariant: only the lease holder reads or writes the run; after any exit, the next learner can resume.
 """
 
 import logging
@@ -51,27 +50,27 @@ from offbeat.trainer.watchdog import Watchdog, kill_if_hung
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_TIMEOUTS = 4
-"""Multiple of `buffer.learner_timeout_s` after which a rank without heartbeats counts as hung."""
+"""Multiple of `buffer.learner_timeout_s` after which a silent rank counts as hung."""
 COLLECTIVE_MARGIN_S = 60.0
-"""Time by which the watchdog's timeout exceeds that of collective calls, so that a call fails before rank 0 is killed."""
+"""Excess of the watchdog's timeout over that of collective calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerResult:
-    """Result of a learner that ended without an error."""
+    """Result without an error."""
 
     finished: bool = False
-    """True if all steps are trained and evaluated."""
+    """True after all steps and evaluations."""
     interrupted: bool = False
     """True if stopped by a signal, False if by the run's record."""
     step: int = -1
-    """Number of optimizer steps behind the weights; -1 without weights."""
+    """Version of the weights; -1 without weights."""
     checkpoint: Path | None = None
-    """Path of the newest checkpoint."""
+    """Newest checkpoint."""
 
 
 class LearnerProcess:
-    """One rank of a learner: rank 0 holds the lease and runs the loop, the other ranks follow it."""
+    """One rank of a learner; rank 0 runs the loop."""
 
     def __init__(
         self,
@@ -83,7 +82,7 @@ class LearnerProcess:
         view: LearnerView | None = None,
         started: float,
     ) -> None:
-        """follower: command line of the other ranks. started: monotonic time at which this process started."""
+        """follower: command line of other ranks. started: monotonic start time."""
         self._run = run
         self._num_processes = num_processes
         self._follower = follower
@@ -105,12 +104,10 @@ class LearnerProcess:
         """Train until the last step, a signal, or the end of the run.
 
         Raises:
-            FencedError: another learner has taken the run.
-            RetryableError, redis.ConnectionError: Redis was unusable when a signal arrived, or the run was restarted while
-                this learner was on standby.
+            FencedError: another learner holds the run.
+            RetryableError, redis.ConnectionError: Redis unusable at a signal, or the run restarted during standby.
             RankDiedError: another rank has died.
-            CheckpointError, ControlError, WeightsError: the checkpoint, the policy, the warm start or the transport
-                can't be used on this host.
+            CheckpointError, ControlError, WeightsError: checkpoint, policy, warm start or transport unusable on this host.
         """
         config = self._run.config.actor_train
         torch.set_num_threads(config.num_threads)
@@ -158,7 +155,6 @@ class LearnerProcess:
                 return result
 
     def _check_unchanged(self) -> None:
-        """Raise if the run was restarted while this learner was on standby."""
         if read_run(self._redis, self._run.run_id) != self._run:
             raise RetryableError(
                 "the run was restarted with another configuration while this learner was on standby: attach again"
@@ -258,11 +254,11 @@ class LearnerProcess:
         return Learner(run, components, num_processes=ranks.world_size)
 
     def _should_stop(self) -> bool:
-        """Return True if a signal, another learner or the run's record stops this learner.
+        """Return whether a signal, another learner or the run's record stops this learner.
 
         Raises:
             RankDiedError: another rank has died.
-            WeightsError: a replica can't be reached by the run's transport.
+            WeightsError: the transport can't reach a replica.
         """
         self._watchdog.kick()
         self._followers.check()
@@ -270,8 +266,7 @@ class LearnerProcess:
         return self._stop.is_set() or self._lost.is_set() or is_ending(self._redis, self._run.run_id)
 
     def _find_checkpoint(self) -> Checkpoint | None:
-        """Return the checkpoint to resume from: this run's, the newest with `true`, or the one that the configuration
-        names."""
+        """Return the run's newest checkpoint (any lineage with `true`), else the configured one."""
         requested = self._run.config.resume_from_checkpoint
         store = CheckpointStore(self._run.checkpoints, self._run.config.max_ckpt_to_keep)
         newest = store.newest_complete(None if requested is True else self._run.lineage)
@@ -280,7 +275,7 @@ class LearnerProcess:
 
 @contextmanager
 def _as_control_error(problem: str) -> Iterator[None]:
-    """Translate failures that a restart would repeat; running out of memory may not repeat."""
+    """Translate failures that a restart would repeat."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -290,7 +285,7 @@ def _as_control_error(problem: str) -> Iterator[None]:
 
 
 class _StartupTimer:
-    """Durations of the startup phases, s."""
+    """Durations of startup phases, s."""
 
     def __init__(self, started: float) -> None:
         self._at = started

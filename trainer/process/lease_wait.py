@@ -1,4 +1,4 @@
-"""Waits for the learner's lease, showing its holder, until the run is over."""
+"""Wait for the learner's lease."""
 
 import time
 from collections.abc import Callable
@@ -7,14 +7,13 @@ from offbeat.services.redis.lease import LearnerLease, LeaseHeldError
 from offbeat.trainer.learner.progress_view import LearnerView
 
 CHECK_INTERVAL_S = 1.0
-"""Upper bound of the delay with which a stop or the end of the run is noticed."""
 
 
 def wait_for_lease(lease: LearnerLease, view: LearnerView, should_stop: Callable[[], bool]) -> bool:
-    """Acquire the lease as soon as it is free; return False if stopped first.
+    """Acquire the lease when free; return False if stopped first.
 
     Raises:
-        RetryableError: Redis does not answer.
+        RetryableError: no reply from Redis.
     """
     shown_owner = ""
     while not should_stop():

@@ -1,6 +1,6 @@
-"""Ranks of a learner: rank 0 broadcasts each collective call, the other ranks follow.
+"""Ranks of a learner.
 
-Invariant: every rank makes the same calls on its trainer in the same order; groups travel as msgpack.
+Invariant: all ranks make the same trainer calls in the same order, broadcast by rank 0.
 """
 
 import logging
@@ -32,19 +32,17 @@ logger = logging.getLogger(__name__)
 STOP, CONTINUE = b"1", b"0"
 """Broadcast values of `should_stop`."""
 RANK_ZERO_PID = "OFFBEAT_RANK_ZERO_PID"
-"""Environment variable: process whose exit a follower must not outlive."""
+"""Environment variable: pid of rank 0."""
 EXIT_DETECTION_TIMEOUT_S = 2.0
-"""Delay with which a rank's exit may be visible after its connection broke."""
+"""Maximum delay of a rank's exit after a broken connection."""
 FOLLOWER_EXIT_TIMEOUT_S = 30.0
-"""Time that a follower has to exit after it was stopped."""
 MAIN_THREAD_EXIT_TIMEOUT_S = 15.0
-"""Time that the main thread has to exit after a rank died."""
+"""Time for the main thread to exit after a rank died."""
 CHECK_INTERVAL_S = 1.0
-"""Upper bound of the delay with which a rank's exit is noticed."""
 
 
 class RankZeroTrainer:
-    """Rank 0's trainer if there are several ranks: broadcasts each call to the others, then runs it."""
+    """Trainer that broadcasts each call before running it."""
 
     def __init__(self, trainer: Trainer, ranks: Ranks) -> None:
         self._trainer = trainer
@@ -55,7 +53,7 @@ class RankZeroTrainer:
         return self._trainer.kl_coef
 
     def begin(self, progress: Progress, should_stop: Callable[[], bool]) -> bool:
-        """Create the first weights; each value of `should_stop` is broadcast, so that all ranks stop at the same step."""
+        """Create the first weights; `should_stop` is broadcast, so that all ranks stop at the same step."""
         self._broadcast("begin")
         ranks = self._ranks
         return self._trainer.begin(progress, lambda: broadcast(ranks, STOP if should_stop() else CONTINUE) == STOP)
@@ -81,7 +79,7 @@ class RankZeroTrainer:
         self._trainer.load(folder, kl_coef)
 
     def stop_followers(self) -> None:
-        """Make the other ranks return from `follow_rank_zero`."""
+        """Stop `follow_rank_zero` on other ranks."""
         self._broadcast("stop")
 
     def _broadcast(self, *command: object) -> None:
@@ -90,7 +88,7 @@ class RankZeroTrainer:
 
 @contextmanager
 def lead(trainer: Trainer, ranks: Ranks) -> Iterator[Trainer]:
-    """Yield a trainer whose calls all ranks make, and stop the followers on success; `trainer` itself without followers."""
+    """Yield a broadcasting trainer, and stop the followers on success."""
     if ranks.world_size == 1:
         yield trainer
         return
@@ -122,16 +120,15 @@ def follow_rank_zero(trainer: Trainer, ranks: Ranks, config: AlgorithmConfig) ->
 
 
 class RankDiedError(MeshError):
-    """A rank of the learner exited or was killed; the learner exits as a whole."""
+    """Exit of a rank, which ends the whole learner."""
 
 
 class FollowerRanks:
-    """Ranks 1 to N - 1 of this host, started by rank 0; they exit when rank 0 does, even if it is killed."""
+    """Ranks 1 to N - 1, which exit with rank 0, even if it is killed."""
 
     def __init__(
         self, processes: Sequence["subprocess.Popen[bytes]"] = (), heartbeats: Sequence[Heartbeat] = ()
     ) -> None:
-        """processes, heartbeats: of the same ranks, in order."""
         self._processes = processes
         self._heartbeats = heartbeats
         self._stopping = False
@@ -148,7 +145,7 @@ class FollowerRanks:
                 )
 
     def kill_hung(self) -> None:
-        """Kill ranks without heartbeats, so that the learner exits as a whole."""
+        """Kill ranks without heartbeats."""
         for rank, (process, heartbeat) in enumerate(zip(self._processes, self._heartbeats, strict=True), start=1):
             silent_s = heartbeat.silence_s()
             if silent_s and process.poll() is None:
@@ -156,19 +153,19 @@ class FollowerRanks:
                 process.kill()
 
     def raise_if_rank_died(self) -> None:
-        """Raise `RankDiedError` if a rank's death made a collective call fail."""
+        """Raise `RankDiedError` if a rank dies within `EXIT_DETECTION_TIMEOUT_S`."""
         deadline = time.monotonic() + EXIT_DETECTION_TIMEOUT_S
         while self._processes and time.monotonic() < deadline:
             self.check()
             time.sleep(0.05)
 
     def wait(self) -> None:
-        """Wait until all have exited."""
+        """Wait for all exits."""
         for process in self._processes:
             process.wait(timeout=FOLLOWER_EXIT_TIMEOUT_S)
 
     def kill(self) -> None:
-        """Kill those that still run."""
+        """Kill the remaining ranks."""
         self._stopping = True
         for process in self._processes:
             if process.poll() is None:
@@ -178,9 +175,9 @@ class FollowerRanks:
 
 @contextmanager
 def start_followers(num_processes: int, command: Sequence[str], timeout_s: float) -> Iterator[FollowerRanks]:
-    """Start ranks 1 to `num_processes - 1` on this host with `command`, unless a launcher (torchrun) has started them.
+    """Start ranks 1 to `num_processes - 1` on this host, unless a launcher (torchrun) did.
 
-    timeout_s: time without a heartbeat after which a rank is killed.
+    timeout_s: silence after which a rank is killed.
     """
     if num_processes == 1 or "WORLD_SIZE" in os.environ:
         yield FollowerRanks()
@@ -208,7 +205,7 @@ def _start_follower(command: Sequence[str], rank: int, heartbeat: Heartbeat) -> 
 
 
 def _exit_if_rank_died(followers: FollowerRanks) -> None:
-    """Exit if a rank died and the main thread, in a collective call that never returns, can't notice it."""
+    """Exit if a rank died and the main thread hangs in a collective call."""
     while True:
         time.sleep(CHECK_INTERVAL_S)
         try:
@@ -222,7 +219,7 @@ def _exit_if_rank_died(followers: FollowerRanks) -> None:
 
 
 def die_with_rank_zero() -> None:
-    """Make this process exit when rank 0 does, and leave SIGINT and SIGTERM to rank 0."""
+    """Exit this process with rank 0; ignore SIGINT and SIGTERM."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     pid = os.environ.get(RANK_ZERO_PID)

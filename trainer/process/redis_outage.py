@@ -1,6 +1,6 @@
-"""Keeps the learner waiting while Redis is unreachable or read-only, and logs why.
+"""Waiting of the learner for an unreachable or read-only Redis.
 
-Exiting would not help: the next learner would find the same Redis, and repeat the steps since the newest checkpoint.
+Exiting would not help: the next learner would repeat steps and find the same Redis.
 """
 
 import logging
@@ -15,24 +15,24 @@ from offbeat.trainer.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 RETRY_TIMEOUT_S = 30.0
-"""Duration from which a failing call counts as an outage; shorter ones are retried silently."""
+"""Duration of failed calls that counts as an outage."""
 LOG_INTERVAL_S = 60.0
 NEW_OUTAGE_AFTER_S = 30.0
-"""Time without errors after which the next one counts as a new outage."""
+"""Error-free time that ends an outage."""
 
 
 class RedisOutage:
-    """Retry policy of Redis clients, called between retries in the thread of the call."""
+    """Retry policy, called in the thread of the failed call."""
 
     def __init__(self, stops: Sequence[threading.Event], watchdog: Watchdog, view: LearnerView) -> None:
-        """stops: events that end the wait; an unusable Redis can't report the end of the run."""
+        """stops: events that end the wait."""
         self._stops = stops
         self._watchdog = watchdog
         self._view = view
         self._began = self._last_error_at = self._logged_at = float("-inf")
 
     def should_retry(self, error: Exception) -> bool:
-        """Return True if the call should be retried after `error`."""
+        """Return whether to retry after `error`."""
         self._watchdog.kick()
         now = time.monotonic()
         if now > self._last_error_at + NEW_OUTAGE_AFTER_S:
