@@ -1,4 +1,4 @@
-"""Objects that a configuration names as `module:attribute`."""
+"""Objects named as `module:attribute`."""
 
 import pkgutil
 from importlib.util import find_spec
@@ -18,16 +18,16 @@ RENAMED_PATHS = MappingProxyType(
         "deploy.agents.walker:play": "offbeat.deploy.agents.walker:play",
     }
 )
-"""Paths of 0.1, found in stored runs and older YAML files, and their paths since 0.2."""
+"""Paths of 0.1, as in stored runs, and their successors."""
 
 
 def load_object(path: str) -> Any:
-    """Import the object that `path` names.
+    """Import an object.
 
     Raises:
-        ValueError: `path` is not of the form `module:attribute`.
+        ValueError: `path` is not `module:attribute`.
         ImportError: the module can't be imported.
-        AttributeError: the module has no such attribute.
+        AttributeError: it has no such attribute.
     """
     module, _, attribute = path.partition(":")
     if not module or not attribute:
@@ -36,7 +36,7 @@ def load_object(path: str) -> Any:
 
 
 def current_path(path: str) -> str:
-    """Return the path since 0.2 of a path of 0.1, unless the user has a module of that name; any other path unchanged."""
+    """Translate a path of 0.1, unless the user has such a module."""
     return RENAMED_PATHS[path] if path in RENAMED_PATHS and not _is_foreign(path.partition(":")[0]) else path
 
 

@@ -4,7 +4,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Config(BaseModel):
-    """Validated settings; unknown keys and wrong types are rejected."""
+    """Validated settings; rejects unknown keys and wrong types."""
 
     model_config = ConfigDict(
         extra="forbid",

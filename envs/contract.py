@@ -1,4 +1,4 @@
-"""Contract of an env, checked by running episodes: used by `offbeat env check` and the tests of all envs."""
+"""Env contract, checked by running episodes (`offbeat env check`)."""
 
 import math
 import random
@@ -17,19 +17,19 @@ from offbeat.envs import registry
 from offbeat.envs.registry import TextEnv
 
 ODD_ANSWERS = ("", " ", "<answer>", "no such action", "\x00\u00e9\u4e2d\U0001f600", "a " * 2_000)
-"""Odd answers that an env must handle like any other."""
+"""Odd answers that an env must accept."""
 
 MAX_ENV_BYTES = 1 << 20
-"""Memory per env above which the check advises to share data; a worker holds one env per episode slot."""
+"""Memory per env beyond which the check advises sharing data; a worker holds one env per episode slot."""
 
 Call = Callable[[str], None]
-"""Callback with the name of each call before it is made, so that a hanging call can be named."""
+"""Callback with each call's name before it is made, to name a hanging one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     severity: Literal["problem", "advice"]
-    """A problem breaks training; advice may be ignored."""
+    """Problems break training; advice may be ignored."""
     rule: str
     message: str
 
@@ -43,12 +43,12 @@ class ContractReport:
     reset_s: float = 0.0
     step_s: float = 0.0
     mean_s: float = 0.0
-    """Mean of resets and steps."""
+    """Mean duration of resets and steps."""
     bytes_per_env: int = 0
     sandbox: str = ""
-    """Isolation of the programs that the env runs; empty if it runs none."""
+    """Isolation of the env's programs; empty without any."""
     digest: str = ""
-    """Digest of all observations and rewards."""
+    """Digest of observations and rewards."""
 
     @property
     def problems(self) -> list[Finding]:
@@ -63,7 +63,7 @@ def check_contract(
     max_turns: int = 20,
     on_call: Call = lambda _: None,
 ) -> ContractReport:
-    """Run an env on `num_seeds` seeds, at most `max_turns` turns each, and report every violation."""
+    """Run an env on `num_seeds` seeds, at most `max_turns` turns each, and report violations."""
     report = ContractReport()
     if problems := registry.check_env_config(env_type, env_config):
         report.findings += [Finding("problem", "settings", message) for message in problems]
@@ -86,7 +86,7 @@ def check_contract(
 
 
 def random_answer(env: TextEnv, rng: np.random.Generator) -> str:
-    """Return the env's own `random_answer(rng)`, one of its `words`, or a common short answer."""
+    """Return the env's own random answer, one of its `words`, or a common one."""
     inner = env.unwrapped
     own_answer = cast(Callable[[np.random.Generator], str] | None, getattr(inner, "random_answer", None))
     if own_answer is not None:
@@ -143,7 +143,7 @@ class _EpisodeRunner:
         return transcript
 
     def measure_bytes(self) -> int:
-        """Measure the memory of an env; untimed, because tracing is slow."""
+        """Measure an env's memory; untimed, because tracing is slow."""
         self._announce("make")
         tracemalloc.start(1)
         try:

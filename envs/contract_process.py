@@ -1,7 +1,7 @@
-"""Contract checks in a child process, so that a hanging env can be killed.
+"""Contract checks in a child process, killed if the env hangs.
 
-Reads a JSON request from stdin (`env_type`, `env_config`, `num_seeds`, `limit_s`), writes the report as JSON to the
-last line of stdout. If a call exceeds `limit_s`, the process exits with its traceback on stderr.
+JSON request on stdin (`env_type`, `env_config`, `num_seeds`, `limit_s`), JSON report as the last line of stdout. A call
+beyond `limit_s` ends the process with a traceback on stderr.
 """
 
 import faulthandler
@@ -27,9 +27,9 @@ def check_in_processes(
     num_seeds: int = 8,
     limit_s: float = 30.0,
 ) -> ContractReport:
-    """Check an env in two processes with different string hashes and compare the episodes.
+    """Compare an env's episodes in two processes with different string hashes.
 
-    limit_s: timeout of each call.
+    limit_s: timeout per call.
     """
     request = {"env_type": env_type, "env_config": dict(env_config), "num_seeds": num_seeds, "limit_s": limit_s}
     report = _run(request, hash_seed="1")

@@ -1,14 +1,14 @@
-"""Libraries that only some envs need, imported when such an env is made."""
+"""Lazy imports of optional libraries."""
 
 import importlib
 from typing import Any
 
 
 def require(module: str, extra: str, install_command: str = "") -> Any:
-    """Import `module`; the error names the extra, or the command, that installs it.
+    """Import `module`; the error names the extra or command that installs it.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: not installed.
     """
     try:
         return importlib.import_module(module)

@@ -1,6 +1,6 @@
-"""Parsing of actions from the policy's text; ROLL's semantics.
+"""Parsing of actions from the policy's text, with ROLL's semantics.
 
-Invariant: a text without a valid action gives `action=None`, never an error; the env chooses the penalty.
+Invariant: an invalid text gives `action=None`, never an error.
 """
 
 import re
@@ -16,17 +16,17 @@ A = TypeVar("A")
 
 class ParsedAction(NamedTuple, Generic[A]):
     action: A | None
-    """None if the answer has no valid one."""
+    """None if invalid."""
     content: str
-    """The action's text; the whole answer if the pattern did not match."""
+    """The action's text; the whole answer without a match."""
     think: str = ""
 
 
 class ActionParser(Generic[A]):
-    """Matches `pattern` (one group: action; two: thought and action) and looks the action up, ignoring case."""
+    """Matches `pattern` (one group: action; two: thought and action), then looks the action up, ignoring case."""
 
     def __init__(self, pattern: str, lookup: Mapping[str, A], special_tokens: Sequence[str] = ()) -> None:
-        """Raises ValueError if the pattern is invalid or has not one or two groups."""
+        """Raises ValueError as `compile_pattern`."""
         self._pattern = compile_pattern(pattern)
         self._lookup = {name.lower(): action for name, action in lookup.items()}
         self._special_tokens = tuple(special_tokens)
@@ -50,7 +50,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Compile an action pattern; `.` matches newlines.
 
     Raises:
-        ValueError: it is invalid, or has not one or two groups.
+        ValueError: invalid, or not one or two groups.
     """
     try:
         compiled = re.compile(pattern, re.DOTALL)

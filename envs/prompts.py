@@ -1,4 +1,4 @@
-"""Rendering of a tag's `agent_template`, shared by demonstrations and rollouts."""
+"""Rendering of `agent_template`."""
 
 IMAGE = "{image}"
 """Placeholder for the env's image."""
@@ -7,9 +7,9 @@ IMAGE = "{image}"
 def fill_template(
     template: str, *, observation: str, step: int, actions_left: int, history: str = "", image: str = IMAGE
 ) -> str:
-    """Render the user message of a turn; other braces are kept, and observations are not searched for placeholders.
+    """Render a turn's user message; placeholders in observations and other braces are kept.
 
-    step: from 1. actions_left: remaining turns, including this one.
+    step: from 1. actions_left: includes this turn.
     """
     if template == "{observation}":
         return observation

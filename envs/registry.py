@@ -1,23 +1,21 @@
 """Env registry: looks envs up by name and validates their settings.
 
-An env of Offbeat is a `gymnasium.Env` with these conventions:
+An env is a `gymnasium.Env` with these conventions:
 
-- Observations are strings (`Text` space); the action is the policy's raw answer (`Text` space), which the env parses
-  (`offbeat.envs.parsing`).
-- `system_prompt: str` describes the task. A tag's `agent_system_template` overrides it.
+- Observations and actions are strings (`Text` space); the env parses the policy's raw answer (`offbeat.envs.parsing`).
+- `system_prompt: str` describes the task; a tag's `agent_system_template` overrides it.
 - All randomness comes from `self.np_random`, seeded by `reset(seed=)`: equal seeds and settings give equal tasks on
-  every machine. Envs are reset and reused.
-- Numbers and booleans in `step`'s info are metrics. `success` is taken from the last turn; others are averaged over
-  turns (`action_is_valid`, `action_is_effective`, `format_penalty`, ...) unless `metrics_agg_mode: dict[str, str]` sets
-  `sum`, `mean`, `min`, `max`, `first` or `last`.
-- Optional `config_class`: a pydantic model that validates `env_config` and is the constructor's only argument (if
-  frozen, one instance for all envs of a tag). Without it, `env_config` is passed as keyword arguments.
-- Optional setting `split`: evaluation sets it to `"held_out"`, whose tasks never occur in training.
-- Optional `task_id(seed)`: equal for equal tasks, so that evaluation runs each task once.
-- Optional `random_answer(rng)`: a plausible answer, for random agents and the contract check.
+  every machine. Envs are reused.
+- Numbers and booleans in `step`'s info are metrics: `success` is the last turn's, others (`action_is_valid`,
+  `action_is_effective`, `format_penalty`, ...) are means unless `metrics_agg_mode: dict[str, str]` sets `sum`, `mean`,
+  `min`, `max`, `first` or `last`.
+- Optional `config_class`: pydantic model of `env_config`, the constructor's only argument (if frozen, shared by a
+  tag's envs). Without it, `env_config` is passed as keyword arguments.
+- Optional setting `split`: `"held_out"` in evaluation; its tasks never occur in training.
+- Optional `task_id(seed)`: equal for equal tasks; evaluation runs each once.
+- Optional `random_answer(rng)`: plausible answer, for random agents and the contract check.
 - Optional `render()`.
-- Optional `functions`: tools called in the chat template's own format (`offbeat.envs.tools.functions`).
-
+- Optional `functions`: tools in the chat template's format (`offbeat.envs.tools.functions`).
 """
 
 import inspect
@@ -53,7 +51,7 @@ BUILT_IN = {
 }
 
 MAX_REPEATS = 2_000
-"""Consecutive seeds without a new task after which the search ends."""
+"""Consecutive seeds without a new task that end the search."""
 
 TextEnv = gymnasium.Env[Any, Any]
 EnvFactory = Callable[..., object]
@@ -62,7 +60,7 @@ EnvFactory = Callable[..., object]
 def make(env_type: str, env_config: Mapping[str, JsonValue]) -> TextEnv:
     """Build an env.
 
-    env_type: a built-in name, an entry point of group `offbeat.envs`, or `module:Class`.
+    env_type: built-in name, entry point of group `offbeat.envs`, or `module:Class`.
 
     Raises:
         ValueError: unknown env or invalid settings.
@@ -88,7 +86,7 @@ def _shared_config(model: type[BaseModel], text: str) -> BaseModel:
 
 
 def check_env_config(env_type: str, env_config: Mapping[str, JsonValue]) -> list[str]:
-    """Return every problem of `env_type` and `env_config`, each with a correction."""
+    """Return all problems, each with a correction."""
     try:
         factory = find_factory(env_type)
     except ValueError as error:
@@ -100,10 +98,10 @@ def check_env_config(env_type: str, env_config: Mapping[str, JsonValue]) -> list
 
 
 def find_factory(env_type: str) -> EnvFactory:
-    """Return the callable that makes the env.
+    """Return the env's constructor.
 
     Raises:
-        ValueError: unknown name, or the import failed.
+        ValueError: unknown name, or failed import.
     """
     path = BUILT_IN.get(env_type) or (env_type if ":" in env_type else _entry_point_path(env_type))
     try:
@@ -124,24 +122,24 @@ def list_names() -> list[str]:
 
 
 def describe(env_type: str) -> str:
-    """Return the first line of an env's docstring. Raises ValueError for an unknown env."""
+    """Return the first line of the docstring. Raises ValueError for an unknown env."""
     return (inspect.getdoc(find_factory(env_type)) or "").partition("\n")[0]
 
 
 def setting_names(env_type: str) -> list[str]:
-    """Return an env's setting names. Raises ValueError for an unknown env."""
+    """Return the setting names. Raises ValueError for an unknown env."""
     return _setting_names(find_factory(env_type))[0]
 
 
 def held_out_config(env_type: str, env_config: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return the settings for evaluation: adds `split: held_out` unless set or unsupported."""
+    """Add `split: held_out` unless set or unsupported."""
     if "split" in env_config or "split" not in _setting_names(find_factory(env_type))[0]:
         return dict(env_config)
     return {**env_config, "split": "held_out"}
 
 
 def distinct_seeds(n: int, start: int, env_type: str, env_config: Mapping[str, JsonValue]) -> list[int]:
-    """Return `n` seeds from `start` with distinct tasks, repeated in order if there are too few."""
+    """Return `n` seeds from `start` with distinct tasks; too few are repeated in order."""
     env = make(env_type, env_config)
     try:
         task_id = cast(Callable[[int], object] | None, getattr(env.unwrapped, "task_id", None))
@@ -176,7 +174,7 @@ def _config_class(factory: EnvFactory) -> type[BaseModel] | None:
 
 
 def _setting_names(factory: EnvFactory) -> tuple[list[str], bool]:
-    """Return the setting names, and True if the env accepts others."""
+    """Return the setting names, and whether others are accepted."""
     model = _config_class(factory)
     if model is not None:
         return list(model.model_fields), model.model_config.get("extra") == "allow"

@@ -1,7 +1,7 @@
-"""Task samplers: choose the tag and seed of the next training group from earlier results.
+"""Task samplers, which choose the next training group's tag and seed from earlier results.
 
-`train_env_manager.task_sampler` names a class, constructed with the tags and `args` on the learner and every worker.
-The learner reports trained groups and checkpoints the state; workers draw from that state.
+`train_env_manager.task_sampler` names a class, constructed with the tags and `args` on the learner, which reports
+trained groups and checkpoints the state, and on every worker, which draws from it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,11 +29,11 @@ class TaskSampler(Protocol):
     """
 
     def draw(self, rng: np.random.Generator) -> tuple[str, int | None]:
-        """Return a tag, and a seed below 2**31 or None for any; depends on `rng` and the state alone."""
+        """Return a tag, and a seed below 2**31 or None for any; depends on `rng` and state alone."""
         ...
 
     def learn(self, tag: str, seed: int, rewards: Sequence[float], successes: Sequence[float]) -> None:
-        """Update the state with a trained group: reward and `success` of each episode."""
+        """Update the state with a trained group: each episode's reward and `success`."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -42,11 +42,11 @@ class TaskSampler(Protocol):
 
 
 class Levels:
-    """Curriculum over the tags in order: mastering the newest unlocks the next; earlier ones are still sampled."""
+    """Curriculum over tags in order: mastering the newest unlocks the next."""
 
     def __init__(self, tags: Sequence[str], *, at: float = 0.8, window: int = 16, review: float = 0.2) -> None:
-        """at: mean success over the newest tag's last `window` groups that unlocks the next one. review: share of
-        groups of earlier tags.
+        """at: mean success over the newest tag's last `window` groups that unlocks the next. review: share of earlier
+        tags.
 
         Raises:
             ValueError: a setting is out of range.

@@ -1,1 +1,1 @@
-"""Adapters for envs of other libraries, which are optional extras."""
+"""Adapters for optional env libraries."""

@@ -15,18 +15,18 @@ INSTALL = (
 
 
 class GemConfig(Config):
-    """`env_config` of a tag with `env_type: gem`."""
+    """`env_config` for `env_type: gem`."""
 
     id: str
-    """Id such as `game:GuessTheNumber-v0` or `rg:letter_counting`."""
+    """Id, such as `game:GuessTheNumber-v0`."""
     kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """Keyword arguments of `gem.make`."""
+    """Arguments of `gem.make`."""
     success_reward: float = 1.0
-    """Smallest last reward that counts as success."""
+    """Minimum last reward that counts as success."""
 
 
 class GemEnv(TextEnv):
-    """Env of GEM; many draw from global generators: run it inline or in a process, not in threads."""
+    """GEM env; not for threads, because many use global generators."""
 
     config_class: ClassVar[type[GemConfig]] = GemConfig
 

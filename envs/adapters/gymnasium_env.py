@@ -1,4 +1,4 @@
-"""Adapter for registered gymnasium envs: observations as text, actions as words."""
+"""Adapter for registered gymnasium envs."""
 
 import re
 from typing import Any, ClassVar, Literal, cast
@@ -15,22 +15,22 @@ NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE]-?\d+)?")
 
 
 class GymnasiumConfig(Config):
-    """`env_config` of a tag with `env_type: gymnasium`."""
+    """`env_config` for `env_type: gymnasium`."""
 
     id: str
-    """Id for `gymnasium.make`, such as `CartPole-v1` or `module:Env-v0`."""
+    """Id, such as `CartPole-v1` or `module:Env-v0`."""
     kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """Keyword arguments of `gymnasium.make`."""
+    """Arguments of `gymnasium.make`."""
     actions: tuple[str, ...] = ()
-    """Names of a discrete space's actions, in its order; empty: their numbers."""
+    """Names of a discrete space's actions, in order; empty: their numbers."""
     observation: Literal["values", "ansi"] = "values"
-    """The observation itself, or the env's `ansi` rendering."""
+    """The observation's values, or the env's `ansi` rendering."""
     digits: int = Field(default=3, ge=0)
     """Decimals of numbers in observations."""
     success_reward: float | None = None
-    """Smallest return that counts as success; None if the env reports success itself, or none."""
+    """Minimum return that counts as success; None uses the env's own `success`, if any."""
     format_penalty: float = Field(default=-0.1, le=0)
-    """Reward of a turn whose answer names no action; the env is not stepped."""
+    """Reward of an answer without an action; the env is not stepped."""
     system_prompt: str = ""
     """System prompt; empty lists the valid answers."""
 
@@ -41,7 +41,7 @@ class GymnasiumEnv(TextEnv):
     config_class: ClassVar[type[GymnasiumConfig]] = GymnasiumConfig
 
     def __init__(self, config: GymnasiumConfig) -> None:
-        """Raises ValueError for an unknown env, or actions that can't be written as text."""
+        """Raises ValueError for an unknown env, or actions without a text form."""
         settings: dict[str, Any] = {**config.kwargs}
         if config.observation == "ansi":
             settings["render_mode"] = "ansi"

@@ -11,42 +11,42 @@ from offbeat.envs.config import Config
 from offbeat.envs.optional_imports import require
 
 REJECTION_CODES = ("VALIDATION_ERROR", "INVALID_JSON")
-"""Error codes with which a server rejects an action."""
+"""Server error codes of a rejected action."""
 
 
 class ActionRejectedError(ValueError):
-    """The server does not accept the answer as an action."""
+    """The server rejected the action."""
 
 
 class OpenEnvConfig(Config):
-    """`env_config` of a tag with `env_type: openenv`."""
+    """`env_config` for `env_type: openenv`."""
 
     base_url: str
-    """URL of a running server, such as `http://localhost:8000`."""
+    """Server URL, such as `http://localhost:8000`."""
     reset: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """Arguments of the server's `reset`, besides the seed."""
+    """Arguments of `reset`, besides the seed."""
     action_field: str = ""
-    """Action field that holds the answer; empty: the answer is the whole action, a JSON object."""
+    """Action field of the answer; empty: the answer is the whole action, as JSON."""
     action: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """The action's other fields."""
+    """Other fields of the action."""
     observation_field: str = ""
-    """Observation field to show; empty shows all as JSON."""
+    """Observation field to show; empty: all, as JSON."""
     system_prompt: str = ""
     success_reward: float = 1.0
-    """Smallest last reward that counts as success."""
+    """Minimum last reward that counts as success."""
     format_penalty: float = Field(default=-0.1, le=0)
-    """Reward of a turn whose answer the server rejects; the env is not stepped."""
+    """Reward of a rejected answer; the env is not stepped."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Timeout of a request."""
 
 
 class OpenEnvEnv(TextEnv):
-    """A session with an OpenEnv server, over a web socket."""
+    """Session with an OpenEnv server."""
 
     config_class: ClassVar[type[OpenEnvConfig]] = OpenEnvConfig
 
     def __init__(self, config: OpenEnvConfig) -> None:
-        """Raises ValueError if openenv-core is not installed; the first request is that of `reset`."""
+        """Raises ValueError if openenv-core is not installed; `reset` connects."""
         super().__init__(config.system_prompt)
         self.config, self._library = config, require("openenv.core", "openenv")
         self._closed_error: type[Exception] = require("websockets.exceptions", "openenv").ConnectionClosed
@@ -57,7 +57,7 @@ class OpenEnvEnv(TextEnv):
         """Start an episode.
 
         Raises:
-            ConnectionError: the server is unreachable or closes the session.
+            ConnectionError: the server is unreachable or closed the session.
             RuntimeError: the server failed.
         """
         super().reset(seed=seed, options=options)
@@ -96,7 +96,7 @@ class OpenEnvEnv(TextEnv):
             client.close()
 
     def _reset_new_session(self, arguments: dict[str, Any]) -> Any:
-        """Retry once: an idle session was closed; a server that closes a new one is full."""
+        """Reset in a new session, because servers close idle ones; a server that closes it is full."""
         try:
             return self._request("reset", **arguments)
         except self._closed_error as error:
@@ -105,7 +105,7 @@ class OpenEnvEnv(TextEnv):
             ) from error
 
     def _request(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Send one request; an error drops the session, and the next reset opens another."""
+        """Send a request; an error drops the session."""
         if self._client is None:
             client = self._library.GenericEnvClient(self.config.base_url, message_timeout_s=self.config.timeout_s)
             self._client = client.sync()

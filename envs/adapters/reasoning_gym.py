@@ -1,4 +1,4 @@
-"""Adapter for reasoning-gym: the seed generates the question, the data set scores the answer."""
+"""Adapter for reasoning-gym."""
 
 import warnings
 from typing import Any, ClassVar, Literal
@@ -17,20 +17,20 @@ HELD_OUT_FROM = 1 << 30
 
 
 class ReasoningGymConfig(Config):
-    """`env_config` of a tag with `env_type: reasoning_gym`."""
+    """`env_config` for `env_type: reasoning_gym`."""
 
     dataset: str
     """Data set, such as `chain_sum`."""
     dataset_config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """Settings of the data set."""
+    """Data set settings."""
     answer_pattern: str = "<answer>(.*?)</answer>"
     split: Literal["train", "held_out"] = "train"
-    """Split; the two use disjoint seeds."""
+    """Split; seeds are disjoint."""
     format_penalty: float = Field(default=0.0, le=0)
 
 
 class ReasoningGymEnv(TextEnv):
-    """Procedural question of reasoning-gym, scored in [0, 1]; `success` is a score of 1."""
+    """Procedural question of reasoning-gym, scored in [0, 1]; `success` is 1."""
 
     config_class: ClassVar[type[ReasoningGymConfig]] = ReasoningGymConfig
     system_prompt: str = "Think, then give the answer in <answer> </answer>."

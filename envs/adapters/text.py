@@ -1,4 +1,4 @@
-"""Shared parts of the adapters: text spaces, metrics, private random state."""
+"""Shared parts of the adapters."""
 
 import random
 from collections.abc import Generator, Mapping
@@ -24,7 +24,7 @@ class TextEnv(gymnasium.Env[str, str]):
 
     @cached_property
     def observation_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Created lazily: the character tables are larger than the env."""
+        """Lazy, because the character tables are larger than the env."""
         return Text(min_length=0, max_length=MAX_CHARS, charset=CHARSET)
 
     @cached_property
@@ -42,10 +42,7 @@ def select_numbers(info: Mapping[str, Any]) -> dict[str, float]:
 
 
 class PrivateRandomState:
-    """Swaps the state of the global generators of `random` and `numpy` while a library draws from them.
-
-    Threads share global generators: an env that needs this runs inline or in its own process.
-    """
+    """Private state of the global `random` and `numpy` generators; not thread-safe."""
 
     def __init__(self) -> None:
         self._states: tuple[Any, Any] | None = None
@@ -57,7 +54,7 @@ class PrivateRandomState:
 
     @contextmanager
     def __call__(self) -> Generator[None]:
-        """Activate this env's generator state within the context."""
+        """Activate the private state."""
         saved = random.getstate(), np.random.get_state()
         if self._states is not None:
             random.setstate(self._states[0])

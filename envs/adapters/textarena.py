@@ -1,4 +1,4 @@
-"""Adapter for TextArena's single-player games."""
+"""Adapter for TextArena."""
 
 from typing import Any, ClassVar, cast
 
@@ -10,18 +10,18 @@ from offbeat.envs.optional_imports import require
 
 
 class TextArenaConfig(Config):
-    """`env_config` of a tag with `env_type: textarena`."""
+    """`env_config` for `env_type: textarena`."""
 
     id: str
-    """A single-player game, such as `GuessTheNumber-v0`."""
+    """Single-player game, such as `GuessTheNumber-v0`."""
     kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """Keyword arguments of `textarena.make`."""
+    """Arguments of `textarena.make`."""
 
 
 class TextArenaEnv(TextEnv):
-    """Single-player game of TextArena; the reward is final, and `success` is a reward of at least 1.
+    """Single-player game of TextArena; the reward is final, `success` a reward of at least 1.
 
-    Games draw from Python's global generator: run them inline or in a process, not in threads.
+    Not for threads: games use Python's global generator.
     """
 
     config_class: ClassVar[type[TextArenaConfig]] = TextArenaConfig

@@ -1,7 +1,7 @@
-"""Adapter for tasksets of verifiers (Prime Intellect, `verifiers.v1`) with one answer per task.
+"""Adapter for single-answer tasksets of verifiers (Prime Intellect, `verifiers.v1`).
 
-Tasks that need tools, a container or a simulated user are run by verifiers through the policy's endpoint: `played_by:
-agent` and `offbeat.deploy.agents.verifiers_env` as the tag's `agent_runner`.
+Tasks with tools, containers or simulated users need `played_by: agent` and `offbeat.deploy.agents.verifiers_env` as
+`agent_runner`.
 """
 
 import asyncio
@@ -23,31 +23,31 @@ AGENT_HINT = "set agent_runner.path: offbeat.deploy.agents.verifiers_env:play an
 
 
 class VerifiersConfig(Config):
-    """`env_config` of a tag with `env_type: verifiers`."""
+    """`env_config` for `env_type: verifiers`."""
 
     id: str
-    """Installed package that exports a taskset, such as `gsm8k` or `primeintellect/gsm8k`."""
+    """Installed taskset package, such as `gsm8k` or `primeintellect/gsm8k`."""
     taskset: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """Settings of the taskset."""
+    """Taskset settings."""
     num_tasks: int | None = Field(default=None, ge=2)
     """Number of tasks; required for an unbounded taskset."""
     split: Literal["train", "held_out", "any"] = "train"
-    """Split; one task in eight, by a digest of its key, is held out."""
+    """Split; one task in eight is held out, by key digest."""
     played_by: Literal["policy", "agent"] = "policy"
-    """`policy`: one answer ends the episode. `agent`: verifiers runs the episode; the env only selects the task."""
+    """`policy`: one answer ends the episode; `agent`: verifiers runs it, the env only selects the task."""
     environment: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """With `played_by: agent`: verifiers' `[env]` block without the taskset (id, agents, harness, runtime)."""
+    """With `played_by: agent`: verifiers' `[env]` block without taskset (id, agents, harness, runtime)."""
     success_reward: float = 1.0
-    """Smallest reward that counts as success."""
+    """Minimum reward that counts as success."""
 
 
 class VerifiersEnv(TextEnv):
-    """Task of a verifiers taskset; the reward is the weighted sum of the task's rewards, its metrics are added to info."""
+    """Task of a verifiers taskset; the reward is the weighted sum of its rewards, info has its metrics."""
 
     config_class: ClassVar[type[VerifiersConfig]] = VerifiersConfig
 
     def __init__(self, config: VerifiersConfig) -> None:
-        """Raises ValueError for an unknown taskset, or one whose tasks need more than one answer."""
+        """Raises ValueError for an unknown taskset, or one with multi-answer tasks."""
         self._library: Any = require("verifiers.v1", "verifiers")
         self.config = config
         self._tasks = load_tasks(
@@ -89,13 +89,13 @@ class VerifiersEnv(TextEnv):
         }
 
     def _index(self, seed: int | None, rng: Any) -> int:
-        """Return the task's index: enumerated in evaluation, drawn in training."""
+        """Return the task's index; evaluation enumerates, training draws."""
         if self.config.split == "held_out" and seed is not None:
             return seed % len(self._tasks)
         return int(rng.integers(len(self._tasks)))
 
     def _trace(self, answer: str) -> Any:
-        """Build the conversation as verifiers' rollouts record it."""
+        """Build the conversation in verifiers' form."""
         vf, task = self._library, self._task
         messages = [(vf.UserMessage(content=task.data.prompt_text), False), (vf.AssistantMessage(content=answer), True)]
         if task.data.system_prompt:
@@ -112,12 +112,12 @@ class VerifiersEnv(TextEnv):
 
 @lru_cache(maxsize=8)
 def load_tasks(taskset_id: str, settings: str, num_tasks: int | None, split: str, played_by: str) -> tuple[Any, ...]:
-    """Return the tasks of a split, shared by all envs of a process: read-only.
+    """Return the tasks of a split, read-only, shared per process.
 
     settings: JSON.
 
     Raises:
-        ValueError: unknown taskset, or a task that needs more than one answer.
+        ValueError: unknown taskset, or multi-answer tasks.
     """
     vf = require("verifiers.v1", "verifiers")
     try:
@@ -137,7 +137,7 @@ def load_tasks(taskset_id: str, settings: str, num_tasks: int | None, split: str
 
 
 def _extra_requirement(vf: Any, taskset_id: str, taskset: Any, task: Any) -> str:
-    """Return the requirement that one answer can't meet; empty if there is none."""
+    """Return the requirement beyond one answer, or an empty string."""
     kind, loader = cast(Any, type(task)), cast(Any, type(taskset))
     if vf.environment_class(taskset_id) is not vf.SingleAgentEnv:
         return "an Env of its own"

@@ -1,4 +1,4 @@
-"""Data set tasks: one question, one answer, one scoring rule."""
+"""Single-turn data set tasks."""
 
 from offbeat.envs.dataset.code import CodeConfig, CodeEnv
 from offbeat.envs.dataset.env import Judgement, QuestionEnv, QuestionsConfig

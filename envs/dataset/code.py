@@ -1,4 +1,4 @@
-"""Programming tasks, scored by running tests in the sandbox."""
+"""Programming tasks, scored by tests in the sandbox."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,10 @@ FENCED = r"```(?:python|py)?[ \t]*\n(.*?)```"
 
 
 class CodeConfig(QuestionsConfig):
-    """`env_config` of a tag with `env_type: code`.
+    """`env_config` for `env_type: code`.
 
-    `answer_key` is the column of tests: a list of `assert` lines (MBPP), or `{"inputs": [...], "outputs": [...]}` of
-    stdin and stdout (APPS); either also as JSON text.
+    `answer_key` names the column of tests: `assert` lines (MBPP) or `{"inputs": [...], "outputs": [...]}` of stdin and
+    stdout (APPS), as a value or JSON text.
     """
 
     answer_key: str = "tests"
@@ -32,9 +32,9 @@ class CodeConfig(QuestionsConfig):
     reward: Literal["binary", "pass_rate"] = "binary"
     """1 if all tests pass, or the share that passes."""
     sandbox: Limits = Limits()
-    """Limits of each test."""
+    """Limits per test."""
     max_tests: int | None = Field(default=None, ge=1)
-    """Number of tests to run, from the first."""
+    """Maximum tests to run, from the first."""
 
     @field_validator("answer_pattern")
     @classmethod
@@ -44,13 +44,13 @@ class CodeConfig(QuestionsConfig):
 
 
 class CodeEnv(QuestionEnv[CodeConfig]):
-    """A programming task; reward 1 for a fenced program that passes all tests. Each test runs in its own process."""
+    """A programming task; reward 1 for a fenced program that passes all tests."""
 
     config_class: ClassVar[type[CodeConfig]] = CodeConfig
     system_prompt: str = "Write a Python program that does what is asked, in a fenced block."
 
     def __init__(self, config: CodeConfig) -> None:
-        """Raises IsolationError if this machine can't isolate programs."""
+        """Raises IsolationError if programs can't be isolated."""
         check_isolation(config.sandbox)
         super().__init__(config)
 
@@ -65,7 +65,7 @@ class CodeEnv(QuestionEnv[CodeConfig]):
         return Judgement(reward, not failures, True, failures[0] if failures else "", {"pass_rate": rate})
 
     def _run_test(self, program: str, extra: str, stdin: str, expected: str | None) -> str:
-        """Return a test's error; empty if it passes."""
+        """Return the error; empty if passed."""
         outcome = run_python(f"{program}\n{extra}", stdin=stdin, limits=self.config.sandbox)
         if not outcome.ok:
             return outcome.error
@@ -75,10 +75,10 @@ class CodeEnv(QuestionEnv[CodeConfig]):
 
 
 def read_tests(tests: Any) -> list[tuple[str, str, str | None]]:
-    """Return (code after the program, stdin, expected stdout) of each test.
+    """Return (code after the program, stdin, expected stdout) per test.
 
     Raises:
-        ValueError: there are no tests.
+        ValueError: there are none.
     """
     if isinstance(tests, str):
         try:

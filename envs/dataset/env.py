@@ -1,7 +1,6 @@
-"""Base class of data set envs (math, question answering, code): one question, one answer.
+"""Base class of data set envs.
 
-Invariants: training draws rows from the env's own generator; evaluation seeds enumerate the held-out rows, each once
-before any repeats.
+Invariants: training draws rows from the env's generator; evaluation enumerates held-out rows before any repeats.
 """
 
 from abc import abstractmethod
@@ -26,19 +25,19 @@ CHARSET = "".join(map(chr, (9, 10, 13, *range(32, 0xD800))))
 
 
 class QuestionsConfig(Config):
-    """Data of a tag."""
+    """Data settings of a tag."""
 
     dataset_name: Path
-    """A .jsonl, .json, .csv or .parquet file, or a folder saved by `datasets`."""
+    """A .jsonl, .json, .csv or .parquet file, or a `datasets` folder."""
     val_dataset_name: Path | None = None
-    """Data set of evaluation; None holds out one question in eight of `dataset_name`."""
+    """Evaluation data set; None holds out one question in eight."""
     question_key: str = "question"
     answer_key: str = "answer"
     """Column names."""
     prompt: str = "{question}"
-    """Template of the observation, with `{question}`."""
+    """Observation template, with `{question}`."""
     split: Literal["train", "held_out", "any"] = "train"
-    """Split; held-out questions are never used in training."""
+    """Split; training never uses held-out questions."""
     format_penalty: float = Field(default=0.0, le=0)
     """Reward of a response without an answer."""
 
@@ -54,7 +53,7 @@ class Judgement(NamedTuple):
     reward: float
     success: bool
     valid: bool = True
-    """True if the text contains an answer."""
+    """Whether the text contains an answer."""
     feedback: str = ""
     """Last observation."""
     metrics: Mapping[str, float] = MappingProxyType({})
@@ -64,7 +63,7 @@ C = TypeVar("C", bound=QuestionsConfig)
 
 
 class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
-    """Single-turn env over the rows of a data set."""
+    """Single-turn env over data set rows."""
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 1}  # pyright: ignore[reportIncompatibleVariableOverride]
     system_prompt: str = "Answer the question."
@@ -86,14 +85,14 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
 
     @abstractmethod
     def judge(self, row: Row, answer: str) -> Judgement:
-        """Score `answer` for `row`."""
+        """Score an answer."""
 
     @property
     def row(self) -> Row:
         """Current row.
 
         Raises:
-            RuntimeError: called before the first reset.
+            RuntimeError: not reset.
         """
         if self._row is None:
             raise RuntimeError("call reset() before step() and render()")
@@ -132,7 +131,7 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
 
 
 def last_group(pattern: str, text: str) -> str | None:
-    """Return the last match of `pattern` (one group: answer; two: thought and answer), or None."""
+    """Return the last match of `pattern`, or None; of two groups, the second is the answer."""
     matches = list(compile_pattern(pattern).finditer(text))
     return (matches[-1][matches[-1].re.groups] or "").strip() if matches else None
 

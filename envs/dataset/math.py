@@ -1,4 +1,4 @@
-"""Math problems; answers are compared as expressions by math-verify."""
+"""Math problems, compared as expressions by math-verify."""
 
 import logging
 from functools import lru_cache
@@ -18,10 +18,10 @@ from offbeat.envs.parsing import compile_pattern
 
 
 class MathConfig(QuestionsConfig):
-    """`env_config` of a tag with `env_type: math`."""
+    """`env_config` for `env_type: math`."""
 
     answer_pattern: str | None = None
-    r"""Regular expression of the answer, its last match counts; None takes the last `\boxed{}`."""
+    r"""Regular expression of the answer (last match); None takes the last `\boxed{}`."""
     correct_reward: float = Field(default=1.0, gt=0)
 
     @field_validator("answer_pattern")
@@ -35,7 +35,7 @@ class MathConfig(QuestionsConfig):
 class MathEnv(QuestionEnv[MathConfig]):
     r"""A math problem; reward for an equal expression or number in `\boxed{}`.
 
-    math-verify's own timeouts need signals, which threads do not have: the tag's `step_timeout_s` bounds it instead.
+    math-verify's timeouts need signals, which threads lack; `step_timeout_s` applies instead.
     """
 
     config_class: ClassVar[type[MathConfig]] = MathConfig

@@ -19,10 +19,10 @@ from offbeat.envs.parsing import WHOLE_PATTERN, compile_pattern
 
 
 class QAConfig(QuestionsConfig):
-    """`env_config` of a tag with `env_type: qa`."""
+    """`env_config` for `env_type: qa`."""
 
     metric: Literal["exact_match", "f1"] = "exact_match"
-    """Metric used as the reward."""
+    """Reward metric."""
     answer_pattern: str = WHOLE_PATTERN
     """Regular expression of the answer, such as `<answer>(.*?)</answer>`."""
 
@@ -34,7 +34,7 @@ class QAConfig(QuestionsConfig):
 
 
 class QAEnv(QuestionEnv[QAConfig]):
-    """A question; with a list of correct answers, the best match counts."""
+    """A question; the best match among the correct answers counts."""
 
     config_class: ClassVar[type[QAConfig]] = QAConfig
 
@@ -49,13 +49,13 @@ class QAEnv(QuestionEnv[QAConfig]):
 
 
 def normalize(text: str) -> str:
-    """Return `text` in lower case, without punctuation, articles and repeated spaces."""
+    """Lowercase `text`; remove punctuation, articles and repeated spaces."""
     bare = "".join(char for char in text.lower() if char not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
 
 def f1(prediction: str, gold: str) -> float:
-    """Return the harmonic mean of word precision and recall; 1 if both are empty."""
+    """Return the word F1; 1 if both are empty."""
     a, b = normalize(prediction).split(), normalize(gold).split()
     if not a or not b:
         return float(a == b)

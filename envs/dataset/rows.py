@@ -1,6 +1,6 @@
-"""Rows of a data set on disk: a jsonl, json, csv or parquet file, or a folder saved by `datasets`.
+"""Data set rows from a jsonl, json, csv or parquet file or a `datasets` folder.
 
-Invariant: nothing is downloaded; rows are memory-mapped once per process and shared by its envs.
+Invariant: no downloads; rows are memory-mapped once per process.
 """
 
 from collections.abc import Mapping
@@ -13,16 +13,16 @@ from offbeat.envs.optional_imports import require
 
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 HELD_OUT_SHARE = 8
-"""Without a validation file, one question in this many is held out, by a digest of its text."""
+"""Without a validation file, one question in this many is held out, by its text's digest."""
 
 Row = Mapping[str, Any]
 
 
 class Rows:
-    """Rows of one split; `rows[i]` maps columns to values."""
+    """Rows of a split; each maps columns to values."""
 
     def __init__(self, path: Path, table: Any, indices: tuple[int, ...] | None = None) -> None:
-        """indices: rows of `table`; None for all."""
+        """indices: rows of `table`; None: all."""
         self._path = path
         self._table = table
         self._indices = indices
@@ -46,7 +46,7 @@ def load_rows(path: Path, question_key: str, answer_key: str, split: str) -> Row
     """Load the rows of a split: `train`, `held_out` or `any`.
 
     Raises:
-        ValueError: the file can't be read, lacks a column, or has no row of the split.
+        ValueError: unreadable file, missing column, or empty split.
     """
     table = read_table(path)
     for key, column in (("question_key", question_key), ("answer_key", answer_key)):
@@ -62,7 +62,7 @@ def load_rows(path: Path, question_key: str, answer_key: str, split: str) -> Row
 
 
 def read_table(path: Path) -> Any:
-    """Load the `datasets.Dataset` at `path`.
+    """Load a `datasets.Dataset`.
 
     Raises:
         ValueError: it can't be read.

@@ -1,4 +1,4 @@
-"""FrozenLake as text: a random grid with holes."""
+"""FrozenLake as text."""
 
 from offbeat.envs.frozen_lake.env import WORDS, FrozenLakeConfig, FrozenLakeEnv
 

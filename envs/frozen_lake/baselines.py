@@ -1,7 +1,4 @@
-"""Success of reference policies on given maps: random, scripted, optimal.
-
-Exact, by dynamic programming over cells and remaining turns.
-"""
+"""Success of random, scripted and optimal policies on given maps; exact, by dynamic programming."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -16,16 +13,16 @@ Array = npt.NDArray[np.float64]
 
 
 class LakeBaselines(NamedTuple):
-    """Probability of reaching the goal within an episode's turns, mean over maps."""
+    """Mean probability of reaching the goal within an episode."""
 
     random: float
     scripted: float
-    """A nearer neighbour that is no hole, else any that is none."""
+    """A nearer neighbour that is no hole, else any other."""
     optimal: float
 
 
 def baselines(seeds: Iterable[int], config: FrozenLakeConfig | None = None, *, max_steps: int = 12) -> LakeBaselines:
-    """Compute the baselines on the maps of these seeds.
+    """Compute the baselines on the maps of `seeds`.
 
     Raises:
         ValueError: no seeds.
@@ -66,7 +63,7 @@ def transitions(lake: LakeMap, *, is_slippery: bool) -> Array:
 
 
 def scripted_policy(lake: LakeMap) -> Array:
-    """Return [cell, action] probabilities of the scripted policy."""
+    """Return [cell, action] probabilities."""
     policy = np.zeros((lake.size**2, len(ACTIONS)))
     for index in range(lake.size**2):
         at: Cell = divmod(index, lake.size)
@@ -83,7 +80,7 @@ def _distance(a: Cell, b: Cell) -> int:
 
 
 def _success(lake: LakeMap, moves: Array, policy: Array | None, max_steps: int) -> Array:
-    """Return [cell] probabilities of reaching the goal within `max_steps` turns; `policy` None is the optimal one."""
+    """Return [cell] success probabilities; `policy` None: optimal."""
     chance = np.zeros(lake.size**2)
     chance[lake.goal[0] * lake.size + lake.goal[1]] = 1.0
     for _ in range(max_steps):

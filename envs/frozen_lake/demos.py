@@ -1,4 +1,4 @@
-"""Demonstrations for the warm start: a random walk that avoids holes and ignores the goal."""
+"""Warm-start demonstrations: a random walk around holes that ignores the goal."""
 
 import numpy as np
 
@@ -15,10 +15,7 @@ def careful_wandering(
     system_prompt: str | None = None,
     agent_template: str = "{observation}",
 ) -> list[dict[str, str]]:
-    """Return one episode as chat messages, in the format of a rollout with the same templates.
-
-    Each step goes to a random neighbour that is neither wall nor hole. Depends on `rng` alone.
-    """
+    """Return an episode as chat messages, in a rollout's format; depends on `rng` alone."""
     observation, _ = env.reset(seed=int(rng.integers(2**31)))
     messages = [{"role": "system", "content": env.system_prompt if system_prompt is None else system_prompt}]
     for turn in range(max_turns):
@@ -32,6 +29,6 @@ def careful_wandering(
 
 
 def careful_actions(env: FrozenLakeEnv) -> list[int]:
-    """Return the directions to neighbours that are not holes; never empty on a solvable map."""
+    """Return the directions without holes; never empty on a solvable map."""
     neighbours = [(action, env.lake.neighbour(env.agent, action)) for action in range(len(ACTIONS))]
     return [action for action, there in neighbours if there != env.agent and there not in env.lake.holes]

@@ -1,8 +1,6 @@
-"""FrozenLake as a text env: observations describe the position, answers are directions.
+"""FrozenLake as a text env.
 
-Holes and the goal end the episode.
-
-Invariant: equal seeds and settings give equal maps and slips; all randomness comes from the env's own generator.
+Invariant: equal seeds and settings give equal maps and slips.
 """
 
 from functools import cached_property, lru_cache
@@ -29,7 +27,7 @@ from offbeat.envs.parsing import WHOLE_PATTERN, ActionParser, compile_pattern
 
 SYSTEM_PROMPT = "Walk P to G . Avoid O ."
 WORDS = tuple(dict.fromkeys((*SYSTEM_PROMPT.split(), "_", "#", *ACTIONS, *"0123456789")))
-"""Vocabulary of prompts, observations and answers (rows and columns up to 9), for a word-level tokenizer."""
+"""Vocabulary of prompts, observations and answers (up to 9 x 9), for a word-level tokenizer."""
 
 OBSERVATION_CHARS = "".join(sorted({*"".join(WORDS), " ", "\n"}))
 ANSWER_CHARS = "".join(map(chr, range(32, 127))) + "\n\t"
@@ -37,24 +35,24 @@ MAX_ANSWER_CHARS = 100_000
 
 
 class FrozenLakeConfig(Config):
-    """`env_config` of a tag with `env_type: frozen_lake`."""
+    """`env_config` for `env_type: frozen_lake`."""
 
     size: int = Field(default=4, ge=2, le=32)
     """Rows and columns."""
     p: float = Field(default=0.7, gt=0, le=1)
-    """Probability that a cell is ice rather than a hole."""
+    """Probability of ice rather than a hole."""
     is_slippery: bool = False
-    """A step goes in the given direction or to either side of it, a third each."""
+    """A step goes in the given direction or to either side, a third each."""
     start_goal: Literal["corners", "random"] = "corners"
-    """Start top left and goal bottom right, or both anywhere."""
+    """Start top left and goal bottom right, or both random."""
     split: Split = "train"
-    """Split; held-out maps are never used in training."""
+    """Split; training never uses held-out maps."""
     format_penalty: float = Field(default=-0.1, le=0)
-    """Reward of a turn whose answer names no direction; the agent does not move."""
+    """Reward of an answer without a direction; the agent does not move."""
     action_pattern: str = WHOLE_PATTERN
-    """Regular expression of an answer; its last group holds the direction."""
+    """Regular expression of an answer; its last group is the direction."""
     show_grid: Literal["first", "always"] = "first"
-    """First turn only, or every turn; other turns show only the four neighbours."""
+    """First turn only, or every turn; other turns show the four neighbours."""
     render_mode: Literal["ansi", "rgb_array"] | None = None
 
     @field_validator("action_pattern")
@@ -65,7 +63,7 @@ class FrozenLakeConfig(Config):
 
 
 class FrozenLakeEnv(gymnasium.Env[str, str]):
-    """Walk to a goal around holes; reward 1 at the goal, `format_penalty` for an answer without a direction, else 0."""
+    """Walk to a goal around holes; reward 1 at the goal, `format_penalty` for an invalid answer, else 0."""
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}  # pyright: ignore[reportIncompatibleVariableOverride]
     config_class: ClassVar[type[FrozenLakeConfig]] = FrozenLakeConfig
@@ -91,7 +89,7 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         """Current map.
 
         Raises:
-            RuntimeError: called before the first reset.
+            RuntimeError: not reset.
         """
         if self._lake is None:
             raise RuntimeError("call reset() before step() and render()")
@@ -136,7 +134,7 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         return "\n".join(" ".join(lake.cell((row, column), self._agent) for column in rows) for row in rows)
 
     def neighbours_text(self) -> str:
-        """Return `row col Left # Down _ Right O Up _`: position and the four neighbours."""
+        """Return `row col Left # Down _ Right O Up _`."""
         (row, column), lake = self._agent, self.lake
         neighbours = (
             f"{name} {lake.cell((row + down, column + right), self._agent)}" for name, (down, right) in MOVES.items()
@@ -144,7 +142,7 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         return f"{row} {column} {' '.join(neighbours)}"
 
     def render(self) -> str | npt.NDArray[np.uint8] | None:
-        """Return the map as text, or as an image [height, width, 3] uint8 (`rgb_array`)."""
+        """Return text, or [height, width, 3] uint8 (`rgb_array`)."""
         if self.render_mode == "rgb_array":
             return draw_lake(self.lake, self._agent)
         return self.grid_text() if self.render_mode == "ansi" else None

@@ -1,4 +1,4 @@
-"""FrozenLake maps: random, solvable, split into training and held-out maps.
+"""Random, solvable FrozenLake maps.
 
 Invariant: a map's split is a digest of its cells, so no held-out map occurs in training.
 """
@@ -15,12 +15,12 @@ Cell = tuple[int, int]
 """Row and column, from the top left."""
 
 HELD_OUT_SHARE = 8
-"""One map in this many is held out."""
+"""One map in this many."""
 MAX_DRAWS = 10_000
 
 MOVES: dict[str, Cell] = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
 ACTIONS = tuple(MOVES)
-"""Actions in gymnasium's order, in which the directions of a slip are neighbours."""
+"""Gymnasium's order; a slip leads to a neighbour in it."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class LakeMap:
 
     @cached_property
     def task_id(self) -> str:
-        """Rows of the map; equal for equal maps."""
+        """Rows of the map."""
         return "/".join("".join(self.cell((row, column)) for column in range(self.size)) for row in range(self.size))
 
     @cached_property
@@ -41,7 +41,7 @@ class LakeMap:
         return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
 
     def cell(self, at: Cell, agent: Cell | None = None) -> str:
-        """Return the symbol of a cell: `P` agent (or start), `G` goal, `O` hole, `_` ice, `#` beyond the edge."""
+        """Return a cell's symbol: `P` agent (or start), `G` goal, `O` hole, `_` ice, `#` outside."""
         if not (0 <= at[0] < self.size and 0 <= at[1] < self.size):
             return "#"
         if at == (self.start if agent is None else agent):
@@ -51,7 +51,7 @@ class LakeMap:
         return "O" if at in self.holes else "_"
 
     def neighbour(self, at: Cell, action: int) -> Cell:
-        """Return the cell that a step leads to; at the edge, the same cell."""
+        """Return the cell after a step; at the edge, the same."""
         row, column = MOVES[ACTIONS[action]]
         there = at[0] + row, at[1] + column
         return there if 0 <= there[0] < self.size and 0 <= there[1] < self.size else at
@@ -75,10 +75,10 @@ def draw_map(
 ) -> LakeMap:
     """Return a random solvable map of the split.
 
-    p: probability that a cell is ice. placement: start top left and goal bottom right, or both anywhere.
+    p: probability of ice. placement: start top left and goal bottom right, or both random.
 
     Raises:
-        RuntimeError: no such map in 10,000 draws.
+        RuntimeError: none in 10,000 draws.
     """
     for _ in range(MAX_DRAWS):
         start, goal = (0, 0), (size - 1, size - 1)

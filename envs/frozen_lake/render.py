@@ -1,4 +1,4 @@
-"""Rendering of FrozenLake as an image, in numpy."""
+"""FrozenLake as an image."""
 
 import numpy as np
 import numpy.typing as npt
@@ -6,7 +6,7 @@ import numpy.typing as npt
 from offbeat.envs.frozen_lake.maps import Cell, LakeMap
 
 TILE = 32
-"""Side of a cell in pixels."""
+"""Cell side, pixels."""
 ICE, EDGE, HOLE, GOAL, START, AGENT, FALLEN = (
     (225, 240, 250),
     (170, 200, 220),
@@ -26,7 +26,7 @@ def _disc(radius: float) -> npt.NDArray[np.bool_]:
 
 
 def draw_lake(lake: LakeMap, agent: Cell) -> Image:
-    """Return [size * 32, size * 32, 3] uint8: holes are dark discs, the goal a green square, the agent an orange disc."""
+    """Return [size * 32, size * 32, 3] uint8: dark holes, green goal, orange agent."""
     image = np.empty((lake.size * TILE, lake.size * TILE, 3), dtype=np.uint8)
     for row in range(lake.size):
         for column in range(lake.size):

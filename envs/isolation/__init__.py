@@ -1,1 +1,1 @@
-"""Kernel isolation of programs; every sandboxed process imports it, so only ctypes and the standard library."""
+"""Kernel isolation of programs; imports only the standard library, because every sandboxed process imports it."""

@@ -1,4 +1,4 @@
-"""Guarantees of the kernel layers; used inside and outside of the sandbox."""
+"""Guarantees of the kernel layers."""
 
 from collections.abc import Collection
 
@@ -7,10 +7,10 @@ GUARANTEES = {
     "other processes": ("namespaces", "seccomp"),
     "files that are not theirs": ("mounts", "landlock"),
 }
-"""Guarantee -> layers of which one must be active."""
+"""Guarantee -> layers, any of which suffices."""
 
 
 def missing_guarantees(layers: Collection[str], *, one_process: bool) -> list[str]:
-    """Return the guarantees that `layers` do not give; seccomp alone confines one process, not several."""
+    """Return the missing guarantees; seccomp alone confines only one process."""
     active = set(layers) if one_process else set(layers) - {"seccomp"}
     return [guarantee for guarantee, sufficient in GUARANTEES.items() if not active & set(sufficient)]

@@ -1,6 +1,5 @@
-"""Landlock: restricts files, TCP ports and signals of this process and its children.
-
-Needs Linux 5.13; later kernels restrict more (docs.kernel.org/userspace-api/landlock.html).
+"""Landlock: restricts files, TCP ports and signals of this process and its children; needs Linux 5.13
+(docs.kernel.org/userspace-api/landlock.html).
 """
 
 import ctypes
@@ -15,14 +14,14 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE, IOCTL_DEV = 1, 2, 4, 8, 1 << 14, 1 << 15
 READ = EXECUTE | READ_FILE | READ_DIR
 FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
-"""Rights that apply to a single file."""
+"""Rights that apply to files."""
 RIGHTS_OF_ABI = ((1, (1 << 13) - 1), (2, 1 << 13), (3, TRUNCATE), (5, IOCTL_DEV))
 TCP_SINCE, SCOPES_SINCE = 4, 6
 BIND_AND_CONNECT, SOCKETS_AND_SIGNALS = 0b11, 0b11
 
 
 def abi() -> int:
-    """Return the kernel's Landlock version; 0 without Landlock."""
+    """Return the kernel's Landlock version; 0 without."""
     try:
         return call(CREATE_RULESET, None, 0, 1)
     except KernelError:
@@ -33,7 +32,7 @@ def restrict(*, readable: Iterable[str], writable: Iterable[str]) -> None:
     """Allow reading and executing below `readable`, everything below `writable`, and no other files.
 
     Raises:
-        KernelError: the kernel has no Landlock.
+        KernelError: no Landlock.
     """
     version = abi()
     handled = sum(rights for since, rights in RIGHTS_OF_ABI if version >= since)

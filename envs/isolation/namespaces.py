@@ -1,6 +1,6 @@
 """User, process, network and mount namespaces of a program.
 
-If root starts the sandbox, the program gets a user id of its own; otherwise it keeps the user's, without capabilities.
+Started by root, the program gets its own user id; otherwise it keeps the user's, without capabilities.
 """
 
 import ctypes
@@ -24,20 +24,20 @@ BIND, RECURSIVE, PRIVATE, NOSUID, NODEV = 4096, 16384, 1 << 18, 2, 4
 MOUNT_SETATTR, PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
 AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV = -100, 0x8000, 1, 2, 4
 PROGRAM_ID = 1000
-"""User and group id of the program inside the namespace."""
+"""The program's user and group id inside."""
 FIRST_OUTSIDE_ID = 1 << 30
-"""Base of the outside user id if root starts the sandbox; the supervisor's process id is added."""
+"""Base of the outside user id (if started by root), plus the supervisor's process id."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 WORK = "/sandbox"
 
 
 def enter() -> int:
-    """Move this process into new namespaces; its children get a new process namespace, too.
+    """Move this process into new namespaces, its children into a process namespace.
 
-    Returns: the program's user and group id inside; 0 if it can't have its own.
+    Returns: the program's user and group id inside, or 0 without its own.
 
     Raises:
-        OSError: the kernel refuses namespaces.
+        OSError: the kernel refused.
     """
     uid, gid, pid = os.getuid(), os.getgid(), os.getpid()
     if uid or not _is_world_readable(os.__file__):
@@ -62,10 +62,10 @@ def enter() -> int:
 
 
 def new_root(folder: Path, readable: Iterable[str], *, program_id: int, disk_mib: int, max_files: int) -> None:
-    """Switch to a new root: `readable` read-only, four devices, and an empty `/sandbox` of bounded size.
+    """Switch to a new root: read-only `readable`, four devices, and an empty, bounded `/sandbox`.
 
     Raises:
-        OSError: the kernel refuses a mount; earlier mounts are visible to this process alone.
+        OSError: a mount was refused; earlier ones are private to this process.
     """
     syscalls.unshare(NEW_NS)
     syscalls.mount("none", "/", "none", RECURSIVE | PRIVATE)
@@ -91,7 +91,7 @@ def new_root(folder: Path, readable: Iterable[str], *, program_id: int, disk_mib
 
 
 def switch_user(program_id: int) -> None:
-    """Switch from the mounting user to the program's."""
+    """Switch to the program's user."""
     os.setgroups([])
     os.setresgid(program_id, program_id, program_id)
     os.setresuid(program_id, program_id, program_id)
@@ -102,10 +102,7 @@ def _is_world_readable(path: str) -> bool:
 
 
 def _map_ids(read_end: int, pid: int) -> None:
-    """Write `pid`'s user mappings from outside once its namespace exists, then exit.
-
-    Exit code 0: the program has its own user id. 1: only root could be mapped.
-    """
+    """Map `pid`'s users from outside once its namespace exists; exit with 0 if it has its own, 1 if only root."""
     if os.read(read_end, 1):
         for code, extra_mapping in enumerate((f"\n{PROGRAM_ID} {FIRST_OUTSIDE_ID + pid} 1", "")):
             try:
@@ -123,7 +120,7 @@ def _write(pid: int, name: str, text: str) -> None:
 
 
 def _bind_read_only(path: Path, root: Path) -> None:
-    """Bind `path` read-only at the same path below `root`; a symbolic link is copied."""
+    """Bind `path` below `root`; copy a symbolic link."""
     target = root / str(path).lstrip("/")
     if target.exists() or target.is_symlink():
         return

@@ -1,7 +1,7 @@
-"""seccomp filter that irrevocably blocks system calls which a computation does not need.
+"""Irrevocable seccomp filter of system calls that computations do not need.
 
-Blocked: sockets, inspecting or signalling other processes, mounts and namespaces, memory outside of the limits (memfd,
-System V), io_uring, keys, BPF, modules, clocks; with `one_process` also new processes (not threads).
+Blocked: sockets, other processes, mounts and namespaces, unlimited memory (memfd, System V), io_uring, keys, BPF,
+modules, clocks; with `one_process` also new processes (not threads).
 """
 
 import ctypes
@@ -16,10 +16,10 @@ NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
 """Offsets in struct seccomp_data; for the argument, of its low half."""
 CLONE_THREAD, NEW_NAMESPACES = 0x00010000, 0x7E020080
 X32 = 0x40000000
-"""Bit of x86-64's second ABI, whose calls would bypass a list of numbers."""
+"""Bit of x86-64's second ABI, which would bypass the numbers."""
 
 ARCHITECTURES = {"x86_64": (0, 0xC000003E, 317), "aarch64": (1, 0xC00000B7, 277)}
-"""Column in the tables below, AUDIT_ARCH constant, number of seccomp(2)."""
+"""Column below, AUDIT_ARCH constant, number of seccomp(2)."""
 
 # name: number on x86-64, on 64-bit ARM; None where there is no such call
 BLOCKED: dict[str, tuple[int | None, int | None]] = {
@@ -101,7 +101,7 @@ SELF_ONLY: dict[str, tuple[int, int]] = {
     "sched_setparam": (142, 118),
     "sched_setattr": (314, 274),
 }
-"""Calls whose first argument is a process id, allowed only for this process."""
+"""Calls by process id, allowed only for this process."""
 ZERO_IS_SELF = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
 PR_SET_PDEATHSIG = 1
 
@@ -109,7 +109,7 @@ PR_SET_PDEATHSIG = 1
 def restrict(*, one_process: bool, own_pid: int | None) -> None:
     """Make the calls above fail with EPERM in this process and its children.
 
-    own_pid: the only allowed target of signals and limits; None if a namespace already confines them.
+    own_pid: only allowed target of signals and limits; None if a namespace confines them.
 
     Raises:
         KernelError: no seccomp filters, or neither x86-64 nor 64-bit ARM.
@@ -124,7 +124,6 @@ def restrict(*, one_process: bool, own_pid: int | None) -> None:
 
 
 def _program(*, one_process: bool, own_pid: int | None) -> list[bytes]:
-    """Build the BPF program: a test for each call's number, followed by its refusal."""
     column, architecture, _ = ARCHITECTURES[machine]
     code = [
         _instruction(LOAD, ARCHITECTURE),
@@ -151,7 +150,7 @@ def _program(*, one_process: bool, own_pid: int | None) -> list[bytes]:
 
 
 def _test_argument(number: int, tests: list[bytes]) -> list[bytes]:
-    """Build tests of a call's first argument; the call's number is reloaded after them."""
+    """Test a call's first argument, then reload its number."""
     inner = [_instruction(LOAD, FIRST_ARGUMENT), *tests, _instruction(LOAD, NUMBER)]
     return [_instruction(EQUAL, number, 0, len(inner)), *inner]
 

@@ -1,7 +1,7 @@
-"""Supervisor process of a sandboxed program, which is its child.
+"""Supervisor process, parent of a sandboxed program.
 
-Invariants: the program starts only if the kernel gives every required guarantee; the supervisor, out of the program's reach,
-kills it at its time limit.
+Invariants: the program starts only with every required guarantee; the supervisor, out of its reach, kills it at its
+time limit.
 """
 
 import json
@@ -27,7 +27,7 @@ MAX_THREADS = 64
 
 
 def main() -> None:
-    """Isolate, limit and run `main.py` of the folder in argv[1]; write `outcome.json` there."""
+    """Isolate, limit and run argv[1]'s `main.py`; write `outcome.json` there."""
     folder, request = Path(sys.argv[1]), json.loads(sys.argv[2])
     source = (folder / "main.py").read_text(encoding="utf-8", errors="surrogateescape")
     layers: list[str] = []
@@ -67,7 +67,7 @@ def _enter_namespaces(request: dict[str, Any], layers: list[str]) -> int:
 
 
 def _confine(folder: Path, request: dict[str, Any], layers: list[str], program_id: int) -> None:
-    """Apply each requested layer that the kernel offers, outermost first."""
+    """Apply the requested layers that the kernel offers, outermost first."""
     requested, work = request["layers"], str(folder / "work")
     readable, one_process = _readable_paths(), request["max_processes"] == 1
     own_pid = None if "namespaces" in layers else os.getpid()
@@ -103,7 +103,7 @@ def _apply(layer: Any) -> bool:
 
 
 def _readable_paths() -> list[str]:
-    """Return the paths that Python and its libraries read, the interpreter's own folders last."""
+    """Return the paths that Python reads, the interpreter's last."""
     system = ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime"]
     return [*system, *dict.fromkeys((sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix))]
 

@@ -18,17 +18,17 @@ class KernelError(OSError):
 
 
 def call(number: int, *arguments: object) -> int:
-    """Make a system call by number; raises `KernelError`."""
+    """Make a system call; raises `KernelError`."""
     return _check(_libc.syscall(ctypes.c_long(number), *(_as_argument(argument) for argument in arguments)))
 
 
 def prctl(option: int, value: int) -> None:
-    """Set a property of this process; raises `KernelError`."""
+    """Set a process property; raises `KernelError`."""
     _check(_libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)))
 
 
 def unshare(flags: int) -> None:
-    """Move into new namespaces; raises `KernelError`."""
+    """Enter new namespaces; raises `KernelError`."""
     _check(_libc.unshare(flags))
 
 
@@ -40,12 +40,12 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def detach(target: str) -> None:
-    """Detach a mount (umount2 with MNT_DETACH); raises `KernelError`."""
+    """Detach a mount; raises `KernelError`."""
     _check(_libc.umount2(target.encode(), 2))
 
 
 def die_with_parent() -> None:
-    """Request SIGKILL when the parent thread ends; must be repeated after each change of user."""
+    """Request SIGKILL when the parent thread ends; repeat after each change of user."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

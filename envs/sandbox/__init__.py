@@ -1,4 +1,4 @@
-"""Running a policy's Python where it can do no harm, or saying that it can."""
+"""Sandbox for a policy's Python programs."""
 
 from offbeat.envs.sandbox.run import (
     IsolationError,

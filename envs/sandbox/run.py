@@ -1,8 +1,7 @@
-"""Runs untrusted programs with limits on time, CPU, memory, files and output, without network, in an empty folder.
+"""Untrusted programs with limits on time, CPU, memory, files and output, without network, in an empty folder.
 
-Invariants: no process of the program survives `run_python`; its environment holds none of our variables; with `isolation:
-require` it runs only if the kernel confines it from the network, from other processes and from foreign files
-(`offbeat.envs.isolation`).
+Invariants: no process survives `run_python`; no environment variables are inherited; with `isolation: require` the
+kernel confines the program from network, other processes and foreign files (`offbeat.envs.isolation`).
 """
 
 import functools
@@ -34,7 +33,7 @@ SUPERVISOR_CODE = (
     "from offbeat.envs.isolation.supervisor import main; del sys.path[0]; main()"
 )
 STARTUP_TIMEOUT_S = 30.0
-"""Startup timeout of the supervisor; the program's own time counts from its start."""
+"""Supervisor startup, not counted in the program's time."""
 
 
 REQUIREMENTS = {
@@ -45,29 +44,28 @@ REQUIREMENTS = {
 
 
 class IsolationError(ValueError):
-    """The machine lacks a guarantee that `isolation: require` demands; nothing was run."""
+    """A required guarantee is missing; nothing was run."""
 
 
 class Limits(Config):
-    """Resource limits of a program."""
+    """Resource limits."""
 
     timeout_s: float = Field(default=5.0, gt=0)
     cpu_s: int = Field(default=5, ge=1)
     memory_mib: int = Field(default=512, ge=64)
     """Address space, divided equally among `max_processes`."""
     file_mib: int = Field(default=8, ge=1)
-    """Largest file, stdout and stderr included."""
+    """Largest file, including stdout and stderr."""
     disk_mib: int = Field(default=64, ge=1)
-    """Total size of its files, kept in memory; needs mounts."""
+    """Total file size, in memory; needs mounts."""
     max_files: int = Field(default=1000, ge=10)
-    """Number of files and folders; needs mounts."""
+    """Files and folders; needs mounts."""
     max_processes: int = Field(default=1, ge=1)
-    """1: no child processes, up to 64 threads. More: processes and threads together; needs namespaces."""
+    """1: no child processes, up to 64 threads. More: processes plus threads; needs namespaces."""
     max_output_chars: int = Field(default=10_000, ge=1)
-    """Length of stdout and of stderr; longer output is cut in the middle."""
+    """Length of stdout and of stderr; the middle is cut."""
     isolation: Literal["require", "warn"] = "require"
-    """Without kernel isolation: refuse to run, or warn and run behind Python's audit hooks, which stop ordinary code but no
-    attacker."""
+    """Without kernel isolation: refuse, or warn and use Python's audit hooks, which stop no attacker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +73,10 @@ class ProgramResult:
     stdout: str
     stderr: str
     exit_code: int
-    """Negative: number of the signal that killed it."""
+    """Negative: signal number."""
     timed_out: bool
     layers: tuple[Layer, ...]
-    """Active isolation layers."""
+    """Active layers."""
 
     @property
     def ok(self) -> bool:
@@ -98,10 +96,10 @@ def run_python(
 ) -> ProgramResult:
     """Run a program until it exits or times out.
 
-    layers: requested layers; those that the kernel offers are used.
+    layers: requested; those that the kernel offers are used.
 
     Raises:
-        IsolationError: the kernel can't confine it, and `limits.isolation` is `require`.
+        IsolationError: a required guarantee is missing.
     """
     limits = limits or Limits()
     folder = Path(tempfile.mkdtemp(prefix="offbeat-sandbox-"))
@@ -124,7 +122,7 @@ def run_python(
 
 
 def describe_sandbox() -> str:
-    """Describe the isolation in this process; empty if no program was run."""
+    """Describe this process's isolation; empty before the first program."""
     if not platform_isolation.cache_info().currsize:
         return ""
     layers = platform_isolation()
@@ -134,7 +132,7 @@ def describe_sandbox() -> str:
 
 @functools.cache
 def platform_isolation() -> tuple[Layer, ...]:
-    """Return the layers that this kernel offers, probed once with an empty program."""
+    """Return the kernel's layers, probed once."""
     return run_python("", limits=Limits(isolation="warn", timeout_s=60.0)).layers
 
 
@@ -146,10 +144,10 @@ def describe_missing(layers: tuple[Layer, ...]) -> list[str]:
 
 
 def check_isolation(limits: Limits, layers: tuple[Layer, ...] | None = None) -> None:
-    """Raise, or warn once, if this machine can't isolate programs. layers: None probes the kernel.
+    """Raise, or warn once, if programs can't be isolated. layers: None probes the kernel.
 
     Raises:
-        IsolationError: a guarantee that `limits` require is missing.
+        IsolationError: a required guarantee is missing.
     """
     layers = platform_isolation() if layers is None else layers
     if limits.isolation == "require" and missing_guarantees(layers, one_process=True):

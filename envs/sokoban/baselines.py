@@ -1,7 +1,4 @@
-"""Success of reference policies in given rooms: random, scripted, optimal.
-
-Exact, by dynamic programming over reachable positions and remaining turns.
-"""
+"""Success of random, scripted and optimal policies in given rooms; exact, by dynamic programming."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -18,18 +15,18 @@ MAX_POSITIONS = 20_000
 
 
 class RoomBaselines(NamedTuple):
-    """Probability of solving the room within an episode's turns, mean over rooms."""
+    """Mean probability of solving a room within an episode."""
 
     random: float
     scripted: float
-    """A push towards the nearest target, else a step towards the start of one."""
+    """A push towards the nearest target, else a step towards one."""
     optimal: float
 
 
 def baselines(
     seeds: Iterable[int], config: SokobanConfig | None = None, *, max_steps: int = 12
 ) -> RoomBaselines | None:
-    """Compute the baselines in the rooms of these seeds; None if a room has more than 20,000 positions.
+    """Compute the baselines in the rooms of `seeds`; None if a room exceeds 20,000 positions.
 
     Raises:
         ValueError: no seeds.
@@ -61,7 +58,7 @@ def room_baselines(room: Room, max_steps: int) -> RoomBaselines | None:
 
 
 def scripted_policy(room: Room) -> Array:
-    """Return [action] probabilities of the scripted policy."""
+    """Return [action] probabilities."""
     pushes = _pushes(room)
     possible = {action for cell, action in pushes if cell == room.player}
     chosen = possible or _steps_towards(room, {cell for cell, _ in pushes}) or set(range(len(ACTIONS)))
@@ -71,7 +68,7 @@ def scripted_policy(room: Room) -> Array:
 
 
 def _pushes(room: Room) -> set[tuple[Cell, int]]:
-    """Return (player's cell, direction) of each push that brings a box nearer to its nearest free target."""
+    """Return (player's cell, direction) of each push of a box nearer to a free target."""
     free = room.targets - room.boxes
     results: set[tuple[Cell, int]] = set()
     for box in room.boxes - room.targets:
@@ -89,7 +86,7 @@ def _nearest(room: Room, cell: Cell, targets: frozenset[Cell]) -> int:
 
 
 def _steps_towards(room: Room, goals: set[Cell]) -> set[int]:
-    """Return the first steps of the shortest paths, around boxes, from the player to a goal."""
+    """Return first steps of the shortest paths to a goal."""
     distance, level = dict.fromkeys(goals, 0), goals
     offsets = [room.offset(action) for action in range(len(ACTIONS))]
     while level and room.player not in distance:
@@ -99,7 +96,7 @@ def _steps_towards(room: Room, goals: set[Cell]) -> set[int]:
 
 
 def _positions(room: Room, max_steps: int) -> list[Room] | None:
-    """Return all positions within `max_steps` moves, none beyond a solved one; None if there are too many."""
+    """Return all positions within `max_steps` moves, none beyond a solved one; None: too many."""
     visited, level = {room: None}, [room]
     for _ in range(max_steps):
         reached = [p.push(action) for p in level if not p.is_solved for action in range(len(ACTIONS))]
@@ -113,7 +110,7 @@ def _positions(room: Room, max_steps: int) -> list[Room] | None:
 def _success(
     successors: npt.NDArray[np.int64], solved: npt.NDArray[np.bool_], policy: Array | None, turns: int
 ) -> float:
-    """Return the probability of solving the first position within `turns`; `policy` None is the optimal one."""
+    """Return the first position's success probability; `policy` None: optimal."""
     chance = solved.astype(np.float64)
     for _ in range(turns):
         by_action = chance[successors]

@@ -1,4 +1,4 @@
-"""Demonstrations for the warm start: best moves mixed with random ones."""
+"""Warm-start demonstrations: best moves mixed with random ones."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from offbeat.envs.sokoban.rooms import ACTIONS, Cell, Room
 from offbeat.envs.sokoban.solver import distances
 
 SKILL = 0.6
-"""Probability of a best move; other moves are drawn from those that change the position."""
+"""Probability of a best move; others change the position at random."""
 
 
 def clumsy_solving(
@@ -19,10 +19,7 @@ def clumsy_solving(
     system_prompt: str | None = None,
     agent_template: str = "{observation}",
 ) -> list[dict[str, str]]:
-    """Return one episode as chat messages, in the format of a rollout with the same templates.
-
-    Each turn is a best move with probability `SKILL`, else any move that changes the position. Depends on `rng` alone.
-    """
+    """Return an episode as chat messages, in a rollout's format; depends on `rng` alone."""
     observation, _ = env.reset(seed=int(rng.integers(2**31)))
     remaining = distances(env.room)
     messages = [{"role": "system", "content": env.system_prompt if system_prompt is None else system_prompt}]
@@ -42,7 +39,7 @@ def moves(room: Room) -> list[int]:
 
 
 def best_moves(room: Room, remaining: dict[tuple[Cell, frozenset[Cell]], int]) -> list[int]:
-    """Return the actions on a shortest solution; empty if the room can't be solved."""
+    """Return the actions on shortest solutions; empty if unsolvable."""
     after = {action: room.push(action) for action in moves(room)}
     num_remaining = {
         action: remaining[key] for action, at in after.items() if (key := (at.player, at.boxes)) in remaining

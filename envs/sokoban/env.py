@@ -1,6 +1,6 @@
-"""Sokoban as a text env: observations show the room, answers are directions. Keys and rewards are ROLL's.
+"""Sokoban as a text env, with ROLL's keys and rewards.
 
-Invariants: equal seeds and settings give equal rooms, the only random part; every room is solvable.
+Invariants: equal seeds and settings give equal rooms; every room is solvable.
 """
 
 from functools import cached_property
@@ -22,40 +22,40 @@ from offbeat.envs.sokoban.rooms import ACTIONS, Room
 SYMBOLS = ("#", "_", "O", "√", "X", "P", "S")
 SYSTEM_PROMPT = "Push X to O ."
 WORDS = tuple(dict.fromkeys((*SYSTEM_PROMPT.split(), *SYMBOLS, *ACTIONS, *map(str, range(32)))))
-"""Vocabulary of prompts, observations and answers with the default settings, for a word-level tokenizer."""
+"""Vocabulary of prompts, observations and answers by default, for a word-level tokenizer."""
 
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n\t"
 MAX_ANSWER_CHARS = 100_000
 
 
 class SokobanConfig(Config):
-    """`env_config` of a tag with `env_type: sokoban`."""
+    """`env_config` for `env_type: sokoban`."""
 
     dim_room: tuple[int, int] = (6, 6)
-    """Rows and columns, including the walls."""
+    """Rows and columns, including walls."""
     num_boxes: int = Field(default=1, ge=1, le=8)
     search_depth: int = Field(default=30, ge=1)
-    """Maximum number of reverse moves from the solved position, and so of moves of a solution."""
+    """Maximum reverse moves from the solved position, and so of a solution."""
     max_steps: int | None = Field(default=None, ge=1)
-    """Turns after which the env truncates the episode; None leaves that to the tag's `max_steps`."""
+    """Turns until truncation; None: the tag's `max_steps`."""
     split: Split = "train"
-    """Split; held-out rooms are never used in training."""
+    """Split; training never uses held-out rooms."""
     grid_lookup: dict[int, str] = Field(default_factory=lambda: dict(enumerate(SYMBOLS)))
-    """Symbol of each kind of cell, by ROLL's numbers: 0 wall, 1 empty, 2 target, 3 box on target, 4 box, 5 player, 6
-    player on target."""
+    """Cell symbols: 0 wall, 1 empty, 2 target, 3 box on target, 4 box, 5 player, 6 player on target."""
     grid_vocab: dict[str, str] = Field(default_factory=dict[str, str])
-    """Names of the symbols in the system prompt; empty omits the legend."""
+    """Symbol names in the system prompt; empty: no legend."""
     action_lookup: dict[int, str] = Field(default_factory=lambda: dict(enumerate(ACTIONS, 1)))
-    """Word for each direction: 1 up, 2 down, 3 left, 4 right."""
+    """Direction words: 1 up, 2 down, 3 left, 4 right."""
     observation_format: Literal["grid", "coord", "grid_coord", "relative"] = "grid"
-    """Rows of symbols; coordinates of player, boxes and targets with the player's neighbours; both; or the player's
-    neighbours with distances to the boxes, and from these to the targets."""
+    """Rows of symbols; coordinates of player, boxes and targets with the player's neighbours; both; or the neighbours
+    with distances to the boxes, and from these to the targets.
+    """
     show_grid: Literal["first", "always"] = "always"
     """With `grid_coord`: rows on the first turn only, or on every turn."""
     action_pattern: str = WHOLE_PATTERN
-    """Regular expression of an answer; its last group holds the direction."""
+    """Regular expression of an answer; its last group is the direction."""
     format_penalty: float = Field(default=0.0, le=0)
-    """Added to the reward of a turn whose answer names no direction; the player does not move."""
+    """Added reward of an answer without a direction; the player does not move."""
     penalty_for_step: float = -0.1
     reward_box_on_target: float = 1.0
     penalty_box_off_target: float = -1.0
@@ -129,7 +129,7 @@ class SokobanEnv(gymnasium.Env[str, str]):
         """Current position.
 
         Raises:
-            RuntimeError: called before the first reset.
+            RuntimeError: not reset.
         """
         if self._room is None:
             raise RuntimeError("call reset() before step() and render()")
@@ -166,8 +166,7 @@ class SokobanEnv(gymnasium.Env[str, str]):
         return "\n".join(" ".join(cells[start : start + room.width]) for start in range(0, len(cells), room.width))
 
     def coord_text(self) -> str:
-        """Return `P 2 3 Up # Down _ Left X Right _ X 2 2 O 4 1`: row, column and neighbours of the player, then boxes
-        and targets."""
+        """Return `P 2 3 Up # Down _ Left X Right _ X 2 2 O 4 1`: the player with neighbours, boxes, targets."""
         room, symbol = self.room, self.config.grid_lookup
         places = [*((4, box) for box in sorted(room.boxes)), *((2, target) for target in sorted(room.targets))]
         rest = [f"{symbol[code]} {at // room.width} {at % room.width}" for code, at in places]
@@ -175,8 +174,9 @@ class SokobanEnv(gymnasium.Env[str, str]):
         return " ".join([f"{symbol[5]} {row} {column}", *self._neighbours(), *rest])
 
     def relative_text(self) -> str:
-        """Return `Up # Down _ Left X Right _ X 0 Down 1 Left O 2 Down 1 Right`: neighbours of the player, its distance
-        to each box, and the distance of each target from the nearest box."""
+        """Return `Up # Down _ Left X Right _ X 0 Down 1 Left O 2 Down 1 Right`: neighbours, distances to boxes, and of
+        each target from the nearest box.
+        """
         room, symbol = self.room, self.config.grid_lookup
         boxes = [f"{symbol[4]} {self._describe_offset(room.player, box)}" for box in sorted(room.boxes)]
         targets = [
@@ -185,7 +185,7 @@ class SokobanEnv(gymnasium.Env[str, str]):
         return " ".join([*self._neighbours(), *boxes, *targets])
 
     def render(self) -> str | npt.NDArray[np.uint8] | None:
-        """Return the room as text, or as an image [height, width, 3] uint8 (`rgb_array`)."""
+        """Return text, or [height, width, 3] uint8 (`rgb_array`)."""
         if self.render_mode == "rgb_array":
             return draw_room(self.room)
         return self.grid_text() if self.render_mode == "ansi" else None
@@ -201,7 +201,7 @@ class SokobanEnv(gymnasium.Env[str, str]):
         return min(places, key=lambda place: abs(place[0][0] - row) + abs(place[0][1] - column))[1]
 
     def _describe_offset(self, start: int, end: int) -> str:
-        """Return rows and columns from one cell to another: `1 Up 0 Right`."""
+        """Return `1 Up 0 Right`, rows and columns between cells."""
         words = self.config.action_lookup
         (row, column), (to_row, to_column) = self.room.cell(start), self.room.cell(end)
         vertical, horizontal = words[1 if to_row < row else 2], words[3 if to_column < column else 4]

@@ -1,6 +1,6 @@
 """Room generator: floor dug by a random walk, then reverse play from the solved position.
 
-Invariant: every room has a solution of at most `search_depth` moves, because it was reached from that solution.
+Invariant: every room is solvable in at most `search_depth` moves.
 """
 
 from typing import Literal, NamedTuple
@@ -13,9 +13,9 @@ Split = Literal["train", "held_out", "any"]
 
 MAX_DRAWS = 2_000
 BEAM = 64
-"""Beam width of the backward search; more positions of a depth are sampled down to it."""
+"""Beam width of the backward search, sampled."""
 TURN_CHANCE = 0.35
-"""Probability of a turn at each step of the walk."""
+"""Probability of a turn per step."""
 MASKS = (
     ((0, -1), (0, 0), (0, 1)),
     ((-1, 0), (0, 0), (1, 0)),
@@ -23,10 +23,10 @@ MASKS = (
     ((0, 0), (0, 1), (1, 0), (1, 1)),
     ((0, 0), (0, 1), (-1, 0)),
 )
-"""Cells dug around each cell of the walk (after gym-sokoban)."""
+"""Cells dug around each step (gym-sokoban)."""
 
 State = tuple[Cell, tuple[Cell, ...]]
-"""Player, and boxes in the order of their targets."""
+"""Player, and boxes in target order."""
 
 
 class _SearchState(NamedTuple):
@@ -37,12 +37,12 @@ class _SearchState(NamedTuple):
 def make_room(
     rng: np.random.Generator, dim_room: tuple[int, int], num_boxes: int, search_depth: int, split: Split
 ) -> Room:
-    """Return a random room of the split in which no box is on a target.
+    """Return a random room of the split, no box on a target.
 
-    dim_room: rows and columns, including the walls. search_depth: maximum number of moves back from the solved position.
+    dim_room: rows and columns, including walls. search_depth: maximum reverse moves.
 
     Raises:
-        RuntimeError: no such room in 2,000 draws.
+        RuntimeError: none in 2,000 draws.
     """
     for _ in range(MAX_DRAWS):
         floor = dig(rng, dim_room)
@@ -64,7 +64,7 @@ def make_room(
 
 
 def dig(rng: np.random.Generator, dim_room: tuple[int, int]) -> frozenset[Cell]:
-    """Return a connected floor inside walls, dug by a random walk."""
+    """Return a connected floor inside walls."""
     height, width = dim_room
     row, column = int(rng.integers(1, height - 1)), int(rng.integers(1, width - 1))
     steps = ((-1, 0), (1, 0), (0, -1), (0, 1))
@@ -85,9 +85,9 @@ def dig(rng: np.random.Generator, dim_room: tuple[int, int]) -> frozenset[Cell]:
 def search_backwards(
     rng: np.random.Generator, floor: frozenset[Cell], solved: State, width: int, search_depth: int
 ) -> State | None:
-    """Search breadth first from the solved position and return the farthest; None if none has all boxes off the targets.
+    """Search breadth first from the solved position for the farthest without boxes on targets; None if there is none.
 
-    Farthest: most pulls times the boxes' distances from their targets, after gym-sokoban; ties are broken at random.
+    Farthest: most pulls times box distances (gym-sokoban); ties are random.
     """
     targets = solved[1]
     visited, level = {solved}, [_SearchState(solved, 0)]

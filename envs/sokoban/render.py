@@ -1,4 +1,4 @@
-"""Rendering of Sokoban as an image, in numpy."""
+"""Sokoban as an image."""
 
 import numpy as np
 import numpy.typing as npt
@@ -6,7 +6,7 @@ import numpy.typing as npt
 from offbeat.envs.sokoban.rooms import Room
 
 TILE = 32
-"""Side of a cell in pixels."""
+"""Cell side, pixels."""
 WALL, JOINT, FLOOR, TARGET, BOX, BOX_EDGE, DONE, DONE_EDGE, PLAYER = (
     (110, 90, 80),
     (80, 64, 56),
@@ -23,7 +23,7 @@ Image = npt.NDArray[np.uint8]
 
 
 def draw_room(room: Room) -> Image:
-    """Return [height * 32, width * 32, 3] uint8: boxes are brown, green on a target (red ring); the player is blue."""
+    """Return [height * 32, width * 32, 3] uint8: brown boxes, green on a target (red ring), blue player."""
     image = np.empty((room.height * TILE, room.width * TILE, 3), dtype=np.uint8)
     for cell in range(room.height * room.width):
         row, column = room.cell(cell)

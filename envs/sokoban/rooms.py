@@ -1,7 +1,6 @@
 """Sokoban rooms and their moves, forwards (push) and backwards (pull).
 
-A cell is a number, `row * width + column`. Invariant: `pulls` returns exactly the states from which one push or step
-leads to the given one, so whatever is reached by pulling can be solved by pushing.
+A cell is `row * width + column`. Invariant: `pulls` is the exact inverse of `push`, so pulled positions are solvable.
 """
 
 from collections.abc import Iterator
@@ -10,11 +9,11 @@ from functools import cached_property
 from hashlib import blake2b
 
 HELD_OUT_SHARE = 8
-"""One room in this many is held out."""
+"""One room in this many."""
 
 MOVES = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
 ACTIONS = tuple(MOVES)
-"""Actions in the order of gym-sokoban and ROLL."""
+"""Order of gym-sokoban and ROLL."""
 
 Cell = int
 
@@ -26,7 +25,7 @@ class Room:
     height: int
     width: int
     floor: frozenset[Cell]
-    """Cells that are not walls."""
+    """Cells without walls."""
     targets: frozenset[Cell]
     boxes: frozenset[Cell]
     player: Cell
@@ -37,7 +36,7 @@ class Room:
 
     @cached_property
     def task_id(self) -> str:
-        """Rows of the position in gym-sokoban's numbers; equal for equal positions."""
+        """Rows in gym-sokoban's numbers."""
         numbers = "".join(str(self.code(cell)) for cell in range(self.height * self.width))
         return "/".join(numbers[row : row + self.width] for row in range(0, len(numbers), self.width))
 
@@ -58,12 +57,12 @@ class Room:
         return 2 if on_target else 1
 
     def offset(self, action: int) -> int:
-        """Return the difference in cell number of a step; walls keep every step within its row."""
+        """Return a step's difference in cell number; walls bound every row."""
         down, right = MOVES[ACTIONS[action]]
         return down * self.width + right
 
     def push(self, action: int) -> "Room":
-        """Return the position after a step; `self` if a wall or a second box blocks it."""
+        """Return the position after a step; `self` if blocked."""
         offset = self.offset(action)
         there = self.player + offset
         if there not in self.floor:
@@ -82,7 +81,7 @@ class Room:
 def pulls(
     floor: frozenset[Cell], player: Cell, boxes: tuple[Cell, ...], offset: int
 ) -> Iterator[tuple[Cell, tuple[Cell, ...]]]:
-    """Yield the positions (player, boxes in the same order) from which a step by `offset` leads to this one."""
+    """Yield the predecessors (player, boxes in order) under a step by `offset`."""
     before = player - offset
     if before not in floor or before in boxes:
         return
@@ -93,11 +92,10 @@ def pulls(
 
 
 def parse_room(text: str) -> Room:
-    """Parse a room, one line per row: `#` wall, `_` empty, `O` target, `√` box on target, `X` box, `P` player, `S` player on
-    target.
+    """Parse lines of `#` wall, `_` empty, `O` target, `√` box on target, `X` box, `P` player, `S` player on target.
 
     Raises:
-        ValueError: rows of different lengths, unknown symbols, or not exactly one player.
+        ValueError: unequal rows, unknown symbols, or not exactly one player.
     """
     rows = [line.split() for line in text.strip().splitlines()]
     if len({len(row) for row in rows}) != 1:

@@ -1,4 +1,4 @@
-"""Shortest solution of a room, by breadth-first search; independent of the generator."""
+"""Shortest solutions, by breadth-first search; independent of the generator."""
 
 from offbeat.envs.sokoban.rooms import (
     ACTIONS,
@@ -11,10 +11,10 @@ MAX_POSITIONS = 500_000
 
 
 def solve(room: Room, *, max_moves: int | None = None) -> list[int] | None:
-    """Return the actions of a shortest solution; None if there is none within `max_moves`.
+    """Return a shortest solution's actions; None if none within `max_moves`.
 
     Raises:
-        RuntimeError: no answer within 500,000 positions.
+        RuntimeError: undecided after 500,000 positions.
     """
     if room.is_solved:
         return []
@@ -40,10 +40,10 @@ def solve(room: Room, *, max_moves: int | None = None) -> list[int] | None:
 
 
 def distances(room: Room) -> dict[tuple[Cell, frozenset[Cell]], int]:
-    """Return the number of moves that solve each solvable position (player, boxes), by a search back from the solved ones.
+    """Return the moves to the solution from each solvable position (player, boxes).
 
     Raises:
-        RuntimeError: there are more than 500,000 such positions.
+        RuntimeError: more than 500,000 positions.
     """
     distance_by_state = {(player, room.targets): 0 for player in room.floor - room.targets}
     level, depth = list(distance_by_state), 0

@@ -1,4 +1,4 @@
-"""Tools that a policy may use before it answers, around any env."""
+"""Tools around any env."""
 
 from offbeat.envs.tools.env import ToolEnv, ToolEnvConfig
 

@@ -1,6 +1,6 @@
-"""Tool wrapper for any env: tool calls go to the tool, other answers to the env.
+"""Tool wrapper for any env.
 
-Invariant: the wrapped env never sees a call; its rewards and its end are unchanged.
+Invariant: the wrapped env never sees a call; its rewards and end are unchanged.
 """
 
 from collections.abc import Callable
@@ -19,35 +19,35 @@ from offbeat.envs.tools.tool_calls import AnyTool, OpenTool, ToolResult
 
 
 class ToolEnvConfig(Config):
-    """`env_config` of a tag with `env_type: tools`; reward keys are ROLL's."""
+    """`env_config` for `env_type: tools`; reward keys are ROLL's."""
 
     env_type: str
     """Wrapped env."""
     env_config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     tools: tuple[AnyTool, ...] = Field(min_length=1)
-    """Tools, each with `tool_id: python_code | search | mcp` and its settings; if an answer calls several, the first of
-    the list is used."""
+    """Tools, each `tool_id: python_code | search | mcp` with settings; of several called in an answer, the first listed
+    is used.
+    """
     function_calling: Literal["prompt", "template"] = "prompt"
-    """How tools are described and called: by each tool's `instruction` and `pattern`, or as functions in the chat
-    template's own format."""
+    """Tools described and called by `instruction` and `pattern`, or as functions in the chat template's format."""
     max_tool_uses: int = Field(default=10, ge=1)
-    """Calls per episode; later ones are refused with a message."""
+    """Calls per episode; later ones are refused."""
     tool_reward: float = 0.0
-    """Reward of each call."""
+    """Reward per call."""
     tool_success_reward: float = 0.0
-    """Additional reward of each successful call."""
+    """Additional reward per successful call."""
     split: str | None = Field(default=None, pattern="^(train|held_out|any)$")
-    """Passed to the wrapped env if it has that setting."""
+    """Passed to the wrapped env if supported."""
 
 
 class ToolEnv(gymnasium.Env[str, str]):
-    """Any env with tools that the policy may call before it answers."""
+    """Any env with tools."""
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # pyright: ignore[reportIncompatibleVariableOverride]
     config_class: ClassVar[type[ToolEnvConfig]] = ToolEnvConfig
 
     def __init__(self, config: ToolEnvConfig) -> None:
-        """Raises ValueError if the wrapped env or a tool can't be made."""
+        """Raises ValueError if the wrapped env or a tool is unavailable."""
         self.config = config
         settings = dict(config.env_config)
         if config.split is not None and "split" in registry.setting_names(config.env_type):
@@ -88,7 +88,7 @@ class ToolEnv(gymnasium.Env[str, str]):
         return self._env.reset(seed=seed, options=options)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Run the called tools, or step the wrapped env."""
+        """Run the calls, or step the wrapped env."""
         if self._by_name and (function_calls := read_calls(action)):
             results = [self._count_use(partial(self._call_function, call)) for call in function_calls]
             return self._respond(
@@ -112,7 +112,7 @@ class ToolEnv(gymnasium.Env[str, str]):
             raise ValueError(f"tools: two functions share a name: {names}")
 
     def _count_use(self, call: Callable[[], ToolResult]) -> ToolResult | None:
-        """Count and make a call; None if the maximum is reached."""
+        """Count and make a call; None at the maximum."""
         self._uses += 1
         return call() if self._uses <= self.config.max_tool_uses else None
 

@@ -1,7 +1,7 @@
-"""Functions that a policy may call, and the text form of calls and results between an episode and its env.
+"""Functions for the policy, and the text form of calls and results between an episode and its env.
 
-The attribute `functions` of an env lists them in OpenAI's format for the chat template. `step` then gets each call as
-`<tool_call>` and returns a `<tool_response>` for each, in order.
+An env's `functions` lists them in OpenAI's format for the chat template; `step` gets each call as `<tool_call>` and
+returns a `<tool_response>` for each, in order.
 """
 
 import json
@@ -21,7 +21,7 @@ class Function(NamedTuple):
     """JSON schema."""
 
     def schema(self) -> dict[str, Any]:
-        """Return the schema in OpenAI's format."""
+        """Return OpenAI's format."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
@@ -35,13 +35,13 @@ class Call(NamedTuple):
 
 
 def write_calls(text: str, calls: Sequence[Call]) -> str:
-    """Render an answer with calls for `env.step`."""
+    """Render an answer with calls."""
     lines = [f"<tool_call>\n{json.dumps(call._asdict(), ensure_ascii=False)}\n</tool_call>" for call in calls]
     return "\n".join([*([text] if text else []), *lines])
 
 
 def read_calls(answer: str) -> list[Call]:
-    """Parse the calls written by `write_calls`."""
+    """Parse calls written by `write_calls`."""
     calls: list[Call] = []
     for match in CALL.findall(answer):
         try:
@@ -52,7 +52,7 @@ def read_calls(answer: str) -> list[Call]:
 
 
 def read_call(text: str) -> Call:
-    """Parse a call in JSON. Raises ValueError if it is malformed."""
+    """Parse a JSON call. Raises ValueError if malformed."""
     try:
         call = json.loads(text)
         name, arguments = cast(object, call["name"]), cast(object, call.get("arguments") or {})
@@ -64,12 +64,12 @@ def read_call(text: str) -> Call:
 
 
 def write_results(results: Sequence[str]) -> str:
-    """Render results as an observation."""
+    """Render an observation."""
     return OPENING + BETWEEN.join(results) + CLOSING
 
 
 def read_results(observation: str, count: int) -> list[str]:
-    """Split an observation into the results of `count` calls; without separators, all of it is the first result."""
+    """Split an observation into `count` results; without separators, it is the first."""
     inner = observation.removeprefix(OPENING).removesuffix(CLOSING)
     parts = inner.split(BETWEEN) if observation.startswith(OPENING) else [observation]
     return parts if len(parts) == count else [inner, *[""] * (count - 1)]

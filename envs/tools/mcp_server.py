@@ -1,7 +1,7 @@
-"""Connections to Model Context Protocol servers, one per server and process, shared by its envs.
+"""Connections to Model Context Protocol servers, one per server and process.
 
-Invariants: a call returns within its timeout; a dead server is restarted at the next call; when the last env of a process
-closes, the connection is closed and the server's process ended.
+Invariants: a call returns within its timeout; a dead server is restarted at the next call; the process's last env to
+close ends the server.
 """
 
 import asyncio
@@ -14,14 +14,14 @@ from offbeat.envs.tools.functions import Call, Function, read_call
 
 T = TypeVar("T")
 CONNECT_TIMEOUT_S = 60.0
-"""Timeout of the connection, server startup included."""
+"""Includes server startup."""
 CLOSE_TIMEOUT_S = 3.0
 PROBE_TIMEOUT_S = 2.0
-"""Timeout of a probe after a call timed out."""
+"""Probe after a call timed out."""
 
 
 class McpAddress(NamedTuple):
-    """Address of a server: a command to start, or a URL."""
+    """A command to start, or a URL."""
 
     command: tuple[str, ...]
     url: str
@@ -29,7 +29,7 @@ class McpAddress(NamedTuple):
 
 
 class McpServer:
-    """Connection with an event loop in its own thread; its methods block."""
+    """Connection with its event loop in a thread; methods block."""
 
     def __init__(self, address: McpAddress) -> None:
         """Raises ValueError if the server can't be reached."""
@@ -47,7 +47,7 @@ class McpServer:
             raise
 
     def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        """Return (output, whether it succeeded)."""
+        """Return (output, success)."""
         try:
             return self._run(lambda client: _call_tool(client, name, arguments))
         except ValueError as error:
@@ -58,8 +58,9 @@ class McpServer:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _run(self, request: Callable[[Any], Awaitable[T]]) -> T:
-        """Run a request. Raises ValueError for any failure; the connection is then reopened unless the server answers a
-        probe."""
+        """Run a request. Raises ValueError for any failure; reconnects later, unless a probe after a timeout is
+        answered.
+        """
         return asyncio.run_coroutine_threadsafe(self._run_with_timeout(request), self._loop).result()
 
     async def _run_with_timeout(self, request: Callable[[Any], Awaitable[T]]) -> T:
@@ -86,7 +87,7 @@ class McpServer:
             return self._client
 
     async def _disconnect_if_dead(self) -> None:
-        """Close a server that does not answer; others' calls keep an answering one open."""
+        """Disconnect unless the server answers a probe, because other calls may be running."""
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 await _list_functions(self._client)
@@ -95,7 +96,7 @@ class McpServer:
             await self._disconnect()
 
     async def _keep_connection(self, ready: "asyncio.Future[Any]", close_requested: asyncio.Event) -> None:
-        """Hold the connection open; it must be closed by the task that opened it."""
+        """Hold the connection open, because only the task that opened it may close it."""
         mcp = require("mcp", "mcp")
         address = self._address
         command = address.command
@@ -137,7 +138,7 @@ class SharedServers:
         self._servers: dict[McpAddress, tuple[McpServer, int]] = {}
 
     def acquire(self, address: McpAddress) -> McpServer:
-        """Return a shared connection. Raises ValueError if the server can't be reached."""
+        """Return a shared connection. Raises ValueError if unreachable."""
         with self._lock:
             server, users = self._servers.get(address) or (McpServer(address), 0)
             self._servers[address] = (server, users + 1)
@@ -157,13 +158,13 @@ SHARED = SharedServers()
 
 
 class McpSession:
-    """Functions of a server as offered to one env."""
+    """A server's functions offered to one env."""
 
     def __init__(self, address: McpAddress, offered: tuple[str, ...], instruction: str) -> None:
-        """offered: names; empty offers all.
+        """offered: names; empty: all.
 
         Raises:
-            ValueError: the server can't be reached, or lacks a function.
+            ValueError: unreachable, or without such a function.
         """
         self._address = address
         self._server = SHARED.acquire(address)
@@ -182,14 +183,14 @@ class McpSession:
             return False
 
     def use(self, text: str) -> tuple[str, bool]:
-        """Make the call in `text`; return (output, whether it succeeded)."""
+        """Make the call in `text`; return (output, success)."""
         try:
             return self.call_function(read_call(text))
         except ValueError as error:
             return str(error), False
 
     def call_function(self, call: Call) -> tuple[str, bool]:
-        """Return (output, whether it succeeded)."""
+        """Return (output, success)."""
         if call.name not in self._functions:
             return f"there is no function {call.name!r}; there is {', '.join(self._functions)}", False
         return self._server.call(call.name, call.arguments)

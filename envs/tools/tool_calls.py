@@ -1,4 +1,4 @@
-"""Tools: each finds its call in an answer and returns the result."""
+"""Tools, which find their calls in answers and return results."""
 
 from abc import abstractmethod
 from functools import lru_cache
@@ -33,7 +33,7 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {"name": <function-name>, "arguments": <args-json-object>}
 </tool_call>"""
-"""Verbatim from Qwen2.5's chat template."""
+"""Verbatim from Qwen2.5."""
 
 
 class ToolResult(NamedTuple):
@@ -42,30 +42,30 @@ class ToolResult(NamedTuple):
 
 
 class OpenTool(Protocol):
-    """Tool opened for one env."""
+    """Tool of one env."""
 
     @property
     def instruction(self) -> str: ...
 
     def find_call(self, answer: str) -> str | None:
-        """Return the call's text; None if the answer does not call this tool."""
+        """Return the call's text, or None."""
         ...
 
     def accepts(self, text: str) -> bool:
-        """Return True if the call is for this tool; decides between tools that share a pattern."""
+        """Return whether the call is for this tool, for tools with equal patterns."""
         ...
 
     def use(self, text: str) -> ToolResult:
-        """Make the call; a failure is described in the result."""
+        """Make the call; the result describes failures."""
         ...
 
     @property
     def functions(self) -> tuple[Function, ...]:
-        """The tool as functions for chat templates."""
+        """Functions for chat templates."""
         ...
 
     def call_function(self, call: Call) -> ToolResult:
-        """Call one of `functions`; a failure is described in the result."""
+        """Make a function call; the result describes failures."""
         ...
 
     def close(self) -> None: ...
@@ -75,9 +75,9 @@ class Tool(Config):
     """Entry of `tools`."""
 
     pattern: str
-    """Regular expression whose group is the call's text; the last match counts."""
+    """Regular expression of a call, its group the text; the last match counts."""
     instruction: str
-    """Text added to the system prompt."""
+    """Addition to the system prompt."""
 
     @field_validator("pattern")
     @classmethod
@@ -90,7 +90,7 @@ class Tool(Config):
 
     @abstractmethod
     def open(self) -> OpenTool:
-        """Return the tool, ready for an env. Raises ValueError if it is not available."""
+        """Prepare the tool for an env. Raises ValueError if unavailable."""
 
 
 class StatelessTool(Tool):
@@ -108,7 +108,7 @@ class StatelessTool(Tool):
     @property
     @abstractmethod
     def functions(self) -> tuple[Function, ...]:
-        """One function, whose only argument is the call's text."""
+        """One function of one argument, the call's text."""
 
     def call_function(self, call: Call) -> ToolResult:
         (argument,) = self.functions[0].parameters["required"]
@@ -126,7 +126,7 @@ def _text_function(name: str, description: str, argument: str) -> tuple[Function
 
 
 class PythonTool(StatelessTool):
-    """Python program, run in the sandbox; its output is the result."""
+    """Python program in the sandbox."""
 
     tool_id: Literal["python_code"]
     pattern: str = FENCED
@@ -155,7 +155,7 @@ class SearchTool(StatelessTool):
 
     tool_id: Literal["search"]
     corpus: Path
-    """A .jsonl, .json, .csv, .parquet or .txt file, or a folder saved by `datasets`; each row is a passage."""
+    """A .jsonl, .json, .csv, .parquet or .txt file, or a `datasets` folder; a row is a passage."""
     text_key: str = "text"
     top_k: int = Field(default=3, ge=1)
     pattern: str = "<search>(.*?)</search>"
@@ -177,21 +177,22 @@ class SearchTool(StatelessTool):
 
 
 class McpTool(Tool):
-    """Functions of an MCP server in the format of Qwen's and Hermes' chat templates (`<tools>`, `<tool_call>`,
-    `<tool_response>`)."""
+    """MCP server functions in the format of Qwen's and Hermes' chat templates (`<tools>`, `<tool_call>`,
+    `<tool_response>`).
+    """
 
     tool_id: Literal["mcp"]
     command: tuple[str, ...] = ()
-    """Program and arguments of a server to start and talk to over its pipes."""
+    """Program and arguments of a server to start."""
     url: str = ""
     """URL of a running server (streamable HTTP)."""
     functions: tuple[str, ...] = ()
-    """Names of the offered functions; empty offers all."""
+    """Offered functions; empty: all."""
     timeout_s: float = Field(default=30.0, gt=0)
-    """Timeout of a call."""
+    """Timeout per call."""
     pattern: str = r"<tool_call>\s*(.*?)\s*</tool_call>"
     instruction: str = MCP_INSTRUCTION
-    """Text added to the system prompt; `{tools}` becomes the functions' schemas, one per line."""
+    """Addition to the system prompt; `{tools}` becomes the schemas, one per line."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> "McpTool":
@@ -231,7 +232,7 @@ def _report_failure(result: Any) -> ToolResult:
 
 @lru_cache(maxsize=4)
 def _load_index(corpus: Path, text_key: str) -> tuple[Any, list[str]]:
-    """Return index and passages. Raises ValueError if the corpus can't be read."""
+    """Return index and passages. Raises ValueError if unreadable."""
     table = read_table(corpus)
     if text_key not in table.column_names:
         raise ValueError(f"text_key: {corpus} has no column {text_key!r}; it has {', '.join(table.column_names)}")

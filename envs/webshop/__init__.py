@@ -1,4 +1,4 @@
-"""WebShop (arXiv:2207.01206) as text: find, configure and buy the product that an instruction describes."""
+"""WebShop (arXiv:2207.01206) as text."""
 
 from offbeat.envs.webshop.env import WORDS, WebShopConfig, WebShopEnv
 

@@ -4,21 +4,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 NO_PRICE_LIMIT = 1_000_000.0
-"""`price_upper` of a goal without a price."""
+"""`price_upper` without a limit."""
 PRICE_STEPS = tuple(10.0 * i for i in range(1, 100))
-"""Price limits of goals, in dollars."""
+"""Price limits, dollars."""
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Product, with the fields of WebShop's data."""
+    """Product, with WebShop's fields."""
 
     asin: str
     title: str
     query: str
-    """Search query by which the product was collected: its category."""
+    """Search query, its category."""
     product_category: str
-    """Path of categories, separated by `›`."""
+    """Categories, separated by `›`."""
     price: float
     """Dollars."""
     price_tag: str
@@ -33,19 +33,19 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Goal of a customer, and the product that meets it."""
+    """Customer's goal and its product."""
 
     instruction: str
     product: Product
     attributes: tuple[str, ...]
     options: tuple[str, ...]
-    """Option values to choose."""
+    """Values to choose."""
     price_upper: float
 
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """Shop: `goals[:num_held_out]` are for evaluation, `goals[first_train:]` for training."""
+    """Shop; `goals[:num_held_out]` are for evaluation, `goals[first_train:]` for training."""
 
     products: Sequence[Product]
     goals: Sequence[Goal]
@@ -63,5 +63,5 @@ class Catalogue:
 
 
 def price_limits(price: float) -> tuple[float, ...]:
-    """Return the next four price limits above a price."""
+    """Return the next four limits above a price."""
     return tuple(step for step in PRICE_STEPS if step > price)[:4]

@@ -1,8 +1,8 @@
-"""WebShop's published data: `items_shuffle.json` (or `_1000`), `items_ins_v2.json`, `items_human_ins.json`, and optionally
+"""WebShop's data: `items_shuffle.json` (or `_1000`), `items_ins_v2.json`, `items_human_ins.json`, optionally
 `reviews.json`.
 
-Order of goals (`random.seed(233)`) and splits (first 500 for testing, from 1,500 on for training) are the original's. Unlike
-there, price ranges and limits are drawn from a seeded generator, so that all workers see the same shop.
+Goal order (`random.seed(233)`) and splits (first 500 for testing, from 1,500 for training) are the original's; price
+ranges and limits are seeded, so that all workers see the same shop.
 """
 
 import itertools
@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 
 def load_catalogue(folder: Path, num_products: int | None, *, human_goals: bool) -> Catalogue:
-    """Load a shop from a folder with WebShop's files.
+    """Load a shop.
 
     Raises:
         ValueError: a file is missing or malformed.

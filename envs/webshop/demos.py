@@ -1,4 +1,4 @@
-"""Demonstrations for the warm start: search the right category and buy one of the first results."""
+"""Warm-start demonstrations: search the right category, buy one of the first results."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from offbeat.envs.webshop.pages import (
 )
 
 CARE = 0.3
-"""Probability that an option is chosen as in the goal."""
+"""Probability of choosing the goal's option."""
 
 
 def careless_shopping(
@@ -23,10 +23,9 @@ def careless_shopping(
     system_prompt: str | None = None,
     agent_template: str = "{observation}",
 ) -> list[dict[str, str]]:
-    """Return one episode as chat messages, in the format of a rollout with the same templates.
+    """Return an episode as chat messages, in a rollout's format; depends on `rng` alone.
 
-    A search for the category, a click on a random result, for each option the goal's value with probability `CARE` and
-    otherwise any or none, then `Buy Now`. Depends on `rng` alone.
+    Category search, random result, each option as in the goal with probability `CARE` (else any or none), `Buy Now`.
     """
     observation, _ = env.reset(seed=int(rng.integers(2**31)))
     messages = [{"role": "system", "content": env.system_prompt if system_prompt is None else system_prompt}]

@@ -1,7 +1,6 @@
 """WebShop as a text env: `search[words]`, then `click[element]`, until a purchase.
 
-Invariants: the goal is the only randomness of an episode; all envs of a process with equal settings share one read-only
-shop.
+Invariants: the goal is the only randomness; envs with equal settings share one read-only shop per process.
 """
 
 import re
@@ -53,28 +52,28 @@ MAX_CHARS = 100_000
 
 
 class WebShopConfig(Config):
-    """`env_config` of a tag with `env_type: webshop`."""
+    """`env_config` for `env_type: webshop`."""
 
     data_dir: Path | None = None
-    """Folder with WebShop's data files; None generates a shop."""
+    """WebShop's data folder; None generates a shop."""
     num_products: int = Field(default=500, ge=10)
-    """Number of products; with `data_dir`, the first of the file."""
+    """Number of products; with `data_dir`, the file's first."""
     human_goals: bool = True
-    """With `data_dir`: use human-written instructions instead of synthetic ones."""
+    """With `data_dir`: human-written instead of synthetic instructions."""
     catalogue_seed: int = Field(default=0, ge=0)
     """Seed of the generated shop."""
     split: Literal["train", "held_out", "any"] = "train"
-    """Split; held-out goals are never used in training."""
+    """Split; training never uses held-out goals."""
     show_instruction: Literal["first", "always"] = "always"
-    """First page only, or every page."""
+    """On the first page only, or on every page."""
     show_actions: bool = False
-    """True appends the list of clickable elements to each page."""
+    """Append the clickable elements to each page."""
     action_pattern: str = WHOLE_PATTERN
-    """Regular expression of an answer; its last group holds the action."""
+    """Regular expression of an answer; its last group is the action."""
     format_penalty: float = Field(default=0.0, le=0)
-    """Reward of a turn whose answer is neither a valid search nor a click on an element of the page."""
+    """Reward of an answer that is neither a search nor a click on the page."""
     max_steps: int | None = Field(default=None, ge=1)
-    """Turns after which the env truncates the episode; None leaves that to the tag's `max_steps`."""
+    """Turns until truncation; None: the tag's `max_steps`."""
     render_mode: Literal["ansi"] | None = None
 
     @field_validator("action_pattern")
@@ -92,7 +91,7 @@ class WebShopConfig(Config):
 
 
 class WebShopEnv(gymnasium.Env[str, str]):
-    """Shopping by search and clicks; the paper's reward, in [0, 1], for the purchase. `success` is a reward of 1."""
+    """Shopping by search and clicks; the paper's reward, in [0, 1], for the purchase. `success` is 1."""
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 1}  # pyright: ignore[reportIncompatibleVariableOverride]
     config_class: ClassVar[type[WebShopConfig]] = WebShopConfig
@@ -126,7 +125,7 @@ class WebShopEnv(gymnasium.Env[str, str]):
         """Current goal.
 
         Raises:
-            RuntimeError: called before the first reset.
+            RuntimeError: not reset.
         """
         if self._goal is None:
             raise RuntimeError("call reset() before step() and render()")
@@ -173,7 +172,7 @@ class WebShopEnv(gymnasium.Env[str, str]):
         return self._goals[int(rng.integers(len(self._goals)))]
 
     def _parse(self, answer: str) -> tuple[str, str] | None:
-        """Return (search, words) or (click, element as on the page); None if the answer is neither."""
+        """Return (search, words) or (click, element), or None."""
         answer_match = self._pattern.search(answer)
         match = answer_match and ACTION.search(answer_match[answer_match.lastindex or 0])
         if not match:

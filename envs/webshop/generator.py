@@ -1,6 +1,6 @@
-"""Generated shop: products combined from word lists; contains no third-party data.
+"""Generated shop, without third-party data.
 
-Invariant: equal seed and size give an equal shop everywhere; texts use only `SHOP_WORDS`.
+Invariant: equal seed and size give equal shops; texts use only `SHOP_WORDS`.
 """
 
 from typing import NamedTuple
@@ -75,11 +75,11 @@ SHOP_WORDS = tuple(
         for word in text.split()
     )
 )
-"""Every word of any generated shop."""
+"""All words of generated shops."""
 
 
 def make_catalogue(seed: int, num_products: int) -> Catalogue:
-    """Return a shop of `num_products` products (at most 1,000) with two goals for each."""
+    """Return a shop of `num_products` (at most 1,000) with two goals each."""
     rng = np.random.default_rng([seed, num_products])
     products = [_make_product(rng, number) for number in range(num_products)]
     goals = [_make_goal(rng, product) for product in products for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Pages of the shop as text, in WebShop's simple mode, elements separated by `[SEP]`."""
+"""Shop pages as text, in WebShop's simple mode, separated by `[SEP]`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class ResultsPage:
 
 @dataclass(frozen=True, slots=True)
 class ItemPage:
-    """Product page with the options chosen so far, or one section of it."""
+    """Product page with chosen options, or a section of it."""
 
     product: Product
     back: ResultsPage
@@ -67,7 +67,7 @@ def page_text(page: Page) -> str:
 
 
 def clickables(page: Page) -> dict[str, str]:
-    """Return the clickable elements, lower case -> as on the page."""
+    """Return lower-case -> clickable element."""
     match page:
         case SearchPage():
             elements: list[str] = []
@@ -83,7 +83,7 @@ def clickables(page: Page) -> dict[str, str]:
 
 
 def click(page: Page, text: str) -> Page:
-    """Return the page that a click leads to; `text` is one of `clickables` except `Buy Now`."""
+    """Return the next page; `text` is one of `clickables` except `Buy Now`."""
     if text == BACK:
         return SearchPage()
     match page:

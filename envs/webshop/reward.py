@@ -1,9 +1,9 @@
-"""Reward of a purchase, as in the WebShop paper (arXiv:2207.01206, eq. 1 and 2).
+"""Reward of a purchase (arXiv:2207.01206, eq. 1 and 2).
 
 reward = r_type * (attributes met + options met + price met) / (attributes + options of the goal + 1), in [0, 1].
 
-Unlike the published code, nouns of a title are found by removing stop words instead of spaCy's large model, and a chosen
-option counts only if it matches one of the goal's, never because it occurs in the title.
+Unlike the published code, title nouns are found by stop words instead of spaCy, and chosen options must match the
+goal's, not its title.
 """
 
 import re
@@ -14,7 +14,7 @@ from offbeat.envs.optional_imports import require
 from offbeat.envs.webshop.catalogue import Goal, Product
 
 MIN_SIMILARITY = 85
-"""Token-set ratio above which two texts match."""
+"""Token-set ratio above which texts match."""
 EXACT_OPTIONS = ("size",)
 STOP_WORDS = frozenset(
     re.split(" ", "a an and are as at be by for from in is it of on or that the this to with you your our more new")
@@ -26,12 +26,12 @@ class PurchaseReward(NamedTuple):
     r_type: float
     r_att: float
     r_option: float
-    """1 if the goal has no options."""
+    """1 without options."""
     r_price: float
 
 
 class PurchaseScorer:
-    """Scores purchases against goals."""
+    """Scores purchases."""
 
     def __init__(self) -> None:
         """Raises ValueError if rapidfuzz is not installed."""
@@ -72,7 +72,7 @@ class PurchaseScorer:
 
 
 def type_reward(target: Product, bought: Product) -> float:
-    """Return 1 for the same category, .5 for similar titles, .1 for less similar ones, 0 for a different product."""
+    """Return 0 without common title words, .1 for few, 1 for an equal query, categories or title, else .5."""
     nouns = title_words(target.title)
     score = len(nouns & title_words(bought.title)) / len(nouns) if nouns else 0.2
     shared = _categories(target) & _categories(bought)
@@ -84,7 +84,7 @@ def type_reward(target: Product, bought: Product) -> float:
 
 
 def title_words(title: str) -> set[str]:
-    """Return the words of a title that may be nouns."""
+    """Return possible nouns of a title."""
     return {word for word in re.findall(r"[^\W\d_]+", title.lower()) if len(word) > 1} - STOP_WORDS
 
 

@@ -1,4 +1,4 @@
-"""BM25 search over titles, attributes, descriptions, features and options of a shop, through bm25s."""
+"""BM25 search over titles, attributes, descriptions, features and options (bm25s)."""
 
 import re
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class ProductSearch:
         self._index.index([words(_text(product)) for product in products], show_progress=False)
 
     def __call__(self, query: str) -> list[Product]:
-        """Return at most 50 matching products, best first."""
+        """Return at most 50 products, best first."""
         query_words = words(query)
         if not query_words:
             return []
@@ -30,7 +30,7 @@ class ProductSearch:
 
 
 def words(text: str) -> list[str]:
-    """Return the words in lower case, without a plural's `s`."""
+    """Return lower-case words, without plural `s`."""
     return [word[:-1] if len(word) > 3 and word.endswith("s") else word for word in re.findall(r"\w+", text.lower())]
 
 
