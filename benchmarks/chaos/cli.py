@@ -1,4 +1,4 @@
-"""Command line and report of `offbeat chaos`."""
+"""Command line of `offbeat chaos`."""
 
 import tempfile
 from pathlib import Path
@@ -33,7 +33,7 @@ def chaos(
     as_json: JsonFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Train while processes are killed and stopped at random, then prove that nothing was lost.
+    """Train under random kills and stops, then prove that nothing was lost.
 
     Exit codes: 0 the run finished, the audit proves it, nothing is left over; 1 otherwise.
     """

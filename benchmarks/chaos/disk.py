@@ -1,7 +1,4 @@
-"""Small disk for a run's checkpoints.
-
-A tmpfs in this process's mount namespace, so the kernel removes both together. Needs root or user namespaces.
-"""
+"""Small checkpoint disk: a tmpfs in this process's mount namespace, removed with it. Needs root or user namespaces."""
 
 import ctypes
 import os
@@ -11,7 +8,7 @@ from pathlib import Path
 
 SIZE_BYTES = 48 * 2**20
 SPARE_BYTES = 64 * 1024
-"""Bytes left free: enough to begin a file, too few to finish it."""
+"""Bytes left free: too few to finish a file."""
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_REC, MS_PRIVATE = 0x4000, 1 << 18
 CHECKPOINTS, BALLAST = "checkpoints", "ballast"
@@ -39,12 +36,12 @@ class SmallDisk:
         return not self.refusal
 
     def attach(self) -> None:
-        """Redirect the run's checkpoints, before the first is written."""
+        """Redirect the checkpoints, before the first is written."""
         if self.is_there:
             (self._output_dir / CHECKPOINTS).symlink_to(self._place / CHECKPOINTS)
 
     def fill(self) -> int:
-        """Fill up to `SPARE_BYTES`; return the bytes written."""
+        """Fill up to `SPARE_BYTES`; return bytes written."""
         size = max(shutil.disk_usage(self._place).free - SPARE_BYTES, 0)
         with (self._place / BALLAST).open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, max(size, 1))
@@ -54,7 +51,7 @@ class SmallDisk:
         (self._place / BALLAST).unlink(missing_ok=True)
 
     def keep(self) -> None:
-        """Move the checkpoints to the run's folder as ordinary files."""
+        """Move checkpoints to the run's folder."""
         if not self.is_there or not (self._output_dir / CHECKPOINTS).is_symlink():
             return
         self.free()
@@ -68,7 +65,6 @@ class SmallDisk:
 
 
 def _own_namespace() -> None:
-    """Enter a new mount namespace. Raises OSError."""
     root = os.geteuid() == 0
     uid, gid = os.getuid(), os.getgid()
     if _libc().unshare(CLONE_NEWNS if root else CLONE_NEWNS | CLONE_NEWUSER):

@@ -1,6 +1,6 @@
-"""Faults of a run, their victims and their injection.
+"""Faults of a run and their victims.
 
-Invariant: only descendants of the run's command and of the second node are signalled, by pid.
+Invariant: only descendants of the run's command and the second node are signalled, by pid.
 """
 
 import random
@@ -13,7 +13,6 @@ from enum import StrEnum
 import psutil
 
 STOP_S = (2.0, 8.0)
-"""Range of a stop's duration."""
 SHARED_TRACKER = "resource_tracker"
 
 
@@ -21,15 +20,13 @@ class FaultKind(StrEnum):
     KILL = "killed"
     STOP = "stopped"
     HANG = "hangs"
-    """SIGSTOP without SIGCONT, to be detected and replaced."""
+    """SIGSTOP without SIGCONT."""
     MISBEHAVE = "env"
-    """See `offbeat.benchmarks.chaos.faulty_env`."""
     CONNECTIONS = "connections"
-    """See `offbeat.benchmarks.chaos.proxy`."""
     MEMORY = "memory"
-    """Temporary refusal of writes by Redis."""
+    """Refusal of writes by Redis."""
     DISK = "disk"
-    """Temporarily full checkpoint disk."""
+    """Full checkpoint disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +34,11 @@ class Fault:
     name: str
     act: FaultKind = FaultKind.KILL
     target: str = ""
-    """KILL, STOP, HANG: part of the victim's command line; else the fault's variant."""
+    """KILL, STOP, HANG: part of the victim's command line; else a variant."""
     comes_back: bool = False
-    """True if a replacement process must start."""
+    """True if a replacement must start."""
     during: str = ""
-    """Stage of the learner (`learner_doing`); empty: any."""
+    """Learner's stage (`learner_doing`); empty: any."""
 
     @property
     def has_victim(self) -> bool:
@@ -64,7 +61,7 @@ PROCESSES = {
 }
 """Kind -> part of its command line."""
 REPLACED_IF_SHORT = ("single env",)
-"""Kinds replaced only below their required number."""
+"""Replaced only below the required number."""
 REPLACED_IF_HUNG = ("env worker", "single env", "engine core", "learner", "redis-server")
 FAULTS = (
     *(Fault(f"{kind} killed", FaultKind.KILL, mark, kind not in REPLACED_IF_SHORT) for kind, mark in PROCESSES.items()),
@@ -101,7 +98,7 @@ def plan(kills: int, seed: int) -> list[Fault]:
 
 
 def processes_of(roots: Iterable[psutil.Process], mark: str) -> list[psutil.Process]:
-    """Return living descendants with `mark` in the command line, oldest first."""
+    """Return descendants with `mark` in the command line, oldest first."""
     processes: list[tuple[float, psutil.Process]] = []
     for root in roots:
         try:

@@ -1,6 +1,6 @@
 """FrozenLake that misbehaves on request.
 
-Invariant: an order is a file in `orders`, executed once, by the env that removes it.
+Invariant: an order is a file, executed once, by the env that removes it.
 """
 
 import os
@@ -46,7 +46,7 @@ MISDEEDS: dict[str, Callable[[], None]] = {"hang": _hang, "crash": _crash, "floo
 
 
 class FaultyLakeEnv(FrozenLakeEnv):
-    """FrozenLake with a pending order executed in `step`."""
+    """FrozenLake with orders executed in `step`."""
 
     config_class: ClassVar[type[FrozenLakeConfig]] = FaultyLakeConfig
     words: ClassVar[tuple[str, ...]] = WORDS

@@ -1,4 +1,4 @@
-"""Injection of faults into a run.
+"""Injection of faults.
 
 Invariant: temporary faults are reverted, also when interrupted.
 """
@@ -23,18 +23,18 @@ from offbeat.benchmarks.chaos.run_monitor import RunUnderChaos
 from offbeat.benchmarks.chaos.second_node import SecondNode
 
 DELAY_S = (0.02, 0.2)
-"""Delay per chunk and direction of slow connections."""
+"""Delay per chunk and direction."""
 CONNECTION_FAULT_S = (2.0, 8.0)
 WRITES_REFUSED_S = (4.0, 40.0)
-"""Duration; exceeds the timeout of a call."""
+"""Exceeds the timeout of a call."""
 ORDER_TIMEOUT_S = 20.0
 DISK_FULL_S = (1.0, 4.0)
-"""Duration after the learner noticed it."""
+"""Time after the learner noticed."""
 FAILURE_TIMEOUT_S = 60.0
 LEARNER = PROCESSES["learner"]
 
 Wait = Callable[[Callable[[], bool], float], bool]
-"""(condition, timeout in seconds) -> True if met in time."""
+"""(condition, timeout in seconds) -> met in time."""
 
 
 class MissedError(Exception):
@@ -64,7 +64,6 @@ class FaultInjector:
         self._wait = wait
 
     def victims(self, fault: Fault) -> list[psutil.Process]:
-        """Return processes that a fault may hit."""
         if fault.target == RAYLET:
             return processes_of([self._node.root] if self._node.root else [], RAYLET)
         candidates = processes_of([psutil.Process()], fault.target)
@@ -76,7 +75,7 @@ class FaultInjector:
         return candidates
 
     def strike(self, fault: Fault) -> float:
-        """Inject a fault; return its duration, s. Raises MissedError."""
+        """Inject a fault; return its seconds. Raises MissedError."""
         match fault.act:
             case FaultKind.KILL | FaultKind.STOP | FaultKind.HANG:
                 return self._process(fault)

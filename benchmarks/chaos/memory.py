@@ -1,4 +1,4 @@
-"""Memory of a run's processes over time, and detection of growth.
+"""Memory of processes over time, and its growth.
 
 Invariant: only private memory (unique set size) is compared.
 """
@@ -17,7 +17,7 @@ from offbeat.benchmarks.chaos.faults import PROCESSES
 
 MIB = 2**20
 SETTLING_SHARE = 1 / 3
-"""Share of the run left out, while caches and pools fill."""
+"""Share left out, while caches and pools fill."""
 OTHERS = {
     "train command": "offbeat.deploy.cli.app",
     "Ray's holder": "offbeat.deploy.local.ray_process",
@@ -34,9 +34,9 @@ EVERYTHING = "all together"
 NUM_PIECES = 12
 """Equal pieces with compared medians."""
 T_QUANTILE = 2.201
-"""Standard errors: Student's t at 97.5 %, `NUM_PIECES - 1` degrees of freedom."""
+"""Student's t at 97.5 %, `NUM_PIECES - 1` degrees of freedom."""
 MIN_RISE_SHARE = 0.1
-"""Share of the range by which minimum and maximum must rise."""
+"""Share of the range; see `Growth.lifted`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +46,16 @@ class Growth:
     per_hour: float
     """Mean difference of successive pieces."""
     error: float
-    """Standard error from the pieces (Ibragimov and Mueller, 2010); valid under autocorrelated noise."""
+    """Standard error (Ibragimov and Mueller, 2010), valid under autocorrelated noise."""
     late: float
-    """Growth per hour in the second half, after caches filled."""
+    """Per hour in the second half, after caches filled."""
     lifted: float
-    """Growth per hour of both minimum and maximum between the halves, less `MIN_RISE_SHARE` of their range: oscillation
-    cancels out, a leak does not.
+    """Growth per hour of both minimum and maximum, less `MIN_RISE_SHARE` of their range: oscillation cancels out, a
+    leak does not.
     """
 
     def exceeds(self, limit: float) -> bool:
-        """True if it still exceeds `limit` per hour: significantly, or in minimum and maximum."""
+        """True if `late` and either measure exceed `limit`."""
         return self.late > limit and (self.per_hour - T_QUANTILE * self.error > limit or self.lifted > limit)
 
 
@@ -71,13 +71,13 @@ class Series:
     """Open file descriptors."""
 
     def after_settling(self, duration_h: float) -> tuple[Sequence[float], Sequence[float]]:
-        """Return hours and memory without the settling time."""
+        """Return hours and memory after settling."""
         first = next((i for i, hours in enumerate(self.hours) if hours >= SETTLING_SHARE * duration_h), len(self.hours))
         return self.hours[first:], self.mib[first:]
 
 
 def growth(hours: Sequence[float], values: Sequence[float]) -> Growth | None:
-    """Return the growth; None with fewer than three values per piece."""
+    """Return the growth; None below three values per piece."""
     t, y = np.asarray(hours, dtype=np.float64), np.asarray(values, dtype=np.float64)
     edges = np.linspace(t[0], t[-1], NUM_PIECES + 1)
     pieces = [y[piece] for piece in np.split(np.arange(len(t)), np.searchsorted(t, edges[1:-1]))]
@@ -110,7 +110,6 @@ class MemoryLog:
         return self._total.hours[-1] if self._total.hours else 0.0
 
     def sample(self, roots: Sequence[psutil.Process]) -> None:
-        """Measure `roots` and their descendants."""
         hours, total, files = (time.monotonic() - self._began) / 3600, 0.0, 0
         for root in roots:
             for process in (root, *root.children(recursive=True)):
@@ -128,7 +127,7 @@ class MemoryLog:
         self._total.files.append(files)
 
     def lasting_series(self) -> list[Series]:
-        """Return the sum, and the processes alive from settling to the end."""
+        """Return the sum, and processes alive from settling to the end."""
         first, last = SETTLING_SHARE * self.duration_h, 0.97 * self.duration_h
         lasting = [
             process for process in self._series.values() if process.hours[0] <= first and process.hours[-1] >= last
@@ -145,7 +144,7 @@ def kind_of(cmdline: Sequence[str]) -> str:
 
 
 def draw_memory(path: Path, title: str, series: Sequence[Series], duration_h: float) -> None:
-    """Plot private memory per process over minutes."""
+    """Plot memory per process over minutes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5), dpi=120, layout="constrained")

@@ -1,9 +1,9 @@
-"""Proxy that disturbs connections to redis-server on request.
+"""Proxy that disturbs connections to redis-server.
 
-`write_server_script` writes a program for `redis.server` that starts the proxy on the run's port and becomes the real
-server on another; the kernel ends the proxy with the server.
+A program for `redis.server` starts it on the run's port and becomes the real server on another; the kernel ends both
+together.
 
-Invariant: bytes of a connection arrive in order and unchanged, or it is cut.
+Invariant: a connection's bytes arrive in order and unchanged, or it is cut.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ CHUNK = 1 << 16
 
 
 def write_server_script(path: Path, server: Path, orders: Path) -> Path:
-    """Write the program for `redis.server`. orders: folder of requests to the proxy."""
+    """Write the program for `redis.server`. orders: folder of requests."""
     lines = [
         f"#!{sys.executable}",
         "import sys",
@@ -38,7 +38,7 @@ def write_server_script(path: Path, server: Path, orders: Path) -> Path:
 
 
 def become_server(server: str, orders: str) -> None:
-    """Start the proxy on the port of stdin's configuration; become the server on another."""
+    """Start the proxy on stdin's port; become the server on another."""
     lines = sys.stdin.read().splitlines()
     public = next(line.split()[1] for line in lines if line.startswith("port "))
     private = str(free_port())
@@ -60,13 +60,13 @@ class NetworkConditions:
 
     delay_s: float = 0.0
     silent_until: float = 0.0
-    """Monotonic end of silence, s."""
+    """Monotonic, s."""
     torn: bool = False
-    """True to cut each connection in its next reply."""
+    """True to cut connections in their next reply."""
 
 
 class Proxy:
-    """Byte forwarder between clients and server."""
+    """Byte forwarder."""
 
     def __init__(self, port: int, orders: Path) -> None:
         self._port = port
@@ -91,7 +91,7 @@ class Proxy:
                 await asyncio.sleep(POLL_INTERVAL_S)
 
     def _execute_orders(self) -> None:
-        """Execute the orders: files `NAME-SECONDS`, delay as text."""
+        """Execute orders: files `NAME-SECONDS`, delay as text."""
         self._weather.delay_s = 0.0
         for order in self._orders.glob("redis-*"):
             kind = order.name.removeprefix("redis-")

@@ -10,15 +10,14 @@ from typing import Any
 class InjectedFault:
     fault: str
     at_s: float
-    """Since the run's first step."""
     step: int
     lasted_s: float = 0.0
     back_s: float | None = None
-    """Until the process was up, or checkpoints were written, again; None: not applicable."""
+    """Until the process, or checkpoints, were back; None: not applicable."""
     next_step_s: float | None = None
-    """Until two more steps were published."""
+    """Until two more published steps."""
     missed: str = ""
-    """Reason why it was not injected, or empty."""
+    """Reason if not injected."""
 
 
 @dataclass
@@ -32,7 +31,7 @@ class ChaosReport:
     leftovers: list[str] = field(default_factory=list[str])
     complaints: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
-    """Faults unsupported on this platform."""
+    """Unsupported faults."""
 
     @property
     def passed(self) -> bool:

@@ -34,7 +34,6 @@ class RunUnderChaos:
     def __init__(
         self, config: Path, output_dir: Path, run_id: str, overrides: Sequence[str], environment: Mapping[str, str]
     ) -> None:
-        """environment: additions for the command."""
         self.output_dir = output_dir
         self._keys = RunKeys(run_id)
         self._run_id = run_id
@@ -63,18 +62,18 @@ class RunUnderChaos:
         return self.process.poll() is None
 
     def has_folder(self) -> bool:
-        """True once the run owns its folder: an earlier one has been moved aside."""
+        """True once an earlier folder has been moved aside."""
         path = self.output_dir / run_folder.CONFIG
         return path.exists() and path.stat().st_mtime >= self.root.create_time()
 
     def record_processes(self) -> None:
-        """Record processes, to recognize orphans later."""
+        """Record processes, to recognize orphans."""
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 self.processes.setdefault(process.pid, process.create_time())
 
     def redis(self) -> Redis | None:
-        """Return a client without retries, or None before there is a Redis."""
+        """Return a client without retries, if there is a Redis."""
         if self._redis is None:
             endpoints = run_folder.read_endpoints(self.output_dir)
             if endpoints is not None:
@@ -82,7 +81,7 @@ class RunUnderChaos:
         return self._redis
 
     def _field(self, key: str, name: str) -> str | None:
-        """Return a hash's field; "" if absent, None while Redis is unreachable."""
+        """Return a field; "" if absent, None while Redis is unreachable."""
         redis = self.redis()
         try:
             raw = None if redis is None else cast(bytes | None, redis.hget(key, name))
@@ -91,7 +90,7 @@ class RunUnderChaos:
         return "" if raw is None else raw.decode()
 
     def step(self) -> int | None:
-        """Return the steps behind the newest weights, -1 before the first; None while Redis is unreachable."""
+        """Return the newest weights' steps, -1 before the first; None while Redis is unreachable."""
         raw = self._field(self._keys.progress, "step")
         if raw is None:
             return None
@@ -110,12 +109,12 @@ class RunUnderChaos:
         return self._field(self._keys.record, "learner_trouble")
 
     def leader(self) -> int | None:
-        """Return the training learner's pid."""
+        """Return the learner's pid."""
         raw = self._field(learner_key(self._run_id), "pid")
         return int(raw) if raw else None
 
     def trim(self, metrics: int, events: int) -> None:
-        """Trim the run's streams, as otherwise happens after hours."""
+        """Trim the streams, as otherwise after hours."""
         redis = self.redis()
         if redis is None:
             return
@@ -124,7 +123,7 @@ class RunUnderChaos:
             redis.xtrim(self._keys.key("buffer", "life"), maxlen=events, approximate=False)
 
     def limit_memory(self, num_bytes: int) -> bool:
-        """Refuse writes beyond `num_bytes` (0: no limit); False if Redis was unreachable."""
+        """Refuse writes beyond `num_bytes` (0: no limit); False if Redis is unreachable."""
         redis = self.redis()
         if redis is None:
             return False
@@ -141,7 +140,7 @@ class RunUnderChaos:
             return None
 
     def leftovers(self) -> list[str]:
-        """Return leftovers outside the run's folder; close second nodes first."""
+        """Return leftovers outside the folder; close second nodes first."""
         leftovers = [
             f"process {pid}: {_line(pid)}" for pid, started in self.processes.items() if _is_alive(pid, started)
         ]

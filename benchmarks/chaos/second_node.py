@@ -1,7 +1,4 @@
-"""Second node in the run's Ray cluster, to kill a raylet but not Ray.
-
-Invariant: a dead node is replaced; `close` removes all its processes.
-"""
+"""Second node in the run's Ray cluster, to kill a raylet but not Ray."""
 
 import os
 import secrets
@@ -19,18 +16,17 @@ from offbeat.services.process import terminate
 NUM_CPUS = 2
 OBJECT_STORE_BYTES = 80_000_000
 SPREAD = {"RAY_scheduler_spread_threshold": "0.0"}
-"""Environment that prefers the emptier node."""
+"""Prefer the emptier node."""
 END_S = 5.0
 GCS = "--gcs-address="
 
 
 def cluster_environment() -> dict[str, str]:
-    """Return the environment of the run and the node."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16), **SPREAD}
 
 
 class SecondNode:
-    """A node started with `ray start`."""
+    """Node of `ray start`; a dead one is replaced."""
 
     def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
         self._log = log
@@ -41,13 +37,12 @@ class SecondNode:
 
     @property
     def root(self) -> psutil.Process | None:
-        """Root of the node's processes, if any."""
         with suppress(psutil.NoSuchProcess):
             return psutil.Process(self._process.pid) if self._process is not None else None
         return None
 
     def ensure_running(self, command: psutil.Process) -> None:
-        """Start a missing node once the Ray of `command` is up."""
+        """Start a missing node once the command's Ray is up."""
         if self._process is not None and self._process.poll() is None:
             with suppress(psutil.NoSuchProcess):
                 self.processes.update(psutil.Process(self._process.pid).children(recursive=True))

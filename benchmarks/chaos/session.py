@@ -1,4 +1,4 @@
-"""Fault injection, measurement of recovery, and audit of the finished run."""
+"""Fault injection, recovery times, and the final audit."""
 
 import random
 import time
@@ -22,7 +22,6 @@ from offbeat.deploy.local.processes import adopt_orphans
 from offbeat.services.redis.server import server_binary
 
 FAULT_INTERVAL_S = (0.5, 3.0)
-"""Pause between recovery and the next fault."""
 STAGE_S = 20.0
 POLL_S = 0.05
 START_S = 900.0
@@ -46,7 +45,7 @@ CHAOS_OVERRIDES = (
     "buffer.learner_timeout_s=3",
     "actor_infer.update_timeout_s=30",
 )
-"""Small run with envs in processes, frequent checkpoints and short timeouts."""
+"""Envs in processes, frequent checkpoints, short timeouts."""
 
 
 class Chaos:
@@ -73,7 +72,7 @@ class Chaos:
         disk: SmallDisk,
         orders: Path,
     ) -> ChaosReport:
-        """Inject faults for up to `minutes`, wait for the end (up to `end_s` without a step), audit."""
+        """Inject faults for `minutes`, wait for the end (up to `end_s` without a step), audit."""
         started = time.monotonic()
         self._node = node
         self._hand = FaultInjector(
@@ -221,7 +220,7 @@ def run_chaos(
     say: Callable[[str], None],
     overrides: Sequence[str],
 ) -> ChaosReport:
-    """Run `steps` steps under up to `kills` faults in up to `minutes`."""
+    """Run `steps` steps under up to `kills` faults in `minutes`."""
     folder = folder.resolve()
     disk = SmallDisk(folder)
     adopt_orphans()

@@ -27,7 +27,7 @@ START_S = 600.0
 END_S = 60.0
 INTERRUPTED = 130
 LEAK_SHARE = 0.02
-"""Hourly growth, as a share of memory, that fails the soak."""
+"""Failing hourly growth, as a share of memory."""
 MIN_GROWTH_MIB = 1.0
 """Hourly growth that counts; less is fragmentation."""
 METRICS, EVENTS = 1000, 5000
@@ -60,10 +60,10 @@ def soak(
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Train the quickstart at full speed and check that no process's memory grows.
+    """Check that no process's memory grows, training at full speed.
 
-    Exit codes: 0 none grows by more than 2 % (and 1 MiB) an hour, significantly or in minimum and maximum, the audit
-    proves the run, nothing is left over; 1 otherwise.
+    Exit codes: 0 none grows by more than 2 % (and 1 MiB) an hour, the audit proves the run, nothing is left over; 1
+    otherwise.
     """
     raise_interrupt_on_signals()
     folder = (out or Path(tempfile.mkdtemp(prefix="offbeat-soak-")) / "run").resolve()
