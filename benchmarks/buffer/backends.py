@@ -1,8 +1,8 @@
-"""The trajectory buffer and plain redis-py on one server: a load goes in, `in_hand` at a time, and comes out in
-acknowledged batches.
+"""Trajectory buffer and plain redis-py on one server, with the same load, `in_hand` at a time, and acknowledged
+batches.
 
-The buffer admits, claims, checks, encodes, assembles, decodes and acknowledges; plain redis-py moves encoded bytes through a
-stream. With the codec it starts from and ends with trajectories, too.
+Plain redis-py moves encoded bytes through a stream; with the codec it starts and ends with trajectories, as the buffer
+does.
 """
 
 import asyncio
@@ -34,11 +34,11 @@ WORKER = "worker"
 STREAM = "bench-raw"
 READER = "reader"
 NUM_SUBMITTERS = 2
-"""Concurrent halves of our side: one claims while the other submits."""
+"""Concurrent halves of our side: one claims, the other submits."""
 
 
 def measure_cpu(side: Side, redis: Redis) -> Side:
-    """Measure the CPU time of a round in this process and in Redis."""
+    """Measure a round's CPU time, here and in Redis."""
 
     def server_cpu_s() -> float:
         used = cast(dict[str, float], redis.info("cpu"))
@@ -75,8 +75,9 @@ def offbeat_side(redis: Redis, url: str) -> Side:
 
 
 def raw_side(redis: Redis, url: str, *, pipelined: bool, codec: bool = False) -> Side:
-    """Return a stream of trajectories. pipelined: one pipeline per group, one read per batch. codec: encode and check
-    on the way in, decode and check on the way out."""
+    """Return a stream of trajectories. pipelined: one pipeline per group, one read per batch. codec: encode, decode and
+    check.
+    """
 
     def side(load: GroupLoad) -> Rates:
         redis.flushdb()
@@ -151,7 +152,6 @@ async def _append(load: GroupLoad, url: str, *, pipelined: bool, codec: bool) ->
 
 
 def _payloads(load: GroupLoad, size: int) -> Iterator[list[dict[Any, Any]]]:
-    """Return the payloads of one round trip each."""
     for number, blobs in enumerate(load.blobs):
         fields = [{"n": number, "i": index, "b": blob} for index, blob in enumerate(blobs)]
         for first in range(0, len(fields), size):
@@ -159,7 +159,7 @@ def _payloads(load: GroupLoad, size: int) -> Iterator[list[dict[Any, Any]]]:
 
 
 async def _measure_s(redis: AsyncRedis, players: int, play: Callable[[], Awaitable[None]]) -> float:
-    """Return the seconds that the callers take, connections included."""
+    """Return the callers' seconds, connections included."""
     try:
         start = time.perf_counter()
         await asyncio.gather(*(play() for _ in range(players)))

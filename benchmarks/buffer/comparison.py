@@ -1,7 +1,6 @@
-"""`offbeat bench buffer`: groups/s into and out of the trajectory buffer, against plain redis-py and Reverb.
+"""`offbeat bench buffer`: groups/s of the trajectory buffer, plain redis-py and Reverb.
 
-All sides move the same bytes in turn, in one call. Redis syncs its append-only file every second; Reverb keeps items in
-memory.
+All sides move the same bytes in turn. Redis syncs its append-only file every second; Reverb is in memory.
 
 Invariant: a round counts only if everything came out intact.
 """
@@ -32,25 +31,23 @@ PARTS = ("into", "out", "both")
 
 @dataclass(frozen=True, slots=True)
 class BufferOptions:
-    """Options of the benchmark."""
+    """Options."""
 
     batches: int = 32
-    """Per round."""
     batch: int = 8
     """Groups acknowledged together."""
     group_size: int = 8
     tokens: tuple[int, ...] = (256, 4096)
-    """Per trajectory."""
     in_hand: int = 64
     """Trajectories submitted concurrently."""
     rounds: int = 5
     reverb: bool = True
     venv: Path | None = None
-    """Venv of Reverb, created if absent; None: in the user's cache."""
+    """Reverb's venv, created if absent; None: in the user's cache."""
 
 
 def run(options: BufferOptions) -> dict[str, Any]:
-    """Measure, print and return the JSON."""
+    """Measure, print and return the result."""
     with console().status("starting") as status, ExitStack() as stack:
         base = stack.enter_context(bench_environment())
         on_redis: dict[str, Side] = {
@@ -74,7 +71,7 @@ def run(options: BufferOptions) -> dict[str, Any]:
 
 
 def _reverb(options: BufferOptions, base: BenchEnvironment, stack: ExitStack) -> tuple[Reverb | None, str]:
-    """Return Reverb, or the reason why it is unavailable."""
+    """Return Reverb, or the reason for its absence."""
     try:
         python = REVERB_VENV.ensure(options.venv or REVERB_VENV.default_folder())
         return stack.enter_context(Reverb(python, base.folder / "reverb.log")), ""
@@ -109,7 +106,7 @@ def _bytes_per_group(load: GroupLoad) -> float:
 
 
 def summary(rates: dict[str, list[Rates]]) -> dict[str, Any]:
-    """Return the spread of each side's rates, and of ours over each other's in the same round."""
+    """Return each side's spread, and ratios within rounds."""
     sides = {name: {part: _spread(rounds, part) for part in PARTS} for name, rounds in rates.items()}
     for name, rounds in rates.items():
         spent = [rates.cpu_us for rates in rounds if rates.cpu_us is not None]

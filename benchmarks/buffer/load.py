@@ -1,4 +1,4 @@
-"""Load of `offbeat bench buffer` and the results of its sides."""
+"""Load and results of `offbeat bench buffer`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,20 +18,18 @@ from offbeat.services.messages.types import (
 RUN = "bench-buffer"
 TURNS = 5
 ANSWER = 4
-"""Tokens per answer."""
 WORDS = ("You walk on a lake.", *("Row 1: S . # ." if i % 2 == 0 else "right" for i in range(2 * TURNS + 1)))
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLoad:
-    """Trajectories by group, and their encoded bytes."""
+    """Trajectories by group, and their bytes."""
 
     trajectories: list[list[Trajectory]]
     blobs: list[list[bytes]]
     in_hand: int
-    """Trajectories submitted concurrently."""
     batch: int
-    """Groups acknowledged together; divides the number of groups."""
+    """Groups acknowledged together; divides their number."""
 
     @property
     def num_groups(self) -> int:
@@ -52,11 +50,11 @@ class Rates:
     into: float
     out: float
     cpu_us: float | None = None
-    """CPU time per trajectory, in and out, of client and server; None if the server was not measured."""
+    """Per trajectory, client and server; None if not measured."""
 
     @property
     def both(self) -> float:
-        """Rate of a group that goes in and comes out, one after the other."""
+        """Rate of in and out in succession."""
         return 1 / (1 / self.into + 1 / self.out)
 
 
@@ -64,17 +62,16 @@ Side = Callable[[GroupLoad], Rates]
 
 
 class LostError(Exception):
-    """A side did not return its input."""
+    """Output that differs from the input."""
 
 
 def make_load(*, groups: int, group_size: int, tokens: int, in_hand: int, batch: int) -> GroupLoad:
-    """Return trajectories as an env worker submits them; groups is a multiple of batch."""
+    """Return trajectories as of an env worker; groups is a multiple of batch."""
     rows = [[_trajectory(number, index, tokens) for index in range(group_size)] for number in range(groups)]
     return GroupLoad(rows, [[encode_trajectory(trajectory) for trajectory in row] for row in rows], in_hand, batch)
 
 
 def expect(count: int, expected: int, unit: str) -> None:
-    """Raise `LostError` unless both are equal."""
     if count != expected:
         raise LostError(f"{count} {unit} came out of {expected}")
 

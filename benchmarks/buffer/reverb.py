@@ -1,7 +1,4 @@
-"""Reverb in a child process with its own venv, driven by lines of JSON and raw bytes.
-
-Invariant: the process ends with the `with` that started it.
-"""
+"""Reverb in a child process with its own venv, driven by lines of JSON and raw bytes."""
 
 import json
 import os
@@ -19,11 +16,11 @@ GUEST = Path(__file__).parent / "reverb_worker" / "queue_server.py"
 
 
 class ReverbError(Exception):
-    """Reverb can not run here; the message holds its last output."""
+    """Reverb's failure, with its last output."""
 
 
 class Reverb:
-    """Reverb's server and client."""
+    """Server and client; `with` ends the process."""
 
     def __init__(self, python: Path, log: Path) -> None:
         self._command = [str(python), str(GUEST)]

@@ -1,7 +1,6 @@
-"""`python queue_server.py`, in Reverb's venv: a server as in Reverb's examples, with a queue that yields each item once.
+"""`python queue_server.py`, in Reverb's venv: a queue that yields each item once.
 
-A load is a line of JSON (lengths of blobs) and the blobs, padded to one length because a column of Reverb has one shape.
-The reply is a line of JSON.
+Load: a line of JSON (lengths) and blobs, padded because a column has one shape. Reply: a line of JSON.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -34,7 +33,7 @@ def pad_blob(blob: bytes, width: int) -> np.ndarray:
 
 
 def round_of(client: reverb.Client, groups: list[list[np.ndarray]]) -> dict[str, float]:
-    """Write through one open writer, flushed per group; read with one sampler."""
+    """Write through one writer, flushed per group; read with one sampler."""
     count = sum(map(len, groups))
     start = time.perf_counter()
     with client.trajectory_writer(num_keep_alive_refs=len(groups[0])) as writer:
