@@ -1,1 +1,1 @@
-"""Shared parts of the benchmarks: processes, load generators, environments, results."""
+"""Shared parts of the benchmarks."""

@@ -1,7 +1,7 @@
 """Child process of a benchmark, driven over a pipe.
 
-Invariants: it ends with its parent; its exceptions are raised in the parent; a crash is raised by the next call, or at
-exit, with the exit code and the last output.
+Invariants: it ends with its parent; its exceptions are raised there; a crash is raised by the next call, or at exit,
+with exit code and last output.
 """
 
 import multiprocessing
@@ -17,16 +17,15 @@ from offbeat.services.process import die_with_parent
 
 END_S = 20.0
 NUM_LOG_LINES = 3
-"""Lines of the log in a crash's message."""
 Serve = Callable[..., Coroutine[Any, Any, None]]
-"""(child's end of the pipe, arguments): main function of the child; a module's function, for pickling."""
+"""(child's end of the pipe, arguments): a module's function, for pickling."""
 
 
 class Child:
-    """Parent's end; `with` starts the process, waits until it is ready, and ends it."""
+    """Parent's end; `with` starts and ends the process."""
 
     def __init__(self, serve: Serve, arguments: tuple[Any, ...], *, log: Path, goodbye: Any) -> None:
-        """log: file for the process's output. goodbye: message that ends the process."""
+        """log: file for output. goodbye: message that ends the process."""
         context = multiprocessing.get_context("spawn")
         self._pipe, self._theirs = context.Pipe()
         self._process = context.Process(target=_main, args=(self._theirs, log, serve, arguments), daemon=False)
@@ -70,7 +69,7 @@ class Child:
             self._answer()
 
     def _ask(self, message: Any) -> Any:
-        """Send a message and wait for the reply; raises the child's failure."""
+        """Send a message and return the reply; raises the child's failure."""
         self._send(message)
         return self._answer()
 
@@ -112,7 +111,6 @@ def _main(pipe: Connection, log: Path, serve: Serve, arguments: tuple[Any, ...])
 
 
 def _redirect_output(log: Path) -> None:
-    """Redirect the output of this process and its children to a file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for standard in (1, 2):
         os.dup2(descriptor, standard)

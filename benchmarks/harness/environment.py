@@ -1,6 +1,6 @@
-"""Environment of a benchmark: a folder, a redis-server, the tiny policy's files, a run's configuration.
+"""Environment of a benchmark: folder, redis-server, tiny policy, run configuration.
 
-Invariant: nothing is left when the context ends, however it ends, in `/dev/shm` neither.
+Invariant: nothing is left afterwards, in `/dev/shm` neither.
 """
 
 import tempfile
@@ -36,7 +36,7 @@ WORKER_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class BenchEnvironment:
-    """A benchmark's own Redis and folder."""
+    """Redis and folder."""
 
     folder: Path
     redis_url: str
@@ -44,26 +44,26 @@ class BenchEnvironment:
     server_pid: int
 
     def run_config(self, run_id: str, **changes: Any) -> RunConfig:
-        """Return the quickstart's configuration under another name, with `changes` to top-level keys."""
+        """Return the quickstart's configuration with `changes` to top-level keys."""
         config = load_run(QUICKSTART)
         return config.model_copy(update={"exp_name": run_id, "output_dir": self.folder / run_id, **changes})
 
     def prepare(self, config: RunConfig, *, spare_steps: float = 0.0) -> int:
-        """Create a run's folder, buffer and epoch; return the epoch. spare_steps: steps admitted beyond `max_steps`, so
-        that rollouts continue to the end."""
+        """Create a run's folder, buffer and epoch; return the epoch. spare_steps: admitted beyond `max_steps`, so that
+        rollouts continue.
+        """
         prepare_folder(config)
         limits = buffer_limits(config)
         configure_buffer(self.redis, config.exp_name, _with_spare(limits, spare_steps))
         return int(self.redis.incr(RunKeys(config.exp_name).epoch))  # pyright: ignore[reportArgumentType]
 
     def worker_settings(self, config: RunConfig) -> WorkerSettings:
-        """Return the env worker's settings."""
         return worker_settings(config, self.redis_url, timeout_s=WORKER_TIMEOUT_S)
 
 
 @contextmanager
 def bench_environment() -> Iterator[BenchEnvironment]:
-    """Yield a folder and a Redis with its append-only file synced every second, as in a run."""
+    """Yield the environment; Redis syncs its append-only file every second, as in a run."""
     with (
         tempfile.TemporaryDirectory(prefix="offbeat-bench-") as name,
         clean_up_on_exit(Path(name)) as folder,
@@ -75,7 +75,7 @@ def bench_environment() -> Iterator[BenchEnvironment]:
 
 
 def slow_lake(latency: dict[str, Any], *, max_steps: int = 12) -> CustomEnv:
-    """Return FrozenLake with step latency `latency` (fields of `offbeat.benchmarks.harness.slow_lake.Latency`)."""
+    """Return FrozenLake with step latency `latency` (fields of `Latency`)."""
     return CustomEnv(
         env_type="offbeat.benchmarks.harness.slow_lake:SlowLake",
         max_steps=max_steps,
@@ -90,7 +90,7 @@ def manager(groups: int, group_size: int, *, redundancy: int = 0) -> EnvManagerC
 
 
 def worker(episodes: int, *, spare_threads: int = 0) -> RolloutConfig:
-    """Return one worker with a thread for every episode, and `spare_threads` for cancelled episodes that still sleep."""
+    """Return one worker with a thread per episode and `spare_threads` for cancelled, sleeping ones."""
     return RolloutConfig(max_env_num_per_worker=episodes, num_threads=episodes + spare_threads)
 
 

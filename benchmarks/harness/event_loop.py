@@ -1,4 +1,4 @@
-"""Event loop of benchmarks: uvloop if installed, as in Ray's actors and Serve's replicas."""
+"""Event loop: uvloop if installed, as in Ray and Serve."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -1,6 +1,6 @@
-"""Learner inside the benchmark's process: the real loop around a real or a timed trainer.
+"""Learner in the benchmark's process: the real loop around a real or timed trainer.
 
-Invariant: intake, publisher, checkpoints and acknowledgements are those of a run; only `train` may differ.
+Invariant: only `train` may differ from a run.
 """
 
 import math
@@ -35,7 +35,7 @@ START = "start"
 
 
 class TimedTrainer:
-    """`Trainer` that sleeps `train_s` per batch, like an accelerator that leaves the CPU idle."""
+    """`Trainer` that sleeps `train_s` per batch."""
 
     kl_coef = 0.0
     vocab_size = 1 << 24
@@ -66,8 +66,6 @@ class TimedTrainer:
 
 
 class Records:
-    """Collects the learner's metric records."""
-
     def __init__(self, on_step: Callable[[int], None]) -> None:
         self._on_step = on_step
         self.steps: list[MetricRecord] = []
@@ -84,7 +82,7 @@ class Records:
 
 
 class BenchLearner:
-    """One run's learner; call `publish_start` first, then `run`."""
+    """Learner of one run; call `publish_start`, then `run`."""
 
     def __init__(
         self,
@@ -99,8 +97,9 @@ class BenchLearner:
         order: Order = "completion",
         ends_at: float = math.inf,
     ) -> None:
-        """trainer: a started `Trainer` with `vocab_size`. check: raises if rollouts have failed. evaluates: before and
-        after, as configured. ends_at: monotonic time at which to stop."""
+        """trainer: started. check: raises if rollouts failed. evaluates: before and after. ends_at: monotonic time to
+        stop.
+        """
         read = learner_config(config, evaluates=evaluates)
         run = LearnerRun(config.exp_name, config.exp_name, config.output_dir, read)
         self._trainer: Trainer = trainer
@@ -129,11 +128,11 @@ class BenchLearner:
         self._learner = Learner(run, components)
 
     def publish_start(self) -> None:
-        """Publish version 0, so that rollouts may begin."""
+        """Publish version 0."""
         self._publisher.publish(0, 0, self._trainer.tensors())
 
     def run(self) -> list[MetricRecord]:
-        """Train `max_steps`; return the record of each step."""
+        """Train `max_steps`; return their records."""
         try:
             self._learner.run()
         finally:
@@ -141,12 +140,12 @@ class BenchLearner:
         return self.records.steps
 
     def close(self) -> None:
-        """Wait for pending publishes; `run` does so at its end."""
+        """Wait for pending publishes."""
         self._publisher.close()
 
 
 def learner_config(config: RunConfig, *, evaluates: bool = False) -> LearnerRunConfig:
-    """Return a run's learner configuration, without evaluations unless they are measured."""
+    """Return a run's learner configuration, without evaluations by default."""
     return config if evaluates else config.model_copy(update={"eval_steps": 0, "final_val_batch_size": 0})
 
 
@@ -154,7 +153,7 @@ def learner_config(config: RunConfig, *, evaluates: bool = False) -> LearnerRunC
 def real_trainers(
     bench_env: BenchEnvironment, config: RunConfig, show: Callable[[str], None]
 ) -> Iterator[Callable[[RunConfig], Any]]:
-    """Warm-start the tiny policy once; yield a factory of real trainers with those weights."""
+    """Warm-start the tiny policy; yield a factory of trainers with its weights."""
     torch.set_num_threads(config.actor_train.num_threads)
     torch.manual_seed(config.seed)
     ranks = ranks_of_environment("cpu")

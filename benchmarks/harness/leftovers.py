@@ -1,6 +1,6 @@
-"""`python -m offbeat.benchmarks.harness.leftovers FOLDER`: cleans up after a benchmark that was killed.
+"""`python -m offbeat.benchmarks.harness.leftovers FOLDER`: cleanup after a benchmark.
 
-Invariant: however a benchmark ends, SIGKILL included, its folder and its runs' shared memory are removed.
+Invariant: folder and shared memory are removed, after SIGKILL, too.
 """
 
 import shutil
@@ -18,8 +18,9 @@ CLEAN = b"clean"
 
 @contextmanager
 def clean_up_on_exit(folder: Path) -> Iterator[Path]:
-    """Yield `folder`, which has a subfolder per run; remove it, the runs' shared memory and all shared memory whose
-    name begins with the folder's when the context or the process ends."""
+    """Yield `folder` (a subfolder per run); at the end of context or process, remove it, the runs' shared memory and
+    any with the folder's name as prefix.
+    """
     with subprocess.Popen(
         [sys.executable, "-m", "offbeat.benchmarks.harness.leftovers", str(folder)],
         stdin=subprocess.PIPE,
@@ -48,7 +49,7 @@ def sweep(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Wait for the end of the benchmark, and sweep unless it reports that it did."""
+    """Wait for the benchmark's end; sweep unless it reports that it did."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if sys.stdin.buffer.read() != CLEAN and folder.exists():

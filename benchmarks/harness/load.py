@@ -1,4 +1,4 @@
-"""Unique requests, and measurement of a fixed number of concurrent ones."""
+"""Unique requests, measured at fixed concurrency."""
 
 import asyncio
 import itertools
@@ -13,12 +13,12 @@ from offbeat.services.messages.types import GenerateRequest, Sampling
 PROMPT_TOKENS = 64
 
 Call = Callable[[GenerateRequest], Awaitable[int]]
-"""Sends a request and returns the number of generated tokens."""
+"""Request -> number of generated tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundLoad:
-    """Result of one round."""
+    """Result of a round."""
 
     tokens_per_s: float
     p50_s: float
@@ -43,7 +43,7 @@ class Prompts:
 
 
 async def under_load(call: Call, requests: Sequence[GenerateRequest], concurrency: int) -> RoundLoad:
-    """Send all requests, `concurrency` at a time."""
+    """Send requests, `concurrency` at a time."""
     waiting = iter(requests)
     latencies: list[float] = []
     tokens = 0
@@ -63,6 +63,6 @@ async def under_load(call: Call, requests: Sequence[GenerateRequest], concurrenc
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value that `share` of the values do not exceed (nearest rank)."""
+    """Return the nearest-rank quantile."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered) - 1e-9) - 1)]

@@ -1,4 +1,4 @@
-"""Plots of benchmark results, drawn from their JSON alone."""
+"""Plots of benchmark results."""
 
 # pyright: basic
 import json
@@ -18,7 +18,6 @@ SIDES = (
     ("handle", "service, Serve handle", OURS),
     ("http", "service, HTTP", "#2ca02c"),
 )
-"""Sides of `offbeat bench generation`."""
 
 
 def draw(result: Path, picture: Path) -> None:

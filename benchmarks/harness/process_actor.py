@@ -1,7 +1,4 @@
-"""Object with asynchronous methods in a child process, called over a pipe.
-
-Invariant: `call` raises what the method raises.
-"""
+"""Asynchronous object in a child process, called over a pipe. `call` raises what the method raises."""
 
 import asyncio
 from multiprocessing.connection import Connection
@@ -12,7 +9,7 @@ from offbeat.benchmarks.harness.child_process import Child
 
 
 class ActorObject(Protocol):
-    """Object in the child; created in the parent, started in the child."""
+    """Object created in the parent, started in the child."""
 
     async def start(self) -> None: ...
 
@@ -23,7 +20,6 @@ class ProcessActor(Child):
     """Parent's end."""
 
     def __init__(self, served: ActorObject, log: Path) -> None:
-        """log: file for the process's output."""
         super().__init__(_serve, (served,), log=log, goodbye=None)
 
     def call(self, method: str, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Result of a benchmark: printed as a table, stored as JSON."""
+"""Result of a benchmark: table and JSON."""
 
 import json
 import os
@@ -19,7 +19,7 @@ PIPED_WIDTH = 140
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median and range of repeated measurements."""
+    """Median and range."""
 
     median: float
     low: float
@@ -34,7 +34,7 @@ class Spread:
 
 
 def write_json(path: Path, bench: str, options: Mapping[str, Any], result: Mapping[str, Any]) -> None:
-    """Write a benchmark's result and machine as JSON, creating folders."""
+    """Write result and machine as JSON."""
     document = {
         "bench": bench,
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -47,7 +47,7 @@ def write_json(path: Path, bench: str, options: Mapping[str, Any], result: Mappi
 
 
 def machine() -> dict[str, Any]:
-    """Return the machine and its load."""
+    """Return machine and load."""
     return {
         "cpus": len(os.sched_getaffinity(0)),
         "load": [round(value, 2) for value in os.getloadavg()],
@@ -65,7 +65,7 @@ def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> N
 
 
 def console() -> Console:
-    """Return a console that is wide if the output is not a terminal."""
+    """Return a console, wide if not a terminal."""
     return Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
 
 

@@ -1,6 +1,6 @@
-"""Rollouts in a child process: a real env worker with a replica or a scripted policy.
+"""Env worker in a child process, with a replica or a scripted policy.
 
-Invariant: the process serves one run after another, so the slow start of the engine happens once.
+Invariant: it serves runs in turn, so the engine starts once.
 """
 
 import asyncio
@@ -21,29 +21,27 @@ from offbeat.services.keys import RunKeys
 from offbeat.services.rollout.config import WorkerSettings
 
 LOAD_TIMEOUT_S = 20.0
-"""Timeout for loading a version."""
 LOG = "rollouts.log"
 POLL_INTERVAL_S = 0.02
-"""Interval between checks of a replica's version."""
 SAMPLE_INTERVAL_S = 0.1
-"""Interval between samples of running episodes; their cost counts as the worker's."""
+"""Interval between samples of running episodes; counted as the worker's cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySpec:
-    """Policy that answers the turns."""
+    """Policy of the worker."""
 
     kind: Literal["vllm", "engine", "client"]
-    """`vllm`: the real engine in the real replica. `engine`: a scripted engine in the real replica, which follows the
-    broker. `client`: a scripted policy directly behind the worker."""
+    """`vllm`: real engine in a real replica. `engine`: scripted engine in a real replica, which follows the broker.
+    `client`: scripted policy without replica.
+    """
     delay_s: float = 0.0
-    """Per scripted answer."""
     config: GenerationConfig = field(default_factory=GenerationConfig)
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Resources used by a run, from start to stop."""
+    """Resources of a run."""
 
     wall_s: float
     cpu_s: float
@@ -53,7 +51,6 @@ class Usage:
     playing: float
     """Mean number of running episodes."""
     calls: int
-    """Calls to generation."""
 
 
 class RolloutProcess(Child):
@@ -63,11 +60,11 @@ class RolloutProcess(Child):
         super().__init__(_serve, (policy, model, sequence_length), log=model.parent / LOG, goodbye=("end",))
 
     def start_run(self, settings: WorkerSettings) -> None:
-        """Start the rollouts of a run."""
+        """Start rollouts."""
         self._ask(("play", settings))
 
     def stop(self) -> Usage:
-        """Stop the rollouts; unfinished groups are released."""
+        """Stop rollouts; unfinished groups are released."""
         return self._ask(("stop",))
 
     def usage(self) -> Usage:
@@ -79,8 +76,6 @@ async def _serve(pipe: Connection, policy: PolicySpec, model: Path, sequence_len
 
 
 class _Host:
-    """Child's end."""
-
     def __init__(self, pipe: Connection, policy: PolicySpec, model: Path, sequence_length: int) -> None:
         self._pipe = pipe
         self._policy = policy
@@ -149,7 +144,7 @@ class _Host:
                 await asyncio.gather(*chores, return_exceptions=True)
 
     def _start_task(self, name: str, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        """Return a task whose failure is sent to the parent."""
+        """Return a task; a failure is sent to the parent."""
 
         def report(task: "asyncio.Task[Any]") -> None:
             if not task.cancelled() and (error := task.exception()):
@@ -175,7 +170,6 @@ class _Host:
 
 
 async def _wait_for_newest_version(replica: Any, redis: Any, run_id: str) -> None:
-    """Wait until the replica serves the newest version, so that the next run gets a settled engine."""
     newest = int(await redis.hget(RunKeys(run_id).progress, "version") or 0)
     try:
         async with asyncio.timeout(LOAD_TIMEOUT_S):
@@ -186,8 +180,6 @@ async def _wait_for_newest_version(replica: Any, redis: Any, run_id: str) -> Non
 
 
 class _Meter:
-    """Measures a worker and its process."""
-
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._process = psutil.Process()

@@ -1,7 +1,4 @@
-"""Policy without a model: answers with a random direction, at once or after a delay.
-
-Invariant: it replaces the engine or the generation service behind the same protocols; all else is real.
-"""
+"""Policy without a model: random directions, at once or delayed, behind the protocols of engine and generation service."""
 
 import asyncio
 import random
@@ -20,18 +17,18 @@ from offbeat.services.messages.types import (
 )
 
 LOGPROB = -1.4
-"""About the logprob of one direction in four."""
+"""About that of one direction in four."""
 
 
 class ScriptedPolicy:
-    """Random walk; each answer is a direction and the end of the turn."""
+    """Random walk."""
 
     def __init__(self, chat: ChatFormat, seed: int) -> None:
         self._answers = [(*chat.encode(word), chat.end_id) for word in ACTIONS]
         self._random = random.Random(seed)
 
     def answer(self, request: GenerateRequest, version: int) -> Completion:
-        """Return a completion as sampled by `version`."""
+        """Return a completion of `version`."""
         ids = self._random.choice(self._answers)[: request.sampling.max_new_tokens]
         finish = FinishReason.STOP if ids[-1] in request.sampling.stop_token_ids else FinishReason.LENGTH
         spans = (VersionSpan(0, len(ids), version),)
@@ -39,7 +36,7 @@ class ScriptedPolicy:
 
 
 class ScriptedEngine:
-    """`PolicyEngine` without a model; the replica around it still follows the broker."""
+    """`PolicyEngine` without a model."""
 
     def __init__(self, policy: ScriptedPolicy, delay_s: float) -> None:
         self._policy = policy
@@ -76,7 +73,7 @@ class ScriptedGeneration:
 
 
 class ReplicaGeneration:
-    """`GenerationClient` of a replica in this process, without Ray Serve."""
+    """`GenerationClient` of a replica in this process."""
 
     def __init__(self, replica: GenerationReplica) -> None:
         self._replica = replica

@@ -1,7 +1,7 @@
-"""FrozenLake with random step latency, as of tools and web envs.
+"""FrozenLake with random step latency.
 
-Invariant: each env draws latencies from its own generator, seeded by the order of creation in its process, so siblings wait
-differently and runs are reproducible.
+Invariant: envs draw from their own generators, seeded by order of creation, so siblings differ and runs are
+reproducible.
 """
 
 import itertools
@@ -21,16 +21,15 @@ Distribution = Literal["normal", "lognormal"]
 
 
 class Latency(Config):
-    """Distribution of a step's latency."""
+    """Distribution of step latency."""
 
     distribution: Distribution = "normal"
-    """`normal`: cut off at 0. `lognormal`: heavy-tailed; `mean_s` and `std_s` are those of the latency, not of its
-    logarithm."""
+    """`normal`: cut off at 0. `lognormal`: heavy-tailed; `mean_s` and `std_s` are those of the latency."""
     mean_s: float = Field(default=0.0, ge=0)
     std_s: float = Field(default=0.0, ge=0)
 
     def draw(self, rng: np.random.Generator) -> float:
-        """Return one step's latency, s."""
+        """Return a latency, s."""
         if self.mean_s == 0:
             return 0.0
         if self.distribution == "normal":
@@ -47,7 +46,7 @@ class SlowLakeConfig(FrozenLakeConfig):
 
 
 class SlowLake(FrozenLakeEnv):
-    """FrozenLake that sleeps in each step; requires `execution: thread`."""
+    """FrozenLake that sleeps; requires `execution: thread`."""
 
     config_class: ClassVar[type[FrozenLakeConfig]] = SlowLakeConfig
     _numbers: ClassVar[Any] = itertools.count()

@@ -1,6 +1,6 @@
-"""Venvs of compared programs, created once with pinned versions.
+"""Venvs of compared programs, with pinned versions.
 
-Invariant: an existing venv is complete: the marker with its pins is written last.
+Invariant: the marker with the pins is written last.
 """
 
 import os
@@ -12,23 +12,22 @@ from pathlib import Path
 
 
 class VenvError(Exception):
-    """The venv could not be created; the message holds the installer's last output."""
+    """Failed installation, with the installer's last output."""
 
 
 @dataclass(frozen=True, slots=True)
 class GuestVenv:
     name: str
     title: str
-    """Name of the program in messages."""
     pins: tuple[str, ...]
 
     @property
     def marker(self) -> str:
-        """File in the venv that holds its pins."""
+        """File that holds the pins."""
         return f"offbeat-{self.name}.txt"
 
     def default_folder(self) -> Path:
-        """Return the default folder in the user's cache."""
+        """Return the folder in the user's cache."""
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return cache / "offbeat" / f"{self.name}-venv"
 
@@ -39,7 +38,7 @@ class GuestVenv:
         return python if complete and python.exists() else None
 
     def ensure(self, folder: Path) -> Path:
-        """Create the venv if absent, which takes minutes; return its interpreter.
+        """Create the venv if absent; return its interpreter.
 
         Raises:
             VenvError: a package can not be installed, or uv is missing.
@@ -73,7 +72,7 @@ class GuestVenv:
 
 
 def _environment() -> dict[str, str]:
-    """Return an environment that passes pip's wheels, registries and certificates on to uv."""
+    """Pass pip's wheels, registries and certificates on to uv."""
     environment = dict(os.environ)
     for theirs, ours in (
         ("UV_FIND_LINKS", "PIP_FIND_LINKS"),
