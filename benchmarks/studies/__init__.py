@@ -1,1 +1,1 @@
-"""Measurement scripts beyond `offbeat bench`: `python -m offbeat.benchmarks.studies.NAME`."""
+"""Studies: `python -m offbeat.benchmarks.studies.NAME`."""

@@ -1,8 +1,6 @@
-"""Consecutive asynchronous runs on one engine, for `offbeat.benchmarks.studies.algorithms`.
+"""Consecutive asynchronous runs on one engine, for `studies.algorithms`.
 
-Real: Redis, admission and its staleness bound, the env worker, vLLM in its replica, weights through the broker, the
-learner's loop with DeepSpeed, checkpoints and evaluations. Ray and the control service, whose start takes longer than
-the training, are left out.
+All is real but Ray and the control service, which start more slowly than training takes.
 """
 
 # pyright: basic
@@ -29,12 +27,12 @@ from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.policy_trainer import PolicyTrainer
 
 BEFORE_FILE = "before.json"
-"""Success of the initial weights, measured by the first run."""
+"""Initial success, measured by the first run."""
 SAMPLINGS = ("sampled", "greedy")
 
 
 class SharedEngine:
-    """One engine, one Redis and one env worker's process."""
+    """Engine, Redis and env worker."""
 
     def __init__(self, base: BenchEnvironment, rollouts: RolloutProcess, ranks: Ranks, policy: Path) -> None:
         self._bench_env = base
@@ -43,7 +41,7 @@ class SharedEngine:
         self._policy = policy
 
     def run(self, file: Path, overrides: list[str], folder: Path, timeout_s: float) -> dict[str, Any]:
-        """Train, store the steps' metrics in `folder`, and return the result or the error."""
+        """Train, store metrics in `folder`, and return the result or the error."""
         config = load_run(file, overrides).model_copy(update={"output_dir": folder})
         began, load = time.monotonic(), _load()
         torch.manual_seed(config.seed)
@@ -92,7 +90,7 @@ class SharedEngine:
 
 
 def summarize_steps(values: list[dict[str, float]]) -> dict[str, float]:
-    """Return means over the steps that trained the policy."""
+    """Return means over steps that trained the policy."""
     trained = [step for step in values if "actor/mismatch_kl" in step]
     names = {"lag": "staleness", "mismatch_kl": "actor/mismatch_kl", "ess": "actor/ess"}
     means = {key: mean(step[name] for step in trained if name in step) for key, name in names.items()}
@@ -116,7 +114,7 @@ def _load() -> float:
 
 @contextmanager
 def shared_engine(file: Path, overrides: list[str], policy: Path) -> Iterator[SharedEngine]:
-    """Yield an engine of `file` with `overrides` that serves `policy`."""
+    """Yield an engine that serves `policy`."""
     config = load_run(file, overrides)
     torch.set_num_threads(config.actor_train.num_threads)
     spec = PolicySpec("vllm", config=config.actor_infer)

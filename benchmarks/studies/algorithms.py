@@ -2,12 +2,9 @@
 
     python -m offbeat.benchmarks.studies.algorithms --out DIR [--only NAME ...] [--staleness | --recipes] [--mesh]
 
-Each run is the quickstart with other keys, or a file of deploy/configs/recipes; all runs of a seed start from the same
-weights, the quickstart's warm start in `DIR/policies`. Success is measured on held-out maps before and after, sampled
-at temperature 1 and greedy. Runs share one engine (`algorithm_runs`), or have a mesh each with `--mesh` (`offbeat
-train`). Runs with a result in DIR are not repeated; failures are in the table with their reason. Each run rewrites
-`DIR/table-KIND.md` and `DIR/results-KIND.json`; `python -m offbeat.benchmarks.studies.algorithms_plot DIR PNG` plots
-them.
+Runs are the quickstart with overrides, or recipes; a seed's runs share the warm start in `DIR/policies`. Success: on
+held-out maps, before and after, at temperature 1 and greedy. Runs share an engine, or have a mesh each (`--mesh`).
+Results in DIR are reused; `DIR/table-KIND.md` and `DIR/results-KIND.json` are rewritten after each run.
 """
 
 # pyright: basic
@@ -33,7 +30,6 @@ CONFIGS = Path(__file__).parents[2] / "deploy" / "configs"
 QUICKSTART = CONFIGS / "quickstart.yaml"
 RECIPES = {path.stem: path for path in sorted((CONFIGS / "recipes").glob("*.yaml"))}
 OWN_COMPARISON = "reward_normalization.method=null"
-"""Overrides that leave the choice to the estimator."""
 WHITENED = "whiten_advantages=true"
 RECOMPUTE = ("old_logprobs=recompute", "train_infer_correction.is_weight={upper_bound: 2.0}")
 ALGORITHMS: dict[str, tuple[str, ...]] = {
@@ -65,7 +61,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 STALE = ("ppo", "decoupled_ppo", "tis", "cispo", "topr")
 STALENESS = (0, 1, 4, 16)
 STEPS = 20
-"""Steps, more than the largest bound, or no step would reach it."""
+"""More than the largest bound, or no step would reach it."""
 RESULT = "result.json"
 
 
@@ -87,7 +83,6 @@ class StudyRun:
         return RECIPES[self.name] if self.staleness is None else QUICKSTART
 
     def overrides(self, folder: Path, policy: Path) -> list[str]:
-        """Overrides of `config`."""
         return [
             f"output_dir={folder}", f"exp_name={self.label.replace('_', '-')}", f"pretrain={policy}", "warm_start=null",
             f"seed={self.seed}", f"max_steps={self.steps}", "final_val_batch_size=128", "eval_steps=0",
@@ -95,7 +90,7 @@ class StudyRun:
         ]  # fmt: skip
 
     def _own_overrides(self) -> list[str]:
-        """A bound of 16 needs enough running groups; ten steps of the critic alone would leave five to the policy."""
+        """A bound of 16 needs enough groups; the critic's ten steps would leave five to the policy."""
         if self.staleness is None:
             return ["critic_warmup=4"] if self.name in ("ppo", "ppo_value_head") else []
         groups = 8 * (self.staleness + 2)
@@ -106,7 +101,7 @@ Play = Callable[[StudyRun, Path], dict[str, Any]]
 
 
 def start(folder: Path, seed: int, timeout_s: float) -> Path:
-    """Return the initial policy of a seed's runs."""
+    """Return a seed's initial policy."""
     policy = folder / "policies" / f"seed-{seed}"
     if not (policy / "model.safetensors").exists():
         shutil.rmtree(policy, ignore_errors=True)
@@ -116,7 +111,7 @@ def start(folder: Path, seed: int, timeout_s: float) -> Path:
 
 
 def on_mesh(run: StudyRun, folder: Path, policy: Path, timeout_s: float) -> dict[str, Any]:
-    """Run `offbeat train` and return its result."""
+    """Run `offbeat train`; return its result."""
     command = [str(Path(sys.executable).with_name("offbeat")), "train", str(run.config), *run.overrides(folder, policy)]
     folder.mkdir(parents=True, exist_ok=True)
     load, log_path = os.getloadavg()[0], folder / "said.log"
@@ -139,7 +134,7 @@ def on_mesh(run: StudyRun, folder: Path, policy: Path, timeout_s: float) -> dict
 
 
 def measure(run: StudyRun, folder: Path, play: Play) -> dict[str, Any]:
-    """Return a run's row: its result or its error."""
+    """Return a run's result or error as a row."""
     row = {"name": run.name, "seed": run.seed, "staleness": run.staleness}
     result_path = folder / RESULT
     if result_path.is_file():
@@ -154,7 +149,7 @@ def measure(run: StudyRun, folder: Path, play: Play) -> dict[str, Any]:
 
 @contextmanager
 def study_runner(out: Path, seed: int, *, mesh: bool, needed: bool, timeout_s: float) -> Iterator[Play]:
-    """Yield the function that runs a seed's studies; needed: True if any is left."""
+    """Yield the function that runs a seed's studies; needed: any is left."""
     policy = start(out, seed, timeout_s)
     if mesh or not needed:
         yield lambda run, folder: on_mesh(run, folder, policy, timeout_s)
@@ -164,7 +159,7 @@ def study_runner(out: Path, seed: int, *, mesh: bool, needed: bool, timeout_s: f
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the table as Markdown; ± is the standard error of a share."""
+    """Return a Markdown table; ± is the standard error."""
     lines = [
         "| Algorithm | seed | bound | lag (most) | before | after | greedy after | mismatch KL | ESS | wall, s (load) |",
         "|---|---|---|---|---|---|---|---|---|---|",

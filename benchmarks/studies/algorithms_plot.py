@@ -1,6 +1,6 @@
-"""`python -m offbeat.benchmarks.studies.algorithms_plot DIR PNG`: plots results of `benchmarks.studies.algorithms`.
+"""`python -m offbeat.benchmarks.studies.algorithms_plot DIR PNG`: success by algorithm, and over the staleness bound.
 
-Left: success before and after by algorithm; right: success over the staleness bound. Bars are standard errors.
+Bars are standard errors.
 """
 
 # pyright: basic
@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 
 def load(folder: Path, kind: str) -> list[Row]:
-    """Return the successful rows."""
+    """Return successful rows."""
     file = folder / f"results-{kind}.json"
     return [row for row in json.loads(file.read_text()) if "failed" not in row] if file.exists() else []
 
@@ -32,7 +32,7 @@ def error(row: Row) -> float:
 
 
 def algorithms(axes: Axes, rows: list[Row]) -> None:
-    """Plot one row per algorithm, the best on top."""
+    """Plot a row per algorithm."""
     rows = sorted(rows, key=lambda row: row["success_after"])
     places = range(len(rows))
     axes.errorbar(

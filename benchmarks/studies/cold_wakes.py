@@ -1,8 +1,6 @@
-"""CPU time of a trajectory (check, encode, decode) in a busy process and in one that wakes from a pause.
+"""CPU time of a trajectory (check, encode, decode) in a busy and in a waking process: docs/performance.md, Scale.
 
-    python -m offbeat.benchmarks.studies.cold_wakes
-
-It explains why an episode costs more CPU time at low concurrency: docs/performance.md, Scale.
+python -m offbeat.benchmarks.studies.cold_wakes
 """
 
 import time
@@ -21,14 +19,13 @@ ROUNDS = 3
 
 
 def work(trajectories: Sequence[Trajectory], count: int) -> None:
-    """Process one trajectory."""
     for i in range(count):
         trajectory = trajectories[i % len(trajectories)]
         decode_trajectory(encode_trajectory(trajectory))
 
 
 def cpu_us(trajectories: Sequence[Trajectory], burst: int, wakes: int, pause_s: float) -> float:
-    """Return the CPU time of one trajectory, `burst` of them after each pause; the pauses' own cost is excluded."""
+    """Return the CPU time per trajectory, `burst` of them after each pause."""
     began = time.process_time()
     for _ in range(wakes):
         work(trajectories, burst)
@@ -43,7 +40,7 @@ def cpu_us(trajectories: Sequence[Trajectory], burst: int, wakes: int, pause_s: 
 
 
 def main() -> None:
-    """Print each round, to show their spread."""
+    """Print each round."""
     load = make_load(groups=8, group_size=8, tokens=256, in_hand=64, batch=1)
     trajectories = [trajectory for row in load.trajectories for trajectory in row]
     work(trajectories, 1000)

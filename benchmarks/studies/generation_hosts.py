@@ -1,9 +1,9 @@
-"""Comparison of engine hosts for Ray Serve: our deployment around vLLM's `AsyncLLM`, and a subclass of Ray Serve LLM's
+"""Comparison of engine hosts in Ray Serve: our deployment around `AsyncLLM`, and a subclass of Ray Serve LLM's
 `LLMServer`.
 
-Both run the same vLLM arguments on the tiny policy and answer the same requests through the same handle and codec. Measured:
-start-up, answers of 2 and 32 tokens with 64 in flight, at 1, 8 and 16 turns a call, and the same load made inside the
-replica: turns/s (best round) and CPU time per turn (least), which is more telling on a busy machine.
+Both run equal requests on the tiny policy: start-up, then 2 and 32 tokens, 64 in flight, at 1, 8 and 16 turns a call,
+through Serve and inside the replica. Reported: best turns/s and least CPU time per turn, which is more telling on a
+busy machine.
 
     python -m offbeat.benchmarks.studies.generation_hosts [--rounds N]
 """
@@ -44,7 +44,7 @@ PROMPT_TOKENS = 100
 
 
 class NoBroker:
-    """Broker without versions: the random initial weights stay."""
+    """Broker without versions: initial weights stay."""
 
     async def newest(self) -> Manifest | None:
         return None
@@ -71,7 +71,7 @@ def requests(count: int, tokens: int, offset: int) -> list[GenerateRequest]:
 
 
 async def spread(call: Callable[[list[GenerateRequest]], Any], turns: int, tokens: int, per_call: int) -> float:
-    """Return seconds for `turns` answers, `IN_FLIGHT` at a time, `per_call` to a call."""
+    """Return seconds for `turns` answers, `IN_FLIGHT` at a time."""
     free = asyncio.Semaphore(IN_FLIGHT // per_call)
 
     async def one(number: int) -> None:
@@ -84,7 +84,7 @@ async def spread(call: Callable[[list[GenerateRequest]], Any], turns: int, token
 
 
 class HostedReplica:
-    """Request handling shared by both hosts."""
+    """Request handling of both hosts."""
 
     _replica: GenerationReplica
 
@@ -101,12 +101,12 @@ class HostedReplica:
             yield encode_completions(completions)
 
     async def cpu_s(self) -> float:
-        """Return the CPU time so far of the replica and its descendants."""
+        """Return the replica's CPU time, with descendants."""
         me = psutil.Process()
         return sum(sum(p.cpu_times()[:2]) for p in (me, *me.children(recursive=True)))
 
     async def inside(self, turns: int, tokens: int) -> float:
-        """Run the same load without Serve."""
+        """Run the load without Serve."""
 
         async def call(batch: list[GenerateRequest]) -> None:
             async for _ in self._replica.generate(batch):
@@ -128,7 +128,7 @@ def plain(model: Path) -> Any:
 
 
 def llm_server(model: Path) -> Any:
-    """Return Ray Serve LLM's server class; access to its vLLM client is not public."""
+    """Return Ray Serve LLM's server class, with access to its private vLLM client."""
     from ray.serve.llm import LLMConfig, LLMServer, build_llm_deployment
 
     class ServerHost(HostedReplica, LLMServer):

@@ -1,7 +1,6 @@
-"""Throughput that a staleness bound permits by its admission rule alone.
+"""Throughput that a staleness bound permits by admission alone.
 
-A queue model: groups are admitted by rule C3, a group takes as long as its slowest episode, training takes its time and
-publishes at once. Any further loss in `offbeat bench async` is overhead.
+Queue model: groups are admitted by rule C3 and take as long as their slowest episode; training publishes at once.
 """
 
 import argparse
@@ -16,11 +15,10 @@ from offbeat.benchmarks.harness.slow_lake import Latency
 
 UNBOUNDED = 1e6
 WARM_UP_STEPS = 5
-"""Warm-up steps."""
 
 
 def rate(bound: float, options: argparse.Namespace, distribution: str, seed: int) -> float:
-    """Return trajectories/s under `max_staleness: bound`."""
+    """Return trajectories/s under a bound."""
     rng = np.random.default_rng(seed)
     latency = Latency(
         distribution="normal" if distribution == "normal" else "lognormal", mean_s=options.mean, std_s=options.std
@@ -40,7 +38,7 @@ def rate(bound: float, options: argparse.Namespace, distribution: str, seed: int
 
 
 def published_at(bound: float, options: argparse.Namespace, group_s: Callable[[], float]) -> list[float]:
-    """Return the publish time of each step's weights, s."""
+    """Return each step's publish time, s."""
     events: list[tuple[float, bool]] = []
     ends: list[float] = []
     admitted = playing = ready = 0

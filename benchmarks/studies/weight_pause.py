@@ -1,7 +1,7 @@
-"""Pause of an engine for a new version, staged in advance or loaded in the pause.
+"""Pause of a running engine for a new version, staged in advance or loaded in the pause.
 
-`python -m offbeat.benchmarks.studies.weight_pause [--size 1M] [--rounds 7]`: one engine with running requests; both ways
-alternate. A step is one token of a request without an update, measured in the same call.
+`python -m offbeat.benchmarks.studies.weight_pause [--size 1M] [--rounds 7]`. The ways alternate. A step is one token
+without an update.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from offbeat.trainer.models.tiny import write_tiny_policy
 
 
 async def keep_running(engine: VllmEngine, place: int, steps: list[float]) -> None:
-    """Send requests in a row; those of one version measure the engine's step."""
+    """Send requests; those of one version measure the engine's step."""
     draw = random.Random(place)
     for number in itertools.count():
         prompt = tuple(draw.randrange(16) for _ in range(PROMPT_TOKENS))
@@ -46,7 +46,7 @@ async def keep_running(engine: VllmEngine, place: int, steps: list[float]) -> No
 
 
 async def measure(folder: Path, files: list[Path], options: argparse.Namespace) -> None:
-    """Start an engine, update it repeatedly, print the cost."""
+    """Update an engine repeatedly; print the cost."""
     config = GenerationConfig.model_validate({"dtype": "bfloat16", "kv_cache_gib": 0.25})
     engine = await VllmEngine.start(config, folder, sequence_length=SEQUENCE_LENGTH, seed=0)
     steps: list[float] = []
@@ -96,7 +96,7 @@ def show(options: argparse.Namespace, step_s: float, times: dict[str, list[LoadT
 
 
 def main() -> None:
-    """Create a policy and two versions of its weights, then measure."""
+    """Create a policy and two versions, then measure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=list(SHAPES), default="1M")
     parser.add_argument("--rounds", type=int, default=7)
