@@ -1,1 +1,1 @@
-"""The env-worker pool: runs many episodes per process and submits trajectories to the buffer."""
+"""The env-worker pool."""

@@ -1,11 +1,9 @@
 # pyright: basic
 """Env workers as Ray actors.
 
-Invariant: an actor works from its creation, also after a restart by Ray; if its loop ends, the process exits, so that
-Ray starts a fresh one.
+Invariant: the process exits if its loop ends, so that Ray restarts it.
 
-Garbage collection is tuned for thousands of live episodes: they are rarely cyclic garbage, and traversing all of them
-again and again costs more per trajectory the more there are.
+The garbage collector is tuned for thousands of live episodes, which are rarely cyclic garbage but costly to traverse.
 """
 
 import asyncio
@@ -33,14 +31,14 @@ from offbeat.services.rollout.worker import EnvWorker, WorkerEnd
 from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, configure_logging
 
 LEAST_YOUNG_OBJECTS = 20_000
-"""New objects until the youngest generation is collected; Python's own 700 is a few turns of a busy worker."""
+"""Youngest generation's threshold; Python's 700 is a few turns."""
 OBJECTS_PER_EPISODE = 100
-"""Objects that concurrent episodes create and release together, per episode; only more are likely to be garbage."""
+"""Objects that concurrent episodes release together, per episode."""
 YOUNG_PER_MIDDLE, MIDDLE_PER_OLD = 20, 20
 
 
 def tune_garbage_collector(episodes: int) -> None:
-    """Freeze existing objects and raise the GC thresholds for `episodes` concurrent episodes."""
+    """Freeze existing objects and raise the thresholds for `episodes` concurrent episodes."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(max(LEAST_YOUNG_OBJECTS, OBJECTS_PER_EPISODE * episodes), YOUNG_PER_MIDDLE, MIDDLE_PER_OLD)
@@ -49,13 +47,13 @@ def tune_garbage_collector(episodes: int) -> None:
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.5
-"""Polling interval for the generation service, which may start later than the workers."""
+"""Polling interval for the generation service."""
 MAX_RESTARTS = -1
-"""Unlimited: Ray replaces dead workers; their episodes are reassigned meanwhile."""
+"""Unlimited."""
 
 
 def worker_name(run_id: str, index: int) -> str:
-    """Return the actor's name, which is also its id in the buffer."""
+    """Return the actor's name, also its buffer id."""
     return f"env-worker-{run_id}-{index}"
 
 
@@ -73,7 +71,7 @@ class EnvWorkerActor:
     async def alive(self, num_workers: int | None = None) -> dict[str, Any]:
         """Return name, process id, readiness and number of episodes.
 
-        num_workers: current number of workers of the run, which share some limits.
+        num_workers: the run's current workers, which share limits.
         """
         worker = self._worker
         if worker and num_workers:
@@ -82,12 +80,12 @@ class EnvWorkerActor:
         return {"name": self._name, "pid": os.getpid(), "ready": worker is not None, "playing": playing}
 
     async def drain(self) -> None:
-        """Claim no more episodes until the process is replaced."""
+        """Claim no more episodes."""
         if self._worker:
             self._worker.drain()
 
     async def stop(self) -> None:
-        """Return all episodes and exit; the caller may see the actor's death instead of an answer."""
+        """Return all episodes and exit; the caller may see the actor's death."""
         if self._worker:
             self._worker.stop()
             await self._run_task
@@ -130,7 +128,7 @@ class EnvWorkerActor:
 
 
 class _WaitStatusWriter:
-    """Publishes wait status in the run's hash in Redis."""
+    """Writes wait status to Redis."""
 
     def __init__(self, redis: Redis, run_id: str) -> None:
         self._redis: Any = redis
@@ -144,7 +142,7 @@ class _WaitStatusWriter:
 
 
 class _RetryableMetrics:
-    """Appends metrics; connection errors become retryable ones."""
+    """Appends metrics, with retryable connection errors."""
 
     def __init__(self, redis: Redis, run_id: str) -> None:
         self._metrics = AsyncRedisMetrics(redis, run_id)
@@ -157,7 +155,7 @@ class _RetryableMetrics:
 
 
 def build(index: int, settings: WorkerSettings, *, namespace: str) -> Any:
-    """Start env worker `index` as a detached actor, or find the existing one; return its handle."""
+    """Start env worker `index` as a detached actor, or find it."""
     return (
         ray.remote(EnvWorkerActor)
         .options(

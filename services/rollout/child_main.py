@@ -1,7 +1,6 @@
-"""Child side of `child_process`; imports the standard library and msgpack only, for a fast start.
+"""Child side of `child_process`; imports only the standard library and msgpack, for a fast start.
 
-Invariant: the child never outlives its worker, not even when hung: the end of its stdin kills its process group, and
-the kernel kills it when its parent dies.
+Invariant: the child never outlives its worker: the end of stdin kills its process group, the parent's death the child.
 """
 
 import os
@@ -18,10 +17,7 @@ from offbeat.services.process import claim_stdout, die_with_parent
 
 
 def serve(commands: Mapping[str, Callable[..., Any]]) -> NoReturn:
-    """Serve commands by name until the worker closes the pipe; their output goes to stderr.
-
-    An answer is (True, result) or (False, error).
-    """
+    """Answer commands with (True, result) or (False, error) until the pipe closes; their output goes to stderr."""
     die_with_parent()
     answers = claim_stdout()
     source = os.fdopen(os.dup(0), "rb")

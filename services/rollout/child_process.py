@@ -1,7 +1,7 @@
-"""A child process that answers commands over its pipes, killed with all its descendants.
+"""Child process that answers commands over pipes.
 
-Invariants: the child leads a process group, which is killed as a whole; when the worker dies, its children see the end
-of their pipe and kill their groups; only msgpack crosses the pipe.
+Invariants: it is killed with its process group; when the worker dies, children see their pipe's end and kill their
+groups; only msgpack crosses the pipe.
 """
 
 import asyncio
@@ -21,19 +21,19 @@ logger = logging.getLogger(__name__)
 
 LENGTH = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Bytes; a longer message means that the child is broken."""
+"""A longer message means a broken child."""
 MAX_PRINTED_BYTES = 1024 * 1024
-"""Bytes that a child may print in its life, because they end up in a log file."""
+"""Output limit of a child, because it is logged."""
 CHUNK = 64 * 1024
 THROTTLE_S = 0.01
-"""Pause between chunks of a child that printed too much, s: at most 6 MB/s."""
+"""Pause per chunk beyond it: at most 6 MB/s."""
 
 
 class ChildProcess:
-    """One process that serves commands by `child_main`; one caller at a time."""
+    """Process that serves commands by `child_main`; one caller at a time."""
 
     def __init__(self, module: str, crash_reason: str) -> None:
-        """crash_reason: reason of the `EpisodeError` if the child dies or violates the protocol."""
+        """crash_reason: `EpisodeError.reason` for death or protocol violation."""
         self._module = module
         self._crash_reason = crash_reason
         self._child: asyncio.subprocess.Process | None = None
@@ -42,11 +42,11 @@ class ChildProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id, which is also the process group's id."""
+        """Process and process group id."""
         return self._child.pid if self._child else None
 
     async def start(self) -> None:
-        """Start the process; no process is left if cancelled."""
+        """Start the process; none is left if cancelled."""
         # User code may be anywhere on this process's path.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         starting = asyncio.ensure_future(
@@ -69,7 +69,7 @@ class ChildProcess:
             raise
 
     async def ask(self, name: str, timeout_s: float, *args: Any) -> Any:
-        """Send one command and return its answer; on any error, kill the child.
+        """Send a command and return its answer; any error kills the child.
 
         Raises:
             EpisodeError: `<name>_error`, `<name>_timeout`, or the crash reason.
@@ -92,7 +92,7 @@ class ChildProcess:
         return answer
 
     async def kill(self) -> int | None:
-        """Kill the process group and return the child's exit status."""
+        """Kill the process group and return the exit status."""
         self.healthy = False
         child, self._child = self._child, None
         if child is None:
@@ -123,7 +123,7 @@ class ChildProcess:
 
 
 async def _forward(child: asyncio.subprocess.Process) -> None:
-    """Forward the child's stderr up to a limit; throttle and drop the rest."""
+    """Forward stderr up to a limit; throttle and drop the rest."""
     assert child.stderr is not None
     num_bytes = 0
     while chunk := await child.stderr.read(CHUNK):

@@ -11,22 +11,22 @@ from offbeat.services.generation.config import GeneratingArgs
 
 
 class AgentRunner(Config):
-    """External agent of a tag; it gets an endpoint for the policy and the task (docs/agents.md)."""
+    """External agent of a tag (docs/agents.md)."""
 
     path: str = ""
     """`module:function`, called with an `AgentTask` in a reused process."""
     command: tuple[str, ...] = ()
-    """Program and arguments, one process per episode, with `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`,
-    `ANTHROPIC_API_KEY` and `OFFBEAT_TASK` in its environment."""
+    """Program and arguments, a process per episode, with `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`,
+    `ANTHROPIC_API_KEY` and `OFFBEAT_TASK`.
+    """
     num_agents: int = Field(default=8, ge=1)
-    """Concurrent agents of the tag in each worker."""
+    """Concurrent agents of the tag per worker."""
     timeout_s: float = Field(default=300.0, gt=0)
-    """Timeout of an episode, s; the agent is then killed with all its children, and the episode fails."""
+    """Timeout of an episode, s; kills the agent with its children and fails the episode."""
     max_calls: int = Field(default=1024, ge=1)
-    """Maximum completions of one episode."""
+    """Maximum completions per episode."""
     tool_call_parser: str | None = None
-    """vLLM's parser for the model's tool calls (`llama4_pythonic`, `mistral`, ...); None detects it from the chat
-    template."""
+    """vLLM's tool call parser (`llama4_pythonic`, `mistral`, ...); None detects it from the chat template."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> "AgentRunner":
@@ -38,40 +38,44 @@ class AgentRunner(Config):
 
 
 class CustomEnv(Config):
-    """One tag: an env and the rules of its turns."""
+    """One tag: an env and its turn rules."""
 
     env_type: str
-    """A name from `offbeat.envs.registry`, an entry point of group `offbeat.envs`, or `module:Class`."""
+    """A built-in name, an entry point of group `offbeat.envs`, or `module:Class`."""
     max_steps: int = Field(default=10, ge=1)
-    """Maximum turns of an episode."""
+    """Maximum turns per episode."""
     max_tokens_per_step: int = Field(default=64, ge=1)
-    """Maximum tokens of an answer."""
+    """Maximum tokens per answer."""
     agent_system_template: str | None = None
-    """System prompt; None uses the env's `system_prompt`."""
+    """System prompt; None: the env's `system_prompt`."""
     agent_template: str = "{observation}"
-    """User message of a turn, with `{observation}`, `{step}`, `{actions_left}`, `{image}` (the env's `rgb_array`) and
-    `{history}` (the last `history_length` turns)."""
+    """User message, with `{observation}`, `{step}`, `{actions_left}`, `{image}` (the env's `rgb_array`) and `{history}`
+    (last `history_length` turns).
+    """
     env_manager_cls: Literal["TrajEnvManager", "StepEnvManager", "StepConcatEnvManager"] = "TrajEnvManager"
-    """Context of the policy: the whole conversation, or one prompt per turn with earlier turns as `{history}`
-    (`StepEnvManager`) or in `{observation}` (`StepConcatEnvManager`)."""
+    """Context: the whole conversation, or a prompt per turn with earlier turns in `{history}` (`StepEnvManager`) or
+    `{observation}` (`StepConcatEnvManager`).
+    """
     history_length: int = Field(default=0, ge=0)
     """Turns in `{history}` of `StepEnvManager`."""
     env_config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """Keyword arguments of the env's constructor."""
+    """Settings of the env."""
     tool_call_parser: str | None = None
-    """vLLM's parser for calls of the env's `functions`; None detects it from the chat template. An agent's own tools use
-    `agent_runner.tool_call_parser`."""
+    """vLLM's parser for calls of the env's `functions`; None detects it. Agents use `agent_runner.tool_call_parser`."""
     agent_runner: AgentRunner | None = None
-    """External agent; None lets the policy answer each observation. `max_steps` then limits the env's steps,
-    `max_tokens_per_step` each completion."""
+    """External agent, limited by `max_steps` (env) and `max_tokens_per_step` (completion); None lets the policy answer
+    observations.
+    """
     execution: Literal["inline", "thread", "process"] = "thread"
-    """Where reset and step run. `inline`: on the worker's event loop, for envs that answer in microseconds; `thread`: for
-    envs that wait; `process`: in a child process, killed when it hangs."""
+    """Where reset and step run. `inline`: on the event loop, for microseconds; `thread`: for envs that wait; `process`:
+    in a child process, killed if hung.
+    """
     max_env_step_concurrent: int | None = Field(default=None, ge=1)
-    """Maximum concurrent calls of reset and step in the run, divided evenly among its workers (at least one each); None: no
-    limit."""
+    """Maximum concurrent resets and steps in the run, divided evenly among workers (at least one each); None:
+    unlimited.
+    """
     memory_gib: float = Field(default=4.0, gt=0)
-    """Memory limit with `execution: process`, GiB; beyond it, allocation raises MemoryError and the episode fails."""
+    """Memory limit of `execution: process`, GiB; beyond it MemoryError fails the episode."""
     reset_timeout_s: float = Field(default=60.0, gt=0)
     step_timeout_s: float = Field(default=30.0, gt=0)
     episode_timeout_s: float = Field(default=600.0, gt=0)
@@ -93,7 +97,7 @@ class CustomEnv(Config):
 
 
 class TaskSamplerConfig(Config):
-    """Sampler of training tasks: a class like `offbeat.TaskSampler` (docs/environments.md)."""
+    """Task sampler of training, like `offbeat.TaskSampler` (docs/environments.md)."""
 
     path: str
     """`module:Class`, constructed as `Class(tags, **args)`."""
@@ -108,20 +112,20 @@ class TaskSamplerConfig(Config):
 
 
 class EnvManagerConfig(Config):
-    """Tags and groups of rollouts; ROLL's `train_env_manager` and `val_env_manager`."""
+    """Tags and groups; ROLL's `train_env_manager` and `val_env_manager`."""
 
     num_env_groups: int = Field(default=8, ge=1)
     """Maximum groups in flight."""
     group_size: int = Field(default=8, ge=1)
     """Episodes per task and seed."""
     group_size_redundancy: int = Field(default=0, ge=0)
-    """Extra episodes per group; the first `group_size` win and the others are cancelled."""
+    """Extra episodes per group; after the first `group_size` the others are cancelled."""
     tags: tuple[str, ...] = ()
-    """Keys of `custom_envs`; empty means all."""
+    """Keys of `custom_envs`; empty: all."""
     num_groups_partition: tuple[int, ...] = ()
-    """Groups of each tag, which sum to `num_env_groups`; empty shares evenly."""
+    """Groups per tag, summing to `num_env_groups`; empty: equal shares."""
     task_sampler: TaskSamplerConfig | None = None
-    """Sampler of tag and seed of each training group; None cycles through the tags."""
+    """Sampler of training tags and seeds; None cycles through the tags."""
 
     @model_validator(mode="after")
     def _partition_fits(self) -> "EnvManagerConfig":
@@ -145,26 +149,26 @@ class RolloutConfig(Config):
     max_env_num_per_worker: int = Field(default=128, ge=1)
     """Maximum concurrent episodes per worker."""
     cpus_per_worker: float = Field(default=0.5, gt=0)
-    """Logical CPUs that Ray reserves per worker."""
+    """Logical CPUs reserved in Ray per worker."""
     num_threads: int = Field(default=8, ge=1)
-    """Threads per worker for envs with `execution: thread`."""
+    """Threads per worker for `execution: thread`."""
     keep_text: bool = False
-    """Record the text of training episodes, as evaluation always does."""
+    """Record the text of training episodes; evaluation always does."""
     max_generation_retry_s: float = Field(default=180.0, gt=0)
-    """Time limit for retries of a turn while no replica answers, s; then the episode fails."""
+    """Retry limit of a turn without a replica, s; then the episode fails."""
     coalesce_s: float = Field(default=0.01, ge=0)
-    """Window for batching turns into one generation call, s; a single turn does not wait."""
+    """Window for batching turns into one generation call, s; single turns do not wait."""
 
 
 class WorkerSettings(Config):
-    """Settings of an env worker; plain values, to be sent to another host."""
+    """Settings of an env worker, plain values for another host."""
 
     run_id: str
     seed: int
     model_folder: Path
-    """Folder with the tokenizer and its chat template."""
+    """Tokenizer and chat template."""
     output_dir: Path
-    """Folder of the run; logs go to `logs/` in it."""
+    """Run folder; logs go to its `logs/`."""
     redis_url: str
     sequence_length: int = Field(ge=2)
     custom_envs: dict[str, CustomEnv]
@@ -173,8 +177,8 @@ class WorkerSettings(Config):
     rollout: RolloutConfig = RolloutConfig()
     generating_args: GeneratingArgs = GeneratingArgs()
     generation_app: str
-    """Serve application of the policy."""
+    """Serve application."""
     request_timeout_s: float = Field(default=60.0, gt=0)
-    """Timeout of one turn, s (`actor_infer.request_timeout_s`)."""
+    """Timeout of a turn, s (`actor_infer.request_timeout_s`)."""
     worker_timeout_s: float = Field(default=15.0, gt=0)
-    """`buffer.worker_timeout_s`, which determines the heartbeat interval."""
+    """`buffer.worker_timeout_s`; sets the heartbeat interval."""

@@ -1,4 +1,4 @@
-"""Metric records of a worker: sums and means that merge with those of other workers."""
+"""A worker's metric records, mergeable with those of others."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ OWN_METRICS = frozenset(
     )
 )
 OWN_PREFIXES = ("stop/", "failed/", "submitted/")
-"""Reserved prefixes; an env's metric of such a name becomes `env/<name>`."""
+"""Reserved prefixes; an env's such metric becomes `env/<name>`."""
 
 
 @dataclass(slots=True)
 class _Calls:
-    """Counters as plain numbers, because every turn updates them."""
+    """Plain counters, because every turn updates them."""
 
     turns: int = 0
     tokens: int = 0
@@ -44,7 +44,7 @@ class _Calls:
 
 
 class WorkerMetrics:
-    """Counts between two calls of `records`."""
+    """Counts since the last `records`."""
 
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
@@ -75,7 +75,7 @@ class WorkerMetrics:
         self._adder(kind, tag)(f"submitted/{result}", Partial("sum", 1.0))
 
     def cancelled(self, kind: EpisodeKind, tag: str) -> None:
-        """Count an episode that was no longer needed."""
+        """Count a cancelled episode."""
         self._adder(kind, tag)("cancelled", Partial("sum", 1.0))
 
     def turn(self, kind: EpisodeKind, tag: str, completion: Completion, generation_s: float) -> None:
@@ -92,7 +92,7 @@ class WorkerMetrics:
         calls.env_max_s = max(calls.env_max_s, env_s)
 
     def records(self, *, playing: int, hung_threads: int, calls: int) -> list[MetricRecord]:
-        """Return and reset the counts: one record per kind and tag, and the worker's own."""
+        """Return and reset the counts: a record per kind and tag, and the worker's."""
         for key, counters in self._calls.items():
             self._totals[key].update(counters.parts())
         totals, self._totals = self._totals, defaultdict(dict)

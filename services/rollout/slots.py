@@ -1,13 +1,13 @@
-"""Concurrency slots for a worker's episodes; finished episodes are submitted in batches.
+"""Concurrency slots of episodes, with batched submission.
 
-Invariants: an episode holds its slot until it is submitted; episodes that finish close together are submitted together
-with the claim for new ones, because round trips to the buffer are the cost.
+Invariants: an episode holds its slot until submitted; close finishes are submitted together with the claim for new
+episodes, because buffer round trips are costly.
 """
 
 import asyncio
 
 FLUSH_INTERVAL_S = 0.01
-"""Minimum interval of submissions while other episodes are running, s."""
+"""Minimum interval of submissions while episodes run."""
 
 
 class SlotPool:
@@ -26,17 +26,17 @@ class SlotPool:
         return max(0, self._count - self._num_running - len(self._finished))
 
     def take(self) -> "Slot":
-        """Occupy a slot for a new episode."""
+        """Occupy a slot."""
         self._num_running += 1
         return Slot(self)
 
     async def wait_for_free_slots(self) -> None:
-        """Return once slots were freed since the last call, after their former holders ran."""
+        """Return once slots were freed since the last call, after their holders ran."""
         await self._freed.wait()
         self._freed.clear()
 
     def finish(self, slot: "Slot") -> None:
-        """Mark the slot's episode for the next submission."""
+        """Mark the episode for the next submission."""
         self._num_running -= 1
         self._finished.append(slot)
         self._schedule_flush()
@@ -47,7 +47,7 @@ class SlotPool:
         self._schedule_flush()
 
     def _schedule_flush(self) -> None:
-        """Schedule a submission; at once if no other episode is running."""
+        """Schedule a submission, at once if no episode is running."""
         loop = asyncio.get_running_loop()
         if self._flush_handle:
             if self._num_running:
@@ -77,7 +77,7 @@ class Slot:
         self._flushed = asyncio.get_running_loop().create_future()
 
     async def finish_and_wait_for_flush(self) -> None:
-        """Free the slot of a finished episode and return once it is submitted."""
+        """Free the slot and return once the episode may be submitted."""
         self._is_running = False
         self._pool.finish(self)
         await self._flushed
@@ -89,6 +89,6 @@ class Slot:
             self._pool.vacate()
 
     def flush(self) -> None:
-        """Submit the episode now, unless it was cancelled."""
+        """Release the episode for submission unless cancelled."""
         if not self._flushed.done():
             self._flushed.set_result(None)

@@ -1,4 +1,4 @@
-"""Tasks that a task sampler draws: fixed once for all workers, and cached for a group's members."""
+"""Tasks of a task sampler, fixed for all workers and cached."""
 
 import asyncio
 import json
@@ -9,11 +9,11 @@ from offbeat.services.retry import retry_until_answered
 from offbeat.services.rollout.tasks import Task, TaskConfig, train_task
 
 MAX_CACHED_TASKS = 4096
-"""Maximum cached groups; older ones are read again."""
+"""Groups; older ones are read again."""
 
 
 class TaskAssigner:
-    """Reads a group's task from the buffer, or draws and stores it."""
+    """Reads a group's task, or draws and stores it."""
 
     def __init__(self, config: TaskConfig, seed: int, buffer: RolloutBuffer) -> None:
         self._config = config
@@ -23,7 +23,7 @@ class TaskAssigner:
         self._lock = asyncio.Lock()
 
     async def task(self, number: int) -> Task:
-        """Return the task of training group `number`; retries while the buffer is unavailable.
+        """Return a training group's task; retries while the buffer is unavailable.
 
         Raises:
             ValueError: the sampler drew an invalid task.

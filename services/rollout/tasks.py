@@ -1,8 +1,8 @@
-"""Tasks of episodes: tag and env seed, computed from configuration, run seed and number, or drawn by a task sampler.
+"""Tasks of episodes, computed from configuration, run seed and number, or drawn by a task sampler.
 
-Invariants: every worker computes the same task, so Redis stores numbers only; a draw also depends on the sampler's
-state, so a group's first draw is stored while the group is active. Training seeds are below 2**31, evaluation seeds
-above, and evaluation uses the held-out split if there is one: an evaluation never uses a training task.
+Invariants: all workers compute the same task, so Redis stores only numbers; a draw depends on the sampler's state, so
+an active group's first draw is stored. Evaluation never uses training tasks: its seeds start at 2**31, and it uses the
+held-out split if there is one.
 """
 
 import json
@@ -23,7 +23,7 @@ TRAIN, EVAL = 0, 1
 
 
 class TaskConfig(Protocol):
-    """The part of a run's configuration that tasks depend on."""
+    """Configuration that tasks depend on."""
 
     @property
     def custom_envs(self) -> Mapping[str, CustomEnv]: ...
@@ -38,13 +38,13 @@ class Task(NamedTuple):
 
     tag: str
     seed: int
-    """Seed of the env's `reset`."""
+    """For the env's `reset`."""
 
 
 def train_task(config: TaskConfig, seed: int, number: int, state: str = "") -> Task:
-    """Return the task of training group `number` in a run with `seed`.
+    """Return training group `number`'s task.
 
-    state: of the task sampler, as JSON; empty draws from a fresh sampler.
+    state: the sampler's, as JSON; empty: a fresh sampler.
 
     Raises:
         ValueError: the sampler can't be constructed, or drew an invalid task.
@@ -56,7 +56,7 @@ def train_task(config: TaskConfig, seed: int, number: int, state: str = "") -> T
 
 
 def make_sampler(custom_envs: Mapping[str, CustomEnv], manager: EnvManagerConfig) -> TaskSampler | None:
-    """Return the task sampler of training, or None.
+    """Construct the task sampler of training, if any.
 
     Raises:
         ValueError: it can't be imported or constructed.
@@ -96,12 +96,12 @@ def _seed_of_group(seed: int, number: int) -> int:
 
 
 def eval_task(config: TaskConfig, seed: int, number: int) -> Task:
-    """Return the task of evaluation episode `number`; for many, `EvalTasks` is faster."""
+    """Return an evaluation task; `EvalTasks` is faster for many."""
     return EvalTasks(config, seed).task(number)
 
 
 class EvalTasks:
-    """Evaluation tasks of a run: the same in each evaluation, all different if the env has enough."""
+    """Evaluation tasks, equal in each evaluation and distinct if the env has enough."""
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
         self._envs = config.custom_envs
@@ -111,7 +111,7 @@ class EvalTasks:
         self._seeds: dict[str, list[int]] = {}
 
     def task(self, number: int) -> Task:
-        """Return the task of episode `number`; `group_size` successive episodes share one."""
+        """Return an episode's task; `group_size` successive ones share it."""
         rounds, place = divmod(number // self._group_size, len(self._cycle))
         tag = self._cycle[place]
         earlier = self._cycle[:place].count(tag) + rounds * self._cycle.count(tag)
@@ -135,7 +135,7 @@ class EvalTasks:
 
 
 def tag_cycle(custom_envs: Mapping[str, CustomEnv], manager: EnvManagerConfig) -> tuple[str, ...]:
-    """Return a cycle of tags by episode number, each tag's share spread evenly."""
+    """Return the cycle of tags, each share spread evenly."""
     tags = _tags(custom_envs, manager)
     shares = manager.num_groups_partition or (1,) * len(tags)
     places = [

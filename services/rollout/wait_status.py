@@ -1,6 +1,6 @@
-"""Wait status of a worker's episodes, for `offbeat runs why`.
+"""Wait status of episodes, for `offbeat runs why`.
 
-Invariant: an episode waits for exactly one thing; the report holds counts, not episodes.
+Invariant: an episode waits for one thing; reports hold only counts.
 """
 
 import time
@@ -25,7 +25,7 @@ class Wait(StrEnum):
 
 @dataclass(slots=True)
 class Waiting:
-    """Wait status of one episode."""
+    """An episode's wait status."""
 
     wait: Wait
     since: float
@@ -38,13 +38,13 @@ class Waiting:
 
 @dataclass
 class Waits:
-    """Wait status of a worker's episodes."""
+    """A worker's wait status."""
 
     clock: Callable[[], float] = time.time
     _episodes: dict[EpisodeTask, Waiting] = field(default_factory=dict[EpisodeTask, Waiting])
 
     def begin(self, task: EpisodeTask) -> Waiting:
-        """Add an episode that waits for its slot; update the returned object."""
+        """Add an episode; the caller updates the returned object."""
         self._episodes[task] = Waiting(Wait.PLACE, self.clock(), self.clock)
         return self._episodes[task]
 

@@ -1,7 +1,7 @@
-"""Env worker: claims episodes, runs many of them on one event loop, and submits the results.
+"""Env worker: runs many episodes on one event loop.
 
 Invariants: each claimed episode is submitted, failed with a reason, returned, or revoked by the buffer; a failing
-episode affects no other; while Redis or generation are unavailable, the worker retries.
+episode affects no other; the worker retries while Redis or generation are unavailable.
 """
 
 import asyncio
@@ -39,16 +39,15 @@ MAX_IDLE_S = 1.0
 MAX_HEARTBEAT_INTERVAL_S = 0.5
 REPORT_INTERVAL_S = 1.0
 WAIT_STATUS_INTERVAL_S = 0.5
-"""Interval of wait status reports."""
 SHUTDOWN_TIMEOUT_S = 2.0
 
 
 class WorkerEnd(StrEnum):
-    """Reason why a worker's loop ended."""
+    """Reason for a loop's end."""
 
     STOPPED = "stopped"
     WORN_OUT = "worn_out"
-    """Too many threads hang in envs: a fresh process is needed."""
+    """Too many threads hang in envs."""
 
 
 class WaitsWriter(Protocol):
@@ -60,7 +59,7 @@ class AsyncMetricsSink(Protocol):
 
 
 class EnvWorker:
-    """Runs up to `max_env_num_per_worker` concurrent episodes until it is stopped."""
+    """Runs up to `max_env_num_per_worker` concurrent episodes."""
 
     def __init__(
         self,
@@ -105,14 +104,14 @@ class EnvWorker:
 
     @property
     def num_calls(self) -> int:
-        """Calls to generation so far."""
+        """Generation calls so far."""
         return self._batcher.num_calls
 
     async def run(self) -> WorkerEnd:
-        """Run episodes until stopped or worn out; return unfinished ones to the buffer.
+        """Run episodes until stopped or worn out; return unfinished ones.
 
         Raises:
-            MeshError: the buffer rejects a request; a new process should take over.
+            MeshError: the buffer rejected a request; restart the process.
         """
         work = (self._claim(), self._heartbeat(), self._report(), self._show_waits(), self._ended.wait())
         chores = [asyncio.create_task(chore) for chore in work]
@@ -127,16 +126,16 @@ class EnvWorker:
             await self._stop_tasks(chores)
 
     def share_with(self, num_workers: int) -> None:
-        """Set the run's current number of workers, this one included."""
+        """Set the run's number of workers, including this one."""
         self._envs.share_with(num_workers)
 
     def drain(self) -> None:
-        """Claim no more episodes and finish the current ones."""
+        """Finish current episodes and claim no more."""
         self._drained = True
         self._may_claim.clear()
 
     def stop(self) -> None:
-        """End `run`; current episodes are returned to the buffer."""
+        """End `run`; it returns current episodes."""
         self._finish(WorkerEnd.STOPPED)
 
     def _finish(self, reason: WorkerEnd) -> None:
@@ -258,11 +257,6 @@ class EnvWorker:
             self._reporter.submitted(task.kind, tag, result.value)
 
     async def _play(self, task: EpisodeTask, env_task: Task, waiting: Waiting) -> Trajectory:
-        """Run an episode in an env of the pool.
-
-        Raises:
-            EpisodeError: it failed.
-        """
         rules = self._settings.custom_envs[env_task.tag]
         limit = asyncio.timeout(rules.episode_timeout_s)
         try:

@@ -1,1 +1,1 @@
-"""Episodes driven by external agents."""
+"""Episodes of external agents."""

@@ -1,7 +1,7 @@
-"""One episode of an external agent: the gateway captures its model calls, the env is the tag's own.
+"""Episode of an external agent in the tag's env; the gateway captures its model calls.
 
-Invariants: the learner gets exactly what the gateway recorded; an episode whose sampling or env failed yields no
-trajectory; the episode's key is revoked before its trajectory is built.
+Invariants: the learner gets exactly the gateway's record; failed sampling or envs yield no trajectory; the key is
+revoked before the trajectory is built.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ from offbeat.services.rollout.episodes.episode import (
 
 
 class AgentRuntime:
-    """Chat templates, gateway and processes that all agents of a worker share."""
+    """Chat templates, gateway and processes shared by a worker's agents."""
 
     def __init__(self, model_folder: Path, parsers: Iterable[str | None] = (None,)) -> None:
         """Load a template for each parser.
 
         Raises:
-            RolloutError: the chat template can't be used, or not with a parser.
+            RolloutError: as `load_agent_template`.
         """
         self.templates = {name: load_agent_template(model_folder, name) for name in parsers}
         self.gateway = Gateway()
@@ -51,12 +51,12 @@ class AgentRuntime:
 
 
 def load_agent_template(model_folder: Path, tool_call_parser: str | None) -> ChatTemplate:
-    """Return the template that renders an agent's calls.
+    """Load the template that renders an agent's calls.
 
-    tool_call_parser: None selects the parser that reads the template's own calls, if there is one.
+    tool_call_parser: None selects one that reads the template's calls, if any.
 
     Raises:
-        RolloutError: the template can't be used, or not with the parser.
+        RolloutError: the template is unusable, also with the parser.
     """
     if tool_call_parser is not None:
         return load_chat_template(model_folder, partial(load_parser, tool_call_parser))
@@ -70,13 +70,13 @@ def load_agent_template(model_folder: Path, tool_call_parser: str | None) -> Cha
 
 
 def runtime_for(custom_envs: Mapping[str, CustomEnv], model_folder: Path) -> AgentRuntime | None:
-    """Return the runtime, or None if no tag has an agent."""
+    """Return the runtime, or None without agents."""
     parsers = {env.agent_runner.tool_call_parser for env in custom_envs.values() if env.agent_runner}
     return AgentRuntime(model_folder, parsers) if parsers else None
 
 
 class HttpEnvSession:
-    """An env that the agent steps over HTTP; implements `EpisodeEnv`."""
+    """`EpisodeEnv` stepped over HTTP."""
 
     def __init__(self, env: PlayableEnv, plan: EpisodePlan, traits: EnvTraits, observation: str) -> None:
         rules = plan.env
@@ -144,12 +144,12 @@ class HttpEnvSession:
         }
 
     async def settle(self) -> None:
-        """Wait for a step that the agent left running."""
+        """Wait for a running step."""
         async with self._turn:
             pass
 
     def metrics(self, own: Mapping[str, float]) -> dict[str, float]:
-        """Return the aggregated env metrics, overridden by the agent's own."""
+        """Return aggregated env metrics, overridden by the agent's."""
         metrics = EpisodeMetrics(self._modes)
         for result in self._results:
             metrics.add(result.metrics)
@@ -164,10 +164,10 @@ class HttpEnvSession:
 async def play_with_agent(
     plan: EpisodePlan, runner: AgentRunner, env: PlayableEnv, traits: EnvTraits, sample: Sample, runtime: AgentRuntime
 ) -> Trajectory:
-    """Run one episode with the tag's agent.
+    """Run an episode with the tag's agent.
 
     Raises:
-        EpisodeError: env, generation or agent failed; the episode should be retried.
+        EpisodeError: env, generation or agent failed; retry.
     """
     began = time.monotonic()
     async with runtime.pool.limiter(plan.tag, runner):
@@ -205,7 +205,7 @@ async def play_with_agent(
 
 
 async def _run(pool: AgentPool, runner: AgentRunner, task: AgentTask, session: EpisodeSession) -> AgentOutcome:
-    """Run the agent; kill it once the episode can't be captured any more."""
+    """Run the agent; kill it once capture has failed."""
     running = asyncio.ensure_future(pool.run(runner, task))
     failing = asyncio.ensure_future(session.failed.wait())
     try:

@@ -1,7 +1,7 @@
-"""Processes of external agents: started on demand, reused while healthy, killed with all their descendants.
+"""Processes of external agents: reused while healthy, killed with all descendants.
 
-Invariants: at most `num_agents` of a tag run at a time; an agent that failed, was cancelled or timed out leaves no
-process behind; a command's processes end with its episode.
+Invariants: at most `num_agents` of a tag run; failed, cancelled or timed-out agents and ended commands leave no process
+behind.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ MODULE = "offbeat.services.rollout.agents.process_main"
 
 @dataclass(frozen=True, slots=True)
 class AgentOutcome:
-    """Parsed return value of an agent."""
+    """An agent's parsed return value."""
 
     reward: float | None = None
     answer: str | None = None
@@ -29,18 +29,18 @@ class AgentOutcome:
 
 
 class AgentPool:
-    """Runs the agents of one worker."""
+    """A worker's agents."""
 
     def __init__(self) -> None:
         self._idle: defaultdict[str, list[ChildProcess]] = defaultdict(list)
         self._limiters: dict[str, asyncio.Semaphore] = {}
 
     def limiter(self, tag: str, runner: AgentRunner) -> asyncio.Semaphore:
-        """Return the semaphore that limits a tag's concurrent episodes, acquired before the env is reset."""
+        """Return the semaphore of a tag's concurrent episodes, acquired before the env's reset."""
         return self._limiters.setdefault(tag, asyncio.Semaphore(runner.num_agents))
 
     async def run(self, runner: AgentRunner, task: AgentTask) -> AgentOutcome:
-        """Run one episode.
+        """Run an episode.
 
         Raises:
             EpisodeError: `agent_error`, `agent_timeout`, `agent_crashed` or `agent_result`.
@@ -73,10 +73,10 @@ class AgentPool:
 
 
 def outcome_of(returned: Any) -> AgentOutcome:
-    """Parse an agent's return value: a number, a string, an object or None.
+    """Parse an agent's return value: number, string, object or None.
 
     Raises:
-        EpisodeError: the value is none of these.
+        EpisodeError: anything else.
     """
     if returned is None:
         return AgentOutcome()

@@ -1,4 +1,4 @@
-"""Process of one external agent: calls a function or runs a command."""
+"""Process of an external agent, a function or a command."""
 
 import json
 import os
@@ -14,13 +14,13 @@ from offbeat.services.rollout.agents.task import AgentTask
 from offbeat.services.rollout.child_main import serve
 
 MAX_ERROR_CHARS = 2_000
-"""Length of a failed command's output in the error, characters."""
+"""Length of a failed command's output."""
 MAX_OUTPUT_BYTES, READ_BYTES = 1 << 20, 1 << 16
 """Retained output of a command and size of one read, bytes; the result must be within the former."""
 
 
 def find_agent(path: str) -> Callable[[AgentTask], Any]:
-    """Return the function of `module:function`.
+    """Import `module:function`.
 
     Raises:
         ValueError: there is none.
@@ -39,12 +39,11 @@ def call(path: str, plain: Mapping[str, Any]) -> Any:
 
 
 def run(command: Sequence[str], plain: Mapping[str, Any]) -> Any:
-    """Run the agent's command; return the last line of its stdout, parsed as JSON if it is.
-
-    The task is in its environment and on its stdin.
+    """Run a command and return the last line of its stdout, as JSON if valid; the task is in its environment and on its
+    stdin.
 
     Raises:
-        RuntimeError: the exit status is not 0.
+        RuntimeError: nonzero exit status.
     """
     task = AgentTask.of(plain)
     environment = {**os.environ, **task.environment()}
@@ -74,7 +73,7 @@ def run(command: Sequence[str], plain: Mapping[str, Any]) -> Any:
 
 
 def _read_tail(stream: IO[bytes]) -> str:
-    """Return the last `TAIL` bytes of a stream."""
+    """Return the last `MAX_OUTPUT_BYTES` of a stream."""
     tail = bytearray()
     while chunk := os.read(stream.fileno(), READ_BYTES):
         tail += chunk

@@ -1,9 +1,9 @@
-"""Task of an external agent: an endpoint for the policy, and the env. Imports the standard library only.
+"""Task of an external agent; imports only the standard library.
 
     def play(task: AgentTask) -> float | str | dict | None
 
-Return value: the episode's reward, or `{"reward": ..., "metrics": {...}}`; or a string, the answer that the env scores;
-or None after stepping the env by `task.step`.
+Return value: the reward; `{"reward": ..., "metrics": {...}}`; a string, the answer for the env; or None after
+`task.step`.
 """
 
 import json
@@ -17,12 +17,12 @@ from urllib.parse import urlsplit
 
 @dataclass(frozen=True, slots=True)
 class EnvReply:
-    """The env's response to an action."""
+    """The env's response."""
 
     observation: str
     reward: float
     done: bool
-    """True if the episode is over: ended by the env, or after `max_steps`."""
+    """Whether the episode ended, by the env or after `max_steps`."""
     metrics: dict[str, float]
 
 
@@ -31,12 +31,12 @@ class AgentTask:
     """One episode."""
 
     base_url: str
-    """Base URL of OpenAI's API."""
+    """OpenAI's base URL."""
     api_key: str
-    """Key for every API and for `env_url`, valid for this episode only."""
+    """Key for every API and `env_url`, valid for this episode."""
     anthropic_base_url: str
     env_url: str
-    """GET it for the task as JSON; POST `{"action": "..."}` to it and `/step` for an `EnvReply`."""
+    """GET returns the task; POST `{"action": "..."}` to `/step` below it returns an `EnvReply`."""
     model: str
     tag: str
     seed: int
@@ -50,7 +50,7 @@ class AgentTask:
         """Step the env.
 
         Raises:
-            RuntimeError: the env failed, or the episode is over.
+            RuntimeError: the env failed, or the episode ended.
         """
         address = urlsplit(self.env_url)
         if self._connection is None:
@@ -67,7 +67,7 @@ class AgentTask:
         return EnvReply(**body)
 
     def environment(self) -> dict[str, str]:
-        """Return a command's environment variables: those of OpenAI's and Anthropic's clients, and the task as JSON."""
+        """Return a command's environment: variables of OpenAI's and Anthropic's clients, and the task as JSON."""
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.api_key,
@@ -77,10 +77,10 @@ class AgentTask:
         }
 
     def plain(self) -> dict[str, Any]:
-        """Return the task as JSON values."""
+        """Return JSON values."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "_connection"}
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> "AgentTask":
-        """Return the task from `plain`, or from a command's `OFFBEAT_TASK`."""
+        """Build the task from `plain()` or the parsed `OFFBEAT_TASK`."""
         return cls(**plain)

@@ -1,1 +1,1 @@
-"""Env runners: in process, in a thread, or in a child process."""
+"""Env runners."""

@@ -1,6 +1,6 @@
-"""Pool of envs that are created once and reused.
+"""Pool of reused envs.
 
-Invariant: an env is leased to one episode at a time, and returns only if it is healthy.
+Invariant: an env is leased to one episode at a time, and reused only if healthy.
 """
 
 import asyncio
@@ -28,12 +28,11 @@ from offbeat.services.threads import DaemonThreads
 Key = tuple[str, EpisodeKind]
 
 _UNLIMITED = nullcontext()
-"""Limiter that admits every call."""
 
 
 @dataclass(slots=True)
 class LeasedEnv:
-    """An env in use by one episode."""
+    """An env leased to an episode."""
 
     key: Key
     runner: EnvRunner
@@ -44,7 +43,7 @@ class EnvPool:
     """Creates envs on demand and reuses idle ones."""
 
     def __init__(self, custom_envs: Mapping[str, CustomEnv], num_threads: int, num_workers: int = 1) -> None:
-        """num_workers: workers that share a tag's concurrency limit."""
+        """num_workers: sharers of a tag's concurrency limit."""
         self._envs = custom_envs
         self._threads = DaemonThreads(num_threads)
         self._num_threads = num_threads
@@ -55,22 +54,22 @@ class EnvPool:
         self.share_with(num_workers)
 
     def share_with(self, num_workers: int) -> None:
-        """Set the number of workers that share a tag's concurrency limit, from the next call on."""
+        """Set the number of workers that share limits."""
         for tag, limit in self._limits.items():
             self._limiters[tag].total_tokens = max(1, limit // num_workers)
 
     @property
     def num_hung(self) -> int:
-        """Threads hanging in an env."""
+        """Hanging threads."""
         return self._threads.num_hung
 
     @property
     def is_worn_out(self) -> bool:
-        """True if so many threads hang that the process should be replaced."""
+        """Whether hanging threads require a new process."""
         return self._threads.num_hung >= self._num_threads
 
     def step_limiter(self, tag: str) -> AbstractAsyncContextManager[Any]:
-        """Return the limiter of resets and steps: this worker's share of `max_env_step_concurrent`."""
+        """Return the limiter of resets and steps, this worker's share of `max_env_step_concurrent`."""
         return self._limiters.get(tag) or _UNLIMITED
 
     async def take(self, tag: str, kind: EpisodeKind) -> LeasedEnv:
@@ -90,7 +89,7 @@ class EnvPool:
             raise
 
     def keep(self, leased: LeasedEnv) -> bool:
-        """Return an env after its episode; False if it must be closed."""
+        """Return an env; False if the caller must close it."""
         if leased.runner.healthy:
             self._idle[leased.key].append(leased)
         return leased.runner.healthy

@@ -1,4 +1,4 @@
-"""Env in a child process, killed when it hangs or is no longer needed."""
+"""Env in a child process."""
 
 from contextlib import suppress
 
@@ -7,7 +7,7 @@ from offbeat.services.rollout.child_process import ChildProcess
 from offbeat.services.rollout.envs.runners import EnvSpec, EnvTraits, StepResult
 
 CLOSE_S = 2.0
-"""Time to close before the process is killed."""
+"""Grace period before the process is killed."""
 
 
 class ProcessEnv:
@@ -21,7 +21,7 @@ class ProcessEnv:
 
     @property
     def pid(self) -> int | None:
-        """Process id, which is also the process group's id."""
+        """Process and process group id."""
         return self._child.pid
 
     async def start(self) -> EnvTraits:

@@ -1,4 +1,4 @@
-"""Process of one env (`offbeat.services.rollout.envs.process_env`)."""
+"""Process of one env (`process_env`)."""
 
 import resource
 from typing import Any

@@ -1,7 +1,7 @@
-"""Runners of an env's reset and step: inline, in a thread, or in a process.
+"""Runners of an env: inline, in a thread, or in a process.
 
-Invariants: every call returns or raises `EpisodeError` within its timeout (except inline envs); an env that failed or
-hung is never reused; a process env leaves no child behind.
+Invariants: calls end within their timeout (except inline), if need be with `EpisodeError`; an env that failed or hung
+is never reused; a process env leaves no child.
 """
 
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NUMBERS = (int, float, np.bool_, np.integer, np.floating)
-"""Types of info values that become metrics."""
+"""Info values that become metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class EnvSpec:
     env_type: str
     env_config: Mapping[str, JsonValue]
     reset_timeout_s: float
-    """Includes creation of the env."""
+    """Includes creation."""
     step_timeout_s: float
     memory_gib: float = 4.0
-    """Memory limit of a process env, GiB."""
+    """Limit of a process env."""
 
 
 class EnvTraits(NamedTuple):
@@ -47,7 +47,7 @@ class EnvTraits(NamedTuple):
     system_prompt: str
     metrics_agg_mode: dict[str, str]
     functions: Sequence[Mapping[str, Any]] = ()
-    """Functions that the policy may call, in OpenAI's form."""
+    """Functions for the policy, in OpenAI's form."""
 
 
 class StepResult(NamedTuple):
@@ -59,11 +59,11 @@ class StepResult(NamedTuple):
 
 
 class EnvRunner(Protocol):
-    """Interface to an env, wherever it runs; one caller at a time, and every method but `close` may raise EpisodeError."""
+    """Interface to an env; one caller at a time, and all methods but `close` may raise EpisodeError."""
 
     @property
     def healthy(self) -> bool:
-        """True if the env may be reused."""
+        """Whether the env may be reused."""
         ...
 
     async def start(self) -> EnvTraits:
@@ -71,17 +71,17 @@ class EnvRunner(Protocol):
         ...
 
     async def reset(self, seed: int) -> str:
-        """Return the first observation of an episode."""
+        """Return the first observation."""
         ...
 
     async def step(self, action: str) -> StepResult: ...
 
     async def picture(self) -> bytes:
-        """Render the env as PNG."""
+        """Render a PNG."""
         ...
 
     async def close(self) -> None:
-        """Close the env even if it is busy."""
+        """Close the env, even if busy."""
         ...
 
 
@@ -93,7 +93,7 @@ def traits_of(env: TextEnv) -> EnvTraits:
 
 
 def do_reset(env: TextEnv, seed: int) -> str:
-    """Call `env.reset` and check the result.
+    """Reset and check.
 
     Raises:
         TypeError: the observation is not text.
@@ -103,7 +103,7 @@ def do_reset(env: TextEnv, seed: int) -> str:
 
 
 def do_step(env: TextEnv, action: str) -> StepResult:
-    """Call `env.step`, check the result and reduce its info to metrics.
+    """Step, check, and reduce info to metrics.
 
     Raises:
         TypeError: the observation is not text.
@@ -118,10 +118,10 @@ def do_step(env: TextEnv, action: str) -> StepResult:
 
 
 def do_picture(env: TextEnv) -> bytes:
-    """Render the env as PNG.
+    """Render a PNG.
 
     Raises:
-        ValueError: the env renders no `rgb_array`, or an image that is too large.
+        ValueError: no `rgb_array`, or too large.
     """
     frame = env.render()
     if not isinstance(frame, np.ndarray):
@@ -138,7 +138,7 @@ def _text(observation: object) -> str:
 
 
 def _call(reason: str, function: Callable[..., T], *args: Any) -> T:
-    """Translate every exception of the env, SystemExit too, which some libraries raise on bad arguments."""
+    """Translate all exceptions, also SystemExit, which some libraries raise on bad arguments."""
     try:
         return function(*args)
     except (Exception, SystemExit) as error:
@@ -147,7 +147,7 @@ def _call(reason: str, function: Callable[..., T], *args: Any) -> T:
 
 
 class InlineEnv:
-    """Runs on the event loop, for envs that answer in microseconds."""
+    """Runs on the event loop."""
 
     def __init__(self, spec: EnvSpec) -> None:
         self._spec = spec
@@ -206,7 +206,7 @@ class ThreadEnv:
         return await self._run("picture", self._spec.step_timeout_s, lambda: do_picture(self._started))
 
     async def close(self) -> None:
-        """Close the env; if a call is running, its thread closes the env afterwards."""
+        """Close the env, after a running call in its thread."""
         self.healthy = False
         with self._flags:
             self._closing = True

@@ -1,1 +1,1 @@
-"""Episodes of the policy in an env, and their recording."""
+"""Episodes and their recording."""

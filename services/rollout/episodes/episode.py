@@ -1,7 +1,7 @@
-"""Episode loop: env and policy alternate until the episode is over. Independent of Ray and Redis.
+"""Episode loop, independent of Ray and Redis.
 
-Trajectory-wise (ROLL's semantics) the history stays in context, as sampled tokens or as the chat template rewrites it;
-step-wise each prompt is independent.
+Trajectory-wise (ROLL's semantics), history stays in context as sampled or as the chat template rewrites it; step-wise,
+prompts are independent.
 """
 
 import operator
@@ -29,7 +29,7 @@ from offbeat.services.rollout.episodes.history import TurnHistory
 from offbeat.services.rollout.episodes.recorder import EpisodeRecorder, TurnMessage, make_recorder
 
 Sample = Callable[..., Awaitable[Completion]]
-"""(prompt token ids, maximum new tokens[, images]) -> completion; retries and times out on its own."""
+"""(prompt token ids, maximum new tokens[, images]) -> completion; retries and times out by itself."""
 
 
 class PlayableEnv(Protocol):
@@ -58,7 +58,7 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
     """Run an episode.
 
     Raises:
-        EpisodeError: env or generation failed; the episode should be retried.
+        EpisodeError: env or generation failed; retry.
     """
     began, rules = time.monotonic(), plan.env
     system = traits.system_prompt if rules.agent_system_template is None else rules.agent_system_template
@@ -89,9 +89,8 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
 
 @dataclass(slots=True)
 class _Episode:
-    """State that outlives a turn.
-
-    Everything else is released while it is in the CPU caches: thousands of episodes run before the next turn.
+    """State between turns; everything else is released while in the CPU caches, because thousands of episodes run
+    before the next turn.
     """
 
     plan: EpisodePlan
@@ -104,7 +103,7 @@ class _Episode:
     text: list[str]
 
     async def turn(self, observation: str, step: int) -> tuple[str, StopReason | None]:
-        """Sample an answer and step the env; return the next observation and the stop reason, if any."""
+        """Sample an answer and step the env; return the next observation and the stop reason."""
         plan, recorder = self.plan, self.recorder
         message = await self._message(observation, step)
         prompt, pictures = recorder.ask(message)
@@ -161,17 +160,16 @@ REDUCTIONS: Mapping[str, Callable[[float, float], float]] = {
     "min": min,
     "max": max,
 }
-"""Reductions by `metrics_agg_mode`: (accumulated, new) -> accumulated."""
+"""`metrics_agg_mode` -> (accumulated, new) -> accumulated."""
 
 
 class EpisodeMetrics:
-    """Env metrics aggregated by the env's rules; default: `success` last, others mean."""
+    """Env metrics aggregated by the env's rules; by default `success` last, others mean."""
 
     __slots__ = ("_counts", "_modes", "_values")
 
     def __init__(self, modes: Mapping[str, str]) -> None:
-        """Raises:
-        EpisodeError: the env names an unknown aggregation."""
+        """Raises EpisodeError for an unknown aggregation."""
         for name, mode in modes.items():
             if mode not in REDUCTIONS:
                 raise EpisodeError(

@@ -1,10 +1,10 @@
-"""Renders earlier turns as text for step-wise prompts."""
+"""Earlier turns as text for step-wise prompts."""
 
 from offbeat.services.rollout.config import CustomEnv
 
 
 class TurnHistory:
-    """Turns of one episode that the tag's template shows."""
+    """An episode's earlier turns."""
 
     __slots__ = ("_shows_all", "_turns", "_window")
 
@@ -18,9 +18,9 @@ class TurnHistory:
             self._turns.append(f"{observation}\n{answer}")
 
     def render_history(self) -> str:
-        """Return `{history}`: the last `history_length` observations, each followed by its answer."""
+        """Return `{history}`: the last `history_length` observations and answers."""
         return "\n".join(self._turns[-self._window :]) if self._window else ""
 
     def render_observation(self, observation: str) -> str:
-        """Return `{observation}`; with `StepConcatEnvManager`, preceded by all earlier turns."""
+        """Return `{observation}`; with `StepConcatEnvManager`, after all earlier turns."""
         return "\n".join([*self._turns, observation]) if self._shows_all else observation

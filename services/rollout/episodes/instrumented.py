@@ -1,4 +1,4 @@
-"""Timing, counters and wait status of an episode's env and model calls."""
+"""Timing, counters and wait status of an episode's calls."""
 
 import time
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from offbeat.services.rollout.wait_status import Wait, Waiting
 
 
 class InstrumentedEpisode:
-    """A `PlayableEnv`, and its `sample` is a `Sample`."""
+    """`PlayableEnv` with a `Sample`."""
 
     __slots__ = ("_between", "_env", "_kind", "_reporter", "_sampler", "_step_limiter", "_tag", "_waiting")
 
@@ -29,7 +29,7 @@ class InstrumentedEpisode:
         reporter: WorkerMetrics,
         between: Wait | None = None,
     ) -> None:
-        """between: wait status after a call; None if the next call follows at once."""
+        """between: wait status after a call; None if the next follows at once."""
         self._kind = kind
         self._tag = tag
         self._env = env

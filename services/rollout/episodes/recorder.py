@@ -1,6 +1,6 @@
-"""Recorders of an episode's tokens: one sequence, or several segments.
+"""Recorders of an episode's tokens, in one or more segments.
 
-Invariants: exactly what was sent and sampled is recorded, token by token; each sampled token is recorded once.
+Invariant: exactly the tokens sent and sampled are recorded, each sampled token once.
 """
 
 import asyncio
@@ -32,13 +32,13 @@ from offbeat.services.rollout.config import CustomEnv
 
 
 class TurnMessage(NamedTuple):
-    """Message of a turn, with `num_pictures` placeholders for its image."""
+    """Message with `num_pictures` image placeholders."""
 
     words: str
     png: bytes = b""
     num_pictures: int = 0
     observation: str = ""
-    """Observation without the template."""
+    """Without the template."""
 
 
 Sent = tuple[Sequence[int], tuple[Picture, ...]]
@@ -46,28 +46,28 @@ Sent = tuple[Sequence[int], tuple[Picture, ...]]
 
 
 class Record(NamedTuple):
-    """Turns of an episode and their token sequences, each up to its last completion."""
+    """Turns and token sequences, each up to its last completion."""
 
     turns: tuple[Turn, ...]
     segments: tuple[Segment, ...]
 
 
 class EpisodeRecorder(Protocol):
-    """Records turns in order: `ask`, `add_completion`, `add_reward`."""
+    """Records turns by `ask`, `add_completion`, `add_reward`, in order."""
 
     def ask(self, message: TurnMessage) -> Sent:
-        """Return the prompt for the next message.
+        """Return the next prompt.
 
         Raises:
-            EpisodeError: the message can't be rendered for the policy.
+            EpisodeError: the message can't be rendered.
         """
         ...
 
     def add_completion(self, completion: Completion) -> str:
-        """Record a completion and return its text for the env.
+        """Record a completion and return its text.
 
         Raises:
-            EpisodeError: logprobs or versions do not match the tokens one to one.
+            EpisodeError: as `check_completion`.
         """
         ...
 
@@ -77,9 +77,9 @@ class EpisodeRecorder(Protocol):
 
 
 class AppendOnlyRecorder:
-    """Each prompt is the recorded sequence plus the new message's tokens.
+    """Extends the recorded sequence by each message's tokens.
 
-    Arrays hold the tokens: prompts of thousands of tokens are copied and sent as bytes.
+    Arrays, because long prompts are copied and sent as bytes.
     """
 
     __slots__ = ("_chat", "_logprobs", "_pictures", "_spans", "_system", "_tokens", "_turns")
@@ -95,7 +95,7 @@ class AppendOnlyRecorder:
         self._spans: list[VersionSpan] = []
 
     def ask(self, message: TurnMessage) -> Sent:
-        """Return the next prompt; a truncated answer is ended first."""
+        """End a truncated answer, then return the next prompt."""
         if self._turns and self._tokens[-1] != self._chat.end_id:
             self._tokens.append(self._chat.end_id)
         words = message.words
@@ -139,7 +139,7 @@ class AppendOnlyRecorder:
 
 
 class PerStepRecorder:
-    """Each prompt is independent and becomes a segment."""
+    """Records each prompt as a segment."""
 
     def __init__(self, chat: ChatFormat, system: str) -> None:
         self._chat = chat
@@ -165,9 +165,9 @@ class PerStepRecorder:
 
 @dataclass
 class RerenderedRecorder:
-    """Prompts are the template's rendering of the whole conversation; unchanged prefixes continue a sequence.
+    """Renders the whole conversation; unchanged prefixes continue a sequence.
 
-    functions: offered by the template, in OpenAI's form; calls are followed by their results.
+    functions: in OpenAI's form; calls are followed by their results.
     """
 
     template: ChatTemplate
@@ -201,7 +201,7 @@ class RerenderedRecorder:
         return self._prompt.tokens, ()
 
     def add_completion(self, completion: Completion) -> str:
-        """Return the text with tool calls in one form for all templates."""
+        """Return the text, with tool calls as `write_calls`."""
         assert self._prompt is not None, "call ask() first"
         check_completion(completion)
         answer = self._parse_answer(self.template.text_of(completion.token_ids))
@@ -212,7 +212,7 @@ class RerenderedRecorder:
         return write_calls(answer.content, [Call(call.name, call.parsed()) for call in answer.tool_calls])
 
     def _parse_answer(self, text: str) -> ChatMessage:
-        """Return the answer as a message; calls that the template can't render again stay text."""
+        """Parse an answer; calls that can't be rendered again stay text."""
         answer = self.template.message_of(text, tools=self.functions).with_call_ids(len(self._tree.nodes))
         if not answer.tool_calls:
             return answer
@@ -233,7 +233,7 @@ class RerenderedRecorder:
 
 
 async def make_recorder(chat: ChatFormat, env: CustomEnv, system: str, functions: Tools = ()) -> EpisodeRecorder:
-    """Return the recorder for a tag.
+    """Return a tag's recorder.
 
     Raises:
         EpisodeError: the template can't offer functions.
@@ -251,7 +251,7 @@ async def make_recorder(chat: ChatFormat, env: CustomEnv, system: str, functions
 
 
 def check_completion(completion: Completion) -> None:
-    """Raise EpisodeError if logprobs or versions do not match the tokens one to one."""
+    """Raise EpisodeError unless finite logprobs and versions match the tokens one to one."""
     count, covered = len(completion.token_ids), 0
     for span in completion.versions:
         if span.start != covered or span.end <= span.start:

@@ -1,6 +1,6 @@
-"""Sampling of turns, with retries while generation is being replaced.
+"""Sampling of turns, with retries.
 
-Invariant: only the turn in flight is ever lost; the same prompt is sent again.
+Invariant: only the turn in flight is lost; its prompt is sent again.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ INITIAL_RETRY_WAIT_S, MAX_RETRY_WAIT_S = 0.05, 1.0
 
 
 def build_samplings(settings: WorkerSettings, stop_ids: tuple[int, ...]) -> dict[str, Sampling]:
-    """Return sampling settings by `EpisodeTask.sampling_name`; evaluation samples at temperature 1, without truncation."""
+    """Return settings by `EpisodeTask.sampling_name`; `sampled` evaluation uses temperature 1 without truncation."""
     args = settings.generating_args
     return {
         "train": Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens, stop_ids),
@@ -35,12 +35,12 @@ def build_samplings(settings: WorkerSettings, stop_ids: tuple[int, ...]) -> dict
 
 @lru_cache
 def limit_new_tokens(sampling: Sampling, max_new_tokens: int) -> Sampling:
-    """Return one object for all episodes: thousands of waiting turns refer to it."""
+    """Return an object shared by thousands of waiting turns."""
     return replace(sampling, max_new_tokens=max_new_tokens)
 
 
 class EpisodeSampler:
-    """Samples the turns of one episode."""
+    """Samples an episode's turns."""
 
     __slots__ = ("_batcher", "_min_version", "_name", "_num_requests", "_retry_s", "_sampling")
 
@@ -56,7 +56,7 @@ class EpisodeSampler:
     async def __call__(
         self, prompt: Sequence[int], max_new_tokens: int, pictures: tuple[Picture, ...] = ()
     ) -> Completion:
-        """Return the policy's completion of `prompt`; retry for `retry_s`.
+        """Return a completion; retry for `retry_s`.
 
         Raises:
             EpisodeError: `generation_refused`; `generation_unavailable` or `generation_timeout` after `retry_s`.

@@ -1,7 +1,7 @@
-"""Batches turns that become ready together into one generation call.
+"""Batches ready turns into one generation call.
 
 Invariants: a single turn is sent at once; no turn waits for another's completion; a cancelled turn is removed, or
-aborted if it was sent. The timeout is per call: thousands of timers would cost more.
+aborted if sent. The timeout is per call, because thousands of timers cost more.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 class TurnBatcher:
-    """Sends turns through a `GenerationClient`, at most one call per `coalesce_s`."""
+    """Sends turns, at most one call per `coalesce_s`."""
 
     def __init__(self, client: GenerationClient, coalesce_s: float, timeout_s: float | None = None) -> None:
-        """timeout_s: limit of a call, after which its turns are aborted; None: no limit."""
+        """timeout_s: limit of a call, whose turns are then aborted; None: unlimited."""
         self._client = client
         self._coalesce_s = coalesce_s
         self._timeout_s = timeout_s
@@ -32,12 +32,12 @@ class TurnBatcher:
         self.num_calls = 0
 
     async def sample(self, request: GenerateRequest) -> Completion:
-        """Send a turn and wait for its completion.
+        """Return a turn's completion.
 
         Raises:
             RetryableError: generation is unavailable; retry under another request id.
             GenerationError: the request was rejected.
-            TimeoutError: no answer in time; may be retried.
+            TimeoutError: no answer in time; retryable.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Completion] = loop.create_future()
