@@ -1,8 +1,6 @@
-"""Trajectory buffer and plain redis-py on one server, with the same load, `in_hand` at a time, and acknowledged
-batches.
+"""Trajectory buffer and plain redis-py on one server.
 
-Plain redis-py moves encoded bytes through a stream; with the codec it starts and ends with trajectories, as the buffer
-does.
+Plain redis-py moves encoded bytes through a stream; with the codec, trajectories, as the buffer does.
 """
 
 import asyncio
@@ -34,11 +32,11 @@ WORKER = "worker"
 STREAM = "bench-raw"
 READER = "reader"
 NUM_SUBMITTERS = 2
-"""Concurrent halves of our side: one claims, the other submits."""
+"""One half claims while the other submits."""
 
 
 def measure_cpu(side: Side, redis: Redis) -> Side:
-    """Measure a round's CPU time, here and in Redis."""
+    """Measure CPU time here and in Redis."""
 
     def server_cpu_s() -> float:
         used = cast(dict[str, float], redis.info("cpu"))
@@ -159,7 +157,7 @@ def _payloads(load: GroupLoad, size: int) -> Iterator[list[dict[Any, Any]]]:
 
 
 async def _measure_s(redis: AsyncRedis, players: int, play: Callable[[], Awaitable[None]]) -> float:
-    """Return the callers' seconds, connections included."""
+    """Return seconds, connections included."""
     try:
         start = time.perf_counter()
         await asyncio.gather(*(play() for _ in range(players)))

@@ -1,6 +1,6 @@
 """`offbeat bench buffer`: groups/s of the trajectory buffer, plain redis-py and Reverb.
 
-All sides move the same bytes in turn. Redis syncs its append-only file every second; Reverb is in memory.
+Redis syncs its append-only file every second; Reverb is in memory.
 
 Invariant: a round counts only if everything came out intact.
 """
@@ -35,7 +35,6 @@ class BufferOptions:
 
     batches: int = 32
     batch: int = 8
-    """Groups acknowledged together."""
     group_size: int = 8
     tokens: tuple[int, ...] = (256, 4096)
     in_hand: int = 64
@@ -43,7 +42,7 @@ class BufferOptions:
     rounds: int = 5
     reverb: bool = True
     venv: Path | None = None
-    """Reverb's venv, created if absent; None: in the user's cache."""
+    """Reverb's venv; None: in the user's cache."""
 
 
 def run(options: BufferOptions) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class LostError(Exception):
 
 
 def make_load(*, groups: int, group_size: int, tokens: int, in_hand: int, batch: int) -> GroupLoad:
-    """Return trajectories as of an env worker; groups is a multiple of batch."""
+    """Return trajectories; groups is a multiple of batch."""
     rows = [[_trajectory(number, index, tokens) for index in range(group_size)] for number in range(groups)]
     return GroupLoad(rows, [[encode_trajectory(trajectory) for trajectory in row] for row in rows], in_hand, batch)
 

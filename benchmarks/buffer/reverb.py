@@ -1,4 +1,4 @@
-"""Reverb in a child process with its own venv, driven by lines of JSON and raw bytes."""
+"""Reverb in a child process with its own venv, driven by JSON lines and raw bytes."""
 
 import json
 import os
@@ -16,11 +16,11 @@ GUEST = Path(__file__).parent / "reverb_worker" / "queue_server.py"
 
 
 class ReverbError(Exception):
-    """Reverb's failure, with its last output."""
+    """Reverb's failure, with its output."""
 
 
 class Reverb:
-    """Server and client; `with` ends the process."""
+    """Server and client."""
 
     def __init__(self, python: Path, log: Path) -> None:
         self._command = [str(python), str(GUEST)]

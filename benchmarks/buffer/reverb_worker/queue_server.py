@@ -1,4 +1,4 @@
-"""`python queue_server.py`, in Reverb's venv: a queue that yields each item once.
+"""Queue server, in Reverb's venv; each item is yielded once.
 
 Load: a line of JSON (lengths) and blobs, padded because a column has one shape. Reply: a line of JSON.
 """
@@ -33,7 +33,7 @@ def pad_blob(blob: bytes, width: int) -> np.ndarray:
 
 
 def round_of(client: reverb.Client, groups: list[list[np.ndarray]]) -> dict[str, float]:
-    """Write through one writer, flushed per group; read with one sampler."""
+    """Write, flushed per group, and read."""
     count = sum(map(len, groups))
     start = time.perf_counter()
     with client.trajectory_writer(num_keep_alive_refs=len(groups[0])) as writer:
