@@ -1,7 +1,6 @@
-"""Child process of a benchmark, driven over a pipe.
+"""Child process, driven over a pipe.
 
-Invariants: it ends with its parent; its exceptions are raised there; a crash is raised by the next call, or at exit,
-with exit code and last output.
+Invariants: it ends with its parent; its exceptions are raised there; a crash is raised by the next call, or at exit.
 """
 
 import multiprocessing
@@ -22,10 +21,10 @@ Serve = Callable[..., Coroutine[Any, Any, None]]
 
 
 class Child:
-    """Parent's end; `with` starts and ends the process."""
+    """Parent's end."""
 
     def __init__(self, serve: Serve, arguments: tuple[Any, ...], *, log: Path, goodbye: Any) -> None:
-        """log: file for output. goodbye: message that ends the process."""
+        """goodbye: message that ends the process."""
         context = multiprocessing.get_context("spawn")
         self._pipe, self._theirs = context.Pipe()
         self._process = context.Process(target=_main, args=(self._theirs, log, serve, arguments), daemon=False)
@@ -64,12 +63,11 @@ class Child:
         return self._process.pid
 
     def check(self) -> None:
-        """Raise the child's failure, if any; no reply may be pending."""
+        """Raise the child's failure; no reply may be pending."""
         if self._pipe.poll():
             self._answer()
 
     def _ask(self, message: Any) -> Any:
-        """Send a message and return the reply; raises the child's failure."""
         self._send(message)
         return self._answer()
 

@@ -1,4 +1,4 @@
-"""Environment of a benchmark: folder, redis-server, tiny policy, run configuration.
+"""Environment of a benchmark: folder, redis-server, tiny policy.
 
 Invariant: nothing is left afterwards, in `/dev/shm` neither.
 """
@@ -44,14 +44,12 @@ class BenchEnvironment:
     server_pid: int
 
     def run_config(self, run_id: str, **changes: Any) -> RunConfig:
-        """Return the quickstart's configuration with `changes` to top-level keys."""
+        """Return the quickstart with `changes` to top-level keys."""
         config = load_run(QUICKSTART)
         return config.model_copy(update={"exp_name": run_id, "output_dir": self.folder / run_id, **changes})
 
     def prepare(self, config: RunConfig, *, spare_steps: float = 0.0) -> int:
-        """Create a run's folder, buffer and epoch; return the epoch. spare_steps: admitted beyond `max_steps`, so that
-        rollouts continue.
-        """
+        """Create a run; return its epoch. spare_steps: admitted beyond `max_steps`, so that rollouts continue."""
         prepare_folder(config)
         limits = buffer_limits(config)
         configure_buffer(self.redis, config.exp_name, _with_spare(limits, spare_steps))
@@ -63,7 +61,7 @@ class BenchEnvironment:
 
 @contextmanager
 def bench_environment() -> Iterator[BenchEnvironment]:
-    """Yield the environment; Redis syncs its append-only file every second, as in a run."""
+    """Yield the environment; Redis syncs its append-only file every second."""
     with (
         tempfile.TemporaryDirectory(prefix="offbeat-bench-") as name,
         clean_up_on_exit(Path(name)) as folder,
@@ -75,7 +73,7 @@ def bench_environment() -> Iterator[BenchEnvironment]:
 
 
 def slow_lake(latency: dict[str, Any], *, max_steps: int = 12) -> CustomEnv:
-    """Return FrozenLake with step latency `latency` (fields of `Latency`)."""
+    """Return FrozenLake with step latency (fields of `Latency`)."""
     return CustomEnv(
         env_type="offbeat.benchmarks.harness.slow_lake:SlowLake",
         max_steps=max_steps,
@@ -90,7 +88,7 @@ def manager(groups: int, group_size: int, *, redundancy: int = 0) -> EnvManagerC
 
 
 def worker(episodes: int, *, spare_threads: int = 0) -> RolloutConfig:
-    """Return one worker with a thread per episode and `spare_threads` for cancelled, sleeping ones."""
+    """Return one worker. spare_threads: for cancelled, sleeping episodes."""
     return RolloutConfig(max_env_num_per_worker=episodes, num_threads=episodes + spare_threads)
 
 

@@ -1,4 +1,4 @@
-"""Event loop: uvloop if installed, as in Ray and Serve."""
+"""uvloop if installed, as in Ray and Serve."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -1,4 +1,4 @@
-"""Learner in the benchmark's process: the real loop around a real or timed trainer.
+"""Learner in the benchmark's process.
 
 Invariant: only `train` may differ from a run.
 """
@@ -82,7 +82,7 @@ class Records:
 
 
 class BenchLearner:
-    """Learner of one run; call `publish_start`, then `run`."""
+    """Learner; call `publish_start`, then `run`."""
 
     def __init__(
         self,
@@ -97,9 +97,7 @@ class BenchLearner:
         order: Order = "completion",
         ends_at: float = math.inf,
     ) -> None:
-        """trainer: started. check: raises if rollouts failed. evaluates: before and after. ends_at: monotonic time to
-        stop.
-        """
+        """trainer: started. check: raises if rollouts failed. ends_at: monotonic."""
         read = learner_config(config, evaluates=evaluates)
         run = LearnerRun(config.exp_name, config.exp_name, config.output_dir, read)
         self._trainer: Trainer = trainer
@@ -132,7 +130,7 @@ class BenchLearner:
         self._publisher.publish(0, 0, self._trainer.tensors())
 
     def run(self) -> list[MetricRecord]:
-        """Train `max_steps`; return their records."""
+        """Train `max_steps`; return records."""
         try:
             self._learner.run()
         finally:
@@ -145,7 +143,7 @@ class BenchLearner:
 
 
 def learner_config(config: RunConfig, *, evaluates: bool = False) -> LearnerRunConfig:
-    """Return a run's learner configuration, without evaluations by default."""
+    """Return the learner's configuration."""
     return config if evaluates else config.model_copy(update={"eval_steps": 0, "final_val_batch_size": 0})
 
 
@@ -153,7 +151,7 @@ def learner_config(config: RunConfig, *, evaluates: bool = False) -> LearnerRunC
 def real_trainers(
     bench_env: BenchEnvironment, config: RunConfig, show: Callable[[str], None]
 ) -> Iterator[Callable[[RunConfig], Any]]:
-    """Warm-start the tiny policy; yield a factory of trainers with its weights."""
+    """Warm-start the tiny policy; yield a factory of trainers."""
     torch.set_num_threads(config.actor_train.num_threads)
     torch.manual_seed(config.seed)
     ranks = ranks_of_environment("cpu")

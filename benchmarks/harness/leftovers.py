@@ -1,7 +1,4 @@
-"""`python -m offbeat.benchmarks.harness.leftovers FOLDER`: cleanup after a benchmark.
-
-Invariant: folder and shared memory are removed, after SIGKILL, too.
-"""
+"""`python -m offbeat.benchmarks.harness.leftovers FOLDER`: cleanup, after SIGKILL, too."""
 
 import shutil
 import signal
@@ -18,8 +15,8 @@ CLEAN = b"clean"
 
 @contextmanager
 def clean_up_on_exit(folder: Path) -> Iterator[Path]:
-    """Yield `folder` (a subfolder per run); at the end of context or process, remove it, the runs' shared memory and
-    any with the folder's name as prefix.
+    """Yield `folder` (a subfolder per run); at the end, remove it, the runs' shared memory and any with the folder's
+    name as prefix.
     """
     with subprocess.Popen(
         [sys.executable, "-m", "offbeat.benchmarks.harness.leftovers", str(folder)],
@@ -38,7 +35,7 @@ def clean_up_on_exit(folder: Path) -> Iterator[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove the shared memory of the runs in `folder`."""
+    """Remove the runs' shared memory."""
     from offbeat.services.weights.config import WeightsConfig
     from offbeat.services.weights.transports.factory import cleanup
 
@@ -49,7 +46,7 @@ def sweep(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Wait for the benchmark's end; sweep unless it reports that it did."""
+    """Sweep at the benchmark's end unless it did."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if sys.stdin.buffer.read() != CLEAN and folder.exists():

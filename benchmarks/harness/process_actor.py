@@ -1,4 +1,4 @@
-"""Asynchronous object in a child process, called over a pipe. `call` raises what the method raises."""
+"""Asynchronous object in a child process; `call` raises its exceptions."""
 
 import asyncio
 from multiprocessing.connection import Connection

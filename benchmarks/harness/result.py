@@ -57,7 +57,7 @@ def machine() -> dict[str, Any]:
 
 
 def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a table with significant digits."""
+    """Print a table."""
     table = Table(*columns, title=title, title_justify="left", header_style="bold")
     for row in rows:
         table.add_row(*(cell(value) for value in row))

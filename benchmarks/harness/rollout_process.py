@@ -1,7 +1,4 @@
-"""Env worker in a child process, with a replica or a scripted policy.
-
-Invariant: it serves runs in turn, so the engine starts once.
-"""
+"""Env worker in a child process, with a replica or a scripted policy; runs share its engine."""
 
 import asyncio
 import secrets
@@ -24,7 +21,7 @@ LOAD_TIMEOUT_S = 20.0
 LOG = "rollouts.log"
 POLL_INTERVAL_S = 0.02
 SAMPLE_INTERVAL_S = 0.1
-"""Interval between samples of running episodes; counted as the worker's cost."""
+"""Interval between samples, which cost the worker CPU time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +29,8 @@ class PolicySpec:
     """Policy of the worker."""
 
     kind: Literal["vllm", "engine", "client"]
-    """`vllm`: real engine in a real replica. `engine`: scripted engine in a real replica, which follows the broker.
-    `client`: scripted policy without replica.
+    """`vllm`: real engine and replica. `engine`: scripted engine in a real replica. `client`: scripted policy without
+    replica.
     """
     delay_s: float = 0.0
     config: GenerationConfig = field(default_factory=GenerationConfig)
@@ -45,11 +42,11 @@ class Usage:
 
     wall_s: float
     cpu_s: float
-    """Of the process and its descendants."""
+    """With descendants."""
     rss_bytes: int
     """At the end."""
     playing: float
-    """Mean number of running episodes."""
+    """Mean running episodes."""
     calls: int
 
 
@@ -60,7 +57,6 @@ class RolloutProcess(Child):
         super().__init__(_serve, (policy, model, sequence_length), log=model.parent / LOG, goodbye=("end",))
 
     def start_run(self, settings: WorkerSettings) -> None:
-        """Start rollouts."""
         self._ask(("play", settings))
 
     def stop(self) -> Usage:

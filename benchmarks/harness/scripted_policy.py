@@ -1,4 +1,4 @@
-"""Policy without a model: random directions, at once or delayed, behind the protocols of engine and generation service."""
+"""Policy of random directions, at once or delayed, behind the protocols of engine and generation service."""
 
 import asyncio
 import random
@@ -17,7 +17,7 @@ from offbeat.services.messages.types import (
 )
 
 LOGPROB = -1.4
-"""About that of one direction in four."""
+"""About one direction in four."""
 
 
 class ScriptedPolicy:
@@ -28,7 +28,6 @@ class ScriptedPolicy:
         self._random = random.Random(seed)
 
     def answer(self, request: GenerateRequest, version: int) -> Completion:
-        """Return a completion of `version`."""
         ids = self._random.choice(self._answers)[: request.sampling.max_new_tokens]
         finish = FinishReason.STOP if ids[-1] in request.sampling.stop_token_ids else FinishReason.LENGTH
         spans = (VersionSpan(0, len(ids), version),)

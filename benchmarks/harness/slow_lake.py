@@ -1,7 +1,6 @@
 """FrozenLake with random step latency.
 
-Invariant: envs draw from their own generators, seeded by order of creation, so siblings differ and runs are
-reproducible.
+Invariant: envs have their own generators, seeded by order of creation: siblings differ, runs are reproducible.
 """
 
 import itertools
@@ -21,15 +20,13 @@ Distribution = Literal["normal", "lognormal"]
 
 
 class Latency(Config):
-    """Distribution of step latency."""
-
     distribution: Distribution = "normal"
-    """`normal`: cut off at 0. `lognormal`: heavy-tailed; `mean_s` and `std_s` are those of the latency."""
+    """`normal`: cut off at 0. `lognormal`: with the latency's own `mean_s` and `std_s`."""
     mean_s: float = Field(default=0.0, ge=0)
     std_s: float = Field(default=0.0, ge=0)
 
     def draw(self, rng: np.random.Generator) -> float:
-        """Return a latency, s."""
+        """Return seconds."""
         if self.mean_s == 0:
             return 0.0
         if self.distribution == "normal":

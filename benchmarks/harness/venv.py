@@ -1,4 +1,4 @@
-"""Venvs of compared programs, with pinned versions.
+"""Venvs of compared programs.
 
 Invariant: the marker with the pins is written last.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class VenvError(Exception):
-    """Failed installation, with the installer's last output."""
+    """Failed installation, with its last output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class GuestVenv:
 
     @property
     def marker(self) -> str:
-        """File that holds the pins."""
+        """File with the pins."""
         return f"offbeat-{self.name}.txt"
 
     def default_folder(self) -> Path:
@@ -32,7 +32,7 @@ class GuestVenv:
         return cache / "offbeat" / f"{self.name}-venv"
 
     def python_of(self, folder: Path) -> Path | None:
-        """Return the interpreter of a venv with these pins, or None."""
+        """Return a venv's interpreter if its pins match."""
         marker, python = folder / self.marker, folder / "bin" / "python"
         complete = marker.is_file() and marker.read_text(encoding="utf-8").split() == list(self.pins)
         return python if complete and python.exists() else None
@@ -72,7 +72,7 @@ class GuestVenv:
 
 
 def _environment() -> dict[str, str]:
-    """Pass pip's wheels, registries and certificates on to uv."""
+    """Pass pip's wheels, registries and certificates to uv."""
     environment = dict(os.environ)
     for theirs, ours in (
         ("UV_FIND_LINKS", "PIP_FIND_LINKS"),
