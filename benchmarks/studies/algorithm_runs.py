@@ -1,7 +1,4 @@
-"""Consecutive asynchronous runs on one engine, for `studies.algorithms`.
-
-All is real but Ray and the control service, which start more slowly than training takes.
-"""
+"""Consecutive asynchronous runs on one engine, without Ray and the control service, which start slowly."""
 
 # pyright: basic
 import json
@@ -27,7 +24,7 @@ from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.policy_trainer import PolicyTrainer
 
 BEFORE_FILE = "before.json"
-"""Initial success, measured by the first run."""
+"""Initial success."""
 SAMPLINGS = ("sampled", "greedy")
 
 
@@ -41,7 +38,7 @@ class SharedEngine:
         self._policy = policy
 
     def run(self, file: Path, overrides: list[str], folder: Path, timeout_s: float) -> dict[str, Any]:
-        """Train, store metrics in `folder`, and return the result or the error."""
+        """Train; return the result or the error."""
         config = load_run(file, overrides).model_copy(update={"output_dir": folder})
         began, load = time.monotonic(), _load()
         torch.manual_seed(config.seed)

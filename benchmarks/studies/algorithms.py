@@ -2,9 +2,9 @@
 
     python -m offbeat.benchmarks.studies.algorithms --out DIR [--only NAME ...] [--staleness | --recipes] [--mesh]
 
-Runs are the quickstart with overrides, or recipes; a seed's runs share the warm start in `DIR/policies`. Success: on
-held-out maps, before and after, at temperature 1 and greedy. Runs share an engine, or have a mesh each (`--mesh`).
-Results in DIR are reused; `DIR/table-KIND.md` and `DIR/results-KIND.json` are rewritten after each run.
+A seed's runs share the warm start in `DIR/policies`, and an engine or, with `--mesh`, have a mesh each. Success: on
+held-out maps, at temperature 1 and greedy. Results in DIR are reused; each run rewrites `DIR/table-KIND.md` and
+`DIR/results-KIND.json`.
 """
 
 # pyright: basic
@@ -111,7 +111,7 @@ def start(folder: Path, seed: int, timeout_s: float) -> Path:
 
 
 def on_mesh(run: StudyRun, folder: Path, policy: Path, timeout_s: float) -> dict[str, Any]:
-    """Run `offbeat train`; return its result."""
+    """Run `offbeat train`."""
     command = [str(Path(sys.executable).with_name("offbeat")), "train", str(run.config), *run.overrides(folder, policy)]
     folder.mkdir(parents=True, exist_ok=True)
     load, log_path = os.getloadavg()[0], folder / "said.log"
@@ -134,7 +134,7 @@ def on_mesh(run: StudyRun, folder: Path, policy: Path, timeout_s: float) -> dict
 
 
 def measure(run: StudyRun, folder: Path, play: Play) -> dict[str, Any]:
-    """Return a run's result or error as a row."""
+    """Return a run's row."""
     row = {"name": run.name, "seed": run.seed, "staleness": run.staleness}
     result_path = folder / RESULT
     if result_path.is_file():
@@ -149,7 +149,7 @@ def measure(run: StudyRun, folder: Path, play: Play) -> dict[str, Any]:
 
 @contextmanager
 def study_runner(out: Path, seed: int, *, mesh: bool, needed: bool, timeout_s: float) -> Iterator[Play]:
-    """Yield the function that runs a seed's studies; needed: any is left."""
+    """Yield the function that runs a study."""
     policy = start(out, seed, timeout_s)
     if mesh or not needed:
         yield lambda run, folder: on_mesh(run, folder, policy, timeout_s)

@@ -1,6 +1,5 @@
-"""`python -m offbeat.benchmarks.studies.algorithms_plot DIR PNG`: success by algorithm, and over the staleness bound.
-
-Bars are standard errors.
+"""`python -m offbeat.benchmarks.studies.algorithms_plot DIR PNG`: success by algorithm and staleness bound, with
+standard errors.
 """
 
 # pyright: basic
@@ -26,13 +25,12 @@ def load(folder: Path, kind: str) -> list[Row]:
 
 
 def error(row: Row) -> float:
-    """Return the standard error of the final success."""
+    """Return the final success's standard error."""
     share = row["success_after"]
     return math.sqrt(share * (1 - share) / row["eval_episodes"])
 
 
 def algorithms(axes: Axes, rows: list[Row]) -> None:
-    """Plot a row per algorithm."""
     rows = sorted(rows, key=lambda row: row["success_after"])
     places = range(len(rows))
     axes.errorbar(
@@ -65,7 +63,6 @@ def staleness(axes: Axes, rows: list[Row]) -> None:
 
 
 def draw(folder: Path, picture: Path) -> None:
-    """Plot the panels that have data."""
     plots = [(algorithms, load(folder, "algorithms")), (staleness, load(folder, "staleness"))]
     panels = [(paint, rows) for paint, rows in plots if rows]
     if not panels:

@@ -25,7 +25,7 @@ def work(trajectories: Sequence[Trajectory], count: int) -> None:
 
 
 def cpu_us(trajectories: Sequence[Trajectory], burst: int, wakes: int, pause_s: float) -> float:
-    """Return the CPU time per trajectory, `burst` of them after each pause."""
+    """Return the CPU time per trajectory, `burst` after each pause."""
     began = time.process_time()
     for _ in range(wakes):
         work(trajectories, burst)
@@ -40,7 +40,6 @@ def cpu_us(trajectories: Sequence[Trajectory], burst: int, wakes: int, pause_s: 
 
 
 def main() -> None:
-    """Print each round."""
     load = make_load(groups=8, group_size=8, tokens=256, in_hand=64, batch=1)
     trajectories = [trajectory for row in load.trajectories for trajectory in row]
     work(trajectories, 1000)

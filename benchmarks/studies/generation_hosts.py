@@ -1,9 +1,7 @@
-"""Comparison of engine hosts in Ray Serve: our deployment around `AsyncLLM`, and a subclass of Ray Serve LLM's
-`LLMServer`.
+"""Engine hosts in Ray Serve: our deployment around `AsyncLLM`, and Ray Serve LLM's `LLMServer`.
 
-Both run equal requests on the tiny policy: start-up, then 2 and 32 tokens, 64 in flight, at 1, 8 and 16 turns a call,
-through Serve and inside the replica. Reported: best turns/s and least CPU time per turn, which is more telling on a
-busy machine.
+Tiny policy, 2 and 32 tokens, 64 in flight, 1 to 16 turns a call, through Serve and inside the replica. Reported: best
+turns/s and least CPU time per turn, which is more telling on a busy machine.
 
     python -m offbeat.benchmarks.studies.generation_hosts [--rounds N]
 """
@@ -44,7 +42,7 @@ PROMPT_TOKENS = 100
 
 
 class NoBroker:
-    """Broker without versions: initial weights stay."""
+    """Broker without versions."""
 
     async def newest(self) -> Manifest | None:
         return None
@@ -101,7 +99,7 @@ class HostedReplica:
             yield encode_completions(completions)
 
     async def cpu_s(self) -> float:
-        """Return the replica's CPU time, with descendants."""
+        """Return CPU time, with descendants."""
         me = psutil.Process()
         return sum(sum(p.cpu_times()[:2]) for p in (me, *me.children(recursive=True)))
 
@@ -128,7 +126,7 @@ def plain(model: Path) -> Any:
 
 
 def llm_server(model: Path) -> Any:
-    """Return Ray Serve LLM's server class, with access to its private vLLM client."""
+    """Return Ray Serve LLM's server class, with its private vLLM client."""
     from ray.serve.llm import LLMConfig, LLMServer, build_llm_deployment
 
     class ServerHost(HostedReplica, LLMServer):

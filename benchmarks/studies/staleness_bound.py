@@ -1,6 +1,6 @@
 """Throughput that a staleness bound permits by admission alone.
 
-Queue model: groups are admitted by rule C3 and take as long as their slowest episode; training publishes at once.
+Queue model: admission by rule C3; groups take as long as their slowest episode; training publishes at once.
 """
 
 import argparse

@@ -1,7 +1,6 @@
-"""Pause of a running engine for a new version, staged in advance or loaded in the pause.
+"""Engine pause for a new version, staged in advance or loaded in the pause; the ways alternate.
 
-`python -m offbeat.benchmarks.studies.weight_pause [--size 1M] [--rounds 7]`. The ways alternate. A step is one token
-without an update.
+python -m offbeat.benchmarks.studies.weight_pause [--size 1M] [--rounds 7]
 """
 
 import argparse
@@ -46,7 +45,7 @@ async def keep_running(engine: VllmEngine, place: int, steps: list[float]) -> No
 
 
 async def measure(folder: Path, files: list[Path], options: argparse.Namespace) -> None:
-    """Update an engine repeatedly; print the cost."""
+    """Update an engine; print the cost."""
     config = GenerationConfig.model_validate({"dtype": "bfloat16", "kv_cache_gib": 0.25})
     engine = await VllmEngine.start(config, folder, sequence_length=SEQUENCE_LENGTH, seed=0)
     steps: list[float] = []
@@ -78,7 +77,6 @@ def median(values: list[float]) -> float:
 
 
 def show(options: argparse.Namespace, step_s: float, times: dict[str, list[LoadTimes]]) -> None:
-    """Print a row per way."""
     title = f"{options.size} parameters, {options.running} requests running, load {os.getloadavg()[0]:.0f}"
     table = Table(
         "loading", "pause, ms (median)", "longest", "loading, ms", "engine step, ms", "pause in steps", title=title
@@ -96,7 +94,6 @@ def show(options: argparse.Namespace, step_s: float, times: dict[str, list[LoadT
 
 
 def main() -> None:
-    """Create a policy and two versions, then measure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=list(SHAPES), default="1M")
     parser.add_argument("--rounds", type=int, default=7)
