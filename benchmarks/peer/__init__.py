@@ -1,1 +1,1 @@
-"""`offbeat bench peer`: the same task trained by Offbeat and by TRL's GRPOTrainer, each well tuned."""
+"""`offbeat bench peer`: a task trained by Offbeat and by TRL's GRPOTrainer."""

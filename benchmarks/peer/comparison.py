@@ -1,6 +1,6 @@
-"""`offbeat bench peer`: runs both sides, evaluates their snapshots with the same code, and compares.
+"""`offbeat bench peer`: runs, evaluates and compares both sides.
 
-Invariant: existing runs in the folder are reused unless asked otherwise, so a long benchmark can be interrupted.
+Invariant: existing runs in the folder are reused by default.
 """
 
 import json
@@ -39,13 +39,13 @@ from offbeat.benchmarks.peer.venv import TRL_VENV
 from offbeat.deploy.config.run import RunConfig
 
 TARGETS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
-"""Success rates to compare at: the highest that both sides reach with a seed."""
+"""Success rates; compared at the highest that both sides reach."""
 SUCCESSES = "successes.json"
 DONE = "done"
 
 
 class PeerBench:
-    """Runs missing measurements and reads existing ones."""
+    """Missing measurements are run, existing ones read."""
 
     def __init__(self, options: PeerOptions, say: Callable[[str], None]) -> None:
         self._options = options
@@ -53,7 +53,7 @@ class PeerBench:
         self._guest = TRL_VENV.python_of(options.venv)
 
     def measure(self, setting: PeerSetting, seed: int, side: str) -> SideRun:
-        """Return one run of one side with evaluated snapshots."""
+        """Return one run with evaluated snapshots."""
         name = f"{TRL}-together" if side == TRL and self._options.together else side
         folder = self._options.folder / f"{setting.name}-{seed}" / name
         config = self.config(setting, seed, folder.resolve() / "run")
@@ -66,7 +66,7 @@ class PeerBench:
         return self._rated(setting, config, run, folder, f"{setting.name}, seed {seed}, {side}")
 
     def config(self, setting: PeerSetting, seed: int, output: Path) -> RunConfig:
-        """Return the configuration of both sides; create the policy if absent."""
+        """Return both sides' configuration; create the policy if absent."""
         steps = self._options.steps or setting.steps
         return offbeat_config(setting, seed, steps, self._policy(setting, seed), output)
 
@@ -115,7 +115,7 @@ class PeerBench:
 
 
 def run(options: PeerOptions) -> dict[str, Any]:
-    """Measure, print, plot and return the JSON."""
+    """Measure, print, plot and return the result."""
     settings = [with_overrides(SETTINGS[name], options.overrides) for name in options.settings]
     with console().status("starting") as status:
         bench = PeerBench(options, status.update)
@@ -137,7 +137,7 @@ def _setting(bench: PeerBench, options: PeerOptions, setting: PeerSetting) -> di
 def compare(runs: dict[str, dict[int, SideRun]], batch: int) -> dict[str, Any]:
     """Return medians over seeds, ratios of the sides, and each run.
 
-    Times to equal success are compared per seed, because the success reached differs by seed; the ratio is their median.
+    The ratio of times to equal success is the median over seeds, because the success reached differs.
     """
     seeds = {seed for by_seed in runs.values() for seed in by_seed}
     targets = {seed: common_target([by_seed[seed] for by_seed in runs.values() if seed in by_seed]) for seed in seeds}

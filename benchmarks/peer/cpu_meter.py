@@ -1,4 +1,4 @@
-"""CPU time of a process tree, per second and kind of process; independent of other load on the machine."""
+"""CPU time of a process tree, per second and kind of process."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ OTHER = "other"
 
 
 class CpuMeter:
-    """Writes lines `{"time", "cpu_s", "by_kind"}` until `stop`; an ended process keeps its last value."""
+    """Writer of lines `{"time", "cpu_s", "by_kind"}`; an ended process keeps its last value."""
 
     def __init__(self, pid: int, path: Path) -> None:
         self._root = psutil.Process(pid)
@@ -57,8 +57,7 @@ class CpuMeter:
 
 
 def kind_of(command: list[str]) -> str:
-    """Return a process's kind, by its command line: `ray::EnvWorkerActor`, `VLLM::EngineCore`, `redis-server`,
-    `offbeat.trainer.cli`."""
+    """Return a process's kind: `ray::EnvWorkerActor`, `VLLM::EngineCore`, `redis-server`, `offbeat.trainer.cli`."""
     if not command:
         return OTHER
     if named := re.match(r"(ray|VLLM)::[A-Za-z]+(:[a-z]+)?", command[0]):

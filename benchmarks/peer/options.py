@@ -10,16 +10,16 @@ SETTING_NAMES = ("a", "b", "c")
 
 
 class PeerError(Exception):
-    """The comparison is impossible; the message holds the reason and the remedy."""
+    """Impossible comparison, with reason and remedy."""
 
 
 class PeerSideError(PeerError):
-    """A side failed; the message names its log."""
+    """Failed side; names its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerOptions:
-    """Options of the comparison."""
+    """Options."""
 
     settings: tuple[str, ...] = ("a", "b", "c")
     seeds: tuple[int, ...] = (1, 2, 3)
@@ -27,7 +27,7 @@ class PeerOptions:
     steps: int | None = None
     """None: the setting's own."""
     overrides: tuple[str, ...] = ()
-    """`key=value` overrides of the configuration, after those of the setting."""
+    """`key=value`, after the setting's."""
     folder: Path = Path("runs/bench-peer")
     venv: Path = Path()
     smollm2: Path = Path("models/smollm2")
@@ -35,14 +35,14 @@ class PeerOptions:
     threads: int = 2
     """Of TRL; Offbeat's are configured."""
     together: bool = False
-    """True if TRL's turns wait for all episodes of the batch."""
+    """True if TRL's turns wait for all episodes."""
     max_seconds: float = 330.0
-    """Time limit of TRL's training."""
+    """Limit of TRL's training."""
     fresh: bool = False
 
 
 def parse(*, settings: str, seeds: str, sides: str, venv: Path | None, **rest: Any) -> PeerOptions:
-    """Parse command line values; lists are separated by commas.
+    """Parse command line values; lists have commas.
 
     Raises:
         PeerError: an unknown name or an invalid number.

@@ -1,4 +1,4 @@
-"""Plot of the comparison: held-out success over wall time, one panel per setting."""
+"""Held-out success over wall time, a panel per setting."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ NAMES = {"offbeat": "Offbeat", "trl": "TRL"}
 
 
 def draw(path: Path, settings: Sequence[dict[str, Any]]) -> None:
-    """Write a PNG; settings: results of `compare` with `setting` and `title`. Settings without evaluations are skipped."""
+    """Write a PNG; settings: results of `compare` with `setting` and `title`."""
     from matplotlib.figure import Figure
 
     shown = [

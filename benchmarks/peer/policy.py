@@ -1,4 +1,4 @@
-"""`python -m offbeat.benchmarks.peer.policy CONFIG OUT`: writes the warm-started policy that both sides start from."""
+"""`python -m offbeat.benchmarks.peer.policy CONFIG OUT`: the warm-started policy of both sides."""
 
 import logging
 import sys
@@ -14,7 +14,7 @@ from offbeat.trainer.training.policy_trainer import PolicyTrainer
 
 
 def make_policy(config_file: Path, out: Path) -> None:
-    """Warm-start a run's policy as its learner would, and save the weights in `out`."""
+    """Warm-start a run's policy; save it in `out`."""
     config = load_run(config_file)
     torch.set_num_threads(config.actor_train.num_threads)
     torch.manual_seed(config.seed)

@@ -1,4 +1,4 @@
-"""Processes of both sides: TRL in its venv, Offbeat by its command, evaluation of both in TRL's venv."""
+"""Processes of both sides."""
 
 import json
 import os
@@ -20,8 +20,9 @@ BIG = str(1 << 32)
 
 
 def guest_environment(folder: Path, threads: int) -> dict[str, str]:
-    """Return the environment of TRL's venv: our packages by links, so that no other package of ours is visible, and
-    malloc settings that keep memory between steps."""
+    """Return the environment of TRL's venv: our packages by links, to hide all others, and malloc settings that keep
+    memory between steps.
+    """
     links = folder / "path"
     links.mkdir(parents=True, exist_ok=True)
     if not (links / "offbeat").exists():
@@ -46,7 +47,7 @@ def run_trl(python: Path, job: jobs.TrainJob, folder: Path, timeout_s: float) ->
 
 
 def evaluate(python: Path, job: jobs.EvaluateJob, folder: Path, timeout_s: float) -> list[float]:
-    """Return the success of each of the job's folders."""
+    """Return the success of each folder."""
     jobs.write(folder / "evaluate.json", job)
     command = [str(python), "-m", f"{GUEST}.evaluate", str((folder / "evaluate.json").resolve())]
     _run(command, folder / "evaluate.log", timeout_s, guest_environment(folder, job.threads))
@@ -54,21 +55,18 @@ def evaluate(python: Path, job: jobs.EvaluateJob, folder: Path, timeout_s: float
 
 
 def run_offbeat(config: RunConfig, folder: Path, timeout_s: float) -> None:
-    """Run `offbeat train`."""
     log = folder / "offbeat.log"
     command = [sys.executable, "-m", "offbeat.deploy.cli.app", "train", str(_written(config, log))]
     _run(command, log, timeout_s, dict(os.environ), folder / CPU)
 
 
 def make_policy(config: RunConfig, out: Path, timeout_s: float) -> None:
-    """Warm-start a policy into `out`."""
     log = out.with_suffix(".log")
     command = [sys.executable, "-m", "offbeat.benchmarks.peer.policy", str(_written(config, log)), str(out)]
     _run(command, log, timeout_s, dict(os.environ))
 
 
 def _written(config: RunConfig, log: Path) -> Path:
-    """Write the configuration next to the log; return its path."""
     log.parent.mkdir(parents=True, exist_ok=True)
     file = log.with_suffix(".yaml")
     file.write_text(dump_yaml(config), encoding="utf-8")
@@ -76,9 +74,9 @@ def _written(config: RunConfig, log: Path) -> Path:
 
 
 def _run(command: list[str], log: Path, timeout_s: float, environment: dict[str, str], cpu: Path | None = None) -> None:
-    """Run to the end; interrupt, then kill on timeout. The process dies with this one.
+    """Run to the end; interrupt, then kill on timeout.
 
-    cpu: file for the CPU time of all its processes.
+    cpu: file for CPU times.
 
     Raises:
         PeerSideError: it failed or timed out.

@@ -1,4 +1,4 @@
-"""Result of one side's run, read from TRL's `steps.jsonl` or Offbeat's `metrics.jsonl`."""
+"""Results of TRL's `steps.jsonl` or Offbeat's `metrics.jsonl`."""
 
 import itertools
 import json
@@ -13,22 +13,22 @@ import numpy as np
 from offbeat.benchmarks.peer.cpu_meter import CPU
 
 WARM_UP_STEPS = 5
-"""Warm-up steps, left out of the rates."""
+"""Left out of the rates."""
 REPORT_S = 1.0
-"""Largest delay with which a replica reports its first weights."""
+"""Limit of a replica's report of its first weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerStep:
-    """One optimizer step."""
+    """Optimizer step."""
 
     step: int
     seconds: float
-    """Wall time since the policy was first available."""
+    """Since the policy was first available."""
     success: float
-    """Of the trained episodes."""
+    """Of trained episodes."""
     time: float = 0.0
-    """Unix time at its end."""
+    """Unix, at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,39 +44,39 @@ class PolicySnapshot:
 
 @dataclass(frozen=True, slots=True)
 class SideRun:
-    """One run of one side."""
+    """Run of a side."""
 
     startup_s: float
-    """From the command to the start of `seconds`."""
+    """From command to start of `seconds`."""
     steps: tuple[PeerStep, ...]
     snapshots: tuple[PolicySnapshot, ...]
     cpu: tuple[tuple[float, float], ...] = ()
-    """(Unix time, CPU seconds of all its processes)."""
+    """(Unix time, CPU seconds)."""
     cpu_by_kind: dict[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
-    """By kind of process, at the times of `cpu`."""
+    """At the times of `cpu`."""
 
     def with_successes(self, successes: Sequence[float]) -> "SideRun":
-        """Return the run with its snapshots' successes, in their order."""
+        """Return the run with its snapshots' successes."""
         pairs = zip(self.snapshots, successes, strict=True)
         return replace(self, snapshots=tuple(replace(snapshot, success=success) for snapshot, success in pairs))
 
     def rate(self, batch: int) -> float:
-        """Trained trajectories/s, without the warm-up."""
+        """Trained trajectories/s, without warm-up."""
         first = self.steps[min(WARM_UP_STEPS, len(self.steps) - 2)]
         last = self.steps[-1]
         return batch * (last.step - first.step) / (last.seconds - first.seconds)
 
     def step_s(self) -> float:
-        """Median seconds of a step."""
+        """Median seconds per step."""
         later = self.steps[min(WARM_UP_STEPS, len(self.steps) - 2) :]
         return statistics.median(b.seconds - a.seconds for a, b in itertools.pairwise(later))
 
     def step_cpu_s(self) -> float | None:
-        """Mean CPU seconds of a step, all processes together; None if not measured."""
+        """Mean CPU seconds per step, if measured."""
         return self._per_step([used for _, used in self.cpu])
 
     def step_cpu_s_by_kind(self) -> dict[str, float]:
-        """Return the same by kind of process, the largest first; kinds below a millisecond are left out."""
+        """Mean CPU seconds per step by kind, sorted, at least 1 ms."""
         used_s = {kind: self._per_step(used) or 0.0 for kind, used in self.cpu_by_kind.items()}
         return {kind: spent for kind, spent in sorted(used_s.items(), key=lambda item: -item[1]) if spent >= 0.001}
 
@@ -88,7 +88,7 @@ class SideRun:
         return float(ended - began) / (last.step - first.step)
 
     def seconds_to(self, target: float) -> float | None:
-        """Return the time at which held-out success reached `target`, interpolated between snapshots; None: never."""
+        """Return the interpolated time at which held-out success reached `target`; None: never."""
         rated = [snapshot for snapshot in self.snapshots if snapshot.success is not None]
         before: PolicySnapshot | None = None
         for snapshot in rated:
@@ -103,7 +103,7 @@ class SideRun:
 
 
 def read_trl(folder: Path) -> SideRun:
-    """Read the files of `trl_worker.train`."""
+    """Read files of `trl_worker.train`."""
     records = _lines(folder / "steps.jsonl")
     steps = tuple(PeerStep(r["step"], r["seconds"], r["success"], r["time"]) for r in records if "step" in r)
     seconds = {0: 0.0} | {step.step: step.seconds for step in steps}
@@ -111,7 +111,7 @@ def read_trl(folder: Path) -> SideRun:
 
 
 def read_offbeat(folder: Path, start: Path) -> SideRun:
-    """Read the files of `offbeat train`. start: folder of the initial policy."""
+    """Read files of `offbeat train`. start: initial policy."""
     records = _lines(folder / "metrics.jsonl")
     began = next(r["time"] for r in records if r["source"] == "command")
     served = next(r["time"] for r in records if r["source"] == "generation" and r["values"].get("weight_updates"))
@@ -124,7 +124,6 @@ def read_offbeat(folder: Path, start: Path) -> SideRun:
 
 
 def _snapshots(folder: Path, seconds: dict[int, float]) -> tuple[PolicySnapshot, ...]:
-    """Return the `step-*` folders of steps with a known time."""
     folders = [(int(path.name.removeprefix("step-")), path) for path in sorted(folder.glob("step-*"))]
     return tuple(PolicySnapshot(step, seconds[step], path) for step, path in folders if step in seconds)
 

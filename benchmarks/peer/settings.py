@@ -1,6 +1,6 @@
-"""The three settings of the comparison, as a run's configuration and as TRL's job.
+"""Settings of the comparison.
 
-Invariant: TRL's job is derived from Offbeat's configuration, so task, seeds, algorithm and batch are the same.
+Invariant: TRL's job is derived from Offbeat's configuration, so task, seeds, algorithm and batch are equal.
 """
 
 from collections.abc import Sequence
@@ -30,12 +30,11 @@ class PeerSetting:
     """File in `deploy/configs`."""
     steps: int
     snapshot_every: int
-    """Steps between snapshots for evaluation."""
     eval_tasks: int
     overrides: tuple[str, ...] = ()
     env_threads: int = 0
     pretrained: bool = False
-    """True to start from SmolLM2 instead of a warm-started tiny policy."""
+    """True for SmolLM2, not a warm-started tiny policy."""
 
 
 LATENCY = "{distribution:lognormal,mean_s:0.1,std_s:0.2}"
@@ -67,17 +66,16 @@ SETTINGS = {
 
 
 def with_overrides(setting: PeerSetting, overrides: Sequence[str]) -> PeerSetting:
-    """Return the setting with `key=value` overrides; keys without a counterpart in TRL apply to Offbeat alone."""
+    """Return the setting with overrides; keys unknown to TRL apply to Offbeat alone."""
     return replace(setting, overrides=(*setting.overrides, *overrides))
 
 
 def warm_config(setting: PeerSetting, seed: int, output: Path) -> RunConfig:
-    """Return the run whose warm start creates the policy of both sides."""
+    """Return the run that warm-starts both sides' policy."""
     return load_run(CONFIGS / setting.config, [f"seed={seed}", f"exp_name=peer-warm-{seed}", f"output_dir={output}"])
 
 
 def offbeat_config(setting: PeerSetting, seed: int, steps: int, policy: Path, output: Path) -> RunConfig:
-    """Return the configuration of `offbeat train`."""
     return load_run(
         CONFIGS / setting.config,
         [
@@ -95,7 +93,7 @@ def offbeat_config(setting: PeerSetting, seed: int, steps: int, policy: Path, ou
 
 
 def play_rules(config: RunConfig, env_threads: int, *, together: bool = False) -> Play:
-    """Return the rules of `config`'s episodes."""
+    """Return the rules of episodes."""
     env = config.custom_envs[TAG]
     system = env.agent_system_template
     if system is None:
@@ -149,7 +147,7 @@ def train_job(
 def evaluate_job(
     setting: PeerSetting, config: RunConfig, folders: list[Path], output: Path, *, threads: int
 ) -> EvaluateJob:
-    """Return the evaluation of snapshots on held-out maps, without the envs' latency."""
+    """Return the evaluation on held-out maps, without latency."""
     settings: dict[str, Any] = dict(config.custom_envs[TAG].env_config)
     settings.pop("latency", None)
     held_out = registry.held_out_config("frozen_lake", settings)

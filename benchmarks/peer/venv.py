@@ -1,4 +1,4 @@
-"""Venv of TRL, whose pinned versions conflict with vLLM's."""
+"""TRL's venv: its pins conflict with vLLM's."""
 
 from offbeat.benchmarks.harness.venv import GuestVenv
 

@@ -1,1 +1,1 @@
-"""Code that runs in TRL's venv; imports TRL, transformers, torch and `envs`, and nothing else of Offbeat."""
+"""Code in TRL's venv; imports `envs` alone of Offbeat."""

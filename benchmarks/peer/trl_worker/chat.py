@@ -1,4 +1,4 @@
-"""Chat template split into token ids: the first prompt, and the tokens between two answers."""
+"""Chat template split into token ids."""
 
 from functools import lru_cache
 from typing import Any
@@ -8,7 +8,7 @@ USER, ANSWER, NEXT = "peer0user", "peer1answer", "peer2next"
 
 
 class Chat:
-    """Token pieces of an append-only template whose answers end with a special token."""
+    """Token pieces of an append-only template; answers end with a special token."""
 
     def __init__(self, tokenizer: Any, system_prompt: str) -> None:
         self._tokenizer = tokenizer
@@ -24,7 +24,7 @@ class Chat:
         self.answer = lru_cache(65_536)(self._answer)
 
     def messages(self, observation: str) -> list[dict[str, str]]:
-        """Return the prompt of an episode in the form of TRL's datasets."""
+        """Return the prompt in TRL's form."""
         return [*self._system, _user(observation)]
 
     def _first_prompt(self, observation: str) -> tuple[int, ...]:

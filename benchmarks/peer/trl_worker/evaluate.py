@@ -1,4 +1,4 @@
-"""`python -m offbeat.benchmarks.peer.trl_worker.evaluate JOB`: success rate of either side's snapshots."""
+"""`python -m offbeat.benchmarks.peer.trl_worker.evaluate JOB`: success of snapshots."""
 
 # pyright: basic
 import json
@@ -15,7 +15,7 @@ from offbeat.benchmarks.peer.trl_worker.rollouts import EpisodeRunner
 
 
 def success(job: EvaluateJob, tokenizer: Any, folder: str) -> float:
-    """Return the share of held-out tasks that a folder's policy solves in one episode each."""
+    """Return the share of held-out tasks solved in one episode each."""
     torch.manual_seed(job.seed)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, job.dtype)).eval()
     player = EpisodeRunner(model, Chat(tokenizer, job.play.system_prompt), job.play, job.batch)

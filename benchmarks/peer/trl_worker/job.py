@@ -1,4 +1,4 @@
-"""Jobs for a process in TRL's venv, as JSON files; standard library alone, so both sides can import it."""
+"""Jobs for TRL's venv, as JSON; standard library alone, to be importable by both sides."""
 
 import json
 from dataclasses import asdict, dataclass, fields
@@ -8,27 +8,27 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """Rules of episodes, as in `offbeat.services.rollout`."""
+    """Rules as in `offbeat.services.rollout`."""
 
     env_type: str
     env_config: dict[str, Any]
     system_prompt: str
     agent_template: str
-    """User message of a turn, with `{observation}`, `{step}` and `{actions_left}`."""
+    """User message with `{observation}`, `{step}` and `{actions_left}`."""
     max_turns: int
     max_new_tokens: int
     """Per answer."""
     sequence_length: int
     """Longest episode, tokens."""
     env_threads: int
-    """0: step on the main thread, for instant envs."""
+    """0: step on the main thread."""
     together: bool = False
-    """True if each turn waits for all running episodes (one `generate` call per turn), False to batch the ready ones."""
+    """True if a turn waits for all running episodes, False to batch the ready ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainJob:
-    """One run of TRL's GRPOTrainer."""
+    """Run of TRL's GRPOTrainer."""
 
     policy: str
     output: str
@@ -36,12 +36,12 @@ class TrainJob:
     play: Play
     seed: int
     task_seeds: list[int]
-    """Env seed of each group, in training order."""
+    """Env seed per group, in order."""
     steps: int
     groups_per_step: int
     group_size: int
     micro_batch: int
-    """Sequences of one forward and backward pass."""
+    """Sequences per pass."""
     learning_rate: float
     warmup_steps: int
     lr_scheduler_type: str
@@ -57,14 +57,14 @@ class TrainJob:
     dtype: str
     threads: int
     snapshot_every: int
-    """Steps between snapshots of the weights, whose time is not counted. 0: none."""
+    """Steps; 0: none. Its time is not counted."""
     max_seconds: float
-    """Time limit; training ends at the next step."""
+    """Training ends at the next step."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluateJob:
-    """Success of snapshots on held-out tasks, sampled at temperature 1."""
+    """Evaluation on held-out tasks, sampled at temperature 1."""
 
     policy: str
     """Folder with the tokenizer."""
@@ -76,7 +76,7 @@ class EvaluateJob:
     dtype: str
     threads: int
     output: str
-    """File for the successes, a JSON list in the order of `folders`."""
+    """JSON list in the order of `folders`."""
 
 
 def write(path: Path, job: TrainJob | EvaluateJob) -> None:

@@ -1,7 +1,7 @@
-"""KV cache of many episodes, kept across turns: one slot per episode, tokens without gaps.
+"""KV cache of many episodes, kept across turns.
 
-Invariant: slot s holds the keys and values of exactly the first `lengths[s]` tokens of its episode, whichever episodes
-were fed together. Nothing is copied if all slots are fed, as in every turn of an instant env.
+Invariant: slot s holds keys and values of the first `lengths[s]` tokens of its episode, without gaps. Nothing is copied
+if all slots are fed.
 """
 
 # pyright: basic
@@ -14,8 +14,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class _Fed:
-    """Tokens of the current forward pass."""
-
     def __init__(self, slots: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
         self.width, self.total = max(counts), max(s + c for s, c in zip(starts, counts, strict=True))
         first, n = slots[0], len(slots)
@@ -32,12 +30,12 @@ class _Fed:
 
     @property
     def mask(self) -> Tensor:
-        """[n, 1, width, total] bool: attention mask."""
+        """Attention mask, [n, 1, width, total] bool."""
         return torch.arange(self.total) <= self.positions[:, None, :, None]
 
 
 class _StoreLayer(CacheLayerMixin):
-    """One layer's keys and values, [slot, head, token, dimension]."""
+    """Keys and values, [slot, head, token, dimension]."""
 
     fed: _Fed
 
@@ -78,7 +76,7 @@ class _StoreLayer(CacheLayerMixin):
 
 
 class Store:
-    """The model and each episode's cache."""
+    """Model and caches."""
 
     def __init__(self, model: Any, num_slots: int, length: int) -> None:
         self.model = model
@@ -87,7 +85,7 @@ class Store:
         self.lengths = [0] * num_slots
 
     def feed(self, slots: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
-        """Append tokens to some slots, in ascending order; return the logits of the next token, [slots, vocabulary]."""
+        """Append tokens to slots, in ascending order; return the next token's logits, [slots, vocabulary]."""
         fed = _Fed(slots, [self.lengths[slot] for slot in slots], [len(chunk) for chunk in chunks])
         for layer in self._layers:
             layer.fed = fed
@@ -105,7 +103,6 @@ class Store:
         return output.logits[:, -1].float()
 
     def copy(self, source: int, targets: Sequence[int]) -> None:
-        """Copy the cache of `source` to `targets`."""
         length = self.lengths[source]
         for layer in self._layers:
             for cache in (layer.keys, layer.values):
@@ -115,5 +112,4 @@ class Store:
             self.lengths[target] = length
 
     def clear(self) -> None:
-        """Clear all slots."""
         self.lengths = [0] * len(self.lengths)

@@ -1,7 +1,6 @@
-"""Concurrent episodes with plain transformers: an episode takes its next turn as soon as its env has answered.
+"""Concurrent episodes with plain transformers; a batch is the ready episodes.
 
-With an instant env all episodes advance together, one batch per turn; with a slow one the batch is the ready episodes.
-Keys and values persist across turns, and siblings share their prompt's.
+Keys and values persist across turns; siblings share their prompt's.
 """
 
 # pyright: basic
@@ -29,24 +28,22 @@ class SlotEpisode:
     env: Any
     prompt: tuple[int, ...] = ()
     completion: list[int] = field(default_factory=list)
-    """Tokens after the first prompt up to the last answer, the env's included."""
+    """Tokens after the first prompt, the env's included."""
     sampled: list[int] = field(default_factory=list)
-    """Loss mask of `completion`: 1 for sampled tokens, 0 for the env's."""
+    """Loss mask of `completion`."""
     unread: list[int] = field(default_factory=list)
-    """Tokens not yet fed to the model."""
+    """Tokens not yet fed."""
     answer: list[int] = field(default_factory=list)
     turns: int = 0
     reward: float = 0.0
     success: bool = False
 
     def append_env_tokens(self, ids: Sequence[int]) -> None:
-        """Append tokens of the env."""
         self.completion += ids
         self.sampled += [0] * len(ids)
         self.unread += ids
 
     def append_sampled(self, token: int) -> None:
-        """Append a sampled token."""
         self.completion.append(token)
         self.sampled.append(1)
         self.answer.append(token)
@@ -54,7 +51,7 @@ class SlotEpisode:
 
 
 class EpisodeRunner:
-    """Runs at most `num_slots` episodes at a time with one model."""
+    """Runner of up to `num_slots` concurrent episodes."""
 
     def __init__(self, model: Any, chat: Chat, play: Play, num_slots: int) -> None:
         self._chat = chat
@@ -67,7 +64,7 @@ class EpisodeRunner:
         """By slot."""
 
     def first_message(self, task_seed: int) -> str:
-        """Return the first user message of an episode with this env seed."""
+        """Return the first user message."""
         return self._message(self._envs[0].reset(seed=task_seed)[0], 0)
 
     def _message(self, observation: str, turns: int) -> str:
@@ -76,7 +73,7 @@ class EpisodeRunner:
 
     @torch.inference_mode()
     def run_episodes(self, task_seeds: Sequence[int], group_size: int = 1) -> list[SlotEpisode]:
-        """Run `group_size` episodes of each task to their ends; siblings are adjacent, in the order of the tasks."""
+        """Run `group_size` episodes per task; siblings are adjacent."""
         episodes = [SlotEpisode(slot, self._envs[slot]) for slot in range(len(task_seeds) * group_size)]
         self._live = list(episodes)
         self._store.clear()
@@ -107,7 +104,7 @@ class EpisodeRunner:
         return logits
 
     def _answer(self, ready: list[SlotEpisode], logits: Tensor) -> None:
-        """Sample one answer per episode and start its env's step."""
+        """Sample an answer per episode; start its env's step."""
         speaking = ready
         for place in range(self._play.max_new_tokens):
             if place:
@@ -131,7 +128,7 @@ class EpisodeRunner:
             self._replies.put((episode, error))
 
     def _take_replies(self) -> list[SlotEpisode]:
-        """Wait for an env and collect all finished steps; return the continuing episodes by slot."""
+        """Wait for an env; collect finished steps; return continuing episodes by slot."""
         least = len(self._live) if self._play.together else 1
         replies = [self._replies.get() for _ in range(least)]
         while not self._replies.empty():
@@ -157,7 +154,7 @@ class EpisodeRunner:
         return True
 
     def _leave(self, episode: SlotEpisode) -> None:
-        """Free a slot and move the last one into it, to keep live slots contiguous."""
+        """Free a slot by moving the last one into it."""
         last = self._live.pop()
         if last is not episode:
             self._store.copy(last.slot, [episode.slot])
@@ -166,5 +163,5 @@ class EpisodeRunner:
 
 
 def _sample(logits: Tensor) -> list[int]:
-    """Sample at temperature 1. [n, vocabulary] -> n tokens"""
+    """Sample at temperature 1, [n, vocabulary] -> n tokens."""
     return torch.softmax(logits, -1).div_(torch.empty_like(logits).exponential_()).argmax(-1).tolist()

@@ -1,6 +1,6 @@
-"""`python -m offbeat.benchmarks.peer.trl_worker.train JOB`: one run of TRL's GRPOTrainer, tuned for a CPU.
+"""`python -m offbeat.benchmarks.peer.trl_worker.train JOB`: a run of TRL's GRPOTrainer, tuned for a CPU.
 
-Invariant: the wall time in `steps.jsonl` includes all that training needs and excludes snapshots, which only we need.
+Invariant: wall time in `steps.jsonl` includes all but snapshots.
 """
 
 # pyright: basic, reportMissingImports=false, reportPrivateImportUsage=false, reportArgumentType=false
@@ -53,12 +53,12 @@ class RolloutFunction:
 
 
 def episode_reward(episode_reward: list[float], **_: Any) -> list[float]:
-    """Return the envs' rewards, passed through by the rollout."""
+    """Return the rollout's rewards."""
     return episode_reward
 
 
 class Watch(TrainerCallback):
-    """Records each step and saves snapshots, whose time does not count."""
+    """Recorder of steps and snapshots."""
 
     def __init__(self, job: TrainJob, rollouts: RolloutFunction, trainer_of: Any) -> None:
         self._job = job
@@ -106,7 +106,6 @@ class Watch(TrainerCallback):
 
 
 def grpo_config(job: TrainJob) -> GRPOConfig:
-    """Return the run's algorithm as TRL's configuration."""
     batch = job.groups_per_step * job.group_size
     return GRPOConfig(
         output_dir=job.output,
