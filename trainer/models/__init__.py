@@ -1,1 +1,1 @@
-"""The policy and the critic over packed tokens."""
+"""Policy and critic over packed tokens."""

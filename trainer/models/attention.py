@@ -1,7 +1,6 @@
-"""Causal attention over packed tokens, registered with transformers under `PACKED_ATTENTION`.
+"""Causal attention over packed tokens, registered with transformers.
 
-Invariant: a token attends to earlier tokens of its own sequence and to nothing else. On a CPU sequences are
-right-padded for the kernel only (causal attention never sees the padding); on CUDA a varlen kernel needs no padding.
+Invariant: a token attends only to its own sequence; padding, used on CPUs, is never seen.
 """
 
 from typing import Any
@@ -30,12 +29,10 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within each sequence of `packing`.
-
-    query: [1, H, N, D], key and value: [1, K, N, D] -> [1, N, H, D].
+    """Compute attention within each sequence: query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D].
 
     Raises:
-        NotImplementedError: the model's attention needs an unsupported feature (soft caps, sinks, a custom mask).
+        NotImplementedError: unsupported soft caps, sinks, mask or window.
     """
     unsupported = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
     if unsupported or attention_mask is not None or not getattr(module, "is_causal", True):
@@ -109,7 +106,7 @@ def _pad(states: Tensor, packing: Packing) -> Tensor:
 
 
 def _sliding_window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """Return a mask [L, L] bool: a token attends to itself and the `window - 1` before it."""
+    """Return a mask [L, L] bool of each token and the `window - 1` before it."""
     offset = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None]
     return (offset >= 0) & (offset < window)
 

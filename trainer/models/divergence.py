@@ -1,7 +1,6 @@
-"""KL from the policy's distribution over the whole vocabulary to a reference's, in float32, in chunks of rows.
+"""Full-vocabulary KL to a reference, in float32.
 
-Invariant: neither distribution is materialized for all tokens in float32. The reference's last hidden states are stored, and
-its logits recomputed.
+Invariant: distributions are materialized in chunks; the reference's logits are recomputed from hidden states.
 """
 
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from offbeat.trainer.models.logprobs import rows_per_chunk
 
 @dataclass(frozen=True, slots=True)
 class ReferenceStates:
-    """Factored logits of a reference, hidden @ head.T. hidden: [M, H]; head: [V, H], on the model's device."""
+    """Factored logits, hidden @ head.T. hidden: [M, H]; head: [V, H], on the model's device."""
 
     hidden: Tensor
     head: Tensor
@@ -46,7 +45,7 @@ class _FullKL(torch.autograd.Function):
 def _distributions(
     logits: Tensor, hidden: Tensor, head: Tensor, temperature: float | Tensor
 ) -> Iterator[tuple[Tensor, Tensor, slice, float | Tensor]]:
-    """Yield chunks: logprobs of policy and reference, their rows, the rows' temperature."""
+    """Yield chunks of both logprobs, their rows and temperatures."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     step = rows_per_chunk(logits)
     for start in range(0, len(logits), step):
@@ -62,9 +61,9 @@ def _distributions(
 
 
 def full_kl(logits: Tensor, reference: ReferenceStates, temperature: float | Tensor = 1.0) -> Tensor:
-    """Return the sum over the vocabulary of p (log p - log q), with p the policy and q the reference at `temperature`.
+    """Return the sum over the vocabulary of p (log p - log q), p: policy, q: reference.
 
-    logits: [M, V]; temperature: scalar or [M] -> [M] in nats, float32 or wider, differentiable once by `logits`.
+    logits: [M, V]; temperature: scalar or [M] -> [M] in nats, float32 or wider, once differentiable by `logits`.
     """
     if not len(logits):
         return logits.sum(1).float()

@@ -1,4 +1,4 @@
-"""Export of weights as a Hugging Face folder, with at most one shard in memory."""
+"""Hugging Face export, with at most one shard in memory."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".index.json")
 
 
 def export_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Write `tensors` as safetensors; each is copied before the next is requested."""
+    """Write `tensors` as safetensors, copying each before the next is requested."""
     shards: list[tuple[Path, list[str]]] = []
     pending: dict[str, Tensor] = {}
     size = total = 0
@@ -52,7 +52,7 @@ def _name_shards(folder: Path, shards: list[tuple[Path, list[str]]], total: int)
 
 
 def copy_model_files(source: Path, folder: Path) -> None:
-    """Copy configuration, tokenizer and chat template, without weights."""
+    """Copy a model folder without weights."""
     for path in source.iterdir():
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHT_SUFFIXES):
             shutil.copyfile(path, folder / path.name)

@@ -1,4 +1,4 @@
-"""Loads policies and critics from Hugging Face folders."""
+"""Loading from Hugging Face folders."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -14,21 +14,20 @@ from offbeat.trainer.models.policy import PackedCritic, PackedPolicy
 from offbeat.trainer.models.vision import PackedVisionPolicy
 
 PREFIX_SHARING_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types that `shared_prefix` is tested with."""
+"""Model types tested with `shared_prefix`."""
 
 
 def has_weights(folder: Path) -> bool:
-    """Return True if a model folder holds weights."""
     return any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
 
 
 def load_policy(
     folder: Path, args: ModelArgs, seed: int, temperature: float = 1.0, *, value_head: bool = False
 ) -> PackedPolicy:
-    """Load a policy, with adapters if `args` names any; missing weights are initialized from `seed`.
+    """Load a policy; missing weights are initialized from `seed`.
 
     Raises:
-        ValueError: the adapters or a shared prefix do not fit the model.
+        ValueError: adapters or a shared prefix do not fit the model.
     """
     policy = _load_policy(folder, args, seed, temperature)
     if value_head:
@@ -37,7 +36,7 @@ def load_policy(
 
 
 def load_critic(folder: Path, args: ModelArgs, seed: int) -> PackedCritic:
-    """Load a backbone with a value head that is initialized to zero."""
+    """Load a backbone with a zero value head."""
     return PackedCritic(_load(AutoModel, folder, args, seed))
 
 
@@ -72,7 +71,6 @@ def _load(auto: Any, folder: Path, args: ModelArgs, seed: int) -> PreTrainedMode
 
 
 def _attention_implementation(args: ModelArgs, *, has_vision: bool) -> str | dict[str, str]:
-    """Return `attn_implementation`; a vision tower attends within each image and needs no packing."""
     if args.attn_implementation != "auto":
         return args.attn_implementation
     return {"text_config": PACKED_ATTENTION, "vision_config": "sdpa"} if has_vision else PACKED_ATTENTION

@@ -1,4 +1,4 @@
-"""Logprobs and entropies of sampled tokens, computed in float32 without a float32 copy of all logits."""
+"""Logprobs and entropies in float32, without a float32 copy of all logits."""
 
 from typing import Any
 
@@ -8,19 +8,19 @@ from torch import Tensor
 CHUNK_ELEMENTS = 1 << 24
 """Logits per float32 chunk on a GPU."""
 CPU_CHUNK_ELEMENTS = 1 << 18
-"""Logits per float32 chunk on a CPU: 1 MB, which stays in cache."""
+"""Logits per float32 chunk on a CPU: 1 MB, within cache."""
 MIN_LOGPROB = -1e4
-"""Logprob whose exponential is 0 in every dtype, so that a logit of -inf has gradient 0 instead of 0 * inf."""
+"""Logprob with exponential 0 in every dtype, so that logit -inf has gradient 0, not 0 * inf."""
 
 
 def rows_per_chunk(logits: Tensor) -> int:
-    """Return the number of rows of [M, V] per chunk."""
+    """Return the rows of [M, V] per chunk."""
     elements = CHUNK_ELEMENTS if logits.is_cuda else CPU_CHUNK_ELEMENTS
     return max(1, elements // logits.shape[1])
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Stores the original logits and one normalizer per row; the backward pass recomputes probabilities in chunks."""
+    """Chunked logprobs; the backward pass recomputes probabilities."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,6 @@ def _chunks(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> Any
 
 
 def _scale(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    """Return logits / temperature as a new tensor of at least float32."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     return _divide_(logits.to(dtype, copy=True), temperature)
 
@@ -89,7 +88,7 @@ def _forward(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> tu
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
     """Return logprobs and entropies of the targets under softmax(logits / temperature).
 
-    logits: [M, V]; targets: [M] int64; temperature: scalar or [M] -> logprobs [M] and entropies [M] in nats,
-    float32 or wider, both differentiable once.
+    logits: [M, V]; targets: [M] int64; temperature: scalar or [M] -> [M] each in nats, float32 or wider, once
+    differentiable.
     """
     return _TokenLogprobs.apply(logits, targets, temperature)

@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) on a model's linear layers, through PEFT, and their export.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) through PEFT.
 
-Invariants: a new adapter changes no output; only adapters are trained; checkpoints contain W + alpha/rank B A under the
-layer's Hugging Face name, and engines receive the same, or the base once and then adapters.
+Invariants: a new adapter changes no output; only adapters are trained; checkpoints contain W + alpha/rank B A under
+Hugging Face names.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,17 +16,17 @@ from offbeat.trainer.config.learner import ModelArgs
 
 ADAPTER = "default"
 BASE = ".base_layer."
-"""PEFT's infix in the names of a layer's base weights."""
+"""PEFT's infix of base weights."""
 FACTORS = (".lora_A.", ".lora_B.")
 PREFIX = "base_model.model."
-"""PEFT's prefix of adapter tensors in a file."""
+"""PEFT's prefix of adapter tensors in files."""
 
 
 def add_adapters(model: nn.Module, args: ModelArgs, seed: int) -> None:
-    """Freeze the model and add adapters, initialized from `seed`, to the layers of `lora_target`.
+    """Freeze the model and add adapters to `lora_target`.
 
     Raises:
-        ValueError: a layer is unknown, not linear, or shares its weight with another one.
+        ValueError: a layer is unknown, not linear, or shares its weight.
     """
     from peft import LoraConfig, inject_adapter_in_model  # noqa: PLC0415
     from peft.tuners.lora import Linear  # noqa: PLC0415
@@ -62,8 +62,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 class ExportedWeight:
     """Weight to export.
 
-    name: Hugging Face's, with the wrapper's prefix; parts: parameters that it is computed from; tensor: computes it once the
-    parts are gathered.
+    name: with the wrapper's prefix; tensor: computes it once `parts` are gathered.
     """
 
     name: str
@@ -85,7 +84,7 @@ def merged_weights(module: nn.Module) -> Iterator[ExportedWeight]:
 
 
 def unmerged_weights(module: nn.Module, wrapper: str) -> Iterator[ExportedWeight]:
-    """Yield the base weights, and the adapters' factors under PEFT's names. wrapper: prefix before Hugging Face's names."""
+    """Yield base weights, and adapter factors under PEFT's names."""
     for name, parameter in module.named_parameters():
         if any(factor in name for factor in FACTORS):
             exported_name = PREFIX + name.removeprefix(wrapper).replace(f".{ADAPTER}.", ".")
@@ -105,5 +104,5 @@ def _merged(name: str, layer: Any) -> ExportedWeight:
 
 
 def _layers(module: nn.Module) -> dict[str, Any]:
-    """Return the layers with an adapter, by name; detected by attribute, because importing PEFT is slow."""
+    """Return adapted layers, detected by attribute because importing PEFT is slow."""
     return {name: layer for name, layer in module.named_modules() if hasattr(layer, "lora_A")}

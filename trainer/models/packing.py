@@ -1,7 +1,4 @@
-"""Layout of sequences packed into one row of tokens, and the model's input.
-
-Linear layers see no padding; only attention may pad.
-"""
+"""Layout of packed sequences, and model input."""
 
 from dataclasses import dataclass
 
@@ -15,11 +12,10 @@ from offbeat.trainer.models.prefix_attention import SharedPrefixLayout, position
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """B sequences concatenated into N tokens.
+    """B sequences (with `branches`, blocks) concatenated into N tokens.
 
-    cu_seqlens: [B + 1] int32, first 0, last N; position_ids: [1, N] int64, from 0 in each sequence;
-    slots: [N] int64, index of each token in a right-padded [B, max_len]; branches: layout of shared prefixes, or None;
-    with it, the other fields describe blocks instead of sequences.
+    cu_seqlens: [B + 1] int32, first 0, last N; position_ids: [1, N] int64, from 0 in each sequence; slots: [N] int64,
+    token indices in a right-padded [B, max_len].
     """
 
     cu_seqlens: Tensor
@@ -34,10 +30,10 @@ class Packing:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, parents: Tensor | None = None) -> "Packing":
-        """Build the layout from borders [B + 1] int. parents: as in `SharedPrefixLayout.of`.
+        """Build the layout from borders [B + 1] int.
 
         Raises:
-            ValueError: the borders do not start at 0 or do not increase.
+            ValueError: borders do not start at 0 or do not increase.
         """
         starts = cu_seqlens.to(torch.int64)
         lengths = starts.diff()
@@ -62,10 +58,9 @@ class Packing:
 class PackedInput:
     """Input of one forward pass.
 
-    tokens: [N] int64; positions: [M] int64, indices of the tokens to score, never a sequence's first; temperatures: [M]
-    float32, sampling temperatures at `positions`, NaN for the model's default, None if all are; reference: for a full
-    KL at `positions`; pictures: in order of their position in tokens; head_alone: True to detach values from the
-    policy.
+    tokens: [N] int64; positions: [M] int64, tokens to score, never a sequence's first; temperatures: [M] float32, NaN
+    for the default, None if all are; reference: for a full KL; pictures: in token order; head_alone: detach values from
+    the policy.
     """
 
     tokens: Tensor
@@ -89,7 +84,7 @@ class PackedInput:
         """Build the input.
 
         Raises:
-            ValueError: the borders are invalid, or a position is a sequence's first token.
+            ValueError: invalid borders, or a position is a sequence's first token.
         """
         packing = Packing.of(cu_seqlens, parents)
         if len(tokens) != packing.position_ids.shape[1]:
@@ -100,7 +95,7 @@ class PackedInput:
 
     @property
     def predictors(self) -> Tensor:
-        """Indices of the tokens whose logits predict those at `positions`, [M] int64."""
+        """Tokens that predict those at `positions`, [M] int64."""
         branches = self.packing.branches
         return self.positions - 1 if branches is None else branches.before[self.positions]
 

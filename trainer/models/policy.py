@@ -1,7 +1,6 @@
 """Causal language model, and critic on its backbone, over packed tokens.
 
-Invariants: only attention sees padding; logits are computed only for sampled tokens; parameter names, without the wrapper's
-prefix, are Hugging Face's.
+Invariant: parameter names, after the wrapper's prefix, are Hugging Face's.
 """
 
 from dataclasses import replace
@@ -18,7 +17,7 @@ from offbeat.trainer.models.value_head import ValueHead, last_hidden_states
 
 
 class Sampled(NamedTuple):
-    """Outputs for sampled tokens, [M] float32 each: logprobs, entropies and full KL to the reference in nats; values."""
+    """Outputs for sampled tokens, [M] float32 each; logprobs, entropies and full KL in nats."""
 
     logprobs: Tensor
     entropies: Tensor
@@ -27,7 +26,7 @@ class Sampled(NamedTuple):
 
 
 def packed_kwargs(packing: Packing) -> dict[str, Any]:
-    """Return the borders as model arguments for every attention implementation."""
+    """Return model arguments for every attention implementation."""
     return {
         "position_ids": packing.position_ids,
         "use_cache": False,
@@ -40,10 +39,7 @@ def packed_kwargs(packing: Packing) -> dict[str, Any]:
 
 
 class PackedPolicy(nn.Module):
-    """Policy over packed tokens; with a value head it also returns values.
-
-    temperature: default sampling temperature.
-    """
+    """Policy over packed tokens. temperature: default for sampling."""
 
     def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
         super().__init__()
@@ -52,11 +48,11 @@ class PackedPolicy(nn.Module):
         self.value_head: ValueHead | None = None
 
     def add_value_head(self) -> None:
-        """Add a value head that shares the forward pass."""
+        """Add a value head."""
         self.value_head = ValueHead(self.model.config.get_text_config().hidden_size)
 
     def forward(self, x: PackedInput) -> Sampled:
-        """Score the tokens at `x.positions`."""
+        """Score `x.positions`."""
         if self.value_head is None:
             return self._score(x, self.logits(x))
         with last_hidden_states(self.model) as states:
@@ -73,10 +69,10 @@ class PackedPolicy(nn.Module):
         return Sampled(*token_logprobs(logits, x.tokens[x.positions], temperature), divergences)
 
     def logits(self, x: PackedInput) -> Tensor:
-        """Return the logits [M, V] that predict the tokens at `x.positions`.
+        """Return the logits [M, V] that predict `x.positions`.
 
         Raises:
-            ValueError: the input has images, but the policy has no image input.
+            ValueError: the policy has no image input.
         """
         if x.pictures:
             raise ValueError("the trajectory has images, but this policy has no image input")
@@ -84,10 +80,10 @@ class PackedPolicy(nn.Module):
 
     @torch.no_grad()
     def hidden_states(self, x: PackedInput) -> ReferenceStates:
-        """Return the vocabulary distributions as hidden states, for another policy's full KL.
+        """Return the vocabulary distributions, for a full KL.
 
         Raises:
-            ValueError: the logits are not the product of the last hidden states and the output embedding.
+            ValueError: the logits are not hidden states @ output embedding.
         """
         with last_hidden_states(self.model) as states:
             logits = self.logits(replace(x, positions=x.positions[:1]))  # one token, to verify the product
@@ -102,7 +98,7 @@ class PackedPolicy(nn.Module):
 
 
 class PackedCritic(nn.Module):
-    """Critic with the policy's architecture and a value head."""
+    """Critic with the policy's architecture."""
 
     def __init__(self, backbone: PreTrainedModel) -> None:
         super().__init__()
@@ -110,6 +106,6 @@ class PackedCritic(nn.Module):
         self.value_head = ValueHead(backbone.config.get_text_config().hidden_size)
 
     def forward(self, x: PackedInput) -> Tensor:
-        """Return the values before the tokens at `x.positions`, [M] float32."""
+        """Return the values before `x.positions`, [M] float32."""
         hidden = self.model(x.tokens[None], **packed_kwargs(x.packing)).last_hidden_state[0]
         return self.value_head(hidden.index_select(0, x.predictors))

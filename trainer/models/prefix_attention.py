@@ -1,7 +1,6 @@
-"""Layout of and attention over sequences with a shared prefix, which is computed once.
+"""Attention with shared prefixes, which are computed once.
 
-A row of tokens is divided into blocks. A root is a prefix; a branch continues its root and attends to it. Invariant: a
-branch's token has the same result as in [root | branch], and its gradient reaches the root's single computation.
+A root is a prefix; a branch continues it. Invariant: results and gradients equal those of [root | branch].
 """
 
 from dataclasses import dataclass
@@ -14,11 +13,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixLayout:
-    """G roots and B branches in a row of N tokens.
+    """G roots and B branches in a row of N tokens, all int64.
 
-    root_rows, branch_rows: [Nr], [Nb] int64, indices of the tokens in the row; root_slots, branch_slots: their indices in
-    right-padded [G, root_len] and [B, branch_len]; owner: [B] int64, each branch's root; prefix_len: [B] int64,
-    that root's length; before: [N] int64, index of each token's predecessor (0 for the row's first).
+    root_rows, branch_rows: [Nr], [Nb] token indices in the row; root_slots, branch_slots: indices in right-padded [G,
+    root_len], [B, branch_len]; owner: [B] root of each branch; prefix_len: [B] its length; before: [N] each token's
+    predecessor (0 for the row's first).
     """
 
     root_rows: Tensor
@@ -35,15 +34,15 @@ class SharedPrefixLayout:
 
     @property
     def longest(self) -> int:
-        """Upper bound of the longest sequence, in tokens."""
+        """Upper bound of sequence lengths."""
         return max(self.root_len, self.longest_prefix + self.branch_len)
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, parents: Tensor) -> "SharedPrefixLayout":
-        """Build the layout from borders [K + 1] and parents [K]: index of a branch's root, -1 for a root.
+        """Build the layout from borders [K + 1] and parents [K]: a branch's root, -1 for a root.
 
         Raises:
-            ValueError: there is no branch, or a parent is not a root.
+            ValueError: no branch, or a parent is not a root.
         """
         starts = cu_seqlens.to(torch.int64)
         lengths = starts.diff()
@@ -89,7 +88,7 @@ class SharedPrefixLayout:
         )
 
     def mask(self) -> Tensor:
-        """Return the mask of branches, root on the left: [B or 1, 1, branch_len, longest_prefix + branch_len] bool."""
+        """Return the branches' mask, root on the left: [B or 1, 1, branch_len, longest_prefix + branch_len] bool."""
         steps = torch.arange(self.branch_len, device=self.owner.device)
         is_causal = steps[:, None] >= steps[None]
         lengths = self.prefix_len.unique()
@@ -101,7 +100,7 @@ class SharedPrefixLayout:
 
 
 def position_ids(cu_seqlens: Tensor, parents: Tensor) -> Tensor:
-    """Return positions [1, N] int64, from 0 in each root and from the root's length in each branch."""
+    """Return positions [1, N] int64, from 0 in roots, continued in branches."""
     starts = cu_seqlens.to(torch.int64)
     lengths = starts.diff()
     first = torch.where(parents < 0, 0, lengths[parents.clamp(min=0)])

@@ -1,7 +1,7 @@
-"""The built-in policy: a small Qwen2 with a word-level tokenizer, written as a Hugging Face folder without weights.
+"""Built-in policy: a small Qwen2 with a word-level tokenizer, without weights.
 
-Invariants: nothing here imports torch or transformers, so that the command line stays fast; the chat template is
-append-only (a longer conversation's tokens start with the shorter one's); the vocabulary has no id without a word.
+Invariants: nothing here imports torch or transformers, which are slow; the chat template is append-only; every
+vocabulary id has a word.
 """
 
 import json
@@ -19,16 +19,17 @@ TURN_START, TURN_END, PAD, UNKNOWN = "<|im_start|>", "<|im_end|>", "<pad>", "<un
 SPECIAL_TOKENS = (PAD, UNKNOWN, TURN_START, TURN_END)
 VISION_START, VISION_END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 VISION_TOKENS = (VISION_START, VISION_END, IMAGE, VIDEO)
-"""Qwen2-VL's tokens, appended for image input."""
+"""Qwen2-VL's image tokens."""
 MERGE = 2
 """Patches per side of an image token."""
 MAX_SIDE_PIXELS = 1024
-"""Side of the largest square image that is not downscaled."""
+"""Largest square image without downscaling."""
 ROLES = ("system", "user", "assistant")
 
 _EMPTY_AUTO_MAP = {"AutoTokenizer": [None, None]}
-"""Workaround: transformers 5 loads Qwen2's byte-level tokenizer for every Qwen2 folder without an `auto_map`. An empty one
-runs no code and makes `tokenizer_class` effective."""
+"""Workaround for transformers 5, which ignores `tokenizer_class` of Qwen2 folders without an `auto_map`; an empty one
+runs no code.
+"""
 
 CHATML_TEMPLATE = (
     "{% for message in messages %}"
@@ -49,11 +50,11 @@ VISION_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""ChatML for messages with content parts, as in Qwen2-VL's template."""
+"""ChatML for content parts, as Qwen2-VL's."""
 
 
 def vocabulary(words: Sequence[str], special: Sequence[str] = SPECIAL_TOKENS) -> dict[str, int]:
-    """Return token -> id: special tokens, roles, distinct `words` in order.
+    """Return token -> id: special tokens, roles, distinct `words`.
 
     Raises:
         ValueError: a word is empty, has whitespace, or is a special token.
@@ -67,7 +68,7 @@ def vocabulary(words: Sequence[str], special: Sequence[str] = SPECIAL_TOKENS) ->
 
 
 def build_tokenizer(words: Sequence[str], special: Sequence[str] = SPECIAL_TOKENS) -> Tokenizer:
-    """Build a tokenizer with one token per word; unknown words are `<unk>`."""
+    """Build a tokenizer with one token per word."""
     tokenizer = Tokenizer(WordLevel(vocab=vocabulary(words, special), unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
@@ -75,14 +76,13 @@ def build_tokenizer(words: Sequence[str], special: Sequence[str] = SPECIAL_TOKEN
 
 
 def write_tiny_policy(folder: Path, config: TinyPolicyConfig, words: Sequence[str]) -> None:
-    """Write the configuration and tokenizer files of a tiny policy.
+    """Write a tiny policy's configuration and tokenizer.
 
-    Files are deterministic and written atomically, so a folder in use can be rewritten.
-
-    words: every word of the envs' texts, in a stable order.
+    Files are deterministic and written atomically, so a folder in use can be rewritten. words: all words of the envs'
+    texts, in a stable order.
 
     Raises:
-        ValueError: a word is empty, has whitespace, or is a special token.
+        ValueError: as `vocabulary`.
     """
     special = SPECIAL_TOKENS if config.vision is None else (*SPECIAL_TOKENS, *VISION_TOKENS)
     tokenizer = build_tokenizer(words, special)

@@ -1,4 +1,4 @@
-"""Comparison of two models' tokenizers."""
+"""Tokenizer comparison."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ from tokenizers import Tokenizer
 
 
 def check_same_tokens(policy: Path, other: Path, path: str) -> None:
-    """Check that two models have the same token ids. path: configuration key of `other`.
+    """Check that two models have equal token ids. path: configuration key of `other`.
 
     Raises:
-        ValueError: a token's id differs, or a folder has no tokenizer.json.
+        ValueError: an id differs, or tokenizer.json is missing.
     """
     policy_ids, other_ids = (_vocabulary(folder, path) for folder in (policy, other))
     if policy_ids != other_ids:

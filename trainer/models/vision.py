@@ -1,7 +1,6 @@
 """Vision-language policy over packed tokens (Qwen2-VL, Qwen2.5-VL).
 
-Invariants: images are located by the trajectory, never by token ids (a policy may sample a placeholder's id); positions
-are those of M-RoPE (arXiv:2409.12191), from 0 in each sequence.
+Invariant: images are located by the trajectory, since a policy may sample placeholder ids.
 """
 
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from offbeat.trainer.models.packing import PackedInput, Packing
 from offbeat.trainer.models.policy import PackedPolicy, packed_kwargs
 
 Grid = tuple[int, int, int]
-"""Frames, patch rows and patch columns."""
+"""Frames, patch rows, patch columns."""
 
 
 class PackedVisionPolicy(PackedPolicy):
@@ -45,10 +44,9 @@ class PackedVisionPolicy(PackedPolicy):
 
 
 def rope_positions(packing: Packing, pictures: Sequence[Picture], grids: Sequence[Grid], merge: int) -> Tensor:
-    """Return positions in the sequence, then M-RoPE's time, row and column: [4, 1, N] int64.
+    """Return positions in the sequence, then M-RoPE's time, row and column (arXiv:2409.12191): [4, 1, N] int64.
 
-    Text advances all three by one. An image's tokens share one time; text after it continues from its larger side. merge:
-    patches per side of a token.
+    An image's tokens share one time; text after it continues from its larger side. merge: patches per side of a token.
     """
     plain = packing.position_ids[0].cpu().numpy()
     axes = np.stack([plain, plain, plain, plain])
