@@ -1,1 +1,1 @@
-"""Training engines behind one protocol."""
+"""Training engines."""

@@ -1,7 +1,6 @@
 """Interface of training engines.
 
-Invariants: every method but the properties is collective (each rank calls it, in the same order, with the same
-arguments); the gradient of a batch does not depend on how it is split into micro-batches or sharded over ranks.
+Invariants: methods are collective; a batch's gradient does not depend on its split into micro-batches or ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,7 @@ Output = TypeVar("Output")
 Output_co = TypeVar("Output_co", covariant=True)
 
 LossFunction = Callable[[int, Output], Tensor]
-"""(index of the micro-batch, model output) -> its part of the batch's loss. The parts sum to the loss."""
+"""(micro-batch index, model output) -> part of the loss; parts sum to the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +27,9 @@ class Hyperparameters:
     learning_rate: float
     weight_decay: float
     head_learning_rate: float | None = None
-    """Learning rate of a policy's value head; None is `learning_rate`."""
+    """None: `learning_rate`."""
     head_alone: bool = False
-    """True to train only the value head; other weights and their moments do not change."""
+    """Train only the value head; other weights and moments do not change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +37,13 @@ class StepOutcome:
     """Result of an optimizer step."""
 
     applied: bool
-    """False if a gradient was not finite and the step was skipped."""
+    """False if a non-finite gradient skipped the step."""
     grad_norm: float
-    """Gradient norm before clipping."""
+    """Norm before clipping."""
 
 
 class TrainEngine(Protocol[Output_co]):
-    """A model and its optimizer, on one or more processes."""
+    """Model and optimizer on one or more ranks."""
 
     @property
     def rank(self) -> int: ...
@@ -58,26 +57,25 @@ class TrainEngine(Protocol[Output_co]):
     def train(
         self, batch: Sequence[PackedInput], loss: LossFunction[Output_co], hyperparameters: Hyperparameters
     ) -> StepOutcome:
-        """Run one optimizer step; `loss` is called for this rank's micro-batches."""
+        """Run one optimizer step; `loss` receives this rank's micro-batches."""
         ...
 
     def infer(self, batch: Sequence[PackedInput], read: Callable[[Output_co], Tensor] | None = None) -> list[Tensor]:
-        """Run the model without gradients and return `read(output)` per micro-batch: [..., M] float32 each.
+        """Return `read(output)` per micro-batch, without gradients: [..., M] float32 each.
 
-        read: None returns the first tensor of the output.
+        read: the output's first tensor by default.
         """
         ...
 
     def tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full parameters of the Hugging Face model, by name, without a value head. A tensor is valid until
-        the next.
+        """Yield full parameters by Hugging Face name, without a value head, each valid until the next.
 
-        merged: merge adapters into the weights; otherwise yield base weights and adapters, under PEFT's file names.
+        merged: merge adapters; otherwise yield them under PEFT's names.
         """
         ...
 
     def reset_optimizer(self) -> None:
-        """Reset the optimizer's moments."""
+        """Reset the moments."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -85,9 +83,9 @@ class TrainEngine(Protocol[Output_co]):
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore the state written by `save`.
+        """Restore a checkpoint.
 
         Raises:
-            RuntimeError: the folder has no complete checkpoint of this module and engine.
+            RuntimeError: no complete checkpoint of this module and engine.
         """
         ...

@@ -1,8 +1,8 @@
 # pyright: basic
-"""Training engine on DeepSpeed: ZeRO 0 to 3, on CPUs with gloo or on GPUs with NCCL.
+"""Training engine on DeepSpeed: ZeRO 0 to 3, on CPUs with gloo or GPUs with NCCL.
 
-Invariants: the loss is already normalized globally, so gradients are summed over micro-batches and ranks, never averaged; a
-step with a non-finite gradient changes neither weights nor moments, on any rank; every rank runs equally many passes.
+Invariants: the loss is normalized globally, so gradients are summed; a step with a non-finite gradient changes nothing,
+on any rank.
 """
 
 import json
@@ -33,19 +33,16 @@ from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.value_head import HEAD
 
 WRAPPER = "model."
-"""Prefix of the packed models before the Hugging Face names."""
+"""Prefix of Hugging Face names."""
 TAG = "state"
 STAGE_FILE = "zero_stage.json"
-"""File with the ZeRO stage that wrote the checkpoint."""
+"""ZeRO stage of the checkpoint."""
 MAX_BUCKET_ELEMENTS = 500_000_000
-"""Maximum size of a gradient bucket, DeepSpeed's default."""
+"""DeepSpeed's default."""
 
 
 class ClippingAdamW(torch.optim.AdamW):
-    """AdamW that clips by the global norm and skips the step if the norm is not finite.
-
-    ZeRO's optimizers do both themselves; DeepSpeed reads the two attributes from either.
-    """
+    """AdamW that clips by the global norm and skips non-finite steps, as ZeRO's optimizers do."""
 
     overflow = False
     _global_grad_norm = math.nan
@@ -66,7 +63,7 @@ class ClippingAdamW(torch.optim.AdamW):
 
 
 class DeepSpeedEngine(OnRanks):
-    """`TrainEngine` for a module whose forward takes a `PackedInput`."""
+    """`TrainEngine` on DeepSpeed."""
 
     def __init__(self, module: nn.Module, training: TrainingArgs, strategy: StrategyArgs, ranks: Ranks) -> None:
         super().__init__(ranks)
@@ -100,7 +97,7 @@ class DeepSpeedEngine(OnRanks):
         return self.outputs(self._engine, batch, read)
 
     def tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full parameters; ZeRO-3 gathers one weight, with its adapter, at a time."""
+        """Yield full parameters; ZeRO-3 gathers one weight, with its adapter, at a time."""
         module = self._engine.module
         gathered = _deepspeed().zero.GatheredParameters if self._stage == 3 else None
         for weight in merged_weights(module) if merged else unmerged_weights(module, WRAPPER):
@@ -117,7 +114,7 @@ class DeepSpeedEngine(OnRanks):
         return int(self._engine.zero_optimization_stage())
 
     def _states_without_head(self) -> list[dict[str, Any]]:
-        """Return the optimizer states of the first parameter group. ZeRO-3 exposes shards to AdamW only during a step."""
+        """Return the first parameter group's states; ZeRO-3 exposes shards to AdamW only during a step."""
         optimizer = self._engine.optimizer
         parameters = self._moments.param_groups[0]["params"]
         if self._stage == 3:
@@ -148,7 +145,7 @@ class DeepSpeedEngine(OnRanks):
 
 
 class DeepSpeedLogprobModel(OnRanks):
-    """`deepspeed_infer`: a frozen model with weights sharded over ranks (ZeRO-3) and gathered layer by layer."""
+    """`deepspeed_infer`: frozen model sharded over ranks (ZeRO-3)."""
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         super().__init__(ranks)
@@ -175,9 +172,8 @@ def _adamw(module: nn.Module, training: TrainingArgs, *, clips: bool) -> torch.o
 
 
 def engine_config(module: nn.Module, zero_stage: int, bf16: bool, max_grad_norm: float) -> dict[str, Any]:
-    """Return DeepSpeed's configuration; the caller decides when a batch is complete and sets the learning rate.
-
-    The bucket is at most the number of weights, because ZeRO allocates it in full even for a small model.
+    """Return DeepSpeed's configuration; ZeRO allocates the bucket in full, so that its size is at most the number of
+    weights.
     """
     num_weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in module.parameters())
     config: dict[str, Any] = {
@@ -209,8 +205,7 @@ def merge_settings(defaults: Mapping[str, Any], overrides: Mapping[str, JsonValu
 def _deepspeed() -> Any:
     """Import DeepSpeed with reduced logging and, on a CPU, without compiled operators.
 
-    Its CPU operator (all-reduce through shared memory) takes 20 s to build, replaces gloo, and leaves files in /dev/shm when
-    the learner is killed.
+    Its shared-memory all-reduce takes 20 s to build, replaces gloo, and leaves files in /dev/shm after a kill.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -1,7 +1,4 @@
-"""Frozen models: the reference and teachers.
-
-Invariant: every rank makes the same calls and gets the same results.
-"""
+"""Frozen models: reference and teachers."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
@@ -19,24 +16,24 @@ from offbeat.trainer.models.policy import PackedPolicy, Sampled
 
 
 class LogprobModel(Protocol):
-    """A model that scores sampled tokens."""
+    """Scorer of sampled tokens."""
 
     def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
-        """Return the logprobs of sampled tokens, per micro-batch: [M] float32 each."""
+        """Return logprobs per micro-batch: [M] float32 each."""
         ...
 
 
 @runtime_checkable
 class Reference(LogprobModel, Protocol):
-    """A reference for a KL over the whole vocabulary."""
+    """Reference for a full-vocabulary KL."""
 
     def hidden_states(self, batch: Sequence[PackedInput]) -> list[ReferenceStates]:
-        """Return the distributions over the vocabulary, per micro-batch."""
+        """Return the vocabulary distributions per micro-batch."""
         ...
 
 
 class FrozenModel(OnRanks):
-    """`hf_infer`: a transformers model replicated on every rank; each rank computes a shard of a batch."""
+    """`hf_infer`: a transformers model replicated on every rank."""
 
     def __init__(self, model: PackedPolicy, ranks: Ranks) -> None:
         super().__init__(ranks)
@@ -47,23 +44,22 @@ class FrozenModel(OnRanks):
         return self.outputs(self._model, batch)
 
     def hidden_states(self, batch: Sequence[PackedInput]) -> list[ReferenceStates]:
-        """Return the distributions over the vocabulary; every rank computes all micro-batches."""
         return [self._model.hidden_states(x.to(self.device)) for x in batch]
 
     @torch.no_grad()
     def follow(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:
-        """Interpolate towards `tensors` by the fraction `share`; consumes the iterator."""
+        """Interpolate towards `tensors` by the fraction `share`."""
         own = dict(self._model.model.named_parameters())
         for name, tensor in tensors:
             own[name].lerp_(tensor.to(own[name]), share)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the weights by their Hugging Face names."""
+        """Return the weights by Hugging Face name."""
         return ((name, parameter.detach()) for name, parameter in self._model.model.named_parameters())
 
 
 class AdapterFreeReference:
-    """Reference that is the policy with its adapters disabled; needs no additional memory."""
+    """Policy with its adapters disabled."""
 
     def __init__(self, engine: TrainEngine[Sampled], policy: PackedPolicy) -> None:
         self._engine = engine
@@ -74,6 +70,6 @@ class AdapterFreeReference:
             return self._engine.infer(batch)
 
     def hidden_states(self, batch: Sequence[PackedInput]) -> list[ReferenceStates]:
-        """Return the distributions over the vocabulary. Requires unsharded weights (below ZeRO-3)."""
+        """Return the vocabulary distributions; requires unsharded weights (below ZeRO-3)."""
         with without_adapters(self._policy):
             return [self._policy.eval().hidden_states(x.to(self._engine.device)) for x in batch]

@@ -1,10 +1,5 @@
 # pyright: basic
-"""Training engine on PyTorch's `fully_shard` (FSDP2), on CPUs with gloo or on GPUs with NCCL.
-
-Weights, gradients and moments are sharded over ranks as in ZeRO-3; weights are gathered layer by layer. Invariants: the loss
-is already normalized globally, so gradients are summed over micro-batches and ranks; a
-step with a non-finite gradient changes nothing, on any rank; every rank runs equally many passes.
-"""
+"""Training engine on PyTorch's `fully_shard` (FSDP2), with `deepspeed`'s invariants."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -35,11 +30,11 @@ from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.value_head import HEAD
 
 WRAPPER = "model."
-"""Prefix of the packed models before the Hugging Face names."""
+"""Prefix of Hugging Face names."""
 
 
 class FSDP2Engine(OnRanks):
-    """`TrainEngine` for a module whose forward takes a `PackedInput`. Checkpoints can be loaded with any number of ranks."""
+    """`TrainEngine` on FSDP2; checkpoints load on any number of ranks."""
 
     def __init__(self, module: nn.Module, training: TrainingArgs, ranks: Ranks) -> None:
         super().__init__(ranks)
@@ -55,7 +50,7 @@ class FSDP2Engine(OnRanks):
         )
 
     def _shard(self, module: nn.Module) -> nn.Module:
-        """Shard the module: weights are stored in float32 and computed in the model's dtype."""
+        """Shard the module, stored in float32 and computed in its dtype."""
         dtype = None if self._dtype == torch.float32 else self._dtype
         settings: dict[str, Any] = {
             "mesh": init_device_mesh(self._ranks.device.type, (self._ranks.world_size,)),
@@ -95,7 +90,7 @@ class FSDP2Engine(OnRanks):
         return self.outputs(self._module, batch, read)
 
     def tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full parameters, gathered one at a time. There are no adapters."""
+        """Yield full parameters, gathered one at a time; adapters are unsupported."""
         del merged
         for name, parameter in self._module.named_parameters():
             if name.startswith(HEAD):
@@ -126,6 +121,6 @@ class FSDP2Engine(OnRanks):
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """Return the transformer's repeated blocks, which are sharded one by one."""
+    """Return the transformer blocks."""
     lists = [child for child in module.modules() if isinstance(child, nn.ModuleList) and len(child)]
     return list(max(lists, key=len)) if lists else []

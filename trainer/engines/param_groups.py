@@ -1,4 +1,4 @@
-"""Optimizer parameter groups: the model's weights, then its value head's, if any."""
+"""Optimizer parameter groups: the model's, then its value head's."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from offbeat.trainer.models.value_head import HEAD
 
 
 def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
-    """Return the parameter groups for a torch optimizer."""
+    """Return the parameter groups."""
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     head = [parameter for name, parameter in trained if name.startswith(HEAD)]
     rest = [parameter for name, parameter in trained if not name.startswith(HEAD)]
@@ -19,12 +19,12 @@ def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def adam_settings(training: TrainingArgs) -> dict[str, Any]:
-    """Return AdamW's constant settings. Reapply them after loading a state, which overwrites them."""
+    """Return AdamW's constant settings, which loading a state overwrites."""
     return {"betas": (training.adam_beta1, training.adam_beta2), "eps": training.adam_epsilon}
 
 
 def adopt(groups: Sequence[dict[str, Any]], hyperparameters: Hyperparameters) -> None:
-    """Set learning rates and weight decay for the next step."""
+    """Set learning rates and weight decay."""
     model_rate, head_rate = hyperparameters.learning_rate, hyperparameters.head_learning_rate
     rates = [0.0 if hyperparameters.head_alone else model_rate, model_rate if head_rate is None else head_rate]
     for group, rate in zip(groups, rates, strict=False):
@@ -32,7 +32,7 @@ def adopt(groups: Sequence[dict[str, Any]], hyperparameters: Hyperparameters) ->
 
 
 def forget(states: Iterable[Mapping[str, Any]]) -> None:
-    """Reset Adam's moments and step counts to zero."""
+    """Zero Adam's moments and step counts."""
     for state in states:
         for value in state.values():
             if isinstance(value, Tensor):

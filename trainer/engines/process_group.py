@@ -1,4 +1,4 @@
-"""The learner's data-parallel process group.
+"""Data-parallel process group.
 
 Invariants: a single process opens no port; messages between ranks are bytes, never pickles.
 """
@@ -15,23 +15,23 @@ import torch
 import torch.distributed as dist
 
 COMMAND_TIMEOUT = timedelta(days=7)
-"""Long timeout for rank 0's commands, because rank 0 waits for trajectories; a rank that dies breaks the connection."""
+"""Long, because rank 0 waits for trajectories; a dead rank breaks the connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Rank of this process, and the size of the group."""
+    """Rank and size of the group."""
 
     rank: int
     local_rank: int
     world_size: int
     device: torch.device
     word: dist.ProcessGroup | None = None
-    """Group in which rank 0 broadcasts commands, with a long timeout."""
+    """Group for rank 0's commands."""
 
 
 def ranks_of_environment(device: str) -> Ranks:
-    """Read the ranks that torchrun or Offbeat's launcher set; without them the world size is 1."""
+    """Read the ranks set by torchrun or Offbeat's launcher."""
     rank, local, world = (int(os.environ.get(name, default)) for name, default in _ENVIRONMENT.items())
     return Ranks(rank, local, world, torch.device("cuda", local) if device == "cuda" else torch.device("cpu"))
 
@@ -43,7 +43,7 @@ def broadcast(ranks: Ranks, message: bytes = b"") -> bytes:
     """Send rank 0's message to every rank and return it.
 
     Raises:
-        RuntimeError: the ranks have not joined a `process_group`.
+        RuntimeError: not within a `process_group`.
     """
     if ranks.world_size == 1:
         return message
@@ -59,7 +59,7 @@ def broadcast(ranks: Ranks, message: bytes = b"") -> bytes:
 
 
 def gather(ranks: Ranks, message: bytes) -> list[bytes]:
-    """Return every rank's message, on every rank, in rank order."""
+    """Return all ranks' messages on every rank."""
     if ranks.world_size == 1:
         return [message]
     lengths = [torch.zeros(1, dtype=torch.int64, device=ranks.device) for _ in range(ranks.world_size)]
@@ -74,9 +74,9 @@ def gather(ranks: Ranks, message: bytes) -> list[bytes]:
 
 @contextmanager
 def process_group(ranks: Ranks, timeout_min: float = 30.0) -> Iterator[Ranks]:
-    """Join the process group inside the context, and restore the environment variables afterwards.
+    """Join the process group inside the context; yield the ranks with their command group.
 
-    timeout_min: `ActorTrainConfig.backend_timeout`. Yields the ranks with their command group.
+    timeout_min: `ActorTrainConfig.backend_timeout`.
     """
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
     os.environ.update(RANK=str(ranks.rank), LOCAL_RANK=str(ranks.local_rank), WORLD_SIZE=str(ranks.world_size))
@@ -101,7 +101,7 @@ def process_group(ranks: Ranks, timeout_min: float = 30.0) -> Iterator[Ranks]:
 
 
 def _leave() -> None:
-    """Destroy the process group, through DeepSpeed if it is in use, because it holds groups of its own."""
+    """Destroy the process group, through DeepSpeed if in use, which holds groups of its own."""
     deepspeed = cast(Any, sys.modules.get("deepspeed"))
     if deepspeed is not None and deepspeed.comm.is_initialized():
         deepspeed.comm.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Distribution of a batch's forward passes over ranks, for engines in which all ranks must run equally many."""
+"""Distribution of forward passes over ranks, equally many on each."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from offbeat.trainer.models.policy import Sampled
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward pass of this rank; `index` is None for a padding pass."""
+    """Forward pass of this rank; `index` is None for padding."""
 
     index: int | None
     x: PackedInput
@@ -31,12 +31,11 @@ def passes(batch: Sequence[PackedInput], ranks: Ranks) -> Iterator[Pass]:
 
 
 def _first_of(output: Any) -> Tensor:
-    """Return the first tensor of a model's output."""
     return output[0] if isinstance(output, tuple) else output
 
 
 def _zero_loss(output: Any) -> Tensor:
-    """Return a zero loss that depends on every weight."""
+    """Return a zero loss of every weight."""
     zero = _first_of(output).sum() * 0.0
     return zero + output.values.sum() * 0.0 if _has_values(output) else zero
 
@@ -46,7 +45,7 @@ def _has_values(output: Any) -> bool:
 
 
 class OnRanks:
-    """Base of engines with several ranks: the rank's properties and its passes."""
+    """Base of multi-rank engines."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -66,10 +65,9 @@ class OnRanks:
     def shares(
         self, model: Callable[[PackedInput], Any], batch: Sequence[PackedInput], loss: LossFunction[Any]
     ) -> Iterator[Tensor]:
-        """Yield the loss of each pass of this rank, times `world_size` because libraries average gradients over ranks.
+        """Yield this rank's losses, times `world_size` because libraries average gradients over ranks.
 
-        Libraries need gradients of the same weights on all ranks, so a loss of the policy or of its value head alone gets a
-        zero loss of both added.
+        Libraries need gradients of the same weights on all ranks, so zero losses of policy and value head are added.
         """
         for forward in passes(batch, self._ranks):
             output = model(forward.x)
@@ -84,7 +82,7 @@ class OnRanks:
         batch: Sequence[PackedInput],
         read: Callable[[Any], Tensor] | None = None,
     ) -> list[Tensor]:
-        """Run the passes and return the results of all micro-batches on all ranks, as `TrainEngine.infer` does."""
+        """Return the results of all micro-batches on all ranks."""
         results: dict[int, Tensor] = {}
         rows = torch.Size()
         for forward in passes(batch, self._ranks):
@@ -98,7 +96,7 @@ class OnRanks:
 def _all_gather(
     results: dict[int, Tensor], rows: torch.Size, batch: Sequence[PackedInput], ranks: Ranks
 ) -> list[Tensor]:
-    """Return the results of all ranks' micro-batches on all ranks: [*rows, M] each."""
+    """Return all ranks' results: [*rows, M] each."""
     lengths = [len(x.positions) for x in batch]
     if ranks.world_size == 1 or not batch:  # a batch may have none of a teacher's tags
         return [results[i] for i in range(len(batch))]

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step alone, so that a resumed run needs no scheduler state."""
+"""Learning rate as a function of the step, without scheduler state."""
 
 import json
 import math
@@ -22,9 +22,9 @@ def scheduled_rate(
     total_steps: int,
     settings: Mapping[str, JsonValue] | None = None,
 ) -> float:
-    """Return the rate of step `step` (0-based): linear warm-up, then transformers' schedule of that name.
+    """Return the rate of `step` (0-based): linear warm-up, then transformers' schedule.
 
-    settings: arguments of the schedule (`offbeat.trainer.config.schedule.KWARGS`).
+    settings: its arguments (`offbeat.trainer.config.schedule.KWARGS`).
 
     Raises:
         ValueError: the schedule rejects a setting.
@@ -43,7 +43,7 @@ def scheduled_rate(
 
 @lru_cache(maxsize=8)
 def _factor(name: str, settings: str, peak: float, warmup_steps: int, total_steps: int) -> Callable[[int], float]:
-    """Return transformers' factor of the peak rate, by step."""
+    """Return transformers' factor of the peak rate."""
     from transformers import get_scheduler  # noqa: PLC0415
 
     schedule = get_scheduler(  # a LambdaLR for every schedule in KWARGS
@@ -57,7 +57,7 @@ def _factor(name: str, settings: str, peak: float, warmup_steps: int, total_step
 
 
 def plateau_rate(step: int, *, peak: float, warmup_steps: int, total_steps: int, final_ratio: float) -> float:
-    """Return the rate: linear warm-up, constant until half of `total_steps`, then linear to `final_ratio` of the peak."""
+    """Return the rate: linear warm-up, constant until half of `total_steps`, linear to `final_ratio` of the peak."""
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     decay = max(0.0, (step + 1) / total_steps - 0.5) * 2
