@@ -1,1 +1,1 @@
-"""The control service: run records in Redis, the REST API, and the reconciler."""
+"""Control service: run records in Redis, REST API and reconciler."""

@@ -1,4 +1,4 @@
-"""The REST API as one application: routes, answers to errors, and who may call."""
+"""FastAPI application of the control service."""
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -25,9 +25,9 @@ def create_api(
     tokens: Tokens = NO_TOKENS,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
 ) -> FastAPI:
-    """Build the API over `service`; with `tokens`, calls must carry one as `Authorization: Bearer`.
+    """Build the API; with `tokens`, each call needs a bearer token.
 
-    lifespan: context that is entered while the API is serving.
+    lifespan: context entered while the API serves.
     """
     api = FastAPI(title="Offbeat", version="1", description=ABOUT, lifespan=lifespan)
     bearer: list[Any] = []
@@ -38,7 +38,7 @@ def create_api(
 
     @api.get("/healthz", tags=["service"], responses={503: refusals()[503]})
     async def healthz() -> HealthView:
-        """Report liveness and access to Redis; needs no token."""
+        """Report whether the service and its Redis respond; needs no token."""
         await service.healthy()
         return HealthView()
 

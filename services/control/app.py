@@ -1,7 +1,6 @@
 """The control service as a Ray Serve application.
 
-`services/control` is independent of the trainer and the command line: validation of configurations and the components
-of a run come in by import string.
+Validation and components of runs are imported by name, so it depends neither on the trainer nor on the CLI.
 """
 
 import asyncio
@@ -35,22 +34,21 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class ControlSettings:
-    """Plain values: Serve pickles them on their way to the replica."""
+    """Settings of the deployment, pickled by Serve."""
 
     redis_url: str
     wiring: str
     """`module:name` of a callable (redis, redis_url, working_dir) -> `RunFactory` with `build_mesh`."""
     token: str | None = None
     read_token: str | None = None
-    """Token for read access."""
     reconcile_s: float = 0.5
     log_dir: Path | None = None
     working_dir: Path | None = None
-    """Folder that relative paths in a run's configuration start from; None takes the current one."""
+    """Base of relative paths in configurations; None: the current folder."""
 
 
 class ControlDeployment:
-    """The one replica that serves the API and looks after the runs."""
+    """Single replica with the API and the reconciler."""
 
     def __init__(self, settings: ControlSettings) -> None:
         configure_logging(DEPLOYMENT, settings.log_dir)
@@ -60,7 +58,7 @@ class ControlDeployment:
             _refuse_other_hosts()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Apply `user_config`; called by Serve at startup and at redeployment, without starting anything anew."""
+        """Apply `ControlTuning` without a restart; Serve calls it at startup, too."""
         tuning = ControlTuning.model_validate_json(json.dumps(user_config))
         assert self._reconciler is not None
         policy = RestartPolicy(max_restarts=tuning.max_restarts, drain_timeout_s=tuning.drain_timeout_s)
@@ -95,7 +93,7 @@ class ControlDeployment:
 
 
 def _refuse_other_hosts() -> None:
-    """Raise `ControlError` if other machines reach Serve's proxies, and so an API without a token."""
+    """Raise `ControlError` if other machines reach Serve's proxies."""
     client = _get_global_client()
     host = client.http_config.host if client else LOOPBACK
     if host and host not in LOOPBACK_NAMES:
@@ -106,7 +104,7 @@ def _refuse_other_hosts() -> None:
 
 
 def build(settings: ControlSettings) -> Application:
-    """Return the application `control`."""
+    """Return the application."""
     deployment = serve.deployment(
         name=DEPLOYMENT,
         num_replicas=1,

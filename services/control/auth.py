@@ -1,7 +1,7 @@
-"""Authentication and rate limits of the API: with tokens, callers that carry one; without, programs on this machine.
+"""Authentication and rate limits of the API.
 
-Invariants: without a token, no web page in the user's browser gets an answer; the read token changes nothing; a refused
-call costs only its response.
+Without tokens only programs on this machine may call, and no web page of another origin. The read token changes
+nothing. A refused call does no work.
 """
 
 import hmac
@@ -18,7 +18,7 @@ from offbeat.services.control.http_errors import error_response
 
 
 class TokenBucket:
-    """Rate limiter: admits `burst` calls at once, and `per_s` in the long run."""
+    """Rate limiter: `per_s` calls, in bursts of up to `burst`."""
 
     def __init__(self, per_s: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_s = per_s
@@ -28,7 +28,7 @@ class TokenBucket:
         self._at = clock()
 
     def take(self) -> float:
-        """Take one: 0 if there was one, else the seconds until there will be."""
+        """Take a token; return 0, or the seconds until the next is available."""
         now = self._clock()
         self._left = min(self._burst, self._left + (now - self._at) * self._per_s)
         self._at = now
@@ -40,9 +40,9 @@ class TokenBucket:
 
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 OPEN_PATHS = ("/healthz",)
-"""Paths without authentication: health checks have no token."""
+"""Paths without authentication, for health checks."""
 DOCS_PATHS = ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
-"""Paths without a token: a browser can't send one before the page is loaded, and nothing in them is secret."""
+"""Paths without a token: a browser can't send one before the page is loaded."""
 
 
 READ_METHODS = ("GET", "HEAD", "OPTIONS")
@@ -54,19 +54,19 @@ WRONG_TOKENS_PER_S, WRONG_TOKEN_BURST = 1.0, 30
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens of the API."""
+    """Bearer tokens of the API."""
 
     operate: str | None = None
-    """Token for everything; None: programs on this machine only."""
+    """Full access; None: programs on this machine only."""
     read: str | None = None
-    """Token for calls that change nothing."""
+    """Read access."""
 
 
 NO_TOKENS = Tokens()
 
 
 class AuthMiddleware:
-    """ASGI middleware."""
+    """ASGI middleware for authentication and rate limits."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
         self._app = app
@@ -75,7 +75,6 @@ class AuthMiddleware:
         self._wrong = TokenBucket(WRONG_TOKENS_PER_S, WRONG_TOKEN_BURST)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or reject it."""
         if scope["type"] != "http" or (refusal := self._refusal(Request(scope))) is None:
             await self._app(scope, receive, send)
             return
@@ -115,7 +114,7 @@ def _too_many(wait_s: float) -> tuple[int, str, str]:
 
 
 def _from_here(request: Request) -> bool:
-    """Return True if no web page of another origin made this request: neither across origins nor by DNS rebinding."""
+    """Return False for a web page of another origin, also by DNS rebinding."""
     hosts = [_host(f"//{request.headers.get('host', '')}")]
     if origin := request.headers.get("origin"):
         hosts.append(_host(origin))

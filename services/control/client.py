@@ -1,4 +1,4 @@
-"""HTTP client of the control service, and parser of its event stream."""
+"""HTTP client of the control service."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ from offbeat.services.errors import ControlError, RetryableError
 
 @dataclass(frozen=True, slots=True)
 class StreamEvent:
-    """One event of a stream."""
+    """Server-sent event."""
 
     id: str
     event: str
@@ -33,7 +33,7 @@ class StreamEvent:
 
 
 async def messages(lines: AsyncIterator[str]) -> AsyncIterator[StreamEvent]:
-    """Parse server-sent events from lines; an incomplete last event is dropped."""
+    """Parse server-sent events, without an incomplete last one."""
     fields: dict[str, str] = {}
     async for line in lines:
         if line:
@@ -50,11 +50,11 @@ async def messages(lines: AsyncIterator[str]) -> AsyncIterator[StreamEvent]:
 JSON = {"Content-Type": "application/json"}
 RECONNECT_INTERVAL_S = 1.0
 STREAM_TIMEOUT_S = 30.0
-"""Silence after which an event stream counts as broken; FastAPI sends a keep-alive every 15 s."""
+"""Read timeout of an event stream; FastAPI sends a keep-alive every 15 s."""
 
 
 class ControlRefusedError(ControlError):
-    """The control service answered 4xx; `error` is its body."""
+    """4xx response; `error` is its body."""
 
     def __init__(self, status: int, error: ErrorView) -> None:
         self.status, self.error = status, error
@@ -62,9 +62,9 @@ class ControlRefusedError(ControlError):
 
 
 class ControlClient:
-    """The REST API as methods.
+    """Client of the REST API.
 
-    Every method raises `ControlRefusedError` on a 4xx and `RetryableError` when the service can't be reached or fails.
+    Methods raise `ControlRefusedError` on a 4xx, and `RetryableError` if the service is unreachable or fails.
     """
 
     def __init__(
@@ -95,17 +95,17 @@ class ControlClient:
         await self._http.aclose()
 
     async def create(self, config: str) -> RunView:
-        """Start the run that `config` (JSON) describes."""
+        """Start the run with the JSON `config`."""
         return RunView.model_validate(await self._call("POST", "/runs", content=config, headers=JSON))
 
     async def validate(self, config: str) -> None:
-        """Check whether the run that `config` (JSON) describes could start."""
+        """Validate the JSON `config` of a run."""
         await self._call("POST", "/runs", content=config, headers=JSON, params={"dry_run": "true"})
 
     async def runs(
         self, *, states: Sequence[str] = (), name: str = "*", after: str | None = None, limit: int = 50
     ) -> RunsView:
-        """Return runs, newest first: those in one of `states` (empty: any) whose id fits the glob `name`."""
+        """Return runs, newest first, by state (empty: any) and glob of the id."""
         place = (("after", after),) if after else ()
         params = (*(("state", state) for state in states), ("name", name), ("limit", str(limit)), *place)
         return RunsView.model_validate(await self._call("GET", "/runs", params=params))
@@ -120,7 +120,7 @@ class ControlClient:
         return RunView.model_validate(await self._call("POST", f"/runs/{run_id}/stop", params=params))
 
     async def pause(self, run_id: str) -> RunView:
-        """Pause a run: no episode and no step starts until it is resumed."""
+        """Pause a run."""
         return RunView.model_validate(await self._call("POST", f"/runs/{run_id}/pause"))
 
     async def resume(self, run_id: str) -> RunView:
@@ -128,24 +128,24 @@ class ControlClient:
         return RunView.model_validate(await self._call("POST", f"/runs/{run_id}/resume"))
 
     async def change(self, run_id: str, values: Mapping[str, float]) -> RunView:
-        """Change a run's settings; see `SettingsPatch`."""
+        """Change live settings; see `SettingsPatch`."""
         return RunView.model_validate(await self._call("PATCH", f"/runs/{run_id}", json=dict(values)))
 
     async def why(self, run_id: str) -> WhyView:
-        """Return which component waits for which."""
+        """Explain the run's wait."""
         return WhyView.model_validate(await self._call("GET", f"/runs/{run_id}/why"))
 
     async def quarantine(self, run_id: str) -> QuarantineView:
-        """Return trajectories that could not be decoded."""
+        """Return undecodable trajectories."""
         return QuarantineView.model_validate(await self._call("GET", f"/runs/{run_id}/quarantine"))
 
     async def delete(self, run_id: str, *, files: bool = False) -> DeletedView:
-        """Delete a run that is over."""
+        """Delete an ended run."""
         params = {"files": "true" if files else "false"}
         return DeletedView.model_validate(await self._call("DELETE", f"/runs/{run_id}", params=params))
 
     async def metrics(self, run_id: str, after: str = "0", limit: int = 1000) -> MetricsView:
-        """Return metric records after the id `after`."""
+        """Return metric records after `after`."""
         params = {"after": after, "limit": str(limit)}
         return MetricsView.model_validate(await self._call("GET", f"/runs/{run_id}/metrics", params=params))
 
@@ -158,10 +158,10 @@ class ControlClient:
         patience_s: float = 60.0,
         parting_s: float = 10.0,
     ) -> AsyncIterator[StreamEvent]:
-        """Yield a run's events until it is over; a broken stream is resumed where it broke.
+        """Yield events until the run is over, reconnecting where the stream broke.
 
-        patience_s: time for which the service may be gone before `RetryableError` is raised; parting_s: after which a run
-        that was ending is over and has taken the service with it, as `offbeat train` does.
+        patience_s: outage after which `RetryableError` is raised; parting_s: outage after which a draining run counts
+        as over, for a service that ends with its run (`offbeat train`).
         """
         clock = asyncio.get_running_loop().time
         heard_at, last_id, ending = clock(), "", False
@@ -199,7 +199,7 @@ class ControlClient:
 
 
 def _raise_for(response: httpx.Response) -> None:
-    """Raise the error of a failed response, whose body must have been read."""
+    """Raise the error of a failed response; its body must have been read."""
     if response.status_code < 400:
         return
     if response.status_code >= 500:

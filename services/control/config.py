@@ -8,21 +8,22 @@ from offbeat.envs.config import Config
 
 
 class ControlConfig(Config):
-    """The REST API and the reconciler."""
+    """REST API and reconciler."""
 
     host: str = "127.0.0.1"
-    """Interface that the API listens on; anything but loopback needs `token`."""
+    """Interface of the API; anything but loopback needs `token`."""
     port: int = Field(default=0, ge=0, le=65535)
-    """0 takes a free one."""
+    """Port of the API; 0: any free one."""
     token: str | None = None
-    """Bearer token that each call must carry."""
+    """Bearer token required of each call."""
     read_token: str | None = None
-    """Second token, for read access."""
+    """Additional token for read access."""
     learner: Literal["managed", "external"] = "managed"
-    """`managed`: the mesh starts the learner and replaces a dead one; `external`: it waits for `offbeat learner attach`."""
+    """`managed`: the mesh starts and replaces the learner; `external`: it waits for `offbeat learner attach`."""
     standby_learner: bool = False
-    """Keep a second learner process: fully started, waiting, it takes over as soon as the first one dies. Costs that
-    process's memory, on `actor_train.device`, too."""
+    """Keep a second, fully started learner process to replace a dead one at once; takes its memory on
+    `actor_train.device`, too.
+    """
     reconcile_s: float = Field(default=0.5, gt=0)
     """Interval of reconciliation, s."""
 
@@ -36,11 +37,11 @@ class ControlConfig(Config):
 
 
 class ControlTuning(Config):
-    """Settings that can change while the service runs (`user_config` of its deployment)."""
+    """Live settings of the service (`user_config` of its deployment)."""
 
     reconcile_s: float = Field(default=0.5, gt=0)
     """Interval of reconciliation, s."""
     max_restarts: int = Field(default=5, ge=0)
-    """Deaths of a part without progress between them before its run is failed."""
+    """Deaths of a component without progress before its run fails."""
     drain_timeout_s: float = Field(default=60.0, gt=0)
-    """Timeout of a graceful stop, after which the run is stopped at once."""
+    """Timeout of a graceful stop, s; the run is then killed."""

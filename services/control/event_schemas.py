@@ -1,4 +1,4 @@
-"""REST schemas of events: metric records, lives of groups, the run's history."""
+"""REST schemas of metric records, group events and run history."""
 
 import math
 from typing import Any, Literal
@@ -8,7 +8,7 @@ from offbeat.services.telemetry import MetricRecord, Partial
 
 
 class PartialView(View):
-    """One metric as one process saw it; merge parts of one kind, never their values."""
+    """Mergeable part of a metric from one process."""
 
     kind: Literal["mean", "sum", "max", "min", "last"]
     total: float | None
@@ -20,12 +20,12 @@ class PartialView(View):
         return cls(kind=partial.kind, total=finite(partial.total), count=partial.count, value=finite(partial.value))
 
     def partial(self) -> Partial:
-        """Return the part that this shows."""
+        """Convert to `Partial`."""
         return Partial(self.kind, math.nan if self.total is None else self.total, self.count)
 
 
 class MetricView(View):
-    """One metric record."""
+    """Metric record."""
 
     id: str
     source: str
@@ -42,7 +42,7 @@ class MetricView(View):
         )
 
     def record(self) -> MetricRecord:
-        """Return the record; null values become NaN again."""
+        """Convert to `MetricRecord`; null becomes NaN."""
         values = {name: each.partial() for name, each in self.values.items()}
         return MetricRecord(self.source, values, self.step, self.labels, self.time)
 
@@ -52,20 +52,20 @@ class MetricsView(View):
 
     records: list[MetricView]
     next: str
-    """Value of `after` for the next page."""
+    """`after` of the next page."""
 
 
 class LifeView(View):
-    """Event in the life of one group."""
+    """Group event."""
 
     group: int
     event: Literal["admitted", "submitted", "trained", "dropped", "failed"]
     detail: str
-    """Version at admission, step of the checkpoint, or the reason."""
+    """Version at admission, step of the checkpoint, or reason."""
 
 
 class HistoryView(View):
-    """Event in the history of the run."""
+    """Event in the run's history."""
 
     event: Literal["created", "wanted", "state", "died", "asked", "adopted"]
     at: float

@@ -1,6 +1,7 @@
-"""Event stream of a run: resumable, and without a Redis connection per watcher while idle.
+"""Resumable event stream of a run.
 
-Invariant: a watcher that reconnects with the id of its last event gets every later event that is still kept, once.
+A watcher that reconnects with its last event id gets every later retained event once. Idle watchers hold no Redis
+connection.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from offbeat.services.telemetry import decode_record
 
 POLL_S = 0.25
 VIEW_INTERVAL_S = 1.0
-"""Longest time that a change of the run's view goes untold."""
+"""Interval of checks for a changed `RunView`."""
 PAGE_SIZE = 500
 POSITION = re.compile(r"(\d{1,20})-(\d{1,20}),(\d{1,20})-(\d{1,20}),(\d{1,20})-(\d{1,20})")
 START = "0-0"
@@ -32,18 +33,18 @@ class EventKind(StrEnum):
     """Kinds of events."""
 
     RUN = "run"
-    """`RunView`: at first, and whenever it has changed."""
+    """`RunView`, at first and after each change."""
     METRICS = "metrics"
-    """`MetricView`: one record."""
+    """`MetricView`."""
     HISTORY = "history"
     """`HistoryView`: states, commands, deaths, changes of settings."""
     LIFE = "life"
-    """`LifeView`: a group was admitted, submitted, trained, dropped, or failed."""
+    """`LifeView`: group admitted, submitted, trained, dropped or failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Position of a watcher: an id in each stream."""
+    """Stream ids of a watcher's last events."""
 
     metrics: str = START
     life: str = START
@@ -51,7 +52,7 @@ class Position:
 
     @classmethod
     def parse(cls, text: str) -> "Position":
-        """Parse the result of `str`. Raises `ValueError`."""
+        """Parse `str(position)`. Raises `ValueError`."""
         if not POSITION.fullmatch(text) or any(int(part) >= 2**64 for part in re.split("[-,]", text)):
             raise ValueError(f"{text!r} is not an event id: use the id of a received event, or omit it")
         return cls(*text.split(","))
@@ -62,19 +63,19 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event, and the watcher's position after it."""
+    """Event with the watcher's position after it."""
 
     kind: EventKind
     position: Position
     body: BaseModel
 
     def encode(self) -> ServerSentEvent:
-        """Encode for `text/event-stream`."""
+        """Encode as a server-sent event."""
         return ServerSentEvent(raw_data=self.body.model_dump_json(), event=self.kind, id=str(self.position))
 
 
 class Feed:
-    """The events of one run."""
+    """Events of one run."""
 
     def __init__(
         self,
@@ -83,7 +84,6 @@ class Feed:
         view: Callable[[], Awaitable[RunView]],
         kinds: Collection[EventKind] = tuple(EventKind),
     ) -> None:
-        """kinds: events to send."""
         self.run_id = run_id
         self._redis: Any = redis
         self._view = view
@@ -94,7 +94,7 @@ class Feed:
         self._shown_at = float("-inf")
 
     async def newest(self) -> Position:
-        """Return the position after all existing events."""
+        """Return the position after all events."""
         ids: dict[str, str] = {}
         for name, key in self._streams.items():
             entries = await self._redis.xrevrange(key, count=1)
@@ -102,7 +102,7 @@ class Feed:
         return Position(**ids)
 
     async def follow(self, position: Position) -> AsyncIterator[Event]:
-        """Yield every event after `position` until the run is over."""
+        """Yield events after `position` until the run is over."""
         while True:
             view = await self._due_view()
             over = view is not None and view.state.over

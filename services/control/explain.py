@@ -1,6 +1,6 @@
-"""Explains what a run waits for: a chain from the learner to the busy component, and one sentence.
+"""Explanation of a run's wait: a chain from the learner to the busy component.
 
-Invariant: each link is what that component or the buffer currently reports; unknown states are reported as unknown.
+Each link is a current report of the component or the buffer; unknown states are reported as unknown.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,37 +13,38 @@ from offbeat.services.control.run import LearnerReport, RunRecord, RunState
 from offbeat.services.weights.replica_reports import ReplicaReport
 
 MAX_REPORT_AGE_S = 5.0
-"""Age from which a component's report is ignored."""
+"""Age from which a report is ignored."""
 UNATTENDED_AFTER_S = 15.0
-"""Age of the reconciler's last look from which a run counts as unattended."""
+"""Age of the last reconciliation from which a run counts as unattended."""
 MIN_REPORTED_WAIT_S = 0.05
-"""A wait that is shorter is not worth its time in the sentence."""
+"""Shortest wait whose duration is reported."""
 SLOW_FETCH_AFTER_S = 30.0
-"""Duration from which a replica's read of weights is reported, even if nothing waits for it."""
+"""Duration from which a replica's weight fetch is reported even if nothing waits for it."""
 EVALUATING = "evaluating"
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """One part, and what it waits for."""
+    """Component and what it waits for."""
 
     component: str
     """`learner`, `group 41`, `episodes`, `env workers`, `generation`, `env`, `agent`, `run`, `redis`, or a component's
-    name."""
+    name.
+    """
     state: str
-    """State in one word: `waits`, `trains`, `loads`, `samples`, `absent`, ..."""
+    """One word: `waits`, `trains`, `loads`, `samples`, `absent`, ..."""
     text: str
-    """State as a clause for humans."""
+    """Clause for humans."""
     waits_for: str | None = None
-    """Next link; None for a busy component."""
+    """Next link; None if busy."""
     since_s: float | None = None
-    """Duration of the state, if known."""
+    """Duration, if known."""
     detail: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
 class RunSnapshot:
-    """All that the chain is made of, as Redis has it now."""
+    """State in Redis that the chain is built from."""
 
     now: float
     record: RunRecord
@@ -52,23 +53,22 @@ class RunSnapshot:
     buffer: Snapshot
     groups: Sequence[GroupProgress]
     workers: Mapping[str, Mapping[str, Any]]
-    """Worker -> its report; see `offbeat.services.rollout.wait_status`."""
+    """Worker -> report; see `offbeat.services.rollout.wait_status`."""
     replicas: Mapping[str, ReplicaReport]
     version: int
-    """Newest published; -1 before the first."""
+    """Newest published version; -1: none."""
     leased: bool = True
-    """True if a learner holds the run."""
     redis_trouble: str = ""
-    """Error of a Redis that can be read but refuses writes."""
+    """Error of a Redis that is readable but refuses writes."""
 
 
 def chain(snapshot: RunSnapshot) -> list[Cause]:
-    """Return the chain from the waiting component to the one that it ultimately waits for; never empty."""
+    """Return the chain, first the waiting component; never empty."""
     return [*_refused(snapshot), *_chain(snapshot), *_unattended(snapshot)]
 
 
 def _refused(snapshot: RunSnapshot) -> list[Cause]:
-    """Return causes that come first: other reports are outdated while writes are rejected."""
+    """Report refused writes first: other reports are outdated."""
     if not snapshot.redis_trouble or snapshot.record.state.over:
         return []
     text = f"{snapshot.redis_trouble}: everything waits for it and resumes on its own; what follows was reported before"
@@ -76,7 +76,7 @@ def _refused(snapshot: RunSnapshot) -> list[Cause]:
 
 
 def _unattended(snapshot: RunSnapshot) -> list[Cause]:
-    """Report a run without a reconciler: its dead components are not replaced."""
+    """Report a missing reconciler: dead components are not replaced."""
     silent_s = snapshot.now - snapshot.record.beat
     if (
         snapshot.record.state.over
@@ -108,7 +108,7 @@ def _chain(snapshot: RunSnapshot) -> list[Cause]:
 
 
 def sentence(links: Sequence[Cause]) -> str:
-    """Return the chain as one sentence."""
+    """Join the chain into one sentence."""
     clauses = "; ".join(link.text for link in links)
     return f"{clauses[:1].upper()}{clauses[1:]}."
 
@@ -175,14 +175,13 @@ def _running(snapshot: RunSnapshot) -> list[Cause]:
 
 
 def _trouble(snapshot: RunSnapshot) -> list[Cause]:
-    """Report problems that nothing waits for yet."""
     trouble = snapshot.learner.trouble
     unsaved = [Cause("learner", "unsaved", f"but {trouble}; it is retried every few seconds")] if trouble else []
     return [*unsaved, *_slow_fetches(snapshot)]
 
 
 def _slow_fetches(snapshot: RunSnapshot) -> list[Cause]:
-    """Report replicas that keep an older version because newer weights do not arrive."""
+    """Report replicas that still serve older weights."""
     links: list[Cause] = []
     for name, replica in snapshot.replicas.items():
         if replica.fetching is None or snapshot.now - replica.at >= MAX_REPORT_AGE_S:
@@ -207,7 +206,7 @@ def _no_learner(snapshot: RunSnapshot, observation: Observation) -> Cause:
 
 
 def _learner_busy(snapshot: RunSnapshot) -> Cause | None:
-    """Return the learner's activity, unless it waits for groups."""
+    """Return the learner's activity; None if it waits for groups."""
     doing = snapshot.learner.doing
     stage, step = doing.get("stage"), doing.get("step", 0)
     clauses = {
@@ -225,7 +224,7 @@ def _learner_busy(snapshot: RunSnapshot) -> Cause | None:
 
 
 def _rollouts_wait(snapshot: RunSnapshot) -> list[Cause]:
-    """Return the env workers, if they wait for the learner."""
+    """Report env workers at the staleness bound."""
     if snapshot.buffer.admission is Admission.STALENESS_BOUND and not _playing(snapshot):
         text = "The env workers wait for the learner: they are as far ahead as max_staleness allows"
         return [Cause("env workers", "waits", text, "learner", detail={"admission": snapshot.buffer.admission.value})]
@@ -249,7 +248,6 @@ def _learner_waits(snapshot: RunSnapshot) -> list[Cause]:
 
 
 def _no_running_group(snapshot: RunSnapshot, step: int, since: float) -> list[Cause]:
-    """Explain why no group is active though the learner needs one."""
     admission = snapshot.buffer.admission
     reasons = {
         Admission.PAUSED: "no new group may start while the run is paused",
@@ -291,7 +289,7 @@ def _group(snapshot: RunSnapshot, group: GroupProgress) -> list[Cause]:
 def _episodes(
     snapshot: RunSnapshot, waits: Mapping[str, tuple[int, float]], longest: str | None, still: int
 ) -> list[Cause]:
-    """Explain what the `still` running episodes wait for, by the longest wait; their workers reported recently."""
+    """Explain by the longest wait of the `still` running episodes, if their workers reported recently."""
     if longest is None:
         silent = [worker for worker in snapshot.buffer.workers if worker.silent_s > MAX_REPORT_AGE_S]
         about = (
@@ -360,7 +358,7 @@ def _evaluating(snapshot: RunSnapshot) -> list[Cause]:
 
 
 def _waits(reports: Iterable[Mapping[str, Any]], kind: str, unit: str, now: float) -> dict[str, tuple[int, float]]:
-    """Return the waits of a unit's episodes from recent reports: wait -> (number of episodes, start of the longest)."""
+    """Return wait -> (number of episodes, start of the longest) from recent reports on `unit`."""
     waits: dict[str, tuple[int, float]] = {}
     for report in reports:
         if now - float(report.get("at", 0.0)) < MAX_REPORT_AGE_S:

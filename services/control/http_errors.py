@@ -1,7 +1,4 @@
-"""Errors as JSON bodies.
-
-Invariants: bad input is answered by 4xx; no response contains a traceback.
-"""
+"""Errors as JSON bodies: 4xx for bad input, never a traceback."""
 
 import logging
 from collections.abc import Mapping
@@ -49,7 +46,7 @@ STATUS_BY_ERROR: dict[type[Exception], tuple[int, str]] = {
 
 
 class HttpError(MeshError):
-    """A call that is answered by a 4xx."""
+    """4xx response."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         self.status, self.code = status, code
@@ -57,7 +54,7 @@ class HttpError(MeshError):
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the error responses of a route for its documentation; every route also has 401, 403, 429 and 503."""
+    """Return a route's error responses for OpenAPI, including 401, 403, 429 and 503."""
     return {
         status: {"model": ErrorView, "description": STATUS_DESCRIPTIONS[status]}
         for status in sorted({401, 403, 429, 503, *statuses})
@@ -65,7 +62,7 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def error_response(status: int, code: str, message: str, problems: list[ProblemView] | None = None) -> JSONResponse:
-    """Build an error response. Lone surrogates are replaced by question marks."""
+    """Build an error response; lone surrogates become question marks."""
     body = ErrorView(error=ErrorBody(code=code, message=_text(message), problems=[_clean(p) for p in problems or []]))
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
     return JSONResponse(body.model_dump(mode="json"), status, headers)
@@ -81,7 +78,7 @@ def _clean(problem: ProblemView) -> ProblemView:
 
 
 def answer_errors(api: FastAPI) -> None:
-    """Install the handlers."""
+    """Install the exception handlers."""
 
     @api.exception_handler(InvalidRunError)
     async def invalid(_: Request, error: InvalidRunError) -> Response:

@@ -1,6 +1,6 @@
-"""Interface of the reconciler to the components of a run.
+"""Interface of the reconciler to a run's components.
 
-Invariant: `ensure` and `stop` are idempotent: any control replica may call them at any time.
+`ensure` and `stop` are idempotent: any control replica may call them at any time.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ class Health(StrEnum):
     """Health of a component."""
 
     ABSENT = "absent"
-    """Not running, and not expected to: never started, or stopped on purpose."""
+    """Never started, or stopped on purpose."""
     STARTING = "starting"
     READY = "ready"
     DEAD = "dead"
-    """Was there and is gone, or does not answer: start it again."""
+    """Ended or unresponsive; to be restarted."""
     DONE = "done"
-    """Finished its work (the learner, after the last step)."""
+    """Finished (the learner, after the last step)."""
     BROKEN = "broken"
-    """Starting it again would not help."""
+    """Failed; a restart would not help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,47 +32,46 @@ class Observation:
 
     health: Health
     detail: str = ""
-    """Detail as a clause: `exit code 1`, `waits for version 0`."""
+    """Clause: `exit code 1`, `waits for version 0`."""
     log: str = ""
-    """File to read, relative to the run's folder."""
+    """Log file, relative to the run's folder."""
     incident: str = ""
-    """Names one death, so that it is counted once however often it is looked at."""
+    """Id of a death, so that it is counted once."""
 
 
 class Component(Protocol):
-    """One part of a run."""
+    """Component of a run."""
 
     @property
     def name(self) -> str: ...
 
     async def ensure(self) -> None:
-        """Start the component unless it is running; return once the start is in progress."""
+        """Start the component unless it is running, without waiting for readiness."""
         ...
 
     async def stop(self, *, now: bool) -> None:
-        """Ask it to end (`now`: without finishing anything); returns as soon as that is under way."""
+        """Request the end (`now`: without draining), without waiting for it."""
         ...
 
     async def observe(self) -> Observation:
-        """Return the component's state within a few seconds."""
+        """Return the state within a few seconds."""
         ...
 
 
 class RunMesh(Protocol):
-    """All parts of one run."""
+    """Components of one run."""
 
     @property
     def components(self) -> Sequence[Component]:
-        """Return the components in the order in which they are stopped."""
+        """Return the components in stop order."""
         ...
 
     async def prepare(self) -> None:
-        """Prepare the model folder and the buffer's limits, before anything starts."""
+        """Prepare the model folder and the buffer's limits."""
         ...
 
     async def apply_settings(self, settings: Settings, *, paused: bool) -> None:
-        """Set the numbers of workers and replicas, and allow new episodes unless `paused`; idempotent. `ensure` and
-        `observe` use these numbers from then on."""
+        """Scale workers and replicas, and admit episodes unless `paused`; idempotent."""
         ...
 
     async def drain(self) -> None:
@@ -80,5 +79,5 @@ class RunMesh(Protocol):
         ...
 
     async def clean_up(self) -> None:
-        """Remove resources that outlive processes, such as weights in shared memory; called once all components are gone."""
+        """Free resources that outlive the components, such as weights in shared memory."""
         ...

@@ -33,23 +33,23 @@ RATE_METRICS = {
 
 
 class BufferReader(Protocol):
-    """Read access to the trajectory buffer of a run."""
+    """Read access to a run's trajectory buffer."""
 
     async def snapshot(self, run_id: str) -> Snapshot:
-        """Return a consistent snapshot of the buffer."""
+        """Return a consistent snapshot."""
         ...
 
     async def groups(self, run_id: str) -> list[GroupProgress]:
-        """Return the active groups."""
+        """Return active groups."""
         ...
 
     async def quarantine(self, run_id: str) -> list[Quarantined]:
-        """Return trajectories that could not be decoded, newest first."""
+        """Return undecodable trajectories, newest first."""
         ...
 
 
 class Overview:
-    """Builds views of runs."""
+    """Builder of run views."""
 
     def __init__(self, store: RunStore, buffer: BufferReader, redis_trouble: Callable[[], str]) -> None:
         self._redis_trouble = redis_trouble
@@ -57,7 +57,7 @@ class Overview:
         self._buffer = buffer
 
     async def view(self, record: RunRecord) -> RunView:
-        """Return the view of a run. Raises `ForeignRecordError`."""
+        """Build a run's view. Raises `ForeignRecordError`."""
         try:
             return await self._view(record)
         except CodecError as error:
@@ -106,7 +106,7 @@ class Overview:
         )
 
     async def why(self, record: RunRecord) -> list[Cause]:
-        """Return which component waits for which."""
+        """Explain the run's wait."""
         store, run_id = self._store, record.run_id
         observations, learner, progress, reports = await asyncio.gather(
             store.observations(run_id), store.learner(run_id), store.progress(run_id), store.reports(run_id)

@@ -1,11 +1,10 @@
-"""Drives every run from its actual to its desired state.
+"""Reconciler: drives every run from its actual to its desired state.
 
-Level-triggered: each pass reads the record and the components, and does the next missing thing; state between two passes
-is kept in Redis only, so a restarted or second control replica does the same.
+State between two passes is in Redis only, so a restarted or second control replica does the same.
 
     preparing -> starting -> running <-> paused -> draining -> finished | stopped | failed
 
-The report of a run that is over is written once, by the service that ended it or by its successor; no run waits for it.
+The report of an ended run is written once, in the background, by any control replica.
 """
 
 import asyncio
@@ -37,39 +36,39 @@ from offbeat.services.redis.errors import RedisReadOnlyError
 logger = logging.getLogger(__name__)
 
 RECONCILE_TIMEOUT_S = 900.0
-"""Timeout of one pass over a run (a call that Ray never answers, for example), after which the next one starts."""
+"""Timeout of one pass over a run, e.g. if Ray does not respond."""
 OUTAGE_GRACE_S = 3.0
-"""Grace period after Redis refused writes, in which live components can report before any is considered dead."""
+"""Time after a Redis outage in which no component counts as dead."""
 REPORT_RETRY_S = 5.0
 STOPPED_STATES = (Health.ABSENT, Health.DEAD, Health.DONE)
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """Restart limits of components; the count is reset whenever the run progresses."""
+    """Restart limits of a component, counted since the run last progressed."""
 
     max_restarts: int = 5
-    """Deaths without progress between them before the run is failed."""
+    """Deaths without progress before the run fails."""
     backoff_s: float = 0.25
-    """Delay before the second restart; doubles with each further one. The first is at once."""
+    """Delay before the second restart, doubled for each further one; the first has none."""
     max_backoff_s: float = 15.0
     drain_timeout_s: float = 60.0
-    """Timeout of a graceful stop, after which the run is stopped at once."""
+    """Timeout of a graceful stop; the run is then killed."""
 
     def delay_s(self, count: int) -> float:
-        """Return seconds to wait before restart number `count` (from 1)."""
+        """Return the delay before restart `count` (1-based)."""
         return 0.0 if count <= 1 else min(self.backoff_s * 2.0 ** (count - 2), self.max_backoff_s)
 
 
 def _redis_outage(error: BaseException | None) -> redis_errors.RedisError | None:
-    """Return the Redis outage behind `error`, if any."""
+    """Return the Redis outage that caused `error`, or None."""
     while error is not None and not isinstance(error, (redis_errors.ConnectionError, redis_errors.TimeoutError)):
         error = error.__cause__
     return error
 
 
 class Reconciler:
-    """Reconciles every run of one Redis."""
+    """Reconciler of all runs in one Redis."""
 
     def __init__(
         self,
@@ -81,9 +80,9 @@ class Reconciler:
         own_log: str = "logs/control.log",
         write_report: Callable[[RunRecord], Awaitable[None]] | None = None,
     ) -> None:
-        """own_log: where this process logs; absolute, or relative to a run's folder.
+        """own_log: this process's log; absolute, or relative to a run's folder.
 
-        write_report: writes the report of a run that is over; None writes none.
+        write_report: writes an ended run's report.
         """
         self._write_report = write_report
         self._reporting = asyncio.Lock()
@@ -105,7 +104,7 @@ class Reconciler:
         self._wake = asyncio.Event()
 
     def tune(self, *, reconcile_s: float, policy: RestartPolicy) -> None:
-        """Apply new settings from the next pass on."""
+        """Apply settings from the next pass on."""
         self._reconcile_s = reconcile_s
         self._policy = policy
 
@@ -114,7 +113,7 @@ class Reconciler:
         self._wake.set()
 
     async def run(self) -> None:
-        """Reconcile all active runs until cancelled; a hanging one does not delay the others."""
+        """Reconcile active runs concurrently until cancelled."""
         tasks_by_run: dict[str, asyncio.Task[None]] = {}
         reporting: dict[str, asyncio.Task[None]] = {}
         try:
@@ -140,7 +139,7 @@ class Reconciler:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _active_runs(self) -> list[str]:
-        """Return the runs that are not over; none while Redis is unreachable."""
+        """Return active runs; none while Redis is unreachable."""
         try:
             run_ids = await self._store.unfinished()
         except redis_errors.RedisError as error:
@@ -162,7 +161,7 @@ class Reconciler:
             return []
 
     async def _report(self, run_id: str) -> None:
-        """Write a run's report, one at a time; an error is logged and not retried, unless it is an outage of Redis."""
+        """Write a run's report, one at a time; only a Redis outage is retried."""
         assert self._write_report is not None
         try:
             async with self._reporting:
@@ -209,7 +208,7 @@ class Reconciler:
             self.redis_trouble = str(error)
 
     async def reconcile(self, run_id: str) -> RunState:
-        """Take the next step towards the run's desired state and return its state."""
+        """Take the next step towards the desired state; return the new state."""
         record = await self._store.load(run_id)
         if record.state.over:
             self._forget(run_id)
@@ -247,7 +246,7 @@ class Reconciler:
         return await self._maintain(replace(record, state=RunState.STARTING), mesh)
 
     async def _maintain(self, record: RunRecord, mesh: RunMesh) -> RunState:
-        """Start what is missing, replace what died, and detect the end of training."""
+        """Start absent components, replace dead ones, and detect the end of training."""
         await mesh.apply_settings(await self._store.settings(record), paused=record.wanted is DesiredState.PAUSED)
         observations = await self._observe(record, mesh.components)
         if time.monotonic() < self._outage_at + OUTAGE_GRACE_S:
@@ -264,7 +263,6 @@ class Reconciler:
         return await self._record_running(record)
 
     async def _record_running(self, record: RunRecord) -> RunState:
-        """Record that the run is running or paused."""
         state = RunState.PAUSED if record.wanted is DesiredState.PAUSED else RunState.RUNNING
         if state is not record.state:
             first = {} if record.running_at else {"running_at": self._store.clock()}
@@ -272,7 +270,7 @@ class Reconciler:
         return state
 
     async def _restart_if_down(self, record: RunRecord, component: Component, observation: Observation) -> str:
-        """Start `component` if it is absent; return why that is hopeless, or an empty string."""
+        """Start an absent or dead component; return the reason if that is hopeless, else ""."""
         if observation.health is Health.BROKEN:
             return f"{component.name}: {observation.detail}"
         if observation.health is Health.DEAD:
@@ -301,7 +299,7 @@ class Reconciler:
         return ""
 
     async def _count(self, run_id: str, component: str, observation: Observation) -> Restarts:
-        """Return the number of its deaths; one incident counts once."""
+        """Count a death, once per incident."""
         before = (await self._store.restarts(run_id)).get(component, Restarts())
         if before.incident == observation.incident:
             return before

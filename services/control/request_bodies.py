@@ -1,4 +1,4 @@
-"""Parsers of request bodies and parameters: configurations (YAML or JSON), settings (JSON), positions in event streams."""
+"""Parsers of request bodies and parameters."""
 
 import json
 from difflib import get_close_matches
@@ -20,11 +20,11 @@ MAX_ID_PART = 2**64 - 1
 MIN_SIMILARITY = 0.6
 """Similarity (0 to 1) above which a name counts as misspelt."""
 ALIASES = {alias: name for name, row in LIVE_SETTINGS.items() for alias in (row.info.path, *row.info.aliases)}
-"""Configuration paths and common other names of settings -> their names here."""
+"""Configuration paths and other names of settings -> their names."""
 
 
 async def read_document(request: Request) -> str | dict[str, Any]:
-    """Return the body as YAML text or a JSON object. Raises `HttpError`."""
+    """Read the body as YAML text or JSON object. Raises `HttpError`."""
     kind = _kind(request)
     if kind != JSON_TYPE and kind not in YAML_TYPES:
         raise _unsupported(kind, f"{JSON_TYPE} or {YAML_TYPES[0]}")
@@ -38,7 +38,7 @@ async def read_document(request: Request) -> str | dict[str, Any]:
 
 
 async def read_change(request: Request) -> SettingsPatch:
-    """Return the settings to change. Raises `HttpError`, `InvalidRunError`."""
+    """Read the settings to change. Raises `HttpError`, `InvalidRunError`."""
     kind = _kind(request)
     if kind != JSON_TYPE:
         raise _unsupported(kind, JSON_TYPE)
@@ -62,7 +62,7 @@ def _problem(key: str, kind: str, message: str) -> ProblemView:
 
 
 def read_position(text: str) -> Position:
-    """Parse a watcher's position. Raises `HttpError`."""
+    """Parse `Last-Event-ID`. Raises `HttpError`."""
     try:
         return Position.parse(text)
     except ValueError as error:
@@ -70,7 +70,7 @@ def read_position(text: str) -> Position:
 
 
 def entry_id(text: str) -> str:
-    """Return `text` if it is a stream id that Redis accepts. Raises `ValueError`."""
+    """Validate a Redis stream id. Raises `ValueError`."""
     if any(int(part) > MAX_ID_PART for part in text.split("-")):
         raise ValueError("not a record's id: its parts must be below 2^64")
     return text

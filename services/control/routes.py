@@ -1,4 +1,4 @@
-"""Routes under /runs, over `ControlService`."""
+"""Routes under /runs."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -40,9 +40,9 @@ from offbeat.services.errors import MeshError
 logger = logging.getLogger(__name__)
 
 MAX_WATCHERS = 32
-"""Event streams at a time; each polls Redis."""
+"""Maximum number of event streams; each polls Redis."""
 RETRY_MS = 1000
-"""Reconnection delay of a browser's EventSource."""
+"""Reconnection delay of an EventSource."""
 
 RunId = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="The run's `exp_name`.")]
 EntryId = Annotated[str, Query(pattern=r"^\d{1,20}(-\d{1,20})?$"), AfterValidator(entry_id)]
@@ -71,7 +71,7 @@ EVENTS: dict[int | str, dict[str, Any]] = {
 
 
 def run_routes(service: ControlService) -> APIRouter:
-    """Build the routes under /runs."""
+    """Build the routes."""
     routes = APIRouter(tags=["runs"])
 
     @routes.post(
@@ -84,7 +84,7 @@ def run_routes(service: ControlService) -> APIRouter:
         },
     )
     async def create_run(request: Request, response: Response, dry_run: bool = False) -> RunView | None:
-        """Start the run that the body describes, as YAML or JSON. `dry_run` only validates it."""
+        """Start the run configured by the body, YAML or JSON; `dry_run` only validates it."""
         view, created = await service.create(await read_document(request), dry_run=dry_run)
         response.status_code = 201 if created else 200
         return view
@@ -111,12 +111,12 @@ def run_routes(service: ControlService) -> APIRouter:
 
     @routes.delete("/runs/{run_id}", responses=refusals(404, 409, 422))
     async def delete_run(run_id: RunId, files: bool = False) -> DeletedView:
-        """Delete a run that is over; with `files`, also the files that it wrote into its folder."""
+        """Delete an ended run; with `files`, also the files in its folder."""
         return await service.delete(run_id, files=files)
 
     @routes.post("/runs/{run_id}/stop", status_code=202, responses=refusals(404, 409, 422))
     async def stop_run(run_id: RunId, now: bool = False) -> RunView:
-        """Drain, checkpoint and end; with `now`, end without draining. A run that is over stays as it is."""
+        """Drain, checkpoint and end; with `now`, without draining. An ended run is unchanged."""
         return await service.want(run_id, DesiredState.KILLED if now else DesiredState.STOPPED)
 
     @routes.post("/runs/{run_id}/pause", status_code=202, responses=refusals(404, 409, 422))
@@ -131,12 +131,12 @@ def run_routes(service: ControlService) -> APIRouter:
 
     @routes.get("/runs/{run_id}/why", responses=refusals(404, 409, 422))
     async def explain_run(run_id: RunId) -> WhyView:
-        """Components that currently wait for each other, as a chain and as one sentence."""
+        """Chain of components that wait for each other."""
         return await service.why(run_id)
 
     @routes.get("/runs/{run_id}/quarantine", responses=refusals(404, 409, 422))
     async def show_quarantine(run_id: RunId) -> QuarantineView:
-        """Trajectories that could not be read, newest first: with the error and the first bytes."""
+        """Undecodable trajectories, newest first, with error and first bytes."""
         return await service.quarantine(run_id)
 
     @routes.get("/runs/{run_id}/metrics", responses=refusals(404, 409, 422))
@@ -161,9 +161,9 @@ def _add_events(routes: APIRouter, service: ControlService) -> None:
         ] = False,
         last_event_id: Annotated[str | None, Header(max_length=200)] = None,
     ) -> AsyncIterator[tuple[Feed, Position]]:
-        """Yield a watcher's feed and its first position while its response lasts.
+        """Yield a watcher's feed and first position.
 
-        A dependency, because an error in a streaming route itself would come after the status code.
+        A dependency, because an error in a streaming route would follow the status code.
         """
         record = await service.store.load(run_id)
         if len(watchers) >= MAX_WATCHERS:
@@ -196,7 +196,7 @@ def _add_events(routes: APIRouter, service: ControlService) -> None:
 
 
 def _as_json(refusal: dict[str, Any]) -> dict[str, Any]:
-    """Document an error's body as JSON, not as the media type of the route's response class."""
+    """Set the media type of an error to JSON instead of the route's."""
     schema = {"$ref": f"#/components/schemas/{refusal['model'].__name__}"}
     return {"description": refusal["description"], "content": {JSON_TYPE: {"schema": schema}}}
 

@@ -1,4 +1,4 @@
-"""Desired and actual state of a run, its record, and the record's form in Redis."""
+"""States of a run, and its record in Redis."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -15,11 +15,11 @@ class DesiredState(StrEnum):
 
     RUNNING = "running"
     PAUSED = "paused"
-    """Begin no episode and no optimizer step; all processes stay."""
+    """Start no episode and no step; processes stay."""
     STOPPED = "stopped"
-    """Drain, checkpoint, end; it may be resumed."""
+    """Drain, checkpoint and end; resumable."""
     KILLED = "killed"
-    """End now, without draining; it may be resumed from its last checkpoint."""
+    """End without draining; resumable from the last checkpoint."""
 
     @property
     def ends(self) -> bool:
@@ -48,58 +48,58 @@ class RunExistsError(ControlError):
 
 
 class BusyError(ControlError):
-    """Another run has claimed a resource that this one needs."""
+    """A resource is claimed by another run."""
 
 
 class RunStateError(ControlError):
-    """A command that the state of the run does not allow."""
+    """The run's state does not allow the command."""
 
 
 class UnknownRunError(ControlError):
-    """There is no run of that name."""
+    """No run has that name."""
 
 
 class ForeignRecordError(ControlError):
-    """The record of a run was written by another version of this program."""
+    """The record was written by another version of Offbeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """The part of a validated run that the control service needs."""
+    """Validated run, as the control service needs it."""
 
     run_id: str
     config: str
-    """The whole configuration as JSON."""
+    """Complete configuration as JSON."""
     output_dir: str
-    """Absolute."""
+    """Absolute path."""
     max_steps: int
     settings: Settings
-    """Live settings with their configured values."""
+    """Configured live settings."""
     resume: bool = False
-    """Resume what an earlier run of this name left in Redis, instead of deleting it."""
+    """Resume the earlier run of this name instead of deleting it."""
     claims: Mapping[str, str] = field(default_factory=dict[str, str])
     """Exclusive resources: kind (`folder`, `app`) -> name."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A run in Redis; times are Unix seconds, 0 if not reached."""
+    """Run in Redis; times are Unix seconds, 0 if not reached."""
 
     run_id: str
     config: str
     output_dir: str
     max_steps: int
     settings: Settings
-    """Configured values; `RunStore.changes` come on top."""
+    """Configured values, without `RunStore.changes`."""
     wanted: DesiredState = DesiredState.RUNNING
     state: RunState = RunState.PREPARING
     outcome: RunState = RunState.FINISHED
-    """Final state after draining."""
+    """State after draining."""
     error: str = ""
     log: str = ""
     """File with details of `error`."""
     attempt: int = 1
-    """Times it was started: 1, and one more each time it was resumed."""
+    """Number of starts, resumes included."""
     created_at: float = 0.0
     started_at: float = 0.0
     """Start of this attempt."""
@@ -107,9 +107,9 @@ class RunRecord:
     draining_at: float = 0.0
     ended_at: float = 0.0
     beat: float = 0.0
-    """Time of the reconciler's last look."""
+    """Time of the last reconciliation."""
     report: str = ""
-    """`due`, `written` or `failed` once the run is over; empty if the control service writes none."""
+    """`due`, `written` or `failed` after the run; empty if none is written."""
 
     def encode(self) -> dict[str, str]:
         plain = {each.name: str(getattr(self, each.name)) for each in fields(self)}
@@ -151,7 +151,7 @@ def _foreign(raw: Mapping[bytes, bytes], what: str) -> ForeignRecordError:
 
 @dataclass(frozen=True, slots=True)
 class Restarts:
-    """Deaths of a component since the run last progressed."""
+    """Deaths of a component; `count` since the run last progressed."""
 
     count: int = 0
     total: int = 0
@@ -162,7 +162,7 @@ class Restarts:
 
 @dataclass(frozen=True, slots=True)
 class WeightProgress:
-    """Progress of the published weights; -1 before version 0."""
+    """Newest published weights; -1: none."""
 
     version: int = -1
     step: int = -1
@@ -170,16 +170,16 @@ class WeightProgress:
 
 @dataclass(frozen=True, slots=True)
 class LearnerReport:
-    """The learner's report in the run's record."""
+    """Learner's report in the record."""
 
     phase: str = ""
-    """Phase for humans: `warming up 120/300`, `training`."""
+    """For humans: `warming up 120/300`, `training`."""
     doing: dict[str, Any] = field(default_factory=dict[str, Any])
-    """`stage`, the `step` it belongs to (0-based batches trained) and `since` when, Unix time; see `Reporter.doing`."""
+    """`stage`, its `step` (0-based batches trained) and `since` (Unix time); see `Reporter.doing`."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
-    """Metrics of its newest step."""
+    """Metrics of the newest step."""
     trouble: str = ""
-    """Current problem of a training learner, such as a failed checkpoint."""
+    """Current problem, such as a failed checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ class ComponentReports:
     """Latest reports of the components, of any age."""
 
     workers: Mapping[str, Mapping[str, Any]]
-    """Env worker -> what its episodes wait for; see `offbeat.services.rollout.wait_status`."""
+    """Worker -> report; see `offbeat.services.rollout.wait_status`."""
     replicas: Mapping[str, ReplicaReport]
     leased: bool
-    """True if a learner holds the run."""
+    """True if a learner holds the lease."""

@@ -19,22 +19,22 @@ from offbeat.services.live_settings import LIVE_SETTINGS, Change, LiveSetting, S
 
 
 class View(BaseModel):
-    """Part of an answer."""
+    """Base of response bodies."""
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
 
 class ComponentView(View):
-    """One part of a run as the reconciler last saw it."""
+    """Last observed state of a component."""
 
     health: Health
     detail: str
     restarts: int
-    """Times that it died and was started again."""
+    """Restarts after a death."""
 
 
 class CountersView(View):
-    """The buffer's ledger: admitted = trained + dropped + failed + in flight."""
+    """Group counters: admitted = trained + dropped + failed + in flight."""
 
     admitted: int
     submitted: int
@@ -65,7 +65,7 @@ class StalenessView(View):
 
 
 class RatesView(View):
-    """Per second, over the last quarter of a minute."""
+    """Rates per second over the last 15 s."""
 
     steps: float
     trajectories: float
@@ -88,7 +88,7 @@ class SettingsView(create_model("SettingsView", __base__=View, **_view_fields)):
         return cls.model_validate(settings, from_attributes=True)
 
     def to_settings(self) -> Settings:
-        """Return the settings with typed fields."""
+        """Convert to `Settings`."""
         return Settings(**self.model_dump())
 
 
@@ -106,24 +106,25 @@ _patch_fields = {setting.name: _patch_field(setting) for setting in LIVE_SETTING
 
 
 class SettingsPatch(create_model("SettingsPatch", __base__=_Patch, **_patch_fields)):
-    """Settings to change; omitted ones stay as they are."""
+    """Settings to change; omitted ones are unchanged."""
 
     def values(self) -> dict[str, float]:
-        """Return the settings to change."""
+        """Return the given settings."""
         return self.model_dump(exclude_none=True)
 
 
 class ChangeView(View):
-    """A requested change of settings."""
+    """Requested change of settings."""
 
     values: dict[str, float]
     at: float
-    """Unix time of the request."""
+    """Unix time."""
     from_step: int | None
-    """First optimizer batch (0-based) with the new value; null until the learner has reached a step boundary. Process
-    counts apply at once."""
+    """First optimizer batch (0-based) with the change; null until the learner's next step boundary. Process counts
+    change at once.
+    """
     why: str = ""
-    """Reason of the learner's staleness controller; empty for a manual change."""
+    """Reason of the staleness controller; empty for a manual change."""
 
     @classmethod
     def of(cls, change: Change) -> "ChangeView":
@@ -140,7 +141,7 @@ class PathsView(View):
 
 
 class RunView(View):
-    """One run."""
+    """State of a run."""
 
     id: str
     state: RunState
@@ -151,7 +152,7 @@ class RunView(View):
     log: str
     """File in the run's folder with details of `error`."""
     step: int
-    """Optimizer batches published; -1 before version 0."""
+    """Optimizer batches published; -1: none."""
     version: int
     max_steps: int
     attempt: int
@@ -162,46 +163,46 @@ class RunView(View):
     components: dict[str, ComponentView] = Field(default_factory=dict[str, ComponentView])
     counters: CountersView | None = None
     quarantined: int = 0
-    """Undecodable trajectories that are kept, at most 16; their groups count as dropped (`corrupt`)."""
+    """Undecodable trajectories kept, at most 16; their groups are dropped as `corrupt`."""
     staleness: StalenessView | None = None
     rates: RatesView | None = None
     settings: SettingsView
     changes: list[ChangeView] = Field(default_factory=list[ChangeView])
-    """Changes of the settings, in order of request."""
+    """Changes of settings, oldest first."""
     metrics: dict[str, float | None] = Field(default_factory=dict[str, float | None])
-    """The learner's newest record."""
+    """The learner's newest metrics."""
     places: PathsView
 
 
 class UnreadableView(View):
-    """A run whose record another version of Offbeat has written; `DELETE` forgets it."""
+    """Run recorded by another version of Offbeat; `DELETE` removes it."""
 
     id: str
     reason: str
 
 
 class RunsView(View):
-    """Several runs."""
+    """Page of runs."""
 
     runs: list[RunView]
     unreadable: list[UnreadableView] = Field(default_factory=list[UnreadableView])
-    """Runs in this page of the list that can't be shown, in whatever state."""
+    """Unreadable runs of this page, of any state."""
     next: str | None = None
-    """Ask with `after` set to this for older ones; null when these were the last."""
+    """`after` of the next page; null on the last."""
 
 
 class QuarantinedView(View):
-    """A trajectory that could not be read: it never reached the trainer."""
+    """Undecodable trajectory; not trained on."""
 
     group: int
-    """Number of its group, which was dropped."""
+    """Number of its dropped group."""
     member: int
     complaint: str
-    """Error of decoding."""
+    """Decoding error."""
     size: int
     """Bytes."""
     head: str
-    """First 64 bytes, as hex."""
+    """First 64 bytes, hex."""
 
 
 class QuarantineView(View):
@@ -211,7 +212,7 @@ class QuarantineView(View):
 
 
 class LinkView(View):
-    """One part of a run, and what it waits for."""
+    """Component and what it waits for."""
 
     who: str
     state: str
@@ -222,12 +223,12 @@ class LinkView(View):
 
 
 class WhyView(View):
-    """Components that wait for each other."""
+    """Chain of components that wait for each other."""
 
     run: str
     sentence: str
     chain: list[LinkView]
-    """From the waiting component to the one that it ultimately waits for."""
+    """Links, first the waiting component."""
 
     @classmethod
     def of(cls, run_id: str, links: Sequence[Cause]) -> "WhyView":
@@ -250,26 +251,26 @@ class DeletedView(View):
 
     id: str
     files: list[str]
-    """Removed folders and files, if requested."""
+    """Removed folders and files."""
 
 
 class HealthView(View):
-    """The service lives and reaches its state."""
+    """Healthy service."""
 
     status: Literal["ok"] = "ok"
 
 
 class ProblemView(View):
-    """One problem of a configuration."""
+    """Problem of a configuration."""
 
     path: str
     message: str
     suggestion: str | None = None
-    """The nearest valid key, where the key is unknown."""
+    """Nearest valid key for an unknown one."""
 
 
 class ErrorBody(View):
-    """Reason for a refused call."""
+    """Details of an error."""
 
     code: str
     message: str
@@ -277,7 +278,7 @@ class ErrorBody(View):
 
 
 class ErrorView(View):
-    """The body of every answer that is not a success."""
+    """Body of an error response."""
 
     error: ErrorBody
 
@@ -288,7 +289,7 @@ def finite(value: float) -> float | None:
 
 
 def places(record: RunRecord) -> PathsView:
-    """Return the paths of a run."""
+    """Return a run's paths."""
     folder = record.output_dir
     return PathsView(
         output_dir=folder,
@@ -299,7 +300,7 @@ def places(record: RunRecord) -> PathsView:
 
 
 def component_views(healths: dict[str, tuple[Health, str]], restarts: dict[str, Restarts]) -> dict[str, ComponentView]:
-    """Return the components with their numbers of restarts."""
+    """Build the components' views."""
     return {
         name: ComponentView(health=health, detail=detail, restarts=restarts.get(name, Restarts()).total)
         for name, (health, detail) in healths.items()

@@ -1,6 +1,6 @@
-"""Commands and queries about runs, as plain Python over the store, so that a test builds it with fakes.
+"""Commands and queries on runs, independent of HTTP.
 
-Invariant: a command changes the desired state and wakes the reconciler; it never acts on a run itself.
+A command sets the desired state and wakes the reconciler; it never acts on a run itself.
 """
 
 import asyncio
@@ -38,11 +38,11 @@ T = TypeVar("T")
 
 MAX_CONCURRENT_VALIDATIONS = 4
 VALIDATION_TIMEOUT_S = 300.0
-"""An env may load its data set when it is made, and the first to do so waits for all of it."""
+"""Timeout of a validation; creating the first env may load a data set."""
 
 
 class InvalidRunError(ControlError):
-    """A run's configuration, or a change of it, was refused."""
+    """Invalid configuration or settings."""
 
     def __init__(self, problems: Sequence[ProblemView]) -> None:
         self.problems = list(problems)
@@ -50,32 +50,31 @@ class InvalidRunError(ControlError):
 
 
 class InvalidPlaceError(ControlError):
-    """`after` is not a position in the list of runs."""
+    """Invalid `after` of a list of runs."""
 
 
 class RunFactory(BufferReader, Protocol):
-    """Interface of the control service to the project's runs: validation and components."""
+    """Validation, reports and files of runs."""
 
     def validate(self, document: str | dict[str, Any]) -> RunSpec:
-        """Return the run that a YAML text or a tree of plain values describes. Raises `InvalidRunError` with every
-        problem."""
+        """Validate a configuration. Raises `InvalidRunError` with every problem."""
         ...
 
     def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
-        """Check whether a run's settings may become `values`. Raises `InvalidRunError`."""
+        """Validate new settings. Raises `InvalidRunError`."""
         ...
 
     async def write_report(self, record: RunRecord) -> None:
-        """Write the report of a run that is over into its folder. Raises `ControlError` with the command to retry."""
+        """Write an ended run's report. Raises `ControlError` with the command to retry."""
         ...
 
     def remove_files(self, record: RunRecord) -> list[str]:
-        """Remove what a run that is over has written into its folder; returns what is gone. Raises `BusyError`."""
+        """Remove an ended run's files; return their paths. Raises `BusyError`."""
         ...
 
 
 class ControlService:
-    """Operations of the REST API. Every method that names a run raises `UnknownRunError` if there is none."""
+    """Operations of the REST API; on an unknown run they raise `UnknownRunError`."""
 
     def __init__(
         self,
@@ -85,7 +84,6 @@ class ControlService:
         wake: Callable[[], None],
         redis_trouble: Callable[[], str] = lambda: "",
     ) -> None:
-        """redis_trouble: see `Reconciler.redis_trouble`."""
         self.store = store
         self._wiring = wiring
         self._overview = Overview(store, wiring, redis_trouble)
@@ -93,7 +91,7 @@ class ControlService:
         self._validating = ThreadPoolExecutor(MAX_CONCURRENT_VALIDATIONS, thread_name_prefix="validate")
 
     async def _validated(self, validate: Callable[..., T], *args: Any) -> T:
-        """Run in dedicated threads: validation resets the run's envs, which are user code and may hang."""
+        """Run in dedicated threads: envs are user code and may hang."""
         try:
             async with asyncio.timeout(VALIDATION_TIMEOUT_S):
                 return await asyncio.get_running_loop().run_in_executor(self._validating, validate, *args)
@@ -102,12 +100,12 @@ class ControlService:
             raise InvalidRunError([ProblemView(path="custom_envs", message=message)]) from None
 
     async def create(self, document: str | dict[str, Any], *, dry_run: bool = False) -> tuple[RunView | None, bool]:
-        """Start a run; return it, and whether it is new. `dry_run` only validates.
+        """Start a run, or with `dry_run` validate it; return its view and whether it is new.
 
         Raises:
-            InvalidRunError: the configuration was refused.
+            InvalidRunError: the configuration is invalid.
             RunExistsError: a run of that name is active with another configuration.
-            BusyError: another run has claimed a resource that it needs.
+            BusyError: another run has claimed a resource.
         """
         spec = await self._validated(self._wiring.validate, document)
         if dry_run:
@@ -117,11 +115,7 @@ class ControlService:
         return await self._overview.view(record), created
 
     async def runs(self, *, states: Sequence[RunState], name: str, after: str | None, limit: int) -> RunsView:
-        """Return runs, newest first: those in one of `states` (empty: any) whose id fits the glob `name`.
-
-        Raises:
-            InvalidPlaceError: `after` is not what an answer gave as `next`.
-        """
+        """Return runs, newest first, by state (empty: any) and glob of the id. Raises `InvalidPlaceError`."""
         views: list[RunView] = []
         unreadable: list[UnreadableView] = []
         place: tuple[float, str] | None = None
@@ -146,16 +140,16 @@ class ControlService:
         return await self._overview.view(await self.store.load(run_id))
 
     async def want(self, run_id: str, wanted: DesiredState) -> RunView:
-        """Stop, pause or resume a run. Raises `RunStateError` if its state does not allow it."""
+        """Stop, pause or resume a run. Raises `RunStateError`."""
         record = await self.store.want(run_id, wanted)
         self._wake()
         return await self._overview.view(record)
 
     async def change(self, run_id: str, body: SettingsPatch) -> RunView:
-        """Change a run's settings.
+        """Change live settings.
 
         Raises:
-            InvalidRunError: the settings are invalid.
+            InvalidRunError: invalid settings.
             RunStateError: the run is over or ending.
         """
         record = await self.store.load(run_id)
@@ -170,11 +164,11 @@ class ControlService:
         return await self.view(run_id)
 
     async def why(self, run_id: str) -> WhyView:
-        """Return which component waits for which."""
+        """Explain the run's wait."""
         return WhyView.of(run_id, await self._overview.why(await self.store.load(run_id)))
 
     async def quarantine(self, run_id: str) -> QuarantineView:
-        """Return trajectories that could not be decoded."""
+        """Return undecodable trajectories."""
         await self.store.load(run_id)
         trajectories = await self._wiring.quarantine(run_id)
         return QuarantineView(
@@ -191,12 +185,12 @@ class ControlService:
         )
 
     async def delete(self, run_id: str, *, files: bool) -> DeletedView:
-        """Delete a run that is over, and with `files` what it wrote.
+        """Delete an ended run, and with `files` its files.
 
         Raises:
-            RunStateError: it is not over.
+            RunStateError: the run is not over.
             BusyError: its files are in use.
-            ForeignRecordError: its record, which holds the folder's path, can't be read.
+            ForeignRecordError: its folder is unknown, as its record can't be read.
         """
         removed: list[str] = []
         if files:
@@ -207,14 +201,14 @@ class ControlService:
         return DeletedView(id=run_id, files=removed)
 
     async def metrics(self, run_id: str, after: str, limit: int) -> MetricsView:
-        """Return metric records after the id `after`."""
+        """Return metric records after `after`."""
         await self.store.load(run_id)
         entries = await AsyncRedisMetrics(self.store.redis, run_id).read(after, count=limit)
         records = [MetricView.of(entry_id, record) for entry_id, record in entries]
         return MetricsView(records=records, next=records[-1].id if records else after)
 
     async def healthy(self) -> bool:
-        """Return True if Redis can be reached."""
+        """Check that Redis responds."""
         await self.store.redis.exists(RUNS)  # Redis answers no PING while its disk is full
         return True
 

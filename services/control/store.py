@@ -1,8 +1,8 @@
 """Run records in Redis.
 
-Invariants: only the API changes `wanted`, only the reconciler changes `state`; a run id names at most one active run,
-and a claimed resource belongs to at most one; all knowledge of a control replica is in Redis; the epochs of a run id
-never restart, so that an isolated learner is fenced, also by a later run of its name.
+Invariants: only the API writes `wanted`, only the reconciler `state`; a run id names at most one active run, and a
+resource is claimed by at most one; a run id's epoch never decreases, which fences isolated learners, also from a later
+run of that name.
 """
 
 import fnmatch
@@ -46,13 +46,13 @@ from offbeat.services.telemetry import MetricRecord, decode_record
 from offbeat.services.weights.replica_reports import decode_report
 
 ORPHANED_AFTER_S = 30.0
-"""Time without a reconciler's look after which a run counts as not running, for callers that are no reconciler."""
+"""Time since the last reconciliation after which a run counts as inactive."""
 ATTEMPT_FIELDS = ("restarts", "components", "learner", "doing")
-"""Fields about a run's processes; cleared when it is started again."""
+"""Fields cleared at each start."""
 MAX_HISTORY = 1000
 REPORT_DUE, REPORT_WRITTEN, REPORT_FAILED = "due", "written", "failed"
 EPOCH_TTL_S = 7 * 24 * 3600
-"""Time that a deleted run's epoch is kept: longer than an isolated learner could take to return."""
+"""Retention of a deleted run's epoch, longer than any isolation of a learner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +62,20 @@ class RunStore:
     redis: Redis
     clock: Callable[[], float] = field(default=time.time)
     orphaned_after_s: float = ORPHANED_AFTER_S
-    """See `ORPHANED_AFTER_S`; infinite for a control service that attends all runs itself: they continue however long
-    it was away."""
+    """Infinite for a control service that attends all runs itself."""
 
     async def create(self, spec: RunSpec, *, takeover: bool = False) -> tuple[RunRecord, bool]:
-        """Record a new run; creating the same active run again changes nothing.
+        """Record a run; repeating it for the same active run changes nothing.
 
-        A run of that name that is over is deleted except for its epoch, which is incremented and so fences its
-        learners; or it is resumed if `spec.resume`, and keeps its settings unless its configuration overrides them.
-        takeover: treat an active run as not running, because the caller knows that it is not.
+        An ended run of that name is resumed if `spec.resume`, with its settings unless the configuration overrides
+        them; else deleted, with its learners fenced. takeover: treat an active run as inactive.
 
         Returns:
-            the record, and whether this call created it.
+            the record, and whether it is new.
 
         Raises:
             RunExistsError: a run of that name is active with another configuration.
-            BusyError: another active run has claimed the same resource.
+            BusyError: another active run has claimed a resource.
         """
         keys, claimed = RunKeys(spec.run_id), [claims_key(kind) for kind in spec.claims]
         while True:
@@ -127,14 +125,14 @@ class RunStore:
                 )
 
     def _use(self, raw: dict[bytes, bytes]) -> str:
-        """Return the state of an active run; empty if nothing of it is running."""
+        """Return the state of an active run, or ""."""
         try:
             return record.state if raw and self._is_active(record := RunRecord.decode(raw)) else ""
         except ForeignRecordError:
             return "managed by another version of Offbeat" if self._has_heartbeat(raw) else ""
 
     def _has_heartbeat(self, raw: Mapping[bytes, bytes]) -> bool:
-        """Return True if a reconciler attends the run, whichever version recorded it."""
+        """Return True if any version's reconciler attends the run."""
         try:
             beat = float(raw.get(b"beat", b"0"))
         except ValueError:
@@ -159,18 +157,18 @@ class RunStore:
         return replace(record, created_at=old.created_at, attempt=old.attempt + 1)
 
     async def load(self, run_id: str) -> RunRecord:
-        """Return the run's record. Raises `UnknownRunError`."""
+        """Return a run's record. Raises `UnknownRunError`, `ForeignRecordError`."""
         raw = await cast(Any, self.redis.hgetall(RunKeys(run_id).record))
         if not raw:
             raise UnknownRunError(f"there is no run {run_id!r}")
         return RunRecord.decode(raw)
 
     async def run_ids(self) -> list[str]:
-        """Return every run, oldest first."""
+        """Return all runs, oldest first."""
         return [member.decode() for member in await self.redis.zrange(RUNS, 0, -1)]
 
     async def unfinished(self) -> list[str]:
-        """Return every run that is not known to be over, oldest first."""
+        """Return active runs, oldest first, unreadable ones included."""
         run_ids = await self.run_ids()
         async with self.redis.pipeline(transaction=False) as pipe:
             for run_id in run_ids:
@@ -180,7 +178,7 @@ class RunStore:
         return [run_id for run_id, state in zip(run_ids, states, strict=True) if state not in over]
 
     async def reports_due(self) -> list[str]:
-        """Return the runs whose report must still be written, oldest first."""
+        """Return runs with a due report, oldest first."""
         run_ids = await self.run_ids()
         async with self.redis.pipeline(transaction=False) as pipe:
             for run_id in run_ids:
@@ -189,7 +187,7 @@ class RunStore:
         return [run_id for run_id, report in zip(run_ids, reports, strict=True) if report == REPORT_DUE.encode()]
 
     async def close_report(self, record: RunRecord, report: str) -> None:
-        """Record how writing the report ended, unless the run was deleted or started again meanwhile."""
+        """Record a report's outcome, unless the run was deleted or restarted."""
         key = RunKeys(record.run_id).record
         async with self.redis.pipeline() as pipe:
             await pipe.watch(key)
@@ -202,7 +200,7 @@ class RunStore:
                 await pipe.execute()
 
     async def page(self, after: tuple[float, str] | None, name: str) -> list[tuple[float, str]]:
-        """Return (created at, id) of the runs whose id matches the glob `name`, newest first, after the position `after`."""
+        """Return (created_at, id) of runs after `after`, newest first; `name` is a glob."""
         rows = await self.redis.zrange(RUNS, 0, -1, desc=True, withscores=True)
         places = [(float(score), member.decode()) for member, score in rows]
         return [
@@ -212,10 +210,10 @@ class RunStore:
         ]
 
     async def want(self, run_id: str, wanted: DesiredState) -> RunRecord:
-        """Set the desired state of a run. Ending a run that is over or ending changes nothing.
+        """Set the desired state; ending an ended run changes nothing.
 
         Raises:
-            UnknownRunError: there is no such run.
+            UnknownRunError: no such run.
             RunStateError: pause or resume of a run that is over or ending.
         """
         key = RunKeys(run_id).record
@@ -247,7 +245,7 @@ class RunStore:
         return record.wanted is not wanted
 
     async def change(self, run_id: str, values: Mapping[str, float]) -> Change:
-        """Ask for other settings. Raises `UnknownRunError`, or `RunStateError` for a run that is over or ends."""
+        """Request new settings. Raises `UnknownRunError`, or `RunStateError` if the run is over or ending."""
         record = await self.load(run_id)
         if record.state.over or record.wanted.ends:
             state = record.state if record.state.over else "ending"
@@ -260,7 +258,7 @@ class RunStore:
         return change
 
     async def changes(self, run_id: str) -> list[Change]:
-        """Return every change of the run's settings, in order of request."""
+        """Return all changes of settings, oldest first."""
         keys = RunKeys(run_id)
         # Not a transaction, which a Redis without memory refuses to queue
         async with self.redis.pipeline(transaction=False) as pipe:
@@ -275,7 +273,7 @@ class RunStore:
         return settings_now(record.settings, await self.changes(record.run_id))
 
     async def update(self, run_id: str, **changes: str | float) -> None:
-        """Write some of a record's fields (the reconciler's)."""
+        """Write fields of a record."""
         mapping = {name: str(value) for name, value in changes.items()}
         async with self.redis.pipeline() as pipe:
             pipe.hset(RunKeys(run_id).record, mapping=cast(dict[Any, Any], mapping))
@@ -285,12 +283,11 @@ class RunStore:
             await pipe.execute()
 
     async def delete(self, run_id: str) -> None:
-        """Delete all keys of a run except its epoch, which is incremented to fence its learners, and expires later. A
-        run that another version recorded must have been silent for a while.
+        """Delete a run's keys and fence its learners. A run of another version must have no recent heartbeat.
 
         Raises:
-            UnknownRunError: there is none.
-            RunStateError: it is not over.
+            UnknownRunError: no such run.
+            RunStateError: the run is not over.
         """
         try:
             record = await self.load(run_id)
@@ -312,24 +309,24 @@ class RunStore:
             await pipe.execute()
 
     async def progress(self, run_id: str) -> WeightProgress:
-        """Return the progress of the published weights."""
+        """Return the newest published version and step."""
         raw = await cast(Any, self.redis.hgetall(RunKeys(run_id).progress))
         return WeightProgress(int(raw.get(b"version", -1)), int(raw.get(b"step", -1)))
 
     async def restarts(self, run_id: str) -> dict[str, Restarts]:
-        """Return the number of deaths of each component."""
+        """Return the deaths of each component."""
         raw = await cast(Any, self.redis.hgetall(RunKeys(run_id).key("restarts")))
         return {name.decode(): Restarts(**json.loads(value)) for name, value in raw.items()}
 
     async def set_restarts(self, run_id: str, component: str, restarts: Restarts, why: str) -> None:
-        """Keep how often a component has died, the last time of `why`."""
+        """Store a component's deaths, the last because of `why`."""
         async with self.redis.pipeline() as pipe:
             pipe.hset(RunKeys(run_id).key("restarts"), component, json.dumps(asdict(restarts)))
             self._note(pipe, run_id, "died", {"component": component, "why": why, "restarts": restarts.total})
             await pipe.execute()
 
     async def set_observations(self, run_id: str, seen: dict[str, Observation]) -> None:
-        """Store the observed states of the components and the time of observation."""
+        """Store the components' states and the heartbeat."""
         mapping = {name: json.dumps(asdict(observation)) for name, observation in seen.items()}
         async with self.redis.pipeline() as pipe:
             if mapping:
@@ -338,7 +335,7 @@ class RunStore:
             await pipe.execute()
 
     async def observations(self, run_id: str) -> dict[str, Observation]:
-        """Return the states of the components at the reconciler's last look."""
+        """Return the components' last observed states."""
         raw = await cast(Any, self.redis.hgetall(RunKeys(run_id).key("components")))
         seen = {name.decode(): json.loads(value) for name, value in raw.items()}
         return {name: Observation(**{**tree, "health": Health(tree["health"])}) for name, tree in seen.items()}
@@ -355,7 +352,7 @@ class RunStore:
         )
 
     async def reports(self, run_id: str) -> ComponentReports:
-        """Return the latest reports of env workers and replicas, and whether a learner holds the run."""
+        """Return the latest reports of env workers and replicas."""
         keys = RunKeys(run_id)
         async with self.redis.pipeline(transaction=False) as pipe:
             pipe.hgetall(keys.doing)
@@ -367,18 +364,18 @@ class RunStore:
         return ComponentReports(workers, replicas, bool(leased))
 
     async def metrics_since(self, run_id: str, at: float) -> list[MetricRecord]:
-        """Return all metric records that were appended after the Unix time `at`, oldest first."""
+        """Return metric records since the Unix time `at`, oldest first."""
         entries = await self.redis.xrange(RunKeys(run_id).metrics, min=int(at * 1000))
         return [decode_record(fields[b"r"]) for _, fields in entries]
 
     @staticmethod
     def _note(pipe: Pipeline, run_id: str, event: str, detail: Mapping[str, Any]) -> None:
-        """Add to the run's history."""
+        """Append to the run's history."""
         entry = {"e": event, "d": json.dumps(detail)}
         pipe.xadd(RunKeys(run_id).history, cast(dict[Any, Any], entry), maxlen=MAX_HISTORY, approximate=True)
 
     async def _keys_of(self, run_id: str) -> list[bytes]:
-        """Return all but its epoch."""
+        """Return the run's keys except the epoch."""
         keys = RunKeys(run_id)
         pattern = keys.prefix.replace("[", r"\[").replace("?", r"\?") + "*"
         found = self.redis.scan_iter(match=pattern, count=1000)
