@@ -1,1 +1,1 @@
-"""Selection, reward shaping, replay and packing of groups of trajectories."""
+"""Selection, shaping, replay and packing of groups."""

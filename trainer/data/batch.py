@@ -1,17 +1,8 @@
-"""Packing of trajectories into tensors, and their division into mini- and micro-batches.
+"""Packing of trajectories into tensors, mini- and micro-batches.
 
-N tokens of S sequences are concatenated without padding. M of them were sampled; everything trained on (logprobs,
-advantages, weights) is an array [M] over these, trajectory after trajectory in sampling order. Entry m belongs to the token
-at `positions[m]`; its logprob (and value) is predicted at the position before it, so a sequence's first token is never a
-sampled one. Tokens after a sequence's last sampled one are dropped.
-
-    batch = pack(groups)                                    one row of tokens, arrays [M]
-    for part in minibatches(batch, n):                      one optimizer step each
-        for micro in microbatches(batch, part, max_tokens): one forward and backward pass each
-            micro.tokens [n], micro.cu_seqlens [s + 1], micro.positions [m]: model inputs
-            micro.index [m]: indexes of its sampled tokens in the batch's [M] arrays
-
-Micro-batches are bins of sequences under a token budget: as few as possible, balanced, with similar lengths together.
+N tokens of S sequences are concatenated without padding. Arrays [M] cover the sampled tokens, trajectory after
+trajectory in sampling order. Entry m is the token at `positions[m]`, predicted at the position before it; a sequence's
+first token is never sampled, and tokens after its last sampled one are dropped.
 """
 
 import math
@@ -41,14 +32,13 @@ IntArray = npt.NDArray[np.int64]
 class Batch:
     """Packed sequences of T trajectories with R turns.
 
-    tokens: [N] int64; cu_seqlens: [S + 1] int64; positions: [M] int64 into tokens; sequence, trajectory, turn: [M] int64
-    (turns are numbered across the batch); behavior_logprobs: [M] float32; versions: [M] int64; turn_reward: [M] float32,
-    each turn's reward on its last token; last: [M] bool, the last sampled token of its trajectory; episode_reward: [T]
-    float32; group: [T] int64; tag: [T] int64, an index into `tags`; truncated: [T] bool, ended by the length limit;
-    temperatures: [M] float32, sampling temperatures, NaN for the run's default, or None if all have the default;
-    greedy_reward: [G] float32, the mean reward of each group's greedy episodes, or None if a group has none.
-    Per turn, trajectory after trajectory: owner [R] int64, its trajectory; score [R] float32, its reward; anchor [R] int64,
-    shared by a group's turns at the same state and unique for a turn without a state hash.
+    tokens: [N] int64; cu_seqlens: [S + 1] int64; positions: [M] int64 into tokens; sequence, trajectory, turn: [M]
+    int64 (turns are numbered across the batch); behavior_logprobs: [M] float32; versions: [M] int64; turn_reward: [M]
+    float32, on a turn's last token; last: [M] bool, a trajectory's last sampled token; episode_reward: [T] float32;
+    group: [T] int64; tag: [T] int64 into `tags`; truncated: [T] bool, by the length limit; temperatures: [M] float32,
+    NaN for the default, None if all are; greedy_reward: [G] float32, mean of each group's greedy episodes, None if a
+    group has none. Per turn: owner [R] int64, its trajectory; score [R] float32, its reward; anchor [R] int64, equal
+    for a group's turns at the same state, unique without a state hash.
     """
 
     tokens: Tensor
@@ -72,11 +62,11 @@ class Batch:
     temperatures: Tensor | None = None
     greedy_reward: Tensor | None = None
     pictures: tuple[tuple[Picture, ...], ...] = ()
-    """Images of each sequence, in order; empty if there are none."""
+    """Images per sequence; empty if there are none."""
 
     @property
     def last_turn(self) -> Tensor:
-        """Mask of the last turn of each trajectory, [R] bool."""
+        """Mask of each trajectory's last turn, [R] bool."""
         return self.owner.diff(append=self.owner.new_full((1,), -1)) != 0
 
     @property
@@ -101,7 +91,7 @@ class Batch:
         return len(self.cu_seqlens) - 1
 
     def sampled_by(self, version: int) -> Tensor:
-        """Return a mask [M] bool of tokens that, with all earlier ones of their trajectory, were sampled by `version`."""
+        """Return a mask [M] bool of tokens sampled, with all earlier ones of their trajectory, by `version`."""
         others = (self.versions != version).long().cumsum(0)
         starts = torch.searchsorted(self.trajectory, self.trajectory)
         before = torch.cat([others.new_zeros(1), others])[starts]
@@ -112,9 +102,8 @@ class Batch:
 class MicroBatch:
     """Complete sequences of a batch.
 
-    tokens: [n]; cu_seqlens: [s + 1]; positions: [m] into tokens; index: [m] into [M] arrays; parents: [s] or None, as in
-    `trainer.models.prefix_attention` (then cu_seqlens separates roots and branches); temperatures: [m]; pictures: at offsets
-    into tokens.
+    positions: [m] into tokens; index: [m] into [M] arrays; parents: [s], as in `trainer.models.prefix_attention`, then
+    cu_seqlens borders roots and branches.
     """
 
     tokens: Tensor
@@ -168,13 +157,12 @@ class _Columns:
             self.num_tokens += end
 
     def _anchor(self, group: int, state_hash: str) -> int:
-        """Return the number of a state; a turn without a state hash gets a unique one."""
         key = (group, state_hash) if state_hash else (-1, str(len(self.anchors)))
         return self.states.setdefault(key, len(self.states))
 
 
 def pack(groups: Sequence[Group]) -> Batch:
-    """Concatenate the groups' trajectories; segments without a sampled token are dropped.
+    """Concatenate trajectories; segments without sampled tokens are dropped.
 
     Raises:
         ValueError: a segment starts with a sampled token, or a sampled token belongs to no turn.
@@ -217,7 +205,6 @@ def pack(groups: Sequence[Group]) -> Batch:
 
 
 def _greedy_rewards(groups: Sequence[Group]) -> Tensor | None:
-    """Return the mean greedy reward of each group, [G]."""
     if not all(group.baselines for group in groups):
         return None
     means = [fmean(trajectory.reward for trajectory in group.baselines) for group in groups]
@@ -232,7 +219,8 @@ def _token_temperatures(temperatures: Sequence[float | None], trajectory: IntArr
 
 
 def _place_rewards(turn: IntArray, trajectory: IntArray, columns: _Columns) -> npt.NDArray[np.float32]:
-    """Assign each turn's reward to its last sampled token, else to the token before the turn, else to the one after it, [M].
+    """Assign each turn's reward to its last sampled token, else to the token before the turn, else to the one after it,
+    [M].
 
     turn, trajectory: [M], both ascending
     """
@@ -254,7 +242,7 @@ def _floats(parts: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]
 
 
 def minibatches(batch: Batch, count: int) -> list[list[int]]:
-    """Split the sequences deterministically into at most `count` parts, balanced in number and length."""
+    """Split the sequences into at most `count` parts, balanced in number and length."""
     by_length = torch.argsort(batch.cu_seqlens.diff(), descending=True, stable=True).tolist()
     parts: list[list[int]] = [[] for _ in range(min(count, batch.num_sequences))]
     for rank, sequence in enumerate(by_length):
@@ -264,11 +252,7 @@ def minibatches(batch: Batch, count: int) -> list[list[int]]:
 
 
 def microbatches(batch: Batch, sequences: Sequence[int], max_tokens: int, *, multiple_of: int = 1) -> list[MicroBatch]:
-    """Pack complete sequences into micro-batches of at most `max_tokens` tokens; a longer sequence is alone.
-
-    Sequences of similar length share a micro-batch, which limits padding. multiple_of: number of ranks; the number of
-    micro-batches is a multiple of it if there are enough sequences.
-    """
+    """Pack sequences into micro-batches of at most `max_tokens` tokens, as `balanced_bins`."""
     lengths = batch.cu_seqlens.diff().tolist()
     bins = balanced_bins([lengths[s] for s in sequences], max_tokens, multiple_of)
     by_sequence = torch.argsort(batch.sequence, stable=True)
@@ -278,7 +262,6 @@ def microbatches(batch: Batch, sequences: Sequence[int], max_tokens: int, *, mul
 
 
 def _micro(batch: Batch, sampled: Sequence[Tensor], sequence_ids: Sequence[int]) -> MicroBatch:
-    """sampled: indexes into [M] arrays of each sequence's sampled tokens."""
     starts = batch.cu_seqlens[:-1][sequence_ids]
     ends = batch.cu_seqlens[1:][sequence_ids]
     borders = torch.cat([starts.new_zeros(1), (ends - starts).cumsum(0)])
@@ -302,9 +285,9 @@ def _pictures(batch: Batch, sequence_ids: Sequence[int], borders: Sequence[int])
 
 
 def balanced_bins(lengths: Sequence[int], budget: int, multiple_of: int = 1) -> list[list[int]]:
-    """Divide the indexes of `lengths` into bins of at most `budget` in sum, similar lengths together.
+    """Divide the indexes of `lengths` into the fewest bins of at most `budget` in sum, similar lengths together.
 
-    A longer sequence is alone. The number of bins is a multiple of `multiple_of` if there are enough sequences.
+    A longer sequence is alone. `multiple_of` divides the number of bins if there are enough sequences.
     """
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
     min_bins = len(_fill(order, lengths, budget))
@@ -323,7 +306,6 @@ def balanced_bins(lengths: Sequence[int], budget: int, multiple_of: int = 1) -> 
 
 
 def _fill(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Cut `order` greedily into bins of at most `capacity`."""
     bins: list[list[int]] = []
     filled = 0
     for i in order:

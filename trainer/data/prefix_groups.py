@@ -1,7 +1,6 @@
-"""Prefix sharing: micro-batches in which the common prompt of sibling sequences is stored once.
+"""Micro-batches with shared prompts.
 
-A prefix group is sequences of one group (same task and seed) with their common prefix, which ends before the first sampled
-token. Invariant: every sequence, with its sampled tokens, is in exactly one prefix group of one micro-batch.
+A prefix group is sequences of one group with a common prefix before the first sampled token.
 """
 
 from collections.abc import Sequence
@@ -16,23 +15,23 @@ from offbeat.services.messages.types import Picture
 from offbeat.trainer.data.batch import Batch, MicroBatch, balanced_bins
 
 MIN_PREFIX_TOKENS = 8
-"""Shortest common prefix that is shared."""
+"""Shortest prefix to share."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroup:
-    """Sequences and the length of their common prefix; 0 for a single sequence."""
+    """Sequences and the length of their common prefix, 0 for a single one."""
 
     sequences: list[int]
     common: int
     num_tokens: int
-    """Tokens to compute; the prefix counts once."""
+    """Tokens to compute, the prefix once."""
 
 
 def shared_microbatches(
     batch: Batch, sequences: Sequence[int], max_tokens: int, *, multiple_of: int = 1
 ) -> list[MicroBatch]:
-    """Pack like `batch.microbatches`, keeping prefix groups together; one that is too large is split."""
+    """Pack like `microbatches`, keeping prefix groups together unless too large."""
     sampled = _sampled_indexes(batch)
     prefix_groups = _prefix_groups(batch, sequences, sampled, max_tokens)
     bins = balanced_bins([prefix_group.num_tokens for prefix_group in prefix_groups], max_tokens, multiple_of)
@@ -40,7 +39,6 @@ def shared_microbatches(
 
 
 def _sampled_indexes(batch: Batch) -> list[Tensor]:
-    """Return the indexes into [M] arrays of each sequence's sampled tokens."""
     by_sequence = torch.argsort(batch.sequence, stable=True)
     borders = torch.searchsorted(batch.sequence[by_sequence], torch.arange(batch.num_sequences + 1)).tolist()
     return [by_sequence[start:end] for start, end in pairwise(borders)]
@@ -64,7 +62,7 @@ def _prefix_groups(
 
 
 def _common_prefix_len(batch: Batch, members: Sequence[int], sampled: Sequence[Tensor]) -> int:
-    """Return the length of the common unsampled prefix; 0 for a single member or sequences with images."""
+    """Return the length of the unsampled common prefix; 0 with images."""
     if len(members) < 2 or (batch.pictures and any(batch.pictures[s] for s in members)):
         return 0
     starts = batch.cu_seqlens[:-1][members]

@@ -1,9 +1,8 @@
 """Replay buffer of trained groups.
 
-Invariants: a group is in at most `max_times_sampled` batches including its first, at most once per batch, and never beyond
-the bound on its lag; the selection depends only on the run's seed, the step and the entries, all of which a checkpoint
-holds, so a resumed learner selects the same groups. The trajectory buffer and admission count only a group's first use:
-it is acknowledged once, after a checkpoint that includes it.
+Invariants: a group is in at most `max_times_sampled` batches including its first, never beyond its staleness bound;
+selection depends only on seed, step and the checkpointed entries. The trajectory buffer and admission count only a
+group's first use.
 """
 
 import math
@@ -23,25 +22,25 @@ from offbeat.trainer.data.group_codec import pack_group, unpack_group
 
 REPLAY_FILE = Path("state", "replay.msgpack")
 SEED_STREAM = 0x4E91A7
-"""Random stream, separate from other uses of the run's seed."""
+"""Random stream, distinct from other uses of the seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayEntry:
-    """Group and the number of batches that contained it."""
+    """Group and number of batches with it."""
 
     group: Group
     times: int = 1
 
     @property
     def priority(self) -> float:
-        """Standard deviation of its members' rewards."""
+        """Standard deviation of its rewards."""
         return statistics.pstdev([trajectory.reward for trajectory in self.group.trajectories] or [0.0])
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedGroups:
-    """Old groups that join a batch, with the weights of their policy losses."""
+    """Old groups in a batch, with weights of their policy losses."""
 
     groups: tuple[Group, ...] = ()
     weights: tuple[float, ...] = ()
@@ -63,7 +62,7 @@ class ReplayBuffer:
         return len(self._entries)
 
     def select(self, step: int, max_staleness: float) -> ReplayedGroups:
-        """Select the groups that join optimizer batch `step` (0-based), without changing the buffer."""
+        """Select old groups for batch `step` (0-based)."""
         num_due = self._num_due(step)
         eligible = [entry for entry in self._entries if self._is_eligible(entry, step, max_staleness)]
         if not num_due or not eligible:
@@ -82,7 +81,7 @@ class ReplayBuffer:
         return ReplayedGroups(tuple(eligible[i].group for i in indexes), weights)
 
     def update(self, fresh: Sequence[Group], replayed: ReplayedGroups) -> None:
-        """Add the fresh groups of a trained batch and count the use of the replayed ones."""
+        """Add fresh groups and count the replayed ones."""
         if self._config.samples_per_insert is None:
             return
         reused = {group.number for group in replayed.groups}
@@ -97,13 +96,13 @@ class ReplayBuffer:
         (folder / REPLAY_FILE).write_bytes(cast(bytes, msgpack.packb(rows)))
 
     def load(self, folder: Path) -> None:
-        """Load the entries of a checkpoint; empty if it has none."""
+        """Load a checkpoint's entries, if any."""
         path = folder / REPLAY_FILE
         rows = cast(list[Any], msgpack.unpackb(path.read_bytes())) if path.is_file() else []
         self._entries = [ReplayEntry(unpack_group(body), times) for times, body in rows]
 
     def _num_due(self, step: int) -> int:
-        """Return the number of old groups in a step; the mean over steps is `samples_per_insert`."""
+        """Return the number of old groups in a step."""
         if self._config.samples_per_insert is None:
             return 0
         rate = (self._config.samples_per_insert - 1) * self._groups_per_step
@@ -114,7 +113,6 @@ class ReplayBuffer:
         return step - entry.group.oldest_version < bound + 1  # lags are whole numbers of versions
 
     def _probabilities(self, entries: Sequence[ReplayEntry]) -> npt.NDArray[np.float64]:
-        """Return the probability of each entry in one draw, [N]."""
         if self._config.sampler != "prioritized":
             return np.full(len(entries), 1.0 / len(entries))
         scores = np.array([entry.priority + 1e-6 for entry in entries]) ** self._config.priority_exponent

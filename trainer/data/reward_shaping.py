@@ -1,4 +1,4 @@
-"""Configured reward shaping, applied before rewards are normalized."""
+"""Reward shaping, before normalization."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,7 +34,7 @@ def _shape(trajectory: Trajectory, shaping: RewardShaping) -> Trajectory:
 
 
 def compute_shaping(trajectory: Trajectory, shaping: RewardShaping) -> float:
-    """Return the term added to an episode's reward; never positive."""
+    """Return the term added to an episode's reward, at most 0."""
     length = trajectory.num_sampled
     penalty = shaping.response_length_penalty_coef * length
     if shaping.overlong_max_length is not None:

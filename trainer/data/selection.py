@@ -1,7 +1,6 @@
-"""Selection of the groups and episodes that a step trains on.
+"""Selection of a step's groups and episodes.
 
-Invariant: the selection does not depend on the groups' order, except that the variance filter breaks ties in favor of the
-earlier group.
+Invariant: group order matters only for ties of the variance filter, which prefers earlier groups.
 """
 
 import statistics
@@ -22,10 +21,8 @@ from offbeat.trainer.data.reward_shaping import shape_rewards
 
 
 def carries_signal(group: Group, config: AlgorithmConfig, shaped: Group | None = None) -> bool:
-    """Return True if a step can learn from the group: it passes the filters, and its rewards differ if the estimator
-    compares siblings. Always True for `zero_variance: train`.
-
-    shaped: the group with shaped rewards, if already computed.
+    """Return whether a group passes the filters and, if the estimator compares siblings, its rewards differ; always
+    True for `zero_variance: train`.
     """
     if config.zero_variance == "train":
         return True
@@ -50,7 +47,7 @@ def carries_signal(group: Group, config: AlgorithmConfig, shaped: Group | None =
 
 
 def _turns_differ(group: Group, config: AlgorithmConfig, *, by_state: bool) -> bool:
-    """Return True if returns differ among turns, or with `by_state` among turns at the same state."""
+    """Return whether returns differ among turns, or among turns at the same state."""
     returns: dict[str, list[float]] = {}
     for trajectory in group.trajectories:
         value = 0.0
@@ -69,10 +66,10 @@ def _filter(path: str) -> Callable[[Group], bool]:
 def select_most_varied(
     groups: Sequence[Group], ratio: float, masked: MaskedCounts = NO_MASKED
 ) -> tuple[list[Group], MaskedCounts]:
-    """Select the share `ratio` of a step's groups, at least one, with the largest reward deviation (StarPO-S; RAGEN,
-    arXiv:2504.20073), in their original order.
+    """Select the fraction `ratio` of groups, at least one, with the largest reward deviation (StarPO-S; RAGEN,
+    arXiv:2504.20073).
 
-    masked: counts of the masked groups, which are selected last; the selected part is returned, for groups of equal size.
+    masked: counts of the masked groups, which are selected last; the selected part is returned.
     """
     if ratio >= 1 or not groups:
         return list(groups), masked
@@ -86,7 +83,7 @@ def select_most_varied(
 
 
 def trained_episodes(batch: Batch, config: AlgorithmConfig) -> Tensor:
-    """Return a mask of the episodes in the loss, [T] bool; the others count in group statistics only."""
+    """Return a mask of episodes in the loss, [T] bool; group statistics include the others."""
     trained = torch.ones(batch.num_trajectories, dtype=torch.bool)
     if config.max_len_mask:
         trained &= ~batch.truncated
@@ -96,14 +93,14 @@ def trained_episodes(batch: Batch, config: AlgorithmConfig) -> Tensor:
 
 
 def masked_counts(masked: Sequence[Group], config: AlgorithmConfig) -> MaskedCounts:
-    """Count what masked groups, with shaped rewards, add to the loss denominators."""
+    """Return the masked groups' part of loss denominators."""
     batch = pack(masked)
     trained = trained_episodes(batch, config)
     return MaskedCounts(int(trained[batch.trajectory].sum()), int(trained.sum()), len(masked))
 
 
 def episode_weights(batch: Batch, config: AlgorithmConfig) -> Tensor | None:
-    """Return the factor of each episode's policy loss, [T] float, or None if all are 1."""
+    """Return policy loss factors, [T] float, or None if all are 1."""
     if not (config.difficulty_loss_weight or config.length_loss_weight) or not batch.num_trajectories:
         return None
     weights = torch.ones(batch.num_trajectories)

@@ -1,4 +1,4 @@
-"""Input of one optimizer step: built once, then passed to the trainer, to follower ranks and to the batch log."""
+"""Input of one optimizer step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,15 +16,14 @@ class StepBatch:
     """Groups of one optimizer step."""
 
     step: int
-    """0-based; training on the batch produces version `step + 1`."""
+    """0-based; training produces version `step + 1`."""
     groups: tuple[Group, ...]
-    """As recorded."""
     shaped: tuple[Group, ...]
     """`groups` with shaped rewards."""
     masked: MaskedCounts = NO_MASKED
-    """Groups without signal, which count in the loss denominators only."""
+    """Groups counted in loss denominators only."""
     weights: tuple[float, ...] = ()
-    """Factor of each group's policy loss; empty if all are 1."""
+    """Policy loss factors; empty if all are 1."""
 
     @classmethod
     def build(
@@ -36,11 +35,11 @@ class StepBatch:
         masked: MaskedCounts = NO_MASKED,
         weights: Sequence[float] = (),
     ) -> "StepBatch":
-        """Build a batch from groups with unshaped rewards."""
+        """Build a batch from unshaped groups."""
         return cls(step, tuple(groups), tuple(shape_rewards(groups, config)), masked, tuple(weights))
 
     def pack(self) -> list[object]:
-        """Encode the batch as plain values for msgpack."""
+        """Encode as plain values for msgpack."""
         return [self.step, list(self.masked), list(self.weights), [pack_group(group) for group in self.groups]]
 
     @classmethod
