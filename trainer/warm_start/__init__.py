@@ -1,1 +1,1 @@
-"""Supervised fine-tuning on scripted demonstrations before reinforcement learning."""
+"""Supervised fine-tuning before reinforcement learning."""

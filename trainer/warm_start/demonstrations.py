@@ -1,7 +1,7 @@
-"""Demonstrated episodes as token sequences for supervised fine-tuning.
+"""Demonstrated episodes.
 
-Invariants: a demonstration's tokens are exactly those that a rollout would have recorded. Its loss covers answers and, in
-text-only conversations, later observations too, but never the first prompt.
+Invariants: tokens are those of a rollout; the loss covers answers and, without images, later observations, but never
+the first prompt.
 """
 
 import inspect
@@ -26,15 +26,12 @@ from offbeat.trainer.models.packing import PackedInput
 
 ChatMessageDict = dict[str, str]
 Demos = Callable[..., list[ChatMessageDict]]
-"""(env, rng) -> the chat messages of one episode (`WarmStartConfig.demos`)."""
+"""(env, rng) -> chat messages of one episode."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """Token sequence to learn from.
-
-    tokens: [T] int64; learned: [M] int64, positions in `tokens` with a loss; pictures: positioned in `tokens`.
-    """
+    """Token sequence to learn from. tokens: [T] int64; learned: [M] int64, positions with a loss."""
 
     tokens: Tensor
     learned: Tensor
@@ -46,10 +43,10 @@ Demonstrate = Callable[[np.random.Generator], list[Demonstration]]
 
 
 def load_demos(config: WarmStartConfig) -> Demos:
-    """Import the function that `config.demos` names.
+    """Import the function named by `config.demos`.
 
     Raises:
-        ValueError: the module has no such function.
+        ValueError: no such function.
     """
     try:
         demos = load_object(config.demos)
@@ -61,7 +58,7 @@ def load_demos(config: WarmStartConfig) -> Demos:
 
 
 def run_demo(demos: Demos, env: object, rng: np.random.Generator, tag: CustomEnv) -> list[ChatMessageDict]:
-    """Return one episode's messages; the tag's templates and turn limit are passed if the function accepts them."""
+    """Return one episode's messages; templates and turn limit are passed if accepted."""
     available = {
         "max_turns": tag.max_steps,
         "system_prompt": tag.agent_system_template,
@@ -73,7 +70,7 @@ def run_demo(demos: Demos, env: object, rng: np.random.Generator, tag: CustomEnv
 
 
 def make_text_demonstrator(demos: Demos, env: CustomEnv, chat: ChatFormat, *, max_tokens: int) -> Demonstrate:
-    """Build a function that runs and tokenizes text-only episodes, truncated to `max_tokens`."""
+    """Build a text-only demonstrator."""
     sample = make_conversation_sampler(demos, env)
     return lambda rng: [_truncate(tokenize(chat, messages), max_tokens) for messages in sample(rng)]
 
@@ -81,7 +78,7 @@ def make_text_demonstrator(demos: Demos, env: CustomEnv, chat: ChatFormat, *, ma
 def make_conversation_sampler(
     demos: Demos, env: CustomEnv
 ) -> Callable[[np.random.Generator], list[list[ChatMessageDict]]]:
-    """Build a function that runs text-only episodes and returns their conversations; for a step-wise tag, one per turn."""
+    """Build a sampler of text-only conversations, one per turn for a step-wise tag."""
     instance = registry.make(env.env_type, env.env_config)
 
     def sample(rng: np.random.Generator) -> list[list[ChatMessageDict]]:
@@ -92,7 +89,7 @@ def make_conversation_sampler(
 
 
 def tokenize(chat: ChatFormat, messages: list[ChatMessageDict]) -> Demonstration:
-    """Tokenize messages piecewise, as a rollout does.
+    """Tokenize messages piecewise.
 
     Raises:
         ValueError: user and assistant do not alternate.
@@ -110,7 +107,7 @@ def tokenize(chat: ChatFormat, messages: list[ChatMessageDict]) -> Demonstration
 
 
 def pack_demonstrations(demos: list[Demonstration]) -> PackedInput:
-    """Concatenate demonstrations; the positions of the input are the tokens with a loss."""
+    """Concatenate demonstrations."""
     borders = torch.tensor([0, *(len(demo.tokens) for demo in demos)]).cumsum(0)
     offset_demos = list(zip(borders[:-1].tolist(), demos, strict=True))
     return PackedInput.of(
@@ -126,7 +123,7 @@ def pack_demonstrations(demos: list[Demonstration]) -> PackedInput:
 
 
 def split_messages(messages: list[ChatMessageDict]) -> tuple[list[ChatMessageDict], list[ChatMessageDict]]:
-    """Return the system message, if any, and the turns.
+    """Return system message and turns.
 
     Raises:
         ValueError: user and assistant do not alternate.
@@ -139,12 +136,12 @@ def split_messages(messages: list[ChatMessageDict]) -> tuple[list[ChatMessageDic
 
 
 def prompt_too_long_error(length: int) -> ValueError:
-    """Return the error for a first prompt of `length` tokens, which leaves no room for an answer."""
+    """Return the error for a prompt without room for an answer."""
     return ValueError(f"warm start: the first prompt alone takes {length} tokens")
 
 
 def _split_into_steps(messages: list[ChatMessageDict], env: CustomEnv) -> Iterator[list[ChatMessageDict]]:
-    """Render an episode as the prompts of a step-wise tag, each with its answer."""
+    """Render an episode as step-wise prompts and answers."""
     system, turns = split_messages(messages)
     history = TurnHistory(env)
     for step, (observation, answer) in enumerate(zip(turns[::2], turns[1::2], strict=False), start=1):

@@ -1,4 +1,4 @@
-"""The demonstrator of a run, for text or with images."""
+"""Demonstrator of a run."""
 
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.rollout.config import CustomEnv
@@ -8,10 +8,10 @@ from offbeat.trainer.warm_start.vision_demonstrations import make_vision_demonst
 
 
 def make_demonstrator(config: WarmStartConfig, env: CustomEnv, chat: ChatFormat, *, max_tokens: int) -> Demonstrate:
-    """Build the function that runs a tag's demonstrated episodes of at most `max_tokens`; longer text is truncated.
+    """Build a tag's demonstrator; longer text is truncated.
 
     Raises:
-        ValueError: the function or the env does not exist, or the policy has no image input for an env with images.
+        ValueError: the function or env does not exist, or the policy lacks image input.
     """
     make = make_vision_demonstrator if env.shows_pictures else make_text_demonstrator
     return make(load_demos(config), env, chat, max_tokens=max_tokens)

@@ -1,6 +1,6 @@
-"""Supervised fine-tuning on demonstrations, which gives reinforcement learning a policy with valid answers.
+"""Supervised fine-tuning on demonstrations.
 
-Invariant: the same seed gives the same weights.
+Invariant: equal seeds give equal weights.
 """
 
 import logging
@@ -19,10 +19,10 @@ from offbeat.trainer.warm_start.demonstrations import Demonstrate, pack_demonstr
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""Called with (steps done, total steps)."""
+"""(steps done, total steps) -> None."""
 
 DEMO_SEED_STREAM = 0xDE30
-"""Random stream, separate from other uses of the run's seed."""
+"""Random stream, distinct from other uses of the seed."""
 
 
 def warm_start(
@@ -34,7 +34,7 @@ def warm_start(
     progress: Progress,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Train the engine's policy, then reset the optimizer; collective over ranks.
+    """Train the engine's policy, then reset the optimizer; collective.
 
     progress: called every ten steps and after the last.
 

@@ -1,7 +1,6 @@
-"""Demonstrated episodes with images, recorded by the code that records rollouts.
+"""Demonstrated episodes with images.
 
-Invariants: tokens, images and loss positions (answers only) are those that a rollout with the demonstrated answers records.
-Each image is the frame that preceded its answer.
+Invariants: tokens, images and loss positions (answers only) are a rollout's; each image is the frame before its answer.
 """
 
 import asyncio
@@ -36,10 +35,10 @@ from offbeat.trainer.warm_start.demonstrations import (
 
 
 def make_vision_demonstrator(demos: Demos, env: CustomEnv, chat: ChatFormat, *, max_tokens: int) -> Demonstrate:
-    """Build a function that runs episodes with images. max_tokens: `sequence_length` of a rollout.
+    """Build a demonstrator with images.
 
     Raises:
-        ValueError: the env does not exist, or the policy has no image input.
+        ValueError: the env does not exist, or the policy lacks image input.
     """
     instance = registry.make(env.env_type, env.env_config)
     traits = traits_of(instance)
@@ -67,7 +66,6 @@ def make_vision_demonstrator(demos: Demos, env: CustomEnv, chat: ChatFormat, *, 
 
 
 def _to_demonstrations(trajectory: Trajectory) -> list[Demonstration]:
-    """Convert a trajectory. Raises ValueError if there was no room for an answer."""
     answered = [segment for segment in trajectory.segments if segment.loss_mask.any()]
     if not answered:
         raise prompt_too_long_error(len(trajectory.segments[0].tokens))
@@ -82,14 +80,14 @@ def _to_demonstrations(trajectory: Trajectory) -> list[Demonstration]:
 
 
 class _RecordedStep(NamedTuple):
-    """Result of a reset or a step, with the frame after it (empty once the episode has ended)."""
+    """Result and the frame after it (empty at the end)."""
 
     result: StepResult
     png: bytes
 
 
 class _RecordingEnv:
-    """Env wrapper that records actions, results and frames since the last reset."""
+    """Env wrapper that records since the last reset."""
 
     def __init__(self, env: registry.TextEnv) -> None:
         self._env = env
@@ -115,7 +113,7 @@ class _RecordingEnv:
 
 
 class _ReplayedEpisode:
-    """Env and sampler that reproduce a recorded episode."""
+    """Env and sampler of a recorded episode."""
 
     def __init__(self, recording: _RecordingEnv, chat: ChatFormat, max_tokens: int) -> None:
         self._answers = recording.answers
@@ -129,7 +127,7 @@ class _ReplayedEpisode:
         return self._steps[0].result.observation
 
     async def step(self, action: str) -> StepResult:
-        """Return the recorded result; the episode is truncated after the last answer."""
+        """Return the recorded result, truncated after the last answer."""
         del action
         self._index += 1
         result = self._steps[self._index].result
@@ -139,10 +137,10 @@ class _ReplayedEpisode:
         return self._steps[self._index].png
 
     async def answer(self, _: tuple[int, ...], room: int, __: tuple[Picture, ...] = ()) -> Completion:
-        """Return the demonstrated answer as a completion of at most `room` tokens.
+        """Return the demonstrated answer, at most `room` tokens.
 
         Raises:
-            ValueError: the policy can't sample the answer.
+            ValueError: the policy can't sample it.
         """
         text = self._answers[self._index]
         tokens = self._chat.encode(text)
