@@ -1,1 +1,1 @@
-"""The learner: takes groups from the buffer, trains on them, checkpoints and publishes weights."""
+"""Learner: trains on groups, checkpoints and publishes weights."""

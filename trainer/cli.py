@@ -1,10 +1,9 @@
-"""Learner process: `python -m offbeat.trainer.cli RUN`, started by the mesh and by `offbeat learner attach`.
+"""Learner process: `python -m offbeat.trainer.cli RUN`.
 
-The URL of the run's Redis is passed through the environment, because a command line would expose its password.
+The Redis URL is passed through the environment, because a command line would expose its password.
 
-Exit codes: 0 finished, detached or stopped; 1 failed (the last line says why; a retry may succeed); 2 a retry would
-fail again (invalid configuration, checkpoint or host); 3 fenced by another learner; 4 the run is over; 5 the main
-thread hung (`offbeat.trainer.watchdog`).
+Exit codes: 0 finished, detached or stopped; 1 failed, a retry may succeed; 2 failed for good (configuration, checkpoint
+or host); 3 fenced by another learner; 4 the run is over; 5 hung (`offbeat.trainer.watchdog`).
 """
 
 import argparse
@@ -34,15 +33,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REDIS_VARIABLE = "OFFBEAT_REDIS"
-"""Environment variable: URL of the run's Redis."""
+"""Environment variable: Redis URL."""
 DONE, FAILED, UNUSABLE, FENCED, OVER = 0, 1, 2, 3, 4
 
 
 def attach(run_id: str, redis_url: str, *, num_processes: int | None = None, resume_command: str = "") -> int:
     """Train a run until its last step or a signal; return the exit code.
 
-    num_processes: data-parallel processes, overrides `actor_train.num_processes`. resume_command: shown
-    after a stop, unless empty.
+    num_processes: overrides `actor_train.num_processes`. resume_command: shown after a stop.
     """
     started = time.monotonic()
     from offbeat.services.weights.locality import check_reach
@@ -71,7 +69,7 @@ _REMEDIES = {"finished": "all steps are trained; the policy is in its checkpoint
 
 
 def _connect(redis_url: str) -> "tuple[Redis | None, str]":
-    """Return a client that answers, or None and the reason."""
+    """Return a client, or None and the reason."""
     from offbeat.services.redis.connection import connect
     from offbeat.services.redis.url import address_problem, refusal
 
@@ -83,7 +81,6 @@ def _connect(redis_url: str) -> "tuple[Redis | None, str]":
 
 
 def _check_host(run: "LearnerRun", num_processes: int) -> None:
-    """Raise `ControlError` if this host lacks the model or the GPUs of the run's learner."""
     if run.config.pretrain != "tiny" and not run.model_folder.is_dir():
         raise ControlError(
             f"run {run.run_id} trains {run.model_folder}, but {socket.gethostname()} has no such folder: copy the model"
@@ -151,7 +148,7 @@ def _log_dir(run: "LearnerRun") -> Path:
 
 
 def _prepare_process(run: "LearnerRun") -> None:
-    """Set the environment that torch reads at import, and open the log."""
+    """Set torch's environment before its import, and open the log."""
     rank = int(os.environ.get("RANK", "0"))
     os.environ["OMP_NUM_THREADS"] = str(run.config.actor_train.num_threads)
     if run.config.actor_train.device == "cpu":
@@ -172,7 +169,7 @@ def _fail(code: int, message: str, view: "LearnerView | None" = None) -> int:
 
 
 def end_process(code: int) -> None:
-    """Exit with `code` at once, without waiting for threads of gloo and DeepSpeed."""
+    """Exit without waiting for threads of gloo and DeepSpeed."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

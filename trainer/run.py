@@ -1,6 +1,6 @@
-"""A run as its learner reads it: the training part of the configuration in the run's record.
+"""Learner's view of a run.
 
-Invariant: the record is the only source; nothing is read from the environment or guessed.
+Invariant: the run's record is the only source.
 """
 
 from dataclasses import dataclass
@@ -19,17 +19,17 @@ from offbeat.trainer.config.run import LearnerRunConfig
 
 @dataclass(frozen=True, slots=True)
 class LearnerRun:
-    """A run as its learner sees it."""
+    """Learner's part of a run."""
 
     run_id: str
     lineage: str
-    """Distinguishes this run's checkpoints from those of another run in the same folder."""
+    """Identifies the run's checkpoints in a shared folder."""
     output_dir: Path
     config: LearnerRunConfig
 
     @property
     def model_folder(self) -> Path:
-        """Configuration and tokenizer of the policy; its first weights too, unless the policy is new."""
+        """Policy folder, with first weights unless the policy is new."""
         return self.output_dir / "policy" if self.config.pretrain == "tiny" else Path(self.config.pretrain)
 
     @property
@@ -41,7 +41,7 @@ def read_run(redis: Redis, run_id: str) -> LearnerRun:
     """Read a run's record.
 
     Raises:
-        ControlError: there is no such run, or its configuration can't be read.
+        ControlError: no such run, or an unreadable configuration.
     """
     raw = cast(dict[bytes, bytes], redis.hgetall(RunKeys(run_id).record))
     if b"config" not in raw:
@@ -56,11 +56,11 @@ def read_run(redis: Redis, run_id: str) -> LearnerRun:
 
 
 FINISHED = "finished"
-"""Value of `learner_phase` once all steps are trained and evaluated."""
+"""`learner_phase` once all steps are trained and evaluated."""
 
 
 def ended_state(redis: Redis, run_id: str) -> RunState | None:
-    """Return how the run ended, or None while steps remain."""
+    """Return the final state, or None while steps remain."""
     fields = redis.hmget(RunKeys(run_id).record, ["state", "learner_phase"])
     state, phase = (value.decode() if value else "" for value in cast(list[bytes | None], fields))
     if phase == FINISHED:
@@ -69,12 +69,12 @@ def ended_state(redis: Redis, run_id: str) -> RunState | None:
 
 
 def is_ending(redis: Redis, run_id: str) -> bool:
-    """Return True if the run has ended or should end."""
+    """Return whether the run has ended or should end."""
     desired = cast(bytes | None, redis.hget(RunKeys(run_id).record, "wanted"))
     return desired in ENDINGS or ended_state(redis, run_id) is not None
 
 
 def _lineage(raw: dict[bytes, bytes], config: LearnerRunConfig) -> str:
-    """Return the lineage: that of the run's creation, or a new one for a run resumed from a named checkpoint."""
+    """Return the lineage, a new one if resumed from a named checkpoint."""
     created, attempt = (raw.get(key, b"").decode() for key in (b"created_at", b"attempt"))
     return f"{created}/{attempt}" if isinstance(config.resume_from_checkpoint, Path) else created

@@ -1,8 +1,6 @@
-"""Kills a learner whose main thread is stuck, so that a replacement can take over.
+"""Watchdog of the main thread, since the lease's renewal thread survives a hang.
 
-The lease alone does not notice: its renewal thread keeps running.
-
-Invariant: time in which the watchdog thread itself was descheduled (process stopped or starved) does not count.
+Invariant: time in which the watchdog was descheduled does not count.
 """
 
 import logging
@@ -17,19 +15,17 @@ from contextlib import contextmanager
 logger = logging.getLogger(__name__)
 
 EXIT_HUNG = 5
-"""Exit code of a process killed by its watchdog."""
 CHECK_INTERVAL_S = 0.5
-"""Interval of checks; of a longer gap between two checks, at most twice the interval counts."""
+"""Interval of checks; a longer gap counts at most twice."""
 STARTUP_TIMEOUT_S = 600.0
-"""Timeout until the first sign of progress: the process imports torch, perhaps next to many others."""
+"""Timeout until the first kick, which follows the import of torch."""
 
 
 class Watchdog:
-    """Measures how long a thread has made no progress."""
+    """Detector of a thread without progress."""
 
     def __init__(self, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """timeout_s: time without progress after which the thread counts as hung; at least `STARTUP_TIMEOUT_S` until the
-        first kick."""
+        """timeout_s: time without progress; at least `STARTUP_TIMEOUT_S` until the first kick."""
         self._timeout_s = timeout_s
         self._clock = clock
         self._kicked = threading.Event()
@@ -38,7 +34,7 @@ class Watchdog:
         self._silent_s = 0.0
 
     def kick(self) -> None:
-        """Record progress (well under 1 µs)."""
+        """Record progress (< 1 µs)."""
         self._kicked.set()
 
     def hung_s(self) -> float:
@@ -55,7 +51,7 @@ class Watchdog:
 
 @contextmanager
 def kill_if_hung(watchdog: Watchdog) -> Iterator[None]:
-    """Exit with `EXIT_HUNG` and log the stack if the calling thread hangs inside the block."""
+    """Log the stack and exit with `EXIT_HUNG` if the calling thread hangs in the block."""
     thread_id, left = threading.get_ident(), threading.Event()
 
     def watch() -> None:
