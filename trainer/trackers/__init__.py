@@ -1,1 +1,1 @@
-"""Trackers: TensorBoard, Weights & Biases, MLflow, SwanLab, Trackio, standard output, or a user's class."""
+"""Trackers of a run's metrics."""

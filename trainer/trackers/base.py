@@ -1,7 +1,7 @@
-"""Interface of a tracker: receives a run's rows in the order of `metrics.jsonl`.
+"""Interface of a tracker of `metrics.jsonl` rows, in order.
 
-Invariant: no row is sent twice and steps never decrease, except for steps that a resumed learner repeats and rows that a
-killed tracker had not yet confirmed; `Row.number` identifies those.
+Invariant: steps never decrease and no row is sent twice, except steps that a resumed learner repeats and rows
+unconfirmed by a killed tracker; `Row.number` identifies rows.
 """
 
 from abc import ABC, abstractmethod
@@ -13,17 +13,17 @@ from typing import Any, Literal
 
 Values = Mapping[str, float | None]
 Ending = Literal["finished", "stopped", "died"]
-"""How a learner ended: all steps trained, stopped on request, or failed or killed."""
+"""Learner's end: all steps trained, stopped on request, or failed or killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Measurements of one component at one step."""
+    """Measurements of a component at a step."""
 
     number: int
-    """Line in `metrics.jsonl`, from 1: grows over all lives of the run."""
+    """Line in `metrics.jsonl`, from 1, increasing across resumes."""
     step: int
-    """The learner's step; for a row without one, the newest so far."""
+    """The learner's step, or the newest so far."""
     time: float
     """Unix time, s."""
     values: Mapping[str, float]
@@ -32,27 +32,27 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """The run that a tracker receives."""
+    """The run to track."""
 
     name: str
     """`exp_name`."""
     key: str
-    """16 letters and digits, the same after a resume."""
+    """16 letters and digits, kept on resume."""
     resumed: bool
-    """True if an earlier tracker process used this key."""
+    """Whether an earlier tracker process used this key."""
     resumed_step: int
-    """Step from which the learner resumes; later steps are trained again."""
+    """Step from which the learner resumes; later steps repeat."""
     folder: Path
-    """The tracker's own subfolder of the run's folder."""
+    """The tracker's subfolder of the run folder."""
     config: Mapping[str, Any]
-    """The learner's configuration, without secrets."""
+    """Learner configuration without secrets."""
 
 
 class Tracker(ABC):
-    """Receives a run's metrics. Any method may raise or block: rows that fail are sent again."""
+    """Receives metrics. Methods may raise or block: failed rows are sent again."""
 
     place: str = ""
-    """URL or folder at which the run can be viewed, if known."""
+    """URL or folder of the run, if known."""
 
     def __init__(self, run: TrackedRun) -> None:
         """Open the run. Subclasses take `tracker_kwargs` as keyword arguments."""
@@ -60,19 +60,19 @@ class Tracker(ABC):
 
     @abstractmethod
     def write(self, row: Row) -> None:
-        """Log one row."""
+        """Log a row."""
 
     def flush(self) -> None:  # noqa: B027
-        """Make written rows durable. Called when no more rows are waiting; flushed rows are not sent again."""
+        """Make written rows durable. Called when none are waiting; flushed rows are not sent again."""
 
     def close(self, ending: Ending) -> None:  # noqa: B027
-        """Close the run. A later learner may resume it."""
+        """Close the run, which a later learner may resume."""
 
 
 def make_row(
     number: int, newest: int, time: float, source: str, step: int | None, labels: Mapping[str, str], values: Values
 ) -> Row:
-    """Convert a metric record to a row. newest: step for a record without one."""
+    """Convert a metric record. newest: step for a record without one."""
     parts = [source]
     if source == "eval":
         parts.append(labels.get("sampling", "sampled"))

@@ -1,7 +1,6 @@
-"""A tracker's position in a run's `metrics.jsonl`, kept in `trackers/<name>.json` in the run's folder across restarts.
+"""A tracker's position in `metrics.jsonl`, stored in the run folder's `trackers/<name>.json`.
 
-Invariant: the position moves only past lines that the tracker has accepted, already has, or has refused while accepting
-others.
+Invariant: it moves only past lines that the tracker accepted, already has, or refused while accepting others.
 """
 
 import json
@@ -18,12 +17,12 @@ KEY_CHARS = 16
 
 @dataclass(slots=True)
 class DeliveryCursor:
-    """Position of a tracker and its counters, as stored."""
+    """Stored position and counters."""
 
     key: str = ""
-    """The run's id in the tracker."""
+    """The tracker's run id."""
     lineage: str = ""
-    """Lineage of the weights that the rows belong to."""
+    """Lineage of the rows' weights."""
     number: int = 0
     """Lines processed."""
     offset: int = 0
@@ -31,19 +30,16 @@ class DeliveryCursor:
     step: int = 0
     """The learner's newest step."""
     evaluations: list[str] = field(default_factory=list[str])
-    """Evaluations already sent, as `sampling-step`."""
+    """Sent evaluations, as `sampling-step`."""
     repeated: int = 0
-    """Rows skipped because the same step or evaluation was sent before."""
+    """Skipped rows of a sent step or evaluation."""
     refused: int = 0
-    """Rows that the tracker refused while it accepted others."""
+    """Rows refused while others were accepted."""
     place: str = ""
-    """URL or folder at which the run can be viewed."""
+    """URL or folder of the run."""
 
     def open(self, lineage: str, *, keep_key: bool) -> bool:
-        """Start or resume the run and return True if resumed; a new lineage gets a new key.
-
-        keep_key: resume whatever the lineage.
-        """
+        """Start or resume the run; return True if resumed. A new lineage gets a new key unless `keep_key`."""
         resumed = bool(self.key) and (keep_key or lineage == self.lineage)
         if not resumed:
             self.key, self.step, self.evaluations = uuid.uuid4().hex[:KEY_CHARS], 0, []
@@ -51,7 +47,7 @@ class DeliveryCursor:
         return resumed
 
     def is_sent(self, record: Mapping[str, Any]) -> bool:
-        """True if the record's step or evaluation was already sent."""
+        """Return whether the record's step or evaluation was sent."""
         if record["step"] is None:
             return False
         if record["source"] == "learner":
@@ -59,7 +55,7 @@ class DeliveryCursor:
         return record["source"] == "eval" and _evaluation_id(record) in self.evaluations
 
     def advance(self, number: int, offset: int, record: Mapping[str, Any] | None) -> None:
-        """Move past line `number`, which ends at byte `offset`."""
+        """Move past line `number`, to byte `offset`."""
         self.number, self.offset = number, offset
         if record is None or record["step"] is None or self.is_sent(record):
             return
@@ -74,27 +70,27 @@ def _evaluation_id(record: Mapping[str, Any]) -> str:
 
 
 def progress_file(output_dir: Path, name: str) -> Path:
-    """Return the path of a tracker's progress file. name: tracker name or class path."""
+    """Return a tracker's progress file, by name or class path."""
     return output_dir / TRACKERS / f"{folder_name(name)}.json"
 
 
 def tracker_folder(output_dir: Path, name: str) -> Path:
-    """Return a tracker's own subfolder of the run's folder."""
+    """Return a tracker's subfolder."""
     return output_dir / TRACKERS / folder_name(name)
 
 
 def folder_name(name: str) -> str:
-    """Return a tracker's name in a form valid for files."""
+    """Convert a tracker's name for files."""
     return name.replace(":", ".")
 
 
 def read_progress(path: Path) -> DeliveryCursor:
-    """Load the stored progress, or an empty one if there is none."""
+    """Load the stored or an empty progress."""
     return DeliveryCursor(**json.loads(path.read_text())) if path.exists() else DeliveryCursor()
 
 
 def write_progress(path: Path, progress: DeliveryCursor) -> None:
-    """Store the progress atomically."""
+    """Store atomically."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(asdict(progress)) + "\n")
     os.replace(temporary, path)

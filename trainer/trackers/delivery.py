@@ -1,7 +1,7 @@
-"""Delivery of a run's `metrics.jsonl` to one tracker, in order, resuming at the stored position.
+"""Delivery of `metrics.jsonl` to a tracker, in order, from the stored position.
 
-Invariants: the position moves past a line once the tracker has accepted it, or has refused it and accepted a later one; a
-tracker that is down loses nothing, because the position does not move; no step and no evaluation is sent twice.
+Invariants: the position moves past a line once accepted, or refused before a later accepted one; a tracker that is down
+loses nothing; no step or evaluation is sent twice.
 """
 
 import time
@@ -13,12 +13,12 @@ from offbeat.trainer.trackers.cursor import DeliveryCursor, write_progress
 from offbeat.trainer.trackers.metrics_file import Line, read_lines
 
 MAX_CONSECUTIVE_REFUSALS = 3
-"""Refused rows in a row after which the tracker counts as down, rather than the rows as bad."""
+"""Refusals after which the tracker counts as down, not the rows as bad."""
 LINES_PER_ROUND = 500
 
 
 class TrackerDownError(Exception):
-    """Raised when a tracker accepts no rows."""
+    """The tracker accepts no rows."""
 
 
 class Delivery:
@@ -33,10 +33,10 @@ class Delivery:
         """Monotonic time at which the pending call of the tracker began; None without one."""
 
     def round(self) -> int:
-        """Send up to about `LINES_PER_ROUND` waiting lines and return the number processed.
+        """Send about `LINES_PER_ROUND` waiting lines; return the number processed.
 
         Raises:
-            DownError: the tracker accepts no rows or cannot flush; the lines that it did not accept stay unprocessed.
+            TrackerDownError: no rows are accepted or flushed; these stay unprocessed.
         """
         before = self.progress.number
         try:
@@ -71,7 +71,7 @@ class Delivery:
             raise TrackerDownError(_one_line(error)) from error
 
     def _row(self, line: Line) -> Row | None:
-        """Convert a line to a row; None if there is nothing to send."""
+        """Convert a line, or return None if there is nothing to send."""
         record = line.record
         if record is None or self.progress.is_sent(record):
             return None

@@ -1,6 +1,6 @@
-"""`metrics.jsonl`: every metric record of a run exactly once, across learner restarts.
+"""`metrics.jsonl`: every metric record exactly once, across learner restarts.
 
-Invariant: a complete line never moves, so a reader's byte offset stays valid.
+Invariant: complete lines never move, so byte offsets stay valid.
 """
 
 import json
@@ -17,7 +17,7 @@ CHUNK_BYTES = 1 << 18
 
 
 class MetricsFile:
-    """One JSON object per record: id, time, source, step, labels, values (null where not finite)."""
+    """One JSON object per record: id, time, source, step, labels, values (null if not finite)."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ class MetricsFile:
         self._file.write(json.dumps({**row, "labels": record.labels, "values": values}) + "\n")
 
     def flush(self) -> None:
-        """Make written records visible to readers."""
+        """Make records visible to readers."""
         self._file.flush()
 
     def close(self) -> None:
@@ -40,7 +40,7 @@ class MetricsFile:
 
 
 def _last_position(path: Path) -> str:
-    """Return the id of the last complete line and truncate an incomplete one after it."""
+    """Return the last complete line's id; truncate an incomplete one."""
     if not path.exists():
         return "0"
     lines = path.read_bytes().splitlines(keepends=True)
@@ -55,15 +55,15 @@ class Line:
     """One line of the file."""
 
     number: int
-    """Line number, from 1."""
+    """From 1."""
     end: int
     """Byte offset of the next line."""
     record: dict[str, Any] | None
-    """None if the line holds no record."""
+    """None without a valid record."""
 
 
 def read_lines(path: Path, number: int, offset: int) -> Iterator[Line]:
-    """Yield the complete lines after line `number`, which ends at byte `offset`."""
+    """Yield complete lines after line `number`, which ends at byte `offset`."""
     if not path.exists():
         return
     with path.open("rb") as file:

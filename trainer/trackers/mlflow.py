@@ -1,6 +1,6 @@
-"""MLflow tracker; a resumed run is found by a tag and continued.
+"""MLflow tracker; a tag finds the run to resume.
 
-MLflow keeps one value per name, time and step, so sending a row again changes nothing.
+MLflow keeps one value per name, time and step, so repeated rows change nothing.
 """
 
 import os
@@ -18,7 +18,7 @@ from offbeat.trainer.trackers.base import (
 
 KEY_TAG = "offbeat.key"
 INVALID_NAME_CHARS = re.compile(r"[^\w\-. /:]")
-"""Characters that MLflow refuses in names of metrics and parameters."""
+"""Refused in metric and parameter names."""
 MAX_METRICS, MAX_PARAMS = 1000, 100
 """Limits of one `log_batch` call."""
 MAX_VALUE_CHARS = 6000
@@ -26,7 +26,7 @@ STATUS: Mapping[Ending, str] = {"finished": "FINISHED", "stopped": "KILLED", "di
 
 
 class MLflow(Tracker):
-    """Logs rows as metrics and the configuration as parameters named by dotted path."""
+    """Logs rows as metrics, the configuration as parameters by dotted path."""
 
     def __init__(
         self,
@@ -37,8 +37,9 @@ class MLflow(Tracker):
         run_name: str | None = None,
         tags: dict[str, str] | None = None,
     ) -> None:
-        """tracking_uri: default MLFLOW_TRACKING_URI, or else a SQLite file in the run's folder. run_name: default
-        `exp_name`."""
+        """tracking_uri: default MLFLOW_TRACKING_URI, else a SQLite file in the tracker's folder. run_name: default
+        `exp_name`.
+        """
         mlflow: Any = import_module("mlflow")
         self._entities: Any = import_module("mlflow.entities")
         own = None if tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") else run.folder
@@ -63,7 +64,7 @@ class MLflow(Tracker):
         self._client.set_terminated(self._run_id, STATUS[ending])
 
     def _open(self, run: TrackedRun, experiment: str, name: str, tags: Mapping[str, str]) -> str:
-        """Find or create the run and return its id. MLflow parameters are immutable: changed values become tags."""
+        """Find or create the run. MLflow parameters are immutable: changed values become tags."""
         matches = self._client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{run.key}'", max_results=1)
         if matches:
             self._client.update_run(matches[0].info.run_id, status="RUNNING")

@@ -1,4 +1,4 @@
-"""Tracker lookup by name or class path, and validation of `tracker_kwargs`.
+"""Tracker lookup and validation of `tracker_kwargs`.
 
 Invariant: a lookup imports neither the tracker's library nor torch.
 """
@@ -24,32 +24,32 @@ TRACKERS: Mapping[str, str] = {
     "stdout": "offbeat.trainer.trackers.stdout:Stdout",
 }
 EXTRAS = ("wandb", "mlflow", "swanlab", "trackio")
-"""Trackers whose package and extra have the tracker's name."""
+"""Trackers with a package and extra of their name."""
 IN_LEARNER = ("tensorboard", "stdout")
-"""Trackers that only write locally and cannot block on a network: they run inside the learner."""
+"""Local trackers, which cannot block on a network and run in the learner."""
 STOP_S = 5.0
-"""Time limit for tracker processes to end after an interrupt."""
+"""Time limit of tracker processes after an interrupt."""
 
 
 class TrackerError(ValueError):
-    """Raised for an unavailable tracker or an invalid argument of one."""
+    """Unavailable tracker or invalid argument."""
 
     def __init__(self, message: str, key: str = "") -> None:
-        """key: the invalid key of the tracker's `tracker_kwargs`; empty if the tracker itself is unavailable."""
+        """key: invalid key of `tracker_kwargs`; empty if the tracker is unavailable."""
         super().__init__(message)
         self.key = key
 
 
 def has_processes(names: Iterable[str]) -> bool:
-    """True if any of the trackers needs a process of its own."""
+    """Return whether any tracker needs a process."""
     return any(name not in IN_LEARNER for name in names)
 
 
 def find_tracker(name: str) -> type[Tracker]:
-    """Return the class for a name or for a path `module:Class`.
+    """Return the class by name or `module:Class`.
 
     Raises:
-        TrackerError: there is no such class, or its package is not installed.
+        TrackerError: no such class, or its package is not installed.
     """
     path = TRACKERS.get(name, name)
     module, colon, attribute = path.partition(":")
@@ -73,7 +73,7 @@ def find_tracker(name: str) -> type[Tracker]:
 
 
 def arguments(tracker: type[Tracker], kwargs: Mapping[str, JsonValue]) -> dict[str, Any]:
-    """Validate a tracker's `tracker_kwargs` and convert them to the types that `__init__` declares.
+    """Validate `tracker_kwargs` and convert them to `__init__`'s types.
 
     Raises:
         TrackerError: the first of `argument_errors`.
@@ -85,7 +85,7 @@ def arguments(tracker: type[Tracker], kwargs: Mapping[str, JsonValue]) -> dict[s
 
 
 def argument_errors(tracker: type[Tracker], kwargs: Mapping[str, JsonValue]) -> Iterator[TrackerError]:
-    """Yield an error for each unknown or missing key and each value of a wrong type."""
+    """Yield errors for unknown, missing and mistyped keys."""
     parameters = list(inspect.signature(tracker).parameters.values())[1:]
     accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = {p.name: p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
@@ -109,11 +109,7 @@ SECRET_HINT = "; set API keys in the environment of the learner or use the track
 
 
 def _convert(key: str, value: JsonValue, expected: Any) -> Any:
-    """Validate a value as strictly as the configuration.
-
-    Raises:
-        TrackerError: the value has another type.
-    """
+    """Validate a value as strictly as the configuration; raises TrackerError."""
     try:
         return TypeAdapter(expected).validate_json(json.dumps(value), strict=True)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Tracker that prints one JSON line per step and evaluation to the learner's standard output, for log collectors."""
+"""Tracker that prints JSON lines to the learner's stdout, for log collectors."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from offbeat.trainer.trackers.base import Row, Tracker
 
 
 class Stdout(Tracker):
-    """Prints learner and evaluation rows; rows of other services are skipped."""
+    """Prints learner and evaluation rows only."""
 
     def write(self, row: Row) -> None:
         if any(name.startswith(("learner/", "eval/")) for name in row.values):

@@ -1,6 +1,6 @@
-"""Supervision of tracker processes from the learner: start, restart after failures, report, shut down.
+"""Supervision of tracker processes: start, restart, report, shut down.
 
-Invariants: no training step waits for a tracker; a failure is reported once until the tracker recovers, and counted.
+Invariants: no training step waits for a tracker; a failure is reported once until recovery, and counted.
 """
 
 import logging
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_RETRY_S, LAST_RETRY_S, MAX_DOUBLINGS = 2.0, 60.0, 16
 FINISH_S = 30.0
-"""Time limit for sending the last rows after a finished run."""
+"""Time limit of the last rows after a finished run."""
 COMMAND = (sys.executable, "-m", "offbeat.trainer.trackers.worker")
 
 
@@ -62,11 +62,11 @@ class TrackerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id; None before the first start."""
+        """None before the first start."""
         return self._process.pid if self._process else None
 
     def end(self, ending: Ending) -> None:
-        """Shut the process down after it has sent the remaining rows."""
+        """Shut the process down after the remaining rows."""
         with self._starting:
             self._ending = ending
             self._stop.set()
@@ -74,12 +74,12 @@ class TrackerProcess:
                 _send_ending(self._pipe, ending)
 
     def wait(self, deadline: float) -> bool:
-        """Wait for the process to end; True if it did before `deadline` (monotonic, s)."""
+        """Return whether the process ended before `deadline` (monotonic, s)."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
     def kill(self) -> None:
-        """Kill the process; rows that it has not sent are sent when the run is resumed."""
+        """Kill the process; a resumed run sends its unsent rows."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.kill()
@@ -97,7 +97,7 @@ class TrackerProcess:
                 return
 
     def _run_process(self) -> bool:
-        """Run one process to its end; True if no restart is needed."""
+        """Run one process; return True if no restart is needed."""
         with self._starting:
             if self._stop.is_set() and self._process is not None:
                 return True
@@ -126,7 +126,6 @@ class TrackerProcess:
             )
 
     def _handle_replies(self, pipe: JsonLines) -> None:
-        """Handle replies until the process exits."""
         while True:
             try:
                 reply = pipe.receive()
@@ -175,7 +174,7 @@ class TrackerProcess:
 
 
 class TrackerProcesses:
-    """Context manager of all tracker processes of a learner."""
+    """Context manager of a learner's tracker processes."""
 
     def __init__(self, orders: Sequence[StartMessage], say: Callable[[str], None], sink: MetricsSink) -> None:
         self._processes = [TrackerProcess(order, say, sink) for order in orders]
@@ -210,7 +209,7 @@ SECRET = re.compile(r"(^|_)(api_key|password|secret|token)$", re.IGNORECASE)
 
 
 def make_start_messages(run: LearnerRun, resumed_step: int) -> list[StartMessage]:
-    """Return the start message of each of a run's tracker processes."""
+    """Return a start message per tracker process."""
     config = run.config
     public_config = without_secrets(config.model_dump(mode="json", exclude={"tracker_kwargs"}))
     return [
@@ -230,7 +229,7 @@ def make_start_messages(run: LearnerRun, resumed_step: int) -> list[StartMessage
 
 
 def without_secrets(value: Any, key: str = "") -> Any:
-    """Return a configuration with the values of secret keys masked."""
+    """Mask the values of secret keys."""
     if isinstance(value, Mapping):
         return {str(name): without_secrets(inner, str(name)) for name, inner in value.items()}
     return "***" if isinstance(value, str) and SECRET.search(key) else value

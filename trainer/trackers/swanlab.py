@@ -1,6 +1,6 @@
-"""SwanLab tracker; a resumed online run continues under its id.
+"""SwanLab tracker; online runs resume by id.
 
-SwanLab keeps the first value per name and step, so of several service gauges between two steps only one is stored.
+SwanLab keeps the first value per name and step: of several service gauges between steps only one is stored.
 """
 
 from importlib import import_module
@@ -17,7 +17,7 @@ STATE: dict[Ending, str] = {"finished": "success", "stopped": "aborted", "died":
 
 
 class SwanLab(Tracker):
-    """Passes its arguments to `swanlab.init`; the API key comes from SWANLAB_API_KEY or `swanlab login`."""
+    """Passes arguments to `swanlab.init`; API key from SWANLAB_API_KEY or `swanlab login`."""
 
     def __init__(
         self,

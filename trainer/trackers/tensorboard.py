@@ -1,4 +1,4 @@
-"""TensorBoard tracker: scalars by learner step; steps that a resumed learner repeats replace the earlier ones."""
+"""TensorBoard tracker; steps that a resumed learner repeats replace earlier ones."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -12,10 +12,10 @@ from offbeat.trainer.trackers.base import (
 
 
 class TensorBoard(Tracker):
-    """Writes one event file per learner process."""
+    """Writes an event file per learner process."""
 
     def __init__(self, run: TrackedRun, *, log_dir: Path | None = None) -> None:
-        """log_dir: default `tensorboard/` in the run's folder."""
+        """log_dir: default `tensorboard/` in the run folder."""
         # tensorboard's own writer: torch.utils.tensorboard imports much more
         from tensorboard.compat.proto import event_pb2, summary_pb2  # noqa: PLC0415
         from tensorboard.summary.writer.event_file_writer import EventFileWriter  # noqa: PLC0415

@@ -1,6 +1,6 @@
-"""Trackio tracker: local, on a self-hosted server, or in a Hugging Face Space; a resumed run continues.
+"""Trackio tracker: local, self-hosted, or in a Hugging Face Space.
 
-Trackio identifies runs by name: `exp_name` and the first characters of the run's key.
+Trackio identifies runs by name: `exp_name` and the key's start.
 """
 
 import os
@@ -16,7 +16,7 @@ from offbeat.trainer.trackers.base import (
 
 
 class Trackio(Tracker):
-    """Passes its arguments to `trackio.init`."""
+    """Passes arguments to `trackio.init`."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""Weights & Biases tracker; a resumed run continues under its id.
+"""Weights & Biases tracker; runs resume by id.
 
-W&B's own step is the line number in `metrics.jsonl`, which always grows: an evaluation that ends after later steps were
-trained is accepted, and a row that is sent again is ignored. Charts use `step`.
+W&B's step is the line number in `metrics.jsonl`, which always grows: late evaluations are accepted, repeated rows
+ignored. Charts use `step`.
 """
 
 import os
@@ -17,7 +17,7 @@ from offbeat.trainer.trackers.base import (
 
 
 class WeightsAndBiases(Tracker):
-    """Passes its arguments to `wandb.init`; the API key comes from WANDB_API_KEY or `wandb login`."""
+    """Passes arguments to `wandb.init`; API key from WANDB_API_KEY or `wandb login`."""
 
     def __init__(
         self,

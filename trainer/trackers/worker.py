@@ -1,8 +1,8 @@
-"""Process of one tracker: `python -m offbeat.trainer.trackers.worker`, started by the learner and controlled over stdin.
+"""Process of one tracker, `python -m offbeat.trainer.trackers.worker`, controlled by the learner over stdin.
 
-Invariants: the learner never waits for this process; stdin closes when the learner ends for any reason, and the process
-then sends the remaining rows and exits within `END_S`; a failing tracker ends the process, and its replacement resumes at
-the stored position. Stdout carries one JSON object per line for the learner; output of libraries goes to the log.
+Invariants: the learner never waits for it; when stdin closes, however the learner ended, it sends the remaining rows
+and exits within `END_S`; a failing tracker ends it, and its replacement resumes at the stored position. Stdout carries
+JSON lines for the learner; library output goes to the log.
 """
 
 import fcntl
@@ -36,12 +36,12 @@ from offbeat.trainer.trackers.registry import arguments, find_tracker
 logger = logging.getLogger(__name__)
 
 NICENESS = 10
-"""Importing a tracker's library takes seconds of CPU; the learner's step has priority."""
+"""The learner has priority over importing libraries (seconds of CPU)."""
 POLL_S = 0.5
 END_S = 30.0
-"""Time limit for sending the remaining rows once the learner has ended."""
+"""Time limit of the remaining rows after the learner's end."""
 SLOW_S = 60.0
-"""Duration of one tracker call after which it is reported as slow."""
+"""Tracker call duration reported as slow."""
 WATCH_S = 5.0
 FAILED, TIMED_OUT = 1, 3
 ENDING = "ending"
@@ -64,8 +64,7 @@ class StartMessage:
 
 
 class StdinCommands:
-    """Reads the start message and then `{"ending": ...}` from stdin, as JSON lines; end of file means that the learner has
-    exited."""
+    """Reads JSON lines, the start message and `{"ending": ...}`; end of file means that the learner exited."""
 
     def __init__(self) -> None:
         self._descriptor = sys.stdin.fileno()
@@ -73,14 +72,14 @@ class StdinCommands:
         self.ended = False
 
     def order(self) -> StartMessage | None:
-        """Read the first line; None if the learner ended before writing it."""
+        """Read the start message; None if the learner ended before."""
         while not self.ended and b"\n" not in self._read:
             self.wait(None)
         first, _, self._read = self._read.partition(b"\n")
         return StartMessage(**json.loads(first)) if first else None
 
     def wait(self, timeout_s: float | None) -> None:
-        """Wait for input or for the learner's end."""
+        """Wait for input or the learner's end."""
         if select.select([self._descriptor], [], [], timeout_s)[0]:
             chunk = os.read(self._descriptor, 1 << 16)
             self._read += chunk
@@ -88,18 +87,18 @@ class StdinCommands:
 
     @property
     def ending(self) -> Ending:
-        """How the learner ended; `died` if it sent nothing."""
+        """Learner's end; `died` if unsent."""
         return cast(Ending, json.loads(self._read)[ENDING]) if self._read.endswith(b"\n") else "died"
 
 
 class StdoutReplies:
-    """Sends JSON objects to the learner while it is there, and redirects other output to stderr."""
+    """Sends JSON objects to the learner while it runs; redirects other output to stderr."""
 
     def __init__(self) -> None:
         self._lines: JsonLines | None = JsonLines(sys.stdin.buffer, claim_stdout())
 
     def send(self, **fields: Any) -> None:
-        """Send one object."""
+        """Send an object."""
         if self._lines is not None and not self._lines.send(fields):
             self._lines = None
 
@@ -135,7 +134,7 @@ def _track(order: StartMessage, inbox: StdinCommands, outbox: StdoutReplies) -> 
 
 @contextmanager
 def _lock(order: StartMessage, inbox: StdinCommands) -> Iterator[bool]:
-    """Wait until the process of an earlier learner has sent its last rows; False if this learner ended meanwhile."""
+    """Wait for an earlier learner's process; yield False if it outlasts this learner by `END_S`."""
     path = progress_file(Path(order.output_dir), order.tracker).with_suffix(".lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:
@@ -169,7 +168,7 @@ class _TrackerSession:
         """Deliver rows until the learner has ended and all are sent.
 
         Raises:
-            DownError: the tracker accepts no rows.
+            TrackerDownError: no rows are accepted.
         """
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         path = progress_file(self._output_dir, self._order.tracker)
@@ -205,7 +204,7 @@ class _TrackerSession:
         return TrackedRun(order.run, progress.key, resumed, order.resumed_step, folder, order.config)
 
     def _watch(self) -> None:
-        """Report a slow tracker call; exit `END_S` after the learner has ended."""
+        """Report slow calls; exit `END_S` after the learner's end."""
         ended_at: float | None = None
         reported = False
         while True:
@@ -222,7 +221,6 @@ class _TrackerSession:
 
 
 def _is_stdin_closed() -> bool:
-    """True if no process holds the other end of stdin."""
     poll = select.poll()
     poll.register(sys.stdin.fileno(), 0)
     return bool(poll.poll(0))
