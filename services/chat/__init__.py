@@ -1,1 +1,1 @@
-"""Conversations as tokens: tokenizers, chat templates, and episodes whose calls form a tree of token sequences."""
+"""Conversations as tokens."""

@@ -1,10 +1,8 @@
-"""Chat template as token pieces: the tokens before the first answer, and those between answers.
-
-Used where the policy answers an env directly, without rendering each turn; external agents use
+"""Chat template as token pieces, for policies that answer an env without rendering each turn; external agents use
 `template.ChatTemplate`.
 
-Invariant: first prompt + answer + piece + answer + ... equals the template's tokens of the whole conversation. This
-holds for append-only templates; whether a template is append-only, and keeps thoughts, is determined when it is loaded.
+Invariant: first prompt + answer + piece + answer + ... equals the template's tokens of the conversation, if the
+template is append-only (determined at load, as is whether it keeps thoughts).
 """
 
 from collections.abc import Callable, Sequence
@@ -26,13 +24,13 @@ Render = Callable[[Sequence[ChatMessageDict], bool], str]
 """(messages, add generation prompt) -> text."""
 
 FunctionTemplate = Callable[[str | None], ChatTemplate]
-"""tool_call_parser -> template that renders and parses function calls."""
+"""tool_call_parser -> template for function calls."""
 
 MARKS = tuple(f"offbeat{i}mark{i}" for i in range(6))
-"""Content markers for the analysis; absent from templates and texts."""
+"""Content markers for the analysis."""
 MAX_CACHED_TEXTS = 2_048
 MAX_CACHED_CHARS = 512
-"""Maximum characters of cached texts; longer ones rarely repeat."""
+"""Cached texts; longer ones rarely repeat."""
 
 
 class _Pieces(NamedTuple):
@@ -57,12 +55,12 @@ class ChatFormat:
     ) -> None:
         """Analyze and check the template.
 
-        extra_stop_ids: stop tokens besides the template's; reader: creates the image reader, None without images; template:
-        creates the renderer for templates that rewrite history, None rejects these; calling: creates the renderer of
-        function calls, None supports none.
+        extra_stop_ids: besides the template's; reader: creates the image reader, None without images; template: creates
+        the renderer for templates that rewrite history, None rejects these; calling: creates the renderer of function
+        calls, None supports none.
 
         Raises:
-            RolloutError: no special token ends an answer, or the template is not usable.
+            RolloutError: no special token ends an answer, or the template is unusable.
         """
         self._tokenizer = tokenizer
         self._render = render
@@ -93,7 +91,7 @@ class ChatFormat:
 
     @cached_property
     def image_tokens(self) -> ImageTokens:
-        """Image support for messages.
+        """Image support.
 
         Raises:
             RolloutError: the model reads no images, or its template writes none.
@@ -103,7 +101,7 @@ class ChatFormat:
         return ImageTokens(_image_placeholder(self._render), self._reader())
 
     def calling(self, tool_call_parser: str | None) -> ChatTemplate:
-        """Return the renderer of an env's function calls; thread-safe, loaded once.
+        """Return the renderer of function calls; thread-safe, loaded once.
 
         Raises:
             RolloutError: as `offbeat.services.chat.tool_templates.load_function_template`.
@@ -114,10 +112,10 @@ class ChatFormat:
             return self._calling(tool_call_parser)
 
     def first_prompt(self, system: str, observation: str) -> tuple[int, ...]:
-        """Return the tokens before the first answer; an empty `system` omits the system message.
+        """Return the tokens before the first answer; empty `system`: no system message.
 
         Raises:
-            RolloutError: the template supports no system message and one is given.
+            RolloutError: an unsupported system message.
         """
         pieces = self._first.get(bool(system))
         if pieces is None:
@@ -127,7 +125,7 @@ class ChatFormat:
         )
 
     def next_prompt(self, observation: str) -> tuple[int, ...]:
-        """Return the tokens between an answer's end-of-turn token (exclusive) and the next answer.
+        """Return the tokens from an answer's end-of-turn token (exclusive) to the next answer.
 
         Raises:
             RolloutError: the template rewrites history.
@@ -141,11 +139,11 @@ class ChatFormat:
         return self._decode(token_ids) if len(token_ids) <= MAX_CACHED_CHARS else self._decode_now(token_ids)
 
     def token_text(self, token_id: int) -> str:
-        """Decode one token for display, special ones by name."""
+        """Decode one token, special ones by name."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Encode a rendered text, including special tokens by name; adds none."""
+        """Encode a rendered text with its special tokens; adds none."""
         return self._encode(text) if len(text) <= MAX_CACHED_CHARS else self._encode_now(text)
 
     def _content(self, text: str) -> str:
@@ -170,10 +168,10 @@ class ChatFormat:
 
 
 def load_chat_format(folder: Path, calling: FunctionTemplate | None = None) -> ChatFormat:
-    """Load the chat format of a Hugging Face folder.
+    """Load a Hugging Face folder's chat format.
 
     Raises:
-        RolloutError: it has no tokenizer or chat template, or the template can't be used.
+        RolloutError: no tokenizer or usable chat template.
     """
     tokenizer = load_tokenizer(folder)
     if tokenizer.chat_template is None:
@@ -206,10 +204,10 @@ def _turns(contents: Sequence[str], system: str | None = None) -> list[ChatMessa
 
 
 def _strips_content(render: Render) -> bool:
-    """Return True if the template strips whitespace around contents.
+    """Return whether contents are stripped.
 
     Raises:
-        RolloutError: it treats roles differently.
+        RolloutError: roles are treated differently.
     """
     padded = [f" {mark} " for mark in MARKS]
     text = render(_turns(padded[1:4], padded[0] if _supports_system(render) else None), True)
@@ -244,14 +242,14 @@ def _image_placeholder(render: Render) -> str:
 
 
 def _split_first(render: Render, system: str | None) -> _Pieces:
-    """Return the pieces around the system message and first observation."""
+    """Split around the system message and first observation."""
     text, user = render(_turns(MARKS[1:2], system), True), MARKS[1]
     head, rest = ("", text) if system is None else _split(text, system)
     return _Pieces(head, *_split(rest, user))
 
 
 def _split_next(render: Render, system: str | None) -> _Pieces:
-    """Return the pieces around a later observation, verified to be equal at each turn."""
+    """Split around a later observation; verify that turns are equal."""
     user, answer, reply, second_answer, second_reply = MARKS[1:]
     short = render(_turns((user,), system), True)
     long = render(_turns((user, answer, reply), system), True)
@@ -266,7 +264,7 @@ def _split_next(render: Render, system: str | None) -> _Pieces:
 
 
 def _analyze_later_turns(render: Render) -> _Pieces:
-    """Return the pieces around later observations. Raises NotAppendOnlyError if earlier turns change."""
+    """Split around later observations. Raises NotAppendOnlyError if earlier turns change."""
     pieces = _split_next(render, None)
     if _supports_system(render) and (with_system := _split_next(render, MARKS[0])) != pieces:
         raise _not_append_only(str(pieces), str(with_system))
@@ -286,7 +284,7 @@ def _split(text: str, mark: str) -> tuple[str, str]:
 
 
 class NotAppendOnlyError(RolloutError):
-    """The chat template rewrites earlier turns."""
+    """The template rewrites earlier turns."""
 
 
 def _not_append_only(expected: str, actual: str) -> NotAppendOnlyError:
@@ -301,7 +299,7 @@ def _not_append_only(expected: str, actual: str) -> NotAppendOnlyError:
 
 
 def _check_tokens(chat: ChatFormat, render: Render) -> None:
-    """Verify that pieces encoded separately equal the encoded whole."""
+    """Verify that encoded pieces equal the encoded whole."""
     observations = ("P _\n_ G", "0 1 Left _", "You see: 3 apples.\n\nGo on?")
     first = chat.first_prompt("", observations[0])
     short = render(_turns((*observations[:1], "Down", *observations[1:2])), True)

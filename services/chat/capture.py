@@ -1,7 +1,7 @@
-"""Converts a tree of calls into trajectory segments.
+"""Conversion of a call tree to trajectory segments.
 
-Invariants: each sampled token that the agent received is trained in exactly one segment, and is context in others; a
-segment equals, token by token, the engine's input and output; undelivered completions are never trained.
+Invariants: each delivered sampled token is trained in exactly one segment, and is context in others; segments equal the
+engine's input and output, token by token; undelivered completions are never trained.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from offbeat.services.messages.types import Segment, Turn, VersionSpan
 
 
 class Reward(NamedTuple):
-    """Reward given after `after` completions."""
+    """Reward after `after` completions."""
 
     after: int
     value: float
@@ -28,17 +28,18 @@ class Captured:
 
     segments: tuple[Segment, ...]
     turns: tuple[Turn, ...]
-    """One per trained answer, in order of sampling."""
+    """Trained answers, in sampling order."""
     metrics: Mapping[str, float]
-    """`agent_calls`, `branches` (segments), `masked_answers` and `masked_tokens` (sampled, never delivered),
-    `unverified_messages` (assistant messages in prompts not known to be sampled)."""
+    """`agent_calls`, `branches` (segments), `masked_answers` and `masked_tokens` (never delivered),
+    `unverified_messages` (assistant messages not known to be sampled).
+    """
 
 
 def capture(tree: TokenTree, rewards: Sequence[Reward] = ()) -> Captured:
-    """Cut the tree into one segment per branch.
+    """Cut the tree into a segment per branch.
 
-    A reward belongs to the last trained answer before it, or else to the first one. Without trained answers rewards are
-    lost: the caller must check.
+    A reward belongs to the last trained answer before it, or else the first one; without any, rewards are lost, which
+    the caller must check.
     """
     nodes = tree.nodes
     parents = {node.prompt.parent for node in nodes if node.delivered}
@@ -66,7 +67,7 @@ def capture(tree: TokenTree, rewards: Sequence[Reward] = ()) -> Captured:
 
 
 def _segment(tree: TokenTree, leaf: int, own: Sequence[int]) -> Segment:
-    """Return the leaf's sequence, with the answers `own` trained."""
+    """Return a leaf's sequence; the answers `own` are trained."""
     tokens = np.array(tree.nodes[leaf].tokens, dtype=np.int32)
     mask = np.zeros(len(tokens), dtype=np.bool_)
     logprobs = np.zeros(len(tokens), dtype=np.float32)

@@ -8,29 +8,28 @@ from offbeat.services.messages.types import Picture
 
 
 class ImageReader(Protocol):
-    """Counts image tokens (`offbeat.services.chat.vision.PictureReader`)."""
+    """Counts image tokens (`vision.PictureReader`)."""
 
     image_token_id: int
 
     def count(self, png: bytes, /) -> int:
-        """Return an image's number of tokens. Raises ValueError if it can't be read."""
+        """Return an image's token count. Raises ValueError if unreadable."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """Expands an image placeholder to the model's number of image tokens."""
+    """Expands image placeholders to image tokens."""
 
     mark: str
     """Placeholder in a message."""
     reader: ImageReader
 
     def place(self, ids: tuple[int, ...], png: bytes, num_pictures: int) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
-        """Expand the placeholders of a prompt, all for the same image; positions count from the prompt's start.
+        """Expand a prompt's placeholders, all for one image; positions count from its start.
 
         Raises:
-            EpisodeError: the number of placeholders is not `num_pictures` (the observation's text may contain one), or the
-                image can't be read.
+            EpisodeError: not `num_pictures` placeholders (an observation may contain one), or an unreadable image.
         """
         placeholder = self.reader.image_token_id
         if ids.count(placeholder) != num_pictures:

@@ -1,7 +1,7 @@
 """API-independent chat messages.
 
-Invariant: assistant messages are equal if their texts are equal up to surrounding whitespace and their tool calls up to
-JSON spacing: agents and their frameworks change both.
+Invariant: equality of assistant messages ignores surrounding whitespace and JSON spacing of tool calls, which agents
+and frameworks change.
 """
 
 import json
@@ -16,7 +16,7 @@ class ToolCall:
 
     name: str
     arguments: str
-    """JSON with sorted keys and no spaces."""
+    """JSON, keys sorted, without spaces."""
     call_id: str = field(default="", compare=False)
 
     def parsed(self) -> Any:
@@ -24,10 +24,10 @@ class ToolCall:
 
 
 class CallStyle(NamedTuple):
-    """Form of tool calls for a chat template."""
+    """Form of tool calls in a template."""
 
     text_arguments: bool = False
-    """Arguments as JSON text, not as an object."""
+    """Arguments as JSON text, not an object."""
     no_content: bool = False
     """None instead of empty content."""
 
@@ -45,17 +45,16 @@ class ChatMessage:
     """`reasoning_content`, for templates that render it."""
 
     def is_same_answer(self, other: "ChatMessage") -> bool:
-        """Return True if a returned assistant message equals a sent one."""
+        """Return whether a returned assistant message equals a sent one."""
         return self.content.strip() == other.content.strip() and self.tool_calls == other.tool_calls
 
     def with_call_ids(self, number: int) -> "ChatMessage":
-        """Return a copy with call ids from the answer's number and position: nine letters and digits, as Mistral's templates
-        require."""
+        """Set call ids of the answer's number and position: nine letters and digits, for Mistral's templates."""
         calls = (replace(call, call_id=f"c{number:04d}{i:04d}") for i, call in enumerate(self.tool_calls))
         return replace(self, tool_calls=tuple(calls))
 
     def for_template(self, style: CallStyle = CALL_STYLES[0]) -> dict[str, Any]:
-        """Return the dict that chat templates take."""
+        """Return the templates' dict."""
         omits_content = style.no_content and self.tool_calls and not self.content
         message: dict[str, Any] = {"role": self.role, "content": None if omits_content else self.content}
         if self.tool_calls:
@@ -78,7 +77,7 @@ class ChatMessage:
 
 
 Tools = tuple[Mapping[str, Any], ...]
-"""Functions in OpenAI's form: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+"""OpenAI's form: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 
 
 CallParser = Callable[[str, Tools], tuple[str, tuple[ToolCall, ...]]]
@@ -86,10 +85,10 @@ CallParser = Callable[[str, Tools], tuple[str, tuple[ToolCall, ...]]]
 
 
 def normalize_arguments(arguments: str | Mapping[str, Any]) -> str:
-    """Return arguments in canonical form.
+    """Return canonical arguments.
 
     Raises:
-        ValueError: they are no JSON object.
+        ValueError: not a JSON object.
     """
     value = json.loads(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(value, Mapping):

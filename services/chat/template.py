@@ -1,7 +1,7 @@
-"""Chat template of arbitrary conversations: roles, tools, tool results; parses answers.
+"""Chat template of arbitrary conversations, with roles, tools and tool results.
 
-Used for external agents, whose every call is rendered: `services.chat.token_tree` detects call by call whether the
-template is append-only. Other episodes use `append_only.ChatFormat`.
+For external agents: `token_tree` detects call by call whether the template is append-only. Other episodes use
+`append_only.ChatFormat`.
 """
 
 import json
@@ -31,7 +31,7 @@ RenderAny = Callable[[Sequence[dict[str, Any]], Sequence[Any], bool], str]
 
 MAX_CACHED_TEXTS = 4_096
 MAX_CACHED_CHARS = 512
-"""Maximum characters of cached texts; longer ones rarely repeat."""
+"""Cached texts; longer ones rarely repeat."""
 NAME, KEY, VALUE = "offbeatname", "offbeatkey", "offbeatvalue"
 """Markers of a call for the analysis."""
 
@@ -41,7 +41,7 @@ class UnusableError(Exception):
 
 
 class ToolFormat(NamedTuple):
-    """JSON object between two markers."""
+    """JSON object between markers."""
 
     opening: str
     closing: str
@@ -50,7 +50,7 @@ class ToolFormat(NamedTuple):
 
 
 class ChatTemplate:
-    """Renders conversations and parses answers."""
+    """Renders conversations, parses answers."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ChatTemplate:
         extra_stop_ids: Sequence[int] = (),
         parser: CallParser | None = None,
     ) -> None:
-        """extra_stop_ids: stop tokens besides the template's; parser: parser of calls, None for the detected JSON format.
+        """extra_stop_ids: besides the template's; parser: of calls, None for the detected JSON format.
 
         Raises:
             RolloutError: no special token ends an answer.
@@ -74,10 +74,10 @@ class ChatTemplate:
         self._encode = lru_cache(MAX_CACHED_TEXTS)(self._encode_now)
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools, *, prompt: bool) -> str:
-        """Render the conversation, with the generation prompt if `prompt`.
+        """Render a conversation; `prompt` adds the generation prompt.
 
         Raises:
-            UnusableError: the template rejects it, or tools are given and unsupported.
+            UnusableError: rejected, or unsupported tools.
         """
         if tools and self.tools is None and self._parser is None:
             raise UnusableError(
@@ -87,14 +87,14 @@ class ChatTemplate:
         return self.write(messages, tools, prompt=prompt)
 
     def write(self, messages: Sequence[ChatMessage], tools: Tools, *, prompt: bool) -> str:
-        """Render without requiring that calls can be parsed. Raises UnusableError."""
+        """Render even if calls can't be parsed. Raises UnusableError."""
         try:
             return self._render([message.for_template(self._style) for message in messages], tools, prompt)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise UnusableError(f"the policy's chat template can't render these messages: {error}") from error
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Decode sampled tokens without special ones; for a parser, only without stop tokens."""
+        """Decode without special tokens; for a parser, only without stop tokens."""
         if self._parser is None:
             return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         words = [token for token in token_ids if token not in self.stop_ids]
@@ -105,7 +105,7 @@ class ChatTemplate:
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def message_of(self, text: str, *, tools: Tools) -> ChatMessage:
-        """Parse the policy's answer; malformed calls stay text."""
+        """Parse an answer; malformed calls stay text."""
         if tools and self._parser is not None:
             words, calls = self._parser(text, tools)
         elif tools and self.tools is not None:
@@ -115,7 +115,7 @@ class ChatTemplate:
         return ChatMessage("assistant", words.strip(), calls) if calls else ChatMessage("assistant", text)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Encode a rendered text, including special tokens by name; adds none."""
+        """Encode a rendered text with its special tokens; adds none."""
         return self._encode(text) if len(text) <= MAX_CACHED_CHARS else self._encode_now(text)
 
     def _encode_now(self, text: str) -> tuple[int, ...]:
@@ -123,10 +123,10 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: Path, parser_for: Callable[[Any], CallParser] | None = None) -> ChatTemplate:
-    """Load the template of a Hugging Face folder; parser_for: creates the parser of calls (`tool_parsers`).
+    """Load a Hugging Face folder's template; parser_for: creates the call parser (`tool_parsers`).
 
     Raises:
-        RolloutError: it has no tokenizer or chat template, or the end of an answer can't be determined.
+        RolloutError: no tokenizer or chat template, or an undetermined end of answers.
     """
     tokenizer = load_tokenizer(folder)
     if tokenizer.chat_template is None:
@@ -170,7 +170,7 @@ OFFERED = {"type": "function", "function": {"name": NAME, "description": "", "pa
 
 
 def _call_style(render: RenderAny) -> CallStyle:
-    """Return the first style that the template renders readably, else the first."""
+    """Return the first style rendered readably, else the first."""
     for style in CALL_STYLES:
         try:
             text = render([USER, CALLING.for_template(style)], [OFFERED], False)
@@ -183,7 +183,7 @@ def _call_style(render: RenderAny) -> CallStyle:
 
 
 def _tool_format(render: RenderAny, tokenizer: Tokenizer, end_text: str, style: CallStyle) -> ToolFormat | None:
-    """Return the format of calls; None if there are none, or not as JSON."""
+    """Return the JSON format of calls, if any."""
     try:
         before = render([USER], [OFFERED], True)
         after = render([USER, CALLING.for_template(style)], [OFFERED], False)
@@ -212,12 +212,11 @@ def _tool_format(render: RenderAny, tokenizer: Tokenizer, end_text: str, style: 
 
 
 def _common_suffix(one: str, other: str) -> str:
-    """Return the longest common suffix."""
     return next(one[position:] for position in range(len(one) + 1) if other.endswith(one[position:]))
 
 
 def _survives_decoding(tokenizer: Tokenizer, mark: str) -> bool:
-    """Return True if a marker survives decoding without special tokens."""
+    """Return whether decoding without special tokens keeps a marker."""
     ids = tokenizer.encode(mark, add_special_tokens=False).ids
     return tokenizer.decode(ids, skip_special_tokens=True).strip() == mark
 

@@ -1,10 +1,10 @@
-"""The calls of one episode as a tree of token sequences.
+"""An episode's calls as a tree of token sequences.
 
-A node is one completion with its prompt. A call whose rendered history is a node's text plus a suffix continues that
-node: the node's own tokens are sent, and only the suffix is encoded. Any other call starts a new sequence.
+A node is a completion with its prompt. A call that renders to a node's text plus a suffix continues it: the node's own
+tokens are sent, and only the suffix is encoded. Any other call starts a sequence.
 
-Invariants: a node records what was sent and sampled, token by token; sampled tokens are never re-encoded; a node's
-tokens start with those of its parent.
+Invariants: nodes record what was sent and sampled, token by token; sampled tokens are never re-encoded; a node's tokens
+start with its parent's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from offbeat.services.chat.template import ChatTemplate
 from offbeat.services.messages.types import Completion
 
 ROOT = -1
-"""Parent of root nodes."""
+"""Parent of roots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,12 @@ class Prompt:
     tokens: tuple[int, ...]
     parent: int = ROOT
     text: str = ""
-    """Rendered prompt; without a template, the agent's text."""
+    """Rendered prompt, or without a template the agent's text."""
     unverified: int = 0
-    """Assistant messages not known to be sampled in this episode: context, never trained."""
+    """Assistant messages not known to be sampled: context, never trained."""
     is_chat: bool = True
     anchor: str = ""
-    """State that the answer responds to, if known."""
+    """State that is answered, if known."""
 
 
 @dataclass(slots=True)
@@ -39,9 +39,9 @@ class Node:
     message: ChatMessage
     completion: Completion
     num_kept: int
-    """Number of completion tokens that count: all, or up to the end of the stop word."""
+    """Completion tokens that count: all, or up to the stop word's end."""
     delivered: bool = False
-    """True if the agent is known to have received it."""
+    """Whether the agent is known to have it."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -58,10 +58,10 @@ class TokenTree:
     _by_text: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
 
     def plan_chat(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> Prompt:
-        """Return the prompt of a conversation.
+        """Return a conversation's prompt.
 
         Raises:
-            UnusableError: the template can't render it.
+            UnusableError: it can't be rendered.
         """
         full_text = self.template.render(messages, tools, prompt=True)
         anchor = messages[-1].content if messages else ""
@@ -75,7 +75,7 @@ class TokenTree:
         return Prompt(self.template.encode(full_text), ROOT, full_text, len(answer_indexes), anchor=anchor)
 
     def plan_text(self, text: str) -> Prompt:
-        """Return the prompt of a plain-text call, which continues the longest known text."""
+        """Return a text call's prompt, which continues the longest known text."""
         best, known = ROOT, ""
         for number, node in enumerate(self.nodes):
             text_so_far = node.prompt.text + self._plain_text(node)
@@ -86,13 +86,13 @@ class TokenTree:
         return Prompt(before + self.template.encode(new), best, text, is_chat=False, anchor=new)
 
     def plan_tokens(self, tokens: tuple[int, ...]) -> Prompt:
-        """Return the prompt of a token-id call, which continues its longest known prefix."""
+        """Return a token-id call's prompt, which continues its longest known prefix."""
         fits = [n for n, node in enumerate(self.nodes) if tokens[: len(node.tokens)] == node.tokens]
         parent = max(fits, key=lambda n: len(self.nodes[n].tokens), default=ROOT)
         return Prompt(tokens, parent, is_chat=False)
 
     def record(self, prompt: Prompt, message: ChatMessage, completion: Completion, num_kept: int) -> int:
-        """Record an answer and return its number."""
+        """Record an answer; return its number."""
         number = len(self.nodes)
         self.nodes.append(Node(prompt, message, completion, num_kept))
         if prompt.is_chat:
@@ -110,7 +110,7 @@ class TokenTree:
     def _find_continuation(
         self, messages: Sequence[ChatMessage], tools: Tools, index: int, full_text: str
     ) -> tuple[int, tuple[int, ...]] | None:
-        """Return the node of the assistant message at `index` and the tokens to send, if the conversation continues it."""
+        """Return the node of the assistant message at `index` and the tokens to send, if continued."""
         before = self.template.render(messages[:index], tools, prompt=True)
         candidates = self._by_text.get(before, ())
         same = [n for n in candidates if self.nodes[n].message.is_same_answer(messages[index])]
@@ -131,7 +131,7 @@ class TokenTree:
     def _find_extended(
         self, candidates: Sequence[int], before: str, full_text: str
     ) -> tuple[int, tuple[int, ...]] | None:
-        """Return a truncated node that the agent extended (by the stop word, say), and the tokens."""
+        """Return a truncated node that the agent extended (as by a stop word), and the tokens."""
         for number in reversed(candidates):
             node = self.nodes[number]
             text = before + self._plain_text(node)
@@ -140,14 +140,14 @@ class TokenTree:
         return None
 
     def _plain_text(self, node: Node) -> str:
-        """Return an answer as plain text, with the stop token that ended it."""
+        """Return an answer's text with its stop token."""
         ids = node.completion.token_ids[: node.num_kept]
         end = self.template.token_text(ids[-1]) if ids[-1] in self.template.stop_ids else ""
         return self.template.text_of(ids) + end
 
 
 def _match_call_ids(candidates: Sequence[int], nodes: Sequence[Node], message: ChatMessage) -> int:
-    """Return the candidate with the message's call ids, else the newest."""
+    """Return the candidate with equal call ids, else the newest."""
     ids = [call.call_id for call in message.tool_calls]
     exact = [n for n in candidates if ids and [call.call_id for call in nodes[n].message.tool_calls] == ids]
     return (exact or candidates)[-1]

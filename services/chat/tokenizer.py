@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder."""
+"""Tokenizer of a model folder."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load tokenizer.json; transformers' own class only without that file.
+    """Load tokenizer.json, else transformers' class.
 
     `AutoTokenizer` imports torch, and ignores tokenizer.json for some architectures.
     """

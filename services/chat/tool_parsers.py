@@ -1,7 +1,7 @@
 # pyright: basic
-"""Parsers of tool calls, from vLLM.
+"""vLLM's parsers of tool calls.
 
-Invariant: unparsable calls stay text; a parser never ends an episode.
+Invariant: unparsable calls stay text.
 """
 
 import logging
@@ -21,17 +21,17 @@ logger = logging.getLogger(__name__)
 
 
 def parser_names() -> Sequence[str]:
-    """Return the names that `load_parser` accepts. Imports vLLM (seconds)."""
+    """Return valid names. Imports vLLM (seconds)."""
     from vllm.tool_parsers import ToolParserManager
 
     return sorted({*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers})
 
 
 def load_parser(name: str, tokenizer: Any) -> CallParser:
-    """Return vLLM's parser for a transformers tokenizer.
+    """Return vLLM's parser.
 
     Raises:
-        RolloutError: there is none of that name, or the tokenizer lacks its tokens.
+        RolloutError: unknown name, or missing tokens.
     """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager

@@ -1,6 +1,6 @@
-"""A probe function and calls of it, rendered to analyze a chat template.
+"""Probe function and calls, rendered to analyze a chat template.
 
-Invariant: nothing here parses calls, so rendering needs no vLLM.
+Invariant: no parsing, so rendering needs no vLLM.
 """
 
 from offbeat.services.chat.messages import (
@@ -32,7 +32,7 @@ ASKED = ChatMessage("user", "offbeatasked")
 
 
 def can_render_results(template: ChatTemplate) -> bool:
-    """Return True if the template renders the role `tool`."""
+    """Return whether the role `tool` is rendered."""
     result = ChatMessage("tool", "offbeatresult", tool_call_id=CALL.call_id)
     try:
         text = template.write((ASKED, ChatMessage("assistant", "", (CALL,)), result), PROBE, prompt=True)

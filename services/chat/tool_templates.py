@@ -1,6 +1,6 @@
-"""Chat templates with a vLLM parser of their tool calls.
+"""Chat templates with vLLM's tool call parsers.
 
-Invariant: a template returned here describes functions, and its parser read back a call that the template wrote.
+Invariant: a returned template describes functions, and its parser read back its own call.
 """
 
 from collections.abc import Iterator
@@ -49,14 +49,14 @@ CANDIDATES = (
     ("{", "llama3_json"),
     ("[", "pythonic"),
 )
-"""(text in a call, vLLM parser to try), in order."""
+"""(text in a call, vLLM parser), in order."""
 
 
 def load_function_template(folder: Path, tool_call_parser: str | None = None) -> ChatTemplate:
-    """Load the template of a Hugging Face folder with a parser of its calls.
+    """Load a Hugging Face folder's template with a call parser.
 
-    tool_call_parser: vLLM's name; None uses the detected JSON format, else the first of `CANDIDATES` that reads a call,
-    preferably several calls per answer.
+    tool_call_parser: vLLM's name; None: the detected JSON format, else the first of `CANDIDATES` that reads a call,
+    preferably several per answer.
 
     Raises:
         RolloutError: the template describes no functions, writes no calls, or no parser reads them.
@@ -81,10 +81,10 @@ def load_function_template(folder: Path, tool_call_parser: str | None = None) ->
 
 
 def render_call(template: ChatTemplate, calls: tuple[ToolCall, ...] = (CALL,)) -> str:
-    """Render calls of the functions `PROBE` as an answer.
+    """Render calls of `PROBE` functions.
 
     Raises:
-        RolloutError: the template does not describe functions, or does not write calls.
+        RolloutError: functions are not described, or calls not written.
     """
     prompt_text = _render(template, (ASKED,), prompt=True)
     if OFFERED not in prompt_text:
@@ -101,12 +101,12 @@ def render_call(template: ChatTemplate, calls: tuple[ToolCall, ...] = (CALL,)) -
 
 
 def can_parse_own_calls(template: ChatTemplate) -> bool:
-    """Return True if a rendered call is parsed back."""
+    """Return whether a rendered call is parsed back."""
     return _parse(template, render_call(template)) == (CALL,)
 
 
 def _can_parse_several(template: ChatTemplate) -> bool:
-    """Return True if two calls in one answer are parsed back, or the template can't render them."""
+    """Return whether two calls are parsed back, or can't be rendered."""
     try:
         written = render_call(template, (CALL, ANOTHER))
     except RolloutError:
@@ -115,7 +115,7 @@ def _can_parse_several(template: ChatTemplate) -> bool:
 
 
 def _check_end(template: ChatTemplate, written: str) -> None:
-    """Raise RolloutError if a call and other answers end differently: sampling would not stop there."""
+    """Raise RolloutError if calls and other answers end differently: sampling would not stop."""
     result = ChatMessage("tool" if can_render_results(template) else "user", "offbeatresult", tool_call_id=CALL.call_id)
     full_text = _render(template, (ASKED, ChatMessage("assistant", "", (CALL,)), result), prompt=True)
     _, separator, suffix = full_text.partition(written)
@@ -151,7 +151,7 @@ def _load_with_parser(folder: Path, name: str) -> ChatTemplate:
 
 
 def _parse(template: ChatTemplate, written: str) -> tuple[ToolCall, ...]:
-    """Parse as after sampling: without special tokens, unless a parser needs them."""
+    """Parse without special tokens, as after sampling, unless a parser needs them."""
     return template.message_of(template.text_of(template.encode(written)), tools=PROBE).tool_calls
 
 
@@ -163,5 +163,5 @@ def _render(template: ChatTemplate, messages: tuple[ChatMessage, ...], *, prompt
 
 
 def load_playing_format(folder: Path) -> ChatFormat:
-    """Load the chat format with functions. Raises RolloutError, see `load_chat_format`."""
+    """Load the chat format with functions. Raises as `load_chat_format`."""
     return load_chat_format(folder, partial(load_function_template, folder))

@@ -1,8 +1,7 @@
 # pyright: basic
-"""Image preprocessing of a model.
+"""Image preprocessing.
 
-Invariant: engine and learner preprocess the same PNG with this code alone, on NumPy and Pillow: pixels in sampling and
-training are equal to the bit.
+Invariant: engine and learner share this code, on NumPy and Pillow alone, so that their pixels are bitwise equal.
 """
 
 import io
@@ -21,20 +20,20 @@ from offbeat.services.errors import RolloutError
 FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 """Supported `model_type`s."""
 MAX_CACHED_IMAGES = 32
-"""A large one takes 20 MB."""
+"""Up to 20 MB each."""
 MAX_CACHED_COUNTS = 16_384
-"""Cached token counts, by image digest."""
+"""Token counts by image digest."""
 
 
 class Pixels(NamedTuple):
-    """One preprocessed image. patches: [h * w, channels * frames * side**2] float32; grid: (1, h, w)."""
+    """Preprocessed image. patches: [h * w, channels * frames * side**2] float32; grid: (1, h, w)."""
 
     patches: npt.NDArray[np.float32]
     grid: tuple[int, int, int]
 
 
 def model_family(folder: Path) -> str | None:
-    """Return the folder's `model_type` if supported, else None."""
+    """Return the `model_type` if supported."""
     try:
         family = json.loads((folder / "config.json").read_text()).get("model_type")
     except (OSError, ValueError):
@@ -43,10 +42,10 @@ def model_family(folder: Path) -> str | None:
 
 
 class PictureReader:
-    """Image processor of a model folder."""
+    """A model's image processor."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises RolloutError if the model reads no images, or its preprocessing is undefined."""
+        """Raises RolloutError without image support or defined preprocessing."""
         if model_family(folder) is None:
             raise RolloutError(f"{folder} is no model that reads pictures here: take one of {', '.join(FAMILIES)}")
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -63,7 +62,7 @@ class PictureReader:
         self._counts: dict[bytes, int] = {}
 
     def count(self, png: bytes) -> int:
-        """Return an image's number of tokens. Raises ValueError if it can't be read."""
+        """Return an image's token count. Raises ValueError if unreadable."""
         digest = blake2b(png, digest_size=16).digest()
         if digest not in self._counts:
             if len(self._counts) >= MAX_CACHED_COUNTS:
@@ -85,7 +84,7 @@ class PictureReader:
 
 
 def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """Encode a frame, [height, width, 3] uint8, as PNG. Raises ValueError for any other array."""
+    """Encode [height, width, 3] uint8 as PNG. Raises ValueError for other arrays."""
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
         raise ValueError(f"a frame of {pixels.dtype} {pixels.shape}, not of uint8 [height, width, 3]")
     from PIL import Image
@@ -96,7 +95,7 @@ def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
 
 
 def stack_images(pixels: Sequence[Pixels]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """Concatenate images: patches [P, D] float32 and grids [I, 3] int64."""
+    """Concatenate patches [P, D] float32 and grids [I, 3] int64."""
     return (
         np.concatenate([image.patches for image in pixels]),
         np.array([image.grid for image in pixels], dtype=np.int64),
