@@ -1,1 +1,1 @@
-"""OpenAI- and Anthropic-compatible endpoints for external agents; calls are captured as tokens."""
+"""OpenAI- and Anthropic-compatible endpoints for external agents, captured as tokens."""

@@ -1,7 +1,7 @@
-"""HTTP routes of all APIs over the open sessions.
+"""HTTP routes of all APIs.
 
-Invariants: a key opens only its own episode; an answer counts as delivered only if the client received it; a client
-that disconnects cancels its sampling.
+Invariants: a key opens only its own episode; an answer is delivered only if the client received it; disconnecting
+cancels sampling.
 """
 
 import asyncio
@@ -32,15 +32,15 @@ Sessions = dict[str, EpisodeSession]
 Handler = Callable[[Request, EpisodeSession, dict[str, Any]], Awaitable[Response]]
 CLIENT_LEFT = 499
 MAX_BODY_BYTES = 64 << 20
-"""More than the longest conversation of a policy."""
+"""Exceeds a policy's longest conversation."""
 
 
 class CallerLeftError(Exception):
-    """The caller has disconnected."""
+    """The client disconnected."""
 
 
 def build(sessions: Sessions) -> FastAPI:
-    """Return the application; sessions may be opened and closed while it serves."""
+    """Return the application; sessions may change while it serves."""
     app = FastAPI(title="Offbeat gateway", docs_url=None, redoc_url=None, openapi_url=None)
     for path, handler in (
         ("/v1/chat/completions", _chat),
@@ -56,7 +56,7 @@ def build(sessions: Sessions) -> FastAPI:
 
 
 def _with_session(sessions: Sessions, handler: Handler) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """Look up the client's session and render errors in the form of its API."""
+    """Look up the client's session; render errors in its API's form."""
 
     async def call(request: Request) -> Response:
         session = sessions.get(_key(request))
@@ -100,7 +100,7 @@ async def _body(request: Request) -> dict[str, Any]:
 
 
 def _error_response(request: Request, status: int, message: str, kind: str) -> Response:
-    """Return an error; `x-should-retry` keeps OpenAI's and Anthropic's clients from retrying a failed episode."""
+    """Return an error; `x-should-retry` prevents OpenAI's and Anthropic's clients from retrying."""
     if request.url.path == "/v1/messages":
         body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
     else:
@@ -109,11 +109,7 @@ def _error_response(request: Request, status: int, message: str, kind: str) -> R
 
 
 async def _run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` while the client is connected.
-
-    Raises:
-        CallerLeftError: the client disconnected.
-    """
+    """Run `work`; raises CallerLeftError if the client disconnects."""
     task = asyncio.ensure_future(work)
     disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
@@ -142,7 +138,7 @@ def _send(
     render: Callable[[], Any],
     stream: Iterator[str],
 ) -> Response:
-    """Return the answer as JSON or as events; it is delivered once the last part is consumed."""
+    """Return JSON or events; delivered once the last part is consumed."""
     if not body.get("stream"):
         session.deliver(replies)
         return JSONResponse(render())

@@ -1,4 +1,4 @@
-"""Request fields that all APIs share, parsed strictly, and unsupported parameters. All functions raise InvalidCallError."""
+"""Shared request fields, parsed strictly. Functions raise InvalidCallError."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from offbeat.services.gateway.session import InvalidCallError
 Body = Mapping[str, Any]
 
 OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
-"""Parameters set by the run's configuration: logprobs must be of the distribution that is trained."""
+"""Set by the run, because logprobs must be of the trained distribution."""
 REFUSED_UNLESS_ZERO = ("presence_penalty", "frequency_penalty", "logit_bias", "echo", "suffix")
 
 
@@ -42,7 +42,7 @@ def read_items(body: Body, key: str) -> list[Any]:
 
 
 def number(body: Body, *keys: str) -> int | None:
-    """Return the first value that is set."""
+    """Return the first set value."""
     for key in keys:
         value = body.get(key)
         if value is not None:
@@ -52,7 +52,7 @@ def number(body: Body, *keys: str) -> int | None:
 
 
 def words(value: Any, where: str) -> str:
-    """Return the text of a content: a string, or text parts joined by newlines."""
+    """Return a content's text: a string, or parts joined by newlines."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -85,7 +85,7 @@ def stop_words(value: Any, key: str) -> tuple[str, ...]:
 
 
 def find_ignored_parameters(body: Body, others: Iterable[str] = ()) -> tuple[str, ...]:
-    """Return the parameters that are set but ignored, and `others`."""
+    """Return set but ignored parameters, and `others`."""
     read_object(body, "stream_options")
     for key in REFUSED_UNLESS_ZERO:
         require(not body.get(key), f"{key} can't be followed: the policy's own distribution is what is trained")

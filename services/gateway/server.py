@@ -1,7 +1,6 @@
-"""Gateway of one env worker: an HTTP server on a free loopback port, and its open sessions.
+"""Gateway of one env worker: an HTTP server on a free loopback port.
 
-It shares the worker's process and event loop: calls reach the conversation without another hop, and if the worker dies,
-the episode runs again elsewhere.
+It shares the worker's event loop, which saves a hop; if the worker dies, episodes run again elsewhere.
 """
 
 import asyncio
@@ -16,8 +15,7 @@ from offbeat.services.gateway.session import EpisodeSession
 
 HOST = "127.0.0.1"
 KEEP_ALIVE_S = 120
-"""Idle timeout of connections, s; longer than that of clients (5 s in httpx), because closing a connection on which a
-client is about to send breaks the call."""
+"""Idle timeout, s; exceeds clients' (httpx: 5 s), because closing a connection about to be used breaks the call."""
 
 
 class _Server(uvicorn.Server):
@@ -39,10 +37,10 @@ class Gateway:
         """`http://host:port`: Anthropic's base URL; OpenAI's is that and `/v1`."""
 
     def start(self) -> None:
-        """Start serving on the running event loop; idempotent.
+        """Start on the running event loop; idempotent.
 
         Raises:
-            OSError: no port is free.
+            OSError: no free port.
         """
         if self._server is None:
             listening = socket.create_server((HOST, 0))
@@ -67,7 +65,7 @@ class Gateway:
 
     @contextlib.contextmanager
     def opened(self, session: EpisodeSession) -> Generator[None, None, None]:
-        """Accept requests with the session's key inside the context."""
+        """Accept the session's key inside the context."""
         self._sessions[session.key] = session
         try:
             yield

@@ -1,7 +1,7 @@
-"""Session of one episode: its key, and the calls made with it.
+"""Session of one episode: its key and calls.
 
-Invariants: every completion is sampled with the run's parameters, whatever the agent requests; a completion is recorded
-before it is delivered; a closed session answers nothing.
+Invariants: completions use the run's sampling parameters; they are recorded before delivery; a closed session answers
+nothing.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ MAX_ANSWERS_PER_CALL = 16
 
 
 class InvalidCallError(Exception):
-    """A call that can't be answered, by the agent's mistake.
+    """A call invalid by the agent's mistake.
 
-    kind: machine-readable name, OpenAI's if it has one.
+    kind: machine-readable name, OpenAI's if any.
     """
 
     def __init__(self, message: str, kind: str = "invalid_request_error") -> None:
@@ -37,19 +37,19 @@ class InvalidCallError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """Length limits of completions and conversations."""
+    """Length limits."""
 
     sequence_length: int
-    """Limit of prompt and answer, tokens."""
+    """Prompt and answer, tokens."""
     max_new_tokens: int
-    """Limit of one completion, tokens."""
+    """One completion, tokens."""
     max_calls: int = 1024
-    """Limit of answers per episode."""
+    """Answers per episode."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
-    """One call, independent of the API."""
+    """API-independent call."""
 
     messages: tuple[ChatMessage, ...] = ()
     tools: Tools = ()
@@ -59,7 +59,7 @@ class ModelRequest:
     num_answers: int = 1
     stop: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
-    """Sampling parameters that are ignored and counted."""
+    """Ignored sampling parameters, to be counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class ModelReply:
 
 
 class EpisodeEnv(Protocol):
-    """Env that the agent steps over HTTP."""
+    """Env stepped over HTTP."""
 
     @property
     def task(self) -> dict[str, Any]:
@@ -87,29 +87,29 @@ class EpisodeEnv(Protocol):
         """Return observation, reward, `done` and metrics.
 
         Raises:
-            InvalidCallError: the episode is over already.
+            InvalidCallError: the episode is over.
         """
         ...
 
 
 @dataclass
 class EpisodeSession:
-    """The calls of one episode."""
+    """An episode's calls."""
 
     template: ChatTemplate
     sample: Sample
     bounds: SessionLimits
     model: str = "policy"
-    """Offered name of the policy; requests may use any."""
+    """Offered name; requests may use any."""
     key: str = field(default_factory=lambda: f"offbeat-{secrets.token_urlsafe(24)}")
     env: EpisodeEnv | None = None
     conversations: dict[str, tuple[ChatMessage, ...]] = field(default_factory=dict[str, tuple[ChatMessage, ...]])
-    """Conversations that the agent may continue, by the id of their last response."""
+    """Conversations to continue, by their last response's id."""
     ignored_parameters: int = 0
     ran_out: bool = False
-    """True if a call had no room below `sequence_length`."""
+    """Whether a call left no room within `sequence_length`."""
     failure: Exception | None = None
-    """Error of sampling or of the env, after which the episode can't be captured."""
+    """Sampling or env error that ended capture."""
 
     def __post_init__(self) -> None:
         self.tree = TokenTree(self.template)
@@ -119,7 +119,7 @@ class EpisodeSession:
         self._num_requested = 0
 
     async def answer(self, request: ModelRequest) -> list[ModelReply]:
-        """Sample `num_answers` answers to one call and record them, undelivered.
+        """Sample and record `num_answers` answers, undelivered.
 
         Raises:
             InvalidCallError: the call can't be answered.
@@ -156,16 +156,16 @@ class EpisodeSession:
                 self.tree.nodes[reply.node].delivered = True
 
     def fail(self, error: Exception) -> None:
-        """Mark the episode as no longer capturable."""
+        """Mark the episode as not capturable."""
         self.failure = self.failure or error
         self.failed.set()
 
     def reward(self, value: float) -> None:
-        """Record a reward for the completions so far."""
+        """Reward the completions so far."""
         self.rewards.append(Reward(len(self.tree.nodes), value))
 
     def close(self) -> Captured:
-        """Reject further calls and return what was captured."""
+        """Reject further calls; return the capture."""
         self.closed = True
         captured = capture(self.tree, self.rewards)
         counts = {**captured.metrics, "ignored_parameters": float(self.ignored_parameters)}
@@ -220,7 +220,7 @@ class EpisodeSession:
         )
 
     def _until_stop(self, completion: Completion, stop: tuple[str, ...]) -> tuple[int, str, str]:
-        """Return (retained tokens, text for the agent, stop word that ended it)."""
+        """Return (retained tokens, text, stop word)."""
         ids = completion.token_ids
         text = self.template.text_of(ids)
         matches = [(at, word) for word in stop if word and (at := text.find(word)) >= 0]
@@ -233,7 +233,7 @@ class EpisodeSession:
 
 
 def _check(completion: Completion) -> None:
-    """Raise ValueError if logprobs or versions do not match the tokens one to one."""
+    """Raise ValueError unless finite logprobs and versions match the tokens one to one."""
     count, covered = len(completion.token_ids), 0
     for span in completion.versions:
         if span.start != covered or span.end <= span.start:
