@@ -1,4 +1,4 @@
-"""Agent that runs episodes with verifiers and the policy as model; requires `env_type: verifiers`, `played_by: agent`."""
+"""Agent that runs verifiers' episodes; requires `env_type: verifiers`, `played_by: agent`."""
 
 import asyncio
 import json
@@ -10,16 +10,16 @@ from offbeat.envs.optional_imports import require
 from offbeat.services.rollout.agents.task import AgentTask
 
 KEY_NAME = "OFFBEAT_EPISODE_KEY"
-"""Environment variable with the running episode's API key; a process runs one episode at a time."""
+"""Environment variable with the API key of the running episode; a process runs one at a time."""
 DEFAULT_ENVIRONMENT: dict[str, Any] = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
-"""Chat loop on this machine; verifiers' default is a sandbox in Prime's cloud."""
+"""Local chat loop; verifiers' default is a sandbox in Prime's cloud."""
 
 
 def play(task: AgentTask) -> dict[str, Any]:
     """Run one task.
 
     Raises:
-        RuntimeError: verifiers failed, with its message.
+        RuntimeError: verifiers failed.
     """
     return asyncio.run(_play(task, json.loads(task.observation)))
 
@@ -42,7 +42,7 @@ async def _play(task: AgentTask, request: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _load(settings: str, idx: int) -> tuple[Any, Any]:
-    """Load the env and the task; cached, because a process runs many episodes of few tasks."""
+    """Load env and task; cached, because episodes repeat tasks."""
     vf = require("verifiers.v1", "verifiers")
     environment, taskset = json.loads(settings)
     env = vf.load_environment(vf.resolve_env_config({**environment, "taskset": taskset}))
