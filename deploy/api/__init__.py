@@ -1,1 +1,1 @@
-"""The Python API: what `import offbeat` exports."""
+"""Python API, exported by `import offbeat`."""

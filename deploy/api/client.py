@@ -1,4 +1,4 @@
-"""The control service's REST API as blocking calls, for scripts and notebooks."""
+"""Blocking client of the control service's REST API."""
 
 import asyncio
 import json
@@ -18,15 +18,15 @@ PAGE = 2000
 
 
 def connect(url: str = "http://127.0.0.1:8000", *, token: str | None = None) -> "Client":
-    """Return a client of the control service at `url`; no request is made yet."""
+    """Return a client of the control service at `url`; makes no request."""
     return Client(url, token=token)
 
 
 class Client:
-    """Starts, watches and changes the runs of a deployed mesh.
+    """Runs of a deployed mesh.
 
-    Every method raises `ControlRefusedError` if the service refuses the call, and `RetryableError` if it can't be reached.
-    Calls are made on an event loop in a background thread, so that they work in a notebook, too.
+    Methods raise `ControlRefusedError` for refused calls and `RetryableError` for an unreachable service. The event
+    loop runs in a background thread, so calls work in notebooks.
     """
 
     def __init__(self, url: str, *, token: str | None = None) -> None:
@@ -58,11 +58,11 @@ class Client:
         return self._call(self._client.create(config.model_dump_json()))
 
     def validate(self, config: RunConfig) -> None:
-        """Check whether a run could start, without starting it."""
+        """Check whether a run could start."""
         self._call(self._client.validate(config.model_dump_json()))
 
     def list(self, *, states: Sequence[str] = (), name: str = "*") -> "list[str]":
-        """Return the ids of runs, newest first. states: `running`, `finished`, ...; name: a glob."""
+        """Return run ids, newest first. states: `running`, `finished`, ...; name: a glob."""
         ids: list[str] = []
         after: str | None = None
         while True:
@@ -73,7 +73,7 @@ class Client:
                 return ids
 
     def show(self, run_id: str) -> RunView:
-        """Return the state of a run."""
+        """Return a run's state."""
         return self._call(self._client.show(run_id))
 
     def change(self, run_id: str, **settings: float) -> RunView:
@@ -82,7 +82,7 @@ class Client:
         return self._call(self._client.change(run_id, values))
 
     def pause(self, run_id: str) -> RunView:
-        """Start no further episode and no further step until `resume`."""
+        """Start no episode and no step until `resume`."""
         return self._call(self._client.pause(run_id))
 
     def resume(self, run_id: str) -> RunView:
@@ -90,19 +90,19 @@ class Client:
         return self._call(self._client.resume(run_id))
 
     def stop(self, run_id: str, *, now: bool = False) -> RunView:
-        """Stop a run after its current step, or at once."""
+        """Stop a run after its current step, or `now`."""
         return self._call(self._client.stop(run_id, now=now))
 
     def delete(self, run_id: str, *, files: bool = False) -> DeletedView:
-        """Remove the record of a run that is over, and its files if `files`."""
+        """Remove the record of an ended run, and optionally its files."""
         return self._call(self._client.delete(run_id, files=files))
 
     def why(self, run_id: str) -> WhyView:
-        """Return which part of the run waits for which."""
+        """Return which component waits for which."""
         return self._call(self._client.why(run_id))
 
     def metrics(self, run_id: str, source: str | None = "learner") -> pd.DataFrame:
-        """Return a run's metric records; see `Run.metrics`."""
+        """Return metric records; see `Run.metrics`."""
         rows: list[dict[str, Any]] = []
         position = "0"
         while True:
@@ -118,7 +118,7 @@ class Client:
                 return pd.DataFrame(rows)
 
     def events(self, run_id: str, *, kinds: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the events of a run (name, body) as they happen, until it is over."""
+        """Yield a run's events (name, body) until it ends."""
         stream = self._client.events(run_id, kinds=kinds)
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Episodes as Python objects: recorded by a run, or collected here."""
+"""Episodes as Python objects."""
 
 import asyncio
 import html
@@ -23,20 +23,20 @@ KINDS = ("after", "during", "before")
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One episode: its task, its conversation and what it earned."""
+    """Task, conversation and rewards of an episode."""
 
     tag: str
     seed: int
     reward: float
     """Sum over the episode."""
     metrics: dict[str, float]
-    """Metrics that the env reports at the end, such as `success`."""
+    """Final metrics of the env, such as `success`."""
     messages: tuple[dict[str, str], ...]
-    """Chat messages (`role`, `content`): system prompt, then observations and completions in turn."""
+    """Chat messages (`role`, `content`): system prompt, then alternating observations and completions."""
 
     @property
     def success(self) -> bool | None:
-        """True if the env reports success; None if it reports none."""
+        """Success, if the env reports it."""
         success = self.metrics.get("success")
         return None if success is None else success > 0
 
@@ -44,14 +44,13 @@ class Episode:
     def from_texts(
         cls, tag: str, seed: int, reward: float, metrics: Mapping[str, float], texts: Sequence[str]
     ) -> "Episode":
-        """Build an episode from its texts: system prompt, then observation and completion in turn."""
+        """Build an episode from a system prompt, then alternating observations and completions."""
         system, *turns = texts or [""]
         messages = [{"role": "system", "content": system}] if system else []
         messages += [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
         return cls(tag, seed, reward, dict(metrics), tuple(messages))
 
     def _repr_html_(self) -> str:
-        """Return the conversation for notebooks."""
         rows = "".join(
             f'<tr><td style="vertical-align:top"><b>{html.escape(message["role"])}</b></td>'
             f'<td><pre style="margin:0;text-align:left">{html.escape(message["content"])}</pre></td></tr>'
@@ -62,7 +61,7 @@ class Episode:
 
 
 def read_episodes(folder: Path, limit: int, kind: str | None = None) -> list[Episode]:
-    """Read the episodes that the newest sampled evaluation of a run wrote down; [] if there is none."""
+    """Read the episodes of a run's newest sampled evaluation; [] if there is none."""
     files = [
         path for name in ((kind,) if kind else KINDS) for path in (folder / FOLDER).glob(f"{name}-sampled-*.jsonl")
     ]
@@ -76,10 +75,10 @@ def read_episodes(folder: Path, limit: int, kind: str | None = None) -> list[Epi
 def check_env(
     env: str | type, env_config: Mapping[str, JsonValue] | None = None, *, num_seeds: int = 8
 ) -> ContractReport:
-    """Check that an env can be trained on: text in and out, determinism, own generators, gymnasium's own check, speed.
+    """Check an env for training: text, determinism, own generators, gymnasium's check, speed.
 
-    env: a name (`frozen_lake`), `module:Class`, or the class itself. A class of a notebook is checked in this process, any
-    other in a process of its own, so that a call that hangs is reported.
+    env: a name (`frozen_lake`), `module:Class`, or a class. All but notebooks' classes are checked in a child process,
+    so that hangs are reported.
 
     >>> check_env("frozen_lake", {"size": 4}).problems
     []
@@ -100,16 +99,16 @@ def play(
     max_steps: int | None = None,
     show: Callable[[str], None] | None = None,
 ) -> Episode:
-    """Run one episode in this process, without Ray, Redis or a GPU.
+    """Run one episode in this process, without Ray, Redis or GPU.
 
-    env: a name, `module:Class`, or a run's YAML file, of which `tag` picks one env. agent: `random`, or the folder of a
-    policy: a Hugging Face folder, a checkpoint, or a run. show: called with each line of a trace of the episode.
+    env: a name, `module:Class`, or a run's YAML file with `tag`. agent: `random`, or a Hugging Face folder, checkpoint
+    or run. show: receives the lines of a trace.
 
     >>> play("frozen_lake", seed=1, max_steps=3).messages[1]["content"].splitlines()[0]
     'P _ _ _'
 
     Raises:
-        ConfigError: there is no such env, tag or setting.
+        ConfigError: no such env, tag or setting.
     """
     # Here and in `rollout`: transformers takes seconds to import.
     from offbeat.deploy.play.session import run_episode  # noqa: PLC0415
@@ -130,11 +129,11 @@ def rollout(
     seed: int | None = None,
     concurrency: int = 32,
 ) -> pd.DataFrame:
-    """Collect episodes of a run's tasks in this process, without training; a row each, token by token.
+    """Collect episodes of a run's tasks in this process, a row each.
 
-    agent: `random`, or the folder of a policy; None takes the run's newest checkpoint, else its `pretrain`. held_out: tasks
-    of evaluation instead of training's. group_size: episodes of each task. seed: the run's by default. The columns are
-    those of `offbeat rollout`'s parquet file: `tokens`, `loss_mask`, `logprobs`, `versions`, `messages`, `reward`, ...
+    agent: `random`, or a policy's folder; None: the newest checkpoint, else `pretrain`. held_out: use tasks of
+    evaluation. group_size: episodes per task. seed: default is the run's. Columns are those of `offbeat rollout`:
+    `tokens`, `loss_mask`, `logprobs`, `versions`, `messages`, `reward`, ...
 
     >>> config = load_config("deploy/configs/quickstart.yaml")
     >>> rollout(config, episodes=4, agent="random")[["tag", "reward"]].shape
@@ -163,7 +162,7 @@ def _no_progress(_: int, __: int) -> None: ...
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end, also where a loop is running already, as in a notebook."""
+    """Run a coroutine, inside a running loop, too."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,6 +1,6 @@
-"""Runs from Python: started in a process of their own, or opened from their folder.
+"""Runs from Python, started in their own processes or opened from their folders.
 
-Invariant: the calling process gets no Ray, no CUDA and no signal handler. A run outlives its caller.
+Invariant: the calling process gets no Ray, CUDA or signal handler. A run outlives its caller.
 """
 
 import base64
@@ -35,34 +35,32 @@ TAIL_LINES = 30
 
 
 class RunFailedError(RuntimeError):
-    """The run ended with an error; the message is the end of its console output."""
+    """Failed run; the message is the end of its output."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Compose, validate and check a run's configuration.
 
-    path: a YAML file. overrides: `key=value`, as on the command line.
+    path: a YAML file. overrides: `key=value`.
 
     >>> config = load_config("deploy/configs/quickstart.yaml", ["seed=2", "max_steps=50"])
     >>> config.seed, config.max_steps
     (2, 50)
 
     Raises:
-        ConfigError: the configuration can't run; the error lists every problem.
+        ConfigError: invalid; lists every problem.
     """
     return load_run(Path(path), overrides)
 
 
 def train(config: RunConfig | str | Path, overrides: Sequence[str] = (), *, resume: bool = False) -> "Run":
-    """Start `offbeat train` in a separate process and return at once.
+    """Start `offbeat train` in a separate process, which outlives this one.
 
-    config: a configuration of `load_config`, or a YAML file. overrides: `key=value`. resume: continue from the newest
-    checkpoint of `output_dir`; otherwise an earlier run in that folder is moved aside.
-
-    The run outlives the calling process; stop it with `Run.stop`, and open it again with `Run.open`.
+    config: a configuration or a YAML file. overrides: `key=value`. resume: continue from the newest checkpoint of
+    `output_dir`; otherwise an earlier run there is moved aside.
 
     Raises:
-        ConfigError: the configuration can't run.
+        ConfigError: the configuration is invalid.
     """
     if not isinstance(config, RunConfig):
         config = load_config(config, overrides)
@@ -89,7 +87,7 @@ def train(config: RunConfig | str | Path, overrides: Sequence[str] = (), *, resu
 
 
 class Run:
-    """One run and its folder, whether it is running or over."""
+    """A run and its folder."""
 
     def __init__(
         self, folder: Path, *, process: "subprocess.Popen[bytes] | None" = None, console: Path | None = None
@@ -103,7 +101,7 @@ class Run:
         """Return the run in a folder.
 
         Raises:
-            FileNotFoundError: the folder has no run.
+            FileNotFoundError: there is none.
         """
         path = Path(folder).resolve()
         if not run_folder.holds_run(path):
@@ -115,18 +113,17 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """The whole configuration, as the run wrote it down.
+        """Saved configuration.
 
         Raises:
-            ConfigError: the run has not written it yet, or another version of Offbeat wrote it.
+            ConfigError: not yet written, or by another version of Offbeat.
         """
         return read_run(self.folder / run_folder.CONFIG)
 
     @property
     def state(self) -> State:
-        """`running`, `finished` (all steps trained), `stopped` (can be resumed), or `failed`.
-
-        `failed` is known only to the `Run` that `train` returned.
+        """`running`, `finished` (all steps trained), `stopped` (can be resumed), or `failed`, known only to the `Run`
+        of `train`.
         """
         code = None if self._process is None else self._process.poll()
         if code is not None:
@@ -138,15 +135,15 @@ class Run:
 
     @property
     def console(self) -> str:
-        """Console output so far; empty for a run that was opened from its folder."""
+        """Console output; empty for an opened run."""
         return "" if self._console is None else self._console.read_text(encoding="utf-8", errors="replace")
 
     def wait(self, timeout_s: float | None = None) -> dict[str, Any] | None:
-        """Block until the run is over and return its report, or None if it was stopped.
+        """Wait for the end; return the report, or None if stopped.
 
         Raises:
-            RunFailedError: the run ended with an error.
-            TimeoutError: it is still running after `timeout_s`.
+            RunFailedError: the run failed.
+            TimeoutError: still running after `timeout_s`.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while (state := self.state) == "running":
@@ -158,10 +155,10 @@ class Run:
         return self.report if state == "finished" else None
 
     def stop(self, timeout_s: float = 120.0) -> None:
-        """Stop the run after its current step, with a checkpoint from which it can be resumed.
+        """Stop after the current step, with a checkpoint to resume from.
 
         Raises:
-            TimeoutError: it is still running after `timeout_s`.
+            TimeoutError: still running after `timeout_s`.
         """
         if self._process is not None:
             self._process.send_signal(signal.SIGINT)
@@ -175,11 +172,11 @@ class Run:
             time.sleep(POLL_S)
 
     def metrics(self, source: str | None = "learner") -> pd.DataFrame:
-        """Return the metric records so far, one row each, in the order in which they were written.
+        """Return the metric records in order, one row each.
 
-        source: `learner` (a row per optimizer step; its start leaves rows without a step), `eval`, `rollout`, `generation`,
-        `weights`, ...; None returns all. Columns: `time` (Unix, s), `source`, `step`, the record's labels
-        (`label.NAME`), and a column per metric.
+        source: `learner` (a row per optimizer step; its start leaves rows without a step), `eval`, `rollout`,
+        `generation`, `weights`, ...; None: all. Columns: `time` (Unix, s), `source`, `step`, labels (`label.NAME`), and
+        one per metric.
         """
         rows: list[dict[str, Any]] = []
         for line in read_lines(self.folder / METRICS_FILE, 0, 0):
@@ -192,12 +189,12 @@ class Run:
         return pd.DataFrame(rows)
 
     def episodes(self, limit: int = 8, *, kind: Literal["before", "during", "after"] | None = None) -> list[Episode]:
-        """Return up to `limit` recorded episodes of the newest evaluation, or of the newest of that `kind`."""
+        """Return up to `limit` episodes of the newest evaluation, optionally of a `kind`."""
         return read_episodes(self.folder, limit, kind)
 
     @property
     def report(self) -> dict[str, Any] | None:
-        """The contents of `report.json`, or None while there is none."""
+        """Content of `report.json`, if any."""
         try:
             return json.loads((self.folder / REPORT).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -205,12 +202,12 @@ class Run:
 
     @property
     def checkpoints(self) -> list[Path]:
-        """Folders of the complete checkpoints, oldest first; `AutoModelForCausalLM.from_pretrained` loads each."""
+        """Complete checkpoints, oldest first, for `AutoModelForCausalLM.from_pretrained`."""
         folders = (self.folder / "checkpoints").glob("step-*")
         return sorted(path for path in folders if path.name.removeprefix("step-").isdecimal())
 
     def _repr_html_(self) -> str:
-        """Return the learning curve so far and the newest step, for notebooks."""
+        """Return the learning curve and newest step for notebooks."""
         history = self._history()
         last = history.last_step
         facts = [self.state, f"step {last.number}" if last else "no step yet"]
@@ -226,7 +223,6 @@ class Run:
         return f'<div>{heading}<br><img width="880" alt="learning curve" src="data:image/png;base64,{data}"></div>'
 
     def _history(self) -> RunHistory:
-        """Read the run's history from `metrics.jsonl`."""
         history = RunHistory()
         for line in read_lines(self.folder / METRICS_FILE, 0, 0):
             record = line.record

@@ -1,4 +1,4 @@
-"""Test harness for envs, agents and trackers, also used by Offbeat's own tests.
+"""Test harness for envs, agents and trackers.
 
 from offbeat.testing import FakeModel, assert_env, run_episode
 
@@ -45,7 +45,7 @@ PROGRESS = "progress.json"
 
 
 def assert_env(env: str | type, env_config: Mapping[str, JsonValue] | None = None) -> None:
-    """Fail with every problem that `offbeat env check` finds; see `offbeat.check_env`.
+    """Fail with the problems of `offbeat.check_env`.
 
     >>> assert_env("frozen_lake", {"size": 4})
 
@@ -58,10 +58,10 @@ def assert_env(env: str | type, env_config: Mapping[str, JsonValue] | None = Non
 
 @dataclass(frozen=True, slots=True)
 class EpisodeTrace:
-    """Everything that an env returned in one episode."""
+    """Outputs of an env in one episode."""
 
     observations: list[str]
-    """One more than there were actions."""
+    """One more than actions."""
     rewards: list[float]
     infos: list[dict[str, Any]]
     terminated: bool
@@ -80,9 +80,9 @@ def run_episode(
     seed: int = 0,
     env_config: Mapping[str, JsonValue] | None = None,
 ) -> EpisodeTrace:
-    """Reset an env with `seed` and step it with `actions`, at most until the episode is over.
+    """Reset an env with `seed` and step it with `actions` until the episode ends.
 
-    env: an env, or its name or `module:Class`, which is made with `env_config`.
+    env: an env, its name or `module:Class`, made with `env_config`.
 
     >>> trace = run_episode("frozen_lake", ["Right", "Right", "Down", "Down", "Right", "Down"], seed=1)
     >>> trace.reward, trace.terminated, trace.infos[-1]["success"]
@@ -107,7 +107,7 @@ def run_episode(
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Return a tokenizer with a token per byte and ChatML's two special tokens."""
+    """Return a tokenizer with a token per byte and ChatML's special tokens."""
     vocabulary = {byte: number for number, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -117,7 +117,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def chat_template(text: str = CHATML) -> ChatTemplate:
-    """Return the chat template of a Jinja text, over `byte_tokenizer`."""
+    """Return a Jinja chat template over `byte_tokenizer`."""
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 (seconds, and only fake models need it)
 
     tokenizer = byte_tokenizer()
@@ -134,9 +134,8 @@ def chat_template(text: str = CHATML) -> ChatTemplate:
 
 
 class FakeModel:
-    """A model with scripted completions behind OpenAI's and Anthropic's APIs, on a free port of loopback.
-
-    The server is the gateway that agents talk to in a run, so an agent that works here is captured there.
+    """Model with scripted completions behind OpenAI's and Anthropic's APIs, on loopback, served by the gateway of real
+    runs.
 
     completions: answers in turn; the last one is repeated.
     """
@@ -172,7 +171,7 @@ class FakeModel:
     def task(
         self, env: str, env_config: Mapping[str, JsonValue] | None = None, *, seed: int = 0, max_steps: int = 100
     ) -> AgentTask:
-        """Return a task as an agent gets it in a run: a real env, reset with `seed`, and this model's endpoint."""
+        """Return an agent's task: a real env, reset with `seed`, and this model's endpoint."""
         made = _Env(registry.make(env, dict(env_config or {})), max_steps)
         session = EpisodeSession(self._template, self._sampler(), SessionLimits(1_000_000, 100_000), env=made)
         opened = self._gateway.opened(session)
@@ -209,8 +208,6 @@ class FakeModel:
 
 @dataclass
 class _Env:
-    """The env of a `FakeModel`'s task, as the gateway steps it."""
-
     env: registry.TextEnv
     max_steps: int
     task: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -225,7 +222,7 @@ class _Env:
 
 
 class RecordingTracker(Tracker):
-    """A tracker that keeps its rows in memory.
+    """Tracker that keeps its rows in memory.
 
     rejects: line numbers that `write` refuses. fails_to_flush: `flush` raises.
     """
@@ -252,23 +249,23 @@ class RecordingTracker(Tracker):
 
 
 def tracked_run(folder: Path = Path(), **config: Any) -> TrackedRun:
-    """Return the run that a tracker is constructed with in a test."""
+    """Return a run for a tracker's constructor."""
     return TrackedRun("run", "key", resumed=False, resumed_step=0, folder=folder, config=config)
 
 
 def step_record(step: int, **values: float) -> MetricRecord:
-    """Return the learner's metric record of a step."""
+    """Return a learner's metric record."""
     return MetricRecord("learner", {name: mean([value]) for name, value in values.items()}, step=step)
 
 
 def eval_record(step: int, *, sampling: str = "sampled", **values: float) -> MetricRecord:
-    """Return the metric record of an evaluation."""
+    """Return an evaluation's metric record."""
     labels = {"sampling": sampling, "when": "during"}
     return MetricRecord("eval", {name: mean([value]) for name, value in values.items()}, step=step, labels=labels)
 
 
 def append_records(folder: Path, *records: MetricRecord) -> None:
-    """Append records to the folder's `metrics.jsonl`, as the learner does."""
+    """Append records to the folder's `metrics.jsonl`."""
     file = MetricsFile(folder / METRICS_FILE)
     for record in records:
         file.write("1-0", record)
@@ -276,7 +273,7 @@ def append_records(folder: Path, *records: MetricRecord) -> None:
 
 
 def open_delivery(folder: Path, tracker: Tracker) -> Delivery:
-    """Return the delivery of the folder's `metrics.jsonl` to a tracker, from where the last one ended."""
+    """Return the delivery of the folder's `metrics.jsonl`, from where the last one ended."""
     progress = folder / PROGRESS
     return Delivery(folder / METRICS_FILE, progress, read_progress(progress), tracker)
 
@@ -284,7 +281,7 @@ def open_delivery(folder: Path, tracker: Tracker) -> Delivery:
 def deliver(tracker: Tracker, *records: MetricRecord, folder: Path | None = None) -> None:
     """Deliver records to a tracker as a run does: named rows, in order, each once.
 
-    folder: keeps `metrics.jsonl` and the position in it, so that a second call continues there.
+    folder: keeps `metrics.jsonl` and the position in it for a later call.
 
     >>> tracker = RecordingTracker()
     >>> deliver(tracker, step_record(1, reward=0.5), eval_record(1, success=1.0))
