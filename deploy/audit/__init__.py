@@ -1,1 +1,1 @@
-"""Exactly-once proof of a run, from its ledgers on disk and in Redis."""
+"""Exactly-once proof of a run, from its ledgers."""

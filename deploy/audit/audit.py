@@ -1,9 +1,9 @@
-"""Verifies from what a run left on disk (and in Redis, if available) that no group was lost or trained twice.
+"""Check that no group of a run was lost or trained twice.
 
-Two independent ledgers are compared: the buffer's (`ledger/groups.jsonl`: the life of each group) and the learner's
-(`ledger/steps.jsonl`: the groups of each optimizer batch); then both with the checkpoints and the counters.
+The buffer's ledger (`ledger/groups.jsonl`: groups' lives) is compared with the learner's (`ledger/steps.jsonl`: groups
+per batch), and both with checkpoints and counters.
 
-Invariant: every violation is reported in words, with its group, step or file.
+Invariant: violations name their group, step or file.
 """
 
 import math
@@ -20,38 +20,37 @@ TRAINED, DROPPED, FAILED = "trained", "dropped", "failed"
 ENDINGS = (TRAINED, DROPPED, FAILED)
 REWOUND = "rewound"
 SHOWN = 8
-"""Numbers that a finding names."""
+"""Numbers named by a finding."""
 
 
 @dataclass
 class GroupLife:
-    """Life of one group."""
+    """Life of a group."""
 
     number: int
     admitted_version: int
     submitted: bool = False
     ending: str = ""
-    """One of `ENDINGS`, or empty while in flight."""
+    """One of `ENDINGS`; empty while in flight."""
     detail: str = ""
-    """trained: step of the checkpoint that contains it; otherwise the reason."""
+    """trained: step of its checkpoint; otherwise the reason."""
     step: int | None = None
-    """Optimizer batch that trained it, in the lineage of weights that survives."""
+    """Optimizer batch in the surviving lineage."""
     oldest_version: int | None = None
 
     @property
     def state(self) -> str:
-        """State in one word."""
         return self.ending or ("in the stream" if self.submitted else "being played")
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """All that a run left."""
+    """Remains of a run."""
 
     events: Sequence[LifeEvent]
     journal: Sequence[StepLine | ResumedLine]
     checkpoints: dict[int, str] = field(default_factory=dict[int, str])
-    """Step -> problem of its checkpoint, or an empty string."""
+    """Step -> problem, or empty."""
     counters: Counters | None = None
     """Counters of the Redis with the newest events."""
     groups_per_step: int = 1
@@ -63,14 +62,14 @@ class Evidence:
 
 @dataclass
 class Audit:
-    """Result of an audit."""
+    """Result."""
 
     groups: dict[int, GroupLife]
     lineage: Lineage
     findings: list[str] = field(default_factory=list[str])
-    """Violations; empty if the accounting is proven."""
+    """Violations."""
     notes: list[str] = field(default_factory=list[str])
-    """Remarks that are no violations."""
+    """Remarks."""
 
     @property
     def proven(self) -> bool:
@@ -80,7 +79,7 @@ class Audit:
         return sum(life.ending == ending for life in self.groups.values())
 
     def reasons(self, ending: str) -> dict[str, int]:
-        """Return the number of groups by reason, most frequent first."""
+        """Return groups per reason, most frequent first."""
         return dict(Counter(life.detail for life in self.groups.values() if life.ending == ending).most_common())
 
     @property
@@ -91,7 +90,7 @@ class Audit:
 
 
 def audit(evidence: Evidence) -> Audit:
-    """Compare everything that a run left."""
+    """Compare all evidence."""
     lineage = trace(evidence.journal)
     result = Audit({}, lineage, list(lineage.findings), list(lineage.notes))
     surviving = _surviving_events(evidence.events, result)
@@ -110,7 +109,7 @@ def audit(evidence: Evidence) -> Audit:
 
 
 def _surviving_events(events: Sequence[LifeEvent], result: Audit) -> list[LifeEvent]:
-    """Return the events that no loss of data in Redis undid."""
+    """Return events not undone by Redis' data loss."""
     surviving: list[LifeEvent] = []
     counted = [event for event in events if event.ordinal != UNNUMBERED]
     if old := len(events) - len(counted):
@@ -156,7 +155,7 @@ def _replay_lives(events: Iterable[LifeEvent], result: Audit) -> None:
 
 
 def _merge_lineage(result: Audit) -> None:
-    """Add the learner's knowledge: the step of each group, and corrections of groups if either side lost data."""
+    """Add each group's step, and corrections after data loss on either side."""
     for step, groups in result.lineage.rewound.items():
         for number in groups:
             life = result.groups.get(number)
@@ -194,7 +193,6 @@ def _check_numbers(result: Audit) -> Iterator[str]:
 
 
 def _check_steps(evidence: Evidence, result: Audit) -> Iterator[str]:
-    """Check the groups of the surviving steps."""
     trained_at: dict[int, int] = {}
     for line in result.lineage.steps:
         if len(line.groups) != evidence.groups_per_step:
@@ -244,7 +242,6 @@ def _check_acknowledgements(evidence: Evidence, result: Audit) -> Iterator[str]:
 
 
 def _check_counters(evidence: Evidence, result: Audit) -> Iterator[str]:
-    """Check the counters of Redis against the ledger."""
     counters = evidence.counters
     if counters is None:
         return
@@ -261,7 +258,7 @@ def _check_counters(evidence: Evidence, result: Audit) -> Iterator[str]:
 
 
 def _end(evidence: Evidence, result: Audit) -> Iterator[str]:
-    """Check that a finished run has trained all of its groups and has none left."""
+    """Check that a finished run has no groups left."""
     if not evidence.max_steps or result.lineage.last < evidence.max_steps:
         return
     complete = [step for step, complaint in evidence.checkpoints.items() if not complaint]

@@ -1,6 +1,6 @@
-"""The surviving lineage of weights, read from the learner's ledger.
+"""Surviving lineage of weights, from the learner's ledger.
 
-Invariant: each step occurs once, as the last learner trained it; repeated steps are compared with their first occurrence.
+Invariant: each step occurs once, as last trained; repetitions are compared with the first.
 """
 
 from collections.abc import Iterable
@@ -11,33 +11,33 @@ from offbeat.trainer.learner.step_ledger import ResumedLine, StepLine
 
 @dataclass
 class Lineage:
-    """The steps behind the weights, in order."""
+    """Steps behind the weights, in order."""
 
     steps: list[StepLine] = field(default_factory=list[StepLine])
     first: int = 1
-    """Number of the first step; above 1 if the run was resumed from another run's checkpoint."""
+    """First step; above 1 if resumed from another run's checkpoint."""
     restored_to: int = 0
-    """Step up to which Redis had lost its data."""
+    """Step up to which Redis lost data."""
     rewound: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    """Step -> groups that were trained by it in a lineage whose checkpoints are gone."""
+    """Step -> groups trained by it in a lineage without checkpoints."""
     rewound_to: int | None = None
-    """Step of the checkpoint that the run was rewound to; the buffer had counted groups of later steps."""
+    """Step of the checkpoint that the run was rewound to, behind the buffer's counts."""
     repeated: int = 0
-    """Steps that a learner trained again after another one's death."""
+    """Steps repeated after a learner's death."""
     learners: int = 0
     skipped: list[int] = field(default_factory=list[int])
-    """Steps whose gradient was not finite."""
+    """Steps with a non-finite gradient."""
     findings: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
 
     @property
     def last(self) -> int:
-        """The newest step; one below `first` without any."""
+        """Newest step; `first - 1` without any."""
         return self.first + len(self.steps) - 1
 
 
 def trace(journal: Iterable[StepLine | ResumedLine]) -> Lineage:
-    """Follow the journal line by line."""
+    """Follow the journal."""
     lineage = Lineage()
     before: dict[int, StepLine] = {}
     epoch = fenced = 0
