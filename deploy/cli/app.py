@@ -1,4 +1,4 @@
-"""The `offbeat` command. Heavy imports are made inside the commands that need them, so that `--help` is fast."""
+"""`offbeat` command. Commands import heavy modules, so that `--help` is fast."""
 
 import signal
 import sys
@@ -15,7 +15,7 @@ from offbeat.deploy.cli.play import inspect, play, rollout
 from offbeat.deploy.cli.runs.app import runs_app
 
 EXIT_CONFIG = 2
-"""Exit code for an invalid configuration or request."""
+"""Invalid configuration or request."""
 TRAIN, PLAY, VERIFY = "Train", "Envs and episodes", "Inspect and verify"
 
 app = typer.Typer(
@@ -55,14 +55,14 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @config_app.command("validate")
 def config_validate(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Validate a configuration and list every problem in it."""
+    """Validate a configuration; list every problem."""
     _load(config, overrides)
     typer.echo("valid")
 
 
 @config_app.command("show")
 def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Print the whole configuration, defaults and overrides included, as YAML."""
+    """Print the complete configuration as YAML."""
     from offbeat.deploy.config.loader import dump_yaml
 
     typer.echo(dump_yaml(_load(config, overrides)), nl=False)
@@ -106,7 +106,7 @@ def audit(
     ] = None,
     redis: RedisUrl = None,
 ) -> None:
-    """Verify that no group of a run was lost or trained twice, and list those that were.
+    """Verify that no group was lost or trained twice.
 
     Exit codes: 0 verified, 1 violated, 2 nothing to audit.
     """
@@ -136,9 +136,9 @@ def track(
         ),
     ] = None,
 ) -> None:
-    """Send a run's metrics to a tracker that was unavailable, or that the run did not configure.
+    """Send a run's unsent metrics to a tracker.
 
-    Metrics that were sent are not sent again: after a failure, repeat the command.
+    After a failure, repeat the command: nothing is sent twice.
     """
     from rich.console import Console
 
@@ -172,9 +172,9 @@ def learner_attach(
         typer.Option(min=1, metavar="N", help="Data-parallel processes.", show_default="actor_train.num_processes"),
     ] = None,
 ) -> None:
-    """Train a run from this process: acquire its lease, read its buffer, publish its weights.
+    """Train a run from this process.
 
-    Ctrl-C finishes the running step, saves a checkpoint and releases the lease; the same command resumes there.
+    Ctrl-C finishes the step, saves a checkpoint and releases the lease; the same command resumes.
     """
     from offbeat.deploy.cli.learner import UnknownRedisError, attach_learner
 
@@ -197,7 +197,7 @@ def learner_reproduce(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Train again from a checkpoint on recorded batches (`record_batches`), and compare the weights with later checkpoints.
+    """Repeat training on recorded batches (`record_batches`), and compare the weights with later checkpoints.
 
     Exit codes: 0 bitwise equal, 1 different, 2 not reproducible.
     """
@@ -242,7 +242,7 @@ def _load(path: Path, overrides: list[str] | None):
 
 
 def main() -> None:
-    """Entry point of the `offbeat` script."""
+    """Run the `offbeat` script."""
     # Until a command handles it, Ctrl-C ends this process without a traceback; nothing has been started yet.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # As with `python -m`: a user's own env may be a module in the current folder.

@@ -1,4 +1,4 @@
-"""`offbeat audit`: verifies that a run lost no group and trained none twice, and reports where it did."""
+"""`offbeat audit`."""
 
 import json
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ PATIENCE_S = 3.0
 
 
 class AuditError(Exception):
-    """The run can't be audited."""
+    """Run that can't be audited."""
 
 
 def audit_run(
@@ -54,10 +54,10 @@ def audit_run(
 ) -> int:
     """Audit a run by name or folder; return the exit code: 0 proven, 1 not.
 
-    group: also print the life of this one. redis_url: see `examine`.
+    group: also print its life. redis_url: see `examine`.
 
     Raises:
-        AuditError: there is no such run, or it has no ledger.
+        AuditError: no such run, or no ledger.
     """
     folder = find_folder(run)
     result, evidence = examine(folder, redis_url)
@@ -71,9 +71,9 @@ def audit_run(
 
 
 def examine(folder: Path, redis_url: str | None = None) -> tuple[Audit, Evidence]:
-    """Read and audit a run's folder. Raises `AuditError`.
+    """Audit a run's folder. Raises `AuditError`.
 
-    redis_url: Redis of the run, overriding the folder's: for runs of a deployed mesh.
+    redis_url: overrides the folder's, for deployed meshes.
     """
     try:
         config = read_run(folder / run_folder.CONFIG).model_copy(update={"output_dir": folder})
@@ -100,7 +100,7 @@ def examine(folder: Path, redis_url: str | None = None) -> tuple[Audit, Evidence
 
 
 def find_folder(run: str) -> Path:
-    """Return the folder of a run, given by its path or by its name under `runs/`. Raises `AuditError`."""
+    """Return the folder of a path, or of a name under `runs/`. Raises `AuditError`."""
     for folder in (Path(run), RUNS / run):
         if (folder / run_folder.CONFIG).is_file():
             return folder.resolve()
@@ -110,7 +110,7 @@ def find_folder(run: str) -> Path:
 def _read_events(
     folder: Path, config: RunConfig, redis_url: str | None
 ) -> tuple[list[LifeEvent], Counters | None, str]:
-    """Return the ledger, Redis' counters, and why Redis could not be read, or an empty string."""
+    """Return ledger, Redis' counters, and the reason if Redis could not be read."""
     events = read_ledger(folder)
     running = run_folder.read_endpoints(folder)
     url = redis_url or config.redis.url or (running.redis_url if running else None)
@@ -129,7 +129,7 @@ def _read_events(
 
 
 def _with_newest(redis: Redis, run_id: str, events: list[LifeEvent]) -> tuple[list[LifeEvent], Counters | None]:
-    """Return events and counters of one moment; no counters if the run proceeds too fast."""
+    """Return events and counters of one moment; no counters if the run is too fast."""
     scripts = BufferScripts(redis, run_id)
     for _ in range(20):
         while page := read_events_after(redis, run_id, events[-1].id if events else "0"):
@@ -154,7 +154,7 @@ def _checkpoints(folder: Path) -> dict[int, str]:
 
 
 def as_tree(result: Audit, evidence: Evidence, group: int | None = None) -> dict[str, Any]:
-    """Return the audit as JSON values; with the life of every group, or of the requested one."""
+    """Return the audit as JSON values, with each life or the requested one."""
     lives = [result.groups[group]] if group is not None else [result.groups[n] for n in sorted(result.groups)]
     return {
         "proven": result.proven,
@@ -206,7 +206,6 @@ def _format_reasons(reasons: dict[str, int]) -> str:
 
 
 def _describe_life(life: GroupLife) -> str:
-    """Describe a group's life."""
     parts: Sequence[str] = [
         f"group {life.number}: admitted at version {life.admitted_version}",
         *(["submitted"] if life.submitted else []),

@@ -1,4 +1,4 @@
-"""`offbeat env`: lists envs, checks an env against the contract, and writes a template."""
+"""`offbeat env`: lists, checks and creates envs."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ Settings = Annotated[
 
 @env_app.command("list")
 def list_envs() -> None:
-    """List the envs: built in, or registered by an installed package (entry points `offbeat.envs`)."""
+    """List envs: built in, or registered under entry points `offbeat.envs`."""
     from rich.console import Console
     from rich.table import Table
 
@@ -45,9 +45,9 @@ def check(
     limit_s: Annotated[float, typer.Option(min=0.1, help="Time limit of one call, in seconds.")] = 30.0,
     seeds: Annotated[int, typer.Option(min=2, help="Number of seeds to play.")] = 8,
 ) -> None:
-    """Check an env: text, gymnasium's own checks, determinism, random generators, timeouts, speed.
+    """Check an env: text, gymnasium's checks, determinism, generators, timeouts, speed.
 
-    Exits with 1 if there is a problem; advice alone exits with 0.
+    Exit codes: 1 for problems, 0 for advice alone.
     """
     from offbeat.envs.contract_process import check_in_processes
 
@@ -69,7 +69,7 @@ def check(
 
 @env_app.command("new")
 def new(name: Annotated[str, typer.Argument(metavar="NAME", help="snake_case, such as `word_game`.")]) -> None:
-    """Create an env (`NAME.py`), its test and a run's configuration in the current folder."""
+    """Create an env (`NAME.py`), its test and a configuration in the current folder."""
     from offbeat.deploy.cli.env_template import BadNameError, class_name, write_template
 
     try:
@@ -85,7 +85,7 @@ def new(name: Annotated[str, typer.Argument(metavar="NAME", help="snake_case, su
 
 
 def parse_settings(settings: list[str] | None) -> dict[str, Any]:
-    """Parse `KEY=VALUE` pairs, each value as YAML; exit on an invalid pair."""
+    """Parse `KEY=VALUE` pairs with YAML values; exit on an invalid pair."""
     import yaml
 
     parsed: dict[str, Any] = {}

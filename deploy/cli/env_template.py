@@ -1,4 +1,4 @@
-"""Files written by `offbeat env new`: an env, its test, and a run configuration."""
+"""Files of `offbeat env new`."""
 
 import keyword
 import re
@@ -93,15 +93,15 @@ actor_train:
 
 
 class BadNameError(ValueError):
-    """No module can have this name."""
+    """Invalid module name."""
 
 
 def write_template(folder: Path, name: str) -> list[Path]:
-    """Write the env's module, its test and a run configuration.
+    """Write an env's module, its test and a run configuration.
 
     Raises:
-        BadNameError: the name is not snake_case, or a Python keyword.
-        FileExistsError: one of the files exists; nothing is written.
+        BadNameError: not snake_case, or a Python keyword.
+        FileExistsError: a file exists; nothing is written.
     """
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
         raise BadNameError(f"{name!r} can't name a module: take snake_case, such as `word_game`")
@@ -117,5 +117,5 @@ def write_template(folder: Path, name: str) -> list[Path]:
 
 
 def class_name(name: str) -> str:
-    """Convert a module name to a class name: `word_game` -> `WordGame`."""
+    """Convert `word_game` to `WordGame`."""
     return "".join(part.capitalize() for part in name.split("_"))

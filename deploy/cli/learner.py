@@ -1,4 +1,4 @@
-"""`offbeat learner attach`: finds the run and its Redis, and trains it from this process."""
+"""`offbeat learner attach`."""
 
 import os
 import shlex
@@ -13,22 +13,22 @@ RUNS = Path("runs")
 
 
 class UnknownRedisError(Exception):
-    """The run's Redis is unknown."""
+    """Unknown Redis of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A run and the URL of its Redis."""
+    """Run and Redis URL."""
 
     run_id: str
     redis_url: str
 
 
 def find_target(run: str, redis_url: str | None) -> Target:
-    """Find a run by its name or folder; a run of `offbeat train` on this host needs no URL.
+    """Find a run by name or folder; no URL is needed for `offbeat train` on this host.
 
     Raises:
-        UnknownRedisError: no URL is given, and no run of that name or folder is active on this host.
+        UnknownRedisError: no URL, and no such active run on this host.
     """
     folder = next((folder for folder in (Path(run), RUNS / run) if (folder / run_folder.CONFIG).is_file()), None)
     run_id = run if folder is None else _name_of(folder)
@@ -44,7 +44,7 @@ def find_target(run: str, redis_url: str | None) -> Target:
 
 
 def attach_learner(run: str, redis_url: str | None, num_processes: int | None) -> None:
-    """Train a run in this process, which exits with the learner's exit code.
+    """Train a run in this process, with the learner's exit code.
 
     Raises:
         UnknownRedisError: see `find_target`.

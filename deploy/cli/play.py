@@ -53,12 +53,9 @@ def play(
     ] = None,
     render: Annotated[Path | None, typer.Option(help="Write the episode as .gif or .html.", show_default=False)] = None,
 ) -> None:
-    """Play one episode on this machine and print each observation, prompt tokens, completion, action and reward.
+    """Play one episode on this machine with a trace of each turn. Needs no Ray, GPU or Redis.
 
-    `offbeat play ENV --agent openai http://localhost:8000/v1` lets a model behind an OpenAI-compatible endpoint play (its
-    key is read from OPENAI_API_KEY).
-
-    Needs no Ray, GPU or Redis; prompts, answers and rewards are made by the code that plays in the mesh.
+    `offbeat play ENV --agent openai http://localhost:8000/v1` uses an OpenAI-compatible endpoint (key: OPENAI_API_KEY).
     """
     if render is not None and render.suffix not in (".gif", ".html"):
         _exit_usage(f"--render {render}: write .gif or .html")
@@ -177,10 +174,9 @@ def rollout(
     seed: Annotated[int | None, typer.Option(help="Seed; the run's by default.", show_default=False)] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Number of episodes played at a time.")] = 32,
 ) -> None:
-    """Play a run's episodes on this machine and write them to a file: for evaluation, pass@k, or training data.
+    """Play a run's episodes on this machine, for evaluation, pass@k, or training data.
 
-    Tasks and rules are the run's own; tokens, masks, logprobs and rewards go into a parquet file that `offbeat inspect`
-    shows.
+    Writes tokens, masks, logprobs and rewards to a parquet file, shown by `offbeat inspect`.
     """
     from offbeat.deploy.play.rollouts import EpisodeRequest
     from offbeat.services.messages.types import EpisodeKind
@@ -257,7 +253,7 @@ def inspect(
     episode: Annotated[int | None, typer.Option(help="Show only this episode.", show_default=False)] = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of episodes.")] = 3,
 ) -> None:
-    """Show recorded trajectories, token by token."""
+    """Show recorded trajectories by token."""
     from offbeat.deploy.play.inspector import render_episodes
 
     try:
@@ -268,7 +264,6 @@ def inspect(
 
 
 def _user_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions that a user can fix."""
     from offbeat.deploy.config.errors import ConfigError
     from offbeat.services.errors import RolloutError
 

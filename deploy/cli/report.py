@@ -1,6 +1,6 @@
-"""`offbeat report`: writes the report of a run again, from its folder and its Redis.
+"""`offbeat report`.
 
-Invariant: both are only read, except for the files of the report.
+Invariant: folder and Redis are only read, but for the report's files.
 """
 
 import json
@@ -34,9 +34,9 @@ PATIENCE_S = 3.0
 
 
 def remake_report(run: str, redis_url: str | None = None) -> int:
-    """Write and print the report of a run, given by name or folder; return the exit code.
+    """Write and print the report of a run by name or folder; return the exit code.
 
-    redis_url: Redis of the run, overriding the folder's: for runs of a deployed mesh.
+    redis_url: overrides the folder's, for deployed meshes.
     """
     try:
         folder = find_folder(run)
@@ -60,10 +60,10 @@ def remake_report(run: str, redis_url: str | None = None) -> int:
 
 
 def read_history(redis: Redis, run_id: str) -> tuple[RunHistory, CountersView]:
-    """Read all metric records of a run and the buffer's counters.
+    """Read a run's metric records and the buffer's counters.
 
     Raises:
-        MeshError: the Redis has no such run.
+        MeshError: no such run.
     """
     history = RunHistory()
     counters = update_history(redis, run_id, history)
@@ -73,10 +73,10 @@ def read_history(redis: Redis, run_id: str) -> tuple[RunHistory, CountersView]:
 
 
 def update_history(redis: Redis, run_id: str, history: RunHistory) -> CountersView:
-    """Add the metric records after `history.position`, and return the buffer's counters.
+    """Add records after `history.position`; return the buffer's counters.
 
     Raises:
-        MeshError: the Redis has no such run.
+        MeshError: no such run.
     """
     if not redis.exists(RunKeys(run_id).record):
         raise MeshError(f"this Redis has no run {run_id!r}: set another one with --redis")
@@ -87,7 +87,7 @@ def update_history(redis: Redis, run_id: str, history: RunHistory) -> CountersVi
 
 
 def _attempts(redis: Redis, run_id: str) -> list[tuple[float, float]]:
-    """Return (start, end) of each attempt of a run over REST, in Unix time, from its history."""
+    """Return (start, end) of each attempt over REST, Unix times."""
     attempts: list[tuple[float, float]] = []
     entries = cast(list[tuple[bytes, dict[bytes, bytes]]], redis.xrange(RunKeys(run_id).history))
     for entry_id, fields in entries:
@@ -103,13 +103,13 @@ def _attempts(redis: Redis, run_id: str) -> list[tuple[float, float]]:
 
 
 def _ended_at(redis: Redis, run_id: str) -> float:
-    """Return the Unix time at which the run ended, or 0."""
+    """Return the Unix time of the end, or 0."""
     return float(cast(bytes | None, redis.hget(RunKeys(run_id).record, "ended_at")) or 0.0)
 
 
 @contextmanager
 def _redis_of(folder: Path, config: RunConfig, url: str | None) -> Iterator[Redis]:
-    """Connect to `url`, the configured Redis, the running run's, or one that is started on the run's folder."""
+    """Connect to `url`, the configured Redis, the running run's, or a new one on its folder."""
     running = read_endpoints(folder)
     url = url or config.redis.url or (running.redis_url if running else None)
     if url is not None:
@@ -123,7 +123,7 @@ def _redis_of(folder: Path, config: RunConfig, url: str | None) -> Iterator[Redi
 
 
 def _earlier_report(folder: Path) -> dict[str, Any]:
-    """Return the report that `offbeat train` wrote, which alone has the startup times."""
+    """Return the report of `offbeat train`, which alone has startup times."""
     try:
         return json.loads((folder / REPORT).read_text(encoding="utf-8"))
     except (OSError, ValueError):

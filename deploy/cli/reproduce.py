@@ -1,4 +1,4 @@
-"""`offbeat learner reproduce`: train again on recorded batches, and show the trajectories of a step."""
+"""`offbeat learner reproduce`."""
 
 import json
 import os
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from offbeat.trainer.training.reproduction import ReproductionResult, SampleView
 
 SHOWN = 40
-"""Maximum rows of the table; `--json` prints all."""
+"""Maximum rows; `--json` prints all."""
 
 
 class ReproduceError(Exception):
-    """The run can't be reproduced."""
+    """Run that can't be reproduced."""
 
 
 def reproduce_run(run: str, step: int | None, *, console: Console, as_json: bool) -> int:
-    """Reproduce a run, given by name or folder; return the exit code. Raises `ReproduceError`."""
+    """Reproduce a run by name or folder; return the exit code. Raises `ReproduceError`."""
     try:
         folder = find_folder(run)
         config = load_run(folder / run_folder.CONFIG).model_copy(update={"output_dir": folder})

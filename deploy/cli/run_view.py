@@ -1,4 +1,4 @@
-"""Progress of `offbeat train`: a live view in a terminal, plain lines otherwise."""
+"""Progress of `offbeat train`: live view or plain lines."""
 
 import math
 import time
@@ -18,7 +18,7 @@ from offbeat.services.control.run import RunState
 from offbeat.services.control.schemas import RunView
 
 LINE_EVERY_S = 10.0
-"""Interval of plain lines; a change of state or phase is printed at once."""
+"""Interval of plain lines; changes of state or phase are printed at once."""
 NO_DIGITS = str.maketrans("", "", "0123456789")
 START_ORDER = ("redis", "learner", "ray", "control")
 MARKS = {
@@ -32,22 +32,22 @@ MARKS = {
 
 
 class LiveView(Protocol):
-    """Shows a run."""
+    """View of a run."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
 
     def print(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         ...
 
     def starting(self, up: Collection[str]) -> None:
-        """Show the parts of the mesh that are up."""
+        """Show the started parts."""
         ...
 
     def show(self, view: RunView, history: RunHistory) -> None:
-        """Show the run as it is now."""
+        """Show the run."""
         ...
 
     def close(self) -> None:
@@ -56,14 +56,14 @@ class LiveView(Protocol):
 
 
 def open_view(run_id: str, console: Console | None = None, *, began: float | None = None) -> LiveView:
-    """Return a live view for a terminal, plain lines otherwise. began: Unix time of the start, default now."""
+    """Return a live view for terminals, else plain lines. began: Unix start time, default now."""
     console = console or Console(highlight=False)
     began = time.time() if began is None else began
     return RunTerminalView(run_id, console, began) if console.is_terminal else RunLineView(console, began)
 
 
 class RunLineView:
-    """A line now and then, for logs and pipes."""
+    """Plain lines, for logs and pipes."""
 
     def __init__(self, console: Console, began: float) -> None:
         self._console = console
@@ -83,7 +83,7 @@ class RunLineView:
     def starting(self, up: Collection[str]) -> None: ...
 
     def show(self, view: RunView, history: RunHistory) -> None:
-        """Print a line if something changed, or if the last one is old."""
+        """Print a line on a change or after `LINE_EVERY_S`."""
         state = describe_state(view)
         now = time.monotonic()
         kind = state.translate(NO_DIGITS)  # that a count goes up is no change
@@ -100,7 +100,7 @@ class RunLineView:
 
 
 class RunTerminalView:
-    """One panel that is redrawn in place."""
+    """Panel redrawn in place."""
 
     def __init__(self, run_id: str, console: Console, began: float) -> None:
         self._run_id = run_id
@@ -129,13 +129,11 @@ class RunTerminalView:
             self._live.update(Panel(body, title=title, title_align="left", padding=(0, 1)), refresh=True)
 
     def show(self, view: RunView, history: RunHistory) -> None:
-        """Redraw the panel."""
         if self._open:
             elapsed = time.time() - self._began
             self._live.update(render(view, history, elapsed), refresh=True)
 
     def close(self) -> None:
-        """Take the panel away."""
         if self._open:
             self._open = False
             self._live.stop()
@@ -181,7 +179,7 @@ def _parts(view: RunView) -> list[str]:
 
 
 def describe_state(view: RunView) -> str:
-    """Describe the run's current activity."""
+    """Describe the current activity."""
     if view.state is RunState.RUNNING:
         return view.phase or "running"
     if view.state is RunState.STARTING:
@@ -196,7 +194,7 @@ def describe_state(view: RunView) -> str:
 
 
 def eta_s(view: RunView, history: RunHistory) -> float | None:
-    """Return the seconds until the last step, at the pace of the newest steps."""
+    """Return the seconds to the last step at the newest pace."""
     pace, last = history.seconds_per_step(), history.last_step
     if pace is None or last is None or last.number >= view.max_steps:
         return None
@@ -204,7 +202,7 @@ def eta_s(view: RunView, history: RunHistory) -> float | None:
 
 
 def summary(view: RunView, history: RunHistory) -> dict[str, str]:
-    """Return the main metrics by name."""
+    """Return the main metrics."""
     out: dict[str, str] = {}
     last = history.last_step
     evaluations = history.curve()

@@ -1,6 +1,6 @@
-"""`offbeat track`: sends a run's metrics to a tracker: the rest where it was down, all where the run did not name it.
+"""`offbeat track`: sends a run's unsent metrics to a tracker.
 
-Invariant: what the run left is only read, but for the tracker's place in it, which is the one that its own process goes by.
+Invariant: only the tracker's position, shared with the run's process, is written.
 """
 
 import fcntl
@@ -35,16 +35,16 @@ from offbeat.trainer.trackers.supervisor import without_secrets
 
 
 class TrackError(Exception):
-    """Nothing can be sent to the tracker."""
+    """Unavailable tracker, run or metrics."""
 
 
 def track_run(run: str, name: str, settings: Sequence[str] = (), *, console: Console) -> None:
-    """Send the metrics that a tracker has not acknowledged yet; a second call resumes where the first ended.
+    """Send unacknowledged metrics; a second call resumes.
 
-    run: a run's name or folder. settings: `key=value`, overriding the run's `tracker_kwargs` of this tracker.
+    run: name or folder. settings: `key=value`, overriding `tracker_kwargs`.
 
     Raises:
-        TrackError: there is no such run, its metrics are being sent, or the tracker is unavailable.
+        TrackError: no such run, metrics being sent, or tracker unavailable.
     """
     try:
         folder = find_folder(run)
@@ -86,7 +86,7 @@ def track_run(run: str, name: str, settings: Sequence[str] = (), *, console: Con
 
 
 def _tracker_kwargs(config: RunConfig, name: str, settings: Sequence[str]) -> dict[str, Any]:
-    """Return the tracker's `tracker_kwargs`. Raises TrackError."""
+    """Return `tracker_kwargs`. Raises TrackError."""
     if name in IN_LEARNER:
         raise TrackError(f"{name} is written by the learner itself, while it runs: name a tracker that is sent to")
     kwargs = dict(config.tracker_kwargs.get(name, {}))
@@ -106,7 +106,7 @@ def _tracker_kwargs(config: RunConfig, name: str, settings: Sequence[str]) -> di
 
 @contextmanager
 def _lock_cursor(cursor_file: Path, name: str) -> Iterator[None]:
-    """Lock the tracker's position in the metrics. Raises TrackError if it is locked."""
+    """Lock the tracker's position. Raises TrackError if locked."""
     cursor_file.parent.mkdir(parents=True, exist_ok=True)
     with cursor_file.with_suffix(".lock").open("w") as lock:
         try:

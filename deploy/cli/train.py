@@ -1,7 +1,7 @@
 """`offbeat train`: one run from start to report, or to Ctrl-C.
 
-Invariants: the run uses the control service's REST API like any other; on every exit path all started processes are
-ended; exit codes: 0 finished, 1 failed, 130 stopped.
+Invariants: the run uses the REST API like any other; every exit ends all processes; exit codes: 0 finished, 1 failed,
+130 stopped.
 """
 
 import asyncio
@@ -41,23 +41,23 @@ logger = logging.getLogger(__name__)
 RESUME = "resume_from_checkpoint"
 START_POLL_S = 0.5
 WATCH_POLL_S = 1.0
-"""A look at the run costs the command, the proxy and the control service some CPU, of two cores that train."""
+"""A trade-off: each poll costs CPU time."""
 METRICS_PAGE = 2000
 REPORT_PATIENCE_S = 1.0
-"""Retry timeout of Redis for the report of a run that did not finish."""
+"""Redis' retry timeout for an unfinished run's report."""
 UNREACHABLE_S = 240.0
-"""Time without an answer after which the control service is given up."""
+"""Timeout for the control service."""
 FINISHED, FAILED, INTERRUPTED = 0, 1, 130
 
 
 class TrainingFailedError(Exception):
-    """The run failed permanently; the message names the log."""
+    """Permanent failure; the message names the log."""
 
 
 def train(config: RunConfig, config_path: Path, overrides: Sequence[str]) -> int:
-    """Run `config` on this machine and exit the process: Ray's threads may never end.
+    """Run `config` and exit the process: Ray's threads may never end.
 
-    config_path, overrides: source of `config`, for the command that resumes it.
+    config_path, overrides: source of `config`, for the resuming command.
     """
     config = config.model_copy(update={"output_dir": config.output_dir.resolve()})
     resume = bool(config.resume_from_checkpoint)
@@ -102,7 +102,7 @@ def _train(config: RunConfig, resume: str, aside: Path | None) -> int:
 
 
 class TrainCommand:
-    """Starts the mesh, watches the run, reports, and ends the mesh."""
+    """One run on its own mesh."""
 
     def __init__(self, config: RunConfig, view: LiveView, resume_command: str) -> None:
         self._config = config
@@ -115,7 +115,7 @@ class TrainCommand:
         self._last: RunView | None = None
 
     async def run(self) -> int:
-        """Run the command and return its exit code."""
+        """Run; return the exit code."""
         self._catch_signals()
         try:
             await self._run_until_interrupted(self._run_to_its_end())
@@ -132,7 +132,7 @@ class TrainCommand:
         return await self._end_finished()
 
     def kill(self) -> None:
-        """End everything at once."""
+        """Kill everything."""
         self._mesh.kill()
 
     async def _run_until_interrupted(self, work: Coroutine[Any, Any, None]) -> None:
@@ -166,7 +166,6 @@ class TrainCommand:
             raise TrainingFailedError(f"{view.error}\nRead {_short_path(log)}")
 
     async def _start(self) -> ControlClient:
-        """Start the mesh, and show how far it is."""
         starting = asyncio.create_task(self._mesh.start(), name="start")
         try:
             while not starting.done():
@@ -177,7 +176,6 @@ class TrainCommand:
             starting.cancel()
 
     async def _watch(self, client: ControlClient) -> RunView:
-        """Poll and show the run until it is over."""
         answered_at = time.monotonic()
         while True:
             try:
@@ -230,7 +228,7 @@ class TrainCommand:
         return INTERRUPTED
 
     def _write_report(self) -> None:
-        """Write `report.json` of a run that did not finish; rendering its episodes is left to `offbeat report`."""
+        """Write `report.json` of an unfinished run, without rendered episodes."""
         try:
             with connect(self._mesh.redis_url, patience_s=REPORT_PATIENCE_S) as redis:
                 counters = update_history(redis, self._config.exp_name, self._history)
@@ -254,7 +252,7 @@ class TrainCommand:
 
 
 def describe_stop(config: RunConfig, published: int) -> str:
-    """Describe the checkpoint that a stopped run resumes from. published: version of the newest weights."""
+    """Describe the checkpoint to resume from. published: newest weights' version."""
     newest = run_folder.newest_checkpoint(config.output_dir)
     if newest is None:
         return "Stopped before the first checkpoint."
@@ -264,13 +262,13 @@ def describe_stop(config: RunConfig, published: int) -> str:
 
 
 def _has_trained(view: RunView) -> bool:
-    """Return True if training is over and only the mesh is left to stop."""
+    """Return True if only the mesh is left to stop."""
     learner = view.components.get("learner")
     return view.state is RunState.DRAINING and learner is not None and learner.health is Health.DONE
 
 
 def _short_path(path: Path) -> str:
-    """Return the path relative to the working directory if that is shorter."""
+    """Return the relative path if shorter."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

@@ -1,1 +1,1 @@
-"""`offbeat runs`: starting, steering and watching runs over REST."""
+"""`offbeat runs`: runs over REST."""

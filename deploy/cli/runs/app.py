@@ -1,4 +1,4 @@
-"""Commands of `offbeat runs`. Heavy imports are made inside the commands."""
+"""Commands of `offbeat runs`, with their heavy imports."""
 
 from pathlib import Path
 from typing import Annotated
@@ -69,7 +69,7 @@ def list_runs(
 
 @runs_app.command(epilog=EXIT_CODES)
 def show(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = False) -> None:
-    """Show one run: state, step, staleness, rates, counters, settings, paths."""
+    """Show a run: state, step, staleness, rates, counters, settings, paths."""
     from offbeat.deploy.cli.runs.calls import show_run
 
     raise typer.Exit(show_run(url, token, run, as_json=json))
@@ -91,7 +91,7 @@ def stop(
     token: Token = None,
     json: Json = False,
 ) -> None:
-    """Stop a run: drain it, save a checkpoint, release its resources."""
+    """Stop a run: drain, save a checkpoint, release resources."""
     from offbeat.deploy.cli.runs.calls import send_command
 
     raise typer.Exit(send_command(url, token, run, "stop now" if now else "stop", as_json=json))
@@ -99,7 +99,7 @@ def stop(
 
 @runs_app.command(epilog=EXIT_CODES)
 def pause(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = False) -> None:
-    """Pause a run: no episode and no step begins until it is resumed; its processes stay."""
+    """Pause a run: no episode or step begins; processes stay."""
     from offbeat.deploy.cli.runs.calls import send_command
 
     raise typer.Exit(send_command(url, token, run, "pause", as_json=json))
@@ -115,7 +115,7 @@ def resume(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json =
 
 @runs_app.command(epilog=EXIT_CODES)
 def why(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = False) -> None:
-    """Show what each component of a run waits for."""
+    """Show what each component waits for."""
     from offbeat.deploy.cli.runs.calls import explain_run
 
     raise typer.Exit(explain_run(url, token, run, as_json=json))
@@ -123,7 +123,7 @@ def why(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = Fa
 
 @runs_app.command(epilog=EXIT_CODES)
 def quarantine(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = False) -> None:
-    """List the trajectories that could not be decoded, and why; they never reached the trainer."""
+    """List undecodable trajectories and reasons; they never reach the trainer."""
     from offbeat.deploy.cli.runs.calls import show_quarantine
 
     raise typer.Exit(show_quarantine(url, token, run, as_json=json))
@@ -138,7 +138,7 @@ def scale(
     token: Token = None,
     json: Json = False,
 ) -> None:
-    """Change the number of env workers and vLLM engines of a running run."""
+    """Change the numbers of env workers and vLLM engines."""
     from offbeat.deploy.cli.runs.calls import change_run
 
     sizes = {"num_workers": env_workers, "num_replicas": replicas}
@@ -169,7 +169,7 @@ def delete(
     token: Token = None,
     json: Json = False,
 ) -> None:
-    """Delete the record of a run that has ended."""
+    """Delete the record of an ended run."""
     from offbeat.deploy.cli.runs.calls import delete_run
 
     raise typer.Exit(delete_run(url, token, run, files=files, as_json=json))

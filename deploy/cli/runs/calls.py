@@ -1,6 +1,6 @@
-"""Requests and output of the `offbeat runs` commands; each returns an exit code.
+"""Requests and output of `offbeat runs`; each returns an exit code.
 
-Invariant: stdout has only the answer (JSON with --json), stderr everything else; errors are never tracebacks.
+Invariant: stdout has only the answer (JSON with --json), stderr the rest, without tracebacks.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ DONE, UNREACHABLE, REFUSED, UNKNOWN, CONFLICT, UNAUTHORIZED = 0, 1, 2, 3, 4, 5
 CODES = {401: UNAUTHORIZED, 403: UNAUTHORIZED, 404: UNKNOWN, 409: CONFLICT}
 """Exit codes of refusals; any other 4xx is REFUSED."""
 START_TIMEOUT_S = 120.0
-"""The service resets the run's envs once before it answers, which are the user's own code."""
+"""Long, because the service resets the user's envs before it answers."""
 
 
 def call(url: str, token: str | None, ask: Callable[[ControlClient], Awaitable[int]], timeout_s: float = 30.0) -> int:
-    """Call the control service and print errors to stderr."""
+    """Call the control service; print errors to stderr."""
 
     async def asked() -> int:
         async with ControlClient(url, token=token, timeout_s=timeout_s) as client:
@@ -60,18 +60,17 @@ def print_error(error: ControlRefusedError, token: str | None) -> int:
 
 
 def describe(error: ErrorBody) -> str:
-    """Describe an error with all its problems."""
+    """Return an error with all problems."""
     problems = [f"{problem.path}: {problem.message}" if problem.path else problem.message for problem in error.problems]
     return "\n  ".join([error.message, *problems])
 
 
 def print_message(text: str) -> None:
-    """Print a message to stderr."""
     sys.stderr.write(f"offbeat: {text}\n")
 
 
 def show_answer(answer: BaseModel, *, as_json: bool, otherwise: Callable[[], Any]) -> int:
-    """Print an answer as JSON, or as `otherwise` draws it."""
+    """Print an answer as JSON or `otherwise`."""
     if as_json:
         sys.stdout.write(answer.model_dump_json(indent=2) + "\n")
     else:
@@ -101,7 +100,7 @@ def start_run(
 
 
 def _with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration with existing local paths made absolute: the service has another working directory."""
+    """Make existing local paths absolute: the service's working directory differs."""
     rooted = {"output_dir": str(RunConfig.model_fields["output_dir"].default), **tree}
     for key in ("output_dir", "pretrain", "resume_from_checkpoint"):
         rooted |= _absolute_path(rooted, key)
@@ -115,7 +114,7 @@ def _with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _absolute_path(tree: dict[str, Any], key: str) -> dict[str, str]:
-    """Return the key with its path made absolute; empty if the key is missing or not a path."""
+    """Return the key with an absolute path; empty without a path."""
     value = tree.get(key)
     if not isinstance(value, str) or (key == "pretrain" and value == "tiny"):
         return {}
@@ -135,7 +134,7 @@ def list_them(url: str, token: str | None, states: Sequence[str], name: str, lim
 
 
 def show_run(url: str, token: str | None, run_id: str, *, as_json: bool) -> int:
-    """Print a run's details."""
+    """Print a run."""
 
     async def ask(client: ControlClient) -> int:
         view = await client.show(run_id)
@@ -185,7 +184,7 @@ def explain_run(url: str, token: str | None, run_id: str, *, as_json: bool) -> i
 
 
 def show_quarantine(url: str, token: str | None, run_id: str, *, as_json: bool) -> int:
-    """Print the run's quarantined blobs."""
+    """Print quarantined blobs."""
 
     async def ask(client: ControlClient) -> int:
         answer = await client.quarantine(run_id)
@@ -234,7 +233,7 @@ def _describe_change(view: RunView) -> str:
 
 
 def delete_run(url: str, token: str | None, run_id: str, *, files: bool, as_json: bool) -> int:
-    """Forget a run."""
+    """Delete a run's record."""
 
     async def ask(client: ControlClient) -> int:
         gone = await client.delete(run_id, files=files)

@@ -1,4 +1,4 @@
-"""Tables of runs for the terminal."""
+"""Tables of runs."""
 
 import time
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from offbeat.services.control.schemas import RunsView, RunView
 
 
 def runs_table(listing: RunsView) -> Table:
-    """Return a table with a row per run."""
+    """Return a row per run."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for heading in ("run", "state", "step", "success", "trajectories/s", "since"):
         table.add_column(heading, no_wrap=True)
@@ -30,7 +30,7 @@ def runs_table(listing: RunsView) -> Table:
 
 
 def run_table(view: RunView) -> Table:
-    """Return a table of a run's details."""
+    """Return a run's details."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

@@ -1,6 +1,6 @@
-"""`offbeat runs watch`: a run's events as a live view, as lines, or as JSON.
+"""`offbeat runs watch`: events as live view, lines or JSON.
 
-Invariant: reconnects when the service is unavailable, and prints no event twice.
+Invariant: reconnects to an unavailable service, and prints no event twice.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ FAILED = 1
 
 
 def watch_run(url: str, token: str | None, run_id: str, *, as_json: bool) -> int:
-    """Follow a run until it is over; returns the exit code."""
+    """Follow a run to its end; return the exit code."""
 
     async def ask(client: ControlClient) -> int:
         return await (_print_events(client, run_id) if as_json else _show_events(client, run_id))
@@ -65,7 +65,7 @@ async def _show_events(client: ControlClient, run_id: str) -> int:
 
 
 def _print_event(shown: LiveView, event: HistoryView, since: float) -> None:
-    """Print a message for an event of the current attempt."""
+    """Print a message for the current attempt's event."""
     if event.at < since:
         return
     detail = event.detail
