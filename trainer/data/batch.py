@@ -318,7 +318,6 @@ def _fill(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[l
 
 
 def _split_largest(bins: list[list[int]], lengths: Sequence[int]) -> None:
-    """Halve, in place, the fullest bin with several sequences."""
     divisible = [k for k, members in enumerate(bins) if len(members) > 1]
     fullest = max(divisible, key=lambda k: sum(lengths[i] for i in bins[k]))
     members = bins[fullest]

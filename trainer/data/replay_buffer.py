@@ -102,7 +102,6 @@ class ReplayBuffer:
         self._entries = [ReplayEntry(unpack_group(body), times) for times, body in rows]
 
     def _num_due(self, step: int) -> int:
-        """Return the number of old groups in a step."""
         if self._config.samples_per_insert is None:
             return 0
         rate = (self._config.samples_per_insert - 1) * self._groups_per_step

@@ -33,7 +33,7 @@ from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.value_head import HEAD
 
 WRAPPER = "model."
-"""Prefix of Hugging Face names."""
+"""Prefix of packed models before Hugging Face names."""
 TAG = "state"
 STAGE_FILE = "zero_stage.json"
 """ZeRO stage of the checkpoint."""

@@ -30,7 +30,6 @@ from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.value_head import HEAD
 
 WRAPPER = "model."
-"""Prefix of Hugging Face names."""
 
 
 class FSDP2Engine(OnRanks):
@@ -121,6 +120,5 @@ class FSDP2Engine(OnRanks):
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """Return the transformer blocks."""
     lists = [child for child in module.modules() if isinstance(child, nn.ModuleList) and len(child)]
     return list(max(lists, key=len)) if lists else []

@@ -43,7 +43,6 @@ def scheduled_rate(
 
 @lru_cache(maxsize=8)
 def _factor(name: str, settings: str, peak: float, warmup_steps: int, total_steps: int) -> Callable[[int], float]:
-    """Return transformers' factor of the peak rate."""
     from transformers import get_scheduler  # noqa: PLC0415
 
     schedule = get_scheduler(  # a LambdaLR for every schedule in KWARGS

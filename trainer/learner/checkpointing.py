@@ -23,9 +23,8 @@ from offbeat.trainer.training.checkpoint import (
 logger = logging.getLogger(__name__)
 
 RETRY_INTERVAL_S = 5.0
-"""Interval of retries after a failure."""
 MAX_UNSAVED_INTERVALS = 5
-"""Multiple of `save_steps` trained without a checkpoint, since unsaved groups occupy the buffer's memory."""
+"""Multiple of `save_steps` trained without a checkpoint; unsaved groups occupy the buffer's memory."""
 DISK_SPACE_TIMEOUT_S = 900.0
 """Maximum wait for disk space before the learner exits."""
 

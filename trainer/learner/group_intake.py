@@ -40,7 +40,6 @@ class StepGroups:
     num_stale: int = 0
     """Groups kept beyond `max_staleness` (`stale_policy: train`)."""
     dropped: dict[str, int] = field(default_factory=dict[str, int])
-    """Counts by reason."""
     wait_s: float = 0.0
     shaped: dict[int, Group] = field(default_factory=dict[int, Group])
     """`groups` with shaped rewards, by number."""

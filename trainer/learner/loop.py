@@ -148,7 +148,6 @@ class Learner:
         return self._finish()
 
     def _train_step(self) -> bool:
-        """Run one optimizer step; return False if stopped first."""
         step = self._step
         if not self._apply_settings():
             return False
@@ -182,7 +181,6 @@ class Learner:
         return True
 
     def _apply_settings(self) -> bool:
-        """Apply settings and wait while paused; return False if the run should stop."""
         self._staleness.decide(self._step, self._settings)
         while True:
             boundary = self._buffer.adopt(self._step)

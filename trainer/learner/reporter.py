@@ -149,7 +149,6 @@ def replay_values(replayed: ReplayedGroups, step: int) -> dict[str, Partial]:
 
 
 def _consumed(groups: Iterable[Group]) -> dict[str, Partial]:
-    """Return rewards and env metrics of all consumed trajectories."""
     members = [trajectory for group in groups for trajectory in group.trajectories]
     by_name: dict[str, list[float]] = {}
     for trajectory in members:

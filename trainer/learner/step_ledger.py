@@ -26,7 +26,7 @@ class TrainedGroup:
     oldest_version: int
     """Oldest version among its tokens."""
     computed: bool
-    """False if masked."""
+    """False for masked groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,6 @@ class StepLine:
     step: int
     """Version that the step produced."""
     epoch: int
-    """Epoch of the lease."""
     groups: tuple[TrainedGroup, ...]
     max_staleness: float
     skipped: bool

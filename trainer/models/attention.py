@@ -106,7 +106,6 @@ def _pad(states: Tensor, packing: Packing) -> Tensor:
 
 
 def _sliding_window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """Return a mask [L, L] bool of each token and the `window - 1` before it."""
     offset = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None]
     return (offset >= 0) & (offset < window)
 

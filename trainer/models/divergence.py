@@ -45,7 +45,6 @@ class _FullKL(torch.autograd.Function):
 def _distributions(
     logits: Tensor, hidden: Tensor, head: Tensor, temperature: float | Tensor
 ) -> Iterator[tuple[Tensor, Tensor, slice, float | Tensor]]:
-    """Yield chunks of both logprobs, their rows and temperatures."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     step = rows_per_chunk(logits)
     for start in range(0, len(logits), step):

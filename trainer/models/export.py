@@ -15,7 +15,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".index.json")
 
 
 def export_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Write `tensors` as safetensors, copying each before the next is requested."""
+    """Write `tensors` as safetensors, copying each before requesting the next."""
     shards: list[tuple[Path, list[str]]] = []
     pending: dict[str, Tensor] = {}
     size = total = 0

@@ -50,7 +50,6 @@ VISION_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""ChatML for content parts, as Qwen2-VL's."""
 
 
 def vocabulary(words: Sequence[str], special: Sequence[str] = SPECIAL_TOKENS) -> dict[str, int]:

@@ -209,7 +209,6 @@ class LearnerProcess:
         self._startup.lap("resume")
 
     def _begin(self, trainer: Trainer, learner: Learner, groups_trained: int) -> bool:
-        """Create the first weights; return False if stopped first."""
         if groups_trained:
             raise ControlError(
                 f"{groups_trained} trained groups were removed from the buffer, but {self._run.checkpoints} on "
@@ -275,7 +274,7 @@ class LearnerProcess:
 
 @contextmanager
 def _as_control_error(problem: str) -> Iterator[None]:
-    """Translate failures that a restart would repeat."""
+    """Translate failures that a restart would repeat, unlike running out of memory."""
     try:
         yield
     except torch.OutOfMemoryError:

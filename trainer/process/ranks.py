@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 STOP, CONTINUE = b"1", b"0"
 """Broadcast values of `should_stop`."""
 RANK_ZERO_PID = "OFFBEAT_RANK_ZERO_PID"
-"""Environment variable: pid of rank 0."""
 EXIT_DETECTION_TIMEOUT_S = 2.0
 """Maximum delay of a rank's exit after a broken connection."""
 FOLLOWER_EXIT_TIMEOUT_S = 30.0

@@ -52,7 +52,6 @@ class LearnerState:
     """Learner state besides the engine's."""
 
     step: int
-    """Version of the weights."""
     lineage: str
     entry_ids: tuple[str, ...] = ()
     """Entries to acknowledge once this checkpoint is durable."""
@@ -149,7 +148,6 @@ class CheckpointStore:
         temporary.replace(self._folder / BEST)
 
     def _best(self) -> tuple[str, float] | None:
-        """Return name and score of the best checkpoint."""
         try:
             tree = json.loads((self._folder / SCORE).read_text())
             name, score = f"{PREFIX}{int(tree['step']):06d}", float(tree["score"])
@@ -185,7 +183,7 @@ class CheckpointStore:
 
 @contextmanager
 def _remove_if_unsaved(temporary: Path) -> Iterator[None]:
-    """Remove the folder and raise UnsavedError; libraries report a full disk as various errors."""
+    """Convert write errors to UnsavedError and remove the folder; libraries report a full disk as various errors."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:

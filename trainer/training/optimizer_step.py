@@ -199,7 +199,6 @@ class BatchTrainer:
     def _infer_initial(
         self, inputs: Sequence[PackedInput], scatter: Callable[[Sequence[Tensor]], Tensor]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return initial logprobs, values, and the KL to the reference, each if needed."""
         policy, critic = self._models.policy, self._models.critic
         recompute = self._config.old_logprobs == "recompute" and not self._trains_on_initial_pass
         has_head, full = self._config.has_value_head, self._config.kl_in_reward_is_full
@@ -224,7 +223,6 @@ class BatchTrainer:
         return torch.stack(rows)
 
     def _reference_states(self, batch: Batch, micro_batches: Sequence[MicroBatch]) -> ReferenceStates | None:
-        """Return the reference's hidden states on the CPU, for full KLs."""
         reference = self._models.reference
         if not isinstance(reference, Reference) or not self._config.full_kls:
             return None
@@ -271,7 +269,6 @@ class BatchTrainer:
         return [*losses.gauges, *outcomes]
 
     def _outcome(self, model: str, outcome: StepOutcome, rate: float) -> Gauges:
-        """Return rank 0's metrics."""
         if self._ranks.rank > 0:
             return {}
         norm = {f"{model}/grad_norm": Partial("last", outcome.grad_norm)} if outcome.applied else {}

@@ -227,7 +227,6 @@ class PolicyTrainer:
         return self._train.model_args.lora_target is not None
 
     def _warm_start_engine(self) -> TrainEngine[Any]:
-        """Return an engine that trains all weights, without adapters."""
         if not self._uses_adapters:
             return self._policy
         return self._engine(self._load(self._run.model_folder, self._train.model_args.without_adapters))
@@ -291,7 +290,6 @@ class PolicyTrainer:
             )
 
     def _export(self, folder: Path, engine: TrainEngine[Any]) -> None:
-        """Write a Hugging Face folder; collective."""
         if self._ranks.rank == 0:
             copy_model_files(self._run.model_folder, folder)
             export_weights(folder, engine.tensors())

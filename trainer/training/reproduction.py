@@ -37,7 +37,6 @@ class SampleView:
     tokens: int
     """Number of trained tokens."""
     versions: tuple[int, int]
-    """Oldest and newest version."""
     staleness: int
     ratio_mean: float
     """Mean of exp(policy's logprob - recorded logprob)."""

@@ -141,7 +141,6 @@ def prompt_too_long_error(length: int) -> ValueError:
 
 
 def _split_into_steps(messages: list[ChatMessageDict], env: CustomEnv) -> Iterator[list[ChatMessageDict]]:
-    """Render an episode as step-wise prompts and answers."""
     system, turns = split_messages(messages)
     history = TurnHistory(env)
     for step, (observation, answer) in enumerate(zip(turns[::2], turns[1::2], strict=False), start=1):
