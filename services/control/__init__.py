@@ -1,1 +1,1 @@
-"""Control service: run records in Redis, REST API and reconciler."""
+"""Control service: run records, REST API, reconciler."""

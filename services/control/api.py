@@ -25,9 +25,9 @@ def create_api(
     tokens: Tokens = NO_TOKENS,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
 ) -> FastAPI:
-    """Build the API; with `tokens`, each call needs a bearer token.
+    """Build the API.
 
-    lifespan: context entered while the API serves.
+    lifespan: context entered while it serves.
     """
     api = FastAPI(title="Offbeat", version="1", description=ABOUT, lifespan=lifespan)
     bearer: list[Any] = []
@@ -38,7 +38,7 @@ def create_api(
 
     @api.get("/healthz", tags=["service"], responses={503: refusals()[503]})
     async def healthz() -> HealthView:
-        """Report whether the service and its Redis respond; needs no token."""
+        """Report whether the service and Redis respond; needs no token."""
         await service.healthy()
         return HealthView()
 

@@ -1,6 +1,6 @@
 """The control service as a Ray Serve application.
 
-Validation and components of runs are imported by name, so it depends neither on the trainer nor on the CLI.
+Validation and components of runs are imported by name: no dependency on trainer or CLI.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class ControlSettings:
     reconcile_s: float = 0.5
     log_dir: Path | None = None
     working_dir: Path | None = None
-    """Base of relative paths in configurations; None: the current folder."""
+    """Base of relative paths in configurations; None: current folder."""
 
 
 class ControlDeployment:
@@ -58,7 +58,7 @@ class ControlDeployment:
             _refuse_other_hosts()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Apply `ControlTuning` without a restart; Serve calls it at startup, too."""
+        """Apply `ControlTuning`; Serve calls it at startup, too."""
         tuning = ControlTuning.model_validate_json(json.dumps(user_config))
         assert self._reconciler is not None
         policy = RestartPolicy(max_restarts=tuning.max_restarts, drain_timeout_s=tuning.drain_timeout_s)

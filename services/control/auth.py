@@ -1,7 +1,7 @@
 """Authentication and rate limits of the API.
 
-Without tokens only programs on this machine may call, and no web page of another origin. The read token changes
-nothing. A refused call does no work.
+Without tokens, programs on this machine may call, but no web page of another host. The read token changes nothing. A
+refused call does no work.
 """
 
 import hmac
@@ -18,7 +18,7 @@ from offbeat.services.control.http_errors import error_response
 
 
 class TokenBucket:
-    """Rate limiter: `per_s` calls, in bursts of up to `burst`."""
+    """Rate limiter: `per_s` calls, bursts of `burst`."""
 
     def __init__(self, per_s: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_s = per_s
@@ -28,7 +28,7 @@ class TokenBucket:
         self._at = clock()
 
     def take(self) -> float:
-        """Take a token; return 0, or the seconds until the next is available."""
+        """Take a token; return 0, or the seconds until one is available."""
         now = self._clock()
         self._left = min(self._burst, self._left + (now - self._at) * self._per_s)
         self._at = now
@@ -47,7 +47,7 @@ DOCS_PATHS = ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
 
 READ_METHODS = ("GET", "HEAD", "OPTIONS")
 CALLS_PER_S, CALL_BURST = 200.0, 1000
-"""Rate limit of all callers together; calls beyond it are refused before any work."""
+"""Rate limit of all callers together."""
 WRONG_TOKENS_PER_S, WRONG_TOKEN_BURST = 1.0, 30
 """Rate limit of calls with a wrong token."""
 
@@ -114,7 +114,7 @@ def _too_many(wait_s: float) -> tuple[int, str, str]:
 
 
 def _from_here(request: Request) -> bool:
-    """Return False for a web page of another origin, also by DNS rebinding."""
+    """Return False for a web page of another host, also by DNS rebinding."""
     hosts = [_host(f"//{request.headers.get('host', '')}")]
     if origin := request.headers.get("origin"):
         hosts.append(_host(origin))

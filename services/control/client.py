@@ -50,7 +50,7 @@ async def messages(lines: AsyncIterator[str]) -> AsyncIterator[StreamEvent]:
 JSON = {"Content-Type": "application/json"}
 RECONNECT_INTERVAL_S = 1.0
 STREAM_TIMEOUT_S = 30.0
-"""Read timeout of an event stream; FastAPI sends a keep-alive every 15 s."""
+"""Read timeout of an event stream; keep-alives come every 15 s."""
 
 
 class ControlRefusedError(ControlError):
@@ -62,9 +62,9 @@ class ControlRefusedError(ControlError):
 
 
 class ControlClient:
-    """Client of the REST API.
+    """REST client.
 
-    Methods raise `ControlRefusedError` on a 4xx, and `RetryableError` if the service is unreachable or fails.
+    Methods raise `ControlRefusedError` on a 4xx, and `RetryableError` on an outage or a 5xx.
     """
 
     def __init__(
@@ -95,17 +95,17 @@ class ControlClient:
         await self._http.aclose()
 
     async def create(self, config: str) -> RunView:
-        """Start the run with the JSON `config`."""
+        """Start a run from a JSON configuration."""
         return RunView.model_validate(await self._call("POST", "/runs", content=config, headers=JSON))
 
     async def validate(self, config: str) -> None:
-        """Validate the JSON `config` of a run."""
+        """Validate a JSON configuration."""
         await self._call("POST", "/runs", content=config, headers=JSON, params={"dry_run": "true"})
 
     async def runs(
         self, *, states: Sequence[str] = (), name: str = "*", after: str | None = None, limit: int = 50
     ) -> RunsView:
-        """Return runs, newest first, by state (empty: any) and glob of the id."""
+        """Return runs, newest first; `name` is a glob."""
         place = (("after", after),) if after else ()
         params = (*(("state", state) for state in states), ("name", name), ("limit", str(limit)), *place)
         return RunsView.model_validate(await self._call("GET", "/runs", params=params))
@@ -158,10 +158,10 @@ class ControlClient:
         patience_s: float = 60.0,
         parting_s: float = 10.0,
     ) -> AsyncIterator[StreamEvent]:
-        """Yield events until the run is over, reconnecting where the stream broke.
+        """Yield events until the run is over, resuming broken streams.
 
         patience_s: outage after which `RetryableError` is raised; parting_s: outage after which a draining run counts
-        as over, for a service that ends with its run (`offbeat train`).
+        as over, as `offbeat train` ends the service with its run.
         """
         clock = asyncio.get_running_loop().time
         heard_at, last_id, ending = clock(), "", False
@@ -199,7 +199,7 @@ class ControlClient:
 
 
 def _raise_for(response: httpx.Response) -> None:
-    """Raise the error of a failed response; its body must have been read."""
+    """Raise a failed response's error; its body must have been read."""
     if response.status_code < 400:
         return
     if response.status_code >= 500:

@@ -1,4 +1,4 @@
-"""Configuration of the control service (`control` in a run's YAML)."""
+"""Configuration of the control service."""
 
 from typing import Literal
 
@@ -17,12 +17,12 @@ class ControlConfig(Config):
     token: str | None = None
     """Bearer token required of each call."""
     read_token: str | None = None
-    """Additional token for read access."""
+    """Second token, for read access."""
     learner: Literal["managed", "external"] = "managed"
     """`managed`: the mesh starts and replaces the learner; `external`: it waits for `offbeat learner attach`."""
     standby_learner: bool = False
-    """Keep a second, fully started learner process to replace a dead one at once; takes its memory on
-    `actor_train.device`, too.
+    """Keep a second, fully started learner to replace a dead one at once; takes its memory on `actor_train.device`,
+    too.
     """
     reconcile_s: float = Field(default=0.5, gt=0)
     """Interval of reconciliation, s."""

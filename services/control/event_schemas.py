@@ -1,4 +1,4 @@
-"""REST schemas of metric records, group events and run history."""
+"""REST schemas of metrics, group events and run history."""
 
 import math
 from typing import Any, Literal
@@ -20,7 +20,6 @@ class PartialView(View):
         return cls(kind=partial.kind, total=finite(partial.total), count=partial.count, value=finite(partial.value))
 
     def partial(self) -> Partial:
-        """Convert to `Partial`."""
         return Partial(self.kind, math.nan if self.total is None else self.total, self.count)
 
 

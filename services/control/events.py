@@ -1,7 +1,6 @@
 """Resumable event stream of a run.
 
-A watcher that reconnects with its last event id gets every later retained event once. Idle watchers hold no Redis
-connection.
+A reconnected watcher gets every retained event after its last id once. Idle watchers hold no Redis connection.
 """
 
 import asyncio
@@ -44,7 +43,7 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Stream ids of a watcher's last events."""
+    """Last seen id of each stream."""
 
     metrics: str = START
     life: str = START
@@ -63,14 +62,13 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Event with the watcher's position after it."""
+    """Event, and the position after it."""
 
     kind: EventKind
     position: Position
     body: BaseModel
 
     def encode(self) -> ServerSentEvent:
-        """Encode as a server-sent event."""
         return ServerSentEvent(raw_data=self.body.model_dump_json(), event=self.kind, id=str(self.position))
 
 

@@ -1,6 +1,6 @@
 """Explanation of a run's wait: a chain from the learner to the busy component.
 
-Each link is a current report of the component or the buffer; unknown states are reported as unknown.
+Links are current reports; unknown states are reported as unknown.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,11 +15,11 @@ from offbeat.services.weights.replica_reports import ReplicaReport
 MAX_REPORT_AGE_S = 5.0
 """Age from which a report is ignored."""
 UNATTENDED_AFTER_S = 15.0
-"""Age of the last reconciliation from which a run counts as unattended."""
+"""Age of the last reconciliation from which a run is unattended."""
 MIN_REPORTED_WAIT_S = 0.05
 """Shortest wait whose duration is reported."""
 SLOW_FETCH_AFTER_S = 30.0
-"""Duration from which a replica's weight fetch is reported even if nothing waits for it."""
+"""Duration from which any weight fetch is reported."""
 EVALUATING = "evaluating"
 
 
@@ -44,7 +44,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class RunSnapshot:
-    """State in Redis that the chain is built from."""
+    """State that the chain is built from."""
 
     now: float
     record: RunRecord
@@ -59,16 +59,16 @@ class RunSnapshot:
     """Newest published version; -1: none."""
     leased: bool = True
     redis_trouble: str = ""
-    """Error of a Redis that is readable but refuses writes."""
+    """Error of a Redis that refuses writes."""
 
 
 def chain(snapshot: RunSnapshot) -> list[Cause]:
-    """Return the chain, first the waiting component; never empty."""
+    """Return the chain, waiting component first; never empty."""
     return [*_refused(snapshot), *_chain(snapshot), *_unattended(snapshot)]
 
 
 def _refused(snapshot: RunSnapshot) -> list[Cause]:
-    """Report refused writes first: other reports are outdated."""
+    """Report refused writes first, as they outdate other reports."""
     if not snapshot.redis_trouble or snapshot.record.state.over:
         return []
     text = f"{snapshot.redis_trouble}: everything waits for it and resumes on its own; what follows was reported before"
@@ -76,7 +76,7 @@ def _refused(snapshot: RunSnapshot) -> list[Cause]:
 
 
 def _unattended(snapshot: RunSnapshot) -> list[Cause]:
-    """Report a missing reconciler: dead components are not replaced."""
+    """Report a missing reconciler: nothing dead is replaced."""
     silent_s = snapshot.now - snapshot.record.beat
     if (
         snapshot.record.state.over
@@ -181,7 +181,6 @@ def _trouble(snapshot: RunSnapshot) -> list[Cause]:
 
 
 def _slow_fetches(snapshot: RunSnapshot) -> list[Cause]:
-    """Report replicas that still serve older weights."""
     links: list[Cause] = []
     for name, replica in snapshot.replicas.items():
         if replica.fetching is None or snapshot.now - replica.at >= MAX_REPORT_AGE_S:
@@ -206,7 +205,7 @@ def _no_learner(snapshot: RunSnapshot, observation: Observation) -> Cause:
 
 
 def _learner_busy(snapshot: RunSnapshot) -> Cause | None:
-    """Return the learner's activity; None if it waits for groups."""
+    """Return the learner's activity, unless it waits for groups."""
     doing = snapshot.learner.doing
     stage, step = doing.get("stage"), doing.get("step", 0)
     clauses = {
@@ -224,7 +223,6 @@ def _learner_busy(snapshot: RunSnapshot) -> Cause | None:
 
 
 def _rollouts_wait(snapshot: RunSnapshot) -> list[Cause]:
-    """Report env workers at the staleness bound."""
     if snapshot.buffer.admission is Admission.STALENESS_BOUND and not _playing(snapshot):
         text = "The env workers wait for the learner: they are as far ahead as max_staleness allows"
         return [Cause("env workers", "waits", text, "learner", detail={"admission": snapshot.buffer.admission.value})]
@@ -289,7 +287,7 @@ def _group(snapshot: RunSnapshot, group: GroupProgress) -> list[Cause]:
 def _episodes(
     snapshot: RunSnapshot, waits: Mapping[str, tuple[int, float]], longest: str | None, still: int
 ) -> list[Cause]:
-    """Explain by the longest wait of the `still` running episodes, if their workers reported recently."""
+    """Explain by the longest wait of the `still` running episodes."""
     if longest is None:
         silent = [worker for worker in snapshot.buffer.workers if worker.silent_s > MAX_REPORT_AGE_S]
         about = (
@@ -358,7 +356,7 @@ def _evaluating(snapshot: RunSnapshot) -> list[Cause]:
 
 
 def _waits(reports: Iterable[Mapping[str, Any]], kind: str, unit: str, now: float) -> dict[str, tuple[int, float]]:
-    """Return wait -> (number of episodes, start of the longest) from recent reports on `unit`."""
+    """Return wait -> (number of episodes, start of the longest), from recent reports."""
     waits: dict[str, tuple[int, float]] = {}
     for report in reports:
         if now - float(report.get("at", 0.0)) < MAX_REPORT_AGE_S:

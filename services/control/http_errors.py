@@ -1,4 +1,4 @@
-"""Errors as JSON bodies: 4xx for bad input, never a traceback."""
+"""Errors as JSON: 4xx for bad input, never a traceback."""
 
 import logging
 from collections.abc import Mapping
@@ -54,7 +54,7 @@ class HttpError(MeshError):
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return a route's error responses for OpenAPI, including 401, 403, 429 and 503."""
+    """Return a route's error responses, including 401, 403, 429 and 503."""
     return {
         status: {"model": ErrorView, "description": STATUS_DESCRIPTIONS[status]}
         for status in sorted({401, 403, 429, 503, *statuses})
@@ -62,7 +62,7 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def error_response(status: int, code: str, message: str, problems: list[ProblemView] | None = None) -> JSONResponse:
-    """Build an error response; lone surrogates become question marks."""
+    """Build an error response; lone surrogates become `?`."""
     body = ErrorView(error=ErrorBody(code=code, message=_text(message), problems=[_clean(p) for p in problems or []]))
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
     return JSONResponse(body.model_dump(mode="json"), status, headers)

@@ -1,7 +1,4 @@
-"""Interface of the reconciler to a run's components.
-
-`ensure` and `stop` are idempotent: any control replica may call them at any time.
-"""
+"""Interface of the reconciler to a run's components."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +16,7 @@ class Health(StrEnum):
     STARTING = "starting"
     READY = "ready"
     DEAD = "dead"
-    """Ended or unresponsive; to be restarted."""
+    """Ended or unresponsive."""
     DONE = "done"
     """Finished (the learner, after the last step)."""
     BROKEN = "broken"
@@ -36,7 +33,7 @@ class Observation:
     log: str = ""
     """Log file, relative to the run's folder."""
     incident: str = ""
-    """Id of a death, so that it is counted once."""
+    """Id of a death, to count it once."""
 
 
 class Component(Protocol):
@@ -46,11 +43,11 @@ class Component(Protocol):
     def name(self) -> str: ...
 
     async def ensure(self) -> None:
-        """Start the component unless it is running, without waiting for readiness."""
+        """Start the component unless it is running, without waiting until it is ready; idempotent."""
         ...
 
     async def stop(self, *, now: bool) -> None:
-        """Request the end (`now`: without draining), without waiting for it."""
+        """Request the end (`now`: without draining), without waiting for it; idempotent."""
         ...
 
     async def observe(self) -> Observation:
@@ -71,7 +68,9 @@ class RunMesh(Protocol):
         ...
 
     async def apply_settings(self, settings: Settings, *, paused: bool) -> None:
-        """Scale workers and replicas, and admit episodes unless `paused`; idempotent."""
+        """Set the numbers of workers and replicas that `ensure` and `observe` use, and admit episodes unless `paused`;
+        idempotent.
+        """
         ...
 
     async def drain(self) -> None:
@@ -79,5 +78,5 @@ class RunMesh(Protocol):
         ...
 
     async def clean_up(self) -> None:
-        """Free resources that outlive the components, such as weights in shared memory."""
+        """Free resources that outlive the components (weights in shared memory)."""
         ...

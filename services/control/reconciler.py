@@ -1,10 +1,10 @@
 """Reconciler: drives every run from its actual to its desired state.
 
-State between two passes is in Redis only, so a restarted or second control replica does the same.
+All state between passes is in Redis, so any control replica continues.
 
     preparing -> starting -> running <-> paused -> draining -> finished | stopped | failed
 
-The report of an ended run is written once, in the background, by any control replica.
+The report of an ended run is written once, in the background.
 """
 
 import asyncio
@@ -36,21 +36,21 @@ from offbeat.services.redis.errors import RedisReadOnlyError
 logger = logging.getLogger(__name__)
 
 RECONCILE_TIMEOUT_S = 900.0
-"""Timeout of one pass over a run, e.g. if Ray does not respond."""
+"""Timeout of one pass over a run."""
 OUTAGE_GRACE_S = 3.0
-"""Time after a Redis outage in which no component counts as dead."""
+"""Time after a Redis outage in which nothing counts as dead."""
 REPORT_RETRY_S = 5.0
 STOPPED_STATES = (Health.ABSENT, Health.DEAD, Health.DONE)
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """Restart limits of a component, counted since the run last progressed."""
+    """Restart limits, counted since the run last progressed."""
 
     max_restarts: int = 5
     """Deaths without progress before the run fails."""
     backoff_s: float = 0.25
-    """Delay before the second restart, doubled for each further one; the first has none."""
+    """Delay before the second restart, doubled for each further one."""
     max_backoff_s: float = 15.0
     drain_timeout_s: float = 60.0
     """Timeout of a graceful stop; the run is then killed."""
@@ -61,7 +61,7 @@ class RestartPolicy:
 
 
 def _redis_outage(error: BaseException | None) -> redis_errors.RedisError | None:
-    """Return the Redis outage that caused `error`, or None."""
+    """Return the Redis outage behind `error`, if any."""
     while error is not None and not isinstance(error, (redis_errors.ConnectionError, redis_errors.TimeoutError)):
         error = error.__cause__
     return error
@@ -80,10 +80,7 @@ class Reconciler:
         own_log: str = "logs/control.log",
         write_report: Callable[[RunRecord], Awaitable[None]] | None = None,
     ) -> None:
-        """own_log: this process's log; absolute, or relative to a run's folder.
-
-        write_report: writes an ended run's report.
-        """
+        """own_log: this process's log; absolute, or relative to a run's folder."""
         self._write_report = write_report
         self._reporting = asyncio.Lock()
         self._scan_reports = write_report is not None
@@ -139,7 +136,6 @@ class Reconciler:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _active_runs(self) -> list[str]:
-        """Return active runs; none while Redis is unreachable."""
         try:
             run_ids = await self._store.unfinished()
         except redis_errors.RedisError as error:
@@ -208,7 +204,7 @@ class Reconciler:
             self.redis_trouble = str(error)
 
     async def reconcile(self, run_id: str) -> RunState:
-        """Take the next step towards the desired state; return the new state."""
+        """Take the next step towards the desired state."""
         record = await self._store.load(run_id)
         if record.state.over:
             self._forget(run_id)
@@ -246,7 +242,7 @@ class Reconciler:
         return await self._maintain(replace(record, state=RunState.STARTING), mesh)
 
     async def _maintain(self, record: RunRecord, mesh: RunMesh) -> RunState:
-        """Start absent components, replace dead ones, and detect the end of training."""
+        """Start absent components, replace dead ones, detect the end of training."""
         await mesh.apply_settings(await self._store.settings(record), paused=record.wanted is DesiredState.PAUSED)
         observations = await self._observe(record, mesh.components)
         if time.monotonic() < self._outage_at + OUTAGE_GRACE_S:
@@ -270,7 +266,7 @@ class Reconciler:
         return state
 
     async def _restart_if_down(self, record: RunRecord, component: Component, observation: Observation) -> str:
-        """Start an absent or dead component; return the reason if that is hopeless, else ""."""
+        """Start an absent or dead component; return why it is hopeless, if so."""
         if observation.health is Health.BROKEN:
             return f"{component.name}: {observation.detail}"
         if observation.health is Health.DEAD:
@@ -335,7 +331,7 @@ class Reconciler:
         return RunState.DRAINING
 
     async def _drain(self, record: RunRecord, mesh: RunMesh) -> RunState:
-        """Stop the components, gracefully the first (the learner) before the others, then clean up."""
+        """Stop the components, in a graceful stop the first (the learner) before the others, then clean up."""
         now = record.wanted is DesiredState.KILLED or record.outcome is not RunState.STOPPED
         now = now or self._store.clock() > record.draining_at + self._policy.drain_timeout_s
         if not now:

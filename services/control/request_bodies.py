@@ -18,13 +18,13 @@ YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yam
 JSON_TYPE = "application/json"
 MAX_ID_PART = 2**64 - 1
 MIN_SIMILARITY = 0.6
-"""Similarity (0 to 1) above which a name counts as misspelt."""
+"""Similarity (0 to 1) that counts as misspelt."""
 ALIASES = {alias: name for name, row in LIVE_SETTINGS.items() for alias in (row.info.path, *row.info.aliases)}
-"""Configuration paths and other names of settings -> their names."""
+"""Other names of settings -> their names."""
 
 
 async def read_document(request: Request) -> str | dict[str, Any]:
-    """Read the body as YAML text or JSON object. Raises `HttpError`."""
+    """Read YAML text or a JSON object. Raises `HttpError`."""
     kind = _kind(request)
     if kind != JSON_TYPE and kind not in YAML_TYPES:
         raise _unsupported(kind, f"{JSON_TYPE} or {YAML_TYPES[0]}")
@@ -38,7 +38,7 @@ async def read_document(request: Request) -> str | dict[str, Any]:
 
 
 async def read_change(request: Request) -> SettingsPatch:
-    """Read the settings to change. Raises `HttpError`, `InvalidRunError`."""
+    """Read settings to change. Raises `HttpError`, `InvalidRunError`."""
     kind = _kind(request)
     if kind != JSON_TYPE:
         raise _unsupported(kind, JSON_TYPE)

@@ -84,7 +84,7 @@ def run_routes(service: ControlService) -> APIRouter:
         },
     )
     async def create_run(request: Request, response: Response, dry_run: bool = False) -> RunView | None:
-        """Start the run configured by the body, YAML or JSON; `dry_run` only validates it."""
+        """Start the run configured by the body (YAML or JSON); `dry_run` only validates."""
         view, created = await service.create(await read_document(request), dry_run=dry_run)
         response.status_code = 201 if created else 200
         return view
@@ -111,12 +111,12 @@ def run_routes(service: ControlService) -> APIRouter:
 
     @routes.delete("/runs/{run_id}", responses=refusals(404, 409, 422))
     async def delete_run(run_id: RunId, files: bool = False) -> DeletedView:
-        """Delete an ended run; with `files`, also the files in its folder."""
+        """Delete an ended run; with `files`, also the files that it wrote."""
         return await service.delete(run_id, files=files)
 
     @routes.post("/runs/{run_id}/stop", status_code=202, responses=refusals(404, 409, 422))
     async def stop_run(run_id: RunId, now: bool = False) -> RunView:
-        """Drain, checkpoint and end; with `now`, without draining. An ended run is unchanged."""
+        """Drain, checkpoint and end; `now` skips draining. No effect on an ended run."""
         return await service.want(run_id, DesiredState.KILLED if now else DesiredState.STOPPED)
 
     @routes.post("/runs/{run_id}/pause", status_code=202, responses=refusals(404, 409, 422))
@@ -163,7 +163,7 @@ def _add_events(routes: APIRouter, service: ControlService) -> None:
     ) -> AsyncIterator[tuple[Feed, Position]]:
         """Yield a watcher's feed and first position.
 
-        A dependency, because an error in a streaming route would follow the status code.
+        A dependency: an error in a streaming route would follow the status code.
         """
         record = await service.store.load(run_id)
         if len(watchers) >= MAX_WATCHERS:
@@ -196,7 +196,7 @@ def _add_events(routes: APIRouter, service: ControlService) -> None:
 
 
 def _as_json(refusal: dict[str, Any]) -> dict[str, Any]:
-    """Set the media type of an error to JSON instead of the route's."""
+    """Set an error's media type to JSON instead of the route's."""
     schema = {"$ref": f"#/components/schemas/{refusal['model'].__name__}"}
     return {"description": refusal["description"], "content": {JSON_TYPE: {"schema": schema}}}
 

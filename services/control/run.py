@@ -1,4 +1,4 @@
-"""States of a run, and its record in Redis."""
+"""States and records of runs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -44,28 +44,28 @@ class RunState(StrEnum):
 
 
 class RunExistsError(ControlError):
-    """A run of that name is active."""
+    """Run of that name is active."""
 
 
 class BusyError(ControlError):
-    """A resource is claimed by another run."""
+    """Resource claimed by another run."""
 
 
 class RunStateError(ControlError):
-    """The run's state does not allow the command."""
+    """Command not allowed in the run's state."""
 
 
 class UnknownRunError(ControlError):
-    """No run has that name."""
+    """No run of that name."""
 
 
 class ForeignRecordError(ControlError):
-    """The record was written by another version of Offbeat."""
+    """Record of another version of Offbeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """Validated run, as the control service needs it."""
+    """Validated run."""
 
     run_id: str
     config: str
@@ -74,9 +74,8 @@ class RunSpec:
     """Absolute path."""
     max_steps: int
     settings: Settings
-    """Configured live settings."""
     resume: bool = False
-    """Resume the earlier run of this name instead of deleting it."""
+    """Resume the earlier run of this name."""
     claims: Mapping[str, str] = field(default_factory=dict[str, str])
     """Exclusive resources: kind (`folder`, `app`) -> name."""
 
@@ -102,14 +101,14 @@ class RunRecord:
     """Number of starts, resumes included."""
     created_at: float = 0.0
     started_at: float = 0.0
-    """Start of this attempt."""
+    """Start of the attempt."""
     running_at: float = 0.0
     draining_at: float = 0.0
     ended_at: float = 0.0
     beat: float = 0.0
     """Time of the last reconciliation."""
     report: str = ""
-    """`due`, `written` or `failed` after the run; empty if none is written."""
+    """`due`, `written` or `failed`; empty if none is written."""
 
     def encode(self) -> dict[str, str]:
         plain = {each.name: str(getattr(self, each.name)) for each in fields(self)}
@@ -170,24 +169,22 @@ class WeightProgress:
 
 @dataclass(frozen=True, slots=True)
 class LearnerReport:
-    """Learner's report in the record."""
+    """Learner's report."""
 
     phase: str = ""
     """For humans: `warming up 120/300`, `training`."""
     doing: dict[str, Any] = field(default_factory=dict[str, Any])
-    """`stage`, its `step` (0-based batches trained) and `since` (Unix time); see `Reporter.doing`."""
+    """`stage`, 0-based `step`, and `since` (Unix time); see `Reporter.doing`."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
-    """Metrics of the newest step."""
     trouble: str = ""
     """Current problem, such as a failed checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComponentReports:
-    """Latest reports of the components, of any age."""
+    """Latest reports, of any age."""
 
     workers: Mapping[str, Mapping[str, Any]]
     """Worker -> report; see `offbeat.services.rollout.wait_status`."""
     replicas: Mapping[str, ReplicaReport]
     leased: bool
-    """True if a learner holds the lease."""

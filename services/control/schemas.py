@@ -120,8 +120,8 @@ class ChangeView(View):
     at: float
     """Unix time."""
     from_step: int | None
-    """First optimizer batch (0-based) with the change; null until the learner's next step boundary. Process counts
-    change at once.
+    """First optimizer batch (0-based) with the change; null until the next step boundary. Process counts change at
+    once.
     """
     why: str = ""
     """Reason of the staleness controller; empty for a manual change."""
@@ -150,7 +150,7 @@ class RunView(View):
     """The learner's phase: `warm start`, `evaluating`, `training`."""
     error: str
     log: str
-    """File in the run's folder with details of `error`."""
+    """File with details of `error`, in the run's folder."""
     step: int
     """Optimizer batches published; -1: none."""
     version: int
@@ -163,7 +163,7 @@ class RunView(View):
     components: dict[str, ComponentView] = Field(default_factory=dict[str, ComponentView])
     counters: CountersView | None = None
     quarantined: int = 0
-    """Undecodable trajectories kept, at most 16; their groups are dropped as `corrupt`."""
+    """Undecodable trajectories kept (at most 16); their groups are dropped as `corrupt`."""
     staleness: StalenessView | None = None
     rates: RatesView | None = None
     settings: SettingsView
@@ -175,7 +175,7 @@ class RunView(View):
 
 
 class UnreadableView(View):
-    """Run recorded by another version of Offbeat; `DELETE` removes it."""
+    """Run recorded by another version; `DELETE` removes it."""
 
     id: str
     reason: str
@@ -284,7 +284,7 @@ class ErrorView(View):
 
 
 def finite(value: float) -> float | None:
-    """Return None for NaN and infinity, which JSON lacks."""
+    """Replace NaN and infinity, which JSON lacks, by None."""
     return value if math.isfinite(value) else None
 
 

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 MAX_CONCURRENT_VALIDATIONS = 4
 VALIDATION_TIMEOUT_S = 300.0
-"""Timeout of a validation; creating the first env may load a data set."""
+"""Covers envs that load a data set."""
 
 
 class InvalidRunError(ControlError):
@@ -50,7 +50,7 @@ class InvalidRunError(ControlError):
 
 
 class InvalidPlaceError(ControlError):
-    """Invalid `after` of a list of runs."""
+    """Invalid position in a list of runs."""
 
 
 class RunFactory(BufferReader, Protocol):
@@ -74,7 +74,7 @@ class RunFactory(BufferReader, Protocol):
 
 
 class ControlService:
-    """Operations of the REST API; on an unknown run they raise `UnknownRunError`."""
+    """REST operations; an unknown run raises `UnknownRunError`."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class ControlService:
         self._validating = ThreadPoolExecutor(MAX_CONCURRENT_VALIDATIONS, thread_name_prefix="validate")
 
     async def _validated(self, validate: Callable[..., T], *args: Any) -> T:
-        """Run in dedicated threads: envs are user code and may hang."""
+        """Run in dedicated threads: user envs may hang."""
         try:
             async with asyncio.timeout(VALIDATION_TIMEOUT_S):
                 return await asyncio.get_running_loop().run_in_executor(self._validating, validate, *args)
@@ -103,8 +103,8 @@ class ControlService:
         """Start a run, or with `dry_run` validate it; return its view and whether it is new.
 
         Raises:
-            InvalidRunError: the configuration is invalid.
-            RunExistsError: a run of that name is active with another configuration.
+            InvalidRunError: invalid configuration.
+            RunExistsError: active with another configuration.
             BusyError: another run has claimed a resource.
         """
         spec = await self._validated(self._wiring.validate, document)
@@ -115,7 +115,7 @@ class ControlService:
         return await self._overview.view(record), created
 
     async def runs(self, *, states: Sequence[RunState], name: str, after: str | None, limit: int) -> RunsView:
-        """Return runs, newest first, by state (empty: any) and glob of the id. Raises `InvalidPlaceError`."""
+        """Return runs, newest first; `name` is a glob. Raises `InvalidPlaceError`."""
         views: list[RunView] = []
         unreadable: list[UnreadableView] = []
         place: tuple[float, str] | None = None
@@ -190,7 +190,7 @@ class ControlService:
         Raises:
             RunStateError: the run is not over.
             BusyError: its files are in use.
-            ForeignRecordError: its folder is unknown, as its record can't be read.
+            ForeignRecordError: its folder can't be read from the record.
         """
         removed: list[str] = []
         if files:

@@ -1,8 +1,7 @@
 """Run records in Redis.
 
-Invariants: only the API writes `wanted`, only the reconciler `state`; a run id names at most one active run, and a
-resource is claimed by at most one; a run id's epoch never decreases, which fences isolated learners, also from a later
-run of that name.
+Invariants: only the API writes `wanted`, only the reconciler `state`; a run id names at most one active run, which
+alone holds its claimed resources; a run id's epoch never decreases, so isolated learners stay fenced.
 """
 
 import fnmatch
@@ -46,13 +45,13 @@ from offbeat.services.telemetry import MetricRecord, decode_record
 from offbeat.services.weights.replica_reports import decode_report
 
 ORPHANED_AFTER_S = 30.0
-"""Time since the last reconciliation after which a run counts as inactive."""
+"""Time since the last reconciliation after which a run is inactive."""
 ATTEMPT_FIELDS = ("restarts", "components", "learner", "doing")
 """Fields cleared at each start."""
 MAX_HISTORY = 1000
 REPORT_DUE, REPORT_WRITTEN, REPORT_FAILED = "due", "written", "failed"
 EPOCH_TTL_S = 7 * 24 * 3600
-"""Retention of a deleted run's epoch, longer than any isolation of a learner."""
+"""Retention of a deleted run's epoch; exceeds any learner's isolation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +61,19 @@ class RunStore:
     redis: Redis
     clock: Callable[[], float] = field(default=time.time)
     orphaned_after_s: float = ORPHANED_AFTER_S
-    """Infinite for a control service that attends all runs itself."""
+    """Infinite where this service alone attends all runs."""
 
     async def create(self, spec: RunSpec, *, takeover: bool = False) -> tuple[RunRecord, bool]:
-        """Record a run; repeating it for the same active run changes nothing.
+        """Record a run; a repeated call changes nothing.
 
-        An ended run of that name is resumed if `spec.resume`, with its settings unless the configuration overrides
-        them; else deleted, with its learners fenced. takeover: treat an active run as inactive.
+        An ended run of that name is resumed if `spec.resume`, keeping settings that the configuration does not
+        override; else deleted and its learners fenced. takeover: treat an active run as inactive.
 
         Returns:
             the record, and whether it is new.
 
         Raises:
-            RunExistsError: a run of that name is active with another configuration.
+            RunExistsError: active with another configuration.
             BusyError: another active run has claimed a resource.
         """
         keys, claimed = RunKeys(spec.run_id), [claims_key(kind) for kind in spec.claims]
@@ -125,14 +124,14 @@ class RunStore:
                 )
 
     def _use(self, raw: dict[bytes, bytes]) -> str:
-        """Return the state of an active run, or ""."""
+        """Return an active run's state, or ""."""
         try:
             return record.state if raw and self._is_active(record := RunRecord.decode(raw)) else ""
         except ForeignRecordError:
             return "managed by another version of Offbeat" if self._has_heartbeat(raw) else ""
 
     def _has_heartbeat(self, raw: Mapping[bytes, bytes]) -> bool:
-        """Return True if any version's reconciler attends the run."""
+        """Return True if a reconciler of any version attends the run."""
         try:
             beat = float(raw.get(b"beat", b"0"))
         except ValueError:
@@ -200,7 +199,7 @@ class RunStore:
                 await pipe.execute()
 
     async def page(self, after: tuple[float, str] | None, name: str) -> list[tuple[float, str]]:
-        """Return (created_at, id) of runs after `after`, newest first; `name` is a glob."""
+        """Return (created_at, id) after `after`, newest first; `name` is a glob."""
         rows = await self.redis.zrange(RUNS, 0, -1, desc=True, withscores=True)
         places = [(float(score), member.decode()) for member, score in rows]
         return [
@@ -245,7 +244,7 @@ class RunStore:
         return record.wanted is not wanted
 
     async def change(self, run_id: str, values: Mapping[str, float]) -> Change:
-        """Request new settings. Raises `UnknownRunError`, or `RunStateError` if the run is over or ending."""
+        """Request new settings. Raises `UnknownRunError`; `RunStateError` if over or ending."""
         record = await self.load(run_id)
         if record.state.over or record.wanted.ends:
             state = record.state if record.state.over else "ending"
@@ -258,7 +257,7 @@ class RunStore:
         return change
 
     async def changes(self, run_id: str) -> list[Change]:
-        """Return all changes of settings, oldest first."""
+        """Return all changes, oldest first."""
         keys = RunKeys(run_id)
         # Not a transaction, which a Redis without memory refuses to queue
         async with self.redis.pipeline(transaction=False) as pipe:
@@ -283,11 +282,11 @@ class RunStore:
             await pipe.execute()
 
     async def delete(self, run_id: str) -> None:
-        """Delete a run's keys and fence its learners. A run of another version must have no recent heartbeat.
+        """Delete a run's keys and fence its learners.
 
         Raises:
             UnknownRunError: no such run.
-            RunStateError: the run is not over.
+            RunStateError: not over, or another version's with a recent heartbeat.
         """
         try:
             record = await self.load(run_id)
@@ -319,7 +318,7 @@ class RunStore:
         return {name.decode(): Restarts(**json.loads(value)) for name, value in raw.items()}
 
     async def set_restarts(self, run_id: str, component: str, restarts: Restarts, why: str) -> None:
-        """Store a component's deaths, the last because of `why`."""
+        """Store a component's deaths; `why` explains the last."""
         async with self.redis.pipeline() as pipe:
             pipe.hset(RunKeys(run_id).key("restarts"), component, json.dumps(asdict(restarts)))
             self._note(pipe, run_id, "died", {"component": component, "why": why, "restarts": restarts.total})
@@ -335,7 +334,7 @@ class RunStore:
             await pipe.execute()
 
     async def observations(self, run_id: str) -> dict[str, Observation]:
-        """Return the components' last observed states."""
+        """Return the components' last states."""
         raw = await cast(Any, self.redis.hgetall(RunKeys(run_id).key("components")))
         seen = {name.decode(): json.loads(value) for name, value in raw.items()}
         return {name: Observation(**{**tree, "health": Health(tree["health"])}) for name, tree in seen.items()}
@@ -352,7 +351,7 @@ class RunStore:
         )
 
     async def reports(self, run_id: str) -> ComponentReports:
-        """Return the latest reports of env workers and replicas."""
+        """Return the latest reports of workers and replicas."""
         keys = RunKeys(run_id)
         async with self.redis.pipeline(transaction=False) as pipe:
             pipe.hgetall(keys.doing)
@@ -364,18 +363,17 @@ class RunStore:
         return ComponentReports(workers, replicas, bool(leased))
 
     async def metrics_since(self, run_id: str, at: float) -> list[MetricRecord]:
-        """Return metric records since the Unix time `at`, oldest first."""
+        """Return metric records since `at` (Unix time), oldest first."""
         entries = await self.redis.xrange(RunKeys(run_id).metrics, min=int(at * 1000))
         return [decode_record(fields[b"r"]) for _, fields in entries]
 
     @staticmethod
     def _note(pipe: Pipeline, run_id: str, event: str, detail: Mapping[str, Any]) -> None:
-        """Append to the run's history."""
         entry = {"e": event, "d": json.dumps(detail)}
         pipe.xadd(RunKeys(run_id).history, cast(dict[Any, Any], entry), maxlen=MAX_HISTORY, approximate=True)
 
     async def _keys_of(self, run_id: str) -> list[bytes]:
-        """Return the run's keys except the epoch."""
+        """Return all keys but the epoch."""
         keys = RunKeys(run_id)
         pattern = keys.prefix.replace("[", r"\[").replace("?", r"\?") + "*"
         found = self.redis.scan_iter(match=pattern, count=1000)
