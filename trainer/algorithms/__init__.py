@@ -1,6 +1,7 @@
-"""Advantages, losses, KL and corrections: pure functions over tensors that depend on torch alone, one idea per file.
+"""Advantages, losses, KL and corrections as pure functions of tensors; only torch is imported.
 
-Arrays [M] hold sampled tokens only, trajectory after trajectory in sampling order, so no masks are needed. The registries
-from config names to functions are `offbeat.trainer.losses.advantages.ESTIMATORS` and `BASELINE_OF`,
-`offbeat.trainer.losses.policy_loss.POLICY_LOSSES` and `offbeat.trainer.algorithms.kl.KL_PENALTIES`.
+Dimensions: M sampled tokens, by trajectory in sampling order; T trajectories; R turns; G groups; K teachers. Tensors
+are float, `last` bool (each trajectory's last token or turn), numberings int64 from 0.
+
+Registries by config name: `ESTIMATORS`, `BASELINE_OF`, `POLICY_LOSSES`, `KL_PENALTIES`.
 """

@@ -1,6 +1,6 @@
-"""Aggregation of M token losses into a scalar, with denominators over the whole batch.
+"""Aggregation of token losses with denominators over the whole batch.
 
-With these denominators, sums over micro-batches, mini-batches and ranks add up exactly to the loss of the batch.
+Sums over micro-batches, mini-batches and ranks thus add up to the batch's loss.
 """
 
 from typing import Literal, NamedTuple
@@ -12,7 +12,7 @@ Mode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-m
 
 
 class MaskedCounts(NamedTuple):
-    """Tokens, sequences and groups that are masked out but still count in the loss denominators."""
+    """Masked parts that count in denominators."""
 
     tokens: int = 0
     sequences: int = 0
@@ -23,13 +23,13 @@ NO_MASKED = MaskedCounts()
 
 
 def token_weights(sequence: Tensor, mode: Mode, length: int = 1, masked: MaskedCounts = NO_MASKED) -> Tensor:
-    """Return weights w with loss = sum(w * token_loss).
+    """Return weights [M] with loss = sum(w * token_loss).
 
-    token-mean: 1 / M (DAPO, arXiv:2503.14476). seq-mean-token-sum: 1 / S. seq-mean-token-sum-norm: 1 / (S * length),
-    with the same length for all batches (Dr. GRPO, arXiv:2503.20783). seq-mean-token-mean: 1 / (S * tokens of the
-    sequence) (GRPO, arXiv:2402.03300). S counts sequences that have a token. M and S include the masked ones.
+    token-mean: 1 / M (DAPO, arXiv:2503.14476). seq-mean-token-sum: 1 / S. seq-mean-token-sum-norm: 1 / (S * length)
+    (Dr. GRPO, arXiv:2503.20783). seq-mean-token-mean: 1 / (S * tokens of the sequence) (GRPO, arXiv:2402.03300). S:
+    sequences with tokens; M and S include masked ones.
 
-    sequence: [M] int64, the sequence of each token -> [M] float32
+    sequence: [M]
     """
     num_tokens = len(sequence)
     if not num_tokens:

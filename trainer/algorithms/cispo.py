@@ -1,4 +1,4 @@
-"""CISPO (MiniMax-M1, arXiv:2506.13585): clips the importance weight, but no token's gradient."""
+"""CISPO (MiniMax-M1, arXiv:2506.13585): clipped importance weights."""
 
 import torch
 from torch import Tensor
@@ -15,10 +15,9 @@ def clipped_weight_policy_gradient(
     epsilon_high: float,
     unified_mask: bool = False,
 ) -> TokenLosses:
-    """Return -sg(clip(r, 1 - low, 1 + high)) A log pi (eq. 4 and 5).
+    """Return -sg(clip(r, 1 - low, 1 + high)) A log pi (eq. 4, 5). All [M].
 
-    unified_mask: drop the tokens whose gradient PPO's clip would remove (eq. 6 and 7). All [M] float; `clipped` marks
-    tokens whose weight was clipped, or that were dropped.
+    unified_mask: drop tokens without a gradient in PPO (eq. 6, 7).
     """
     ratio = ratio.detach()
     low, high = max(1.0 - epsilon_low, 0.0), 1.0 + epsilon_high

@@ -1,7 +1,6 @@
-"""Corrections for tokens sampled by other weights or another engine: importance weights and masks.
+"""Importance weights and masks for tokens of other weights or another engine.
 
-`logprobs` are the learner's at the start of the step, `behavior_logprobs` the engine's. A unit is weighted or masked as
-one: the token, the turn, the sequence by its mean per token (`geometric`), or by its sum (`sequence`).
+Units: token, turn (mean), `geometric` (mean over the sequence), `sequence` (sum).
 """
 
 from typing import Literal
@@ -16,10 +15,7 @@ Unit = Literal["token", "turn", "geometric", "sequence"]
 
 
 def reduce_over_unit(values: Tensor, unit: Unit, turn: Tensor, sequence: Tensor) -> Tensor:
-    """Return each token's unit value: the mean over its turn or sequence, or the sum over its sequence.
-
-    values: [M] float; turn, sequence: [M] int64 -> [M] float
-    """
+    """Return the value of each token's unit. All [M]."""
     match unit:
         case "token":
             return values
@@ -32,16 +28,14 @@ def reduce_over_unit(values: Tensor, unit: Unit, turn: Tensor, sequence: Tensor)
 
 
 def importance_weights(log_ratio: Tensor, lower: float, upper: float) -> Tensor:
-    """Return clip(pi / pi_behavior, lower, upper), the factor of each token's loss in decoupled PPO (arXiv:2505.24298,
-    eq. 5; TIS, arXiv:2510.26788).
-
-    [M] -> [M] float, detached
+    """Return clip(pi / pi_behavior, lower, upper), detached (decoupled PPO, arXiv:2505.24298, eq. 5; TIS,
+    arXiv:2510.26788). [M]
     """
     return bounded_exp(log_ratio.detach()).clamp(lower, upper)
 
 
 def within_bounds(values: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Return a mask of the values within both inclusive bounds; None is no bound. [M] float -> [M] bool"""
+    """Return a mask of values within inclusive bounds: [M] -> [M] bool."""
     mask = torch.ones_like(values, dtype=torch.bool)
     if low is not None:
         mask &= values >= low
@@ -51,11 +45,7 @@ def within_bounds(values: Tensor, low: float | None, high: float | None) -> Tens
 
 
 def binary_kl(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
-    """Return the larger of both directions of KL between the policies' binary distributions "this token" or "another"
-    (KPop).
-
-    [M], [M] log-probabilities, at most 0 -> [M] float, nats, never negative
-    """
+    """Return the larger KL of both directions between Bernoulli distributions of the token (KPop): [M] nats."""
     p, q = logprobs.exp(), behavior_logprobs.exp()
     log_not_p, log_not_q = _log_complement(logprobs), _log_complement(behavior_logprobs)
     forward = p * (logprobs - behavior_logprobs) + (1 - p) * (log_not_p - log_not_q)

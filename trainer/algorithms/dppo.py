@@ -1,4 +1,4 @@
-"""Divergence PPO with total variation (DPPO, arXiv:2602.04879; prime-rl's default with Kimi's quadratic pull)."""
+"""Divergence PPO with total variation (DPPO, arXiv:2602.04879), with prime-rl's quadratic pull (Kimi)."""
 
 import torch
 from torch import Tensor
@@ -9,11 +9,10 @@ from offbeat.trainer.algorithms.ratio import TokenLosses, token_ratio
 def divergence_masked_surrogate(
     logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, *, mask_low: float, mask_high: float, kl_tau: float
 ) -> TokenLosses:
-    """Return -m A pi/mu + kl_tau (log pi - log mu)^2, where m drops tokens that change too far in the advantage's direction:
-    pi - mu > high for A > 0, pi - mu < -low for A < 0.
+    """Return -m A pi/mu + kl_tau (log pi - log mu)^2, where m drops pi - mu > high for A > 0 and pi - mu < -low for A <
+    0.
 
-    The trust region is in probability, so rare tokens may move freely and frequent ones may not. All [M] float, the bounds
-    in probability; `clipped` marks dropped tokens.
+    All [M], bounds in probability.
     """
     ratio = token_ratio(logprobs, behavior_logprobs)
     change = (logprobs.exp() - behavior_logprobs.exp()).detach()

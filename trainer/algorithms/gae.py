@@ -7,12 +7,9 @@ from offbeat.trainer.algorithms.scan import discounted_sums
 
 
 def generalized_advantages(rewards: Tensor, values: Tensor, last: Tensor, gamma: float, lambd: float) -> Tensor:
-    """Return A_t = delta_t + gamma * lambda * A_{t+1} with delta_t = r_t + gamma * V_{t+1} - V_t (eq. 16).
+    """Return A_t = delta_t + gamma * lambda * A_{t+1}, delta_t = r_t + gamma * V_{t+1} - V_t (eq. 16).
 
-    Observation tokens are absent: a turn's last token is followed by the next turn's first sampled token. The value after
-    a trajectory's last token is zero, however the episode ended.
-
-    rewards, values: [M] float; last: [M] bool, the last token of each trajectory -> [M] float
+    V is 0 after a trajectory, truncated or not. All [M].
     """
     following = torch.cat([values[1:], values.new_zeros(min(1, len(values)))])
     deltas = rewards + gamma * following.masked_fill(last, 0.0) - values

@@ -19,12 +19,11 @@ def group_in_group(
     step_weight: float,
     scale: bool,
 ) -> Tensor:
-    """Return A_k = w_e A_episode + w_s A_step per turn (eq. 8): the episode's reward normalized within its group, and the
-    turn's discounted return normalized over the group's turns at the same state. A_step is 0 for an anchor with one turn.
+    """Return A = w_e A_episode + w_s A_step per turn [R] (eq. 8): episode rewards normalized by group, discounted
+    returns by state.
 
-    episode_rewards: [T] float; group: [T] int64; turn_rewards: [R] float, trajectory after trajectory; owner: [R] int64;
-    last_turn: [R] bool; anchor: [R] int64, one number per state and group; scale: divide by standard deviations too
-    -> [R] float
+    episode_rewards, group: [T]; turn_rewards, owner, last_turn, anchor (number of state and group): [R]; scale: divide
+    by standard deviations.
     """
     episode = normalize_by_group(episode_rewards, group, scale=scale)[owner]
     returns = discounted_returns(turn_rewards, last_turn, gamma)

@@ -1,13 +1,13 @@
-"""Group policy gradient (arXiv:2504.02546): the plain policy gradient, rescaled for groups without signal."""
+"""Group policy gradient (arXiv:2504.02546)."""
 
 import torch
 from torch import Tensor
 
 
 def informative_share_inverse(rewards: Tensor, group: Tensor, num_masked: int = 0, eps: float = 1e-6) -> float:
-    """Return alpha = B / (B - M) (eq. 9), trajectories over those of groups with differing rewards; 1 if there are none.
+    """Return alpha = B / (B - M) (eq. 9): trajectories over those of groups with differing rewards, 1 without any.
 
-    rewards: [T] float; group: [T] int64, 0-based; num_masked: further trajectories, of groups without signal
+    rewards, group: [T]; num_masked: further trajectories without signal
     """
     if not len(rewards):
         return 1.0

@@ -9,9 +9,6 @@ from offbeat.trainer.algorithms.ratio import TokenLosses
 def mirror_descent(
     ratio: Tensor, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, tau: float
 ) -> TokenLosses:
-    """Return -A log pi + tau / 2 (log pi - log pi_old)^2, with ROLL's regularizer per token.
-
-    All [M] float; the ratio is only reported.
-    """
+    """Return -A log pi + tau / 2 (log pi - log pi_old)^2, regularized per token as in ROLL. All [M]."""
     penalty = 0.5 * tau * (logprobs - old_logprobs).square()
     return TokenLosses(-advantages * logprobs + penalty, ratio.detach(), torch.zeros_like(ratio, dtype=torch.bool))

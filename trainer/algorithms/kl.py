@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence from the policy to a reference, and the controller of the penalty's coefficient."""
+"""KL estimators (Schulman, Approximating KL Divergence, 2020) and coefficient."""
 
 import math
 from collections.abc import Callable
@@ -8,32 +8,32 @@ from torch import Tensor
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return log p - log q: unbiased, high variance, any sign (Schulman, Approximating KL Divergence, 2020). [M] -> [M]"""
+    """Return log p - log q: unbiased, high variance, any sign. [M]"""
     return logprobs - ref_logprobs
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return (log p - log q)^2 / 2: biased, low variance; its mean gradient is that of the KL. [M] -> [M]"""
+    """Return (log p - log q)^2 / 2: biased, low variance, unbiased mean gradient. [M]"""
     return 0.5 * (logprobs - ref_logprobs).square()
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return q/p - 1 - log(q/p): unbiased, never negative. [M] -> [M]"""
+    """Return q/p - 1 - log(q/p): unbiased, nonnegative. [M]"""
     delta = (ref_logprobs - logprobs).clamp(-20.0, 20.0)
     return torch.expm1(delta) - delta
 
 
 def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return |log p - log q|. [M] -> [M]"""
+    """Return |log p - log q|. [M]"""
     return (logprobs - ref_logprobs).abs()
 
 
 KL_PENALTIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"kl": k1, "k2": k2, "k3": k3, "abs": absolute}
-"""KL estimators by the config's `kl_penalty`."""
+"""Estimators by the config's `kl_penalty`."""
 
 
 class KLController:
-    """Coefficient of the KL penalty, fixed or adapted towards a target (arXiv:1909.08593, section 2.2)."""
+    """Coefficient of the KL penalty, fixed or adaptive (arXiv:1909.08593, section 2.2)."""
 
     def __init__(self, coef: float, target: float | None = None, horizon: int = 10_000) -> None:
         self.coef = coef
@@ -41,13 +41,13 @@ class KLController:
         self._horizon = horizon
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Adapt to a batch of `num_samples` trajectories with mean KL `kl`; a non-finite KL is ignored."""
+        """Adapt to the mean KL of `num_samples` trajectories, if finite."""
         if self._target is None or not math.isfinite(kl):
             return
         error = min(max(kl / self._target - 1.0, -0.2), 0.2)
         self.coef *= 1.0 + error * num_samples / self._horizon
 
     def resume(self, coef: float) -> None:
-        """Restore an adaptive coefficient; 0, from runs without a penalty, is ignored because it can't adapt."""
+        """Restore an adaptive coefficient; 0 is ignored, since it can't adapt."""
         if self._target is not None and coef > 0:
             self.coef = coef

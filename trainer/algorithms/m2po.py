@@ -5,11 +5,10 @@ from torch import Tensor
 
 
 def second_moment_mask(log_ratio: Tensor, threshold: float) -> Tensor:
-    """Return a mask that drops the largest (log pi/pi_behavior)^2 until the mean of the rest is at most `threshold`.
+    """Return a mask that drops the largest (log pi/pi_behavior)^2 until the others' mean is at most `threshold`: [M] ->
+    [M] bool.
 
-    Only outliers are dropped, so most of a stale batch remains. Equal values are dropped or kept together.
-
-    log_ratio: [M] float -> [M] bool
+    Equal values are dropped together.
     """
     if not len(log_ratio):
         return torch.ones(0, dtype=torch.bool, device=log_ratio.device)

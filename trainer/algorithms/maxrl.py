@@ -5,10 +5,11 @@ from torch import Tensor
 
 
 def mean_normalized(rewards: Tensor, group: Tensor, eps: float = 1e-6) -> Tensor:
-    """Return (r - mean) / mean per group: for rewards 0 and 1 an unbiased gradient of the log success rate truncated at the
-    group's size, which weights rare successes more. A group whose mean is not positive gets zeros.
+    """Return (r - mean) / mean per group, or 0 without a positive mean.
 
-    rewards: [T] float, nonnegative; group: [T] int64, 0-based -> [T] float
+    With rewards 0 and 1, an unbiased gradient of the log success rate truncated at the group's size.
+
+    rewards (nonnegative), group: [T] -> [T]
     """
     if not len(rewards):
         return rewards.clone()

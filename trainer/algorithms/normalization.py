@@ -9,7 +9,7 @@ EPS = 1e-6
 
 
 class Moments(NamedTuple):
-    """Statistics to normalize each of T rewards with. mean, std, size: [T] float."""
+    """Statistics per reward, all [T]."""
 
     mean: Tensor
     std: Tensor
@@ -17,10 +17,7 @@ class Moments(NamedTuple):
 
 
 def group_moments(rewards: Tensor, group: Tensor) -> Moments:
-    """Return mean, unbiased standard deviation (0 for one member) and size of each reward's group.
-
-    rewards: [T] float; group: [T] int64, 0-based
-    """
+    """Return mean, unbiased standard deviation (0 for one member) and size of each reward's group. All [T]."""
     if not len(rewards):
         return Moments(rewards.clone(), rewards.clone(), rewards.clone())
     size = torch.bincount(group).to(rewards.dtype)
@@ -31,10 +28,9 @@ def group_moments(rewards: Tensor, group: Tensor) -> Moments:
 
 
 def normalize(rewards: Tensor, center: Moments | None, scale: Moments | None) -> Tensor:
-    """Return (r - mean) / (std + eps); None skips a part, and mean and deviation may be of different groupings (Lite PPO,
-    arXiv:2508.08221: mean of the group, deviation of the batch).
+    """Return (r - mean) / (std + eps), [T]; None skips a part.
 
-    A reward alone in its group, or of deviation 0, gives zero. rewards: [T] float -> [T] float
+    Groupings may differ (Lite PPO, arXiv:2508.08221). A group of one, or deviation 0, gives 0.
     """
     out = rewards.clone()
     if center is not None:
@@ -45,23 +41,21 @@ def normalize(rewards: Tensor, center: Moments | None, scale: Moments | None) ->
 
 
 def normalize_by_group(rewards: Tensor, group: Tensor, *, center: bool = True, scale: bool = False) -> Tensor:
-    """Center each reward on its group's mean and, with `scale`, divide by the unbiased standard deviation (GRPO,
-    arXiv:2402.03300; without `scale` Dr. GRPO, arXiv:2503.20783).
-
-    A group of one, or with `scale` of equal rewards, gives zero. rewards: [T] float; group: [T] int64, 0-based -> [T] float
+    """Center rewards on their group's mean (Dr. GRPO, arXiv:2503.20783) and, with `scale`, divide by the deviation
+    (GRPO, arXiv:2402.03300). All [T].
     """
     moments = group_moments(rewards, group)
     return normalize(rewards, moments if center else None, moments if center and scale else None)
 
 
 class RunningMoments:
-    """Running mean and deviation of rewards per key (Chan et al. 1979)."""
+    """Running moments per key (Chan et al. 1979)."""
 
     def __init__(self) -> None:
         self._by_key: dict[str, tuple[float, float, float]] = {}
 
     def update(self, key: str, rewards: Tensor) -> None:
-        """Add rewards [n] to the statistics of `key`."""
+        """Add rewards [n]."""
         if not len(rewards):
             return
         values = rewards.to(torch.float64)
@@ -72,7 +66,7 @@ class RunningMoments:
         self._by_key[key] = (total, mean + shift * new_count / total, squares)
 
     def moments(self, keys: list[str], like: Tensor) -> Moments:
-        """Return the statistics of each of T keys; an unknown key has size 0."""
+        """Return statistics for T keys; unknown keys have size 0."""
         rows = [self._by_key.get(key, (0.0, 0.0, 0.0)) for key in keys]
         table = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)
         size, mean, squares = table.T
@@ -87,12 +81,12 @@ class RunningMoments:
 
 
 def whiten(values: Tensor) -> Tensor:
-    """Scale [M] values to zero mean and unit (unbiased) deviation; fewer than two are unchanged."""
+    """Scale values [M] to mean 0 and unbiased deviation 1; fewer than two are unchanged."""
     if len(values) < 2:
         return values
     return (values - values.mean()) / (values.std() + EPS)
 
 
 def has_signal(rewards: Tensor) -> bool:
-    """Return True if the rewards [G] of a group differ."""
+    """Return whether a group's rewards [G] differ."""
     return len(rewards) > 1 and bool((rewards - rewards[0]).abs().max() > EPS)

@@ -4,10 +4,12 @@ from torch import Tensor
 
 
 def length_weighted_baseline(rewards: Tensor, lengths: Tensor, group: Tensor) -> Tensor:
-    """Subtract sum(l r) / sum(l) over the group from each reward: the baseline of least variance if a gradient's norm grows
-    with length (eq. 9). A group of one gives zero; a group without tokens keeps its rewards.
+    """Subtract the group's sum(l r) / sum(l), the baseline of least variance if gradient norms grow with length (eq.
+    9).
 
-    rewards: [T] float; lengths: [T] float, sampled tokens; group: [T] int64, 0-based -> [T] float
+    Groups of one give 0; groups without tokens keep their rewards.
+
+    rewards, lengths (sampled tokens), group: [T] -> [T]
     """
     if not len(rewards):
         return rewards.clone()

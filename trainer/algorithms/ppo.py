@@ -1,5 +1,4 @@
-"""PPO's clipped surrogate (arXiv:1707.06347) with separate bounds (DAPO, arXiv:2503.14476) and dual clip
-(arXiv:1912.09729)."""
+"""PPO (arXiv:1707.06347) with separate bounds (DAPO, arXiv:2503.14476) and dual clip (arXiv:1912.09729)."""
 
 import torch
 from torch import Tensor
@@ -15,10 +14,7 @@ def clipped_surrogate(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> TokenLosses:
-    """Return -min(r A, clip(r, 1 - low, 1 + high) A), bounded by -c A for a negative advantage with `dual_clip` c.
-
-    ratio (of any granularity), advantages: [M] float; `clipped` marks tokens whose gradient a bound removed.
-    """
+    """Return -min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -`dual_clip` A. All [M]."""
     plain = -ratio * advantages
     bounded = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
     loss = torch.maximum(plain, bounded)

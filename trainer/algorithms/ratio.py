@@ -1,4 +1,4 @@
-"""Probability ratios, and the result type of policy losses."""
+"""Probability ratios, and the result of policy losses."""
 
 from typing import Literal, NamedTuple
 
@@ -7,14 +7,13 @@ from torch import Tensor
 from offbeat.trainer.algorithms.units import mean_over, sum_over
 
 MAX_LOG_RATIO = 20.0
-"""Bound of log-ratios before `exp`; e^20 is far outside every trust region."""
+"""Bound of log-ratios before `exp`."""
 
 Granularity = Literal["token", "turn", "sequence", "sequence-token", "sequence-product"]
 
 
 class TokenLosses(NamedTuple):
-    """Result of a policy loss. loss: [M] float; ratio: [M] float, detached; clipped: [M] bool, tokens whose gradient was
-    removed or bounded."""
+    """Policy loss, all [M]. ratio: detached; clipped: bool, tokens whose gradient or weight was bounded."""
 
     loss: Tensor
     ratio: Tensor
@@ -22,12 +21,12 @@ class TokenLosses(NamedTuple):
 
 
 def token_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Return pi / pi_old per token. [M], [M] -> [M]"""
+    """Return pi / pi_old per token. [M]"""
     return bounded_exp(logprobs - old_logprobs)
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """Return exp(log_ratio) with finite value and gradient for every input."""
+    """Return exp(log_ratio), finite with its gradient."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -36,11 +35,11 @@ def unit_ratio(
 ) -> Tensor:
     """Return pi / pi_old of each token's unit.
 
-    token: per token (PPO). turn, sequence: geometric mean over the unit's sampled tokens (GSPO, arXiv:2507.18071, eq. 7).
-    sequence-token: value of the sequence's ratio, gradient of the token's own (GSPO-token, eq. 14).
-    sequence-product: ratio of the sequence's probabilities (RLOO, arXiv:2402.14740; TOPR, arXiv:2503.14286).
+    turn, sequence: geometric mean (GSPO, arXiv:2507.18071, eq. 7). sequence-token: the sequence's value with the
+    token's gradient (eq. 14). sequence-product: ratio of sequence probabilities (RLOO, arXiv:2402.14740; TOPR,
+    arXiv:2503.14286).
 
-    logprobs, old_logprobs: [M] float; turn, sequence: [M] int64, with all tokens of each unit -> [M] float
+    All [M], with all tokens of each unit.
     """
     log_ratio = logprobs - old_logprobs
     match granularity:

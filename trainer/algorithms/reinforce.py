@@ -1,4 +1,4 @@
-"""REINFORCE: the discounted return (Williams 1992)."""
+"""REINFORCE (Williams 1992)."""
 
 from torch import Tensor
 
@@ -6,8 +6,5 @@ from offbeat.trainer.algorithms.scan import discounted_sums
 
 
 def discounted_returns(rewards: Tensor, last: Tensor, gamma: float) -> Tensor:
-    """Return G_t = r_t + gamma * G_{t+1} within each trajectory.
-
-    rewards: [M] float; last: [M] bool, the last token of each trajectory -> [M] float
-    """
+    """Return G_t = r_t + gamma * G_{t+1} within each trajectory. All [M]."""
     return discounted_sums(rewards, last, gamma)

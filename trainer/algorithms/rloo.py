@@ -5,10 +5,7 @@ from torch import Tensor
 
 
 def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
-    """Subtract the mean of the other rewards of its group from each reward; a group of one gives zero.
-
-    rewards: [T] float; group: [T] int64, 0-based -> [T] float
-    """
+    """Subtract the mean of the group's other rewards; a group of one gives 0. All [T]."""
     if not len(rewards):
         return rewards.clone()
     size = torch.bincount(group).to(rewards.dtype)

@@ -1,15 +1,11 @@
-"""Discounted sums towards the end of each trajectory, vectorized over all trajectories."""
+"""Discounted sums per trajectory, in log2(longest trajectory) passes."""
 
 import torch
 from torch import Tensor
 
 
 def discounted_sums(values: Tensor, last: Tensor, decay: float) -> Tensor:
-    """Return S_t = x_t + decay * S_{t+1}, restarted at each trajectory's end.
-
-    The stride doubles with each pass, so log2(longest trajectory) passes replace a loop over tokens.
-
-    values: [M] float; last: [M] bool, the last token of each trajectory -> [M] float
+    """Return S_t = x_t + decay * S_{t+1} within each trajectory. All [M].
 
     Raises:
         ValueError: the final token ends no trajectory.
@@ -30,9 +26,7 @@ def discounted_sums(values: Tensor, last: Tensor, decay: float) -> Tensor:
 
 
 def weighted_sums(values: Tensor, decays: Tensor, last: Tensor) -> Tensor:
-    """Return S_t = x_t + d_t S_{t+1}, restarted at each trajectory's end.
-
-    values, decays: [M] float; last: [M] bool -> [M] float
+    """Return S_t = x_t + d_t S_{t+1} within each trajectory. All [M].
 
     Raises:
         ValueError: the final token ends no trajectory.

@@ -8,10 +8,7 @@ from offbeat.trainer.algorithms.ratio import TokenLosses
 def truncated_importance_sampling(
     ratio: Tensor, logprobs: Tensor, advantages: Tensor, *, upper_bound: float, lower_bound: float = 0.0
 ) -> TokenLosses:
-    """Return -sg(clip(r, lower, upper)) A log pi: every token keeps a gradient, however far the policy has moved.
-
-    All [M] float; `clipped` marks tokens whose weight was clipped.
-    """
+    """Return -sg(clip(r, lower, upper)) A log pi. All [M]."""
     ratio = ratio.detach()
     loss = -ratio.clamp(lower_bound, upper_bound) * advantages * logprobs
     return TokenLosses(loss, ratio, (ratio > upper_bound) | (ratio < lower_bound))

@@ -9,11 +9,7 @@ from offbeat.trainer.algorithms.ratio import TokenLosses
 def tapered_policy_gradient(
     ratio: Tensor, logprobs: Tensor, advantages: Tensor, *, positive_weight: float = 1.0, negative_weight: float = 1.0
 ) -> TokenLosses:
-    """Return -w+ A log pi for A > 0, without a ratio, and -w- sg(clip(r, 0, 1)) A log pi otherwise (eq. 8).
-
-    Positive examples are learnt as in supervised fine-tuning; negative ones lose weight as they become unlikely.
-    All [M] float; `clipped` marks negative tokens whose weight was clipped to 1.
-    """
+    """Return -w+ A log pi for A > 0, else -w- sg(clip(r, 0, 1)) A log pi (eq. 8). All [M]."""
     ratio = ratio.detach()
     weight = torch.where(
         advantages > 0, torch.full_like(ratio, positive_weight), negative_weight * ratio.clamp(max=1.0)

@@ -1,4 +1,4 @@
-"""Policy gradient without a ratio: REINFORCE's loss (Williams 1992)."""
+"""REINFORCE's loss (Williams 1992)."""
 
 import torch
 from torch import Tensor
@@ -7,5 +7,5 @@ from offbeat.trainer.algorithms.ratio import TokenLosses
 
 
 def policy_gradient(ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> TokenLosses:
-    """Return -A log pi. All [M] float; the ratio is only reported."""
+    """Return -A log pi. All [M]."""
     return TokenLosses(-advantages * logprobs, ratio.detach(), torch.zeros_like(ratio, dtype=torch.bool))

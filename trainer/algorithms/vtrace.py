@@ -1,4 +1,4 @@
-"""V-trace: off-policy value targets for a critic (IMPALA, arXiv:1802.01561)."""
+"""V-trace value targets (IMPALA, arXiv:1802.01561)."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from offbeat.trainer.algorithms.scan import weighted_sums
 
 
 class VTrace(NamedTuple):
-    """Result of `vtrace`. advantages, targets: [M] float."""
+    """Result of `vtrace`, all [M]."""
 
     advantages: Tensor
     targets: Tensor
@@ -26,13 +26,12 @@ def vtrace(
     rho_bar: float,
     c_bar: float,
 ) -> VTrace:
-    """Return targets v_t = V_t + sum_k gamma^k (c_t ... c_{t+k-1}) rho_{t+k} delta_{t+k} with rho = min(rho_bar, ratio) and
-    c = lambda min(c_bar, ratio) (eq. 1 and remark 2).
+    """Return targets v_t = V_t + sum_k gamma^k (c_t ... c_{t+k-1}) rho_{t+k} delta_{t+k}, rho = min(rho_bar, ratio), c
+    = lambda min(c_bar, ratio) (eq. 1, remark 2).
 
-    The advantage is delta_t + gamma lambda (v_{t+1} - V_{t+1}): the loss applies the first step's own ratio. With ratio 1
-    it equals GAE.
+    Advantages delta_t + gamma lambda (v_{t+1} - V_{t+1}) omit rho_t, since the loss applies it.
 
-    rewards, values, ratio: [M] float, ratio = pi / pi_behavior; last: [M] bool
+    All [M]; ratio = pi / pi_behavior.
     """
     following = torch.cat([values[1:], values.new_zeros(min(1, len(values)))])
     deltas = rewards + gamma * following.masked_fill(last, 0.0) - values
