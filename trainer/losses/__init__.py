@@ -1,1 +1,1 @@
-"""Advantages, update targets and losses, as the configuration selects them."""
+"""Advantages, targets and losses as configured."""

@@ -1,6 +1,6 @@
-"""Advantages per sampled token of a packed batch, as configured.
+"""Advantages per sampled token, as configured.
 
-The order is ROLL's: normalize episode rewards, clip them, subtract the KL penalty, whiten, estimate, whiten, clip.
+Order (ROLL's): normalize episode rewards, clip, subtract KL, whiten, estimate, whiten, clip.
 """
 
 from collections.abc import Callable
@@ -35,8 +35,9 @@ from offbeat.trainer.data.batch import Batch
 
 
 class AdvantageEstimate(NamedTuple):
-    """Result of an estimator. advantages: [M] float; returns: [M] float, the critic's regression target, or None without a
-    critic; critic_share: [M] float, each token's share of the critic's loss, or None for equal shares."""
+    """Result, all [M]. returns: regression target, None without a critic; critic_share: token's share of its loss, None
+    if equal.
+    """
 
     advantages: Tensor
     returns: Tensor | None = None
@@ -45,8 +46,7 @@ class AdvantageEstimate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """Inputs of an advantage estimator. rewards: [M] float, per token; values, logprobs (the learner's at the start of the
-    step), distilled (the teachers' advantages): [M] float, or None if not configured."""
+    """Inputs of an estimator, all [M]. logprobs: at the start of the step; distilled: the teachers' advantages."""
 
     config: AlgorithmConfig
     batch: Batch
@@ -61,7 +61,6 @@ def _returns(inputs: AdvantageInputs) -> AdvantageEstimate:
 
 
 def _turn_rewards(inputs: AdvantageInputs) -> Tensor:
-    """Return each turn's sum of token rewards, [R]."""
     batch = inputs.batch
     return torch.zeros(len(batch.owner)).index_add_(0, batch.turn, inputs.rewards)
 
@@ -98,7 +97,7 @@ def _gae(inputs: AdvantageInputs) -> AdvantageEstimate:
 
 
 def _turn_gae(inputs: AdvantageInputs, values: Tensor) -> AdvantageEstimate:
-    """Estimate GAE over turns. A turn without tokens has no value and is skipped; its reward is on a neighbour's token."""
+    """Estimate GAE over turns with tokens; other turns' rewards are on a neighbour's token."""
     config, batch = inputs.config, inputs.batch
     first = batch.turn.diff(prepend=batch.turn.new_full((1,), -1)) != 0
     rewards = _turn_rewards(inputs)[batch.turn[first]]
@@ -154,8 +153,7 @@ ESTIMATORS: dict[str, Callable[[AdvantageInputs], AdvantageEstimate]] = {
     "agentic_reinforce": _turn_returns,
     "opd": _teacher_advantages,
 }
-"""Estimators by the config's `adv_estimator`. All others use the discounted return of each token and differ only in
-`episode_rewards`."""
+"""Estimators by `adv_estimator`; others use discounted returns per token and differ in `episode_rewards`."""
 
 
 def estimate(
@@ -167,10 +165,9 @@ def estimate(
     trained: Tensor | None = None,
     distilled: Tensor | None = None,
 ) -> AdvantageEstimate:
-    """Compute a batch's advantages from its token rewards [M], whitened and clipped as configured; returns are unchanged.
+    """Compute advantages from token rewards [M], whitened and clipped as configured.
 
-    trained: [M] bool, the tokens that are whitened, or None for all. distilled: [M] float, the teachers' advantages, which
-    `use_opd` adds after whitening.
+    trained: [M] bool, tokens to whiten; distilled: [M], the teachers' advantages for `use_opd`.
 
     Raises:
         ValueError: `gae` without values, or `vtrace` without logprobs.
@@ -197,18 +194,14 @@ def _whiten_trained(advantages: Tensor, trained: Tensor | None) -> Tensor:
 
 
 def scale_rewards(rewards: Tensor) -> Tensor:
-    """Divide token rewards by their standard deviation. [M] -> [M]
-
-    The mean is kept: subtracting it would give every token a constant reward.
-    """
+    """Divide rewards [M] by their deviation; centering would give every token a constant reward."""
     if len(rewards) < 2:
         return rewards
     return rewards / (rewards.std() + EPS)
 
 
 def token_rewards(config: AlgorithmConfig, batch: Batch, running: RunningMoments | None = None) -> Tensor:
-    """Return [M]: the episode's reward on its trajectory's last token if rewards are normalized, otherwise each turn's
-    reward on the turn's last token."""
+    """Return normalized episode rewards on last tokens of trajectories, or else turn rewards on those of turns. [M]"""
     if config.adv_estimator in TURN_WISE:  # these use `Batch.score`
         return batch.turn_reward
     if config.reward_method == "identity" and config.adv_estimator not in BASELINE_OF:
@@ -219,10 +212,10 @@ def token_rewards(config: AlgorithmConfig, batch: Batch, running: RunningMoments
 
 
 def episode_rewards(config: AlgorithmConfig, batch: Batch, running: RunningMoments | None = None) -> Tensor:
-    """Return the episodes' rewards [T], normalized by the estimator or the configuration, then clipped.
+    """Return normalized and clipped episode rewards [T].
 
     Raises:
-        ValueError: running statistics are configured and `running` is None.
+        ValueError: running statistics are configured, but `running` is None.
     """
     baseline = BASELINE_OF.get(config.adv_estimator)
     if baseline is not None:
@@ -253,7 +246,7 @@ BASELINE_OF: dict[str, Callable[[Batch], Tensor]] = {
     "maxrl": lambda batch: mean_normalized(batch.episode_reward, batch.group),
     "remax": lambda batch: subtract_greedy_reward(batch.episode_reward, _greedy_rewards(batch), batch.group),
 }
-"""Estimators with a baseline of their own: functions to rewards [T] less the baseline."""
+"""Rewards [T] less the baseline, by `adv_estimator`."""
 
 
 def _greedy_rewards(batch: Batch) -> Tensor:

@@ -1,6 +1,6 @@
-"""Importance weights and masks of a micro-batch for tokens sampled by other weights or another engine, as configured.
+"""Importance weights and masks, as configured.
 
-A micro-batch holds all tokens of a turn and of a sequence, so units are never split, however the batch is divided.
+Micro-batches never split a turn or sequence.
 """
 
 from typing import NamedTuple
@@ -20,8 +20,9 @@ from offbeat.trainer.losses.targets import Targets
 
 
 class Correction(NamedTuple):
-    """Result of `correct`. weight: [m] float, factor of the policy loss, or None; kept: [m] bool, tokens with a policy
-    gradient, None for all; cut: [m] bool, tokens whose weight a bound truncated, None without weights."""
+    """Result, all [m]. weight: factor of the policy loss; kept: bool, tokens with policy gradient, None for all; cut:
+    bool, truncated weights.
+    """
 
     weight: Tensor | None
     kept: Tensor | None
@@ -29,7 +30,7 @@ class Correction(NamedTuple):
 
 
 def correct(config: TrainInferCorrection, logprobs: Tensor, targets: Targets) -> Correction:
-    """Compute the configured weights and masks. logprobs: [m], of the policy at the start of the step or the current one."""
+    """Compute weights and masks. logprobs: [m], at the start of the step or current."""
     logprobs = logprobs.detach()
     weight = cut = None
     log_ratio = logprobs - targets.behavior_logprobs

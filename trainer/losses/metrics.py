@@ -1,6 +1,6 @@
-"""Metrics of a batch and of its losses, separate from the math and mergeable over micro-batches.
+"""Mergeable metrics of a batch and its losses.
 
-Per-token gauges are means over tokens; loss terms are means over optimizer steps.
+Token gauges are means over tokens, loss terms over optimizer steps.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from offbeat.trainer.data.batch import Batch
 
 @torch.no_grad()
 def loss_gauges(terms: Mapping[str, Tensor], weights: Tensor, token_share: float) -> dict[str, Partial]:
-    """Return the weighted sum of each term [m], as a mean over optimizer steps."""
+    """Return weighted sums of terms [m], as means over optimizer steps."""
     totals = _floats([(term.detach() * weights).sum() for term in terms.values()])
     return {name: Partial("mean", total, len(weights) * token_share) for name, total in zip(terms, totals, strict=True)}
 
@@ -31,7 +31,7 @@ def policy_gauges(
     behavior_logprobs: Tensor,
     fresh: Tensor | None,
 ) -> dict[str, Partial]:
-    """Return gauges of the policy's distance to the old and the behavior policy. All [m]."""
+    """Return distances to the old and the behavior policy. All [m]."""
     count = len(logprobs)
     if not count:
         return {}
@@ -63,7 +63,7 @@ def policy_gauges(
 def correction_gauges(
     weight: Tensor | None, cut: Tensor | None, kept: Tensor | None, advantages: Tensor
 ) -> dict[str, Partial]:
-    """Return gauges of the importance weights and masks; all [m], None if not configured."""
+    """Return gauges of importance weights and masks. All [m]."""
     sums: dict[str, tuple[Tensor, Tensor | int]] = {}
     if weight is not None and cut is not None:
         sums["actor/correction_weight"] = (weight.sum(), len(weight))
@@ -83,9 +83,9 @@ def correction_gauges(
 
 
 def with_effective_sample_size(merged: Mapping[str, Partial]) -> dict[str, Partial]:
-    """Add `actor/ess`, the relative effective sample size (sum w)^2 / (n sum w^2) of the importance weights; 1 is on-policy.
+    """Add `actor/ess`, (sum w)^2 / (n sum w^2) of the importance weights; 1 is on-policy.
 
-    merged: gauges of one step, merged over all micro-batches and ranks.
+    merged: one step's gauges of all micro-batches and ranks.
     """
     mean, square = merged.get("actor/is_weight"), merged.get("actor/is_weight_square")
     if mean is None or square is None or not square.value:
@@ -97,7 +97,7 @@ def with_effective_sample_size(merged: Mapping[str, Partial]) -> dict[str, Parti
 def batch_gauges(
     batch: Batch, advantages: Tensor, returns: Tensor | None, values: Tensor | None, version: int | None
 ) -> dict[str, Partial]:
-    """Return gauges of rewards, advantages, values, lengths and staleness in versions, identical on every rank."""
+    """Return gauges of rewards, advantages, values, lengths and staleness (versions), identical on every rank."""
     if not batch.num_sampled:
         return {}
     lengths = torch.bincount(batch.trajectory, minlength=len(batch.episode_reward)).float()
@@ -123,7 +123,7 @@ def batch_gauges(
 
 
 def _version_ranges(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the oldest and the newest version of each trajectory with a sampled token: two of [t] int64."""
+    """Return the oldest and the newest version of each trajectory with sampled tokens, [t] int64."""
     _, place = torch.unique(batch.trajectory, return_inverse=True)
     start = batch.versions.new_zeros(int(place.max()) + 1)
     oldest = start.scatter_reduce(0, place, batch.versions, "amin", include_self=False)
@@ -140,5 +140,5 @@ def _spread(name: str, values: Tensor) -> dict[str, Partial]:
 
 
 def _floats(scalars: list[Tensor]) -> list[float]:
-    """Read all scalars with one transfer from the device."""
+    """Read scalars with one device transfer."""
     return torch.stack([scalar.to(torch.float64) for scalar in scalars]).tolist() if scalars else []

@@ -1,12 +1,7 @@
-"""Policy and critic losses of a micro-batch, and `StepLosses`, which binds them to one optimizer step for an engine.
+"""Policy and critic losses of micro-batches.
 
-    targets = build_targets(batch, config, ...)                    offbeat.trainer.losses.targets
-    loss, gauges = policy_loss(config, logprobs, entropy, targets.at(micro.index))
-    loss, gauges = critic_loss(config, values, targets.at(micro.index))
-
-Losses of micro-batches and ranks add up to the loss of the optimizer step, and those of a pass over the batch to
-`num_minibatches` times the batch's, since each token carries its weight. An engine that averages gradients over W ranks must
-multiply by W.
+Losses of micro-batches and ranks sum to the optimizer step's, those of a pass to `num_minibatches` times the batch's.
+Engines that average gradients over W ranks must multiply by W.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +35,7 @@ from offbeat.trainer.models.policy import Sampled
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Inputs of a policy loss, all [m] float. ratio: to the old policy, at the configured granularity."""
+    """Inputs, all [m]. ratio: to the old policy, at `ratio_type`."""
 
     logprobs: Tensor
     old_logprobs: Tensor
@@ -134,7 +129,7 @@ POLICY_LOSSES: dict[str, Callable[[AlgorithmConfig, LossInputs], TokenLosses]] =
     "sapo": _sapo,
     "gpg": _vanilla,
 }
-"""Policy losses by the config's `pg_variant`. `gpg` differs from `vanilla` only in its scale, `Targets.pg_weights`."""
+"""Policy losses by `pg_variant`; `gpg` is `vanilla` with scaled `Targets.pg_weights`."""
 
 
 def policy_loss(
@@ -145,10 +140,10 @@ def policy_loss(
     entropy_coef: float | None = None,
     divergence: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Partial]]:
-    """Return the loss of one micro-batch and its gauges, which merge over micro-batches and ranks.
+    """Return a micro-batch's loss and mergeable gauges.
 
-    logprobs, entropy: [m] float32, of the micro-batch's sampled tokens; targets: `Targets.at` of these tokens; entropy_coef:
-    default the configured one; divergence: [m] float32, KL to the reference over the vocabulary, for `kl_loss_type: full`.
+    logprobs, entropy: [m]; targets: `Targets.at` these tokens; divergence: [m], KL to the reference over the
+    vocabulary, for `kl_loss_type: full`.
     """
     entropy_coef = config.entropy_loss_coef if entropy_coef is None else entropy_coef
     old = logprobs.detach() if targets.old_is_present else targets.old_logprobs
@@ -192,7 +187,7 @@ def _estimate_kl(config: AlgorithmConfig, logprobs: Tensor, targets: Targets) ->
 def _apply_correction(
     config: AlgorithmConfig, pg_loss: Tensor, compared: Tensor, targets: Targets
 ) -> tuple[Tensor, dict[str, Partial]]:
-    """Apply weights and masks to the policy loss. compared: [m], the logprobs to compare with the behavior policy's."""
+    """Weight and mask the policy loss. compared: [m], logprobs against the behavior policy's."""
     correction = correct(config.train_infer_correction, compared, targets)
     if correction.weight is not None:
         pg_loss = pg_loss * correction.weight
@@ -204,13 +199,10 @@ def _apply_correction(
 
 
 def critic_loss(config: AlgorithmConfig, values: Tensor, targets: Targets) -> tuple[Tensor, dict[str, Partial]]:
-    """Return the value loss of one micro-batch and its gauges: a mean over tokens (turns with `gae_level: turn`) for every
-    `loss_agg_mode`.
-
-    values: [m] float32
+    """Return a micro-batch's value loss, a mean over tokens (turns with `gae_level: turn`), and gauges. values: [m]
 
     Raises:
-        ValueError: the targets have no returns.
+        ValueError: targets without returns.
     """
     if targets.returns is None or targets.old_values is None or targets.critic_weights is None:
         raise ValueError("the critic's loss needs returns and old values: adv_estimator gae")
@@ -221,7 +213,7 @@ def critic_loss(config: AlgorithmConfig, values: Tensor, targets: Targets) -> tu
 
 @dataclass(frozen=True, slots=True)
 class StepLosses:
-    """Loss functions of one optimizer step, for `TrainEngine.train`."""
+    """Loss functions for `TrainEngine.train`."""
 
     config: LearnerConfig
     micro: Sequence[MicroBatch]
@@ -229,10 +221,10 @@ class StepLosses:
     entropy_coef: float
     device: torch.device
     gauges: list[dict[str, Partial]] = field(default_factory=list[dict[str, Partial]])
-    """Gauges of the passes so far."""
+    """Gauges so far."""
 
     def of_policy(self, i: int, output: Sampled) -> Tensor:
-        """Return the loss of micro-batch `i` for the policy, including its value head if it has one."""
+        """Return the policy's loss with its value head's, if any."""
         targets = self.targets.at(self.micro[i].index, self.device)
         loss, gauges = policy_loss(
             self.config, output.logprobs, output.entropies, targets, self.entropy_coef, output.divergences
@@ -242,21 +234,21 @@ class StepLosses:
         return loss + self.of_head(i, output) if self.config.has_value_head else loss
 
     def of_head(self, i: int, output: Sampled) -> Tensor:
-        """Return the value head's part of the policy's loss."""
+        """Return the value head's loss."""
         return self.config.critic.vf_coef * self.of_critic(i, values_of(output))
 
     def of_critic(self, i: int, values: Tensor) -> Tensor:
-        """Return the value loss of micro-batch `i`."""
+        """Return the value loss."""
         loss, gauges = critic_loss(self.config, values, self.targets.at(self.micro[i].index, self.device))
         self.gauges.append(dict(gauges))
         return loss
 
 
 def values_of(output: Sampled) -> Tensor:
-    """Return the values of a policy with a value head.
+    """Return the value head's output.
 
     Raises:
-        ValueError: the policy has no value head.
+        ValueError: no value head.
     """
     if output.values is None:
         raise ValueError("critic.backbone policy needs a policy with a value head")
@@ -264,5 +256,5 @@ def values_of(output: Sampled) -> Tensor:
 
 
 def all_of(output: Sampled) -> Tensor:
-    """Stack one pass's logprobs, divergences (with a reference) and values (with a value head): [1 to 3, M]."""
+    """Stack logprobs, divergences and values, if present: [1 to 3, M]."""
     return torch.stack([row for row in (output.logprobs, output.divergences, output.values) if row is not None])

@@ -1,9 +1,6 @@
-"""Constants of the losses, computed for a batch before the first optimizer step: advantages, weights, old logprobs.
+"""Constants of the losses, computed before the first optimizer step.
 
-    targets = build_targets(batch, config, kl_coef=..., old_logprobs=..., ref_logprobs=..., values=..., num_minibatches=...)
-    targets.at(micro.index)                         those of one micro-batch
-
-Every rank prepares the whole batch (a few arrays of M numbers), so that whitening, masks and denominators are global.
+Every rank prepares the whole batch, so whitening, masks and denominators are global.
 """
 
 from collections.abc import Sequence
@@ -33,40 +30,40 @@ from offbeat.trainer.losses.advantages import (
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Constants of the losses per sampled token, all [M]."""
+    """Constants per sampled token, all [M]."""
 
     advantages: Tensor
     weights: Tensor
-    """Each token's weight in its optimizer step's loss (`trainer.algorithms.aggregation`); 0 for masked episodes."""
+    """Weights in the optimizer step's loss (`trainer.algorithms.aggregation`); 0 for masked episodes."""
     old_logprobs: Tensor
     behavior_logprobs: Tensor
     turn: Tensor
-    """[M] int64, like `sequence`: the units of ratios and corrections."""
+    """int64, like `sequence`: units of ratios and corrections."""
     sequence: Tensor
     ref_logprobs: Tensor | None = None
     returns: Tensor | None = None
     old_values: Tensor | None = None
     critic_weights: Tensor | None = None
-    """Each token's weight in the critic's loss."""
+    """Weights in the critic's loss."""
     pg_weights: Tensor | None = None
     """Factors of the policy loss: episode weights and GPG's scale."""
     trusted: Tensor | None = None
-    """[M] bool: tokens that M2PO keeps."""
+    """Bool: kept by M2PO."""
     old_is_present: bool = False
-    """True if the only pass over the batch is at the start of the step, so its own logprobs serve as `old_logprobs`."""
+    """Whether the only pass's own logprobs serve as `old_logprobs`."""
     proximal: Tensor | None = None
-    """Interpolation weight from the behavior's to the policy's logprob: `offbeat.trainer.algorithms.proximal`."""
+    """`proximal_share` of `offbeat.trainer.algorithms.proximal`."""
     fresh: Tensor | None = None
-    """[M] bool: the current version sampled the token and all before it, so the logprobs should be equal."""
+    """Bool: sampled, like all before it, by the current version; logprobs should be equal."""
     token_share: float = 0.0
     """1 / tokens per optimizer step."""
     teacher_kl: float | None = None
-    """Mean KL to the teachers per token, weighted by their coefficients."""
+    """Mean weighted KL to the teachers per token."""
     kl_in_reward: float = 0.0
-    """KL to the reference for the controller: mean over each trajectory's tokens, then over trajectories."""
+    """KL to the reference for the controller: mean over tokens, then trajectories."""
 
     def at(self, index: Tensor, device: torch.device | None = None) -> "Targets":
-        """Return the targets of the tokens at `index` [m] int64, moved to `device` if given."""
+        """Return the targets at `index` [m] int64, on `device` if given."""
         selected: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -91,17 +88,16 @@ def build_targets(
     running: RunningMoments | None = None,
     masked: MaskedCounts = NO_MASKED,
 ) -> Targets:
-    """Compute advantages and the other constants of the losses.
+    """Compute the constants of the losses.
 
-    old_logprobs: [M], the learner's at the start of the step, or None for the engine's; old_is_present: they are those of
-    the only pass over the batch; ref_logprobs, values: [M] or None; divergences: [M], KL from the learner to the reference
-    over the vocabulary at the start of the step, or None; teacher_logprobs: [K, M] in the order of `config.teacher`, ignored
-    where `teacher_mask` is False, or None; version: the learner's at the start of the step; num_minibatches: optimizer steps
-    per pass; running: statistics for `norm_mean_type: running`; masked: masked parts that count in the denominators of the
-    policy loss.
+    old_logprobs: [M], the learner's at the start of the step, or None for the engine's; old_is_present: they are the
+    only pass's own; ref_logprobs, values: [M]; divergences: [M], KL to the reference over the vocabulary at the start;
+    teacher_logprobs: [K, M], ordered as `config.teacher`, ignored outside `teacher_mask`; version: the learner's at the
+    start; num_minibatches: optimizer steps per pass; running: for `norm_mean_type: running`; masked: counted in
+    denominators.
 
     Raises:
-        ValueError: an input that the configuration needs is None.
+        ValueError: a needed input is None.
     """
     _check(config, old_logprobs, ref_logprobs, version, old_is_present=old_is_present)
     old = batch.behavior_logprobs if old_logprobs is None else old_logprobs
@@ -152,7 +148,7 @@ def _kl_in_reward(
 
 
 def apply_group_weights(targets: Targets, batch: Batch, weights: Sequence[float]) -> Targets:
-    """Multiply each group's policy loss by its weight; weights: one per group of the batch."""
+    """Multiply each group's policy loss by its weight."""
     if all(weight == 1.0 for weight in weights):
         return targets
     token_factors = torch.tensor(weights)[batch.group[batch.trajectory]]
@@ -178,13 +174,13 @@ def _check(
 
 
 def needs_initial_logprobs(config: AlgorithmConfig) -> bool:
-    """True if targets need the policy's logprobs at the start of the step for more than `old_logprobs`."""
+    """Return whether targets need initial logprobs for more than `old_logprobs`."""
     for_advantages = config.add_token_level_kl or config.distills or config.value_targets == "vtrace"
     return for_advantages or config.train_infer_correction.m2_threshold is not None
 
 
 def teacher_mask(config: AlgorithmConfig, batch: Batch) -> Tensor:
-    """Return the tokens that each of `config.teacher` teaches, [K, M] bool."""
+    """Return the tokens taught by each of `config.teacher`, [K, M] bool."""
     tags = [teacher.tag_included or batch.tags for teacher in config.teacher.values()]
     teaches_tag = torch.tensor([[tag in taught for tag in batch.tags] for taught in tags], dtype=torch.bool)
     return teaches_tag[:, batch.tag[batch.trajectory]]
