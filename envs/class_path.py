@@ -25,9 +25,9 @@ def load_object(path: str) -> Any:
     """Import an object.
 
     Raises:
-        ValueError: `path` is not `module:attribute`.
-        ImportError: the module can't be imported.
-        AttributeError: it has no such attribute.
+        ValueError: not `module:attribute`.
+        ImportError: no such module.
+        AttributeError: no such attribute.
     """
     module, _, attribute = path.partition(":")
     if not module or not attribute:

@@ -63,7 +63,7 @@ def check_contract(
     max_turns: int = 20,
     on_call: Call = lambda _: None,
 ) -> ContractReport:
-    """Run an env on `num_seeds` seeds, at most `max_turns` turns each, and report violations."""
+    """Run an env on `num_seeds` seeds, at most `max_turns` each, and report violations."""
     report = ContractReport()
     if problems := registry.check_env_config(env_type, env_config):
         report.findings += [Finding("problem", "settings", message) for message in problems]

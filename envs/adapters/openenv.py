@@ -11,7 +11,6 @@ from offbeat.envs.config import Config
 from offbeat.envs.optional_imports import require
 
 REJECTION_CODES = ("VALIDATION_ERROR", "INVALID_JSON")
-"""Server error codes of a rejected action."""
 
 
 class ActionRejectedError(ValueError):

@@ -69,7 +69,7 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
     system_prompt: str = "Answer the question."
 
     def __init__(self, config: C) -> None:
-        """Raises ValueError if the data can't be read."""
+        """Raises ValueError for unreadable data."""
         self.config = config
         self.render_mode = "ansi"
         self._rows = _load_split(config)

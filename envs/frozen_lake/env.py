@@ -27,7 +27,7 @@ from offbeat.envs.parsing import WHOLE_PATTERN, ActionParser, compile_pattern
 
 SYSTEM_PROMPT = "Walk P to G . Avoid O ."
 WORDS = tuple(dict.fromkeys((*SYSTEM_PROMPT.split(), "_", "#", *ACTIONS, *"0123456789")))
-"""Vocabulary of prompts, observations and answers (up to 9 x 9), for a word-level tokenizer."""
+"""Vocabulary for a word-level tokenizer (up to 9 x 9)."""
 
 OBSERVATION_CHARS = "".join(sorted({*"".join(WORDS), " ", "\n"}))
 ANSWER_CHARS = "".join(map(chr, range(32, 127))) + "\n\t"

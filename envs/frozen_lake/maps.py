@@ -75,7 +75,7 @@ def draw_map(
 ) -> LakeMap:
     """Return a random solvable map of the split.
 
-    p: probability of ice. placement: start top left and goal bottom right, or both random.
+    p, placement: as `FrozenLakeConfig.p` and `start_goal`.
 
     Raises:
         RuntimeError: none in 10,000 draws.

@@ -1,5 +1,6 @@
-"""Landlock: restricts files, TCP ports and signals of this process and its children; needs Linux 5.13
-(docs.kernel.org/userspace-api/landlock.html).
+"""Landlock: restricts files, TCP ports and signals of this process and its children.
+
+Needs Linux 5.13; later kernels restrict more (docs.kernel.org/userspace-api/landlock.html).
 """
 
 import ctypes

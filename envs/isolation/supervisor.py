@@ -103,7 +103,6 @@ def _apply(layer: Any) -> bool:
 
 
 def _readable_paths() -> list[str]:
-    """Return the paths that Python reads, the interpreter's last."""
     system = ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime"]
     return [*system, *dict.fromkeys((sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix))]
 

@@ -86,7 +86,6 @@ def _nearest(room: Room, cell: Cell, targets: frozenset[Cell]) -> int:
 
 
 def _steps_towards(room: Room, goals: set[Cell]) -> set[int]:
-    """Return first steps of the shortest paths to a goal."""
     distance, level = dict.fromkeys(goals, 0), goals
     offsets = [room.offset(action) for action in range(len(ACTIONS))]
     while level and room.player not in distance:

@@ -22,7 +22,7 @@ from offbeat.envs.sokoban.rooms import ACTIONS, Room
 SYMBOLS = ("#", "_", "O", "√", "X", "P", "S")
 SYSTEM_PROMPT = "Push X to O ."
 WORDS = tuple(dict.fromkeys((*SYSTEM_PROMPT.split(), *SYMBOLS, *ACTIONS, *map(str, range(32)))))
-"""Vocabulary of prompts, observations and answers by default, for a word-level tokenizer."""
+"""Vocabulary for a word-level tokenizer, with default settings."""
 
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n\t"
 MAX_ANSWER_CHARS = 100_000

@@ -39,7 +39,7 @@ def make_room(
 ) -> Room:
     """Return a random room of the split, no box on a target.
 
-    dim_room: rows and columns, including walls. search_depth: maximum reverse moves.
+    dim_room: includes walls. search_depth: maximum reverse moves.
 
     Raises:
         RuntimeError: none in 2,000 draws.

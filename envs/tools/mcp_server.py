@@ -14,10 +14,10 @@ from offbeat.envs.tools.functions import Call, Function, read_call
 
 T = TypeVar("T")
 CONNECT_TIMEOUT_S = 60.0
-"""Includes server startup."""
+"""Connection timeout, including server startup."""
 CLOSE_TIMEOUT_S = 3.0
 PROBE_TIMEOUT_S = 2.0
-"""Probe after a call timed out."""
+"""Timeout of the probe after a timed-out call."""
 
 
 class McpAddress(NamedTuple):
@@ -32,7 +32,7 @@ class McpServer:
     """Connection with its event loop in a thread; methods block."""
 
     def __init__(self, address: McpAddress) -> None:
-        """Raises ValueError if the server can't be reached."""
+        """Raises ValueError if unreachable."""
         self._address = address
         self._connecting = asyncio.Lock()
         self._loop = asyncio.new_event_loop()

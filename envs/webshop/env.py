@@ -45,7 +45,7 @@ WORDS = tuple(
         + [str(number) for number in range(10)]
     )
 )
-"""Vocabulary of prompts, pages and sensible answers in a generated shop, for a word-level tokenizer."""
+"""Vocabulary for a word-level tokenizer, with a generated shop."""
 ACTION = re.compile(r"(search|click)\s*\[(.*)\]", re.DOTALL | re.IGNORECASE)
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n\t›"
 MAX_CHARS = 100_000

@@ -75,7 +75,6 @@ SHOP_WORDS = tuple(
         for word in text.split()
     )
 )
-"""All words of generated shops."""
 
 
 def make_catalogue(seed: int, num_products: int) -> Catalogue:
