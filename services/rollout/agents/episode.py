@@ -56,7 +56,7 @@ def load_agent_template(model_folder: Path, tool_call_parser: str | None) -> Cha
     tool_call_parser: None selects one that reads the template's calls, if any.
 
     Raises:
-        RolloutError: the template is unusable, also with the parser.
+        RolloutError: the template is unusable, alone or with the parser.
     """
     if tool_call_parser is not None:
         return load_chat_template(model_folder, partial(load_parser, tool_call_parser))
