@@ -30,7 +30,7 @@ MARKS = tuple(f"offbeat{i}mark{i}" for i in range(6))
 """Content markers for the analysis."""
 MAX_CACHED_TEXTS = 2_048
 MAX_CACHED_CHARS = 512
-"""Cached texts; longer ones rarely repeat."""
+"""Longest cached text; longer ones rarely repeat."""
 
 
 class _Pieces(NamedTuple):
@@ -198,17 +198,12 @@ def load_chat_format(folder: Path, calling: FunctionTemplate | None = None) -> C
 
 
 def _turns(contents: Sequence[str], system: str | None = None) -> list[ChatMessageDict]:
-    """Return alternating user and assistant messages."""
     head = [] if system is None else [{"role": "system", "content": system}]
     return head + [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
 
 
 def _strips_content(render: Render) -> bool:
-    """Return whether contents are stripped.
-
-    Raises:
-        RolloutError: roles are treated differently.
-    """
+    """Return whether contents are stripped. Raises RolloutError if roles differ."""
     padded = [f" {mark} " for mark in MARKS]
     text = render(_turns(padded[1:4], padded[0] if _supports_system(render) else None), True)
     preserved = [padded[i] in text for i in range(4) if MARKS[i] in text and i != 2]

@@ -31,7 +31,7 @@ RenderAny = Callable[[Sequence[dict[str, Any]], Sequence[Any], bool], str]
 
 MAX_CACHED_TEXTS = 4_096
 MAX_CACHED_CHARS = 512
-"""Cached texts; longer ones rarely repeat."""
+"""Longest cached text; longer ones rarely repeat."""
 NAME, KEY, VALUE = "offbeatname", "offbeatkey", "offbeatvalue"
 """Markers of a call for the analysis."""
 
@@ -149,7 +149,6 @@ def load_chat_template(folder: Path, parser_for: Callable[[Any], CallParser] | N
 
 
 def _end_of_turn(render: RenderAny, tokenizer: Tokenizer) -> tuple[int, str]:
-    """Return the special token after an answer."""
     question, answer = {"role": "user", "content": KEY}, {"role": "assistant", "content": NAME}
     text = render([question, answer, {"role": "user", "content": VALUE}], (), True)
     if NAME not in text:  # the template omits earlier answers
