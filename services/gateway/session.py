@@ -123,7 +123,7 @@ class EpisodeSession:
 
         Raises:
             InvalidCallError: the call can't be answered.
-            Exception: sampling failed; `failed` is set.
+            Exception: sampling failed; sets `failed`.
         """
         self._admit(request)
         prompt = self._plan(request)
