@@ -91,6 +91,7 @@ def new_root(folder: Path, readable: Iterable[str], *, program_id: int, disk_mib
 
 
 def switch_user(program_id: int) -> None:
+    """Switch to the program's user."""
     os.setgroups([])
     os.setresgid(program_id, program_id, program_id)
     os.setresuid(program_id, program_id, program_id)
