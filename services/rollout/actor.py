@@ -80,7 +80,7 @@ class EnvWorkerActor:
         return {"name": self._name, "pid": os.getpid(), "ready": worker is not None, "playing": playing}
 
     async def drain(self) -> None:
-        """Claim no more episodes."""
+        """Claim no more episodes until the process is replaced."""
         if self._worker:
             self._worker.drain()
 
