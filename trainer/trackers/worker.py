@@ -79,6 +79,7 @@ class StdinCommands:
         return StartMessage(**json.loads(first)) if first else None
 
     def wait(self, timeout_s: float | None) -> None:
+        """Wait for input or the learner's end."""
         if select.select([self._descriptor], [], [], timeout_s)[0]:
             chunk = os.read(self._descriptor, 1 << 16)
             self._read += chunk
@@ -97,6 +98,7 @@ class StdoutReplies:
         self._lines: JsonLines | None = JsonLines(sys.stdin.buffer, claim_stdout())
 
     def send(self, **fields: Any) -> None:
+        """Send an object."""
         if self._lines is not None and not self._lines.send(fields):
             self._lines = None
 
