@@ -1,8 +1,7 @@
-"""Connections to the run's Redis that live through its restarts, and through times in which it refuses writes.
+"""Redis clients that retry through restarts and refused writes.
 
-A command whose connection breaks, or that Redis refuses because it can't take writes now, is sent again for about
-`patience_s`. Every script of the buffer, the lease and the broker may be repeated; do not use these clients for commands
-that may not.
+A command is repeated for about `patience_s` after an outage or a refused write, so it must be idempotent, like every
+script of the buffer, the lease and the broker.
 """
 
 import asyncio
@@ -22,21 +21,21 @@ from offbeat.services.redis.errors import IN_PIPELINE, RedisReadOnlyError, find_
 
 T = TypeVar("T")
 ShouldRetry = Callable[[Exception], bool]
-"""Called before each further retry once a call's patience is over; True continues."""
+"""Called before each retry after a call's patience is over; True continues."""
 
 SOCKET_TIMEOUT_S = 15.0
-"""Time without an answer after which Redis counts as unreachable; longer than the longest blocking read."""
+"""Socket timeout; exceeds `MAX_BLOCK_S`."""
 CONNECT_TIMEOUT_S = 5.0
 RETRY_BASE_S = 0.02
 RETRY_CAP_S = 0.5
 MAX_RETRIES = 200
-"""Ends what fails at once each time though Redis is there."""
+"""Bound for calls that fail at once each time."""
 MAX_BLOCK_S = 5.0
-"""Longest blocking read; below the clients' socket timeout, so that a dead connection is noticed."""
+"""Longest blocking read."""
 
 
 def _raise_first_error(answer: T) -> T:
-    """Raise the first error among a pipeline's results, or return them."""
+    """Raise the first refused write among a pipeline's results."""
     for each in cast(list[object], answer) if isinstance(answer, list) else ():
         if isinstance(each, redis_errors.ResponseError) and find_refusal(each):
             raise each
@@ -48,7 +47,6 @@ def _never(_: Exception) -> bool:
 
 
 class _RetryState:
-    """Retry state of one call."""
 
     def __init__(self, patience_s: float, should_retry: ShouldRetry) -> None:
         self._deadline = time.monotonic() + patience_s
@@ -63,8 +61,7 @@ class _RetryState:
         return min(RETRY_CAP_S, RETRY_BASE_S * 2 ** min(self.failures, 10))
 
     def count_refusal(self, error: redis_errors.ResponseError) -> RedisReadOnlyError:
-        """Count a refused write; raises `error` if it is another error, and at once for a transaction, whose watched
-        keys are no longer watched."""
+        """Count a refused write. Raises any other error, and a transaction's at once, as its keys are unwatched."""
         refusal = find_refusal(error)
         if refusal is None:
             raise error
@@ -75,8 +72,10 @@ class _RetryState:
 
 
 class OutageRetry(Retry):
-    """Retries until `patience_s` is over, however long a single try takes, and then as long as `should_retry` returns True;
-    redis-py's own policy counts tries, and a hung server costs a socket timeout for each."""
+    """Retries for `patience_s`, then while `should_retry` returns True.
+
+    redis-py's own policy counts tries, each up to a socket timeout.
+    """
 
     def __init__(self, patience_s: float, should_retry: ShouldRetry = _never) -> None:
         super().__init__(NoBackoff(), MAX_RETRIES)
@@ -93,7 +92,7 @@ class OutageRetry(Retry):
         is_retryable: Callable[[Exception], bool] | None = None,
         with_failure_count: bool = False,
     ) -> T:
-        """`fail` disconnects, so that the next `do` reconnects; a refused write keeps the connection."""
+        """Retry `do`; `fail` disconnects, but not after a refused write."""
         patience = _RetryState(self._patience_s, self._should_retry)
         while True:
             try:
@@ -110,7 +109,7 @@ class OutageRetry(Retry):
 
 
 class AsyncOutageRetry(AsyncRetry):
-    """`OutageRetry` for a loop."""
+    """`OutageRetry` for asyncio."""
 
     def __init__(self, patience_s: float) -> None:
         super().__init__(NoBackoff(), MAX_RETRIES)
@@ -139,11 +138,10 @@ class AsyncOutageRetry(AsyncRetry):
 
 
 class Cancellable:
-    """Mixin for connections of redis-py that delivers cancellations during a send.
+    """Mixin for redis-py connections that delivers cancellations during a send.
 
-    redis-py bounds its sends by `asyncio.wait_for`, which before Python 3.12 loses a cancellation that arrives when the
-    awaited operation has just completed (https://github.com/python/cpython/issues/86296): the cancelled task would
-    continue forever.
+    redis-py's `asyncio.wait_for` loses them before Python 3.12 if the send has just completed
+    (https://github.com/python/cpython/issues/86296).
     """
 
     async def send_packed_command(self: Any, command: Any, check_health: bool = True) -> None:
@@ -161,8 +159,10 @@ class Cancellable:
 
 
 def connect(url: str, *, patience_s: float = 30.0, should_retry: ShouldRetry = _never) -> Redis:
-    """Return a thread-safe client for one process. Raises nothing before the first command. should_retry: called in the
-    calling thread once a call's patience is over."""
+    """Return a thread-safe client; it connects at the first command.
+
+    should_retry: called in the calling thread.
+    """
     return Redis.from_url(
         url,
         retry=OutageRetry(patience_s, should_retry),
@@ -173,7 +173,7 @@ def connect(url: str, *, patience_s: float = 30.0, should_retry: ShouldRetry = _
 
 
 def connect_async(url: str, *, patience_s: float = 30.0, max_connections: int = 16) -> AsyncRedis:
-    """Return a client for one loop; more callers than connections wait for one. Close it with `aclose()`."""
+    """Return a client for one event loop, to be closed with `aclose()`; calls wait for a free connection."""
     pool = BlockingConnectionPool.from_url(
         url,
         max_connections=max_connections,

@@ -1,6 +1,6 @@
-"""Errors of a Redis that is reachable but refuses writes.
+"""Errors of a Redis that refuses writes.
 
-Invariant: a refused command was not executed, not even in part, so it may be repeated.
+A refused command had no effect, so it may be repeated.
 """
 
 import re
@@ -19,7 +19,7 @@ REMEDIES = {
     "MASTERDOWN": "bring its primary back",
     "TRYAGAIN": "its slots are being moved",
 }
-"""Code of a temporary refusal -> what to do about it. UNBLOCKED is raised by a blocking read that was under way."""
+"""Temporary error code -> remedy; UNBLOCKED ends a blocking read."""
 KINDS = {
     redis_errors.OutOfMemoryError: "OOM",
     redis_errors.ReadOnlyError: "READONLY",
@@ -27,33 +27,34 @@ KINDS = {
     redis_errors.MasterDownError: "MASTERDOWN",
     redis_errors.TryAgainError: "TRYAGAIN",
 }
-"""redis-py's own classes, whose text lacks the code."""
+"""redis-py errors without the code in their text."""
 REFUSAL = re.compile(rf"(?:^|: -?)(?P<code>{'|'.join(REMEDIES)}) (?P<why>.*)", re.DOTALL)
-"""A script's error has the code in front in Redis 7, and after the place in the script in Redis 6."""
+"""Redis 7 starts a script's error with the code; Redis 6 with the place in the script."""
 IN_PIPELINE = " of pipeline caused error: "
-"""Prefix that redis-py adds to an error of one of several commands."""
+"""redis-py's prefix to an error in a pipeline."""
 AS_TUPLE = re.compile(r"""^\(['"](.*)['"],\)$""", re.DOTALL)
-"""Form of that error in redis-py's asynchronous pipelines."""
+"""Form of that error in asynchronous pipelines."""
 
 
 class RedisReadOnlyError(redis_errors.ConnectionError):
-    """Redis is reachable but refuses writes; a refused command has had no effect. Callers handle it like an unreachable
-    Redis."""
+    """Refused write, without effect; handled like an unreachable Redis."""
 
 
 def complaint(error: Exception) -> str:
-    """Return a message about a Redis that raised `error`."""
+    """Describe an error of Redis."""
     return str(error) if isinstance(error, RedisReadOnlyError) else f"Redis does not answer: {error}"
 
 
 def retryable(error: Exception) -> RetryableError:
-    """Return a `ConnectionError` or `TimeoutError` of Redis as the mesh calls it."""
+    """Convert a `ConnectionError` or `TimeoutError` of Redis."""
     return RetryableError(complaint(error))
 
 
 def find_refusal(error: redis_errors.ResponseError) -> RedisReadOnlyError | None:
-    """Return Redis' refusal of a write, or None for any other error. Redis checks before a command, or before a
-    script's first write, so nothing was executed."""
+    """Return the refused write behind `error`, or None.
+
+    Redis checks before a command and before a script's first write.
+    """
     text = AS_TUPLE.sub(r"\1", str(error).rpartition(IN_PIPELINE)[2])
     code = KINDS.get(type(error))
     if code is None:

@@ -1,10 +1,9 @@
-"""Lease of the learner: one learner at a time holds a run, and writes of earlier ones are refused.
+"""Learner lease: one learner holds a run, and writes of earlier ones are refused.
 
-Invariant: each lease has an epoch, greater than all before; every write of a learner carries it, and Redis refuses all
-epochs but the newest. The lease's expiry only determines when a waiting learner may take over, and only counts time in
-which Redis accepted writes, as observed by the waiting learners: a holder that could not renew its lease gets time to,
-once it can again. A run that is created anew under its name, or deleted, gets a greater epoch at that moment
-(`offbeat.services.control.store`).
+Invariant: each lease has a greater epoch than all before, every learner write carries it, and Redis refuses all but the
+newest. Creating or deleting a run increments it, too (`offbeat.services.control.store`). Expiry only determines when a
+waiting learner may take over; it counts only time in which the waiting learners saw Redis accept writes, so that after
+an outage the holder can renew first.
 """
 
 import logging
@@ -84,12 +83,12 @@ return 1
 
 
 def owner_of(pid: int) -> str:
-    """Return the name under which a process of this host holds a lease."""
+    """Return the owner name of a process on this host."""
     return f"{socket.gethostname()}:{pid}"
 
 
 def free_lease_of(redis: Redis, run_id: str, owner: str) -> bool:
-    """Release the lease of a learner that is known to be dead; return False if it did not hold the lease last.
+    """Release a dead learner's lease; return False if it was not the last holder.
 
     Raises:
         RetryableError: Redis does not answer.
@@ -106,7 +105,7 @@ class LeaseHeldError(RetryableError):
     """Another learner holds the run."""
 
     def __init__(self, owner: str, since: float) -> None:
-        """owner: holder's name for messages. since: Unix time, s."""
+        """owner: holder's name. since: Unix time, s."""
         self.owner = owner
         self.since = since
         super().__init__(
@@ -115,7 +114,7 @@ class LeaseHeldError(RetryableError):
 
 
 class LearnerLease:
-    """Holds a run for one learner, renewed by a thread. Use one object per learner process.
+    """Lease of a run, renewed by a thread; one object per learner process.
 
     Args:
         owner: name for messages, e.g. host and pid.
@@ -152,7 +151,7 @@ class LearnerLease:
 
     @property
     def epoch(self) -> int:
-        """Epoch that every write of this learner carries.
+        """Epoch for this learner's writes.
 
         Raises:
             FencedError: the lease was never acquired.
@@ -162,7 +161,7 @@ class LearnerLease:
         return self._epoch
 
     def acquire(self, wait_s: float = 0.0) -> int:
-        """Acquire the lease, waiting up to `wait_s` for another learner to release it or die; return the epoch.
+        """Acquire the lease within `wait_s`; return the epoch.
 
         Raises:
             LeaseHeldError: another learner still holds it.
@@ -186,20 +185,16 @@ class LearnerLease:
             self._wait_for_release(position, look_s)
 
     def held(self) -> bool:
-        """Return True if the lease was renewed within its timeout and not taken by another learner."""
+        """Return True if the lease is neither expired nor taken."""
         return self._epoch is not None and not self._lost.is_set() and time.monotonic() < self._valid_until
 
     def check(self) -> None:
-        """Stop a learner that was replaced.
-
-        Raises:
-            FencedError: another learner has taken the run.
-        """
+        """Raise `FencedError` if another learner has taken the run."""
         if self._lost.is_set():
             raise FencedError(f"another learner has taken the run from epoch {self._epoch}")
 
     def release(self) -> None:
-        """Release the lease, so that the next learner need not wait for it to expire; does nothing if it is not held."""
+        """Release the lease, if held."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(STOP_TIMEOUT_S)  # it may be waiting for a Redis that is gone; that must not hold us up

