@@ -1,1 +1,1 @@
-"""Deployed meshes: Serve applications, run factories and engine matching."""
+"""Deployed meshes."""

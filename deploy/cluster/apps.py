@@ -1,6 +1,6 @@
-"""Builders of the applications in `local.yaml` and `deploy.yaml`, called by `serve deploy` with their `args`.
+"""Builders of the applications in `local.yaml` and `deploy.yaml`.
 
-Invariant: all arguments are validated strictly before an application starts; errors name the keys.
+Invariant: arguments are validated strictly before start; errors name the keys.
 """
 
 import json
@@ -42,16 +42,16 @@ class RedisArguments(Config):
     redis_url: RedisUrl
     """Client URL; sets port and password. The server listens on loopback."""
     folder: Path
-    """Folder of the append-only file, from which a later deployment restores the state."""
+    """Folder of the append-only file, restored by a later deployment."""
     appendfsync: Literal["everysec", "always"] = "everysec"
 
 
 class GenerationArguments(Config):
     redis_url: RedisUrl
     folder: Path
-    """Folder of logs, and of the tiny policy if `pretrain` is `tiny`."""
+    """Folder of logs, and of the tiny policy with `pretrain: tiny`."""
     run: str | None = None
-    """YAML file of a run like those to serve, or the name of one in `deploy/configs`."""
+    """YAML file of a run to serve, or its name in `deploy/configs`."""
     config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Overrides of `run`: `pretrain`, `sequence_length`, `actor_infer`, `weights`, ..."""
 
@@ -60,13 +60,12 @@ class ControlAppArgs(Config):
     redis_url: RedisUrl
     """Redis of all runs, reachable from every node."""
     working_dir: Path | None = None
-    """Base of relative paths in runs' configurations; None: the folder in which `ray start` ran."""
+    """Base of runs' relative paths; None: the folder of `ray start`."""
     token_file: Path | None = None
-    """File with the bearer token; without one, only programs on the service's host have access."""
+    """File with the bearer token; without one, access is limited to the service's host."""
     read_token_file: Path | None = None
-    """File with a second, read-only token."""
+    """File with a read-only token."""
     log_dir: Path = Path("runs/control")
-    """Folder of the service's log."""
 
 
 def redis(args: dict[str, Any]) -> Application:
@@ -112,7 +111,7 @@ def control(args: dict[str, Any]) -> Application:
 
 
 def parse_arguments(kind: type[T], args: dict[str, Any]) -> T:
-    """Validate an application's arguments.
+    """Validate arguments.
 
     Raises:
         ConfigError: with every invalid key.

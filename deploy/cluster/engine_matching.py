@@ -1,7 +1,7 @@
 # pyright: basic
 """Matching of runs to deployed generation applications.
 
-Invariant: an application serves one run at a time; a run that names none gets only one that equals its configuration.
+Invariant: an application serves one run at a time; one that the run does not name must equal its configuration.
 """
 
 import tempfile
@@ -19,17 +19,17 @@ from offbeat.trainer.config.issue import ConfigIssue
 
 APP_KEY = "actor_infer.app"
 IGNORED_ARCHITECTURE_KEYS = {"_name_or_path", "transformers_version", "initializer_range", "dtype", "torch_dtype"}
-"""Keys of `config.json` without effect on an engine that gets its weights from the broker."""
+"""Keys of `config.json` without effect on an engine with the broker's weights."""
 RUN_SPECIFIC_KEYS = {"app", "generating_args", "request_timeout_s", "update_timeout_s", "cpus_per_replica"}
-"""Keys of `actor_infer` that may differ between a run and an unnamed application."""
+"""Keys of `actor_infer` that may differ from an unnamed application's."""
 
 
 def choose_app(
     config: RunConfig, offers: Mapping[str, EngineOffer], is_free: Callable[[str], bool]
 ) -> tuple[str | None, list[ConfigIssue]]:
-    """Return the application for the run (None: it deploys its own) and the issues that prevent its use.
+    """Return the run's application (None: its own deployment) and the issues against it.
 
-    is_free: returns True if no other active run has claimed an application.
+    is_free: True if unclaimed by other active runs.
     """
     named = config.actor_infer.app
     if named == app_name(config.exp_name):

@@ -1,7 +1,7 @@
 # pyright: basic
-"""Run factory of a control service started by `serve deploy`.
+"""Run factory of a control service under `serve deploy`.
 
-Invariants: runs' relative paths start at one folder; a run is checked against the cluster, not the service's host.
+Invariants: relative paths start at one folder; runs are checked against the cluster, not the host.
 """
 
 import asyncio
@@ -83,7 +83,7 @@ class RayRunFactory(MeshRunFactory):
         super().validate_change(record, values)
 
     def _find_active_run(self, run_id: str) -> RunConfig | None:
-        """Return the active run's configuration: submitted again, a run keeps its application."""
+        """Return the active run's configuration, so that resubmission keeps its application."""
         config, state = cast(list[bytes | None], self._redis.hmget(RunKeys(run_id).record, ["config", "state"]))
         if config is None or state is None or RunState(state.decode()).over:
             return None
@@ -106,12 +106,12 @@ class RayRunFactory(MeshRunFactory):
         return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status, claim=_claim_id(record))
 
     async def write_report(self, record: RunRecord) -> None:
-        """Run `offbeat report` in a separate process: it renders the user's envs, which may hang or crash.
+        """Run `offbeat report` in a process, because it renders the user's envs.
 
-        The Redis URL is passed in the environment, because it may contain a password.
+        The Redis URL is passed in the environment; it may contain a password.
 
         Raises:
-            ControlError: the report was not written; the message names the command that writes it.
+            ControlError: not written; names the command that does.
         """
         folder = Path(record.output_dir)
         if not holds_claim(folder, _claim_id(record)):

@@ -1,8 +1,8 @@
 # pyright: basic
-"""Detached actor that stops env workers and learner hosts, which Serve does not know, when Serve is shut down.
+"""Detached actor that stops env workers and learner hosts, unknown to Serve, at its shutdown.
 
-Invariants: no process outlives `serve shutdown`; the death of a control replica stops nothing; learners save a checkpoint
-before the deploy file's Redis stops, and runs resume when deployed again.
+Invariants: no process outlives `serve shutdown`; a control replica's death stops nothing; learners save a checkpoint
+before the deploy file's Redis stops.
 """
 
 import asyncio
@@ -31,9 +31,9 @@ LEARNER_GRACE_S = 20.0
 HOST_EXTRA_GRACE_S = 4.0
 ENSURE_INTERVAL_S = 5.0
 SHUTDOWN_KEY = b"serve-shutdown-in-progress"
-"""Suffix of the key that `serve shutdown` sets."""
+"""Suffix of the key set by `serve shutdown`."""
 SHUTDOWN_FLAG_TTL_S = 30
-"""Time after a shutdown during which no learner is started."""
+"""Time after a shutdown without learner starts."""
 
 
 class Reaper:
@@ -73,7 +73,7 @@ def wait_for_shutdown() -> None:
 
 
 def stop_learners(redis_url: str) -> None:
-    """Stop the learners if Serve is shutting down, rather than just replacing Redis."""
+    """Stop the learners if Serve is shutting down, not just replacing Redis."""
     if not is_serve_shutting_down():
         return
     with connect(redis_url, patience_s=1.0) as redis:
@@ -94,7 +94,7 @@ def is_serve_shutting_down() -> bool:
 
 
 def is_serve_running() -> bool:
-    """Return True if Serve's controller exists, even while Ray is restarting it."""
+    """Return True if Serve's controller exists, also during Ray's restart of it."""
     try:
         ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
     except ValueError:

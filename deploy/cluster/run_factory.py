@@ -1,6 +1,6 @@
-"""Composition root: builds the components of runs for the control service.
+"""Composition root of runs.
 
-Invariant: every component is found by name (Serve application, named actor, Redis key), never by a stored handle, so that
+Invariant: components are found by name (Serve application, named actor, Redis key), never by a stored handle, so
 control replicas are interchangeable.
 """
 
@@ -49,7 +49,7 @@ CLAIM_FILE = ".claim"
 
 
 class RunComponents:
-    """Components of one run, in the order in which they are stopped."""
+    """Components of a run, in the order of stopping."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class RunComponents:
         *,
         claim: str | None = None,
     ) -> None:
-        """claim: id of this start, by which `prepare` claims the folder; None if it is claimed already."""
+        """claim: id of this start, with which `prepare` claims the folder; None: already claimed."""
         self._config = config
         self._claim = claim
         self._redis = redis
@@ -120,7 +120,7 @@ class MeshRunFactory:
         self._serve_status = ServeStatus()
 
     def validate(self, document: str | dict[str, Any]) -> RunSpec:
-        """Return the run that a YAML text or a tree describes.
+        """Return the run of a YAML text or tree.
 
         Raises:
             InvalidRunError: with all issues.
@@ -131,7 +131,7 @@ class MeshRunFactory:
             raise InvalidRunError([_to_problem_view(issue) for issue in error.issues]) from error
 
     def load(self, document: str | dict[str, Any]) -> RunConfig:
-        """Return the validated configuration of a document.
+        """Return a document's configuration.
 
         Raises:
             ConfigError: with all issues.
@@ -147,7 +147,7 @@ class MeshRunFactory:
         """Check a change of live settings.
 
         Raises:
-            InvalidRunError: with the issues that the change causes.
+            InvalidRunError: with its issues.
         """
         before = json.loads(record.config)
         new = set(self._issues(_apply_values(before, values))) - set(self._issues(before))
@@ -155,13 +155,13 @@ class MeshRunFactory:
             raise InvalidRunError([_to_problem_view(issue) for issue in sorted(new, key=str)])
 
     async def write_report(self, record: RunRecord) -> None:
-        """Do nothing: `offbeat train` writes the report of its run."""
+        """Do nothing: `offbeat train` writes it."""
 
     def remove_files(self, record: RunRecord) -> list[str]:
         """Remove a run's files.
 
         Raises:
-            BusyError: a command uses the folder.
+            BusyError: the folder is in use.
         """
         try:
             return remove_run_files(Path(record.output_dir))
@@ -201,12 +201,12 @@ def _to_problem_view(issue: ConfigIssue) -> ProblemView:
 
 
 def claim_folder(config: RunConfig, claim: str) -> None:
-    """Claim the run's folder; an earlier run in it is moved aside unless it is resumed.
+    """Claim the run's folder; an earlier run is moved aside unless resumed.
 
-    claim: id of this start, stored in the folder to make the call idempotent.
+    claim: id of this start, stored to make the call idempotent.
 
     Raises:
-        FolderInUseError: `offbeat train` is running there.
+        FolderInUseError: `offbeat train` runs there.
     """
     if holds_claim(config.output_dir, claim):
         return
