@@ -1,4 +1,1 @@
-"""Components of a run, kept up by the reconciler: learner, env workers, generation, broker.
-
-Calls into Ray block, so they run in threads.
-"""
+"""Components of a run, kept up by the reconciler. Calls into Ray block, so they run in threads."""

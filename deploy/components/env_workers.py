@@ -21,13 +21,13 @@ from offbeat.services.rollout import actor as rollout_app
 logger = logging.getLogger(__name__)
 
 PING_TIMEOUT_S = 2.0
-"""Time after which an unresponsive actor counts as starting; a dead one fails at once."""
+"""After it, an unresponsive actor counts as starting; a dead one fails at once."""
 HANG_TIMEOUT_S = 60.0
-"""Time without an answer after which a started env worker is killed and replaced."""
+"""After it, an unresponsive started worker is killed and replaced."""
 
 
 class WorkerPool:
-    """Env workers; Ray restarts those whose process dies."""
+    """Env workers; Ray restarts dead ones."""
 
     name = "env-workers"
 
@@ -56,7 +56,7 @@ class WorkerPool:
             await asyncio.to_thread(rollout_app.build, index, self._settings, namespace=ray_actors.NAMESPACE)
 
     async def stop(self, *, now: bool) -> None:
-        """Stop all workers; with `now`, episodes are reassigned when heartbeats time out."""
+        """Stop all workers; with `now`, episodes are reassigned on heartbeat timeout."""
         for index in itertools.count():
             actor = await asyncio.to_thread(find_actor, rollout_app.worker_name(self._run_id, index))
             if actor is None and index >= self._num_workers:
@@ -95,7 +95,7 @@ class WorkerPool:
         return Observation(Health.READY, log=log)
 
     async def _observe_unresponsive(self, name: str, actor: ActorHandle, log: str) -> Observation:
-        """Return STARTING if the worker has never answered; kill it once it hangs."""
+        """Return STARTING before the first answer; kill a hung worker."""
         last_answer_at = self._answered.get(name)
         if last_answer_at is None:
             return Observation(Health.STARTING, "starting", log)

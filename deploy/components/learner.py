@@ -22,7 +22,7 @@ from offbeat.services.keys import ENDING, RunKeys
 from offbeat.services.weights.config import WeightsConfig
 
 NO_RETRY_EXIT_CODE = 2
-"""Exit code for an unusable configuration or checkpoint; a restart would fail again."""
+"""Unusable configuration or checkpoint."""
 
 
 class LearnerHostActor:
@@ -54,7 +54,7 @@ class ManagedLearner:
         """Last incarnation whose replacement by the standby was reported to the reconciler."""
 
     async def ensure(self) -> None:
-        """Start a learner, if none is alive and Serve is not shutting down."""
+        """Start a missing learner, unless Serve is shutting down."""
         status = await asyncio.to_thread(read_status, self._redis, self._run_id)
         if not status.alive and not await asyncio.to_thread(self._redis.exists, ENDING):
             await asyncio.to_thread(self._start)
@@ -130,7 +130,7 @@ class ExternalLearner:
         """Do nothing: a user attaches it."""
 
     async def stop(self, *, now: bool) -> None:
-        """With `now`, reject its further writes; otherwise it stops by itself."""
+        """With `now`, reject further writes; otherwise it stops by itself."""
         if now:
             await asyncio.to_thread(self._redis.incr, RunKeys(self._run_id).epoch)
             await asyncio.to_thread(self._redis.delete, RunKeys(self._run_id).lease)

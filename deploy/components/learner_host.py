@@ -1,6 +1,7 @@
-"""Host of a managed learner: starts `offbeat.trainer.cli`, reports to Redis, and may keep a standby learner.
+"""Host of a managed learner: runs `offbeat.trainer.cli`, reports to Redis, and may keep a standby.
 
-Invariants: the learner dies with its host, even on SIGKILL; Redis is the only interface, so any process can be the host.
+Invariants: the learner dies with its host, even on SIGKILL; Redis is the only interface, so any process can be the
+host.
 """
 
 import logging
@@ -33,14 +34,14 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_INTERVAL_S = 0.2
 REDIS_RETRY_TIMEOUT_S = 0.5
 HEARTBEAT_TTL_S = 6.0
-"""Time without a heartbeat after which a host and its learner count as dead."""
+"""Time after which a silent host and its learner count as dead."""
 KILL_TIMEOUT_S = 2.0
 HANG_TIMEOUT_S = 30.0
-"""Time after which a learner that has lost its lease is killed."""
+"""Time after which a learner without lease is killed."""
 STANDBY_START_INTERVAL_S = 5.0
-"""Minimum interval between starts of a standby learner: the active one has to catch up after a takeover."""
+"""Minimum interval of standby starts: the active one has to catch up."""
 FINAL_EXIT_CODES = (0, 2, 4)
-"""Exit codes of `offbeat.trainer.cli` after which no restart helps."""
+"""Exit codes after which no restart helps."""
 LEARNER_LOG = "logs/learner.out"
 
 
@@ -49,7 +50,7 @@ def learner_key(run_id: str) -> str:
 
 
 def alive_key(run_id: str) -> str:
-    """Return the key of the host's heartbeat."""
+    """Return the key of the heartbeat."""
     return RunKeys(run_id).key("learner", "alive")
 
 
@@ -61,7 +62,7 @@ class LearnerStatus:
     stopping: bool = False
     incarnation: str = ""
     died: str = ""
-    """Last incarnation that the standby replaced."""
+    """Incarnation last replaced by the standby."""
     death_reason: str = ""
 
     @property
@@ -99,7 +100,7 @@ def read_status(redis: Redis, run_id: str) -> LearnerStatus:
 
 
 def request_stop(redis: Redis, run_id: str, *, now: bool) -> None:
-    """Request that the host stop its learner, by SIGTERM (it saves a checkpoint) or `now` by SIGKILL."""
+    """Request a stop by SIGTERM (saves a checkpoint), or `now` by SIGKILL."""
     if redis.exists(learner_key(run_id)):
         redis.hset(learner_key(run_id), "stop", "kill" if now else "term")
 
@@ -119,7 +120,7 @@ class LearnerHost:
         threads: int = 1,
         standby: bool = False,
     ) -> None:
-        """standby: keep a second learner waiting for the first one's lease (`control.standby_learner`)."""
+        """standby: keep a second learner waiting for the lease (`control.standby_learner`)."""
         self._is_standby_enabled = standby
         self._standby: subprocess.Popen[bytes] | None = None
         self._next_standby_at = 0.0
@@ -137,7 +138,7 @@ class LearnerHost:
         self._stopping = False
 
     def start(self) -> None:
-        """Start the learner unless one is running; return when Redis has its state."""
+        """Start a missing learner; return when Redis has its state."""
         if self._thread and self._thread.is_alive():
             return
         self._exited.clear()
@@ -156,7 +157,7 @@ class LearnerHost:
         return self._exited.wait(timeout_s)
 
     def stop(self, grace_s: float) -> None:
-        """Terminate the learner without Redis, which may be gone; kill it after `grace_s`."""
+        """Terminate the learner without Redis; kill it after `grace_s`."""
         self._stopping = True
         for signal_number, timeout_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_TIMEOUT_S)):
             if self._thread is None or not self._thread.is_alive():
@@ -199,7 +200,7 @@ class LearnerHost:
             self._exited.set()
 
     def _ensure_standby(self, redis: Redis, *, required: bool) -> None:
-        """Start a missing standby learner once the run has weights; kill it if not `required`."""
+        """Start a missing standby once the run has weights; kill it if not `required`."""
         if self._standby is not None and not required:
             self._standby.kill()  # it has no state to save
             self._standby.wait()
@@ -221,7 +222,7 @@ class LearnerHost:
             logger.warning("can't start a standby learner: %s; retrying in %g s", error, STANDBY_START_INTERVAL_S)
 
     def _take_over(self, redis: Redis, before: str, code: int, process: subprocess.Popen[bytes]) -> str:
-        """Make the standby learner the active one and return its incarnation."""
+        """Activate the standby; return its incarnation."""
         incarnation = uuid.uuid4().hex
         reason = _describe_exit(code)
         logger.warning("learner exited (%s); standby learner %d takes over", reason, process.pid)
@@ -258,7 +259,7 @@ class LearnerHost:
             )
 
     def _send_heartbeat(self, redis: Redis, process: subprocess.Popen[bytes], incarnation: str, handled: str) -> str:
-        """Write a heartbeat and carry out a new stop request; return the request."""
+        """Write a heartbeat; execute and return a new stop request."""
         try:
             with redis.pipeline() as pipe:
                 pipe.set(alive_key(self._run_id), incarnation, px=int(HEARTBEAT_TTL_S * 1000))
@@ -284,7 +285,7 @@ class LearnerHost:
         return request
 
     def _is_hung(self, holder: str, pid: int) -> bool:
-        """Return True if the learner has lost its lease for `HANG_TIMEOUT_S`."""
+        """Return True if the lease has been lost for `HANG_TIMEOUT_S`."""
         if holder.startswith(f"{owner_of(pid)} "):
             self._lease_held_at = time.monotonic()
         return self._lease_held_at is not None and time.monotonic() > self._lease_held_at + HANG_TIMEOUT_S

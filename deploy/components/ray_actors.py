@@ -1,5 +1,5 @@
 # pyright: basic
-"""Named Ray actors of a run, and translation of Ray's errors."""
+"""Named Ray actors, and translation of Ray's errors."""
 
 import ray
 from ray.actor import ActorHandle
@@ -24,7 +24,7 @@ def kill_actor(name: str) -> None:
 
 
 def last_line(text: str) -> str:
-    """Return the last line of a traceback."""
+    """Return a traceback's last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "no reason given"
 

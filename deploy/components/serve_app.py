@@ -1,5 +1,5 @@
 # pyright: basic
-"""Serve applications that a run deploys: generation engines and the weight broker."""
+"""Serve applications of a run: generation engines and weight broker."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ SCALABLE_STATES = (ApplicationStatus.RUNNING, ApplicationStatus.UNHEALTHY)
 
 
 class ServeApp:
-    """A run's Serve application. Serve replaces dead replicas; `ensure` redeploys the application."""
+    """Serve application. Serve replaces dead replicas; `ensure` redeploys the application."""
 
     def __init__(self, name: str, app: str, build: Callable[[], Application], status: ServeStatus) -> None:
         self.name = name
@@ -81,7 +81,7 @@ class ServeApp:
 
 
 def set_num_replicas(app: str, deployment: str, count: int) -> None:
-    """Set a deployment's number of replicas; deploying again would replace all running ones."""
+    """Set a deployment's size; deploying again would replace running replicas."""
     from ray.serve._private.common import DeploymentID  # noqa: PLC0415
     from ray.serve.context import _get_global_client  # noqa: PLC0415
 

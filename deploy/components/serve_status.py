@@ -1,5 +1,5 @@
 # pyright: basic
-"""Status of Serve applications, read cheaply."""
+"""Status of Serve applications."""
 
 import asyncio
 from collections.abc import Mapping
@@ -14,14 +14,13 @@ from ray.serve.schema import ApplicationStatus
 class AppStatus:
     status: ApplicationStatus
     message: str
-    """First deployment's message, or the application's."""
+    """First deployment's, or the application's."""
 
 
 class ServeStatus:
-    """Status of all applications by name; concurrent callers share one request.
+    """Status by name; concurrent callers share one request.
 
-    Replaces `serve.status`, which parses all of Serve's state and was most of the control service's work
-    (docs/performance.md).
+    `serve.status` parses all of Serve's state, which dominated the control service's work (docs/performance.md).
     """
 
     def __init__(self) -> None:
@@ -46,7 +45,7 @@ def read_app_statuses() -> dict[str, AppStatus]:
 
 
 def count_replicas(app: str) -> tuple[str, int]:
-    """Return the name of an application's only deployment and its number of replicas.
+    """Return name and replicas of an application's only deployment.
 
     Raises:
         LookupError: no such application, or several deployments.

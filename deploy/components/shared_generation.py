@@ -1,5 +1,5 @@
 # pyright: basic
-"""Deployed generation application that a run claims and releases, but never starts, stops or resizes."""
+"""Deployed generation application that a run only claims and releases."""
 
 import asyncio
 from typing import cast
@@ -27,7 +27,7 @@ class SharedGeneration:
         """Claim the application.
 
         Raises:
-            ControlError: another run has claimed it.
+            ControlError: claimed by another run.
         """
         await asyncio.to_thread(self._redis.hsetnx, claims_key(APP), self._app, self._run_id)
         holder = await asyncio.to_thread(self._holder)
@@ -42,7 +42,7 @@ class SharedGeneration:
             await asyncio.to_thread(self._redis.hdel, claims_key(APP), self._app)
 
     async def observe(self) -> Observation:
-        """Return the state; STARTING while the application is missing or broken."""
+        """Return the state; STARTING if missing or broken."""
         if await asyncio.to_thread(self._holder) != self._run_id:
             return Observation(Health.ABSENT)
         observation = await self._serve_app.observe()
