@@ -1,1 +1,1 @@
-"""Run configuration: schema, loading and checks."""
+"""Run configuration."""

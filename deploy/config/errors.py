@@ -1,4 +1,4 @@
-"""Configuration errors: pydantic's errors as `ConfigIssue`s. For an unknown key, the hint is the nearest valid one."""
+"""Configuration errors as `ConfigIssue`s, with the nearest valid key as hint."""
 
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,11 +11,11 @@ from pydantic_core import ErrorDetails
 from offbeat.trainer.config.issue import ConfigIssue
 
 MIN_SIMILARITY = 0.6
-"""Similarity above which a name counts as a misspelling."""
+"""Similarity of a misspelling."""
 
 
 class ConfigError(Exception):
-    """Invalid configuration, with every issue in `issues`."""
+    """Invalid configuration, with all `issues`."""
 
     def __init__(self, issues: Sequence[ConfigIssue], source: str = "") -> None:
         self.issues = tuple(issues)
@@ -24,7 +24,7 @@ class ConfigError(Exception):
 
 
 def collect_issues(error: ValidationError, model: type[BaseModel]) -> list[ConfigIssue]:
-    """Return one issue per key that pydantic rejected; the branches of a union are merged."""
+    """Return an issue per rejected key; union branches are merged."""
     by_path: dict[str, list[tuple[tuple[str | int, ...], ErrorDetails]]] = {}
     for details in error.errors(include_url=False):
         keys = tuple(_key_parts(model, details["loc"]))
@@ -78,7 +78,7 @@ def _join(parts: Sequence[str | int]) -> str:
 
 
 def _key_parts(model: type[BaseModel], loc: tuple[str | int, ...]) -> Iterator[str | int]:
-    """Yield the parts of pydantic's location that are keys, without union branches and `[key]` markers."""
+    """Yield the keys of pydantic's location, without union branches and `[key]` markers."""
     current: Any = model
     for part in loc:
         current = _without_none(current)
@@ -98,7 +98,7 @@ def _key_parts(model: type[BaseModel], loc: tuple[str | int, ...]) -> Iterator[s
 
 
 def _without_none(annotation: Any) -> Any:
-    """Return `X` for `X | None`, other annotations unchanged."""
+    """Return `X` for `X | None`."""
     if get_origin(annotation) in (Union, types.UnionType):
         branches = [branch for branch in get_args(annotation) if branch is not type(None)]
         return branches[0] if len(branches) == 1 else annotation
@@ -106,7 +106,7 @@ def _without_none(annotation: Any) -> Any:
 
 
 def all_keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the path of every key, with `*` for names that the user chooses (a tag)."""
+    """Yield every key's path, with `*` for user-chosen names."""
     for name, field in model.model_fields.items():
         path = (*prefix, name)
         yield path
@@ -118,9 +118,8 @@ def all_keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[t
 
 
 def nearest_keys(path: str, model: type[BaseModel]) -> tuple[str, ...]:
-    """Return up to three valid keys similar to the unknown key `path`, best first.
-
-    A similar name in the same table is preferred, then a similar one elsewhere, then the closest in the same table.
+    """Return up to three valid keys similar to `path`, best first: in the same table, elsewhere, then the table's
+    closest.
     """
     parts = tuple(path.split("."))
     parent, leaf = parts[:-1], parts[-1].lower()
@@ -140,6 +139,6 @@ def nearest_keys(path: str, model: type[BaseModel]) -> tuple[str, ...]:
 
 
 def _fill_names(key: tuple[str, ...], like: tuple[str, ...]) -> Iterator[str]:
-    """Yield the parts of `key` with each `*` replaced by the name at its position in `like`."""
+    """Yield `key`'s parts, each `*` replaced by the name in `like`."""
     for position, part in enumerate(key):
         yield like[position] if part == "*" and key[:position] == like[:position] and position < len(like) else part

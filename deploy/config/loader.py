@@ -1,6 +1,6 @@
-"""Loads a run's configuration from a YAML file and `key=value` overrides: composed by Hydra, validated strictly.
+"""Loading of a run's configuration from YAML and `key=value` overrides.
 
-Invariant: a `ConfigError` lists all issues at once, before anything starts.
+Invariant: a `ConfigError` lists all issues, before anything starts.
 """
 
 import json
@@ -18,14 +18,13 @@ from offbeat.trainer.config.issue import ConfigIssue
 
 MAX_DOCUMENT_CHARS = 1_000_000
 JSON_NUL = "\\u0000"
-"""JSON's escape of a NUL character."""
 
 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Compose, validate and check a run.
 
     Raises:
-        ConfigError: lists every issue.
+        ConfigError: with every issue.
     """
     config = validate_tree(compose_tree(path, overrides), source=str(path))
     issues = check_run(config)
@@ -35,7 +34,7 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def read_run(path: Path) -> RunConfig:
-    """Read a run's saved configuration, without checking whether this machine has its model, envs and resources.
+    """Read a saved configuration, without checks of this machine.
 
     Raises:
         ConfigError: the file can't be read.
@@ -50,14 +49,14 @@ def load_document(
     gpus: float | None = None,
     working_dir: Path | None = None,
 ) -> RunConfig:
-    """Validate and check a run from a YAML text or a tree of plain values, as the REST API receives it.
+    """Validate and check a run from a YAML text or tree, as of the REST API.
 
-    Interpolations are rejected: they would be resolved in the service's environment, not the client's.
+    Interpolations are rejected: they would resolve in the service's environment.
 
-    cores, gpus: as for `check_run`. working_dir: base of relative paths; None keeps them relative.
+    cores, gpus: see `check_run`. working_dir: base of relative paths; None keeps them.
 
     Raises:
-        ConfigError: lists every issue.
+        ConfigError: with every issue.
     """
     config = validate_tree(parse_document(document) if isinstance(document, str) else document)
     if working_dir is not None:
@@ -69,10 +68,10 @@ def load_document(
 
 
 def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Compose a YAML file (with its `defaults` list) and overrides with Hydra, into plain values.
+    """Compose a YAML file (with `defaults`) and overrides with Hydra.
 
     Raises:
-        ConfigError: the file or an override can't be parsed.
+        ConfigError: invalid file or override.
     """
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
@@ -96,10 +95,10 @@ def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def parse_document(text: str) -> dict[str, Any]:
-    """Parse a YAML text into plain values.
+    """Parse a YAML text.
 
     Raises:
-        ConfigError: the text is not a YAML mapping, exceeds a limit, or has interpolations.
+        ConfigError: no mapping, a limit exceeded, or interpolations.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -121,10 +120,10 @@ def parse_document(text: str) -> dict[str, Any]:
 
 
 def validate_tree(tree: dict[str, Any], source: str = "") -> RunConfig:
-    """Validate a tree of plain values, strictly as JSON: strings are accepted for paths, lists for tuples.
+    """Validate a tree strictly as JSON: strings for paths, lists for tuples.
 
     Raises:
-        ConfigError: lists every rejected key.
+        ConfigError: with every rejected key.
     """
     try:
         text = json.dumps(tree)
@@ -140,7 +139,7 @@ def validate_tree(tree: dict[str, Any], source: str = "") -> RunConfig:
 
 
 def resolve_paths(config: RunConfig, folder: Path) -> RunConfig:
-    """Return the configuration with relative paths resolved against `folder`."""
+    """Resolve relative paths against `folder`."""
     changes: dict[str, Any] = {"output_dir": folder / config.output_dir}
     if config.pretrain != "tiny":
         changes["pretrain"] = str(folder / config.pretrain)
@@ -155,14 +154,14 @@ def resolve_paths(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """Serialize the resolved configuration as YAML that `load_run` accepts."""
+    """Serialize a configuration as YAML for `load_run`."""
     import yaml
 
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def _allow_new_keys(overrides: Sequence[str]) -> list[str]:
-    """Prefix overrides with `++`, so that unknown keys are reported by our validation, not by Hydra.
+    """Prefix overrides with `++`, so that our validation reports unknown keys.
 
     URLs with options (`redis.url=rediss://host?ssl_ca_certs=/ca.pem`) are quoted: Hydra's values end at an equals sign.
     """

@@ -1,4 +1,4 @@
-"""Complete configuration of a run."""
+"""Complete run configuration."""
 
 from pydantic import Field
 
@@ -9,7 +9,7 @@ from offbeat.trainer.config.run import LearnerRunConfig
 
 
 class RunConfig(LearnerRunConfig):
-    """Configuration of a run. The learner's and the algorithm's keys are at the root, as in ROLL."""
+    """Configuration of a run; the learner's and algorithm's keys are at the root, as in ROLL."""
 
     exp_name: str = Field(default="offbeat", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     """Name of the run, and its id on the control service."""

@@ -1,4 +1,4 @@
-"""Vocabulary of the tiny policy: the words that a run's envs declare."""
+"""Vocabulary of the tiny policy, declared by the envs."""
 
 import sys
 from collections.abc import Iterator
@@ -9,14 +9,14 @@ from offbeat.envs import registry
 
 
 class MissingWordsError(Exception):
-    """An env does not declare its words, which the tiny policy's tokenizer needs."""
+    """Env without words for the tiny policy's tokenizer."""
 
 
 def collect_words(config: RunConfig) -> tuple[str, ...]:
-    """Return the distinct words of the envs' prompts, observations and answers, in a stable order.
+    """Return the envs' distinct words in a stable order.
 
     Raises:
-        MissingWordsError: an env does not declare its words.
+        MissingWordsError: an env declares none.
     """
     return tuple(dict.fromkeys(_words(config)))
 

@@ -1,6 +1,5 @@
-"""Limits on the depth and size of a YAML text with its aliases expanded, checked without expanding them.
-
-A few lines of anchors and aliases can expand to billions of values, and thousands of brackets recurse as deeply.
+"""Limits on depth and size of a YAML text, with aliases counted but not expanded: a few lines can yield billions of
+values.
 """
 
 from collections.abc import Iterator
@@ -14,10 +13,10 @@ MAX_VALUES = 100_000
 
 
 def check_yaml_limits(text: str) -> ConfigIssue | None:
-    """Return the limit that a YAML text exceeds, if any.
+    """Return the exceeded limit, if any.
 
     Raises:
-        yaml.YAMLError: the text is not valid YAML.
+        yaml.YAMLError: invalid YAML.
     """
     sizes: dict[str, int] = {}
     open_collections: list[tuple[str | None, int]] = [(None, 0)]  # (anchor, values so far)
@@ -46,7 +45,7 @@ def check_yaml_limits(text: str) -> ConfigIssue | None:
 
 
 def _events(text: str) -> Iterator[yaml.Event]:
-    """Yield events lazily, so that parsing stops once a limit is exceeded."""
+    """Yield events lazily, to stop at a limit."""
     loader = yaml.SafeLoader(text)
     try:
         while loader.check_event():

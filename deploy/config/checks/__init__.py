@@ -1,1 +1,1 @@
-"""Checks that need the whole run configuration."""
+"""Checks across the configuration."""

@@ -1,4 +1,4 @@
-"""Checks of episodes: images, agents, step-wise prompts and the task sampler."""
+"""Checks of images, agents, step-wise prompts and the task sampler."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ from offbeat.trainer.config.issue import ConfigIssue
 
 
 def check_episodes(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield every invalid combination with images, agents, step-wise prompts and a task sampler."""
+    """Yield invalid combinations."""
     for tag, env in config.custom_envs.items():
         if env.env_manager_cls != "TrajEnvManager" and env.agent_runner:
             yield ConfigIssue(f"custom_envs.{tag}.env_manager_cls", "an agent manages its own history: leave it out")
@@ -19,7 +19,7 @@ def check_episodes(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _check_sampler(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Draw one task, so that an error in the task sampler is reported before the run starts."""
+    """Draw one task, to report the sampler's errors before the start."""
     key = "val_env_manager.task_sampler"
     if config.val_env_manager.task_sampler is not None:
         yield ConfigIssue(key, "evaluations always use the same tasks: set it in train_env_manager")
@@ -52,7 +52,7 @@ def _check_vision(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _check_training(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield the keys that the learner and the engines do not support for a policy with image input."""
+    """Yield keys unsupported for image input."""
     train = config.actor_train
     rejections = (
         (

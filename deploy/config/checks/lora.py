@@ -1,4 +1,4 @@
-"""Checks of publishing LoRA adapters instead of merged weights."""
+"""Checks of published LoRA adapters."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ VOCABULARY_LAYERS = ("lm_head", "embed_tokens")
 
 
 def check_lora(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield every invalid combination with `actor_infer.max_lora_rank`."""
+    """Yield invalid combinations with `actor_infer.max_lora_rank`."""
     max_rank, args = config.actor_infer.max_lora_rank, config.actor_train.model_args
     if max_rank is None:
         return

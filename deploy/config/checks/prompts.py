@@ -1,7 +1,6 @@
-"""Checks of the chat template and of the length of each tag's first prompt.
+"""Checks of the chat template and of first prompts' lengths.
 
-Each env is reset once and its prompt tokenized. A run that passes may still draw a longer task, whose episode then ends
-with `max_length`.
+Each env is reset once; a longer task may still end with `max_length`.
 """
 
 import io
@@ -20,28 +19,29 @@ from offbeat.services.rollout.envs.runners import do_picture, traits_of
 from offbeat.trainer.config.issue import ConfigIssue
 
 CountTokens = Callable[["FirstTexts", CustomEnv], int]
-"""Counts the tokens of a tag's first prompt, for the tiny policy without those of its template.
+"""Token counter of a tag's first prompt, without the template for the tiny policy.
 
-Raises RolloutError if the chat template can't render the prompt."""
+Raises RolloutError if the template can't render the prompt.
+"""
 
 
 class FirstTexts(NamedTuple):
-    """Contents of a tag's first prompt."""
+    """Contents of a first prompt."""
 
     system: str
     observation: str
     png: bytes
-    """PNG of the image, or empty."""
+    """PNG image, or empty."""
     functions: tuple[Mapping[str, Any], ...]
-    """Functions that the env offers, as JSON schemas."""
+    """The env's functions as JSON schemas."""
 
 
 class BrokenTokenizerError(Exception):
-    """`tokenizer.json` can't be read."""
+    """Unreadable `tokenizer.json`."""
 
 
 def check_first_prompts(config: RunConfig) -> list[ConfigIssue]:
-    """Check the chat template, one reset of each env, and the room that each first prompt leaves."""
+    """Check the chat template, one reset per env, and each first prompt's room."""
     try:
         count_tokens = _count_tokens(config)
     except (MissingWordsError, BrokenTokenizerError, RolloutError) as error:
@@ -72,7 +72,7 @@ def check_first_prompts(config: RunConfig) -> list[ConfigIssue]:
 
 
 def _check_function(config: RunConfig, tag: str, texts: FirstTexts) -> Iterator[ConfigIssue]:
-    """Yield invalid combinations with an env's functions or a parser of their calls."""
+    """Yield invalid combinations with functions or a tool-call parser."""
     env = config.custom_envs[tag]
     if env.tool_call_parser and not texts.functions:
         message = f"{env.env_type} offers no functions: leave it out, or set env_config.function_calling to template"
@@ -95,7 +95,7 @@ def _check_function(config: RunConfig, tag: str, texts: FirstTexts) -> Iterator[
 
 
 def _check_parser(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield tool-call parsers that vLLM does not have or that do not fit the tokenizer."""
+    """Yield tool-call parsers that vLLM lacks or the tokenizer does not fit."""
     from offbeat.services.rollout.agents.episode import load_agent_template
 
     for tag, env in config.custom_envs.items():
@@ -113,7 +113,7 @@ def _check_parser(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _check_template(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield features that need an append-only chat template."""
+    """Yield features that need an append-only template."""
     if config.pretrain == "tiny":
         return
     from offbeat.services.chat.append_only import load_chat_format
@@ -168,7 +168,7 @@ def _count_tokens(config: RunConfig) -> CountTokens:
 
 
 def _count_image_tokens(png: bytes, patch_size: int) -> int:
-    """Return the tiny policy's tokens of an image, whose size it hardly changes."""
+    """Return an image's tokens for the tiny policy, which hardly resizes it."""
     from PIL import Image
 
     from offbeat.trainer.models.tiny import MERGE

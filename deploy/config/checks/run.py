@@ -1,4 +1,4 @@
-"""Checks of a complete run configuration, made before anything starts. Each issue names the remedy."""
+"""Checks of a complete configuration before the start. Issues name the remedy."""
 
 import importlib
 import inspect
@@ -23,16 +23,15 @@ from offbeat.trainer.config.issue import ConfigIssue
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_NAME_BYTES = 255
-"""Maximum length of a path component on common file systems."""
+"""Longest path component."""
 MIN_CPU_HEAD_DIM = 32
-"""Minimum head dimension of vLLM's attention on a CPU."""
+"""Of vLLM's attention on CPU."""
 
 
 def check_run(config: RunConfig, *, cores: float | None = None, gpus: float | None = None) -> list[ConfigIssue]:
-    """Return every issue of `config`; empty if it can run.
+    """Return every issue of `config`.
 
-    cores: CPUs of the machine or cluster; None counts those available to this process.
-    gpus: GPUs of the machine or cluster; None detects those of this machine.
+    cores, gpus: of the machine or cluster; None: detected.
     """
     if cores is None:
         cores = float(len(os.sched_getaffinity(0)))
