@@ -1,1 +1,1 @@
-"""Mesh of one command on this machine."""
+"""Mesh on this machine."""

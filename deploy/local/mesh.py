@@ -1,7 +1,7 @@
-"""Mesh of one command on this machine: Redis, a private Ray with Serve, control service, learner.
+"""Mesh of one command: Redis, private Ray with Serve, control service, learner.
 
-Invariants: everything started here is a descendant of this process and dies with it; `stop` works in any state, also
-during `start`, and leaves no process and no file in shared memory.
+Invariants: all processes are descendants and die with this one; `stop` works in any state and leaves no process and no
+shared memory.
 """
 
 import asyncio
@@ -70,9 +70,9 @@ logger = logging.getLogger(__name__)
 
 RUN_FACTORY_PATH = "offbeat.deploy.cluster.run_factory:MeshRunFactory"
 OBJECT_STORE_BYTES = 128 * 2**20
-"""Small, because our processes exchange data through Redis and the broker."""
+"""Small: data moves through Redis and the broker."""
 SPARE_CPUS = 2.0
-"""Logical CPUs for Ray's own actors, beyond those of engines and workers."""
+"""Logical CPUs for Ray's own actors."""
 RAY_STARTUP_TIMEOUT_S = 600.0
 RAY_SHUTDOWN_TIMEOUT_S = 3.0
 TEMP_ROOT, TEMP_PREFIX = Path("/tmp"), "offbeat-"
@@ -88,7 +88,7 @@ RAY_ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1.0",
 }
 LEARNER_GRACE_S = 4.0
-"""Time for an interrupted learner to exit, in addition to twice its last step's."""
+"""Exit time of a learner, beyond twice its last step's."""
 EXIT_GRACE_S = 1.0
 SUBMIT_TIMEOUT_S = 120.0
 REDIS_CHECK_INTERVAL_S = 0.2
@@ -101,7 +101,7 @@ class LocalMesh:
     def __init__(
         self, config: RunConfig, *, started_at: float, on_progress: Callable[[str], None] = lambda _: None
     ) -> None:
-        """started_at: Unix time at which the command started. on_progress: called with progress messages."""
+        """started_at: Unix time of the command's start. on_progress: receives messages."""
         self._on_progress = on_progress
         self._config = config
         self._started_at = started_at
@@ -121,7 +121,7 @@ class LocalMesh:
 
     @property
     def redis_url(self) -> str:
-        """URL of the run's Redis, with its password; empty before `start`."""
+        """Redis URL with password; empty before `start`."""
         return self._redis_url
 
     @property
@@ -129,7 +129,7 @@ class LocalMesh:
         return place(self._redis_url)
 
     async def start(self) -> ControlClient:
-        """Start everything and submit the run to the control service.
+        """Start everything and submit the run.
 
         Raises:
             MeshError: a part can't be started.
@@ -172,7 +172,7 @@ class LocalMesh:
         self._record_timing("redis")
 
     async def _start_learner_early(self) -> None:
-        """Start a CPU learner first, because it warms up longest; the control service takes it over."""
+        """Start a CPU learner, because its warm-up is longest; the control service takes over."""
         config, redis = self._config, self._redis
         assert redis is not None
         async with connect_async(self._redis_url) as async_redis:
@@ -193,7 +193,7 @@ class LocalMesh:
             self._record_timing("learner")
 
     def _start_ray(self, port: int) -> None:
-        """Start the process that runs Ray; it dies with the calling thread."""
+        """Start Ray's process; it dies with the calling thread."""
         # Not in the run's folder: paths of Unix sockets have to be short.
         _remove_orphaned_temp()
         self._ray_temp = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}-", dir=TEMP_ROOT))
@@ -229,10 +229,10 @@ class LocalMesh:
         self._ray_pipe.send(asdict(message))  # if the process has exited, `_wait_for_ray` raises
 
     async def _wait_for_ray(self, expected: str) -> None:
-        """Wait until Ray's process reports the state `expected`.
+        """Wait for state `expected` of Ray's process.
 
         Raises:
-            MeshError: it exited or timed out instead.
+            MeshError: it exited or timed out.
         """
         assert self._ray_pipe is not None
         log = self._folder / LOGS / RAY_LOG
@@ -247,7 +247,7 @@ class LocalMesh:
             raise MeshError(f"Ray failed to start; see {log}")
 
     async def supervise_redis(self) -> None:
-        """Restart the embedded Redis when it dies or hangs; acknowledged writes are kept. Runs until cancelled."""
+        """Restart a dead or hung embedded Redis until cancelled; acknowledged writes are kept."""
         last_answer_at = last_ping_at = time.monotonic()
         while (server := self._server) is not None:
             now = time.monotonic()
@@ -264,16 +264,16 @@ class LocalMesh:
             await asyncio.sleep(REDIS_CHECK_INTERVAL_S)
 
     async def watch_shared_memory(self) -> None:
-        """Record shared memory for `stop`: Ray kills engines together with the resource trackers that would remove it."""
+        """Record shared memory for `stop`: Ray kills engines together with the resource trackers."""
         while True:
             held = await asyncio.to_thread(find_shared_memory)
             self._shared_memory = held | {path for path in self._shared_memory if path.exists()}
             await asyncio.sleep(SHARED_MEMORY_SCAN_INTERVAL_S)
 
     async def stop_learner(self) -> int:
-        """Stop the learner after a checkpoint and return the run's step (-1 before the first weights).
+        """Stop the learner after a checkpoint; return the run's step (-1 before the first weights).
 
-        A learner that does not exit in time is left to `stop`, which kills it.
+        On timeout it is left to `stop`.
         """
         if self._redis is None:
             return -1
@@ -298,7 +298,7 @@ class LocalMesh:
             return -1
 
     async def stop(self, outcome: RunState | None = None) -> None:
-        """Stop everything, Redis last, and clean up. outcome: state to write to the run's record."""
+        """Stop everything, Redis last. outcome: state to record."""
         await asyncio.to_thread(self._stop, outcome)
 
     def kill(self) -> None:

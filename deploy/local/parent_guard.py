@@ -1,6 +1,5 @@
-"""`python -m offbeat.deploy.local.parent_guard PARENT COMMAND ...`: runs a command whose process tree dies with PARENT.
-
-Invariant: when the parent ends for any reason, every descendant of the command is killed, orphans included.
+"""`python -m offbeat.deploy.local.parent_guard PARENT COMMAND ...`: a command with all its descendants, orphans
+included, dies with PARENT.
 """
 
 import os
@@ -18,12 +17,12 @@ class _ParentEndedError(Exception):
 
 
 def guard_command(command: Sequence[str]) -> list[str]:
-    """Return a command line for `command` that dies, as a whole tree, with the calling thread."""
+    """Return a command line for `command` that dies with the calling thread."""
     return [sys.executable, "-m", "offbeat.deploy.local.parent_guard", str(os.getpid()), *command]
 
 
 def guard(parent: int, command: Sequence[str]) -> int:
-    """Run `command` and return its exit code, or 1 if the process `parent` ended first."""
+    """Run `command`; return its exit code, or 1 if `parent` ended first."""
 
     def on_signal(*_: object) -> None:
         if os.getppid() != parent:

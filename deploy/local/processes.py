@@ -1,6 +1,6 @@
-"""Termination of all descendants of this process, and removal of their shared memory.
+"""Termination of descendants, and removal of their shared memory.
 
-Invariants: only descendants are signalled, by pid; orphans are reparented to this process, not to init.
+Invariants: only descendants are signalled, by pid; orphans are reparented to this process.
 """
 
 import ctypes
@@ -17,17 +17,17 @@ logger = logging.getLogger(__name__)
 PR_SET_CHILD_SUBREAPER = 36
 SHARED_MEMORY = Path("/dev/shm")
 MULTIPROCESSING_PATTERNS = ("sem.mp-*", "psm_*")
-"""Names of semaphores and shared memory blocks."""
+"""Names of semaphores and shared memory."""
 RESOURCE_TRACKER_GRACE_S = 2.0
 
 
 def adopt_orphans() -> None:
-    """Make orphaned descendants children of this process."""
+    """Make this process the parent of orphaned descendants."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def descendants(excluding: Collection[int] = ()) -> list[psutil.Process]:
-    """Return all descendants, except `excluding` and theirs."""
+    """Return all descendants but `excluding` and theirs."""
     spared = set(excluding)
     processes: list[psutil.Process] = []
     for child in psutil.Process().children():
@@ -41,9 +41,9 @@ def descendants(excluding: Collection[int] = ()) -> list[psutil.Process]:
 
 
 def terminate_descendants(grace_s: float, excluding: Collection[int] = ()) -> int:
-    """Terminate all descendants, kill the rest after `grace_s` and remove their shared memory; return the number killed.
+    """Terminate descendants, kill the rest after `grace_s`, remove their shared memory; return the number killed.
 
-    excluding: pids to spare, with their descendants.
+    excluding: pids spared with their descendants.
     """
     held = find_shared_memory()
     for process in descendants(excluding):
@@ -73,26 +73,25 @@ def terminate_descendants(grace_s: float, excluding: Collection[int] = ()) -> in
 
 
 def find_shared_memory() -> set[Path]:
-    """Return multiprocessing's files in shared memory that descendants use."""
+    """Return descendants' files in shared memory."""
     return _split_by_use(descendants())[0]
 
 
 def find_orphaned_shared_memory() -> set[Path]:
-    """Return multiprocessing's files in shared memory that no process uses."""
+    """Return unused multiprocessing files in shared memory."""
     return _split_by_use(psutil.process_iter())[1]
 
 
 def remove_orphaned_shared_memory(held: Collection[Path]) -> None:
-    """Remove the files in `held` that no process uses any more."""
+    """Remove unused files in `held`."""
     if held:
         for path in find_orphaned_shared_memory().intersection(held):
             path.unlink(missing_ok=True)
 
 
 def _split_by_use(processes: Iterable[psutil.Process]) -> tuple[set[Path], set[Path]]:
-    """Return multiprocessing's files that the processes have mapped, and the others.
-
-    Compares inodes: a process maps a semaphore before naming it.
+    """Return multiprocessing's files that the processes have mapped, and the others, by inode: a process maps a
+    semaphore before naming it.
     """
     # Listed first: otherwise files created meanwhile would seem unused
     files = {path for pattern in MULTIPROCESSING_PATTERNS for path in SHARED_MEMORY.glob(pattern)}
@@ -126,7 +125,7 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
 
 
 def _exclude_zombies(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Return the processes that are not zombies; reaps zombie children."""
+    """Reap zombie children; return other than zombies."""
     living: list[psutil.Process] = []
     for process in processes:
         try:

@@ -1,7 +1,5 @@
 # pyright: basic
-"""Ray and Serve of one command, in a child process: `python -m offbeat.deploy.local.ray_process`.
-
-A separate process, because Ray may exit it and can't be interrupted while it starts.
+"""Ray and Serve in a child process: Ray may exit it and can't be interrupted while starting.
 
 Invariant: Ray lives exactly as long as this process, which exits when its stdin closes.
 """
@@ -17,7 +15,7 @@ from offbeat.services.process import JsonLines, claim_stdout
 STATE, UP, RETRYING, CONTROL = "state", "up", "retrying", "control"
 """Field of an answer, and its values."""
 TIMEOUT_MESSAGE = "timed out during startup"
-"""Part of Ray's error after a fixed 30 s, too short on a busy machine."""
+"""Ray's error after a fixed 30 s, too short on a busy machine."""
 MAX_STARTS = 4
 CLEANUP_GRACE_S = 2.0
 
@@ -25,7 +23,7 @@ CLEANUP_GRACE_S = 2.0
 @dataclass(frozen=True, slots=True)
 class RaySettings:
     temp_dir: str
-    """Short path, because it contains Unix sockets."""
+    """Short path, for Unix sockets."""
     num_cpus: int
     object_store_bytes: int
     host: str
@@ -35,7 +33,7 @@ class RaySettings:
 
 @dataclass(frozen=True, slots=True)
 class LocalControlArgs:
-    """`offbeat.services.control.app.ControlSettings` as JSON values."""
+    """`ControlSettings` as JSON values."""
 
     redis_url: str
     wiring: str
@@ -66,7 +64,7 @@ def start_with_retries(start: Callable[[], None], on_retry: Callable[[], object]
     """Start Ray; after a timeout, call `on_retry`, clean up and retry.
 
     Raises:
-        Exception: Ray's error, of the last start or of one that did not time out.
+        Exception: Ray's last error, or another than a timeout.
     """
     for number in range(1, MAX_STARTS + 1):
         try:
