@@ -1,1 +1,1 @@
-"""Episodes without Ray, GPU or Redis, run by the same code as in the mesh."""
+"""Episodes without Ray, GPU or Redis, by the mesh's code."""

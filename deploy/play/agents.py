@@ -1,4 +1,4 @@
-"""Agents that answer with text (a person, random actions), and the conversion of answers to tokens."""
+"""Agents that answer with text (a person, random actions)."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -23,12 +23,12 @@ class UserLeftError(Exception): ...
 
 
 def load_chat(folder: Path | None) -> ChatFormat:
-    """Return the chat format of a model's folder; byte-level ChatML if None."""
+    """Return a model folder's chat format; byte-level ChatML if None."""
     return _build_byte_chat() if folder is None else load_playing_format(folder)
 
 
 class TextSampler:
-    """Encodes text answers as completions with zero logprobs."""
+    """Text answers as completions with zero logprobs."""
 
     def __init__(self, respond: Callable[[], str], chat: ChatFormat) -> None:
         self._respond = respond

@@ -1,4 +1,4 @@
-"""One episode with a trace of each turn: observation, prompt tokens, completion, action, reward."""
+"""Episode with a trace of each turn."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -129,7 +129,7 @@ async def trace_episode(
     """Run one episode with a trace.
 
     Raises:
-        EpisodeError: the episode failed.
+        EpisodeError: it failed.
     """
     traced = TracedEnv(env, write)
     traits = traits_of(env)

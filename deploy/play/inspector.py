@@ -1,4 +1,4 @@
-"""Rendering of recorded episodes: coloured tokens if tokens were saved, otherwise a conversation."""
+"""Rendering of recorded episodes: coloured tokens, or a conversation without tokens."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ GREY = (130, 130, 130)
 
 
 def render_episodes(path: Path, *, colour: Colour, episode: int | None, limit: int) -> Iterator[str]:
-    """Yield the lines of the episodes in a parquet file of `offbeat rollout` or a run's folder.
+    """Yield the lines of episodes in a parquet file or a run's folder.
 
     Raises:
         ValueError: no episodes.

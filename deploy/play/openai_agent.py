@@ -1,4 +1,4 @@
-"""Agent with a model behind an OpenAI-compatible chat completions endpoint."""
+"""Agent behind an OpenAI-compatible endpoint."""
 
 import base64
 import os
@@ -18,16 +18,16 @@ MAX_ERROR_CHARS = 300
 
 
 class OpenAISampler:
-    """Requests answers from an endpoint; their logprobs are zero."""
+    """Answers of an endpoint, with zero logprobs."""
 
     def __init__(self, url: str, model: str, chat: ChatFormat, temperature: float | None) -> None:
         """Connect to the endpoint.
 
-        url: the API's base, such as `http://localhost:8000/v1`. model: the endpoint's first model if empty.
-        chat: byte-level (`load_chat(None)`), whose prompts can be parsed.
+        url: base, such as `http://localhost:8000/v1`. model: empty for the first. chat: byte-level, whose prompts can
+        be parsed.
 
         Raises:
-            ValueError: the endpoint does not answer, or lists no model.
+            ValueError: no answer, or no model.
         """
         key = os.environ.get(API_KEY_VARIABLE, "")
         self._chat, self._temperature = chat, temperature
@@ -77,7 +77,7 @@ class OpenAISampler:
 def parse_conversation(
     chat: ChatFormat, prompt: tuple[int, ...], pictures: Sequence[Picture] = ()
 ) -> list[dict[str, Any]]:
-    """Parse a byte-level ChatML prompt into messages in OpenAI's format."""
+    """Parse a byte-level ChatML prompt into OpenAI's messages."""
     pngs = {picture.start: picture.png for picture in pictures}
     messages: list[dict[str, Any]] = []
     start = 0

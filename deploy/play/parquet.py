@@ -1,4 +1,4 @@
-"""Trajectories as a parquet file, one row each."""
+"""Trajectories as a parquet file."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from offbeat.services.messages.types import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class RecordedTokens:
-    """One episode; lists have one item for each token unless noted."""
+    """Episode; lists have an item per token unless noted."""
 
     tag: str
     seed: int
@@ -27,12 +27,12 @@ class RecordedTokens:
     loss_mask: list[bool]
     logprobs: list[float]
     versions: list[int]
-    """-1 where the policy did not sample."""
+    """-1 where not sampled by the policy."""
     turn_ends: list[int]
-    """Last position of each completion in `tokens`."""
+    """Last position of each completion."""
     turn_rewards: list[float]
     messages: list[str]
-    """System prompt, then observation and answer in turn."""
+    """System prompt, then alternating observations and answers."""
     pictures: list[bytes]
     picture_starts: list[int]
     """Position of each image's first token."""
@@ -69,7 +69,7 @@ def decode_episode(trajectory: Trajectory, chat: ChatFormat) -> RecordedTokens:
 
 
 def write_parquet(path: Path, episodes: Sequence[RecordedTokens]) -> None:
-    """Write the episodes; replaces the file atomically."""
+    """Write the episodes atomically."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -92,7 +92,7 @@ def read_parquet(path: Path) -> list[RecordedTokens]:
     """Read a file of `write_parquet`.
 
     Raises:
-        ValueError: the file is not in this format.
+        ValueError: another format.
     """
     import pyarrow as pa
     from pyarrow import parquet

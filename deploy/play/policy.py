@@ -1,4 +1,4 @@
-"""Policies on this machine's CPU; turns of concurrent episodes are sampled in batches."""
+"""Policies on the CPU; turns are sampled in batches."""
 
 import asyncio
 import re
@@ -19,7 +19,7 @@ CHECKPOINTS = "checkpoints"
 
 
 def policy_folder(path: Path) -> Path:
-    """Return the model folder of `path`: a Hugging Face folder, a checkpoint, or a run with checkpoints.
+    """Return the model folder of a Hugging Face folder, a checkpoint, or a run.
 
     Raises:
         ConfigError: no model folder.
@@ -35,7 +35,7 @@ def policy_folder(path: Path) -> Path:
 
 
 def parse_version(folder: Path) -> int:
-    """Parse the version in a checkpoint folder's name; 0 for any other folder."""
+    """Parse a checkpoint folder's version; 0 for other folders."""
     match = re.fullmatch(r"step-(\d+)", folder.name)
     return int(match[1]) if match else 0
 
@@ -47,7 +47,7 @@ class PromptRequest(NamedTuple):
 
 
 class SamplingParams(NamedTuple):
-    """Sampling parameters; temperature 0 is greedy, `top_k` below 1 is unlimited."""
+    """Sampling parameters; temperature 0 is greedy, `top_k` below 1 unlimited."""
 
     temperature: float
     top_p: float
@@ -55,7 +55,7 @@ class SamplingParams(NamedTuple):
 
 
 class Policy(Protocol):
-    """Completes prompts of tokens. Not thread-safe."""
+    """Completion of token prompts; not thread-safe."""
 
     def complete(self, requests: Sequence[PromptRequest], params: SamplingParams) -> list[Completion]: ...
 
@@ -119,7 +119,7 @@ def build_completion(
 
 
 class BatchingSampler:
-    """Samples all turns that are ready in one batch, in a thread."""
+    """Sampler of all ready turns in one batch, in a thread."""
 
     def __init__(self, policy: Policy, params: SamplingParams, *, max_new_tokens: int) -> None:
         self._policy = policy

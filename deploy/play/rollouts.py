@@ -1,4 +1,4 @@
-"""Many concurrent episodes of a run's tags, with its rules and tasks."""
+"""Concurrent episodes with a run's rules and tasks."""
 
 import asyncio
 from collections import Counter
@@ -37,7 +37,7 @@ from offbeat.services.rollout.episodes.episode import (
 from offbeat.services.rollout.tasks import EvalTasks, Task, train_task
 
 Progress = Callable[[int, int], None]
-"""(episodes done, episodes in total)."""
+"""(episodes done, in total)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,10 @@ class EpisodeRequest:
 class EpisodeResult:
     trajectories: list[Trajectory] = field(default_factory=list[Trajectory])
     failures: Counter[str] = field(default_factory=Counter[str])
-    """By reason."""
 
 
 class _LocalEnv:
-    """Env whose instance the random agent can access."""
+    """Env with an instance accessible to the random agent."""
 
     def __init__(self, env: registry.TextEnv) -> None:
         self.env = env
@@ -89,7 +88,7 @@ async def run_episodes(
     progress: Progress,
     runtime: AgentRuntime | None = None,
 ) -> EpisodeResult:
-    """Run all requested episodes. sample: None for random answers. runtime: for tags with an external agent."""
+    """Run the requested episodes. sample: None for random answers. runtime: for external agents."""
     result, slots = EpisodeResult(), asyncio.Semaphore(request.concurrency)
     pool = EnvPool(config.custom_envs, min(request.concurrency, 32))
     tasks = build_tasks(config, request)
@@ -169,7 +168,7 @@ def read_success(trajectory: Trajectory) -> bool | None:
 
 
 def pass_at_k(groups: Sequence[Sequence[bool]], k: int) -> float:
-    """Return the mean over groups of pass@k, unbiased: 1 - C(n-c, k) / C(n, k) (arXiv:2107.03374).
+    """Return mean unbiased pass@k: 1 - C(n-c, k) / C(n, k) (arXiv:2107.03374).
 
     Raises:
         ValueError: a group has fewer than `k` episodes.

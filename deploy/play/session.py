@@ -1,4 +1,4 @@
-"""Episodes in this process, for the command line and the Python API."""
+"""Episodes for the command line and the Python API."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class CollectedEpisodes:
 async def collect(
     config: RunConfig, request: EpisodeRequest, agent: str | Path | None, progress: Callable[[int, int], None]
 ) -> CollectedEpisodes:
-    """Collect the requested episodes. agent: `random`, a policy's folder, or None as in `find_policy`."""
+    """Collect the requested episodes. agent: `random`, or as in `find_policy`."""
     folder = None if agent == RANDOM else find_policy(config, agent)
     chat = load_chat(folder)
     for env in config.custom_envs.values():
@@ -62,10 +62,10 @@ async def collect(
 
 
 def find_policy(config: RunConfig, agent: str | Path | None = None) -> Path:
-    """Return the model folder of `agent`, or of the run's newest checkpoint, or its `pretrain`.
+    """Return the model folder of `agent`, the newest checkpoint, or `pretrain`.
 
     Raises:
-        ValueError: the run has no checkpoint yet and its policy is the built-in one.
+        ValueError: no checkpoint yet of the built-in policy.
     """
     default = config.output_dir if (config.output_dir / CHECKPOINTS).is_dir() else Path(config.pretrain)
     if agent is None and str(default) == "tiny":

@@ -1,4 +1,4 @@
-"""Target of `offbeat play`: an env by name, or a tag of a run's configuration."""
+"""Target of `offbeat play`."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from offbeat.services.rollout.envs.runners import traits_of
 from offbeat.trainer.config.issue import ConfigIssue
 
 UNBOUNDED_TOKENS = 1_000_000
-"""Token limit of an env without a run's configuration."""
+"""Token limit without a run's configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class PlayTarget:
 
 
 def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
-    """Load a run's configuration and check its keys and envs, but not this machine's resources.
+    """Load a configuration, checked for keys and envs, not for resources.
 
     Raises:
         ConfigError: with all issues.
@@ -77,7 +77,7 @@ def check_rendering(env: CustomEnv, chat: ChatFormat) -> None:
     """Check that a chat format can render the env's images and tools.
 
     Raises:
-        RolloutError: the format lacks images or tools.
+        RolloutError: it can't.
     """
     if env.shows_pictures:
         _ = chat.image_tokens
@@ -97,9 +97,9 @@ def remove_token_limits(target: PlayTarget) -> PlayTarget:
 def find_target(
     env: str, env_config: dict[str, Any], tag: str | None, max_steps: int | None, template: str | None = None
 ) -> PlayTarget:
-    """Return the target for an env's name, `module:Class`, or a tag of a run's YAML file.
+    """Return the target of an env's name, `module:Class`, or a run's tag.
 
-    template: overrides `agent_template`; with `{image}` in it, the env draws images by default.
+    template: overrides `agent_template`; `{image}` makes the env draw by default.
 
     Raises:
         ConfigError: no such env, tag or setting.

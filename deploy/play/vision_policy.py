@@ -1,7 +1,7 @@
 # pyright: basic
-"""Vision-language policy on this machine's CPU.
+"""Vision-language policy on the CPU.
 
-Invariant: pixels and positions come from the learner's own code (`services.chat.vision`, `trainer.models.vision`).
+Invariant: pixels and positions come from the learner's code (`services.chat.vision`, `trainer.models.vision`).
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ class VisionPolicy:
         """Load the policy.
 
         Raises:
-            RolloutError: the folder has no image processor.
+            RolloutError: no image processor.
         """
         disable_progress_bar()
         self._reader = PictureReader(folder)
@@ -91,7 +91,7 @@ class VisionPolicy:
         return embedded, mask, positions[:, :, :-1], positions[:, :, -1:]
 
     def _read(self, request: PromptRequest) -> tuple[Tensor, Tensor]:
-        """Return a prompt's embeddings [N, D], including image features, and positions [4, N + 1]."""
+        """Return embeddings [N, D], with image features, and positions [4, N + 1]."""
         embedded = self._embed(torch.tensor(request.prompt))
         images = [self._reader.pixels(picture.png) for picture in request.pictures]
         if images:
@@ -105,7 +105,7 @@ class VisionPolicy:
 
 
 def _make_token_sampler(params: SamplingParams) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Return a function: logits [B, V] -> sampled tokens [B], their log-probabilities [B]."""
+    """Return a function: logits [B, V] -> tokens [B], log-probabilities [B]."""
     warpers = LogitsProcessorList()
     if params.temperature > 0:
         warpers.append(TemperatureLogitsWarper(params.temperature))
