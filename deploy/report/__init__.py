@@ -1,1 +1,1 @@
-"""Reports of a run: numbers, learning curve and rendered episodes."""
+"""Reports of runs."""

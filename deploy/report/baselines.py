@@ -1,4 +1,4 @@
-"""Success of reference policies on a run's held-out tasks."""
+"""Success of reference policies."""
 
 import json
 
@@ -11,7 +11,7 @@ from offbeat.services.rollout.tasks import EvalTasks
 
 
 def run_baselines(config: RunConfig) -> dict[str, float]:
-    """Mean success of each baseline on the tasks of the final evaluation; empty unless every env has baselines."""
+    """Mean success of each baseline on the final evaluation's tasks; empty unless every env has baselines."""
     tasks = EvalTasks(config, config.seed)
     seeds: dict[str, list[int]] = {}
     for number in range(config.final_val_batch_size):

@@ -1,4 +1,4 @@
-"""Plot of the learning curve: success over steps and over seconds, with the baselines."""
+"""Plot of the learning curve, with baselines."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 
 SMOOTHED_STEPS = 9
-"""Steps that the thick rollout line averages over."""
+"""Window of the thick rollout line."""
 
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """One measurement of success."""
+    """Measured success."""
 
     step: int
     seconds: float
@@ -29,7 +29,7 @@ def draw_learning_curve(
     baselines: Mapping[str, float],
     metric: str = "success",
 ) -> None:
-    """Write a PNG: training rollouts and evaluations, both sampled, over steps and over seconds."""
+    """Write a PNG of training and evaluations, sampled, over steps and seconds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), dpi=120, layout="constrained")

@@ -1,4 +1,4 @@
-"""Renders recorded episodes by stepping the env again: a GIF of several, and an HTML page with their texts.
+"""Recorded episodes, replayed in their envs: a GIF, and an HTML page.
 
 Envs without `rgb_array` rendering are shown as text.
 """
@@ -20,7 +20,7 @@ from offbeat.envs import registry
 Picture = npt.NDArray[np.uint8]
 FRAME_MS = 400
 HOLD_FRAMES = 3
-"""Frames that the last picture of an episode stays for."""
+"""Frames of an episode's last picture."""
 BORDER = 4
 TITLE_HEIGHT = 24
 COLORS = {True: (60, 160, 75), False: (200, 60, 60), None: (150, 150, 150)}
@@ -37,14 +37,13 @@ figcaption, pre { font: 13px/1.35 ui-monospace, monospace; white-space: pre-wrap
 
 @dataclass(frozen=True, slots=True)
 class RecordedEpisode:
-    """Inputs for stepping an episode again."""
+    """Inputs to replay an episode."""
 
     title: str
     """`before training`, `after training`, ..."""
     tag: str
     seed: int
     answers: tuple[str, ...]
-    """The policy's answers, turn by turn."""
     reward: float
     success: bool | None
     held_out: bool = True
@@ -52,7 +51,7 @@ class RecordedEpisode:
 
 @dataclass(frozen=True, slots=True)
 class PlayedEpisode:
-    """An episode as it looked."""
+    """Replayed episode."""
 
     recorded: RecordedEpisode
     observations: tuple[str, ...]
@@ -62,7 +61,7 @@ class PlayedEpisode:
 
 
 def play_again(config: RunConfig, recorded: RecordedEpisode) -> PlayedEpisode:
-    """Reset the env with the recorded seed and give it the recorded answers."""
+    """Replay the recorded seed and answers."""
     custom = config.custom_envs[recorded.tag]
     settings = dict(custom.env_config)
     if recorded.held_out:
@@ -84,14 +83,14 @@ def play_again(config: RunConfig, recorded: RecordedEpisode) -> PlayedEpisode:
 
 
 def make_with_pictures(env_type: str, settings: dict[str, Any]) -> registry.TextEnv:
-    """Create the env, with rendered images if it supports them. Raises ValueError if it can't be created."""
+    """Create the env, rendered if supported. Raises ValueError."""
     with_pictures = {**settings, "render_mode": "rgb_array"}
     drawable = not registry.check_env_config(env_type, with_pictures)
     return registry.make(env_type, with_pictures if drawable else settings)
 
 
 def render_frame(env: registry.TextEnv) -> Picture | None:
-    """Return the env's rendering, or None if it has none."""
+    """Return the rendering, if any."""
     try:
         drawn: Any = env.render()
     except NotImplementedError:  # gymnasium's default
@@ -102,9 +101,9 @@ def render_frame(env: registry.TextEnv) -> Picture | None:
 
 
 def write_gif(path: Path, episodes: Sequence[PlayedEpisode], *, columns: int = 4) -> bool:
-    """Write all episodes with images side by side under their titles; return False if there are none.
+    """Write all episodes with images in one GIF; return False without any.
 
-    Frames are gray while an episode is running, then green or red by its success.
+    Frames are gray while running, then green or red by success.
     """
     from PIL import Image
 
@@ -131,7 +130,6 @@ def write_gif(path: Path, episodes: Sequence[PlayedEpisode], *, columns: int = 4
 
 
 def _add_title(title: str, picture: Picture) -> Picture:
-    """Return `picture` below a line of text."""
     from PIL import Image, ImageDraw
 
     line = Image.new("RGB", (picture.shape[1], TITLE_HEIGHT), "white")
@@ -140,7 +138,7 @@ def _add_title(title: str, picture: Picture) -> Picture:
 
 
 def _mosaic(episodes: Sequence[PlayedEpisode], at: int, columns: int) -> Picture:
-    """Return frame number `at` of all episodes, [height, width, 3]; ended ones show their last frame in a border."""
+    """Return a frame of all episodes, [height, width, 3]; ended ones show their last in a border."""
     height, width = (
         max(picture.shape[axis] for episode in episodes for picture in episode.pictures) + 2 * BORDER for axis in (0, 1)
     )
@@ -159,7 +157,7 @@ def _mosaic(episodes: Sequence[PlayedEpisode], at: int, columns: int) -> Picture
 
 
 def write_html(path: Path, episodes: Sequence[PlayedEpisode], *, title: str) -> None:
-    """Write one page that needs no other file: each episode turn by turn, with pictures where there are any."""
+    """Write a self-contained page of the episodes, with any pictures."""
     parts = [
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title>",
         f"<style>{STYLE}</style><h1>{html.escape(title)}</h1>",

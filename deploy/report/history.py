@@ -1,6 +1,6 @@
-"""History of a run from its metric records: steps, evaluations and rates.
+"""History of a run from its metric records.
 
-Invariant: a step that a restarted learner repeated counts once, with its last values.
+Invariant: a repeated step counts once, with its last values.
 """
 
 from array import array
@@ -11,20 +11,20 @@ from dataclasses import dataclass, field
 from offbeat.services.telemetry import MetricRecord, Partial
 
 RATE_S = 15.0
-"""Window of rates, s."""
+"""Window of rates."""
 OF_EVERY_STEP = ("tokens_trained", "trajectories", "staleness_max", "success", "reward")
-"""Metrics kept for all steps; of the newest step, all metrics are kept."""
+"""Metrics kept for all steps, not just the newest."""
 NOT_SEEN = float("nan")
 
 
 def command_started(began: float) -> MetricRecord:
-    """Return the first record of a command. began: Unix time at which its process started."""
+    """Return a command's first record. began: Unix time."""
     return MetricRecord("command", {"began": Partial("last", began)})
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One optimizer batch."""
+    """Optimizer batch."""
 
     number: int
     time: float
@@ -36,7 +36,7 @@ class Step:
 
 
 class Steps:
-    """Every step once, in order. In columns of eight bytes: a run of days has a million steps."""
+    """Unique steps in order, in columns of eight bytes: long runs have a million steps."""
 
     def __init__(self) -> None:
         self._numbers = array("q")
@@ -44,7 +44,7 @@ class Steps:
         self._values = {name: array("d") for name in OF_EVERY_STEP}
 
     def add(self, step: Step) -> None:
-        """Add the newest step; a repeated one replaces everything from there on."""
+        """Add the newest step; a repeated one replaces all from there on."""
         while self._numbers and self._numbers[-1] >= step.number:
             for column in (self._numbers, self._times, *self._values.values()):
                 column.pop()
@@ -54,7 +54,7 @@ class Steps:
             column.append(step.value(name))
 
     def newest(self, count: int | None = None) -> list[Step]:
-        """Return the newest `count` steps, or all, oldest first."""
+        """Return the newest `count` steps, or all, in order."""
         first = 0 if count is None else max(len(self._numbers) - count, 0)
         return [self._step(row) for row in range(first, len(self._numbers))]
 
@@ -65,7 +65,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """One evaluation on held-out tasks."""
+    """Evaluation on held-out tasks."""
 
     kind: str
     """`before`, `during` or `after` training."""
@@ -80,29 +80,29 @@ class EvaluationResult:
 
 @dataclass
 class RunHistory:
-    """Grows record by record."""
+    """Incremental history."""
 
     position: str = "0"
-    """Id of the last record that was added."""
+    """Last record's id."""
     steps: Steps = field(default_factory=Steps)
     last_step: Step | None = None
-    """The newest, with all of its values."""
+    """Newest step with all values."""
     evaluations: dict[tuple[str, str, int], EvaluationResult] = field(
         default_factory=dict[tuple[str, str, int], EvaluationResult]
     )
     totals: dict[str, float] = field(default_factory=dict[str, float])
-    """`source/metric` -> sum over all records, of metrics that are sums."""
+    """`source/metric` -> sum."""
     peaks: dict[str, float] = field(default_factory=dict[str, float])
-    """`source/metric` -> highest value, of metrics that are maxima."""
+    """`source/metric` -> maximum."""
     means: dict[str, Partial] = field(default_factory=dict[str, Partial])
-    """`source/metric` -> mean over all records."""
+    """`source/metric` -> mean."""
     attempts: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
-    """(start, last sign of life) of each command that ran it, Unix times."""
+    """(start, last sign of life) of each command, Unix times."""
     _recent: dict[str, deque[tuple[float, float]]] = field(default_factory=dict[str, deque[tuple[float, float]]])
     _now: float = 0.0
 
     def add(self, records: Iterable[tuple[str, MetricRecord]]) -> None:
-        """Take in records, in the order in which they were written."""
+        """Add records in order."""
         for entry_id, record in records:
             self.position = entry_id
             self._now = max(self._now, record.time)
@@ -163,27 +163,27 @@ class RunHistory:
         self.evaluations[result.kind, result.sampling, result.step] = result
 
     def seconds(self, time: float) -> float:
-        """Return the running time from the first start to the Unix time `time`, s, without pauses between attempts."""
+        """Return running time until the Unix time `time`, s, without pauses between attempts."""
         return sum(min(max(time - began, 0.0), last - began) for began, last in self.attempts[:-1]) + sum(
             max(time - began, 0.0) for began, _ in self.attempts[-1:]
         )
 
     def evaluation(self, kind: str, sampling: str) -> EvaluationResult | None:
-        """Return the newest evaluation of that kind."""
+        """Return the newest evaluation of a kind."""
         results = [result for result in self.evaluations.values() if (result.kind, result.sampling) == (kind, sampling)]
         return max(results, key=lambda result: (result.step, result.time), default=None)
 
     def curve(self) -> list[EvaluationResult]:
-        """Return the sampled evaluations by step: before, during and after training."""
+        """Return the sampled evaluations by step."""
         results = [result for result in self.evaluations.values() if result.sampling == "sampled"]
         return sorted(results, key=lambda result: (result.step, result.time))
 
     def total(self, key: str) -> float:
-        """Return the sum of a metric over the whole run, 0 if it was never recorded."""
+        """Return a metric's sum, default 0."""
         return self.totals.get(key, 0.0)
 
     def rate(self, key: str) -> float:
-        """Return the rate of a summed metric over the last `RATE_S`, per second."""
+        """Return a summed metric's rate over the last `RATE_S`, per second."""
         recent = self._lately(key)
         if len(recent) < 2 or recent[-1][0] <= recent[0][0]:
             return 0.0

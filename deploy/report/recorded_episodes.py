@@ -1,7 +1,7 @@
-"""Evaluation episodes as the learner wrote them down: `evaluations/<kind>-<sampling>-<step>.jsonl` in the run's folder.
+"""Evaluation episodes of the learner: `evaluations/<kind>-<sampling>-<step>.jsonl`.
 
-One JSON object per line: `tag`, `seed`, `reward`, `metrics`, and `text` (system prompt, then observation and answer in
-turn).
+JSON object per line: `tag`, `seed`, `reward`, `metrics`, `text` (system prompt, then alternating observations and
+answers).
 """
 
 import json
@@ -15,7 +15,7 @@ TITLES = {"before": "before training", "after": "after training"}
 
 
 def read_recorded_episodes(folder: Path, limit: int) -> list[RecordedEpisode]:
-    """Return the first `limit` sampled episodes before training, and as many after it, on the same tasks."""
+    """Return up to `limit` sampled episodes each from before and after training, on the same tasks."""
     out: list[RecordedEpisode] = []
     for kind, title in TITLES.items():
         files = sorted((folder / FOLDER).glob(f"{kind}-sampled-*.jsonl"), key=lambda path: path.stat().st_mtime)

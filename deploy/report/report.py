@@ -1,6 +1,6 @@
-"""The report of a run: `report.json`, the learning curve, rendered episodes, and a table for the terminal.
+"""Report of a run: `report.json`, learning curve, rendered episodes, terminal table.
 
-Invariant: everything is made from the run's records and folder, so it can be made again at any time.
+Invariant: made from the run's records and folder alone, so repeatable.
 """
 
 import json
@@ -34,11 +34,11 @@ CURVE = "learning_curve.png"
 GIF = "episodes.gif"
 HTML = "episodes.html"
 SHOWN_EPISODES = 8
-"""Rendered episodes of each evaluation."""
+"""Rendered episodes per evaluation."""
 
 
 class ReportMaker:
-    """Writes the report of one run: first `make_artifacts`, which may take minutes, then `write`."""
+    """Report of a run: call `make_artifacts`, which may take minutes, then `write`."""
 
     def __init__(self, config: RunConfig, history: RunHistory) -> None:
         self._config = config
@@ -49,13 +49,13 @@ class ReportMaker:
         self.timings: Mapping[str, float] = {}
 
     def make_artifacts(self) -> None:
-        """Draw the learning curve and render episodes."""
+        """Draw the curve and render episodes."""
         self._baselines = run_baselines(self._config)
         draw_curve(self._folder / CURVE, self._config, self._history, self._baselines)
         render_episodes(self._folder, self._config)
 
     def write(self, counters: CountersView | None, *, ended_at: float) -> dict[str, Any]:
-        """Write `report.json` and return its content. ended_at: Unix time."""
+        """Write and return `report.json`. ended_at: Unix time."""
         self._report = build_report(
             self._config,
             self._history,
@@ -71,7 +71,7 @@ class ReportMaker:
         return self._report
 
     def show(self, console: Console | None = None) -> None:
-        """Print the results and the paths of the files."""
+        """Print results and paths."""
         show_report(self._report, self._folder, console or Console(highlight=False))
 
 
@@ -84,7 +84,7 @@ def build_report(
     startup_s: Mapping[str, float],
     ended_at: float,
 ) -> dict[str, Any]:
-    """Return all figures of a run; None for what was not measured. Times are in seconds."""
+    """Return all figures of a run, times in seconds; None if not measured."""
     steps = history.steps.newest()
     trained = [step.values["tokens_trained"] for step in steps if "tokens_trained" in step.values]
     before, after = history.evaluation("before", "sampled"), history.evaluation("after", "sampled")
@@ -153,7 +153,7 @@ def _finite(value: float) -> float | None:
 
 
 def phases(history: RunHistory, ended_at: float) -> dict[str, float]:
-    """Return the seconds before the first step, of training, and after the last step."""
+    """Return seconds before the first step, of training, and after the last step."""
     steps = history.steps.newest()
     if not steps:
         return {}
@@ -167,7 +167,7 @@ def phases(history: RunHistory, ended_at: float) -> dict[str, float]:
 
 
 def draw_curve(path: Path, config: RunConfig, history: RunHistory, baselines: Mapping[str, float]) -> None:
-    """Draw `learning_curve.png`; success where the envs report it, else reward."""
+    """Draw `learning_curve.png`; success if reported, else reward."""
     steps = history.steps.newest()
     metric = "success" if any("success" in step.values for step in steps) else "reward"
     draw_learning_curve(
@@ -181,7 +181,7 @@ def draw_curve(path: Path, config: RunConfig, history: RunHistory, baselines: Ma
 
 
 def render_episodes(folder: Path, config: RunConfig) -> None:
-    """Render some recorded evaluation episodes by stepping their envs again."""
+    """Render some recorded evaluation episodes."""
     episodes: list[PlayedEpisode] = []
     for recorded in read_recorded_episodes(folder, SHOWN_EPISODES):
         try:
@@ -195,7 +195,7 @@ def render_episodes(folder: Path, config: RunConfig) -> None:
 
 
 def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> None:
-    """Print a table of the results and the paths of the files."""
+    """Print results and paths."""
     table = Table(
         title=f"{report['exp_name']} after {report['steps']} steps, {report['wall_s']:.0f} s", title_justify="left"
     )
@@ -220,7 +220,6 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
 
 
 def _newest_measure(report: Mapping[str, Any], kind: str, sampling: str, measure: str) -> float | None:
-    """Return `measure` of the newest such evaluation."""
     values = [row[measure] for row in report["evaluations"] if (row["kind"], row["sampling"]) == (kind, sampling)]
     return values[-1] if values else None
 
