@@ -1,1 +1,1 @@
-"""The composition root: the `offbeat` command, run configurations and Serve deployments."""
+"""Composition root: `offbeat` command, run configurations, Serve deployments."""

@@ -1,10 +1,10 @@
-"""A run's folder: its lock, its endpoints, moving an earlier run aside, removing a run's files.
+"""Run folder.
 
-Layout: `config.yaml`, `report.json`, `checkpoints/`, `ledger/`, `batches/`, `evaluations/`, `metrics.jsonl`, `tensorboard/`,
-`trackers/`, `logs/`, `redis/` (the embedded server's AOF), `policy/` (the tiny policy's files), `start/` (the weights after
-the warm start), `episodes.gif` and `.html`, `learning_curve.png`, `endpoints.json` while it runs.
+Layout: `config.yaml`, `report.json`, `checkpoints/`, `ledger/`, `batches/`, `evaluations/`, `metrics.jsonl`,
+`tensorboard/`, `trackers/`, `logs/`, `redis/` (AOF), `policy/` (tiny policy's files), `start/` (warm-started weights),
+`episodes.gif` and `.html`, `learning_curve.png`, `endpoints.json` while running.
 
-Invariants: at most one command runs a run in a folder; only files that a run writes are removed, and none while it runs.
+Invariants: at most one command runs in a folder; only a run's own files are removed, and none while it runs.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ LOCK = ".lock"
 ENDPOINTS = "endpoints.json"
 CONFIG = "config.yaml"
 MARKS = (CONFIG, "checkpoints", "ledger", "redis", "report.json")
-"""Files that mark the folder of a run."""
+"""Files that mark a run's folder."""
 WRITTEN = (
     "batches",
     "checkpoints",
@@ -43,16 +43,16 @@ WRITTEN = (
     ".claim",
     ".report.json.part",
 )
-"""Files and folders that runs, their learners and their reports write; `LOCK` is removed last."""
+"""Files of runs, learners and reports; `LOCK` is removed last."""
 
 
 class FolderInUseError(Exception):
-    """The folder is locked by another command."""
+    """Folder locked by another command."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Addresses of a running run's services."""
+    """Addresses of a run's services."""
 
     pid: int
     redis_url: str
@@ -60,19 +60,19 @@ class Endpoints:
 
 
 def holds_run(folder: Path) -> bool:
-    """Return True if the folder has files of an earlier run."""
+    """Return True if the folder has an earlier run's files."""
     return any((folder / mark).exists() for mark in MARKS)
 
 
 def newest_checkpoint(folder: Path) -> tuple[int, Path] | None:
-    """Return step and folder of the checkpoint that was written last; None before the first one."""
+    """Return step and folder of the newest checkpoint, if any."""
     written = (path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdecimal())
     newest = max(written, key=lambda path: path.stat().st_mtime, default=None)
     return (int(newest.name[5:]), newest) if newest else None
 
 
 def move_aside(folder: Path) -> Path:
-    """Rename the folder to the first free one of `<folder>.1`, `<folder>.2`, ...; return its new path."""
+    """Rename the folder to the first free `<folder>.1`, `<folder>.2`, ...; return the new path."""
     number = 1
     while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
@@ -82,10 +82,10 @@ def move_aside(folder: Path) -> Path:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock the folder for this process; the kernel releases the lock when the process ends.
+    """Lock the folder until exit of the context or process.
 
     Raises:
-        FolderInUseError: another process holds the lock.
+        FolderInUseError: locked by another process.
     """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -105,7 +105,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def running_pid(folder: Path) -> int | None:
-    """Return the pid of the process that runs the folder's run; None once it has exited."""
+    """Return the pid of the running process, if any."""
     lock = folder / LOCK
     try:
         process = psutil.Process(int(lock.read_text()))
@@ -116,10 +116,10 @@ def running_pid(folder: Path) -> int | None:
 
 
 def claim(folder: Path, *, resume: bool) -> Path | None:
-    """Move an earlier run that is not resumed aside; return its new path, or None if there is none.
+    """Move an earlier run aside unless resumed; return its new path, if any.
 
     Raises:
-        FolderInUseError: the earlier run is still running.
+        FolderInUseError: it is still running.
     """
     if resume or not holds_run(folder):
         return None
@@ -129,7 +129,7 @@ def claim(folder: Path, *, resume: bool) -> Path | None:
 
 
 def write_config(folder: Path, text: str) -> None:
-    """Write a run's configuration, readable by its owner alone: it may contain the Redis password and API tokens."""
+    """Write a configuration, readable by its owner alone: it may contain passwords and tokens."""
     path = folder / CONFIG
     path.touch(mode=0o600)
     path.chmod(0o600)
@@ -137,14 +137,14 @@ def write_config(folder: Path, text: str) -> None:
 
 
 def write_endpoints(folder: Path, endpoints: Endpoints) -> None:
-    """Write the services' addresses for other processes of this host."""
+    """Write the services' addresses for this host's processes."""
     path = folder / ENDPOINTS
     path.touch(mode=0o600)  # the URL holds the password of Redis
     path.write_text(json.dumps(asdict(endpoints), indent=2) + "\n")
 
 
 def read_endpoints(folder: Path) -> Endpoints | None:
-    """Return the addresses of the folder's run; None if it does not run."""
+    """Return a running run's addresses, or None."""
     try:
         endpoints = Endpoints(**json.loads((folder / ENDPOINTS).read_text()))
         os.kill(endpoints.pid, 0)
@@ -154,16 +154,15 @@ def read_endpoints(folder: Path) -> Endpoints | None:
 
 
 def remove_endpoints(folder: Path) -> None:
-    """Remove the file that `write_endpoints` wrote."""
     with suppress(FileNotFoundError):
         (folder / ENDPOINTS).unlink()
 
 
 def remove_run_files(folder: Path) -> list[str]:
-    """Remove a run's files, and the folder if it is then empty; return the removed paths. Other files are kept.
+    """Remove a run's files, and the folder if then empty; return removed paths.
 
     Raises:
-        FolderInUseError: the folder's run is running.
+        FolderInUseError: the run is running.
     """
     if not holds_run(folder):
         return []

@@ -1,6 +1,6 @@
-"""Preparation of a run: folders, the tiny policy's files, the buffer's limits.
+"""Preparation of a run.
 
-Invariant: idempotent, so the command line and each control replica can do it.
+Invariant: idempotent, for the command line and each control replica.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ LOGS = "logs"
 
 
 def run_spec(config: RunConfig) -> RunSpec:
-    """Return the part of a run that the control service needs."""
+    """Return the control service's part of a run."""
     return RunSpec(
         run_id=config.exp_name,
         config=config.model_dump_json(),
@@ -33,17 +33,17 @@ def run_spec(config: RunConfig) -> RunSpec:
 
 
 def model_folder(config: RunConfig) -> Path:
-    """Return the Hugging Face folder that engines and the learner read configuration and tokenizer from."""
+    """Return the Hugging Face folder of configuration and tokenizer."""
     return config.output_dir / POLICY if config.pretrain == "tiny" else Path(config.pretrain)
 
 
 def generation_app(config: RunConfig) -> str:
-    """Return the Serve application that samples for the run."""
+    """Return the run's generation application."""
     return config.actor_infer.app or app_name(config.exp_name)
 
 
 def worker_settings(config: RunConfig, redis_url: str, *, timeout_s: float | None = None) -> WorkerSettings:
-    """Return the settings of the run's env workers. timeout_s: overrides `buffer.worker_timeout_s`."""
+    """Return the env workers' settings. timeout_s: overrides `buffer.worker_timeout_s`."""
     return WorkerSettings(
         run_id=config.exp_name,
         seed=config.seed,
@@ -63,7 +63,7 @@ def worker_settings(config: RunConfig, redis_url: str, *, timeout_s: float | Non
 
 
 def buffer_limits(config: RunConfig) -> BufferLimits:
-    """Return the run's limits for admission and group assembly."""
+    """Return limits of admission and group assembly."""
     manager = config.train_env_manager
     groups_per_step = config.rollout_batch_size // manager.group_size
     return BufferLimits(
@@ -81,7 +81,7 @@ def buffer_limits(config: RunConfig) -> BufferLimits:
 
 
 def prepare_folder(config: RunConfig) -> None:
-    """Make the run's folder, and in it the tiny policy's files where it is to be trained.
+    """Make the run's folder, with the tiny policy's files if needed.
 
     Raises:
         MissingWordsError: with `pretrain: tiny`, an env does not declare its words.
@@ -94,5 +94,5 @@ def prepare_folder(config: RunConfig) -> None:
 
 
 def prepare_buffer(redis: Redis, config: RunConfig) -> None:
-    """Write the run's limits and create its stream. Raises `BufferError` if an earlier run had another group shape."""
+    """Write limits and create the stream. Raises `BufferError` for another group shape."""
     configure_buffer(redis, config.exp_name, buffer_limits(config))
