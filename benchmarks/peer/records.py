@@ -15,7 +15,7 @@ from offbeat.benchmarks.peer.cpu_meter import CPU
 WARM_UP_STEPS = 5
 """Left out of the rates."""
 REPORT_S = 1.0
-"""Limit of a replica's report of its first weights."""
+"""Longest delay of a replica's first report."""
 
 
 @dataclass(frozen=True, slots=True)
