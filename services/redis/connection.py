@@ -47,7 +47,6 @@ def _never(_: Exception) -> bool:
 
 
 class _RetryState:
-
     def __init__(self, patience_s: float, should_retry: ShouldRetry) -> None:
         self._deadline = time.monotonic() + patience_s
         self._should_retry = should_retry
