@@ -1,1 +1,1 @@
-"""The trajectory buffer: admission, group assembly and exactly-once consumption on Redis Streams."""
+"""Trajectory buffer: admission, group assembly and exactly-once consumption on Redis Streams."""

@@ -26,10 +26,10 @@ from offbeat.services.buffer.scripts import (
 
 
 def configure_buffer(redis: Redis, run_id: str, limits: BufferLimits) -> None:
-    """Write a run's limits and create its stream; idempotent, required before the first claim.
+    """Write a run's limits before the first claim; idempotent.
 
     Raises:
-        BufferError: the run has admitted groups under another `group_size` or `groups_per_step`.
+        BufferError: the run has groups of another `group_size` or `groups_per_step`.
         RetryableError: Redis does not answer.
     """
     fields = [part for item in asdict(limits).items() for part in item]
@@ -37,13 +37,12 @@ def configure_buffer(redis: Redis, run_id: str, limits: BufferLimits) -> None:
 
 
 def release_all_workers(redis: Redis, run_id: str) -> int:
-    """Requeue the episodes of all workers without counting an attempt, and return their number. Only for a run without
-    live workers."""
+    """Requeue all episodes without counting an attempt; return their number. Requires that no worker is alive."""
     return int(BufferScripts(redis, run_id)("release"))
 
 
 class BufferWatch:
-    """Reads and pauses one run's buffer. All methods raise RetryableError while Redis does not answer."""
+    """Reader and pause of one run's buffer; raises RetryableError while Redis does not answer."""
 
     def __init__(self, redis: AsyncRedis, run_id: str) -> None:
         self._redis = redis
@@ -57,15 +56,15 @@ class BufferWatch:
         return (await self.snapshot()).counters
 
     async def set_paused(self, paused: bool) -> None:
-        """Stop or resume claiming; running episodes finish either way."""
+        """Stop or resume claiming; running episodes finish."""
         await self._run("pause", int(paused))
 
     async def groups(self, count: int = 1000) -> list[GroupProgress]:
-        """Return at most `count` active groups, oldest version first."""
+        """Return up to `count` active groups, oldest version first."""
         return [GroupProgress(*map(int, row)) for row in await self._run("groups", count)]
 
     async def life(self, count: int = 1000) -> list[tuple[int, str, str]]:
-        """Return the newest events of groups, oldest first, as (number, event, detail) of `LifeEvent`."""
+        """Return the newest group events, oldest first: (number, event, detail)."""
         with translate_errors():
             entries: list[Any] = await self._redis.xrevrange(self._keys.life, count=count)
         return [(int(f[b"n"]), f[b"e"].decode(), f[b"d"].decode()) for _, f in reversed(entries)]
@@ -79,7 +78,7 @@ class BufferWatch:
 
 
 def snapshot_from(reply: Sequence[Any]) -> Snapshot:
-    """Decode the result of snapshot.lua."""
+    """Decode the reply of snapshot.lua."""
     ledger, progress = _decode_hash(reply[0]), _decode_hash(reply[2])
     playing, streamed, delivered, queued_train, queued_eval, quarantined = reply[3:9]
     clock, workers, epoch = float(reply[9]), reply[10], int(reply[11])

@@ -1,8 +1,7 @@
-"""Complete ledger of group events, copied from Redis, which keeps a bounded part.
+"""File with all group events, copied from Redis, which keeps only the newest.
 
-Invariants: each append is one write, so a crash leaves at most a partial last line, which the next writer removes;
-the file has every event up to its newest id. Concurrent writers (a learner and its replacement) write equal lines,
-which are deduplicated when read.
+Invariants: an append is one write, and the next writer removes a partial last line; the file has every event up to its
+newest id. Concurrent writers (a learner and its replacement) write equal lines, deduplicated when read.
 """
 
 import logging
@@ -32,24 +31,23 @@ UNNUMBERED = 0
 @dataclass(frozen=True, slots=True)
 class LifeEvent:
     id: str
-    """Stream entry id: Unix time in ms and a sequence number."""
+    """Stream id: Unix time in ms and sequence number."""
     ordinal: int
-    """1, 2, 3, ... over the life of the run's Redis; 0 if written by an older version of Offbeat, which did not count."""
+    """1, 2, 3, ... in this Redis; 0 if written by an older version of Offbeat."""
     number: int
     event: str
     """`admitted`, `submitted`, `trained`, `dropped`, `failed`."""
     detail: str
-    """admitted and submitted: version at admission; trained: step of the checkpoint; otherwise the reason."""
+    """admitted, submitted: version at admission; trained: step of the checkpoint; else the reason."""
 
     @property
     def sort_key(self) -> tuple[int, int]:
-        """Sort key."""
         milliseconds, _, sequence = self.id.partition("-")
         return int(milliseconds), int(sequence or 0)
 
 
 def read_events_after(redis: Redis, run_id: str, after: str, *, block_ms: int | None = None) -> list[LifeEvent]:
-    """Return up to one page of events after the id `after` (`0`: from the oldest)."""
+    """Return a page of events after the id `after`."""
     reply = redis.xread({BufferKeys(run_id).life: after}, count=PAGE_SIZE, block=block_ms)
     streams = cast(list[Any], reply or [])
     return [_decode_event(entry_id, fields) for _, entries in streams for entry_id, fields in entries]
@@ -68,7 +66,7 @@ class LedgerFile:
         """Id of the newest event in the file, `0` if empty."""
 
     def append(self, events: Sequence[LifeEvent]) -> None:
-        """Write events in order. Raises OSError; the call may then be repeated."""
+        """Append events. Raises OSError; repeatable."""
         if events:
             self._lines.append(asdict(event) for event in events)
             self.position = events[-1].id
@@ -81,7 +79,7 @@ class LedgerFile:
 
 
 def read_ledger(output_dir: Path) -> list[LifeEvent]:
-    """Return every event once, in order; invalid lines are skipped (see `count_broken_lines`)."""
+    """Return every valid event once, in order."""
     events_by_id = {event.id: event for event in _parse_rows(output_dir / LEDGER_FILE) if event is not None}
     return sorted(events_by_id.values(), key=lambda event: event.sort_key)
 
@@ -111,7 +109,7 @@ def _newest_id(path: Path) -> str:
 
 
 class LedgerThread(Follower):
-    """Copies a run's group events to its ledger file in the background."""
+    """Background copy of group events to the ledger file."""
 
     def __init__(self, redis: Redis, run_id: str, output_dir: Path) -> None:
         self._redis = redis
@@ -158,7 +156,7 @@ class LedgerThread(Follower):
 
 
 def _sync(file: LedgerFile) -> None:
-    """Flush to disk; on a full disk the write may fail only here, and is retried in order."""
+    """Flush to disk; on a full disk the write may fail only here."""
     try:
         file.sync()
     except OSError as error:

@@ -1,7 +1,6 @@
-"""The learner's buffer client: every write carries the epoch of its lease.
+"""The learner's buffer client.
 
-A group is delivered again until it is acknowledged or dropped, in stream order: a learner that resumes from a
-checkpoint acknowledges its groups and receives the rest as before.
+Groups are redelivered in stream order until acknowledged or dropped.
 """
 
 import heapq
@@ -34,14 +33,14 @@ logger = logging.getLogger(__name__)
 MAX_PREFETCHED_GROUPS = 16
 """Groups per round trip."""
 ENDINGS = (b"stopped", b"killed")
-"""Desired states in which the learner should end."""
+"""Desired states that end the learner."""
 
 
 class RedisLearnerBuffer:
-    """`LearnerBuffer` on Redis, for the learner that holds the lease of `epoch`.
+    """`LearnerBuffer` on Redis, with the lease's `epoch` in every write.
 
-    All methods raise RetryableError while Redis does not answer (the call may be repeated); writes raise FencedError if a
-    newer learner holds the run.
+    Methods raise RetryableError while Redis does not answer (repeatable); writes raise FencedError if a newer learner
+    holds the run.
     """
 
     def __init__(self, redis: Redis, run_id: str, epoch: int, *, order: Order = "completion") -> None:
@@ -62,7 +61,7 @@ class RedisLearnerBuffer:
         return self._epoch
 
     def take(self, timeout_s: float, num_groups: int = 1) -> Group | None:
-        """Take a group; undecodable ones are dropped as `corrupt`, and their blobs quarantined."""
+        """Take a group; undecodable ones are quarantined and dropped as `corrupt`."""
         deadline = time.monotonic() + timeout_s
         while True:
             if self._prefetched:
@@ -100,9 +99,9 @@ class RedisLearnerBuffer:
         return Boundary(changes, bool(paused), desired in ENDINGS)
 
     def suggest(self, step: int, values: Mapping[str, float], why: str, *, if_lost: bool = False) -> bool:
-        """Request changed settings before `adopt(step)`. Return False if this step was decided before or its weights exist.
+        """Request settings before `adopt(step)`; return False if the step was decided before or its weights exist.
 
-        if_lost: only if this Redis knows of no earlier request.
+        if_lost: only if Redis has no earlier request.
         """
         change = encode_change(values, time.time(), why)
         return bool(self._run("suggest", self._epoch, step, change, "lost" if if_lost else ""))
@@ -114,11 +113,11 @@ class RedisLearnerBuffer:
         return self.snapshot().playing
 
     def restore(self, num_trained: int, next_number: int | None = None) -> int:
-        """Reconcile the ledger with the checkpoint from which this learner resumes; call it after that checkpoint's `ack`.
+        """Reconcile the ledger with the resumed checkpoint, after its `ack`.
 
-        A Redis that lost its data counts the checkpoint's `num_trained` groups (step * groups_per_step) as admitted and
-        trained; numbers continue at `next_number` (default: `num_trained`). Groups of lost newer checkpoints are dropped as
-        `rewound`, and admission replaces them.
+        If Redis lost its data, `num_trained` groups (step * groups_per_step) count as admitted and trained, and numbers
+        continue at `next_number` (default: `num_trained`). Groups of newer, lost checkpoints are dropped as `rewound`
+        and replaced.
 
         Returns:
             Groups added (positive) or dropped (negative); 0 in an ordinary restart.
@@ -129,10 +128,10 @@ class RedisLearnerBuffer:
         self._run("start_eval", self._epoch, f"e:{eval_id}", num_episodes, sampling_name, min_version)
 
     def eval_result(self, eval_id: str) -> list[Trajectory] | None:
-        """Return the trajectories by number, without failed and undecodable ones.
+        """Return the decodable trajectories by number.
 
         Raises:
-            BufferError: there is no such evaluation.
+            BufferError: no such evaluation.
         """
         flat = self._run("eval_result", f"e:{eval_id}")
         if flat is None:

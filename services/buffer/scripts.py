@@ -1,7 +1,4 @@
-"""The buffer's Lua scripts, one atomic command each; the header of each file is its contract.
-
-A process killed between two commands leaves a consistent buffer.
-"""
+"""The buffer's Lua scripts, one atomic command each; the header of each file is its contract."""
 
 import asyncio
 import hashlib
@@ -28,11 +25,10 @@ FOLDER = Path(__file__).parent / "lua"
 SHARED = ("prelude", "admission", "sweep")
 REDIS_ERRORS = (redis_errors.ConnectionError, redis_errors.TimeoutError, redis_errors.ResponseError)
 MAX_CALLS_PER_TRIP = 32
-"""Calls per round trip."""
 MAX_TRIP_BYTES = 1 << 19
-"""Bytes after which a round trip takes no further call, so that Redis starts while the next is prepared."""
+"""Bytes after which a round trip takes no further call."""
 MAX_ROUND_TRIPS = 2
-"""Concurrent round trips per process: one is prepared while Redis runs another."""
+"""Concurrent round trips: one is prepared while Redis runs another."""
 
 
 def group_id_of(run_id: str, number: int) -> str:
@@ -41,13 +37,13 @@ def group_id_of(run_id: str, number: int) -> str:
 
 @cache
 def script_source(name: str) -> str:
-    """Return a script with the shared parts in front."""
+    """Return a script after the shared parts."""
     return "\n".join((FOLDER / f"{part}.lua").read_text() for part in (*SHARED, name))
 
 
 @cache
 def script_digest(name: str) -> str:
-    """Return a script's SHA-1 for EVALSHA."""
+    """Return the SHA-1 for EVALSHA."""
     return hashlib.sha1(script_source(name).encode(), usedforsecurity=False).hexdigest()
 
 
@@ -56,9 +52,9 @@ def translate_errors() -> Iterator[None]:
     """Translate Redis' errors.
 
     Raises:
-        RetryableError: Redis is unreachable, loading or read-only; every command of the buffer may be repeated.
+        RetryableError: Redis is unreachable, loading or read-only; repeatable.
         FencedError: a newer learner holds the run.
-        BufferError: the buffer rejected the command.
+        BufferError: the command was rejected.
     """
     try:
         yield
@@ -75,7 +71,7 @@ def _translate(error: Exception) -> MeshError:
 
 
 class BufferKeys:
-    """Key names of one run's buffer; contents in prelude.lua."""
+    """Key names of a run's buffer; see prelude.lua."""
 
     def __init__(self, run_id: str) -> None:
         run = RunKeys(run_id)
@@ -98,7 +94,7 @@ class BufferKeys:
 
 
 class BufferScripts:
-    """Blocking calls of one run's scripts."""
+    """Blocking calls of scripts."""
 
     def __init__(self, redis: Redis, run_id: str) -> None:
         self._keys = BufferKeys(run_id).script_keys
@@ -111,10 +107,9 @@ class BufferScripts:
 
 
 class AsyncBufferScripts:
-    """Async calls of one run's scripts; concurrent calls share a round trip."""
+    """Async calls of scripts; concurrent ones share a round trip."""
 
     def __init__(self, redis: AsyncRedis, run_id: str, *, max_round_trips: int = MAX_ROUND_TRIPS) -> None:
-        """max_round_trips: limit of concurrent round trips."""
         self._redis = redis
         self._max_round_trips = max_round_trips
         self._keys = BufferKeys(run_id).script_keys
@@ -128,10 +123,9 @@ class AsyncBufferScripts:
     async def call_merged(
         self, name: str, shared: tuple[Argument, ...], item: tuple[Argument, ...], size: int = 0
     ) -> Any:
-        """Run a script that takes shared arguments and a msgpack list of items, and returns a msgpack list of results:
-        concurrent calls with equal `name` and `shared` are merged. Raises as `translate_errors`.
+        """Run a script, merged with concurrent calls of equal `name` and `shared`. Raises as `translate_errors`.
 
-        size: bytes of `item`, if large.
+        The script maps a msgpack list of items to one of results. size: bytes of `item`.
         """
         return await self._enqueue(_Call(name, shared, item, size, asyncio.get_running_loop().create_future()))
 
@@ -198,12 +192,11 @@ class _Call:
     name: str
     shared: tuple[Argument, ...]
     item: tuple[Argument, ...] | None
-    """None: can't be merged."""
+    """None: not mergeable."""
     size: int
     answer: asyncio.Future[Any]
 
     def can_merge_with(self, other: "_Call") -> bool:
-        """Return True if both calls fit into one command."""
         if self.item is None or other.item is None:
             return False
         return self.name == other.name and self.shared == other.shared
@@ -223,7 +216,7 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Command:
-    """One Redis command: one call, or several merged ones."""
+    """One command for one call or several merged ones."""
 
     calls: list[_Call]
 

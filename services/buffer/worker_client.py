@@ -1,7 +1,6 @@
 """The env workers' buffer client.
 
-Every command may be repeated if its reply was lost: claims carry a nonce, submits are idempotent by member, and
-cancellations are derived from the claims.
+Commands may be repeated: claims carry a nonce, submits are idempotent by member, cancellations derive from the claims.
 """
 
 import asyncio
@@ -27,15 +26,15 @@ MAX_REASON_CHARS = 64
 
 
 def unit_name(kind: EpisodeKind, group_id: str, number: int) -> str:
-    """Return the name of a group or an evaluation in the scripts."""
+    """Return the scripts' name of a group or evaluation."""
     return f"t:{number}" if kind is EpisodeKind.TRAIN else f"e:{group_id}"
 
 
 class AsyncRolloutBuffer:
-    """`RolloutBuffer` on Redis, one object per worker process: a second one with the same worker id replaces the first,
-    whose episodes are reassigned.
+    """`RolloutBuffer` on Redis, one object per worker process: a second one replaces the first of the same worker id
+    and has its episodes reassigned.
 
-    All methods raise RetryableError while Redis does not answer; the call may be repeated.
+    Methods raise RetryableError while Redis does not answer (repeatable).
     """
 
     def __init__(self, redis: AsyncRedis, run_id: str) -> None:
@@ -50,7 +49,7 @@ class AsyncRolloutBuffer:
         self._active: dict[str, dict[str, EpisodeTask]] = {}
 
     async def claim(self, worker_id: str, limit: int) -> list[EpisodeTask]:
-        """Claim episodes. If the last reply was lost, return the same episodes again, even beyond `limit`."""
+        """Claim episodes; after a lost reply the same ones, even beyond `limit`."""
         async with self._claim_lock:
             nonce = self._nonces.setdefault(worker_id, 0)
             position, packed = await self._run("claim", worker_id, self._session, nonce, limit)
@@ -61,13 +60,13 @@ class AsyncRolloutBuffer:
         return tasks
 
     async def wait_for_work(self, after: str, timeout_s: float) -> str:
-        """Wait for work; `"$"` is the last claim, so that no notification is missed."""
+        """Wait for work; `"$"` is the last claim."""
         position = self._position if after == "$" else max(after, self._position, key=_stream_position)
         with translate_errors():
             return await self._next_notification(position, timeout_s) or position
 
     async def heartbeat(self, worker_id: str) -> WorkerOrders:
-        """Send a heartbeat; due at least every quarter of the worker timeout."""
+        """Send a heartbeat, at least four per worker timeout."""
         active = dict(self._active.get(worker_id, {}))
         arguments = [part for token, task in active.items() for part in (token, task.attempt)]
         draining, *cancelled = await self._run("heartbeat", worker_id, self._session, *arguments)
@@ -76,7 +75,7 @@ class AsyncRolloutBuffer:
         return WorkerOrders(cancelled=tuple(current.pop(token) for token in tokens), draining=bool(draining))
 
     async def submit(self, worker_id: str, task: EpisodeTask, trajectory: Trajectory) -> SubmitResult:
-        """Submit a finished episode.
+        """Submit an episode.
 
         Raises:
             CodecError: the trajectory violates an invariant of `services.messages.types`; fail the episode.
@@ -93,7 +92,7 @@ class AsyncRolloutBuffer:
         return SubmitResult(await self._run.call_merged("submit", (worker_id,), item, len(blob)))
 
     async def fail(self, worker_id: str, task: EpisodeTask, reason: str) -> None:
-        """Report a failed episode; failures are counted by `reason`, a short name (`step_timeout`)."""
+        """Report a failed episode; `reason` is a short name to count by (`step_timeout`)."""
         unit = unit_name(task.kind, task.group_id, task.number)
         await self._run("fail", worker_id, unit, task.index, task.attempt, reason[:MAX_REASON_CHARS] or "unknown")
         self._forget(worker_id, task)
@@ -129,7 +128,6 @@ class AsyncRolloutBuffer:
             del current[token]
 
     async def _next_notification(self, position: str, timeout_s: float) -> str | None:
-        """Return the newest notification after `position`, or None after the timeout."""
         block_ms = max(1, int(min(timeout_s, MAX_BLOCK_S) * 1000))
         streams = cast(list[Any], await self._redis.xread({self._notifications: position}, block=block_ms) or [])
         return streams[0][1][-1][0].decode() if streams else None
