@@ -1,1 +1,1 @@
-"""Messages between services and their msgpack encoding."""
+"""Messages between services, and their msgpack encoding."""

@@ -1,7 +1,6 @@
-"""Messages as msgpack.
+"""Messages as msgpack, each with its kind and schema version.
 
-Every blob starts with its kind and schema version; any violation of the schema raises `CodecError`. Messages with
-token arrays have a packed form.
+Violations of the schema raise `CodecError`. Token arrays are packed.
 """
 
 import math
@@ -43,7 +42,7 @@ TRAJECTORIES = MessageFormat("trajectories", list[bytes])
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """Validate and pack one trajectory; the round trip is exact to the bit.
+    """Validate and pack a trajectory, exact to the bit.
 
     Raises:
         CodecError: it violates an invariant of `offbeat.services.messages.types`.
@@ -72,10 +71,10 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
 
 
 def decode_trajectory(blob: bytes) -> Trajectory:
-    """Unpack and validate one trajectory.
+    """Unpack and validate a trajectory.
 
     Raises:
-        CodecError: the blob is truncated, has another schema, or violates an invariant of `offbeat.services.messages.types`.
+        CodecError: truncated, of another schema, or violates an invariant of `offbeat.services.messages.types`.
     """
     packed = TRAJECTORY.unpack(blob)
     try:
@@ -88,7 +87,7 @@ def decode_trajectory(blob: bytes) -> Trajectory:
 
 
 def encode_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
-    """Pack trajectories for a file. Raises `CodecError`."""
+    """Pack trajectories. Raises `CodecError`."""
     return TRAJECTORIES.pack([encode_trajectory(trajectory) for trajectory in trajectories])
 
 
@@ -111,7 +110,7 @@ def _check_turns(turns: Sequence[Turn], segments: Sequence[Segment]) -> None:
 
 
 class PackedRequest(Message, frozen=True):
-    """Encoded form of a `GenerateRequest`."""
+    """Packed `GenerateRequest`."""
 
     request_id: str
     prompt: bytes
@@ -125,7 +124,7 @@ class PackedRequest(Message, frozen=True):
 
 
 class PackedCompletion(Message, frozen=True):
-    """Encoded form of a `Completion`."""
+    """Packed `Completion`."""
 
     request_id: str
     token_ids: bytes
@@ -140,7 +139,7 @@ COMPLETIONS = MessageFormat("completions", list[PackedCompletion])
 
 
 def encode_requests(requests: Sequence[GenerateRequest]) -> bytes:
-    """Pack the requests of one call."""
+    """Pack requests."""
     rows = [
         PackedRequest(
             r.request_id,
@@ -181,7 +180,7 @@ def _decode_request(row: PackedRequest) -> GenerateRequest:
 
 
 def encode_completions(completions: Sequence[Completion]) -> bytes:
-    """Pack the completions of one reply."""
+    """Pack completions."""
     rows = [
         PackedCompletion(
             c.request_id,

@@ -1,6 +1,6 @@
 """Message envelope: kind, schema version and typed body, as msgpack.
 
-Nothing received is unpickled. Arrays are raw little-endian bytes.
+Nothing is unpickled; arrays are raw little-endian bytes.
 """
 
 import math
@@ -17,33 +17,32 @@ from offbeat.services.messages.types import SCHEMA_VERSION, VersionSpan
 MAX_TOKENS = 1 << 24
 """Maximum tokens of a segment, checked before allocation."""
 MAX_MESSAGE_BYTES = 1 << 30
-"""Maximum bytes of a message."""
 NARROW = 2
-"""Bytes of a token id in segments whose ids are all below 65,536."""
+"""Bytes per token if all ids are below 65,536."""
 UINT16, UINT32, INT32, FLOAT32 = np.dtype("<u2"), np.dtype("<u4"), np.dtype("<i4"), np.dtype("<f4")
 MALFORMED = (ValueError, TypeError, AttributeError, OverflowError, LookupError)
-"""Exceptions raised by checking or packing an invalid body."""
+"""Exceptions of an invalid body."""
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, MemoryError)
 
 Body = TypeVar("Body")
 
 
 class MessageFormat(Generic[Body]):
-    """Messages of one kind."""
+    """Codec of one message kind."""
 
     def __init__(self, kind: str, body: type[Body]) -> None:
         self._kind = kind
         self._decoder: msgspec.msgpack.Decoder[tuple[str, int, Body]] = msgspec.msgpack.Decoder(tuple[str, int, body])
 
     def pack(self, body: Any) -> bytes:
-        """Encode a message. Raises `CodecError` if msgpack can't represent the body."""
+        """Encode a body. Raises `CodecError`."""
         try:
             return ENCODER.encode((self._kind, SCHEMA_VERSION, body))
         except MALFORMED as error:
             self.refuse(error)
 
     def unpack(self, blob: bytes) -> Body:
-        """Decode a message's body. Raises `CodecError` unless it has this kind and this build's schema."""
+        """Decode a body. Raises `CodecError`, also for another kind or schema version."""
         if len(blob) > MAX_MESSAGE_BYTES:
             raise CodecError(f"{self._kind} message of {len(blob)} bytes, more than {MAX_MESSAGE_BYTES}")
         try:
@@ -55,7 +54,7 @@ class MessageFormat(Generic[Body]):
         return body
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Raise `CodecError` from the error of an invalid body."""
+        """Raise `CodecError` from `error`."""
         raise CodecError(f"malformed {self._kind} message: {error}") from error
 
     def _decode_envelope(self, blob: bytes) -> tuple[str, int]:
@@ -83,7 +82,7 @@ ENVELOPE = msgspec.msgpack.Decoder(tuple[str, int, msgspec.Raw])
 
 
 def check_spans(spans: Sequence[VersionSpan], length: int) -> None:
-    """Raise TypeError or ValueError unless spans are ordered, disjoint and within `length` tokens."""
+    """Raise TypeError or ValueError unless spans are ordered, disjoint and within `length`."""
     position = 0
     for span in spans:
         start, end, version = span
@@ -97,7 +96,7 @@ def check_spans(spans: Sequence[VersionSpan], length: int) -> None:
 
 
 def check_count(value: Any, name: str) -> int:
-    """Return a `Count`. Raises one of `MALFORMED`."""
+    """Return a `Count`, or raise one of `MALFORMED`."""
     number = int(value)
     if not 0 <= number < 1 << 63:
         raise ValueError(f"{name} {number}")
@@ -105,7 +104,7 @@ def check_count(value: Any, name: str) -> int:
 
 
 def check_finite(value: Any, name: str) -> float:
-    """Return a finite float. Raises one of `MALFORMED`."""
+    """Return a finite float, or raise one of `MALFORMED`."""
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{name} {number}")
@@ -113,7 +112,7 @@ def check_finite(value: Any, name: str) -> float:
 
 
 def read_tokens(data: bytes, width: int = 4) -> npt.NDArray[np.int32]:
-    """Decode token ids of `width` bytes. Raises ValueError if one is negative or incomplete."""
+    """Decode token ids of `width` bytes. Raises ValueError."""
     if width == NARROW:
         return np.frombuffer(data, dtype=UINT16).astype(np.int32)
     tokens = np.frombuffer(data, dtype=INT32).astype(np.int32, copy=False)
@@ -123,7 +122,7 @@ def read_tokens(data: bytes, width: int = 4) -> npt.NDArray[np.int32]:
 
 
 def read_logprobs(data: bytes) -> npt.NDArray[np.float32]:
-    """Decode logprobs. Raises ValueError unless all are finite."""
+    """Decode finite logprobs. Raises ValueError."""
     logprobs = np.frombuffer(data, dtype=FLOAT32).astype(np.float32, copy=False)
     if b"\0" in np.isfinite(logprobs).tobytes():  # four times as fast as `all`
         raise ValueError("a logprob that is not finite")

@@ -1,7 +1,6 @@
 """PNG images in messages.
 
-Invariants: images of a sequence are ordered, disjoint, inside it, on unsampled tokens, and at most `MAX_PICTURE_BYTES`
-bytes.
+Invariants: ordered, disjoint, within the sequence, on unsampled tokens, at most `MAX_PICTURE_BYTES` each.
 """
 
 from collections.abc import Sequence
@@ -9,12 +8,12 @@ from collections.abc import Sequence
 from offbeat.services.messages.types import Picture, Segment
 
 MAX_PICTURE_BYTES = 1 << 20
-"""Bytes of one encoded image: a trajectory of a hundred turns fits into Redis."""
+"""Maximum of one image; a trajectory of a hundred turns then fits into Redis."""
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def check_pictures(pictures: Sequence[Picture], length: int) -> None:
-    """Raise ValueError or TypeError unless the images fit a sequence of `length` tokens."""
+    """Raise ValueError or TypeError unless the images fit `length` tokens."""
     position = 0
     for picture in pictures:
         start, count, png = picture.start, picture.count, picture.png
@@ -27,7 +26,7 @@ def check_pictures(pictures: Sequence[Picture], length: int) -> None:
 
 
 def check_png(png: bytes) -> None:
-    """Raise ValueError unless it is a PNG of allowed size."""
+    """Raise ValueError unless it is a PNG of valid size."""
     if len(png) > MAX_PICTURE_BYTES:
         raise ValueError(f"a picture of {len(png)} bytes, more than {MAX_PICTURE_BYTES}")
     if not png.startswith(PNG):
@@ -35,7 +34,7 @@ def check_png(png: bytes) -> None:
 
 
 def check_unsampled(segment: Segment) -> None:
-    """Raise ValueError if an image token is marked as sampled."""
+    """Raise ValueError if an image token is sampled."""
     for picture in segment.pictures:
         if segment.loss_mask[picture.start : picture.start + picture.count].any():
             raise ValueError(f"the tokens of the picture at {picture.start} are marked as sampled")

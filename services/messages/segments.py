@@ -1,7 +1,6 @@
-"""Packed segments: two bytes per token where all ids fit, and logprobs of sampled tokens only.
+"""Packed segments: narrow tokens where ids fit, logprobs of sampled tokens only, and the loss mask from version spans.
 
-Version spans determine the loss mask. Invariant: the round trip is exact to the bit, and decoded segments keep the
-invariants of `services.messages.types`.
+The round trip is exact to the bit; invariants of `services.messages.types` are checked both ways.
 """
 
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ BOOL = np.dtype(np.bool_)
 
 
 class PackedSegment(Message, frozen=True):
-    """Encoded form of a segment."""
+    """Packed `Segment`."""
 
     length: Count
     tokens: bytes
@@ -36,7 +35,7 @@ class PackedSegment(Message, frozen=True):
 
 
 def pack_segment(segment: Segment) -> PackedSegment:
-    """Encode a segment. Raises TypeError or ValueError if it violates an invariant."""
+    """Encode a segment. Raises TypeError or ValueError."""
     tokens, versions, length = segment.tokens, segment.versions, len(segment.tokens)
     _check_arrays(segment)
     check_spans(versions, length)
@@ -95,7 +94,7 @@ def unpack_segment(row: PackedSegment) -> Segment:
 
 
 def _place_sampled(spans: Sequence[VersionSpan], sampled: bytes, length: int) -> tuple[bytearray, bytearray]:
-    """Return loss mask and logprobs of all tokens, from those of the sampled ones."""
+    """Return loss mask and logprobs of all tokens."""
     mask, logprobs, position = bytearray(length), bytearray(4 * length), 0
     for start, end, _ in spans:
         mask[start:end] = b"\1" * (end - start)

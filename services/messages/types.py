@@ -1,7 +1,7 @@
 """Messages between services.
 
-Invariants: tokens are recorded as sampled, never re-encoded from text; `loss_mask` is true, and `versions` defined,
-exactly on tokens that the policy sampled; `logprobs` is zero elsewhere.
+Invariants: tokens are recorded as sampled, never re-encoded; `loss_mask` is true, and `versions` defined, exactly on
+sampled tokens; `logprobs` is zero elsewhere.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Base of messages and their parts, encoded as arrays of fields. Copy with `msgspec.structs.replace`."""
+    """Base of messages, encoded as arrays of fields; copy with `msgspec.structs.replace`."""
 
 
 class EpisodeKind(StrEnum):
@@ -40,7 +40,7 @@ class StopReason(StrEnum):
     """The env cut the episode."""
     MAX_STEPS = "max_steps"
     MAX_LENGTH = "max_length"
-    """The next prompt would leave no room for a token within `sequence_length`."""
+    """The next prompt would fill `sequence_length`."""
 
 
 class FinishReason(StrEnum):
@@ -49,7 +49,7 @@ class FinishReason(StrEnum):
 
 
 class VersionSpan(NamedTuple):
-    """Weights `version` sampled tokens `[start, end)`."""
+    """Tokens `[start, end)` sampled by `version`."""
 
     start: int
     end: int
@@ -68,7 +68,7 @@ class Sampling:
 
 
 class Picture(Message, frozen=True):
-    """Image shown to the model in place of the tokens `[start, start + count)`."""
+    """Image in place of tokens `[start, start + count)`."""
 
     start: int
     count: int
@@ -76,32 +76,32 @@ class Picture(Message, frozen=True):
 
     @property
     def digest(self) -> str:
-        """Digest of the image alone."""
+        """Digest of the image."""
         return blake2b(self.png, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One turn to sample; the prompt includes image tokens."""
+    """Turn to sample; the prompt includes image tokens."""
 
     request_id: str
     prompt: Sequence[int]
-    """An `array("i")` is encoded fastest."""
+    """`array("i")` encodes fastest."""
     sampling: Sampling
     min_version: int = 0
-    """Minimum weight version; the replica holds the request until it serves it."""
+    """Minimum weight version; the replica waits for it."""
     pictures: tuple[Picture, ...] = ()
-    """Images by position in the prompt."""
+    """Images, by position."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled turn, stop token included; if refused, `error` alone is set."""
+    """Sampled turn, with stop token; if refused, only `error` is set."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    """Logprobs under the sampling distribution (temperature applied, float32)."""
+    """Under the sampling distribution (temperature applied, float32)."""
     versions: tuple[VersionSpan, ...] = ()
     """Spans over `token_ids`."""
     finish_reason: FinishReason = FinishReason.STOP
@@ -109,19 +109,19 @@ class Completion:
 
 
 class Turn(NamedTuple):
-    """Completion at tokens `[start, end)` of segment `segment`, and its reward."""
+    """Completion at tokens `[start, end)` of a segment, with its reward."""
 
     segment: int
     start: int
     end: int
     reward: float
     state_hash: str = ""
-    """Digest of the turn's observation (anchor state of GiGPO)."""
+    """Digest of the observation (anchor state of GiGPO)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One token sequence in one continuous context.
+    """Token sequence in one context.
 
     tokens: [T] int32; loss_mask: [T] bool; logprobs: [T] float32, 0 for unsampled tokens; versions: spans over sampled
     tokens; pictures: by position, on unsampled tokens.
@@ -134,7 +134,7 @@ class Segment:
     pictures: tuple[Picture, ...] = ()
 
     def token_versions(self) -> Int32Array:
-        """Return the version that sampled each token, [T] int32; -1 for unsampled tokens."""
+        """Return the version of each token, [T] int32; -1: unsampled."""
         out = np.full(len(self.tokens), -1, dtype=np.int32)
         for start, end, version in self.versions:
             out[start:end] = version
@@ -145,7 +145,7 @@ SegmentT = TypeVar("SegmentT", default=Segment)
 
 
 class Trajectory(Message, Generic[SegmentT], frozen=True):
-    """Recorded episode; encoded with packed segments (`services.messages.segments`)."""
+    """Episode; encoded with packed segments (`services.messages.segments`)."""
 
     group_id: str
     index: Count
@@ -157,13 +157,13 @@ class Trajectory(Message, Generic[SegmentT], frozen=True):
     turns: tuple[Turn, ...]
     stop_reason: StopReason
     metrics: dict[str, float] = msgspec.field(default_factory=dict[str, float])
-    """Env metrics, aggregated over turns (`success`, `action_is_valid`, ...)."""
+    """Env metrics over all turns (`success`, `action_is_valid`, ...)."""
     worker_id: str = ""
     duration_s: float = 0.0
     text: tuple[str, ...] = ()
-    """System prompt, then observation and answer in turn; for display only."""
+    """System prompt, then observations and answers alternately; for display only."""
     baseline: bool = False
-    """Greedy episode for comparison (ReMax): its reward counts, its tokens are not trained on."""
+    """Greedy episode (ReMax): only its reward is used."""
 
     @property
     def reward(self) -> float:
@@ -179,7 +179,7 @@ class Trajectory(Message, Generic[SegmentT], frozen=True):
         return sum(int(segment.loss_mask.sum()) for segment in self.segments)
 
     def version_range(self: "Trajectory[Segment]") -> tuple[int, int] | None:
-        """Return the oldest and newest version of its tokens, or None."""
+        """Return the oldest and newest version, or None."""
         versions = [span.version for span in self._spans()]
         return (min(versions), max(versions)) if versions else None
 
@@ -190,21 +190,21 @@ class Trajectory(Message, Generic[SegmentT], frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Sibling trajectories of one task and seed."""
+    """Trajectories of one task and seed."""
 
     entry_id: str
-    """Redis stream id, acknowledged after the checkpoint."""
+    """Redis stream id, for acknowledgement."""
     group_id: str
     number: int
-    """Admission number, 0-based; fixes tag and seed, unless a task sampler draws them."""
+    """Admission number, 0-based; determines tag and seed, unless a task sampler does."""
     tag: str
     seed: int
     admitted_version: int
     trajectories: tuple[Trajectory, ...]
     temperature: float | None = None
-    """Sampling temperature, if changed since the run started."""
+    """Sampling temperature, if changed during the run."""
     baselines: tuple[Trajectory, ...] = ()
-    """Greedy episodes of the same task and seed."""
+    """Greedy episodes."""
 
     @property
     def oldest_version(self) -> int:
@@ -214,7 +214,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeTask:
-    """Episode claimed by a worker, which must submit it, fail it, or lose it."""
+    """Claimed episode, to be submitted, failed or lost."""
 
     kind: EpisodeKind
     group_id: str
@@ -224,18 +224,18 @@ class EpisodeTask:
     min_version: int
     """Minimum version of completions."""
     sampling_name: str = "train"
-    """Sampling parameters: `train`, or for evaluation `sampled` or `greedy`."""
+    """`train`, or for evaluation `sampled` or `greedy`."""
     temperature: float | None = None
     """Overrides the temperature of `sampling_name`."""
 
     @property
     def is_baseline(self) -> bool:
-        """True for a greedy comparison episode of a group."""
+        """True for a greedy episode of a training group."""
         return self.kind is EpisodeKind.TRAIN and self.sampling_name != "train"
 
 
 class TensorSpec(Message, frozen=True):
-    """One tensor of a weight version, by Hugging Face name."""
+    """Tensor of a weight version, by Hugging Face name."""
 
     name: str
     dtype: str
@@ -243,7 +243,7 @@ class TensorSpec(Message, frozen=True):
 
 
 class BaseVersion(Message, frozen=True):
-    """Complete weight version to which another is a delta; fields as in `Manifest`."""
+    """Complete version that a delta applies to; fields as in `Manifest`."""
 
     location: str
     digest: str
@@ -251,22 +251,22 @@ class BaseVersion(Message, frozen=True):
 
 
 class Manifest(Message, frozen=True):
-    """One published weight version."""
+    """Published weight version."""
 
     run_id: str
     version: Count
     step: Count
-    """Optimizer batches trained in these weights' lineage."""
+    """Optimizer batches trained in its lineage."""
     epoch: Count
-    """Fencing epoch of the publishing learner."""
+    """Fencing epoch of the learner."""
     transport: str
     location: str
-    """Location of the bytes: a path, a URL."""
+    """Path or URL."""
     digest: str
-    """Digest computed by the transport."""
+    """Digest by the transport."""
     num_bytes: Count
     tensors: tuple[TensorSpec, ...]
     published_at: float
     """Unix time, s."""
     anchor: BaseVersion | None = None
-    """Version to which the bytes are a delta; None for a complete version."""
+    """Base of a delta; None for a complete version."""
