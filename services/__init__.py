@@ -1,1 +1,1 @@
-"""The mesh: long-running services that share state through Redis and never wait for each other."""
+"""Services of the mesh: long-running, asynchronous, with shared state in Redis."""

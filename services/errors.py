@@ -1,48 +1,46 @@
-"""Errors that cross a service's boundary: one class per boundary, one that means "retry", and the failure of an
-episode, which is data for the buffer.
-"""
+"""Errors across service boundaries."""
 
 
 class MeshError(Exception):
-    """Anything that a service of the mesh refuses or fails to do."""
+    """Base of the services' errors."""
 
 
 class RetryableError(MeshError):
-    """The service is there but cannot answer now (starting, overloaded, being replaced); the same call may succeed later."""
+    """The service can't answer now (starting, overloaded, being replaced); the call may be repeated."""
 
 
 class GenerationError(MeshError):
-    """The generation service refused a request."""
+    """Request refused by the generation service."""
 
 
 class BufferError(MeshError):
-    """The trajectory buffer refused a command."""
+    """Command refused by the trajectory buffer."""
 
 
 class WeightsError(MeshError):
-    """A weight version could not be published, fetched or loaded."""
+    """Failed publication, fetch or load of a weight version."""
 
 
 class FencedError(MeshError):
-    """A newer learner holds the run's lease; writes of this one are refused."""
+    """Write refused, as a newer learner holds the run's lease."""
 
 
 class RolloutError(MeshError):
-    """The env-worker pool could not run an episode."""
+    """Episode failed in the env-worker pool."""
 
 
 class CodecError(MeshError):
-    """A message does not follow its schema."""
+    """Message that violates its schema."""
 
 
 class ControlError(MeshError):
-    """The control service refused a command."""
+    """Command refused by the control service."""
 
 
 class EpisodeError(RolloutError):
-    """An episode ended without a trajectory.
+    """Episode without a trajectory.
 
-    reason: short name under which episodes are counted (`step_timeout`); the message holds the details.
+    reason: short name to count by (`step_timeout`).
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:

@@ -1,7 +1,7 @@
 """JSON Lines files that successive processes append to.
 
-Invariant: lines are written in one call each; a partial last line of a process that died is removed by the next one,
-and one that a full disk cut off stays on a line of its own that readers skip.
+Each append is one write. A partial last line is removed by the next process; one cut off by a full disk gets its own
+line, which readers skip.
 """
 
 import errno
@@ -15,7 +15,7 @@ TAIL_BYTES = 1 << 16
 
 
 class LinesFile:
-    """Appends to a file, which is made with its folder where there is none."""
+    """Append-only file, created with its folder."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -24,7 +24,7 @@ class LinesFile:
         self._cut = False
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add rows. Raises OSError if not all could be written; the same call may be made again."""
+        """Append rows. Raises OSError if not all were written; repeatable."""
         text = "".join(json.dumps(row, separators=(",", ":"), allow_nan=False) + "\n" for row in rows)
         data = ("\n" if self._cut else "").encode() + text.encode()
         self._cut = True
@@ -33,16 +33,16 @@ class LinesFile:
         self._cut = False
 
     def sync(self) -> None:
-        """Sync the file to disk."""
+        """Sync to disk."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the file."""
         os.close(self._descriptor)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield the rows of a file in order, None for an invalid line; nothing if there is no file."""
+    """Yield rows, None for invalid ones; nothing without a file."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -52,7 +52,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def last_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the rows in the last 64 KiB of a file."""
+    """Return the rows in the last 64 KiB."""
     if not path.is_file():
         return []
     with path.open("rb") as file:

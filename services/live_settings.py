@@ -1,9 +1,9 @@
-"""Live settings of a run: settings that may change while it is running, and the step from which each change holds.
+"""Settings that may change during a run.
 
-The fields of `Settings` are the only list of them: REST bodies, configuration paths and CLI help are generated from it.
+REST bodies, configuration paths and CLI help are generated from the fields of `Settings`.
 
-Invariants: changes are only appended; one that a learner has adopted keeps its step, so a learner that repeats steps
-after a crash, or resumes a run, trains each step with its original settings.
+Invariants: changes are only appended, and an adopted one keeps its step, so that a repeated step trains with its
+original settings.
 """
 
 import json
@@ -20,21 +20,21 @@ class SettingInfo:
     """Annotation of a field of `Settings`."""
 
     path: str
-    """Key of the configured value in a run's configuration."""
+    """Key in a run's configuration."""
     applied_by: Literal["reconciler", "learner"]
-    """The reconciler applies a change at once, the learner at the next step boundary."""
+    """The reconciler applies changes at once, the learner at the next step."""
     about: str
-    """Description for the REST schema and the CLI, without a period."""
+    """Description for REST and CLI, without a period."""
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
     aliases: tuple[str, ...] = ()
-    """Common other names, for suggestions in error messages."""
+    """Other names, for suggestions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings that may change. One field here is all that a further setting needs."""
+    """Live settings."""
 
     num_workers: Annotated[
         int,
@@ -84,7 +84,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class LiveSetting:
-    """Row of the table of live settings."""
+    """Row of `LIVE_SETTINGS`."""
 
     name: str
     type: type[int] | type[float]
@@ -92,7 +92,7 @@ class LiveSetting:
 
     @property
     def when(self) -> str:
-        """Clause that states when a change takes effect."""
+        """Clause: when a change takes effect."""
         return "at once" if self.info.applied_by == "reconciler" else "from the next step on"
 
 
@@ -102,26 +102,26 @@ def _table() -> dict[str, LiveSetting]:
 
 
 LIVE_SETTINGS = _table()
-"""Table of the live settings, by name."""
+"""Live settings by name."""
 AT_ONCE = frozenset(name for name, setting in LIVE_SETTINGS.items() if setting.info.applied_by == "reconciler")
-"""Settings that the reconciler applies at once."""
+"""Settings applied by the reconciler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A requested change."""
+    """Requested change."""
 
     values: dict[str, float] = field(default_factory=dict[str, float])
     at: float = 0.0
-    """Unix time of the request, s."""
+    """Unix time, s."""
     step: int | None = None
-    """First optimizer batch (0-based) with the change; None until a learner has adopted it."""
+    """First optimizer batch (0-based) with the change; None until adopted."""
     why: str = ""
-    """Reason, if the learner's controller requested it."""
+    """Reason of the learner's controller, if any."""
 
 
 def configured_settings(config: object) -> Settings:
-    """Return the live settings with the values of a run's configuration."""
+    """Return the live settings of a configuration."""
     return Settings(**{name: attrgetter(setting.info.path)(config) for name, setting in LIVE_SETTINGS.items()})
 
 
@@ -131,7 +131,7 @@ def encode_settings(settings: Settings) -> str:
 
 
 def decode_settings(text: str | bytes) -> Settings:
-    """Decode the result of `encode_settings`. Raises `CodecError`."""
+    """Decode `encode_settings`. Raises `CodecError`."""
     try:
         return Settings(**json.loads(text))
     except (ValueError, TypeError) as error:
@@ -139,15 +139,12 @@ def decode_settings(text: str | bytes) -> Settings:
 
 
 def encode_change(values: Mapping[str, float], at: float, why: str = "") -> str:
-    """Encode as JSON for the list of changes, which adopt.lua reads, too."""
+    """Encode as JSON, also for adopt.lua."""
     return json.dumps({"values": dict(values), "at": at, "why": why})
 
 
 def decode_change(blob: str | bytes, step: int | None) -> Change:
-    """Decode the result of `encode_change`. Raises `CodecError`.
-
-    step: first step with the change, if a learner has adopted it.
-    """
+    """Decode `encode_change`; `step` is that of its adoption. Raises `CodecError`."""
     try:
         tree = json.loads(blob)
         values = {str(name): value for name, value in tree["values"].items()}
@@ -157,7 +154,7 @@ def decode_change(blob: str | bytes, step: int | None) -> Change:
 
 
 def settings_at(base: Settings, changes: Iterable[Change], step: int) -> Settings:
-    """Return the settings of optimizer batch `step` (0-based)."""
+    """Return the settings of batch `step` (0-based)."""
     for change in changes:
         if change.step is not None and change.step <= step:
             base = base.changed(change.values)
@@ -165,7 +162,7 @@ def settings_at(base: Settings, changes: Iterable[Change], step: int) -> Setting
 
 
 def settings_now(base: Settings, changes: Iterable[Change]) -> Settings:
-    """Return the current settings: the reconciler's apply at once, the learner's once adopted."""
+    """Return the current settings; the learner's count once adopted."""
     for change in changes:
         at_once = {name: value for name, value in change.values.items() if name in AT_ONCE}
         base = base.changed(at_once if change.step is None else change.values)

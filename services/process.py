@@ -1,4 +1,4 @@
-"""Child processes. Imported by children at startup, so it uses the standard library only."""
+"""Child processes. Standard library only, as children import it at startup."""
 
 import ctypes
 import json
@@ -18,13 +18,13 @@ ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, int(sys.argv[2]))
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[3], sys.argv[3:])
 """
-"""Program that sets the death signal, then executes the command; a `preexec_fn` is unsafe in a process with threads."""
+"""Program that sets the death signal, then executes a command; `preexec_fn` is unsafe with threads."""
 
 
 def die_with_parent(parent: int | None = None, *, by: signal.Signals = signal.SIGKILL) -> None:
-    """Make the kernel signal this process when the thread that started it ends (Linux only).
+    """Signal this process when the thread that started it ends (Linux only).
 
-    parent: expected parent pid; if it has ended already, this process exits with code 1.
+    parent: expected parent pid; if it has ended, exit with code 1.
 
     Raises:
         OSError: the kernel refuses.
@@ -38,12 +38,12 @@ def die_with_parent(parent: int | None = None, *, by: signal.Signals = signal.SI
 
 
 def bind_to_thread(command: Sequence[str], *, by: signal.Signals = signal.SIGKILL) -> list[str]:
-    """Return a command line for `command` that dies with the thread that starts it."""
+    """Wrap `command` to die with the thread that starts it."""
     return [sys.executable, "-IS", "-c", DIE_WITH_PARENT, str(os.getpid()), str(int(by)), *command]
 
 
 def terminate(process: "subprocess.Popen[Any]", grace_s: float) -> bool:
-    """Send SIGTERM, after `grace_s` SIGKILL, and reap the child; return False if it was killed."""
+    """Send SIGTERM, after `grace_s` SIGKILL, and reap; return False if killed."""
     process.terminate()
     try:
         process.wait(grace_s)
@@ -55,21 +55,21 @@ def terminate(process: "subprocess.Popen[Any]", grace_s: float) -> bool:
 
 
 def claim_stdout() -> BinaryIO:
-    """Redirect stdout to stderr, and return the original for messages to the parent."""
+    """Redirect stdout to stderr; return the original."""
     messages = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return messages
 
 
 class JsonLines:
-    """JSON objects exchanged with another process over pipes, one per line."""
+    """JSON objects over pipes, one per line."""
 
     def __init__(self, source: IO[bytes], sink: IO[bytes]) -> None:
         self._source = source
         self._sink = sink
 
     def send(self, message: Mapping[str, Any]) -> bool:
-        """Send a message; return False if the other process has closed its end."""
+        """Send a message; return False if the peer has closed its end."""
         try:
             self._sink.write(json.dumps(message).encode() + b"\n")
             self._sink.flush()
@@ -78,10 +78,10 @@ class JsonLines:
         return True
 
     def receive(self) -> dict[str, Any] | None:
-        """Wait for the next message; return None once the other process has closed its end.
+        """Wait for a message; return None once the peer has closed its end.
 
         Raises:
-            ValueError: a line is not a JSON object.
+            ValueError: not a JSON object.
         """
         line = self._source.readline()
         if not line:
@@ -92,13 +92,13 @@ class JsonLines:
         return cast(dict[str, Any], message)
 
     def close(self) -> None:
-        """Close the sink; the other process's `receive` then returns None."""
+        """Close the sink; ends the peer's `receive`."""
         with suppress(BrokenPipeError):
             self._sink.close()
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port that is free now but not reserved."""
+    """Return a free TCP port, without reserving it."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

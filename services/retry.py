@@ -1,4 +1,4 @@
-"""Waiting out a service that does not answer now."""
+"""Retries of an unavailable service."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
 
 
 async def retry_until_answered(call: Callable[[], Awaitable[T]], patience_s: float = math.inf) -> T:
-    """Make a call that may be made again until it is answered; raises its `RetryableError` once `patience_s` are over."""
+    """Retry an idempotent call; raises its `RetryableError` after `patience_s`."""
     deadline = time.monotonic() + patience_s
     wait_s = FIRST_WAIT_S
     while True:

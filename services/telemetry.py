@@ -1,4 +1,4 @@
-"""Logs to files, and metrics that merge: every part appends sums and counts, never a mean that would be averaged again."""
+"""Log files, and mergeable metrics: sums and counts instead of means."""
 
 import logging
 import sys
@@ -16,13 +16,13 @@ from offbeat.services.errors import CodecError
 from offbeat.services.keys import RunKeys
 
 MAX_METRIC_RECORDS = 200_000
-"""Records that a run's metrics stream keeps, about."""
+"""Approximate length of a metrics stream."""
 
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
 def configure_logging(service: str, log_dir: Path | None, level: int = logging.INFO) -> None:
-    """Send this process's log to `log_dir/<service>.log`, or to stderr without one."""
+    """Log to `log_dir/<service>.log`, or to stderr without `log_dir`."""
     handler: logging.Handler
     if log_dir is None:
         handler = logging.StreamHandler(sys.stderr)
@@ -35,7 +35,7 @@ def configure_logging(service: str, log_dir: Path | None, level: int = logging.I
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """A metric's part as one process saw it.
+    """One process's part of a metric.
 
     kind: `mean` merges as (sum, count); `sum` adds totals; `max` and `min` keep the extreme; `last` the newest.
     """
@@ -49,10 +49,10 @@ class Partial:
         return self.total / self.count if self.kind == "mean" and self.count else self.total
 
     def merge(self, other: "Partial") -> "Partial":
-        """Combine two parts of one metric.
+        """Merge two parts.
 
         Raises:
-            ValueError: the two are of different kinds.
+            ValueError: different kinds.
         """
         if self.kind != other.kind:
             raise ValueError(f"a {self.kind} does not merge with a {other.kind}")
@@ -68,13 +68,13 @@ class Partial:
 
 
 def mean(values: Iterable[float]) -> Partial:
-    """Return the mean of `values`, mergeable with the means of other parts."""
+    """Return a mergeable mean."""
     values = list(values)
     return Partial("mean", float(sum(values)), float(len(values)))
 
 
 def merge_all(parts: Iterable[dict[str, Partial]]) -> dict[str, Partial]:
-    """Merge metric by metric."""
+    """Merge by metric."""
     out: dict[str, Partial] = {}
     for part in parts:
         for name, partial in part.items():
@@ -84,26 +84,26 @@ def merge_all(parts: Iterable[dict[str, Partial]]) -> dict[str, Partial]:
 
 @dataclass(frozen=True, slots=True)
 class MetricRecord:
-    """Metrics of one part of the mesh: metric name -> partial."""
+    """Metrics of one component: name -> partial."""
 
     source: str
     """`learner`, `rollout`, `generation`, `weights`, `eval`, ..."""
     values: dict[str, Partial]
     step: int | None = None
-    """The learner's step that the record belongs to, where it belongs to one."""
+    """The learner's step, if any."""
     labels: dict[str, str] = field(default_factory=dict[str, str])
     time: float = field(default_factory=time.time)
     """Unix time, s."""
 
 
 def encode_record(record: MetricRecord) -> bytes:
-    """Pack one record."""
+    """Pack a record."""
     values = {name: [p.kind, p.total, p.count] for name, p in record.values.items()}
     return cast(bytes, msgpack.packb([record.source, values, record.step, record.labels, record.time]))
 
 
 def decode_record(blob: bytes) -> MetricRecord:
-    """Unpack one record. Raises `CodecError` if it is malformed."""
+    """Unpack a record. Raises `CodecError`."""
     try:
         source, values, step, labels, at = msgpack.unpackb(blob)
         partials = {str(k): Partial(kind, float(total), float(count)) for k, (kind, total, count) in values.items()}
@@ -113,26 +113,26 @@ def decode_record(blob: bytes) -> MetricRecord:
 
 
 class MetricsSink(Protocol):
-    """Destination of metric records for synchronous code."""
+    """Synchronous destination of metric records."""
 
     def append(self, record: MetricRecord) -> None: ...
 
 
 class RedisMetrics:
-    """A run's metrics stream, for synchronous parts (the learner, the command line)."""
+    """Metrics stream of a run, synchronous."""
 
     def __init__(self, redis: Redis, run_id: str) -> None:
         self._redis = redis
         self._key = RunKeys(run_id).metrics
 
     def append(self, record: MetricRecord) -> None:
-        """Add one record at the end."""
+        """Append a record."""
         self._redis.xadd(self._key, {"r": encode_record(record)}, maxlen=MAX_METRIC_RECORDS, approximate=True)
 
     def read(
         self, after: str = "0", *, block_ms: int | None = None, count: int = 1000
     ) -> Iterator[tuple[str, MetricRecord]]:
-        """Yield (id, record) after the id `after`, waiting up to `block_ms` for the first."""
+        """Yield (id, record) after `after`, waiting up to `block_ms` for the first."""
         streams = cast(list[Any], self._redis.xread({self._key: after}, count=count, block=block_ms) or [])
         for _, entries in streams:
             for entry_id, fields in entries:
@@ -140,17 +140,17 @@ class RedisMetrics:
 
 
 class AsyncRedisMetrics:
-    """A run's metrics stream, for asynchronous parts."""
+    """Metrics stream of a run, asynchronous."""
 
     def __init__(self, redis: AsyncRedis, run_id: str) -> None:
         self._redis = redis
         self._key = RunKeys(run_id).metrics
 
     async def append(self, record: MetricRecord) -> None:
-        """Add one record at the end."""
+        """Append a record."""
         await self._redis.xadd(self._key, {"r": encode_record(record)}, maxlen=MAX_METRIC_RECORDS, approximate=True)
 
     async def read(self, after: str = "0", *, count: int = 1000) -> list[tuple[str, MetricRecord]]:
-        """Return at most `count` pairs (id, record) after the id `after`."""
+        """Return up to `count` (id, record) after `after`."""
         entries = await self._redis.xrange(self._key, min=f"({after}" if after != "0" else "-", count=count)
         return [(entry_id.decode(), decode_record(fields[b"r"])) for entry_id, fields in entries]

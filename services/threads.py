@@ -1,7 +1,7 @@
-"""Daemon threads: for calls that may never return, and for following a Redis stream in the background.
+"""Daemon threads for calls that may hang, and for following Redis streams.
 
-Invariants: at most `num_threads` calls run at a time, not counting hung ones; a hung call blocks neither other calls,
-nor the event loop, nor process exit. Everything but the calls themselves happens on the event loop.
+Invariants: at most `num_threads` calls run, hung ones excepted; a hung call blocks neither other calls nor the event
+loop nor process exit. Only the calls run outside the event loop.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 class HungError(Exception):
-    """A call did not return in time; its thread is left behind."""
+    """A call timed out; its thread is abandoned."""
 
 
 class _Thread:
-    """One thread that takes calls from a queue; None ends it."""
+    """Thread with a queue of calls; None ends it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -43,7 +43,7 @@ class _Thread:
 
 
 class DaemonThreads:
-    """A pool of threads whose hung members are replaced."""
+    """Thread pool that replaces hung threads."""
 
     def __init__(self, num_threads: int) -> None:
         self._slots = asyncio.Semaphore(num_threads)
@@ -53,13 +53,13 @@ class DaemonThreads:
         """Threads left behind whose call has not returned to this moment."""
 
     async def run(self, call: Callable[[], T], timeout_s: float, on_start: Callable[[], None] | None = None) -> T:
-        """Run `call` in a thread; the time counts from when a thread is free. Raises what it raises.
+        """Run `call` in a thread and raise what it raises; the timeout starts when a thread is free.
 
-        A caller that is cancelled leaves the call running; its thread counts as busy until it returns or hangs. `on_start`
-        is called on the loop when the call is handed to a thread, from when on it will run.
+        A cancelled caller leaves the call running, with its thread busy. `on_start` is called on the loop when the call
+        gets a thread.
 
         Raises:
-            HungError: it did not return within `timeout_s`.
+            HungError: no return within `timeout_s`.
         """
         await self._slots.acquire()
         loop = asyncio.get_running_loop()
@@ -84,7 +84,7 @@ class DaemonThreads:
         return await future
 
     def close(self) -> None:
-        """End idle threads, and busy ones when they return."""
+        """End idle threads, and busy ones after their call."""
         self._closed = True
         while self._idle:
             self._idle.pop().calls.put(None)
@@ -111,8 +111,7 @@ FINAL_ROUND_TIMEOUT_S = 10.0
 
 
 class Follower(ABC):
-    """Background thread that tails one of the run's Redis streams; at the end of its context it processes what has
-    arrived by then."""
+    """Background thread that follows a Redis stream; on exit it processes the rest."""
 
     def __init__(self, name: str) -> None:
         self._stop = threading.Event()
@@ -123,7 +122,6 @@ class Follower(ABC):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Write what is in the stream by now, then end."""
         self._stop.set()
         self._thread.join(timeout=FINAL_ROUND_TIMEOUT_S)
 
