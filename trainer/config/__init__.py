@@ -1,1 +1,1 @@
-"""The learner's configuration."""
+"""Learner configuration."""

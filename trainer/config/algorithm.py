@@ -1,7 +1,4 @@
-"""Keys of the algorithm: advantages, group selection, loss, off-policy corrections, regularization.
-
-The keys are at the root of a run's YAML, under ROLL's names where ROLL has them. docs/algorithms.md has formulas and papers.
-"""
+"""Keys of the algorithm, named as in ROLL where possible; formulas in docs/algorithms.md."""
 
 from typing import Annotated, Literal
 
@@ -42,58 +39,56 @@ GROUP_METHODS: dict[str, RewardMethod] = {
     "dr_grpo": "mean",
     "reinforce_plus_plus_baseline": "mean",
 }
-"""Estimators that normalize rewards within a group, with their default method."""
+"""Default normalization of estimators that compare a group."""
 BASELINES = ("rloo", "opo", "maxrl", "remax")
-"""Estimators with a baseline of their own, instead of a normalization method."""
+"""Estimators with their own baseline."""
 GREEDY_BASELINE = ("remax",)
-"""Estimators whose baseline is a greedy episode of the same task."""
+"""Estimators with a greedy episode as baseline."""
 NEEDS_GROUPS = (*GROUP_METHODS, *(name for name in BASELINES if name not in GREEDY_BASELINE))
 TURN_WISE = ("gigpo", "step_reinforce")
-"""Estimators with one advantage per turn, without rewards per token."""
+"""Estimators with one advantage per turn."""
 WHITENING = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 DISTILLING = ("opd",)
-"""Estimators that learn from teachers and ignore rewards."""
+"""Estimators that ignore rewards."""
 NO_REWARD = "opd learns from teachers alone: leave it out, or take another adv_estimator with use_opd=true"
 WITH_RATIO = ("ppo", "tis", "cispo", "topr", "sapo")
-"""Losses that support a ratio per turn or sequence."""
+"""Losses with `ratio_type`."""
 AGAINST_BEHAVIOR = ("aipo", "dppo_tv")
-"""Losses whose ratio is always to the behavior policy."""
+"""Losses with a ratio to the behavior policy."""
 
 
 class AlgorithmConfig(ConditionalConfig):
     """Estimator, loss and regularization."""
 
     sequence_length: int = Field(default=512, ge=2)
-    """Maximum length of a trajectory, in tokens: prompt, answers and observations."""
+    """Maximum tokens of a trajectory, including observations."""
 
     # --- From rewards to advantages
     adv_estimator: Estimator = "grpo"
-    """Advantage estimator. `gae` trains a critic; `grpo`, `dr_grpo`, `rloo`, `opo`, `maxrl`, `gigpo` and
-    `reinforce_plus_plus_baseline` compare the members of a group; `remax` compares with an additional greedy episode per
-    group; `step_reinforce` and `gigpo` have one advantage per turn; `opd` learns from teachers."""
+    """Advantage estimator. `grpo`, `dr_grpo`, `rloo`, `opo`, `maxrl`, `gigpo`, `reinforce_plus_plus_baseline`: compare
+    a group; `remax`: a greedy episode per group; `gae`: a critic; `step_reinforce`, `gigpo`: per turn; `opd`: teachers
+    alone.
+    """
     use_opd: Annotated[bool, NotWith("opd distills already", adv_estimator=DISTILLING)] = False
-    """On-policy distillation in addition to rewards: the KL to the teachers is subtracted from each token's advantage.
-    To learn from teachers alone (ROLL's `is_pure_opd`), use `adv_estimator: opd`."""
+    """Subtraction of the teachers' KL from advantages; `adv_estimator: opd` ignores rewards (ROLL's `is_pure_opd`)."""
     teacher: dict[str, TeacherConfig] = Field(default_factory=dict[str, TeacherConfig])
-    """Teachers by a name of your choice. The KLs of all teachers of a tag are added."""
+    """Teachers by any name; KLs of a tag's teachers are added."""
     reward_normalization: RewardNormalization = RewardNormalization()
     reward_shaping: Annotated[RewardShaping, NotWith(NO_REWARD, adv_estimator=DISTILLING)] = RewardShaping()
     gae_level: Annotated[Literal["token", "turn"], OnlyWith(adv_estimator=("gae",))] = "token"
-    """Unit of an action: a token, or a turn, whose value is that of the state before its first token."""
+    """Unit of an action; a turn's value is that before its first token."""
     value_targets: Annotated[Literal["gae", "vtrace"], OnlyWith(adv_estimator=("gae",), gae_level=("token",))] = "gae"
-    """Regression target of the critic: GAE returns, or V-trace, which corrects them for off-policy data and needs
-    `old_logprobs: recompute`."""
+    """Critic's regression target: GAE returns, or V-trace for off-policy data (needs `old_logprobs: recompute`)."""
     vtrace_rho_bar: Annotated[float, OnlyWith(value_targets=("vtrace",))] = Field(default=1.0, gt=0)
-    """Upper bound of V-trace's importance weight rho."""
+    """Upper bound of V-trace's weight rho."""
     vtrace_c_bar: Annotated[float, OnlyWith(value_targets=("vtrace",))] = Field(default=1.0, gt=0)
-    """Upper bound of V-trace's trace coefficient c."""
+    """Upper bound of V-trace's coefficient c."""
     gamma: Annotated[
         float,
         NotWith("take step_reward_gamma", adv_estimator=TURN_WISE),
         NotWith(NO_REWARD, adv_estimator=DISTILLING),
     ] = Field(default=1.0, ge=0, le=1)
-    """Discount per sampled token; per turn with `agentic_reinforce` and `gae_level: turn`. Observation tokens are not
-    counted."""
+    """Discount per sampled token; per turn with `agentic_reinforce` or `gae_level: turn`."""
     lambd: Annotated[float, OnlyWith(adv_estimator=("gae",))] = Field(default=0.95, ge=0, le=1)
     """GAE's lambda."""
     step_reward_gamma: Annotated[float, OnlyWith(adv_estimator=TURN_WISE)] = Field(default=0.95, ge=0, le=1)
@@ -101,80 +96,81 @@ class AlgorithmConfig(ConditionalConfig):
     episode_reward_weight: Annotated[float, OnlyWith(adv_estimator=("gigpo",))] = Field(default=1.0, ge=0)
     """Weight of the advantage among a group's episodes."""
     step_reward_weight: Annotated[float, OnlyWith(adv_estimator=("gigpo",))] = Field(default=1.0, ge=0)
-    """Weight of the advantage among turns with the same observation."""
+    """Weight of the advantage among equal observations."""
     reward_clip: Annotated[float | None, NotWith("take advantage_clip", adv_estimator=(*TURN_WISE, *DISTILLING))] = (
         Field(default=None, gt=0)
     )
-    """Bound on a reward's absolute value, after normalization and before the KL penalty."""
+    """Bound on absolute normalized rewards, before the KL penalty."""
     whiten_rewards: Annotated[bool, NotWith("take whiten_advantages", adv_estimator=(*TURN_WISE, *DISTILLING))] = False
-    """Division of token rewards, including the KL penalty, by their standard deviation over the batch."""
+    """Division of token rewards, with KL, by the batch's deviation."""
     whiten_advantages: bool | None = None
-    """Normalization of advantages to zero mean and unit deviation over the batch's tokens. None is the estimator's default:
-    true for `reinforce_plus_plus` and `reinforce_plus_plus_baseline`, false otherwise."""
+    """Normalization over the batch's tokens to mean 0, deviation 1. None: true for `reinforce_plus_plus` and
+    `reinforce_plus_plus_baseline`.
+    """
     advantage_clip: float | None = Field(default=None, gt=0)
-    """Bound on an advantage's absolute value."""
+    """Bound on absolute advantages."""
 
     # --- Selection of groups and episodes
     zero_variance: Literal["mask", "refill", "train"] = "mask"
-    """Handling of groups without signal: those whose members all have the same reward under an estimator that compares them,
-    and those that a filter below rejects. `mask` skips the computation but counts the group in the policy loss's
-    denominators; `refill` drops it and takes another (DAPO's dynamic sampling); `train` trains on it as on any other."""
+    """Handling of groups that a filter rejects, or with equal rewards if compared. `mask`: skipped, but counted in the
+    policy loss's denominators; `refill`: replaced (DAPO's dynamic sampling); `train`: trained on.
+    """
     group_filter_cls: Annotated[str | None, OnlyWith(zero_variance=("mask", "refill"))] = None
-    """`module:Class`, constructed without arguments. Its instances are called with a `Group` and return True to train
-    on it."""
+    """`module:Class`, constructed without arguments; called with a `Group`, returns whether to train."""
     difficulty_mask: Annotated[bool, OnlyWith(zero_variance=("mask", "refill"))] = False
-    """Training only on groups whose mean reward is strictly between the two thresholds."""
+    """Training only on mean rewards strictly between the thresholds."""
     difficulty_low_threshold: Annotated[float, OnlyWith(difficulty_mask=(True,))] = 0.0
     difficulty_high_threshold: Annotated[float, OnlyWith(difficulty_mask=(True,))] = 1.0
     variance_filter_ratio: float = Field(default=1.0, gt=0, le=1)
-    """Fraction of a step's groups to train on, those with the highest reward deviation (StarPO-S)."""
+    """Fraction of groups to train on, by highest reward deviation (StarPO-S)."""
     max_len_mask: bool = False
-    """Masking of episodes that were truncated at `sequence_length`."""
+    """Masking of episodes truncated at `sequence_length`."""
     error_max_len_clip: bool = False
-    """Masking of episodes without a positive reward and with more than `error_max_len_threshold` sampled tokens."""
+    """Masking of episodes without positive reward above `error_max_len_threshold` sampled tokens."""
     error_max_len_threshold: Annotated[int, OnlyWith(error_max_len_clip=(True,))] = Field(default=1024, ge=1)
     difficulty_loss_weight: bool = False
-    """Weighting of each episode's policy loss by 0.5 + 1.5 (1 - mean reward of its group, clamped to [0, 1])."""
+    """Episode's loss factor 0.5 + 1.5 (1 - group's mean reward, clamped to [0, 1])."""
     length_loss_weight: bool = False
-    """Weighting of each episode's policy loss by 1.5 - its sampled tokens / the batch's maximum."""
+    """Episode's loss factor 1.5 - sampled tokens / batch maximum."""
 
     # --- Policy loss
     pg_variant: Literal["ppo", "vanilla", "tis", "cispo", "topr", "kimi15", "aipo", "dppo_tv", "sapo", "gpg"] = "ppo"
-    """Policy loss per token. `ppo` is the clipped surrogate; docs/algorithms.md describes the others."""
+    """Policy loss per token (docs/algorithms.md); `ppo` is the clipped surrogate."""
     ratio_type: Annotated[
         Literal["token", "turn", "sequence", "sequence-token", "sequence-product"], OnlyWith(pg_variant=WITH_RATIO)
     ] = "token"
-    """Unit of the ratio to the old policy. `turn` and `sequence` (GSPO): geometric mean over sampled tokens;
-    `sequence-token`: GSPO-token; `sequence-product`: product over the sequence. A sequence is one continuous context."""
+    """Unit of the ratio. `turn`, `sequence` (GSPO): geometric mean; `sequence-token`: GSPO-token; `sequence-product`:
+    product. A sequence is one continuous context.
+    """
     pg_clip: Annotated[float, OnlyWith(pg_variant=("ppo",))] = Field(default=0.2, gt=0)
-    """Clip range of the ratio, [1 - pg_clip, 1 + pg_clip]."""
+    """Clip range, [1 - pg_clip, 1 + pg_clip]."""
     pg_clip_low: Annotated[float | None, OnlyWith(pg_variant=("ppo",))] = Field(default=None, gt=0)
-    """Lower clip bound is 1 - pg_clip_low; None is `pg_clip`."""
+    """Clip from 1 - pg_clip_low; None is `pg_clip`."""
     pg_clip_high: Annotated[float | None, OnlyWith(pg_variant=("ppo",))] = Field(default=None, gt=0)
-    """Upper clip bound is 1 + pg_clip_high; None is `pg_clip`."""
+    """Clip to 1 + pg_clip_high; None is `pg_clip`."""
     dual_clip: Annotated[float | None, OnlyWith(pg_variant=("ppo",))] = Field(default=None, gt=1)
-    """Bound c of the dual clip for negative advantages (arXiv:1912.09729)."""
+    """Dual-clip bound for negative advantages (arXiv:1912.09729)."""
     tis_lower_bound: Annotated[float, OnlyWith(pg_variant=("tis",))] = Field(default=0.0, ge=0)
-    """Lower bound of the importance weight."""
+    """Minimum importance weight."""
     tis_upper_bound: Annotated[float, OnlyWith(pg_variant=("tis",))] = Field(default=2.0, gt=0)
-    """Upper bound of the importance weight."""
+    """Maximum importance weight."""
     cispo_epsilon_low: Annotated[float, OnlyWith(pg_variant=("cispo",))] = Field(default=1.0, gt=0)
-    """Lower bound of the weight is 1 - cispo_epsilon_low; 1 means none."""
+    """Minimum weight 1 - cispo_epsilon_low; 1 is none."""
     cispo_epsilon_high: Annotated[float, OnlyWith(pg_variant=("cispo",))] = Field(default=4.0, gt=0)
-    """Upper bound of the weight is 1 + cispo_epsilon_high."""
+    """Maximum weight 1 + cispo_epsilon_high."""
     cispo_use_unified_mask: Annotated[bool, OnlyWith(pg_variant=("cispo",))] = False
-    """Masking of tokens whose gradient PPO's clip would zero."""
+    """Masking of tokens without a gradient in PPO."""
     topr_positive_weight: Annotated[float, OnlyWith(pg_variant=("topr",))] = Field(default=1.0, ge=0)
-    """Loss weight of tokens with a positive advantage."""
+    """Loss weight of positive advantages."""
     topr_negative_weight: Annotated[float, OnlyWith(pg_variant=("topr",))] = Field(default=1.0, ge=0)
-    """Loss weight of tokens with a negative advantage."""
+    """Loss weight of negative advantages."""
     kimi15_tau: Annotated[float, OnlyWith(pg_variant=("kimi15",))] = Field(default=0.1, ge=0)
     aipo_rho: Annotated[float, OnlyWith(pg_variant=("aipo",))] = Field(default=4.0, gt=0)
-    """Upper bound of the importance weight; 2 to 10 in the paper."""
+    """Maximum importance weight; 2 to 10 in the paper."""
     dppo_mask_low: Annotated[float, OnlyWith(pg_variant=("dppo_tv",))] = Field(default=0.2, gt=0, le=1)
-    """Decrease of a token's probability beyond which a negative advantage is masked."""
+    """Decrease in probability that masks negative advantages."""
     dppo_mask_high: Annotated[float, OnlyWith(pg_variant=("dppo_tv",))] = Field(default=0.2, gt=0, le=1)
-    """Increase of a token's probability beyond which a positive advantage is masked."""
+    """Increase in probability that masks positive advantages."""
     dppo_kl_tau: Annotated[float, OnlyWith(pg_variant=("dppo_tv",))] = Field(default=1e-3, ge=0)
     sapo_temperature_pos: Annotated[float, OnlyWith(pg_variant=("sapo",))] = Field(default=1.0, gt=0)
     sapo_temperature_neg: Annotated[float, OnlyWith(pg_variant=("sapo",))] = Field(default=1.05, gt=0)
@@ -184,51 +180,51 @@ class AlgorithmConfig(ConditionalConfig):
         Literal["behavior", "recompute", "loglinear"],
         NotWith("its ratio is to the behavior policy; leave this out", pg_variant=AGAINST_BEHAVIOR),
     ] = "behavior"
-    """Denominator of the ratio: `behavior`, the engine's logprobs; `recompute`, the learner's at the start of the step;
-    `loglinear`, AReaL's log-linear approximation of these from each token's version, without a forward pass."""
+    """Denominator of the ratio. `behavior`: the engine's logprobs; `recompute`: the learner's at the start of the step;
+    `loglinear`: AReaL's approximation without a forward pass.
+    """
     train_infer_correction: TrainInferCorrection = TrainInferCorrection()
 
     # --- Aggregation and regularization
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         "token-mean"
     )
-    """Reduction of token losses. A sequence is a trajectory, even if it has several segments. `seq-mean-token-sum-norm`
-    divides the sum by `loss_agg_length`."""
+    """Reduction of token losses; a sequence is a whole trajectory. `seq-mean-token-sum-norm` divides by
+    `loss_agg_length`.
+    """
     loss_agg_length: Annotated[int | None, OnlyWith(loss_agg_mode=("seq-mean-token-sum-norm",))] = Field(
         default=None, ge=1
     )
-    """Constant divisor, in tokens; None is `sequence_length`."""
+    """Divisor in tokens; None is `sequence_length`."""
     entropy_loss_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the entropy bonus."""
     entropy_loss_scheduler_type: Annotated[Scheduler, OnlyWith(entropy_loss_coef=SET)] = "constant"
-    """Schedule of the entropy bonus; `linear` and `cosine` decay it to zero at the last step."""
+    """Its schedule; `linear` and `cosine` end at 0."""
     ppo_epochs: int = Field(default=1, ge=1)
-    """Passes over each batch."""
+    """Passes per batch."""
     use_kl_loss: bool = False
-    """Addition of `kl_loss_coef` times the KL to the reference to the loss."""
+    """Loss term `kl_loss_coef` times KL to the reference."""
     kl_loss_coef: Annotated[float, OnlyWith(use_kl_loss=(True,))] = Field(default=0.0, ge=0)
     kl_loss_type: Annotated[Literal["k2", "k3", "abs", "full"], OnlyWith(use_kl_loss=(True,))] = "k3"
-    """Estimator of the KL in the loss; `full` is exact, a sum over the vocabulary. k1 is not available: its gradient
-    has mean zero."""
+    """KL estimator; `full` sums over the vocabulary. k1's mean gradient is 0."""
     add_token_level_kl: Annotated[bool, NotWith("take use_kl_loss", adv_estimator=(*TURN_WISE, *DISTILLING))] = False
-    """Subtraction of `init_kl_coef` times the KL to the reference from each token's reward."""
+    """Subtraction of `init_kl_coef` times KL to the reference from token rewards."""
     init_kl_coef: Annotated[float, OnlyWith(add_token_level_kl=(True,))] = Field(default=0.0, ge=0)
-    """Coefficient of the KL in the reward; with `target_kl` its initial value."""
+    """Coefficient of the reward's KL, initial with `target_kl`."""
     target_kl: Annotated[float | None, OnlyWith(add_token_level_kl=(True,))] = Field(default=None, gt=0)
-    """KL per token, in nats, that the coefficient is adapted towards (arXiv:1909.08593); None keeps the coefficient
-    fixed."""
+    """Target KL per token, in nats, of an adaptive coefficient (arXiv:1909.08593)."""
     kl_horizon: Annotated[int, OnlyWith(target_kl=SET)] = Field(default=10_000, ge=1)
-    """Time constant of the adaptation, in trajectories."""
+    """Time constant of adaptation, in trajectories."""
     kl_penalty: Annotated[Literal["kl", "k2", "k3", "abs", "full"], OnlyWith(add_token_level_kl=(True,))] = "kl"
-    """Estimator of the KL in the reward; `full` is exact, a sum over the vocabulary, and needs `old_logprobs: recompute`."""
+    """KL estimator; `full` sums over the vocabulary and needs `old_logprobs: recompute`."""
     ref_model_sync_steps: int | None = Field(default=None, ge=1)
-    """Period of reference updates, in steps; None keeps the initial reference."""
+    """Steps between reference updates; None is never."""
     ref_model_mixup_alpha: Annotated[float, OnlyWith(ref_model_sync_steps=SET)] = Field(default=1.0, gt=0, le=1)
-    """Weight of the policy in the updated reference (TR-DPO, arXiv:2404.09656); 1 copies the policy."""
+    """Policy's weight in updates (TR-DPO, arXiv:2404.09656); 1 copies it."""
     value_clip: Annotated[float | None, OnlyWith(adv_estimator=("gae",))] = Field(default=None, gt=0)
-    """Clip range of a value around its prediction before the step."""
+    """Clip range around the value before the step."""
     critic_warmup: Annotated[int, OnlyWith(adv_estimator=("gae",))] = Field(default=0, ge=0)
-    """Initial steps that train the critic alone."""
+    """Initial steps of the critic alone."""
 
     @field_validator("reward_normalization")
     @classmethod
@@ -283,7 +279,7 @@ class AlgorithmConfig(ConditionalConfig):
 
     @property
     def reward_method(self) -> RewardMethod:
-        """Reward normalization, with the estimator's default filled in."""
+        """Reward normalization with default."""
         config = self.reward_normalization
         if config.norm_mean_type or config.norm_std_type:
             both = "mean_std" if config.norm_std_type else "mean"
@@ -292,7 +288,7 @@ class AlgorithmConfig(ConditionalConfig):
 
     @property
     def mean_over(self) -> Over | None:
-        """Scope of the mean that is subtracted from an episode's reward."""
+        """Scope of the subtracted mean."""
         config = self.reward_normalization
         if config.norm_mean_type or config.norm_std_type:
             return config.norm_mean_type
@@ -300,7 +296,7 @@ class AlgorithmConfig(ConditionalConfig):
 
     @property
     def std_over(self) -> Over | None:
-        """Scope of the deviation that an episode's reward is divided by."""
+        """Scope of the dividing deviation."""
         config = self.reward_normalization
         if config.norm_mean_type or config.norm_std_type:
             return config.norm_std_type
@@ -313,7 +309,7 @@ class AlgorithmConfig(ConditionalConfig):
 
     @property
     def compares_siblings(self) -> bool:
-        """True if a group carries no signal when its members' rewards are equal."""
+        """Whether equal rewards in a group give no signal."""
         if self.use_opd:
             return False
         centers_group = self.mean_over == "group" and self.reward_normalization.grouping in ("traj_group_id", "state")
@@ -321,7 +317,7 @@ class AlgorithmConfig(ConditionalConfig):
 
     @property
     def whitens_advantages(self) -> bool:
-        """`whiten_advantages`, with the estimator's default filled in."""
+        """`whiten_advantages` with default."""
         default = self.adv_estimator in WHITENING
         return default if self.whiten_advantages is None else self.whiten_advantages
 
@@ -335,13 +331,13 @@ class AlgorithmConfig(ConditionalConfig):
 
     @property
     def needs_ref_logprobs(self) -> bool:
-        """True if the reference's logprobs of sampled tokens are needed, not only its distributions."""
+        """Whether logprobs of sampled tokens are needed."""
         in_loss = self.use_kl_loss and self.kl_loss_type != "full"
         return self.needs_reference and (in_loss or (self.add_token_level_kl and self.kl_penalty != "full"))
 
     @property
     def full_kls(self) -> tuple[str, ...]:
-        """Keys that request a KL over the vocabulary."""
+        """Keys of KLs over the vocabulary."""
         requested = {"kl_loss_type": self.kl_in_loss_is_full, "kl_penalty": self.kl_in_reward_is_full}
         return tuple(key for key, is_full in requested.items() if is_full)
 
@@ -355,7 +351,6 @@ class AlgorithmConfig(ConditionalConfig):
 
 
 def _uses_grouping(config: RewardNormalization, estimator: str) -> bool:
-    """Return True if rewards are compared within the grouping."""
     if config.norm_mean_type or config.norm_std_type:
         return "group" in (config.norm_mean_type, config.norm_std_type)
     method = config.method or GROUP_METHODS.get(estimator, "identity")

@@ -1,8 +1,8 @@
-"""Conditions on configuration keys, declared on the field: a key that would have no effect is rejected.
+"""Rejection of keys without effect, by conditions on the field.
 
     dual_clip: Annotated[float | None, OnlyWith(pg_variant=("ppo",))] = Field(default=None, gt=1)
 
-A key at its default is never rejected, so a fully resolved configuration can be loaded again.
+Defaults are never rejected, so resolved configurations can be loaded again.
 """
 
 from collections.abc import Mapping
@@ -13,17 +13,17 @@ from pydantic import ValidationInfo, field_validator
 from offbeat.envs.config import Config
 
 SET: tuple[object, ...] = ()
-"""Any truthy value, in `OnlyWith(key=SET)`."""
+"""Any truthy value."""
 
 
 class OnlyWith:
-    """Required values of other keys of the same table. Those keys must be declared before this one."""
+    """Required values of the table's other keys, declared before this one."""
 
     def __init__(self, **needs: tuple[object, ...]) -> None:
         self.needs = needs
 
     def find_conflict(self, data: Mapping[str, Any]) -> str:
-        """Return why the key has no effect, or an empty string."""
+        """Return the error message, or ""."""
         for key, accepted in self.needs.items():
             if key not in data or data[key] in accepted or (accepted is SET and data[key]):
                 continue
@@ -35,14 +35,14 @@ class OnlyWith:
 
 
 class NotWith:
-    """Values of another key of the same table that disable this one. instead: remedy for the error message."""
+    """Excluded values of another key of the table. instead: remedy."""
 
     def __init__(self, instead: str, **excluded: tuple[object, ...]) -> None:
         self.instead = instead
         self.excluded = excluded
 
     def find_conflict(self, data: Mapping[str, Any]) -> str:
-        """Return why the key has no effect, or an empty string."""
+        """Return the error message, or ""."""
         for key, values in self.excluded.items():
             if data.get(key) in values:
                 return f"has no effect with {key}={_format(data[key])}: {self.instead}"
@@ -50,7 +50,7 @@ class NotWith:
 
 
 class ConditionalConfig(Config):
-    """A table whose fields may be annotated with `OnlyWith` and `NotWith`."""
+    """Table with `OnlyWith` and `NotWith`."""
 
     @field_validator("*")
     @classmethod

@@ -1,4 +1,4 @@
-"""Corrections for tokens sampled by older weights or by an engine with different numerics."""
+"""Off-policy corrections."""
 
 from typing import Literal
 
@@ -8,14 +8,14 @@ from offbeat.trainer.config.conditions import ConditionalConfig
 
 
 class ImportanceWeight(ConditionalConfig):
-    """Weight of each token's loss: pi_old / pi_behavior over a unit, clamped and detached."""
+    """Loss weight per token: pi_old / pi_behavior over a unit, clamped and detached."""
 
     weight_type: Literal["token", "turn", "geometric", "sequence"] = "token"
-    """Unit of the ratio. `turn` and `geometric` (a sequence): geometric mean over tokens; `sequence`: product."""
+    """Unit of the ratio. `turn`, `geometric` (sequence): geometric mean over tokens; `sequence`: product."""
     lower_bound: float = Field(default=0.0, ge=0)
-    """Lower clamp of the weight."""
+    """Lower clamp."""
     upper_bound: float = Field(default=2.0, gt=0)
-    """Upper clamp of the weight."""
+    """Upper clamp."""
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> "ImportanceWeight":
@@ -25,12 +25,12 @@ class ImportanceWeight(ConditionalConfig):
 
 
 class MismatchFilter(ConditionalConfig):
-    """Mask for tokens, turns or sequences whose policy is too far from the behavior policy: they carry no policy
-    gradient."""
+    """Mask of policy gradients too far from the behavior policy."""
 
     agg_type: Literal["token", "turn", "geometric", "sequence"] = "token"
-    """Unit that is measured and masked. `turn` and `geometric` (a sequence): mean per token; `sequence`: product of ratios,
-    or sum of the other measures."""
+    """Unit measured and masked. `turn`, `geometric` (sequence): mean per token; `sequence`: product of ratios, sum of
+    other measures.
+    """
     ratio_low: float | None = Field(default=None, ge=0)
     ratio_high: float | None = Field(default=None, gt=0)
     """Bounds on pi / pi_behavior."""
@@ -38,7 +38,7 @@ class MismatchFilter(ConditionalConfig):
     diff_high: float | None = Field(default=None, ge=0)
     """Bounds on pi - pi_behavior."""
     binary_kl_high: float | None = Field(default=None, gt=0)
-    """Bound on the larger of the two divergences between "this token" and "any other" (KPop), nats."""
+    """Bound, in nats, on the larger KL of both directions of "this token or another" (KPop)."""
 
     @model_validator(mode="after")
     def _has_bounds(self) -> "MismatchFilter":
@@ -51,13 +51,13 @@ class MismatchFilter(ConditionalConfig):
 
 
 class TrainInferCorrection(ConditionalConfig):
-    """Corrections for tokens sampled by older weights or by an engine with different numerics."""
+    """Corrections for tokens of older weights or another engine."""
 
     is_weight: ImportanceWeight | None = None
-    """Importance weights of the policy at the start of the step against the behavior policy; needs `old_logprobs: recompute`
-    or `loglinear`."""
+    """Importance weights of the policy at the start of the step; need `old_logprobs: recompute` or `loglinear`."""
     filters: tuple[MismatchFilter, ...] = ()
-    """Masks; what any of them masks is masked."""
+    """Masks, combined by union."""
     m2_threshold: float | None = Field(default=None, gt=0)
-    """Bound on the mean squared log-ratio of a batch; the tokens with the largest ones are masked until it holds (M2PO; 0.04
-    in the paper). Needs `old_logprobs: recompute`."""
+    """Bound on a batch's mean squared log-ratio; the largest are masked (M2PO; 0.04 in the paper). Needs `old_logprobs:
+    recompute`.
+    """

@@ -1,4 +1,4 @@
-"""Keys of the learner, at the root of a run's YAML under ROLL's names where ROLL has them."""
+"""Keys of the learner, under ROLL's names where they exist."""
 
 from pathlib import Path
 from typing import Annotated, Literal, cast
@@ -15,13 +15,13 @@ from offbeat.trainer.config.staleness import StalenessControllerConfig
 
 
 class TinyVisionConfig(Config):
-    """Vision tower that makes the tiny policy a Qwen2-VL. An image token covers `2 * patch_size` pixels per side."""
+    """Vision tower of a tiny Qwen2-VL. An image token covers `2 * patch_size` pixels per side."""
 
     depth: int = Field(default=2, ge=1)
     embed_dim: int = Field(default=64, ge=32)
     num_heads: int = Field(default=2, ge=1)
     patch_size: int = Field(default=16, ge=4)
-    """Pixels per side of a patch. The built-in envs render cells of 32 pixels, so that one cell is one token at 16."""
+    """Pixels per side; with 16, a 32-pixel cell of the built-in envs is one token."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> "TinyVisionConfig":
@@ -34,7 +34,7 @@ class TinyVisionConfig(Config):
 
 
 class TinyPolicyConfig(Config):
-    """Qwen2 that is small enough to train on two CPU cores, with a word-level tokenizer and a ChatML template."""
+    """Qwen2 for two CPU cores, with a word-level tokenizer and a ChatML template."""
 
     hidden_size: int = Field(default=64, ge=32)
     num_hidden_layers: int = Field(default=4, ge=1)
@@ -42,12 +42,12 @@ class TinyPolicyConfig(Config):
     num_attention_heads: int = Field(default=2, ge=1)
     num_key_value_heads: int = Field(default=2, ge=1)
     max_position_embeddings: int = Field(default=512, ge=16)
-    """Context length, in tokens."""
+    """Context length in tokens."""
     initializer_range: float = Field(default=0.1, gt=0)
     """Standard deviation of the initial weights."""
     rope_theta: float = Field(default=10_000.0, gt=0)
     vision: TinyVisionConfig | None = None
-    """Image input (`{image}` in a tag's `agent_template`); None is text only."""
+    """Image input (`{image}` in `agent_template`); None is text only."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> "TinyPolicyConfig":
@@ -66,10 +66,10 @@ class TinyPolicyConfig(Config):
 
 
 class WarmStartConfig(Config):
-    """Short supervised fine-tuning before reinforcement learning."""
+    """Supervised fine-tuning before reinforcement learning."""
 
     demos: str
-    """`module:function` that runs one demonstrated episode: (env, rng) -> list of chat messages."""
+    """`module:function` of a demonstrated episode: (env, rng) -> list of chat messages."""
     tag: str
     """Tag of `custom_envs` to demonstrate."""
     steps: int = Field(default=300, ge=1)
@@ -79,31 +79,33 @@ class WarmStartConfig(Config):
     warmup_steps: int = Field(default=20, ge=0)
     weight_decay: float = Field(default=0.01, ge=0)
     final_lr_ratio: float = Field(default=0.05, ge=0, le=1)
-    """Final learning rate as a fraction of the peak; linear decay over the second half."""
+    """Final fraction of the learning rate; linear decay over the second half."""
 
 
 class ModelArgs(ConditionalConfig):
-    """Model and adapter arguments; ROLL's `model_args`."""
+    """Model and adapters; ROLL's `model_args`."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention implementation; `auto` is packed causal attention, which pads only inside attention."""
+    """Attention; `auto` is packed causal, padded only inside attention."""
     shared_prefix: Annotated[bool, OnlyWith(attn_implementation=("auto",))] = False
-    """Single computation of the prompt that a group's trajectories share. The gradient is the same; it saves work for long
-    prompts with short answers. For Llama, Mistral, Qwen2 and Qwen3."""
+    """Single computation of a group's shared prompt, with equal gradient; for long prompts. Llama, Mistral, Qwen2,
+    Qwen3.
+    """
     disable_gradient_checkpointing: bool = True
-    """False recomputes activations in the backward pass, to save memory."""
+    """False recomputes activations to save memory."""
     lora_target: str | None = Field(default=None, min_length=1)
-    """Linear layers with a low-rank adapter (LoRA): comma-separated name suffixes (`q_proj,v_proj`), or `all-linear`. All
-    other weights are frozen. None trains all weights."""
+    """Layers with LoRA: comma-separated name suffixes (`q_proj,v_proj`) or `all-linear`; others are frozen. None trains
+    all.
+    """
     lora_rank: Annotated[int, OnlyWith(lora_target=SET)] = Field(default=8, ge=1)
-    """Rank of the adapters."""
+    """Rank of adapters."""
     lora_alpha: Annotated[float | None, OnlyWith(lora_target=SET)] = Field(default=None, gt=0)
-    """Numerator of the adapter's scale, alpha / rank; None is twice the rank."""
+    """Scale's numerator in alpha / rank; None is twice the rank."""
 
     @property
     def lora_targets(self) -> str | list[str]:
-        """`lora_target` in the form that PEFT accepts."""
+        """`lora_target` for PEFT."""
         target = self.lora_target or ""
         return target if target == "all-linear" else [name.strip() for name in target.split(",")]
 
@@ -117,22 +119,21 @@ class ModelArgs(ConditionalConfig):
 
 
 class TrainingArgs(ScheduleArgs):
-    """Optimizer and micro-batch arguments; ROLL's `training_args`."""
+    """Optimizer and micro-batches; ROLL's `training_args`."""
 
     learning_rate: float = Field(default=1e-6, ge=0)
-    """Peak learning rate. 0 leaves the weights unchanged, which measures the mismatch between learner and engine
-    logprobs."""
+    """Peak learning rate; 0 keeps the weights, to measure engine mismatch."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up. A run with fewer steps does not reach the peak."""
+    """Steps of linear warm-up to the peak."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     adam_epsilon: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
     max_skipped_steps: int = Field(default=5, ge=1)
-    """Consecutive steps with a non-finite gradient (each skips the update) after which the run fails."""
+    """Consecutive steps with non-finite gradients until the run fails."""
     max_tokens_per_microbatch: int = Field(default=8192, ge=1)
-    """Token budget of one forward and backward pass."""
+    """Tokens per forward and backward pass."""
     num_minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per pass over a batch."""
 
@@ -145,21 +146,22 @@ ALTERNATIVES = {
         "it is for inference: use it for `reference` or a `teacher`, and deepspeed_train to train",
     ),
 }
-"""Unsupported strategies of ROLL, with the supported alternative."""
+"""ROLL's unsupported strategies, with alternatives."""
 
 
 class StrategyArgs(ConditionalConfig):
     """Training engine; ROLL's `strategy_args`."""
 
     strategy_name: Literal["deepspeed_train", "fsdp2_train"] = "deepspeed_train"
-    """`deepspeed_train`: DeepSpeed ZeRO. `fsdp2_train`: PyTorch's `fully_shard`, which shards as ZeRO-3 does; its
-    checkpoints can be resumed with any number of processes. ROLL's `megatron_train` is not supported."""
+    """`deepspeed_train`: DeepSpeed ZeRO. `fsdp2_train`: PyTorch's `fully_shard`, like ZeRO-3; resumes on any number of
+    processes. ROLL's `megatron_train` is unsupported.
+    """
     zero_stage: Annotated[Literal[0, 1, 2, 3], OnlyWith(strategy_name=("deepspeed_train",))] = 0
     """ZeRO stage: 1 shards optimizer states, 2 also gradients, 3 also weights."""
     strategy_config: Annotated[dict[str, JsonValue], OnlyWith(strategy_name=("deepspeed_train",))] = Field(
         default_factory=dict[str, JsonValue]
     )
-    """Additional DeepSpeed settings; they override those that Offbeat sets."""
+    """DeepSpeed settings that override Offbeat's."""
 
     @field_validator("strategy_name", mode="before")
     @classmethod
@@ -170,76 +172,76 @@ class StrategyArgs(ConditionalConfig):
 
 
 class ActorTrainConfig(Config):
-    """Training of the policy; ROLL's `actor_train`."""
+    """Policy training; ROLL's `actor_train`."""
 
     model_args: ModelArgs = ModelArgs()
     training_args: TrainingArgs = TrainingArgs()
     strategy_args: StrategyArgs = StrategyArgs()
     device: Literal["cpu", "cuda"] = "cpu"
     num_processes: int = Field(default=1, ge=1)
-    """Data-parallel learner processes."""
+    """Data-parallel processes."""
     backend_timeout: float = Field(default=30.0, gt=0)
-    """Minutes that a collective call may take, and that the learner's main thread may go without progress (one micro-batch,
-    writing a checkpoint), before the learner is considered hung and replaced. A stopped or dead process is detected much
-    earlier."""
+    """Minutes of a collective call, or without the main thread's progress (micro-batch, checkpoint), until a hung
+    learner is replaced. Dead processes are detected earlier.
+    """
     num_threads: int = Field(default=1, ge=1)
-    """torch threads per process on a CPU."""
+    """torch threads per process on CPU."""
 
 
 class CriticConfig(ConditionalConfig):
     """Value function for `adv_estimator: gae`."""
 
     backbone: Literal["own", "policy"] = "own"
-    """`own`: a separate model of the policy's architecture with a scalar head. `policy`: a linear value head on the policy's
-    last hidden states, trained in the policy's optimizer step."""
+    """`own`: a separate model of the policy's architecture. `policy`: a linear head on the policy's last hidden states,
+    trained with it.
+    """
     vf_coef: Annotated[float, OnlyWith(backbone=("policy",))] = Field(default=0.1, gt=0)
-    """Coefficient of the value loss in the policy's loss."""
+    """Coefficient of the value loss."""
     learning_rate: float = Field(default=5e-4, gt=0)
-    """Learning rate of the separate critic, or of the value head."""
+    """Learning rate of the critic or value head."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up."""
 
 
 class LearnerConfig(AlgorithmConfig):
-    """Configuration of the learner."""
+    """Learner configuration."""
 
     seed: int = Field(default=42, ge=0, lt=2**31)
-    """Seed of tasks, initial weights and sampling. Below 2**31, because engines add their rank to it and numpy takes 32
-    bits."""
+    """Seed of tasks, initial weights and sampling; below 2**31, since engines add ranks."""
     output_dir: Path = Path("runs/offbeat")
     """Folder of checkpoints, metrics and logs."""
     pretrain: str = "tiny"
-    """Local Hugging Face folder of the initial policy, or `tiny` for the built-in policy that the key `tiny` configures."""
+    """Local Hugging Face folder, or `tiny` (configured by key `tiny`)."""
     tiny: TinyPolicyConfig = TinyPolicyConfig()
     warm_start: WarmStartConfig | None = None
-    """Supervised fine-tuning before reinforcement learning; None skips it."""
+    """Supervised fine-tuning before training."""
     max_steps: int = Field(default=100, ge=1)
-    """Training steps, each with one batch."""
+    """Training steps."""
     save_steps: int = Field(default=20, ge=1)
     """Steps between checkpoints."""
     eval_steps: int = Field(default=10, ge=0)
-    """Steps between evaluations; 0 evaluates only before and after training."""
+    """Steps between evaluations; 0: only before and after training."""
     max_ckpt_to_keep: int = Field(default=2, ge=1)
-    """Newest checkpoints to keep."""
+    """Newest checkpoints kept."""
     record_batches: int = Field(default=0, ge=0)
-    """Newest steps whose batches are kept in `batches/`, for `offbeat learner reproduce`; 0 keeps only those with a
-    non-finite gradient."""
+    """Newest batches kept in `batches/` for `offbeat learner reproduce`; 0: only those with non-finite gradients."""
     resume_from_checkpoint: bool | Path = False
-    """Checkpoint to resume from: `true` for the newest complete one in `output_dir`, or a checkpoint folder."""
+    """Checkpoint folder to resume from; `true`: newest in `output_dir`."""
     rollout_batch_size: int = Field(default=64, ge=1)
     """Trajectories per step; a multiple of `train_env_manager.group_size`."""
     max_staleness: float = Field(default=1.0, ge=0)
-    """Maximum lag of a group behind the learner, in policy versions, when it is trained on; ROLL's
-    `async_generation_ratio`. 0 is synchronous. A fraction admits that fraction of a batch ahead; since a group's lag is an
-    integer, it is compared with the fraction rounded up."""
+    """Maximum lag of trained groups, in policy versions; ROLL's `async_generation_ratio`. 0 is synchronous. A fraction
+    admits that fraction of a batch ahead; lags are compared with it rounded up.
+    """
     staleness_controller: StalenessControllerConfig | None = None
-    """Controller of `max_staleness` and `train_env_manager.num_env_groups` during the run; None keeps them fixed."""
+    """Controller of `max_staleness` and `train_env_manager.num_env_groups`; None keeps them fixed."""
     replay: ReplayConfig = ReplayConfig()
     track_with: tuple[str, ...] = ("tensorboard",)
-    """Trackers that receive the metrics in addition to `metrics.jsonl`: `tensorboard`, `wandb`, `mlflow`, `swanlab`,
-    `trackio`, `stdout`, or your own class as `module:Class` (docs/tracking.md). A single name is a list of one."""
+    """Trackers besides `metrics.jsonl`: `tensorboard`, `wandb`, `mlflow`, `swanlab`, `trackio`, `stdout`, or
+    `module:Class` (docs/tracking.md). A single name is a list of one.
+    """
     tracker_kwargs: dict[str, dict[str, JsonValue]] = Field(default_factory=dict[str, dict[str, JsonValue]])
-    """Arguments of trackers, by tracker: `{wandb: {project: agents}}`."""
+    """Arguments by tracker: `{wandb: {project: agents}}`."""
     actor_train: ActorTrainConfig = ActorTrainConfig()
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
@@ -247,7 +249,7 @@ class LearnerConfig(AlgorithmConfig):
     @field_validator("track_with", mode="before")
     @classmethod
     def _as_tuple(cls, value: object) -> object:
-        """Convert lists to tuples: after a `before` validator, strict mode rejects JSON lists."""
+        """Convert lists, which strict mode rejects after a `before` validator."""
         if isinstance(value, list):
             return tuple(cast(list[object], value))
         return (value,) if isinstance(value, str) else value
@@ -255,7 +257,7 @@ class LearnerConfig(AlgorithmConfig):
     @field_validator("tracker_kwargs", mode="before")
     @classmethod
     def _is_grouped_by_tracker(cls, value: object) -> object:
-        """Reject ROLL's form, in which all keys belong to one tracker."""
+        """Reject ROLL's form, all keys of one tracker."""
         if isinstance(value, dict):
             for key, kwargs in cast(dict[object, object], value).items():
                 if kwargs is not None and not isinstance(kwargs, dict):
@@ -264,10 +266,10 @@ class LearnerConfig(AlgorithmConfig):
 
     @property
     def has_value_head(self) -> bool:
-        """True if the policy has a value head."""
+        """Whether the policy has a value head."""
         return self.adv_estimator == "gae" and self.critic.backbone == "policy"
 
     @property
     def has_own_critic(self) -> bool:
-        """True if the critic is a separate model."""
+        """Whether the critic is a separate model."""
         return self.adv_estimator == "gae" and self.critic.backbone == "own"

@@ -1,4 +1,4 @@
-"""Frozen models of the learner: the reference and the teachers of on-policy distillation."""
+"""Frozen models: reference and teachers."""
 
 from typing import Literal
 
@@ -12,16 +12,16 @@ UNSUPPORTED = {
     "vllm": "a frozen model's logprobs must come from the trainer's own numerics",
     "sglang": "a frozen model's logprobs must come from the trainer's own numerics",
 }
-"""Unsupported strategies of ROLL, with the reason."""
+"""ROLL's unsupported strategies, with reasons."""
 
 
 class InferStrategyArgs(Config):
-    """Engine of a frozen model; ROLL's `strategy_args`."""
+    """Frozen model's engine; ROLL's `strategy_args`."""
 
     strategy_name: Literal["hf_infer", "deepspeed_infer"] = "hf_infer"
-    """`hf_infer`: transformers, with a full copy of the model per process. `deepspeed_infer`: weights sharded over processes
-    (ZeRO-3) and gathered layer by layer, which saves memory and costs communication. Either way each process computes its
-    shard of a batch."""
+    """`hf_infer`: transformers, a full copy per process. `deepspeed_infer`: weights sharded (ZeRO-3) and gathered by
+    layer. Both split batches over processes.
+    """
 
     @field_validator("strategy_name", mode="before")
     @classmethod
@@ -32,18 +32,18 @@ class InferStrategyArgs(Config):
 
 
 class ReferenceConfig(Config):
-    """Model that KL penalties keep the policy close to; ROLL's `reference`."""
+    """Reference of KL penalties; ROLL's `reference`."""
 
     strategy_args: InferStrategyArgs = InferStrategyArgs()
 
 
 class TeacherConfig(Config):
-    """Teacher of on-policy distillation, which scores the tokens that the policy sampled; one of ROLL's `teacher`."""
+    """Teacher of sampled tokens; one of ROLL's `teacher`."""
 
     pretrain: str = Field(min_length=1)
-    """Local Hugging Face folder. Its tokenizer must equal the policy's."""
+    """Local Hugging Face folder, with the policy's tokenizer."""
     tag_included: tuple[str, ...] = ()
     """Tags of `custom_envs` to teach; empty for all."""
     opd_kl_coef: float = Field(default=1.0, gt=0)
-    """Weight of the KL to this teacher."""
+    """Weight of this teacher's KL."""
     strategy_args: InferStrategyArgs = InferStrategyArgs()

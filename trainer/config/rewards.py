@@ -1,4 +1,4 @@
-"""Keys of reward shaping and normalization."""
+"""Keys of rewards."""
 
 from typing import Annotated, Literal
 
@@ -10,40 +10,40 @@ Over = Literal["batch", "group", "running"]
 
 
 class RewardNormalization(ConditionalConfig):
-    """Normalization of episode rewards before the estimator."""
+    """Normalization of episode rewards."""
 
     grouping: Literal["traj_group_id", "batch", "tags", "state"] = "traj_group_id"
-    """Set of rewards to normalize within: episodes of the same task and seed, the batch, a tag, or (with `adv_estimator:
-    step_reinforce`) a group's turns with the same observation."""
+    """Rewards normalized together: same task and seed, batch, tag, or a group's turns with equal observations
+    (`step_reinforce`).
+    """
     method: Literal["identity", "mean", "mean_std"] | None = None
-    """`mean` subtracts the grouping's mean; `mean_std` also divides by its standard deviation. None is the
-    estimator's default: `mean_std` for `grpo` and `gigpo`, `mean` for `dr_grpo` and `reinforce_plus_plus_baseline`,
-    `identity` otherwise. A normalized reward is placed on the episode's last token; with `identity`, each turn's reward is
-    placed on the turn's last token."""
+    """`mean` subtracts it; `mean_std` also divides by the deviation. None: `mean_std` for `grpo` and `gigpo`, `mean`
+    for `dr_grpo` and `reinforce_plus_plus_baseline`, else `identity`. Normalized rewards are on an episode's last
+    token, `identity`'s on each turn's.
+    """
     norm_mean_type: Annotated[Over | None, OnlyWith(method=(None,))] = None
-    """Scope of the subtracted mean, independent of the deviation: `group` as in `grouping`, `batch` the step's batch,
-    `running` all rewards of the tag so far (checkpointed)."""
+    """Scope of the mean: `group` (as `grouping`), `batch`, or `running` (the tag's rewards so far, checkpointed)."""
     norm_std_type: Annotated[Over | None, OnlyWith(method=(None,))] = None
-    """Scope of the deviation; with a `norm_mean_type`, None skips the division."""
+    """Scope of the deviation; with `norm_mean_type`, None skips division."""
 
 
 class RewardShaping(ConditionalConfig):
-    """Penalties subtracted from an episode's reward, on its last turn, before normalization."""
+    """Penalties on an episode's last turn, before normalization."""
 
     overlong_max_length: int | None = Field(default=None, ge=1)
-    """Sampled tokens of an episode at which DAPO's soft penalty reaches its maximum."""
+    """Sampled tokens of an episode at which DAPO's soft penalty is maximal."""
     overlong_buffer: Annotated[int, OnlyWith(overlong_max_length=SET)] = Field(default=1, ge=1)
-    """Tokens below `overlong_max_length` over which the penalty increases from 0."""
+    """Tokens below `overlong_max_length` over which the penalty grows from 0."""
     overlong_penalty: Annotated[float, OnlyWith(overlong_max_length=SET)] = Field(default=1.0, gt=0)
-    """Maximum of the penalty."""
+    """Maximal penalty."""
     response_length_penalty_coef: float = Field(default=0.0, ge=0)
     """Penalty per sampled token."""
     format_penalty: float = Field(default=0.0, ge=0)
-    """Penalty, multiplied by 1 - `format_metric`."""
+    """Penalty times 1 - `format_metric`."""
     format_metric: Annotated[str, OnlyWith(format_penalty=SET)] = "action_is_valid"
-    """Metric of the env in [0, 1], averaged over the episode's turns; no penalty if the episode lacks it."""
+    """Env metric in [0, 1], mean over turns; no penalty if absent."""
 
     @property
     def is_on(self) -> bool:
-        """True if any reward changes."""
+        """Whether any reward changes."""
         return bool(self.overlong_max_length or self.response_length_penalty_coef or self.format_penalty)

@@ -1,4 +1,4 @@
-"""Part of a run's configuration that its learner reads: training, and what it needs of the other services."""
+"""Part of a run's configuration that its learner reads."""
 
 from collections.abc import Mapping
 
@@ -13,24 +13,24 @@ from offbeat.trainer.config.learner import LearnerConfig
 
 
 class LearnerRunConfig(LearnerConfig):
-    """Configuration of a run as its learner sees it; `RunConfig` adds what only other services read."""
+    """A run's configuration for its learner; `RunConfig` adds other services' keys."""
 
     custom_envs: dict[str, CustomEnv]
-    """Envs with their templates, by tag."""
+    """Envs and templates by tag."""
     train_env_manager: EnvManagerConfig = EnvManagerConfig()
-    """Training episodes: tags, groups and their size."""
+    """Training tags, groups and their size."""
     val_batch_size: int = Field(default=64, ge=1)
     """Episodes per evaluation during training."""
     final_val_batch_size: int = Field(default=256, ge=1)
     """Episodes per evaluation before and after training."""
     actor_infer: GenerationConfig = GenerationConfig()
-    """Generation engines and sampling; ROLL's `actor_infer`."""
+    """Engines and sampling; ROLL's `actor_infer`."""
     rollout: RolloutConfig = RolloutConfig()
     """Env workers."""
     buffer: BufferConfig = BufferConfig()
     """Trajectory buffer: timeouts and retries."""
     weights: WeightsConfig = WeightsConfig()
-    """Transport of policy weights from the learner to the engines."""
+    """Weight transport to engines."""
 
     @property
     def groups_per_step(self) -> int:
@@ -38,7 +38,7 @@ class LearnerRunConfig(LearnerConfig):
 
     @property
     def adapter_settings(self) -> Mapping[str, object] | None:
-        """PEFT settings of the published adapter that engines need, or None if merged weights are published."""
+        """PEFT settings for engines, or None if merged weights are published."""
         args = self.actor_train.model_args
         if self.actor_infer.max_lora_rank is None:
             return None
@@ -47,10 +47,10 @@ class LearnerRunConfig(LearnerConfig):
 
     @property
     def temperature(self) -> float:
-        """Sampling temperature of training trajectories, unless their group overrides it."""
+        """Default sampling temperature of training."""
         return self.actor_infer.generating_args.temperature
 
     @property
     def settings(self) -> Settings:
-        """Configured values of the live settings."""
+        """Configured live settings."""
         return configured_settings(self)

@@ -1,4 +1,4 @@
-"""Learning-rate schedules under transformers' names, with the settings that each accepts."""
+"""Learning-rate schedules, named as in transformers."""
 
 from typing import Literal
 
@@ -25,7 +25,7 @@ KWARGS: dict[str, tuple[str, ...]] = {
     "cosine_warmup_with_min_lr": ("num_cycles", *MIN_LR),
     "warmup_stable_decay": ("num_decay_steps", "num_stable_steps", "decay_type", "min_lr_ratio", "num_cycles"),
 }
-"""Settings by schedule, without those of its warm-up, which `warmup_steps` replaces."""
+"""Settings by schedule; `warmup_steps` replaces those of warm-up."""
 REQUIRED: dict[str, tuple[str, ...]] = {
     "cosine_with_min_lr": MIN_LR,
     "cosine_warmup_with_min_lr": MIN_LR,
@@ -36,17 +36,17 @@ METRIC_DRIVEN = ("reduce_lr_on_plateau", "greedy")
 
 
 class ScheduleArgs(Config):
-    """Schedule of the learning rate, with transformers' names and formulas."""
+    """Schedule with transformers' names and formulas."""
 
     lr_scheduler_type: LRScheduler = "constant"
-    """Schedule after `warmup_steps` of linear warm-up, whose first step already has a positive rate."""
+    """Schedule after linear `warmup_steps`, the first with a positive rate."""
     lr_scheduler_kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue], validate_default=True)
-    """The schedule's own settings, such as `min_lr_rate`, `num_cycles`, `num_decay_steps`."""
+    """Settings, such as `min_lr_rate`, `num_cycles`, `num_decay_steps`."""
 
     @field_validator("lr_scheduler_type", mode="before")
     @classmethod
     def _depends_on_step_alone(cls, value: object) -> object:
-        """Reject schedules that a resumed run could not reproduce."""
+        """Reject schedules that a resumed run can't reproduce."""
         if value in METRIC_DRIVEN:
             raise ValueError(
                 f"{value} depends on a metric, but rates must depend on the step alone: take one of {', '.join(KWARGS)}"
