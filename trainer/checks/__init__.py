@@ -1,1 +1,1 @@
-"""Checks that need only the learner's keys."""
+"""Checks of the learner's keys."""

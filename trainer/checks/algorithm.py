@@ -1,4 +1,4 @@
-"""Checks of an algorithm against the run around it."""
+"""Checks of an algorithm against its run."""
 
 import importlib
 from collections.abc import Collection, Iterator
@@ -11,7 +11,7 @@ from offbeat.trainer.config.issue import ConfigIssue
 def check_algorithm(
     config: AlgorithmConfig, *, group_size: int, groups_per_step: int, max_steps: int, tags: Collection[str]
 ) -> Iterator[ConfigIssue]:
-    """Yield every invalid combination of the algorithm with the run. tags: tags of training episodes."""
+    """Yield invalid combinations with the run. tags: of training episodes."""
     yield from _check_estimator(config, group_size)
     yield from _check_selection(config, groups_per_step)
     yield from _check_old_policy(config)
@@ -122,10 +122,10 @@ def _check_teacher(config: AlgorithmConfig, tags: Collection[str]) -> Iterator[C
 
 
 def load_filter(path: str) -> type:
-    """Import the class that `group_filter_cls` names.
+    """Import `group_filter_cls`.
 
     Raises:
-        ValueError: the class can't be imported, or its instances can't be called.
+        ValueError: class not importable, or its instances not callable.
     """
     module, _, name = path.partition(":")
     if not module or not name:

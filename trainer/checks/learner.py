@@ -1,4 +1,4 @@
-"""Checks of an algorithm against the learner's engine and model."""
+"""Checks of an algorithm against engine and model."""
 
 from collections.abc import Iterator
 
@@ -9,11 +9,11 @@ from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.learner import LearnerConfig
 
 RATIO_FREE_LOSSES = ("vanilla", "gpg", "kimi15")
-"""Losses whose gradient treats each token as sampled by the current policy."""
+"""Losses that treat tokens as on-policy."""
 
 
 def check_learner(config: LearnerConfig) -> Iterator[ConfigIssue]:
-    """Yield every invalid combination of the algorithm with the learner's engine and model arguments."""
+    """Yield invalid combinations with engine and model arguments."""
     train = config.actor_train
     has_adapters, is_sharded = train.model_args.lora_target is not None, train.strategy_args.zero_stage == 3
     if has_adapters and config.ref_model_sync_steps is not None:
@@ -60,7 +60,7 @@ def _check_reference(config: LearnerConfig) -> Iterator[ConfigIssue]:
 def check_staleness_controller(
     config: LearnerConfig, *, groups_per_step: int, num_env_groups: int
 ) -> Iterator[ConfigIssue]:
-    """Yield the controller's limits that the run does not start within."""
+    """Yield limits that exclude the initial values."""
     control = config.staleness_controller
     if control is None:
         return

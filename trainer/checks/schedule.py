@@ -1,4 +1,4 @@
-"""Checks of the learning-rate schedule against the run's rates and length."""
+"""Checks of the learning-rate schedule."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -16,14 +16,14 @@ DEFAULT_LR_END = 1e-7
 FRACTION_KEYS = ("min_lr_rate", "min_lr_ratio")
 STEP_COUNT_KEYS = ("num_decay_steps", "num_stable_steps", "timescale")
 SIMPLE_SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
-"""Schedules that, without settings, stay between 0 and the peak by their formulas: no torch import is needed to check."""
+"""Schedules within [0, peak] without settings, checked without torch."""
 RELATIVE_TOLERANCE = 1e-9
 MAX_CHECKED_STEPS = 1000
-"""Evenly spaced steps at which the rate is evaluated."""
+"""Evenly spaced steps evaluated."""
 
 
 class Peak(NamedTuple):
-    """A learning rate that the schedule scales: its key, its peak and its warm-up."""
+    """A learning rate scaled by the schedule."""
 
     key: str
     rate: float
@@ -32,7 +32,7 @@ class Peak(NamedTuple):
 
 
 def check_schedule(config: LearnerConfig) -> Iterator[ConfigIssue]:
-    """Yield every issue of the schedule's settings with the run's rates and length."""
+    """Yield issues with the run's rates and length."""
     args = config.actor_train.training_args
     name, settings = args.lr_scheduler_type, args.lr_scheduler_kwargs
     issues = list(_check_setting(settings))
@@ -66,7 +66,6 @@ def _check_setting(settings: Mapping[str, JsonValue]) -> Iterator[ConfigIssue]:
 
 
 def _check_warmup(peak: Peak, name: LRScheduler, max_steps: int) -> Iterator[ConfigIssue]:
-    """Yield an issue if warm-up leaves no step for the schedule's settings."""
     if peak.warmup_steps >= max_steps:
         yield ConfigIssue(
             peak.warmup_key,
@@ -94,7 +93,7 @@ def _check_floor(peak: Peak, name: LRScheduler, settings: Mapping[str, JsonValue
 def _check_rates(
     peak: Peak, name: LRScheduler, settings: Mapping[str, JsonValue], max_steps: int
 ) -> Iterator[ConfigIssue]:
-    """Evaluate the schedule over the run: it must accept its settings and stay between 0 and the peak."""
+    """Require accepted settings and rates in [0, peak]."""
     from offbeat.trainer.engines.schedule import scheduled_rate  # noqa: PLC0415  imports torch
 
     def rate(step: int) -> float:

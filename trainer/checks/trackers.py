@@ -1,4 +1,4 @@
-"""Checks of trackers and their arguments."""
+"""Checks of trackers."""
 
 from collections.abc import Iterator
 from difflib import get_close_matches
