@@ -105,7 +105,7 @@ class AlgorithmConfig(ConditionalConfig):
     """Division of token rewards, with KL, by the batch's deviation."""
     whiten_advantages: bool | None = None
     """Normalization over the batch's tokens to mean 0, deviation 1. None: true for `reinforce_plus_plus` and
-    `reinforce_plus_plus_baseline`.
+    `reinforce_plus_plus_baseline`, else false.
     """
     advantage_clip: float | None = Field(default=None, gt=0)
     """Bound on absolute advantages."""
@@ -199,20 +199,20 @@ class AlgorithmConfig(ConditionalConfig):
     entropy_loss_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the entropy bonus."""
     entropy_loss_scheduler_type: Annotated[Scheduler, OnlyWith(entropy_loss_coef=SET)] = "constant"
-    """Its schedule; `linear` and `cosine` end at 0."""
+    """Schedule of `entropy_loss_coef`; `linear` and `cosine` end at 0."""
     ppo_epochs: int = Field(default=1, ge=1)
     """Passes per batch."""
     use_kl_loss: bool = False
     """Loss term `kl_loss_coef` times KL to the reference."""
     kl_loss_coef: Annotated[float, OnlyWith(use_kl_loss=(True,))] = Field(default=0.0, ge=0)
     kl_loss_type: Annotated[Literal["k2", "k3", "abs", "full"], OnlyWith(use_kl_loss=(True,))] = "k3"
-    """KL estimator; `full` sums over the vocabulary. k1's mean gradient is 0."""
+    """KL estimator; `full` sums over the vocabulary. k1 is unavailable: its mean gradient is 0."""
     add_token_level_kl: Annotated[bool, NotWith("take use_kl_loss", adv_estimator=(*TURN_WISE, *DISTILLING))] = False
     """Subtraction of `init_kl_coef` times KL to the reference from token rewards."""
     init_kl_coef: Annotated[float, OnlyWith(add_token_level_kl=(True,))] = Field(default=0.0, ge=0)
     """Coefficient of the reward's KL, initial with `target_kl`."""
     target_kl: Annotated[float | None, OnlyWith(add_token_level_kl=(True,))] = Field(default=None, gt=0)
-    """Target KL per token, in nats, of an adaptive coefficient (arXiv:1909.08593)."""
+    """Target KL per token, in nats, of an adaptive coefficient (arXiv:1909.08593); None fixes it."""
     kl_horizon: Annotated[int, OnlyWith(target_kl=SET)] = Field(default=10_000, ge=1)
     """Time constant of adaptation, in trajectories."""
     kl_penalty: Annotated[Literal["kl", "k2", "k3", "abs", "full"], OnlyWith(add_token_level_kl=(True,))] = "kl"

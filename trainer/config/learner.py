@@ -89,8 +89,8 @@ class ModelArgs(ConditionalConfig):
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention; `auto` is packed causal, padded only inside attention."""
     shared_prefix: Annotated[bool, OnlyWith(attn_implementation=("auto",))] = False
-    """Single computation of a group's shared prompt, with equal gradient; for long prompts. Llama, Mistral, Qwen2,
-    Qwen3.
+    """Single computation of a group's shared prompt, with equal gradient; for long prompts and short answers. Llama,
+    Mistral, Qwen2, Qwen3.
     """
     disable_gradient_checkpointing: bool = True
     """False recomputes activations to save memory."""
@@ -211,10 +211,10 @@ class LearnerConfig(AlgorithmConfig):
     output_dir: Path = Path("runs/offbeat")
     """Folder of checkpoints, metrics and logs."""
     pretrain: str = "tiny"
-    """Local Hugging Face folder, or `tiny` (configured by key `tiny`)."""
+    """Local Hugging Face folder of the initial policy, or `tiny` (configured by key `tiny`)."""
     tiny: TinyPolicyConfig = TinyPolicyConfig()
     warm_start: WarmStartConfig | None = None
-    """Supervised fine-tuning before training."""
+    """Supervised fine-tuning before training; None skips it."""
     max_steps: int = Field(default=100, ge=1)
     """Training steps."""
     save_steps: int = Field(default=20, ge=1)
@@ -226,7 +226,7 @@ class LearnerConfig(AlgorithmConfig):
     record_batches: int = Field(default=0, ge=0)
     """Newest batches kept in `batches/` for `offbeat learner reproduce`; 0: only those with non-finite gradients."""
     resume_from_checkpoint: bool | Path = False
-    """Checkpoint folder to resume from; `true`: newest in `output_dir`."""
+    """Checkpoint folder to resume from; `true`: newest complete one in `output_dir`."""
     rollout_batch_size: int = Field(default=64, ge=1)
     """Trajectories per step; a multiple of `train_env_manager.group_size`."""
     max_staleness: float = Field(default=1.0, ge=0)

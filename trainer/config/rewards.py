@@ -17,9 +17,9 @@ class RewardNormalization(ConditionalConfig):
     (`step_reinforce`).
     """
     method: Literal["identity", "mean", "mean_std"] | None = None
-    """`mean` subtracts it; `mean_std` also divides by the deviation. None: `mean_std` for `grpo` and `gigpo`, `mean`
-    for `dr_grpo` and `reinforce_plus_plus_baseline`, else `identity`. Normalized rewards are on an episode's last
-    token, `identity`'s on each turn's.
+    """`mean` subtracts the mean; `mean_std` also divides by the deviation. None: `mean_std` for `grpo` and `gigpo`,
+    `mean` for `dr_grpo` and `reinforce_plus_plus_baseline`, else `identity`. Normalized rewards are on an episode's
+    last token, `identity`'s on each turn's.
     """
     norm_mean_type: Annotated[Over | None, OnlyWith(method=(None,))] = None
     """Scope of the mean: `group` (as `grouping`), `batch`, or `running` (the tag's rewards so far, checkpointed)."""
