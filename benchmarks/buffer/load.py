@@ -72,6 +72,7 @@ def make_load(*, groups: int, group_size: int, tokens: int, in_hand: int, batch:
 
 
 def expect(count: int, expected: int, unit: str) -> None:
+    """Raise `LostError` unless both are equal."""
     if count != expected:
         raise LostError(f"{count} {unit} came out of {expected}")
 
