@@ -42,6 +42,7 @@ class Fault:
 
     @property
     def has_victim(self) -> bool:
+        """True if it signals a process."""
         return self.act in (FaultKind.KILL, FaultKind.STOP, FaultKind.HANG)
 
 

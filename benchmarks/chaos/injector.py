@@ -64,6 +64,7 @@ class FaultInjector:
         self._wait = wait
 
     def victims(self, fault: Fault) -> list[psutil.Process]:
+        """Return processes that a fault may hit."""
         if fault.target == RAYLET:
             return processes_of([self._node.root] if self._node.root else [], RAYLET)
         candidates = processes_of([psutil.Process()], fault.target)

@@ -110,6 +110,7 @@ class MemoryLog:
         return self._total.hours[-1] if self._total.hours else 0.0
 
     def sample(self, roots: Sequence[psutil.Process]) -> None:
+        """Measure `roots` and their descendants."""
         hours, total, files = (time.monotonic() - self._began) / 3600, 0.0, 0
         for root in roots:
             for process in (root, *root.children(recursive=True)):
@@ -136,6 +137,7 @@ class MemoryLog:
 
 
 def kind_of(cmdline: Sequence[str]) -> str:
+    """Return a process's kind."""
     line = " ".join(cmdline)
     for kind, mark in {**PROCESSES, **OTHERS}.items():
         if mark in line and kind != "raylet of the second node":

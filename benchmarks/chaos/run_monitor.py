@@ -101,6 +101,7 @@ class RunUnderChaos:
         return step
 
     def stage(self) -> str:
+        """Return the learner's stage."""
         raw = self._field(self._keys.record, "learner_doing")
         return str(cast(dict[str, Any], json.loads(raw)).get("stage", "")) if raw else ""
 

@@ -22,6 +22,7 @@ GCS = "--gcs-address="
 
 
 def cluster_environment() -> dict[str, str]:
+    """Return the environment of run and node."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16), **SPREAD}
 
 
@@ -37,6 +38,7 @@ class SecondNode:
 
     @property
     def root(self) -> psutil.Process | None:
+        """Root of the node's processes, if any."""
         with suppress(psutil.NoSuchProcess):
             return psutil.Process(self._process.pid) if self._process is not None else None
         return None
@@ -62,6 +64,7 @@ class SecondNode:
             )
 
     def close(self) -> None:
+        """Kill the node's processes."""
         if self._process is None:
             return
         if self._process.poll() is None:
