@@ -56,6 +56,7 @@ class BenchEnvironment:
         return int(self.redis.incr(RunKeys(config.exp_name).epoch))  # pyright: ignore[reportArgumentType]
 
     def worker_settings(self, config: RunConfig) -> WorkerSettings:
+        """Return the env worker's settings."""
         return worker_settings(config, self.redis_url, timeout_s=WORKER_TIMEOUT_S)
 
 

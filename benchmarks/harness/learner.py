@@ -66,6 +66,8 @@ class TimedTrainer:
 
 
 class Records:
+    """Learner's metric records."""
+
     def __init__(self, on_step: Callable[[int], None]) -> None:
         self._on_step = on_step
         self.steps: list[MetricRecord] = []

@@ -57,6 +57,7 @@ class RolloutProcess(Child):
         super().__init__(_serve, (policy, model, sequence_length), log=model.parent / LOG, goodbye=("end",))
 
     def start_run(self, settings: WorkerSettings) -> None:
+        """Start a run's rollouts."""
         self._ask(("play", settings))
 
     def stop(self) -> Usage:

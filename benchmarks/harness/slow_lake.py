@@ -20,6 +20,8 @@ Distribution = Literal["normal", "lognormal"]
 
 
 class Latency(Config):
+    """Distribution of step latency."""
+
     distribution: Distribution = "normal"
     """`normal`: cut off at 0. `lognormal`: with the latency's own `mean_s` and `std_s`."""
     mean_s: float = Field(default=0.0, ge=0)
