@@ -83,6 +83,7 @@ class StudyRun:
         return RECIPES[self.name] if self.staleness is None else QUICKSTART
 
     def overrides(self, folder: Path, policy: Path) -> list[str]:
+        """Overrides of `config`."""
         return [
             f"output_dir={folder}", f"exp_name={self.label.replace('_', '-')}", f"pretrain={policy}", "warm_start=null",
             f"seed={self.seed}", f"max_steps={self.steps}", "final_val_batch_size=128", "eval_steps=0",

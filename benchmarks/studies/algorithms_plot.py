@@ -31,6 +31,7 @@ def error(row: Row) -> float:
 
 
 def algorithms(axes: Axes, rows: list[Row]) -> None:
+    """Plot a row per algorithm, best first."""
     rows = sorted(rows, key=lambda row: row["success_after"])
     places = range(len(rows))
     axes.errorbar(
@@ -63,6 +64,7 @@ def staleness(axes: Axes, rows: list[Row]) -> None:
 
 
 def draw(folder: Path, picture: Path) -> None:
+    """Plot panels that have data."""
     plots = [(algorithms, load(folder, "algorithms")), (staleness, load(folder, "staleness"))]
     panels = [(paint, rows) for paint, rows in plots if rows]
     if not panels:

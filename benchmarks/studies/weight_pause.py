@@ -77,6 +77,7 @@ def median(values: list[float]) -> float:
 
 
 def show(options: argparse.Namespace, step_s: float, times: dict[str, list[LoadTimes]]) -> None:
+    """Print a row per way."""
     title = f"{options.size} parameters, {options.running} requests running, load {os.getloadavg()[0]:.0f}"
     table = Table(
         "loading", "pause, ms (median)", "longest", "loading, ms", "engine step, ms", "pause in steps", title=title
@@ -94,6 +95,7 @@ def show(options: argparse.Namespace, step_s: float, times: dict[str, list[LoadT
 
 
 def main() -> None:
+    """Measure two versions of a policy."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=list(SHAPES), default="1M")
     parser.add_argument("--rounds", type=int, default=7)
