@@ -55,12 +55,14 @@ def evaluate(python: Path, job: jobs.EvaluateJob, folder: Path, timeout_s: float
 
 
 def run_offbeat(config: RunConfig, folder: Path, timeout_s: float) -> None:
+    """Run `offbeat train`."""
     log = folder / "offbeat.log"
     command = [sys.executable, "-m", "offbeat.deploy.cli.app", "train", str(_written(config, log))]
     _run(command, log, timeout_s, dict(os.environ), folder / CPU)
 
 
 def make_policy(config: RunConfig, out: Path, timeout_s: float) -> None:
+    """Warm-start a policy into `out`."""
     log = out.with_suffix(".log")
     command = [sys.executable, "-m", "offbeat.benchmarks.peer.policy", str(_written(config, log)), str(out)]
     _run(command, log, timeout_s, dict(os.environ))

@@ -76,6 +76,7 @@ def warm_config(setting: PeerSetting, seed: int, output: Path) -> RunConfig:
 
 
 def offbeat_config(setting: PeerSetting, seed: int, steps: int, policy: Path, output: Path) -> RunConfig:
+    """Return Offbeat's configuration."""
     return load_run(
         CONFIGS / setting.config,
         [

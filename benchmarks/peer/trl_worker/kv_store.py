@@ -103,6 +103,7 @@ class Store:
         return output.logits[:, -1].float()
 
     def copy(self, source: int, targets: Sequence[int]) -> None:
+        """Copy a cache to `targets`."""
         length = self.lengths[source]
         for layer in self._layers:
             for cache in (layer.keys, layer.values):
@@ -112,4 +113,5 @@ class Store:
             self.lengths[target] = length
 
     def clear(self) -> None:
+        """Clear all slots."""
         self.lengths = [0] * len(self.lengths)

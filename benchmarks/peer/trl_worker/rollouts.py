@@ -39,11 +39,13 @@ class SlotEpisode:
     success: bool = False
 
     def append_env_tokens(self, ids: Sequence[int]) -> None:
+        """Append the env's tokens."""
         self.completion += ids
         self.sampled += [0] * len(ids)
         self.unread += ids
 
     def append_sampled(self, token: int) -> None:
+        """Append a sampled token."""
         self.completion.append(token)
         self.sampled.append(1)
         self.answer.append(token)

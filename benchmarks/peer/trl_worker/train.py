@@ -106,6 +106,7 @@ class Watch(TrainerCallback):
 
 
 def grpo_config(job: TrainJob) -> GRPOConfig:
+    """Return TRL's configuration."""
     batch = job.groups_per_step * job.group_size
     return GRPOConfig(
         output_dir=job.output,
