@@ -36,6 +36,7 @@ class GatewayHost:
         self.serve(ServeGenerationClient(app_name(self._run_id)))
 
     def serve(self, client: "GenerationClient") -> None:
+        """Serve on the running loop."""
         from offbeat.services.chat.template import load_chat_template
         from offbeat.services.gateway.server import Gateway
         from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher

@@ -60,6 +60,7 @@ class Pace:
         self._began = time.perf_counter()
 
     def after(self) -> None:
+        """Print the step's cost."""
         seconds = time.perf_counter() - self._began
         print(STEP, json.dumps({"seconds": seconds, "bytes": self._peak() - self._start}), flush=True)  # noqa: T201
 
@@ -94,6 +95,7 @@ class Data:
 
 
 def data_of(task: BackendTask, vocab_size: int) -> Data:
+    """Return the batch of all sides."""
     import numpy as np
 
     rng = np.random.default_rng(task.seed)
