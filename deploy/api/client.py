@@ -18,15 +18,14 @@ PAGE = 2000
 
 
 def connect(url: str = "http://127.0.0.1:8000", *, token: str | None = None) -> "Client":
-    """Return a client of the control service at `url`; makes no request."""
+    """Return a client of the control service; makes no request."""
     return Client(url, token=token)
 
 
 class Client:
-    """Runs of a deployed mesh.
+    """Runs of a deployed mesh; works in notebooks.
 
-    Methods raise `ControlRefusedError` for refused calls and `RetryableError` for an unreachable service. The event
-    loop runs in a background thread, so calls work in notebooks.
+    Methods raise `ControlRefusedError` for refused calls and `RetryableError` for an unreachable service.
     """
 
     def __init__(self, url: str, *, token: str | None = None) -> None:
@@ -62,7 +61,7 @@ class Client:
         self._call(self._client.validate(config.model_dump_json()))
 
     def list(self, *, states: Sequence[str] = (), name: str = "*") -> "list[str]":
-        """Return run ids, newest first. states: `running`, `finished`, ...; name: a glob."""
+        """Return ids, newest first. states: `running`, `finished`, ...; name: a glob."""
         ids: list[str] = []
         after: str | None = None
         while True:
@@ -82,7 +81,7 @@ class Client:
         return self._call(self._client.change(run_id, values))
 
     def pause(self, run_id: str) -> RunView:
-        """Start no episode and no step until `resume`."""
+        """Start no episode or step until `resume`."""
         return self._call(self._client.pause(run_id))
 
     def resume(self, run_id: str) -> RunView:
@@ -90,11 +89,11 @@ class Client:
         return self._call(self._client.resume(run_id))
 
     def stop(self, run_id: str, *, now: bool = False) -> RunView:
-        """Stop a run after its current step, or `now`."""
+        """Stop a run after its step, or `now`."""
         return self._call(self._client.stop(run_id, now=now))
 
     def delete(self, run_id: str, *, files: bool = False) -> DeletedView:
-        """Remove the record of an ended run, and optionally its files."""
+        """Remove an ended run's record, and optionally its files."""
         return self._call(self._client.delete(run_id, files=files))
 
     def why(self, run_id: str) -> WhyView:
@@ -118,7 +117,7 @@ class Client:
                 return pd.DataFrame(rows)
 
     def events(self, run_id: str, *, kinds: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield a run's events (name, body) until it ends."""
+        """Yield events (name, body) until the end."""
         stream = self._client.events(run_id, kinds=kinds)
         while True:
             try:

@@ -30,9 +30,9 @@ class Episode:
     reward: float
     """Sum over the episode."""
     metrics: dict[str, float]
-    """Final metrics of the env, such as `success`."""
+    """Final metrics, such as `success`."""
     messages: tuple[dict[str, str], ...]
-    """Chat messages (`role`, `content`): system prompt, then alternating observations and completions."""
+    """Chat messages (`role`, `content`): system prompt, alternating observations and completions."""
 
     @property
     def success(self) -> bool | None:
@@ -44,7 +44,7 @@ class Episode:
     def from_texts(
         cls, tag: str, seed: int, reward: float, metrics: Mapping[str, float], texts: Sequence[str]
     ) -> "Episode":
-        """Build an episode from a system prompt, then alternating observations and completions."""
+        """Build an episode; texts are ordered as `messages`."""
         system, *turns = texts or [""]
         messages = [{"role": "system", "content": system}] if system else []
         messages += [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
@@ -61,7 +61,7 @@ class Episode:
 
 
 def read_episodes(folder: Path, limit: int, kind: str | None = None) -> list[Episode]:
-    """Read the episodes of a run's newest sampled evaluation; [] if there is none."""
+    """Read a run's newest sampled evaluation; [] if there is none."""
     files = [
         path for name in ((kind,) if kind else KINDS) for path in (folder / FOLDER).glob(f"{name}-sampled-*.jsonl")
     ]
@@ -75,10 +75,9 @@ def read_episodes(folder: Path, limit: int, kind: str | None = None) -> list[Epi
 def check_env(
     env: str | type, env_config: Mapping[str, JsonValue] | None = None, *, num_seeds: int = 8
 ) -> ContractReport:
-    """Check an env for training: text, determinism, own generators, gymnasium's check, speed.
+    """Check an env: text, determinism, own generators, gymnasium's check, speed.
 
-    env: a name (`frozen_lake`), `module:Class`, or a class. All but notebooks' classes are checked in a child process,
-    so that hangs are reported.
+    env: a name (`frozen_lake`), `module:Class`, or a class. Hangs are reported, except of notebooks' classes.
 
     >>> check_env("frozen_lake", {"size": 4}).problems
     []
@@ -99,10 +98,10 @@ def play(
     max_steps: int | None = None,
     show: Callable[[str], None] | None = None,
 ) -> Episode:
-    """Run one episode in this process, without Ray, Redis or GPU.
+    """Run one episode in this process.
 
     env: a name, `module:Class`, or a run's YAML file with `tag`. agent: `random`, or a Hugging Face folder, checkpoint
-    or run. show: receives the lines of a trace.
+    or run. show: receives a trace's lines.
 
     >>> play("frozen_lake", seed=1, max_steps=3).messages[1]["content"].splitlines()[0]
     'P _ _ _'
@@ -131,9 +130,8 @@ def rollout(
 ) -> pd.DataFrame:
     """Collect episodes of a run's tasks in this process, a row each.
 
-    agent: `random`, or a policy's folder; None: the newest checkpoint, else `pretrain`. held_out: use tasks of
-    evaluation. group_size: episodes per task. seed: default is the run's. Columns are those of `offbeat rollout`:
-    `tokens`, `loss_mask`, `logprobs`, `versions`, `messages`, `reward`, ...
+    agent: `random`, or a policy's folder; None: the newest checkpoint, else `pretrain`. held_out: evaluation tasks.
+    group_size: episodes per task. Columns: `tokens`, `loss_mask`, `logprobs`, `versions`, `messages`, `reward`, ...
 
     >>> config = load_config("deploy/configs/quickstart.yaml")
     >>> rollout(config, episodes=4, agent="random")[["tag", "reward"]].shape

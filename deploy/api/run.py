@@ -1,6 +1,6 @@
-"""Runs from Python, started in their own processes or opened from their folders.
+"""Runs in processes of their own, which outlive the caller.
 
-Invariant: the calling process gets no Ray, CUDA or signal handler. A run outlives its caller.
+Invariant: the calling process gets no Ray, CUDA or signal handler.
 """
 
 import base64
@@ -35,7 +35,7 @@ TAIL_LINES = 30
 
 
 class RunFailedError(RuntimeError):
-    """Failed run; the message is the end of its output."""
+    """Failed run, with the end of its output."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -54,10 +54,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def train(config: RunConfig | str | Path, overrides: Sequence[str] = (), *, resume: bool = False) -> "Run":
-    """Start `offbeat train` in a separate process, which outlives this one.
+    """Start `offbeat train` in a separate process.
 
-    config: a configuration or a YAML file. overrides: `key=value`. resume: continue from the newest checkpoint of
-    `output_dir`; otherwise an earlier run there is moved aside.
+    config: a configuration or a YAML file. overrides: `key=value`. resume: continue from `output_dir`'s newest
+    checkpoint; otherwise an earlier run there is moved aside.
 
     Raises:
         ConfigError: the configuration is invalid.
@@ -155,7 +155,7 @@ class Run:
         return self.report if state == "finished" else None
 
     def stop(self, timeout_s: float = 120.0) -> None:
-        """Stop after the current step, with a checkpoint to resume from.
+        """Stop after the current step, with a checkpoint.
 
         Raises:
             TimeoutError: still running after `timeout_s`.
@@ -172,11 +172,10 @@ class Run:
             time.sleep(POLL_S)
 
     def metrics(self, source: str | None = "learner") -> pd.DataFrame:
-        """Return the metric records in order, one row each.
+        """Return the metric records in order.
 
-        source: `learner` (a row per optimizer step; its start leaves rows without a step), `eval`, `rollout`,
-        `generation`, `weights`, ...; None: all. Columns: `time` (Unix, s), `source`, `step`, labels (`label.NAME`), and
-        one per metric.
+        source: `learner` (a row per optimizer step, some at start without one), `eval`, `rollout`, `generation`,
+        `weights`, ...; None: all. Columns: `time` (Unix, s), `source`, `step`, `label.NAME`, and one per metric.
         """
         rows: list[dict[str, Any]] = []
         for line in read_lines(self.folder / METRICS_FILE, 0, 0):
@@ -189,7 +188,7 @@ class Run:
         return pd.DataFrame(rows)
 
     def episodes(self, limit: int = 8, *, kind: Literal["before", "during", "after"] | None = None) -> list[Episode]:
-        """Return up to `limit` episodes of the newest evaluation, optionally of a `kind`."""
+        """Return episodes of the newest evaluation, optionally of a `kind`."""
         return read_episodes(self.folder, limit, kind)
 
     @property
@@ -202,12 +201,12 @@ class Run:
 
     @property
     def checkpoints(self) -> list[Path]:
-        """Complete checkpoints, oldest first, for `AutoModelForCausalLM.from_pretrained`."""
+        """Complete checkpoints, oldest first, for `from_pretrained`."""
         folders = (self.folder / "checkpoints").glob("step-*")
         return sorted(path for path in folders if path.name.removeprefix("step-").isdecimal())
 
     def _repr_html_(self) -> str:
-        """Return the learning curve and newest step for notebooks."""
+        """Return the learning curve for notebooks."""
         history = self._history()
         last = history.last_step
         facts = [self.state, f"step {last.number}" if last else "no step yet"]

@@ -82,7 +82,7 @@ def run_episode(
 ) -> EpisodeTrace:
     """Reset an env with `seed` and step it with `actions` until the episode ends.
 
-    env: an env, its name or `module:Class`, made with `env_config`.
+    env: an env, its name or `module:Class`.
 
     >>> trace = run_episode("frozen_lake", ["Right", "Right", "Down", "Down", "Right", "Down"], seed=1)
     >>> trace.reward, trace.terminated, trace.infos[-1]["success"]
@@ -107,7 +107,7 @@ def run_episode(
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Return a tokenizer with a token per byte and ChatML's special tokens."""
+    """Return a tokenizer with a token per byte and ChatML's."""
     vocabulary = {byte: number for number, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -134,8 +134,7 @@ def chat_template(text: str = CHATML) -> ChatTemplate:
 
 
 class FakeModel:
-    """Model with scripted completions behind OpenAI's and Anthropic's APIs, on loopback, served by the gateway of real
-    runs.
+    """Scripted model behind OpenAI's and Anthropic's APIs, served by the gateway of real runs.
 
     completions: answers in turn; the last one is repeated.
     """
@@ -171,7 +170,7 @@ class FakeModel:
     def task(
         self, env: str, env_config: Mapping[str, JsonValue] | None = None, *, seed: int = 0, max_steps: int = 100
     ) -> AgentTask:
-        """Return an agent's task: a real env, reset with `seed`, and this model's endpoint."""
+        """Return an agent's task with a real env and this endpoint."""
         made = _Env(registry.make(env, dict(env_config or {})), max_steps)
         session = EpisodeSession(self._template, self._sampler(), SessionLimits(1_000_000, 100_000), env=made)
         opened = self._gateway.opened(session)
@@ -273,15 +272,15 @@ def append_records(folder: Path, *records: MetricRecord) -> None:
 
 
 def open_delivery(folder: Path, tracker: Tracker) -> Delivery:
-    """Return the delivery of the folder's `metrics.jsonl`, from where the last one ended."""
+    """Return the delivery of the folder's `metrics.jsonl`, resumed."""
     progress = folder / PROGRESS
     return Delivery(folder / METRICS_FILE, progress, read_progress(progress), tracker)
 
 
 def deliver(tracker: Tracker, *records: MetricRecord, folder: Path | None = None) -> None:
-    """Deliver records to a tracker as a run does: named rows, in order, each once.
+    """Deliver records to a tracker as a run does: in order, each once.
 
-    folder: keeps `metrics.jsonl` and the position in it for a later call.
+    folder: keeps `metrics.jsonl` and the position for later calls.
 
     >>> tracker = RecordingTracker()
     >>> deliver(tracker, step_record(1, reward=0.5), eval_record(1, success=1.0))
