@@ -1,7 +1,7 @@
-"""Check that no group of a run was lost or trained twice.
+"""Check that no group was lost or trained twice.
 
-The buffer's ledger (`ledger/groups.jsonl`: groups' lives) is compared with the learner's (`ledger/steps.jsonl`: groups
-per batch), and both with checkpoints and counters.
+The ledgers of buffer (`ledger/groups.jsonl`) and learner (`ledger/steps.jsonl`) are compared with each other,
+checkpoints and counters.
 
 Invariant: violations name their group, step or file.
 """
@@ -20,7 +20,6 @@ TRAINED, DROPPED, FAILED = "trained", "dropped", "failed"
 ENDINGS = (TRAINED, DROPPED, FAILED)
 REWOUND = "rewound"
 SHOWN = 8
-"""Numbers named by a finding."""
 
 
 @dataclass
@@ -33,13 +32,14 @@ class GroupLife:
     ending: str = ""
     """One of `ENDINGS`; empty while in flight."""
     detail: str = ""
-    """trained: step of its checkpoint; otherwise the reason."""
+    """trained: its checkpoint's step; otherwise the reason."""
     step: int | None = None
-    """Optimizer batch in the surviving lineage."""
+    """Batch in the surviving lineage."""
     oldest_version: int | None = None
 
     @property
     def state(self) -> str:
+        """State in one word."""
         return self.ending or ("in the stream" if self.submitted else "being played")
 
 
@@ -52,7 +52,7 @@ class Evidence:
     checkpoints: dict[int, str] = field(default_factory=dict[int, str])
     """Step -> problem, or empty."""
     counters: Counters | None = None
-    """Counters of the Redis with the newest events."""
+    """Of the Redis with the newest events."""
     groups_per_step: int = 1
     max_steps: int = 0
     train_stale: bool = False
@@ -155,7 +155,7 @@ def _replay_lives(events: Iterable[LifeEvent], result: Audit) -> None:
 
 
 def _merge_lineage(result: Audit) -> None:
-    """Add each group's step, and corrections after data loss on either side."""
+    """Add each group's step, and corrections after data loss."""
     for step, groups in result.lineage.rewound.items():
         for number in groups:
             life = result.groups.get(number)
@@ -215,7 +215,7 @@ def _check_steps(evidence: Evidence, result: Audit) -> Iterator[str]:
 
 
 def _check_acknowledgements(evidence: Evidence, result: Audit) -> Iterator[str]:
-    """Check that groups left the buffer only with a durable checkpoint."""
+    """Check that groups left only with a durable checkpoint."""
     trained = [life for life in result.groups.values() if life.ending == TRAINED]
     newest = max((int(life.detail) for life in trained), default=0)
     if result.lineage.first == 1:
@@ -258,7 +258,6 @@ def _check_counters(evidence: Evidence, result: Audit) -> Iterator[str]:
 
 
 def _end(evidence: Evidence, result: Audit) -> Iterator[str]:
-    """Check that a finished run has no groups left."""
     if not evidence.max_steps or result.lineage.last < evidence.max_steps:
         return
     complete = [step for step, complaint in evidence.checkpoints.items() if not complaint]

@@ -1,4 +1,4 @@
-"""Surviving lineage of weights, from the learner's ledger.
+"""Surviving lineage of weights.
 
 Invariant: each step occurs once, as last trained; repetitions are compared with the first.
 """
@@ -15,13 +15,13 @@ class Lineage:
 
     steps: list[StepLine] = field(default_factory=list[StepLine])
     first: int = 1
-    """First step; above 1 if resumed from another run's checkpoint."""
+    """Above 1 if resumed from another run's checkpoint."""
     restored_to: int = 0
     """Step up to which Redis lost data."""
     rewound: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     """Step -> groups trained by it in a lineage without checkpoints."""
     rewound_to: int | None = None
-    """Step of the checkpoint that the run was rewound to, behind the buffer's counts."""
+    """Step of the checkpoint after a rewind; the buffer had counted later steps' groups."""
     repeated: int = 0
     """Steps repeated after a learner's death."""
     learners: int = 0
