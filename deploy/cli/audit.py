@@ -52,9 +52,9 @@ class AuditError(Exception):
 def audit_run(
     run: str, *, console: Console, as_json: bool = False, group: int | None = None, redis_url: str | None = None
 ) -> int:
-    """Audit a run by name or folder; return the exit code: 0 proven, 1 not.
+    """Audit a run by name or folder; return 0 if proven, else 1.
 
-    group: also print its life. redis_url: see `examine`.
+    group: also print its life.
 
     Raises:
         AuditError: no such run, or no ledger.
@@ -73,7 +73,7 @@ def audit_run(
 def examine(folder: Path, redis_url: str | None = None) -> tuple[Audit, Evidence]:
     """Audit a run's folder. Raises `AuditError`.
 
-    redis_url: overrides the folder's, for deployed meshes.
+    redis_url: overrides the folder's.
     """
     try:
         config = read_run(folder / run_folder.CONFIG).model_copy(update={"output_dir": folder})
@@ -100,7 +100,7 @@ def examine(folder: Path, redis_url: str | None = None) -> tuple[Audit, Evidence
 
 
 def find_folder(run: str) -> Path:
-    """Return the folder of a path, or of a name under `runs/`. Raises `AuditError`."""
+    """Return the folder of a path or a name under `runs/`. Raises `AuditError`."""
     for folder in (Path(run), RUNS / run):
         if (folder / run_folder.CONFIG).is_file():
             return folder.resolve()
@@ -110,7 +110,7 @@ def find_folder(run: str) -> Path:
 def _read_events(
     folder: Path, config: RunConfig, redis_url: str | None
 ) -> tuple[list[LifeEvent], Counters | None, str]:
-    """Return ledger, Redis' counters, and the reason if Redis could not be read."""
+    """Return ledger, counters, and the reason if Redis is unreadable."""
     events = read_ledger(folder)
     running = run_folder.read_endpoints(folder)
     url = redis_url or config.redis.url or (running.redis_url if running else None)
@@ -154,7 +154,7 @@ def _checkpoints(folder: Path) -> dict[int, str]:
 
 
 def as_tree(result: Audit, evidence: Evidence, group: int | None = None) -> dict[str, Any]:
-    """Return the audit as JSON values, with each life or the requested one."""
+    """Return JSON values, with each life or the requested one."""
     lives = [result.groups[group]] if group is not None else [result.groups[n] for n in sorted(result.groups)]
     return {
         "proven": result.proven,

@@ -1,4 +1,4 @@
-"""`offbeat env`: lists, checks and creates envs."""
+"""`offbeat env`."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ Settings = Annotated[
 
 @env_app.command("list")
 def list_envs() -> None:
-    """List envs: built in, or registered under entry points `offbeat.envs`."""
+    """List envs: built in, or under entry points `offbeat.envs`."""
     from rich.console import Console
     from rich.table import Table
 
@@ -47,7 +47,7 @@ def check(
 ) -> None:
     """Check an env: text, gymnasium's checks, determinism, generators, timeouts, speed.
 
-    Exit codes: 1 for problems, 0 for advice alone.
+    Exit code 1 for problems; advice alone: 0.
     """
     from offbeat.envs.contract_process import check_in_processes
 
@@ -69,7 +69,7 @@ def check(
 
 @env_app.command("new")
 def new(name: Annotated[str, typer.Argument(metavar="NAME", help="snake_case, such as `word_game`.")]) -> None:
-    """Create an env (`NAME.py`), its test and a configuration in the current folder."""
+    """Create an env (`NAME.py`), its test and a configuration."""
     from offbeat.deploy.cli.env_template import BadNameError, class_name, write_template
 
     try:
@@ -85,7 +85,7 @@ def new(name: Annotated[str, typer.Argument(metavar="NAME", help="snake_case, su
 
 
 def parse_settings(settings: list[str] | None) -> dict[str, Any]:
-    """Parse `KEY=VALUE` pairs with YAML values; exit on an invalid pair."""
+    """Parse `KEY=VALUE` pairs, values as YAML; exit on error."""
     import yaml
 
     parsed: dict[str, Any] = {}

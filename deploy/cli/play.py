@@ -53,7 +53,7 @@ def play(
     ] = None,
     render: Annotated[Path | None, typer.Option(help="Write the episode as .gif or .html.", show_default=False)] = None,
 ) -> None:
-    """Play one episode on this machine with a trace of each turn. Needs no Ray, GPU or Redis.
+    """Play and trace one episode on this machine. Needs no Ray, GPU or Redis.
 
     `offbeat play ENV --agent openai http://localhost:8000/v1` uses an OpenAI-compatible endpoint (key: OPENAI_API_KEY).
     """
@@ -85,7 +85,7 @@ def play(
 
 
 def _split_policy_path(agent: str, words: list[str]) -> tuple[str, list[str]]:
-    """Return the path after `policy` and the other arguments."""
+    """Return the path after `policy`, and the rest."""
     if agent != "policy":
         return agent, words
     paths = [word for word in words if "=" not in word]
@@ -176,7 +176,7 @@ def rollout(
 ) -> None:
     """Play a run's episodes on this machine, for evaluation, pass@k, or training data.
 
-    Writes tokens, masks, logprobs and rewards to a parquet file, shown by `offbeat inspect`.
+    Writes a parquet file of tokens, masks, logprobs and rewards.
     """
     from offbeat.deploy.play.rollouts import EpisodeRequest
     from offbeat.services.messages.types import EpisodeKind

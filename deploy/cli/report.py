@@ -1,7 +1,4 @@
-"""`offbeat report`.
-
-Invariant: folder and Redis are only read, but for the report's files.
-"""
+"""`offbeat report`; writes nothing but the report's files."""
 
 import json
 import sys
@@ -34,7 +31,7 @@ PATIENCE_S = 3.0
 
 
 def remake_report(run: str, redis_url: str | None = None) -> int:
-    """Write and print the report of a run by name or folder; return the exit code.
+    """Write and print a run's report; return the exit code.
 
     redis_url: overrides the folder's, for deployed meshes.
     """
@@ -60,7 +57,7 @@ def remake_report(run: str, redis_url: str | None = None) -> int:
 
 
 def read_history(redis: Redis, run_id: str) -> tuple[RunHistory, CountersView]:
-    """Read a run's metric records and the buffer's counters.
+    """Read metric records and the buffer's counters.
 
     Raises:
         MeshError: no such run.
@@ -73,7 +70,7 @@ def read_history(redis: Redis, run_id: str) -> tuple[RunHistory, CountersView]:
 
 
 def update_history(redis: Redis, run_id: str, history: RunHistory) -> CountersView:
-    """Add records after `history.position`; return the buffer's counters.
+    """Add newer records; return the buffer's counters.
 
     Raises:
         MeshError: no such run.
@@ -87,7 +84,7 @@ def update_history(redis: Redis, run_id: str, history: RunHistory) -> CountersVi
 
 
 def _attempts(redis: Redis, run_id: str) -> list[tuple[float, float]]:
-    """Return (start, end) of each attempt over REST, Unix times."""
+    """Return (start, end) of attempts over REST, Unix times."""
     attempts: list[tuple[float, float]] = []
     entries = cast(list[tuple[bytes, dict[bytes, bytes]]], redis.xrange(RunKeys(run_id).history))
     for entry_id, fields in entries:
@@ -103,7 +100,7 @@ def _attempts(redis: Redis, run_id: str) -> list[tuple[float, float]]:
 
 
 def _ended_at(redis: Redis, run_id: str) -> float:
-    """Return the Unix time of the end, or 0."""
+    """Return Unix time, or 0."""
     return float(cast(bytes | None, redis.hget(RunKeys(run_id).record, "ended_at")) or 0.0)
 
 

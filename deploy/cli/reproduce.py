@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from offbeat.trainer.training.reproduction import ReproductionResult, SampleView
 
 SHOWN = 40
-"""Maximum rows; `--json` prints all."""
 
 
 class ReproduceError(Exception):
@@ -27,7 +26,7 @@ class ReproduceError(Exception):
 
 
 def reproduce_run(run: str, step: int | None, *, console: Console, as_json: bool) -> int:
-    """Reproduce a run by name or folder; return the exit code. Raises `ReproduceError`."""
+    """Reproduce a run; return the exit code. Raises `ReproduceError`."""
     try:
         folder = find_folder(run)
         config = load_run(folder / run_folder.CONFIG).model_copy(update={"output_dir": folder})

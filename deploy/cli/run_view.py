@@ -1,4 +1,4 @@
-"""Progress of `offbeat train`: live view or plain lines."""
+"""Progress of `offbeat train`."""
 
 import math
 import time
@@ -18,7 +18,7 @@ from offbeat.services.control.run import RunState
 from offbeat.services.control.schemas import RunView
 
 LINE_EVERY_S = 10.0
-"""Interval of plain lines; changes of state or phase are printed at once."""
+"""Interval of plain lines without a change."""
 NO_DIGITS = str.maketrans("", "", "0123456789")
 START_ORDER = ("redis", "learner", "ray", "control")
 MARKS = {
@@ -43,7 +43,7 @@ class LiveView(Protocol):
         ...
 
     def starting(self, up: Collection[str]) -> None:
-        """Show the started parts."""
+        """Show started parts."""
         ...
 
     def show(self, view: RunView, history: RunHistory) -> None:
@@ -51,12 +51,12 @@ class LiveView(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop the live display; messages are still printed."""
+        """Stop the live display, not messages."""
         ...
 
 
 def open_view(run_id: str, console: Console | None = None, *, began: float | None = None) -> LiveView:
-    """Return a live view for terminals, else plain lines. began: Unix start time, default now."""
+    """Return a live view for terminals, else plain lines. began: Unix time."""
     console = console or Console(highlight=False)
     began = time.time() if began is None else began
     return RunTerminalView(run_id, console, began) if console.is_terminal else RunLineView(console, began)
@@ -194,7 +194,7 @@ def describe_state(view: RunView) -> str:
 
 
 def eta_s(view: RunView, history: RunHistory) -> float | None:
-    """Return the seconds to the last step at the newest pace."""
+    """Return the seconds left at the newest pace."""
     pace, last = history.seconds_per_step(), history.last_step
     if pace is None or last is None or last.number >= view.max_steps:
         return None

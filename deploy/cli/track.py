@@ -1,4 +1,4 @@
-"""`offbeat track`: sends a run's unsent metrics to a tracker.
+"""`offbeat track`.
 
 Invariant: only the tracker's position, shared with the run's process, is written.
 """
@@ -41,7 +41,7 @@ class TrackError(Exception):
 def track_run(run: str, name: str, settings: Sequence[str] = (), *, console: Console) -> None:
     """Send unacknowledged metrics; a second call resumes.
 
-    run: name or folder. settings: `key=value`, overriding `tracker_kwargs`.
+    settings: `key=value`, overriding `tracker_kwargs`.
 
     Raises:
         TrackError: no such run, metrics being sent, or tracker unavailable.
@@ -86,7 +86,6 @@ def track_run(run: str, name: str, settings: Sequence[str] = (), *, console: Con
 
 
 def _tracker_kwargs(config: RunConfig, name: str, settings: Sequence[str]) -> dict[str, Any]:
-    """Return `tracker_kwargs`. Raises TrackError."""
     if name in IN_LEARNER:
         raise TrackError(f"{name} is written by the learner itself, while it runs: name a tracker that is sent to")
     kwargs = dict(config.tracker_kwargs.get(name, {}))

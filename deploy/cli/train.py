@@ -1,4 +1,4 @@
-"""`offbeat train`: one run from start to report, or to Ctrl-C.
+"""`offbeat train`.
 
 Invariants: the run uses the REST API like any other; every exit ends all processes; exit codes: 0 finished, 1 failed,
 130 stopped.
@@ -41,23 +41,22 @@ logger = logging.getLogger(__name__)
 RESUME = "resume_from_checkpoint"
 START_POLL_S = 0.5
 WATCH_POLL_S = 1.0
-"""A trade-off: each poll costs CPU time."""
+"""Each poll costs CPU time."""
 METRICS_PAGE = 2000
 REPORT_PATIENCE_S = 1.0
 """Redis' retry timeout for an unfinished run's report."""
 UNREACHABLE_S = 240.0
-"""Timeout for the control service."""
 FINISHED, FAILED, INTERRUPTED = 0, 1, 130
 
 
 class TrainingFailedError(Exception):
-    """Permanent failure; the message names the log."""
+    """Permanent failure, naming the log."""
 
 
 def train(config: RunConfig, config_path: Path, overrides: Sequence[str]) -> int:
     """Run `config` and exit the process: Ray's threads may never end.
 
-    config_path, overrides: source of `config`, for the resuming command.
+    config_path, overrides: for the resuming command.
     """
     config = config.model_copy(update={"output_dir": config.output_dir.resolve()})
     resume = bool(config.resume_from_checkpoint)
@@ -77,7 +76,7 @@ def train(config: RunConfig, config_path: Path, overrides: Sequence[str]) -> int
 
 
 def resume_command(config_path: Path, overrides: Sequence[str]) -> str:
-    """Return the shell command that resumes a run."""
+    """Return the command that resumes a run."""
     retained = (override for override in overrides if override.lstrip("+~").partition("=")[0] != RESUME)
     return shlex.join(["offbeat", "train", str(config_path), *retained, f"{RESUME}=true"])
 
@@ -228,7 +227,7 @@ class TrainCommand:
         return INTERRUPTED
 
     def _write_report(self) -> None:
-        """Write `report.json` of an unfinished run, without rendered episodes."""
+        """Write an unfinished run's `report.json`, without episodes."""
         try:
             with connect(self._mesh.redis_url, patience_s=REPORT_PATIENCE_S) as redis:
                 counters = update_history(redis, self._config.exp_name, self._history)
@@ -252,7 +251,7 @@ class TrainCommand:
 
 
 def describe_stop(config: RunConfig, published: int) -> str:
-    """Describe the checkpoint to resume from. published: newest weights' version."""
+    """Describe the checkpoint to resume from. published: newest version."""
     newest = run_folder.newest_checkpoint(config.output_dir)
     if newest is None:
         return "Stopped before the first checkpoint."
@@ -268,7 +267,6 @@ def _has_trained(view: RunView) -> bool:
 
 
 def _short_path(path: Path) -> str:
-    """Return the relative path if shorter."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Commands of `offbeat runs`, with their heavy imports."""
+"""Commands of `offbeat runs`, which import heavy modules."""
 
 from pathlib import Path
 from typing import Annotated
@@ -42,7 +42,7 @@ def start(
     token: Token = None,
     json: Json = False,
 ) -> None:
-    """Start a run and print its id. Relative paths are relative to the current folder."""
+    """Start a run and print its id. Paths are relative to the current folder."""
     from offbeat.deploy.cli.runs.calls import start_run
 
     raise typer.Exit(start_run(url, token, config, overrides or [], dry_run=dry_run, as_json=json))
@@ -77,7 +77,7 @@ def show(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = F
 
 @runs_app.command(epilog=EXIT_CODES)
 def watch(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = False) -> None:
-    """Follow a run until it ends; Ctrl-C stops watching, not the run. --json prints one event per line."""
+    """Follow a run until it ends; Ctrl-C stops watching alone. --json prints one event per line."""
     from offbeat.deploy.cli.runs.watch import watch_run
 
     raise typer.Exit(watch_run(url, token, run, as_json=json))
@@ -99,7 +99,7 @@ def stop(
 
 @runs_app.command(epilog=EXIT_CODES)
 def pause(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = False) -> None:
-    """Pause a run: no episode or step begins; processes stay."""
+    """Pause a run: no episode or step begins."""
     from offbeat.deploy.cli.runs.calls import send_command
 
     raise typer.Exit(send_command(url, token, run, "pause", as_json=json))
@@ -138,7 +138,7 @@ def scale(
     token: Token = None,
     json: Json = False,
 ) -> None:
-    """Change the numbers of env workers and vLLM engines."""
+    """Change the numbers of env workers and engines."""
     from offbeat.deploy.cli.runs.calls import change_run
 
     sizes = {"num_workers": env_workers, "num_replicas": replicas}

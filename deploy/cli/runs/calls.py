@@ -1,6 +1,6 @@
 """Requests and output of `offbeat runs`; each returns an exit code.
 
-Invariant: stdout has only the answer (JSON with --json), stderr the rest, without tracebacks.
+Invariant: stdout has only the answer, stderr the rest, without tracebacks.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ DONE, UNREACHABLE, REFUSED, UNKNOWN, CONFLICT, UNAUTHORIZED = 0, 1, 2, 3, 4, 5
 CODES = {401: UNAUTHORIZED, 403: UNAUTHORIZED, 404: UNKNOWN, 409: CONFLICT}
 """Exit codes of refusals; any other 4xx is REFUSED."""
 START_TIMEOUT_S = 120.0
-"""Long, because the service resets the user's envs before it answers."""
+"""Long: the service resets the user's envs first."""
 
 
 def call(url: str, token: str | None, ask: Callable[[ControlClient], Awaitable[int]], timeout_s: float = 30.0) -> int:
-    """Call the control service; print errors to stderr."""
+    """Call the service; print errors to stderr."""
 
     async def asked() -> int:
         async with ControlClient(url, token=token, timeout_s=timeout_s) as client:
@@ -60,12 +60,13 @@ def print_error(error: ControlRefusedError, token: str | None) -> int:
 
 
 def describe(error: ErrorBody) -> str:
-    """Return an error with all problems."""
+    """Describe an error's problems."""
     problems = [f"{problem.path}: {problem.message}" if problem.path else problem.message for problem in error.problems]
     return "\n  ".join([error.message, *problems])
 
 
 def print_message(text: str) -> None:
+    """Print to stderr."""
     sys.stderr.write(f"offbeat: {text}\n")
 
 
@@ -100,7 +101,7 @@ def start_run(
 
 
 def _with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
-    """Make existing local paths absolute: the service's working directory differs."""
+    """Make local paths absolute: the service's working directory differs."""
     rooted = {"output_dir": str(RunConfig.model_fields["output_dir"].default), **tree}
     for key in ("output_dir", "pretrain", "resume_from_checkpoint"):
         rooted |= _absolute_path(rooted, key)
@@ -114,7 +115,6 @@ def _with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _absolute_path(tree: dict[str, Any], key: str) -> dict[str, str]:
-    """Return the key with an absolute path; empty without a path."""
     value = tree.get(key)
     if not isinstance(value, str) or (key == "pretrain" and value == "tiny"):
         return {}
@@ -174,7 +174,7 @@ def _describe_outcome(view: RunView) -> str:
 
 
 def explain_run(url: str, token: str | None, run_id: str, *, as_json: bool) -> int:
-    """Print what the run waits for."""
+    """Print waits."""
 
     async def ask(client: ControlClient) -> int:
         answer = await client.why(run_id)

@@ -1,6 +1,6 @@
-"""`offbeat runs watch`: events as live view, lines or JSON.
+"""`offbeat runs watch`.
 
-Invariant: reconnects to an unavailable service, and prints no event twice.
+Invariant: reconnects to an unavailable service; prints no event twice.
 """
 
 import asyncio
@@ -65,7 +65,6 @@ async def _show_events(client: ControlClient, run_id: str) -> int:
 
 
 def _print_event(shown: LiveView, event: HistoryView, since: float) -> None:
-    """Print a message for the current attempt's event."""
     if event.at < since:
         return
     detail = event.detail
