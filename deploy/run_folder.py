@@ -154,6 +154,7 @@ def read_endpoints(folder: Path) -> Endpoints | None:
 
 
 def remove_endpoints(folder: Path) -> None:
+    """Remove the addresses."""
     with suppress(FileNotFoundError):
         (folder / ENDPOINTS).unlink()
 
