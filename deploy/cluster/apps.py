@@ -1,7 +1,4 @@
-"""Builders of the applications in `local.yaml` and `deploy.yaml`.
-
-Invariant: arguments are validated strictly before start; errors name the keys.
-"""
+"""Builders of the applications in `local.yaml` and `deploy.yaml`, with strictly validated arguments."""
 
 import json
 from pathlib import Path
@@ -40,9 +37,9 @@ RedisUrl = Annotated[str, AfterValidator(_check_address)]
 
 class RedisArguments(Config):
     redis_url: RedisUrl
-    """Client URL; sets port and password. The server listens on loopback."""
+    """Client URL; sets port and password."""
     folder: Path
-    """Folder of the append-only file, restored by a later deployment."""
+    """Folder of the append-only file, restored by later deployments."""
     appendfsync: Literal["everysec", "always"] = "everysec"
 
 
@@ -51,7 +48,7 @@ class GenerationArguments(Config):
     folder: Path
     """Folder of logs, and of the tiny policy with `pretrain: tiny`."""
     run: str | None = None
-    """YAML file of a run to serve, or its name in `deploy/configs`."""
+    """YAML file of a run, or its name in `deploy/configs`."""
     config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Overrides of `run`: `pretrain`, `sequence_length`, `actor_infer`, `weights`, ..."""
 
@@ -62,7 +59,7 @@ class ControlAppArgs(Config):
     working_dir: Path | None = None
     """Base of runs' relative paths; None: the folder of `ray start`."""
     token_file: Path | None = None
-    """File with the bearer token; without one, access is limited to the service's host."""
+    """File with the bearer token; without one, access is local."""
     read_token_file: Path | None = None
     """File with a read-only token."""
     log_dir: Path = Path("runs/control")

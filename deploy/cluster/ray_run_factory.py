@@ -1,8 +1,5 @@
 # pyright: basic
-"""Run factory of a control service under `serve deploy`.
-
-Invariants: relative paths start at one folder; runs are checked against the cluster, not the host.
-"""
+"""Run factory under `serve deploy`; runs are checked against the cluster, not the host."""
 
 import asyncio
 import os
@@ -83,7 +80,7 @@ class RayRunFactory(MeshRunFactory):
         super().validate_change(record, values)
 
     def _find_active_run(self, run_id: str) -> RunConfig | None:
-        """Return the active run's configuration, so that resubmission keeps its application."""
+        """Return the active run, so that resubmission keeps its application."""
         config, state = cast(list[bytes | None], self._redis.hmget(RunKeys(run_id).record, ["config", "state"]))
         if config is None or state is None or RunState(state.decode()).over:
             return None
@@ -108,10 +105,10 @@ class RayRunFactory(MeshRunFactory):
     async def write_report(self, record: RunRecord) -> None:
         """Run `offbeat report` in a process, because it renders the user's envs.
 
-        The Redis URL is passed in the environment; it may contain a password.
+        The Redis URL is in the environment: it may contain a password.
 
         Raises:
-            ControlError: not written; names the command that does.
+            ControlError: not written.
         """
         folder = Path(record.output_dir)
         if not holds_claim(folder, _claim_id(record)):

@@ -2,7 +2,7 @@
 """Detached actor that stops env workers and learner hosts, unknown to Serve, at its shutdown.
 
 Invariants: no process outlives `serve shutdown`; a control replica's death stops nothing; learners save a checkpoint
-before the deploy file's Redis stops.
+before Redis stops.
 """
 
 import asyncio
@@ -31,9 +31,8 @@ LEARNER_GRACE_S = 20.0
 HOST_EXTRA_GRACE_S = 4.0
 ENSURE_INTERVAL_S = 5.0
 SHUTDOWN_KEY = b"serve-shutdown-in-progress"
-"""Suffix of the key set by `serve shutdown`."""
 SHUTDOWN_FLAG_TTL_S = 30
-"""Time after a shutdown without learner starts."""
+"""Time without learner starts."""
 
 
 class Reaper:
@@ -94,7 +93,7 @@ def is_serve_shutting_down() -> bool:
 
 
 def is_serve_running() -> bool:
-    """Return True if Serve's controller exists, also during Ray's restart of it."""
+    """Return True if Serve's controller exists, even while restarting."""
     try:
         ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
     except ValueError:
@@ -108,7 +107,7 @@ def list_actor_names() -> list[str]:
 
 
 def ensure_reaper() -> None:
-    """Keep a reaper running, from a background thread."""
+    """Keep a reaper running, in the background."""
     threading.Thread(target=_ensure_reaper, name="reaper starter", daemon=True).start()
 
 

@@ -1,7 +1,6 @@
 """Composition root of runs.
 
-Invariant: components are found by name (Serve application, named actor, Redis key), never by a stored handle, so
-control replicas are interchangeable.
+Invariant: components are found by name, never by a stored handle, so control replicas are interchangeable.
 """
 
 import asyncio
@@ -49,7 +48,7 @@ CLAIM_FILE = ".claim"
 
 
 class RunComponents:
-    """Components of a run, in the order of stopping."""
+    """Components, in the order of stopping."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class RunComponents:
         *,
         claim: str | None = None,
     ) -> None:
-        """claim: id of this start, with which `prepare` claims the folder; None: already claimed."""
+        """claim: id of this start, to claim the folder; None: already claimed."""
         self._config = config
         self._claim = claim
         self._redis = redis
@@ -120,7 +119,7 @@ class MeshRunFactory:
         self._serve_status = ServeStatus()
 
     def validate(self, document: str | dict[str, Any]) -> RunSpec:
-        """Return the run of a YAML text or tree.
+        """Return a document's run.
 
         Raises:
             InvalidRunError: with all issues.
@@ -144,10 +143,10 @@ class MeshRunFactory:
         return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status)
 
     def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
-        """Check a change of live settings.
+        """Check live settings.
 
         Raises:
-            InvalidRunError: with its issues.
+            InvalidRunError: with all issues.
         """
         before = json.loads(record.config)
         new = set(self._issues(_apply_values(before, values))) - set(self._issues(before))
@@ -203,7 +202,7 @@ def _to_problem_view(issue: ConfigIssue) -> ProblemView:
 def claim_folder(config: RunConfig, claim: str) -> None:
     """Claim the run's folder; an earlier run is moved aside unless resumed.
 
-    claim: id of this start, stored to make the call idempotent.
+    claim: id of this start, for idempotence.
 
     Raises:
         FolderInUseError: `offbeat train` runs there.
