@@ -1,1 +1,1 @@
-"""Components of a run, kept up by the reconciler. Calls into Ray block, so they run in threads."""
+"""Components of a run, kept up by the reconciler, in threads because Ray blocks."""

@@ -21,9 +21,9 @@ from offbeat.services.rollout import actor as rollout_app
 logger = logging.getLogger(__name__)
 
 PING_TIMEOUT_S = 2.0
-"""After it, an unresponsive actor counts as starting; a dead one fails at once."""
+"""An unresponsive actor then counts as starting; a dead one fails at once."""
 HANG_TIMEOUT_S = 60.0
-"""After it, an unresponsive started worker is killed and replaced."""
+"""An unresponsive started worker is then replaced."""
 
 
 class WorkerPool:
@@ -56,7 +56,7 @@ class WorkerPool:
             await asyncio.to_thread(rollout_app.build, index, self._settings, namespace=ray_actors.NAMESPACE)
 
     async def stop(self, *, now: bool) -> None:
-        """Stop all workers; with `now`, episodes are reassigned on heartbeat timeout."""
+        """Stop workers; with `now`, episodes are reassigned on heartbeat timeout."""
         for index in itertools.count():
             actor = await asyncio.to_thread(find_actor, rollout_app.worker_name(self._run_id, index))
             if actor is None and index >= self._num_workers:

@@ -127,10 +127,10 @@ class ExternalLearner:
         self._redis = redis
 
     async def ensure(self) -> None:
-        """Do nothing: a user attaches it."""
+        """Do nothing."""
 
     async def stop(self, *, now: bool) -> None:
-        """With `now`, reject further writes; otherwise it stops by itself."""
+        """With `now`, reject further writes."""
         if now:
             await asyncio.to_thread(self._redis.incr, RunKeys(self._run_id).epoch)
             await asyncio.to_thread(self._redis.delete, RunKeys(self._run_id).lease)

@@ -1,4 +1,4 @@
-"""Host of a managed learner: runs `offbeat.trainer.cli`, reports to Redis, and may keep a standby.
+"""Host of `offbeat.trainer.cli`, with an optional standby.
 
 Invariants: the learner dies with its host, even on SIGKILL; Redis is the only interface, so any process can be the
 host.
@@ -34,14 +34,14 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_INTERVAL_S = 0.2
 REDIS_RETRY_TIMEOUT_S = 0.5
 HEARTBEAT_TTL_S = 6.0
-"""Time after which a silent host and its learner count as dead."""
+"""A host and its learner then count as dead."""
 KILL_TIMEOUT_S = 2.0
 HANG_TIMEOUT_S = 30.0
-"""Time after which a learner without lease is killed."""
+"""A learner without lease is then killed."""
 STANDBY_START_INTERVAL_S = 5.0
-"""Minimum interval of standby starts: the active one has to catch up."""
+"""Minimum interval: the active learner has to catch up."""
 FINAL_EXIT_CODES = (0, 2, 4)
-"""Exit codes after which no restart helps."""
+"""No restart helps."""
 LEARNER_LOG = "logs/learner.out"
 
 
@@ -120,7 +120,7 @@ class LearnerHost:
         threads: int = 1,
         standby: bool = False,
     ) -> None:
-        """standby: keep a second learner waiting for the lease (`control.standby_learner`)."""
+        """standby: `control.standby_learner`."""
         self._is_standby_enabled = standby
         self._standby: subprocess.Popen[bytes] | None = None
         self._next_standby_at = 0.0
@@ -138,7 +138,7 @@ class LearnerHost:
         self._stopping = False
 
     def start(self) -> None:
-        """Start a missing learner; return when Redis has its state."""
+        """Start a missing learner; wait for its state in Redis."""
         if self._thread and self._thread.is_alive():
             return
         self._exited.clear()
@@ -200,7 +200,7 @@ class LearnerHost:
             self._exited.set()
 
     def _ensure_standby(self, redis: Redis, *, required: bool) -> None:
-        """Start a missing standby once the run has weights; kill it if not `required`."""
+        """Start a standby once the run has weights; kill it if not `required`."""
         if self._standby is not None and not required:
             self._standby.kill()  # it has no state to save
             self._standby.wait()
@@ -259,7 +259,7 @@ class LearnerHost:
             )
 
     def _send_heartbeat(self, redis: Redis, process: subprocess.Popen[bytes], incarnation: str, handled: str) -> str:
-        """Write a heartbeat; execute and return a new stop request."""
+        """Write a heartbeat; execute and return a stop request."""
         try:
             with redis.pipeline() as pipe:
                 pipe.set(alive_key(self._run_id), incarnation, px=int(HEARTBEAT_TTL_S * 1000))
@@ -285,7 +285,7 @@ class LearnerHost:
         return request
 
     def _is_hung(self, holder: str, pid: int) -> bool:
-        """Return True if the lease has been lost for `HANG_TIMEOUT_S`."""
+        """Return True if the lease is lost for `HANG_TIMEOUT_S`."""
         if holder.startswith(f"{owner_of(pid)} "):
             self._lease_held_at = time.monotonic()
         return self._lease_held_at is not None and time.monotonic() > self._lease_held_at + HANG_TIMEOUT_S

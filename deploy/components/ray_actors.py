@@ -1,5 +1,5 @@
 # pyright: basic
-"""Named Ray actors, and translation of Ray's errors."""
+"""Named Ray actors and Ray's errors."""
 
 import ray
 from ray.actor import ActorHandle

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Serve applications of a run: generation engines and weight broker."""
+"""Serve applications: generation engines and weight broker."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ SCALABLE_STATES = (ApplicationStatus.RUNNING, ApplicationStatus.UNHEALTHY)
 
 
 class ServeApp:
-    """Serve application. Serve replaces dead replicas; `ensure` redeploys the application."""
+    """Serve application; `ensure` redeploys it."""
 
     def __init__(self, name: str, app: str, build: Callable[[], Application], status: ServeStatus) -> None:
         self.name = name
@@ -51,7 +51,7 @@ class ServeApp:
         await asyncio.to_thread(serve.delete, self._app, _blocking=False)
 
     async def resize(self, num_replicas: int) -> None:
-        """Set the number of replicas; running ones are kept."""
+        """Set the number of replicas, keeping running ones."""
         app = (await self._status()).get(self._app)
         if num_replicas == self._requested_replicas or app is None or app.status not in SCALABLE_STATES:
             return
@@ -81,7 +81,7 @@ class ServeApp:
 
 
 def set_num_replicas(app: str, deployment: str, count: int) -> None:
-    """Set a deployment's size; deploying again would replace running replicas."""
+    """Set a deployment's size; redeployment would replace running replicas."""
     from ray.serve._private.common import DeploymentID  # noqa: PLC0415
     from ray.serve.context import _get_global_client  # noqa: PLC0415
 

@@ -18,9 +18,9 @@ class AppStatus:
 
 
 class ServeStatus:
-    """Status by name; concurrent callers share one request.
+    """Status by name; concurrent callers share a request.
 
-    `serve.status` parses all of Serve's state, which dominated the control service's work (docs/performance.md).
+    `serve.status` parses all of Serve's state (docs/performance.md).
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ def read_app_statuses() -> dict[str, AppStatus]:
 
 
 def count_replicas(app: str) -> tuple[str, int]:
-    """Return name and replicas of an application's only deployment.
+    """Return name and replicas of the only deployment.
 
     Raises:
         LookupError: no such application, or several deployments.

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Deployed generation application that a run only claims and releases."""
+"""Deployed generation application, only claimed and released."""
 
 import asyncio
 from typing import cast
@@ -42,7 +42,7 @@ class SharedGeneration:
             await asyncio.to_thread(self._redis.hdel, claims_key(APP), self._app)
 
     async def observe(self) -> Observation:
-        """Return the state; STARTING if missing or broken."""
+        """Return STARTING if missing or broken."""
         if await asyncio.to_thread(self._holder) != self._run_id:
             return Observation(Health.ABSENT)
         observation = await self._serve_app.observe()
