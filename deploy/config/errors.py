@@ -1,4 +1,4 @@
-"""Configuration errors as `ConfigIssue`s, with the nearest valid key as hint."""
+"""Configuration errors as `ConfigIssue`s, with similar keys as hints."""
 
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ class ConfigError(Exception):
 
 
 def collect_issues(error: ValidationError, model: type[BaseModel]) -> list[ConfigIssue]:
-    """Return an issue per rejected key; union branches are merged."""
+    """Return an issue per rejected key, merging union branches."""
     by_path: dict[str, list[tuple[tuple[str | int, ...], ErrorDetails]]] = {}
     for details in error.errors(include_url=False):
         keys = tuple(_key_parts(model, details["loc"]))
@@ -78,7 +78,7 @@ def _join(parts: Sequence[str | int]) -> str:
 
 
 def _key_parts(model: type[BaseModel], loc: tuple[str | int, ...]) -> Iterator[str | int]:
-    """Yield the keys of pydantic's location, without union branches and `[key]` markers."""
+    """Yield a location's keys, without union branches and `[key]` markers."""
     current: Any = model
     for part in loc:
         current = _without_none(current)
@@ -98,7 +98,6 @@ def _key_parts(model: type[BaseModel], loc: tuple[str | int, ...]) -> Iterator[s
 
 
 def _without_none(annotation: Any) -> Any:
-    """Return `X` for `X | None`."""
     if get_origin(annotation) in (Union, types.UnionType):
         branches = [branch for branch in get_args(annotation) if branch is not type(None)]
         return branches[0] if len(branches) == 1 else annotation
@@ -106,7 +105,7 @@ def _without_none(annotation: Any) -> Any:
 
 
 def all_keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield every key's path, with `*` for user-chosen names."""
+    """Yield keys' paths, with `*` for user-chosen names."""
     for name, field in model.model_fields.items():
         path = (*prefix, name)
         yield path
@@ -118,9 +117,7 @@ def all_keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[t
 
 
 def nearest_keys(path: str, model: type[BaseModel]) -> tuple[str, ...]:
-    """Return up to three valid keys similar to `path`, best first: in the same table, elsewhere, then the table's
-    closest.
-    """
+    """Return up to three keys similar to `path`, first in its table, then elsewhere, then the table's closest."""
     parts = tuple(path.split("."))
     parent, leaf = parts[:-1], parts[-1].lower()
     keys = [tuple(_fill_names(key, parts)) for key in all_keys(model)]
@@ -139,6 +136,6 @@ def nearest_keys(path: str, model: type[BaseModel]) -> tuple[str, ...]:
 
 
 def _fill_names(key: tuple[str, ...], like: tuple[str, ...]) -> Iterator[str]:
-    """Yield `key`'s parts, each `*` replaced by the name in `like`."""
+    """Yield `key`'s parts, each `*` replaced from `like`."""
     for position, part in enumerate(key):
         yield like[position] if part == "*" and key[:position] == like[:position] and position < len(like) else part

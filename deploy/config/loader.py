@@ -1,6 +1,6 @@
-"""Loading of a run's configuration from YAML and `key=value` overrides.
+"""Loading of configurations from YAML and `key=value` overrides.
 
-Invariant: a `ConfigError` lists all issues, before anything starts.
+Invariant: a `ConfigError` lists all issues, before the start.
 """
 
 import json
@@ -49,7 +49,7 @@ def load_document(
     gpus: float | None = None,
     working_dir: Path | None = None,
 ) -> RunConfig:
-    """Validate and check a run from a YAML text or tree, as of the REST API.
+    """Validate and check a run from a YAML text or tree.
 
     Interpolations are rejected: they would resolve in the service's environment.
 
@@ -68,7 +68,7 @@ def load_document(
 
 
 def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Compose a YAML file (with `defaults`) and overrides with Hydra.
+    """Compose a YAML file and overrides with Hydra.
 
     Raises:
         ConfigError: invalid file or override.
@@ -120,7 +120,7 @@ def parse_document(text: str) -> dict[str, Any]:
 
 
 def validate_tree(tree: dict[str, Any], source: str = "") -> RunConfig:
-    """Validate a tree strictly as JSON: strings for paths, lists for tuples.
+    """Validate a tree strictly as JSON.
 
     Raises:
         ConfigError: with every rejected key.
@@ -154,7 +154,7 @@ def resolve_paths(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """Serialize a configuration as YAML for `load_run`."""
+    """Serialize a configuration for `load_run`."""
     import yaml
 
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

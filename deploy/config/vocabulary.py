@@ -1,4 +1,4 @@
-"""Vocabulary of the tiny policy, declared by the envs."""
+"""Vocabulary of the tiny policy."""
 
 import sys
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from offbeat.envs import registry
 
 
 class MissingWordsError(Exception):
-    """Env without words for the tiny policy's tokenizer."""
+    """Env without words for the tiny policy."""
 
 
 def collect_words(config: RunConfig) -> tuple[str, ...]:

@@ -1,6 +1,4 @@
-"""Limits on depth and size of a YAML text, with aliases counted but not expanded: a few lines can yield billions of
-values.
-"""
+"""Limits on depth and size of YAML, aliases counted but not expanded: a few lines can yield billions of values."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Checks of images, agents, step-wise prompts and the task sampler."""
+"""Checks of images, agents, step-wise prompts and task sampler."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ def check_episodes(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _check_sampler(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Draw one task, to report the sampler's errors before the start."""
+    """Draw one task, to report errors before the start."""
     key = "val_env_manager.task_sampler"
     if config.val_env_manager.task_sampler is not None:
         yield ConfigIssue(key, "evaluations always use the same tasks: set it in train_env_manager")
@@ -52,7 +52,7 @@ def _check_vision(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _check_training(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield keys unsupported for image input."""
+    """Yield keys unsupported for images."""
     train = config.actor_train
     rejections = (
         (

@@ -1,6 +1,6 @@
-"""Checks of the chat template and of first prompts' lengths.
+"""Checks of the chat template and first prompts' lengths.
 
-Each env is reset once; a longer task may still end with `max_length`.
+A longer task may still end with `max_length`.
 """
 
 import io
@@ -19,9 +19,9 @@ from offbeat.services.rollout.envs.runners import do_picture, traits_of
 from offbeat.trainer.config.issue import ConfigIssue
 
 CountTokens = Callable[["FirstTexts", CustomEnv], int]
-"""Token counter of a tag's first prompt, without the template for the tiny policy.
+"""Token counter of a first prompt, without the template for the tiny policy.
 
-Raises RolloutError if the template can't render the prompt.
+Raises RolloutError if the template can't render it.
 """
 
 
@@ -41,7 +41,7 @@ class BrokenTokenizerError(Exception):
 
 
 def check_first_prompts(config: RunConfig) -> list[ConfigIssue]:
-    """Check the chat template, one reset per env, and each first prompt's room."""
+    """Check the chat template and each env's first prompt."""
     try:
         count_tokens = _count_tokens(config)
     except (MissingWordsError, BrokenTokenizerError, RolloutError) as error:
@@ -72,7 +72,7 @@ def check_first_prompts(config: RunConfig) -> list[ConfigIssue]:
 
 
 def _check_function(config: RunConfig, tag: str, texts: FirstTexts) -> Iterator[ConfigIssue]:
-    """Yield invalid combinations with functions or a tool-call parser."""
+    """Yield invalid functions or tool-call parsers."""
     env = config.custom_envs[tag]
     if env.tool_call_parser and not texts.functions:
         message = f"{env.env_type} offers no functions: leave it out, or set env_config.function_calling to template"
@@ -95,7 +95,7 @@ def _check_function(config: RunConfig, tag: str, texts: FirstTexts) -> Iterator[
 
 
 def _check_parser(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield tool-call parsers that vLLM lacks or the tokenizer does not fit."""
+    """Yield parsers that vLLM lacks or the tokenizer does not fit."""
     from offbeat.services.rollout.agents.episode import load_agent_template
 
     for tag, env in config.custom_envs.items():
@@ -168,7 +168,7 @@ def _count_tokens(config: RunConfig) -> CountTokens:
 
 
 def _count_image_tokens(png: bytes, patch_size: int) -> int:
-    """Return an image's tokens for the tiny policy, which hardly resizes it."""
+    """Return an image's tokens for the tiny policy, almost unresized."""
     from PIL import Image
 
     from offbeat.trainer.models.tiny import MERGE

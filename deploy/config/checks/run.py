@@ -1,4 +1,4 @@
-"""Checks of a complete configuration before the start. Issues name the remedy."""
+"""Checks before the start; issues name the remedy."""
 
 import importlib
 import inspect
@@ -29,7 +29,7 @@ MIN_CPU_HEAD_DIM = 32
 
 
 def check_run(config: RunConfig, *, cores: float | None = None, gpus: float | None = None) -> list[ConfigIssue]:
-    """Return every issue of `config`.
+    """Return every issue.
 
     cores, gpus: of the machine or cluster; None: detected.
     """
