@@ -1,4 +1,4 @@
-"""Mesh of one command: Redis, private Ray with Serve, control service, learner.
+"""Mesh of one command: Redis, Ray with Serve, control service, learner.
 
 Invariants: all processes are descendants and die with this one; `stop` works in any state and leaves no process and no
 shared memory.
@@ -72,7 +72,7 @@ RUN_FACTORY_PATH = "offbeat.deploy.cluster.run_factory:MeshRunFactory"
 OBJECT_STORE_BYTES = 128 * 2**20
 """Small: data moves through Redis and the broker."""
 SPARE_CPUS = 2.0
-"""Logical CPUs for Ray's own actors."""
+"""For Ray's own actors."""
 RAY_STARTUP_TIMEOUT_S = 600.0
 RAY_SHUTDOWN_TIMEOUT_S = 3.0
 TEMP_ROOT, TEMP_PREFIX = Path("/tmp"), "offbeat-"
@@ -88,7 +88,7 @@ RAY_ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1.0",
 }
 LEARNER_GRACE_S = 4.0
-"""Exit time of a learner, beyond twice its last step's."""
+"""Exit time beyond twice the last step's."""
 EXIT_GRACE_S = 1.0
 SUBMIT_TIMEOUT_S = 120.0
 REDIS_CHECK_INTERVAL_S = 0.2
@@ -101,7 +101,7 @@ class LocalMesh:
     def __init__(
         self, config: RunConfig, *, started_at: float, on_progress: Callable[[str], None] = lambda _: None
     ) -> None:
-        """started_at: Unix time of the command's start. on_progress: receives messages."""
+        """started_at: Unix time of the command's start."""
         self._on_progress = on_progress
         self._config = config
         self._started_at = started_at
@@ -133,7 +133,7 @@ class LocalMesh:
 
         Raises:
             MeshError: a part can't be started.
-            RunExistsError: the external Redis has an active run of that name.
+            RunExistsError: the run is active in the external Redis.
         """
         adopt_orphans()
         control = self._config.control
@@ -172,7 +172,7 @@ class LocalMesh:
         self._record_timing("redis")
 
     async def _start_learner_early(self) -> None:
-        """Start a CPU learner, because its warm-up is longest; the control service takes over."""
+        """Start a CPU learner, because its warm-up is longest."""
         config, redis = self._config, self._redis
         assert redis is not None
         async with connect_async(self._redis_url) as async_redis:
@@ -229,10 +229,10 @@ class LocalMesh:
         self._ray_pipe.send(asdict(message))  # if the process has exited, `_wait_for_ray` raises
 
     async def _wait_for_ray(self, expected: str) -> None:
-        """Wait for state `expected` of Ray's process.
+        """Wait for state `expected`.
 
         Raises:
-            MeshError: it exited or timed out.
+            MeshError: Ray exited or timed out.
         """
         assert self._ray_pipe is not None
         log = self._folder / LOGS / RAY_LOG
@@ -247,7 +247,7 @@ class LocalMesh:
             raise MeshError(f"Ray failed to start; see {log}")
 
     async def supervise_redis(self) -> None:
-        """Restart a dead or hung embedded Redis until cancelled; acknowledged writes are kept."""
+        """Restart a dead or hung embedded Redis; acknowledged writes are kept."""
         last_answer_at = last_ping_at = time.monotonic()
         while (server := self._server) is not None:
             now = time.monotonic()
@@ -264,14 +264,14 @@ class LocalMesh:
             await asyncio.sleep(REDIS_CHECK_INTERVAL_S)
 
     async def watch_shared_memory(self) -> None:
-        """Record shared memory for `stop`: Ray kills engines together with the resource trackers."""
+        """Record shared memory for `stop`: Ray kills resource trackers, too."""
         while True:
             held = await asyncio.to_thread(find_shared_memory)
             self._shared_memory = held | {path for path in self._shared_memory if path.exists()}
             await asyncio.sleep(SHARED_MEMORY_SCAN_INTERVAL_S)
 
     async def stop_learner(self) -> int:
-        """Stop the learner after a checkpoint; return the run's step (-1 before the first weights).
+        """Stop the learner after a checkpoint; return the step (-1 before the first weights).
 
         On timeout it is left to `stop`.
         """
@@ -298,7 +298,7 @@ class LocalMesh:
             return -1
 
     async def stop(self, outcome: RunState | None = None) -> None:
-        """Stop everything, Redis last. outcome: state to record."""
+        """Stop everything. outcome: state to record."""
         await asyncio.to_thread(self._stop, outcome)
 
     def kill(self) -> None:

@@ -1,5 +1,5 @@
-"""`python -m offbeat.deploy.local.parent_guard PARENT COMMAND ...`: a command with all its descendants, orphans
-included, dies with PARENT.
+"""`python -m offbeat.deploy.local.parent_guard PARENT COMMAND ...`: command and descendants, orphans included, die with
+PARENT.
 """
 
 import os
@@ -17,7 +17,7 @@ class _ParentEndedError(Exception):
 
 
 def guard_command(command: Sequence[str]) -> list[str]:
-    """Return a command line for `command` that dies with the calling thread."""
+    """Return a command that dies with the calling thread."""
     return [sys.executable, "-m", "offbeat.deploy.local.parent_guard", str(os.getpid()), *command]
 
 

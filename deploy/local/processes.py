@@ -1,6 +1,6 @@
 """Termination of descendants, and removal of their shared memory.
 
-Invariants: only descendants are signalled, by pid; orphans are reparented to this process.
+Invariant: only descendants are signalled, by pid.
 """
 
 import ctypes
@@ -17,12 +17,11 @@ logger = logging.getLogger(__name__)
 PR_SET_CHILD_SUBREAPER = 36
 SHARED_MEMORY = Path("/dev/shm")
 MULTIPROCESSING_PATTERNS = ("sem.mp-*", "psm_*")
-"""Names of semaphores and shared memory."""
 RESOURCE_TRACKER_GRACE_S = 2.0
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of orphaned descendants."""
+    """Reparent orphaned descendants to this process, not to init."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -41,9 +40,9 @@ def descendants(excluding: Collection[int] = ()) -> list[psutil.Process]:
 
 
 def terminate_descendants(grace_s: float, excluding: Collection[int] = ()) -> int:
-    """Terminate descendants, kill the rest after `grace_s`, remove their shared memory; return the number killed.
+    """Terminate descendants, kill the rest after `grace_s`; return the number killed.
 
-    excluding: pids spared with their descendants.
+    excluding: pids spared with descendants.
     """
     held = find_shared_memory()
     for process in descendants(excluding):
@@ -90,8 +89,8 @@ def remove_orphaned_shared_memory(held: Collection[Path]) -> None:
 
 
 def _split_by_use(processes: Iterable[psutil.Process]) -> tuple[set[Path], set[Path]]:
-    """Return multiprocessing's files that the processes have mapped, and the others, by inode: a process maps a
-    semaphore before naming it.
+    """Return multiprocessing's files mapped by the processes, and the others, by inode: a semaphore is mapped before it
+    is named.
     """
     # Listed first: otherwise files created meanwhile would seem unused
     files = {path for pattern in MULTIPROCESSING_PATTERNS for path in SHARED_MEMORY.glob(pattern)}
@@ -125,7 +124,7 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
 
 
 def _exclude_zombies(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Reap zombie children; return other than zombies."""
+    """Reap zombie children; return the rest."""
     living: list[psutil.Process] = []
     for process in processes:
         try:

@@ -15,7 +15,7 @@ from offbeat.services.process import JsonLines, claim_stdout
 STATE, UP, RETRYING, CONTROL = "state", "up", "retrying", "control"
 """Field of an answer, and its values."""
 TIMEOUT_MESSAGE = "timed out during startup"
-"""Ray's error after a fixed 30 s, too short on a busy machine."""
+"""Ray's error after 30 s, too short on a busy machine."""
 MAX_STARTS = 4
 CLEANUP_GRACE_S = 2.0
 
@@ -64,7 +64,7 @@ def start_with_retries(start: Callable[[], None], on_retry: Callable[[], object]
     """Start Ray; after a timeout, call `on_retry`, clean up and retry.
 
     Raises:
-        Exception: Ray's last error, or another than a timeout.
+        Exception: Ray's last error.
     """
     for number in range(1, MAX_STARTS + 1):
         try:

@@ -1,15 +1,15 @@
-"""Termination signals, raised as KeyboardInterrupt for cleanup."""
+"""Termination signals."""
 
 import signal
 
 
 def termination_signals() -> tuple[signal.Signals, ...]:
-    """Return the terminating signals, without an ignored SIGHUP (`nohup`)."""
+    """Return termination signals, without ignored SIGHUP (`nohup`)."""
     hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGINT, signal.SIGTERM, *hangup)
 
 
 def raise_interrupt_on_signals() -> None:
-    """Raise KeyboardInterrupt on termination signals."""
+    """Raise KeyboardInterrupt on termination signals, for cleanup."""
     for number in termination_signals():
         signal.signal(number, signal.default_int_handler)
