@@ -1,1 +1,1 @@
-"""Episodes without Ray, GPU or Redis, by the mesh's code."""
+"""Episodes without Ray, GPU or Redis."""

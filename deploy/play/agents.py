@@ -1,4 +1,4 @@
-"""Agents that answer with text (a person, random actions)."""
+"""Agents that answer with text."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ class UserLeftError(Exception): ...
 
 
 def load_chat(folder: Path | None) -> ChatFormat:
-    """Return a model folder's chat format; byte-level ChatML if None."""
+    """Return a folder's chat format; byte-level ChatML if None."""
     return _build_byte_chat() if folder is None else load_playing_format(folder)
 
 

@@ -1,4 +1,4 @@
-"""Rendering of recorded episodes: coloured tokens, or a conversation without tokens."""
+"""Rendering of recorded episodes, as coloured tokens or a conversation."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ GREY = (130, 130, 130)
 
 
 def render_episodes(path: Path, *, colour: Colour, episode: int | None, limit: int) -> Iterator[str]:
-    """Yield the lines of episodes in a parquet file or a run's folder.
+    """Yield the lines of episodes in a parquet file or run.
 
     Raises:
         ValueError: no episodes.
@@ -54,7 +54,7 @@ def render_episodes(path: Path, *, colour: Colour, episode: int | None, limit: i
 
 
 def _load_newest_evaluation(run: Path) -> tuple[list[RecordedTokens], Path]:
-    """Load a run's last evaluation; empty without tokens or tokenizer."""
+    """Load the last evaluation; empty without tokens or tokenizer."""
     files = _list_evaluations(run)
     folders = [*sorted((run / CHECKPOINTS).glob("step-*")), run / "policy"]
     tokenizers = [folder for folder in folders if (folder / "tokenizer_config.json").is_file()]

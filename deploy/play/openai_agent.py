@@ -23,8 +23,7 @@ class OpenAISampler:
     def __init__(self, url: str, model: str, chat: ChatFormat, temperature: float | None) -> None:
         """Connect to the endpoint.
 
-        url: base, such as `http://localhost:8000/v1`. model: empty for the first. chat: byte-level, whose prompts can
-        be parsed.
+        url: base, such as `http://localhost:8000/v1`. model: empty for the first. chat: byte-level.
 
         Raises:
             ValueError: no answer, or no model.

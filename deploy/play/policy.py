@@ -1,4 +1,4 @@
-"""Policies on the CPU; turns are sampled in batches."""
+"""Policies on the CPU."""
 
 import asyncio
 import re
@@ -19,7 +19,7 @@ CHECKPOINTS = "checkpoints"
 
 
 def policy_folder(path: Path) -> Path:
-    """Return the model folder of a Hugging Face folder, a checkpoint, or a run.
+    """Return the model folder of a Hugging Face folder, checkpoint, or run.
 
     Raises:
         ConfigError: no model folder.
@@ -35,7 +35,7 @@ def policy_folder(path: Path) -> Path:
 
 
 def parse_version(folder: Path) -> int:
-    """Parse a checkpoint folder's version; 0 for other folders."""
+    """Parse a checkpoint folder's version; default 0."""
     match = re.fullmatch(r"step-(\d+)", folder.name)
     return int(match[1]) if match else 0
 
@@ -47,7 +47,7 @@ class PromptRequest(NamedTuple):
 
 
 class SamplingParams(NamedTuple):
-    """Sampling parameters; temperature 0 is greedy, `top_k` below 1 unlimited."""
+    """Temperature 0 is greedy, `top_k` below 1 unlimited."""
 
     temperature: float
     top_p: float
@@ -106,7 +106,7 @@ class TransformersPolicy:
 def build_completion(
     tokens: Sequence[int], logprobs: Sequence[float], stop_ids: Sequence[int], version: int
 ) -> Completion:
-    """Build a completion that ends at the first stop token."""
+    """Build a completion up to the first stop token."""
     end = next((i + 1 for i, token in enumerate(tokens) if token in stop_ids), None)
     length = end or len(tokens)
     return Completion(
@@ -119,7 +119,7 @@ def build_completion(
 
 
 class BatchingSampler:
-    """Sampler of all ready turns in one batch, in a thread."""
+    """Sampler of all ready turns in one batch."""
 
     def __init__(self, policy: Policy, params: SamplingParams, *, max_new_tokens: int) -> None:
         self._policy = policy

@@ -56,7 +56,7 @@ class EpisodeResult:
 
 
 class _LocalEnv:
-    """Env with an instance accessible to the random agent."""
+    """Env with an accessible instance, for the random agent."""
 
     def __init__(self, env: registry.TextEnv) -> None:
         self.env = env

@@ -1,4 +1,4 @@
-"""Episodes for the command line and the Python API."""
+"""Episodes for command line and Python API."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ def find_policy(config: RunConfig, agent: str | Path | None = None) -> Path:
     """Return the model folder of `agent`, the newest checkpoint, or `pretrain`.
 
     Raises:
-        ValueError: no checkpoint yet of the built-in policy.
+        ValueError: no checkpoint, and the policy is built in.
     """
     default = config.output_dir if (config.output_dir / CHECKPOINTS).is_dir() else Path(config.pretrain)
     if agent is None and str(default) == "tiny":

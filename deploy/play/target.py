@@ -15,7 +15,7 @@ from offbeat.services.rollout.envs.runners import traits_of
 from offbeat.trainer.config.issue import ConfigIssue
 
 UNBOUNDED_TOKENS = 1_000_000
-"""Token limit without a run's configuration."""
+"""Limit without a run's configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class PlayTarget:
 
 
 def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
-    """Load a configuration, checked for keys and envs, not for resources.
+    """Load a configuration, without checks of resources.
 
     Raises:
         ConfigError: with all issues.
@@ -74,10 +74,10 @@ def build_target(config: RunConfig, tag: str) -> PlayTarget:
 
 
 def check_rendering(env: CustomEnv, chat: ChatFormat) -> None:
-    """Check that a chat format can render the env's images and tools.
+    """Check that a chat format supports the env's images and tools.
 
     Raises:
-        RolloutError: it can't.
+        RolloutError: it does not.
     """
     if env.shows_pictures:
         _ = chat.image_tokens
@@ -99,7 +99,7 @@ def find_target(
 ) -> PlayTarget:
     """Return the target of an env's name, `module:Class`, or a run's tag.
 
-    template: overrides `agent_template`; `{image}` makes the env draw by default.
+    template: overrides `agent_template`; `{image}` makes the env draw.
 
     Raises:
         ConfigError: no such env, tag or setting.
