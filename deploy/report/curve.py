@@ -29,7 +29,7 @@ def draw_learning_curve(
     baselines: Mapping[str, float],
     metric: str = "success",
 ) -> None:
-    """Write a PNG of training and evaluations, sampled, over steps and seconds."""
+    """Write a PNG of sampled success over steps and seconds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), dpi=120, layout="constrained")
@@ -60,7 +60,7 @@ def draw_learning_curve(
 
 
 def smooth(values: Sequence[float], width: int) -> list[float]:
-    """Return the centred running mean; narrower at both ends."""
+    """Return the centred running mean, narrower at both ends."""
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
     half = width // 2
     out: list[float] = []

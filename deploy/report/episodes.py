@@ -1,4 +1,4 @@
-"""Recorded episodes, replayed in their envs: a GIF, and an HTML page.
+"""Recorded episodes, replayed as GIF and HTML.
 
 Envs without `rgb_array` rendering are shown as text.
 """
@@ -37,7 +37,7 @@ figcaption, pre { font: 13px/1.35 ui-monospace, monospace; white-space: pre-wrap
 
 @dataclass(frozen=True, slots=True)
 class RecordedEpisode:
-    """Inputs to replay an episode."""
+    """Inputs of a replay."""
 
     title: str
     """`before training`, `after training`, ..."""
@@ -101,7 +101,7 @@ def render_frame(env: registry.TextEnv) -> Picture | None:
 
 
 def write_gif(path: Path, episodes: Sequence[PlayedEpisode], *, columns: int = 4) -> bool:
-    """Write all episodes with images in one GIF; return False without any.
+    """Write all episodes with images; return False without any.
 
     Frames are gray while running, then green or red by success.
     """
@@ -138,7 +138,7 @@ def _add_title(title: str, picture: Picture) -> Picture:
 
 
 def _mosaic(episodes: Sequence[PlayedEpisode], at: int, columns: int) -> Picture:
-    """Return a frame of all episodes, [height, width, 3]; ended ones show their last in a border."""
+    """Return a frame of all episodes, [height, width, 3]; ended ones in a border."""
     height, width = (
         max(picture.shape[axis] for episode in episodes for picture in episode.pictures) + 2 * BORDER for axis in (0, 1)
     )
@@ -157,7 +157,7 @@ def _mosaic(episodes: Sequence[PlayedEpisode], at: int, columns: int) -> Picture
 
 
 def write_html(path: Path, episodes: Sequence[PlayedEpisode], *, title: str) -> None:
-    """Write a self-contained page of the episodes, with any pictures."""
+    """Write a self-contained page."""
     parts = [
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title>",
         f"<style>{STYLE}</style><h1>{html.escape(title)}</h1>",

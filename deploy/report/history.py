@@ -1,4 +1,4 @@
-"""History of a run from its metric records.
+"""History of a run.
 
 Invariant: a repeated step counts once, with its last values.
 """
@@ -13,7 +13,7 @@ from offbeat.services.telemetry import MetricRecord, Partial
 RATE_S = 15.0
 """Window of rates."""
 OF_EVERY_STEP = ("tokens_trained", "trajectories", "staleness_max", "success", "reward")
-"""Metrics kept for all steps, not just the newest."""
+"""Metrics kept for all steps."""
 NOT_SEEN = float("nan")
 
 
@@ -36,7 +36,7 @@ class Step:
 
 
 class Steps:
-    """Unique steps in order, in columns of eight bytes: long runs have a million steps."""
+    """Unique steps in order, in columns of eight bytes: a run may have a million."""
 
     def __init__(self) -> None:
         self._numbers = array("q")
@@ -44,7 +44,7 @@ class Steps:
         self._values = {name: array("d") for name in OF_EVERY_STEP}
 
     def add(self, step: Step) -> None:
-        """Add the newest step; a repeated one replaces all from there on."""
+        """Add a step; a repeated one replaces all from there on."""
         while self._numbers and self._numbers[-1] >= step.number:
             for column in (self._numbers, self._times, *self._values.values()):
                 column.pop()
@@ -97,7 +97,7 @@ class RunHistory:
     means: dict[str, Partial] = field(default_factory=dict[str, Partial])
     """`source/metric` -> mean."""
     attempts: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
-    """(start, last sign of life) of each command, Unix times."""
+    """(start, last sign of life), Unix times."""
     _recent: dict[str, deque[tuple[float, float]]] = field(default_factory=dict[str, deque[tuple[float, float]]])
     _now: float = 0.0
 
@@ -163,7 +163,7 @@ class RunHistory:
         self.evaluations[result.kind, result.sampling, result.step] = result
 
     def seconds(self, time: float) -> float:
-        """Return running time until the Unix time `time`, s, without pauses between attempts."""
+        """Return running time until the Unix time `time`, without pauses between attempts."""
         return sum(min(max(time - began, 0.0), last - began) for began, last in self.attempts[:-1]) + sum(
             max(time - began, 0.0) for began, _ in self.attempts[-1:]
         )
@@ -183,7 +183,7 @@ class RunHistory:
         return self.totals.get(key, 0.0)
 
     def rate(self, key: str) -> float:
-        """Return a summed metric's rate over the last `RATE_S`, per second."""
+        """Return a sum's rate over `RATE_S`, per second."""
         recent = self._lately(key)
         if len(recent) < 2 or recent[-1][0] <= recent[0][0]:
             return 0.0

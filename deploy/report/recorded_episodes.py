@@ -1,7 +1,6 @@
-"""Evaluation episodes of the learner: `evaluations/<kind>-<sampling>-<step>.jsonl`.
+"""Evaluation episodes: `evaluations/<kind>-<sampling>-<step>.jsonl`.
 
-JSON object per line: `tag`, `seed`, `reward`, `metrics`, `text` (system prompt, then alternating observations and
-answers).
+JSON per line: `tag`, `seed`, `reward`, `metrics`, `text` (system prompt, alternating observations and answers).
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Report of a run: `report.json`, learning curve, rendered episodes, terminal table.
+"""Report: `report.json`, learning curve, rendered episodes, table.
 
-Invariant: made from the run's records and folder alone, so repeatable.
+Invariant: made from the run's records and folder alone.
 """
 
 import json
@@ -38,7 +38,7 @@ SHOWN_EPISODES = 8
 
 
 class ReportMaker:
-    """Report of a run: call `make_artifacts`, which may take minutes, then `write`."""
+    """Report: call `make_artifacts`, which may take minutes, then `write`."""
 
     def __init__(self, config: RunConfig, history: RunHistory) -> None:
         self._config = config
@@ -84,7 +84,7 @@ def build_report(
     startup_s: Mapping[str, float],
     ended_at: float,
 ) -> dict[str, Any]:
-    """Return all figures of a run, times in seconds; None if not measured."""
+    """Return all figures, times in seconds; None if not measured."""
     steps = history.steps.newest()
     trained = [step.values["tokens_trained"] for step in steps if "tokens_trained" in step.values]
     before, after = history.evaluation("before", "sampled"), history.evaluation("after", "sampled")
@@ -148,12 +148,12 @@ def _mean(history: RunHistory, key: str) -> float | None:
 
 
 def _finite(value: float) -> float | None:
-    """Return None for NaN and infinity, which JSON lacks."""
+    """Return None for NaN and infinity."""
     return value if math.isfinite(value) else None
 
 
 def phases(history: RunHistory, ended_at: float) -> dict[str, float]:
-    """Return seconds before the first step, of training, and after the last step."""
+    """Return seconds before the first step, of training, and after."""
     steps = history.steps.newest()
     if not steps:
         return {}
@@ -167,7 +167,7 @@ def phases(history: RunHistory, ended_at: float) -> dict[str, float]:
 
 
 def draw_curve(path: Path, config: RunConfig, history: RunHistory, baselines: Mapping[str, float]) -> None:
-    """Draw `learning_curve.png`; success if reported, else reward."""
+    """Draw `learning_curve.png` of success, else reward."""
     steps = history.steps.newest()
     metric = "success" if any("success" in step.values for step in steps) else "reward"
     draw_learning_curve(
