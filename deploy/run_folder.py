@@ -22,7 +22,6 @@ LOCK = ".lock"
 ENDPOINTS = "endpoints.json"
 CONFIG = "config.yaml"
 MARKS = (CONFIG, "checkpoints", "ledger", "redis", "report.json")
-"""Files that mark a run's folder."""
 WRITTEN = (
     "batches",
     "checkpoints",
@@ -43,7 +42,7 @@ WRITTEN = (
     ".claim",
     ".report.json.part",
 )
-"""Files of runs, learners and reports; `LOCK` is removed last."""
+"""Files of runs and reports; `LOCK` is removed last."""
 
 
 class FolderInUseError(Exception):
@@ -60,19 +59,19 @@ class Endpoints:
 
 
 def holds_run(folder: Path) -> bool:
-    """Return True if the folder has an earlier run's files."""
+    """Return True if the folder has a run's files."""
     return any((folder / mark).exists() for mark in MARKS)
 
 
 def newest_checkpoint(folder: Path) -> tuple[int, Path] | None:
-    """Return step and folder of the newest checkpoint, if any."""
+    """Return the newest checkpoint's step and folder, if any."""
     written = (path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdecimal())
     newest = max(written, key=lambda path: path.stat().st_mtime, default=None)
     return (int(newest.name[5:]), newest) if newest else None
 
 
 def move_aside(folder: Path) -> Path:
-    """Rename the folder to the first free `<folder>.1`, `<folder>.2`, ...; return the new path."""
+    """Rename the folder to the first free `<folder>.1`, `<folder>.2`, ...; return it."""
     number = 1
     while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
@@ -82,7 +81,7 @@ def move_aside(folder: Path) -> Path:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock the folder until exit of the context or process.
+    """Lock the folder until the context or process ends.
 
     Raises:
         FolderInUseError: locked by another process.
@@ -105,7 +104,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def running_pid(folder: Path) -> int | None:
-    """Return the pid of the running process, if any."""
+    """Return the pid of a running run."""
     lock = folder / LOCK
     try:
         process = psutil.Process(int(lock.read_text()))
@@ -116,7 +115,7 @@ def running_pid(folder: Path) -> int | None:
 
 
 def claim(folder: Path, *, resume: bool) -> Path | None:
-    """Move an earlier run aside unless resumed; return its new path, if any.
+    """Move an earlier run aside unless resumed; return its new path.
 
     Raises:
         FolderInUseError: it is still running.
@@ -129,7 +128,7 @@ def claim(folder: Path, *, resume: bool) -> Path | None:
 
 
 def write_config(folder: Path, text: str) -> None:
-    """Write a configuration, readable by its owner alone: it may contain passwords and tokens."""
+    """Write a configuration, readable by its owner alone: it may contain passwords."""
     path = folder / CONFIG
     path.touch(mode=0o600)
     path.chmod(0o600)
@@ -137,7 +136,7 @@ def write_config(folder: Path, text: str) -> None:
 
 
 def write_endpoints(folder: Path, endpoints: Endpoints) -> None:
-    """Write the services' addresses for this host's processes."""
+    """Write addresses for this host's processes."""
     path = folder / ENDPOINTS
     path.touch(mode=0o600)  # the URL holds the password of Redis
     path.write_text(json.dumps(asdict(endpoints), indent=2) + "\n")
@@ -160,7 +159,7 @@ def remove_endpoints(folder: Path) -> None:
 
 
 def remove_run_files(folder: Path) -> list[str]:
-    """Remove a run's files, and the folder if then empty; return removed paths.
+    """Remove a run's files, and an empty folder; return removed paths.
 
     Raises:
         FolderInUseError: the run is running.

@@ -1,7 +1,4 @@
-"""Preparation of a run.
-
-Invariant: idempotent, for the command line and each control replica.
-"""
+"""Idempotent preparation of a run, by the command line and control replicas."""
 
 from pathlib import Path
 
@@ -20,7 +17,7 @@ LOGS = "logs"
 
 
 def run_spec(config: RunConfig) -> RunSpec:
-    """Return the control service's part of a run."""
+    """Return the control service's part."""
     return RunSpec(
         run_id=config.exp_name,
         config=config.model_dump_json(),
@@ -33,7 +30,7 @@ def run_spec(config: RunConfig) -> RunSpec:
 
 
 def model_folder(config: RunConfig) -> Path:
-    """Return the Hugging Face folder of configuration and tokenizer."""
+    """Return the folder of configuration and tokenizer."""
     return config.output_dir / POLICY if config.pretrain == "tiny" else Path(config.pretrain)
 
 
