@@ -62,7 +62,7 @@ class RunUnderChaos:
         return self.process.poll() is None
 
     def has_folder(self) -> bool:
-        """True once an earlier folder has been moved aside."""
+        """True once the run owns its folder."""
         path = self.output_dir / run_folder.CONFIG
         return path.exists() and path.stat().st_mtime >= self.root.create_time()
 
