@@ -157,7 +157,6 @@ def _payloads(load: GroupLoad, size: int) -> Iterator[list[dict[Any, Any]]]:
 
 
 async def _measure_s(redis: AsyncRedis, players: int, play: Callable[[], Awaitable[None]]) -> float:
-    """Return seconds, connections included."""
     try:
         start = time.perf_counter()
         await asyncio.gather(*(play() for _ in range(players)))

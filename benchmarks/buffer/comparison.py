@@ -70,7 +70,6 @@ def run(options: BufferOptions) -> dict[str, Any]:
 
 
 def _reverb(options: BufferOptions, base: BenchEnvironment, stack: ExitStack) -> tuple[Reverb | None, str]:
-    """Return Reverb, or the reason for its absence."""
     try:
         python = REVERB_VENV.ensure(options.venv or REVERB_VENV.default_folder())
         return stack.enter_context(Reverb(python, base.folder / "reverb.log")), ""
