@@ -75,7 +75,6 @@ class SecondNode:
 
 
 def _address(command: psutil.Process) -> str | None:
-    """Return the GCS address from the raylet's command line."""
     for raylet in processes_of([command], RAYLET):
         with suppress(psutil.NoSuchProcess):
             for argument in raylet.cmdline():

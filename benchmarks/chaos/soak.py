@@ -62,8 +62,8 @@ def soak(
 ) -> None:
     """Check that no process's memory grows, training at full speed.
 
-    Exit codes: 0 none grows by more than 2 % (and 1 MiB) an hour, the audit proves the run, nothing is left over; 1
-    otherwise.
+    Exit codes: 0 none grows significantly by more than 2 % (and 1 MiB) an hour, the audit proves the run, nothing is
+    left over; 1 otherwise.
     """
     raise_interrupt_on_signals()
     folder = (out or Path(tempfile.mkdtemp(prefix="offbeat-soak-")) / "run").resolve()
