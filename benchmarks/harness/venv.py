@@ -38,7 +38,7 @@ class GuestVenv:
         return python if complete and python.exists() else None
 
     def ensure(self, folder: Path) -> Path:
-        """Create the venv if absent; return its interpreter.
+        """Create an absent venv; return its interpreter.
 
         Raises:
             VenvError: a package can not be installed, or uv is missing.
