@@ -106,7 +106,6 @@ class EpisodeRunner:
         return logits
 
     def _answer(self, ready: list[SlotEpisode], logits: Tensor) -> None:
-        """Sample an answer per episode; start its env's step."""
         speaking = ready
         for place in range(self._play.max_new_tokens):
             if place:
@@ -130,7 +129,7 @@ class EpisodeRunner:
             self._replies.put((episode, error))
 
     def _take_replies(self) -> list[SlotEpisode]:
-        """Wait for an env; collect finished steps; return continuing episodes by slot."""
+        """Wait for an env; return all continuing episodes by slot."""
         least = len(self._live) if self._play.together else 1
         replies = [self._replies.get() for _ in range(least)]
         while not self._replies.empty():
@@ -156,7 +155,7 @@ class EpisodeRunner:
         return True
 
     def _leave(self, episode: SlotEpisode) -> None:
-        """Free a slot by moving the last one into it."""
+        """Move the last slot into the freed one."""
         last = self._live.pop()
         if last is not episode:
             self._store.copy(last.slot, [episode.slot])
