@@ -162,7 +162,6 @@ def _publish_start(base: BenchEnvironment, config: RunConfig, model: Path) -> in
 
 @contextmanager
 def _service(base: BenchEnvironment, config: RunConfig, model: Path) -> Iterator[str]:
-    """Yield the started service's Ray address."""
     import ray
     from ray import serve
 

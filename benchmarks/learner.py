@@ -159,7 +159,7 @@ def _step(process: "subprocess.Popen[str]") -> dict[str, Any]:
 
 
 def _read(process: "subprocess.Popen[str]", word: str, log: Path | None = None) -> str:
-    """Return the rest of the next line that starts with `word`."""
+    """Return the rest of the next `word` line."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(word):

@@ -37,7 +37,6 @@ UNREACHED_STEPS = 10**6
 MAX_COST_SPREAD = 0.2
 
 _NUMBERS = itertools.count()
-"""Unique run numbers."""
 
 
 @dataclass(frozen=True, slots=True)

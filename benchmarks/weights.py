@@ -132,8 +132,6 @@ class LoadedReplica:
 
 
 class _Timed:
-    """Engine that records loads."""
-
     def __init__(self, engine: Any, loads: list[Any]) -> None:
         self._engine = engine
         self._loads = loads
@@ -190,7 +188,6 @@ class _ReplicaRun:
         return self._row(num_bytes, times, max(step_s), seen, copies)
 
     def _step_s(self, hosts: Sequence[ProcessActor]) -> list[float]:
-        """Return each engine's step time under version 0."""
         self._seen(hosts)
         deadline = time.monotonic() + SERVED_TIMEOUT_S
         while True:
@@ -237,7 +234,7 @@ class _ReplicaRun:
         return {"blocked_s": blocked_s, "announced_s": announced_at - wall, "served_s": served_at - wall}
 
     def _wait_served(self, config: RunConfig, version: int) -> float:
-        """Return the Unix time at which the last replica served `version`."""
+        """Return the last replica's Unix time."""
         key = RunKeys(config.exp_name).served
         deadline = time.monotonic() + SERVED_TIMEOUT_S
         while time.monotonic() < deadline:
@@ -283,7 +280,7 @@ class _ReplicaRun:
 
 
 def _copies(weights: Sequence[tuple[str, Any]], rounds: int, name: str) -> dict[str, Spread]:
-    """Return seconds of copies in memory and in shared memory (files `name`)."""
+    """Return seconds of copies in memory and in shared memory."""
     import torch
 
     source = torch.cat([tensor.flatten() for _, tensor in weights])
