@@ -131,7 +131,8 @@ def rollout(
     """Collect episodes of a run's tasks in this process, a row each.
 
     agent: `random`, or a policy's folder; None: the newest checkpoint, else `pretrain`. held_out: evaluation tasks.
-    group_size: episodes per task. Columns: `tokens`, `loss_mask`, `logprobs`, `versions`, `messages`, `reward`, ...
+    group_size: episodes per task. seed: default is the run's. Columns: `tokens`, `loss_mask`, `logprobs`, `versions`,
+    `messages`, `reward`, ...
 
     >>> config = load_config("deploy/configs/quickstart.yaml")
     >>> rollout(config, episodes=4, agent="random")[["tag", "reward"]].shape
