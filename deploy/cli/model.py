@@ -66,7 +66,7 @@ def _gguf_file() -> Path:
 
 
 def _convert(source: Path, folder: Path) -> int:
-    """Convert the weights; count parameters, tied ones once."""
+    """Return the number of parameters, tied ones once."""
     # accelerate imports DeepSpeed, which would search for a GPU and complain
     os.environ |= {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
     import torch
@@ -100,7 +100,6 @@ def _write_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _check(folder: Path) -> None:
-    """Raise `ModelError` if a run could not read the folder."""
     from offbeat.services.chat.append_only import load_chat_format
 
     load_chat_format(folder)

@@ -85,7 +85,6 @@ def play(
 
 
 def _split_policy_path(agent: str, words: list[str]) -> tuple[str, list[str]]:
-    """Return the path after `policy`, and the rest."""
     if agent != "policy":
         return agent, words
     paths = [word for word in words if "=" not in word]

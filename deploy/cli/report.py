@@ -100,7 +100,6 @@ def _attempts(redis: Redis, run_id: str) -> list[tuple[float, float]]:
 
 
 def _ended_at(redis: Redis, run_id: str) -> float:
-    """Return Unix time, or 0."""
     return float(cast(bytes | None, redis.hget(RunKeys(run_id).record, "ended_at")) or 0.0)
 
 

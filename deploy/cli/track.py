@@ -105,7 +105,7 @@ def _tracker_kwargs(config: RunConfig, name: str, settings: Sequence[str]) -> di
 
 @contextmanager
 def _lock_cursor(cursor_file: Path, name: str) -> Iterator[None]:
-    """Lock the tracker's position. Raises TrackError if locked."""
+    """Raises TrackError if locked."""
     cursor_file.parent.mkdir(parents=True, exist_ok=True)
     with cursor_file.with_suffix(".lock").open("w") as lock:
         try:
