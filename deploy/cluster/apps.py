@@ -37,7 +37,7 @@ RedisUrl = Annotated[str, AfterValidator(_check_address)]
 
 class RedisArguments(Config):
     redis_url: RedisUrl
-    """Client URL; sets port and password."""
+    """Client URL; sets port and password. The server listens on loopback."""
     folder: Path
     """Folder of the append-only file, restored by later deployments."""
     appendfsync: Literal["everysec", "always"] = "everysec"
@@ -48,7 +48,7 @@ class GenerationArguments(Config):
     folder: Path
     """Folder of logs, and of the tiny policy with `pretrain: tiny`."""
     run: str | None = None
-    """YAML file of a run, or its name in `deploy/configs`."""
+    """YAML file of a run like those to serve, or its name in `deploy/configs`."""
     config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Overrides of `run`: `pretrain`, `sequence_length`, `actor_infer`, `weights`, ..."""
 
@@ -59,10 +59,11 @@ class ControlAppArgs(Config):
     working_dir: Path | None = None
     """Base of runs' relative paths; None: the folder of `ray start`."""
     token_file: Path | None = None
-    """File with the bearer token; without one, access is local."""
+    """File with the bearer token; without one, only programs on the service's host have access."""
     read_token_file: Path | None = None
     """File with a read-only token."""
     log_dir: Path = Path("runs/control")
+    """Folder of the service's log."""
 
 
 def redis(args: dict[str, Any]) -> Application:
