@@ -127,7 +127,7 @@ class ExternalLearner:
         self._redis = redis
 
     async def ensure(self) -> None:
-        """Do nothing."""
+        """Do nothing: a user attaches it."""
 
     async def stop(self, *, now: bool) -> None:
         """With `now`, reject further writes."""
