@@ -72,7 +72,6 @@ def check_first_prompts(config: RunConfig) -> list[ConfigIssue]:
 
 
 def _check_function(config: RunConfig, tag: str, texts: FirstTexts) -> Iterator[ConfigIssue]:
-    """Yield invalid functions or tool-call parsers."""
     env = config.custom_envs[tag]
     if env.tool_call_parser and not texts.functions:
         message = f"{env.env_type} offers no functions: leave it out, or set env_config.function_calling to template"
