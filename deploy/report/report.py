@@ -148,7 +148,6 @@ def _mean(history: RunHistory, key: str) -> float | None:
 
 
 def _finite(value: float) -> float | None:
-    """Return None for NaN and infinity."""
     return value if math.isfinite(value) else None
 
 
