@@ -41,8 +41,6 @@ RoundMeasure = Callable[[int, int], Awaitable[RoundLoad]]
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """Options."""
-
     model: Path | None = None
     """Hugging Face folder; None: the tiny policy."""
     dtype: str = "float32"

@@ -33,8 +33,6 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LearnerOptions:
-    """Options."""
-
     model: Path | None = None
     """Hugging Face folder; None: random weights of `size`."""
     size: str = "1M"

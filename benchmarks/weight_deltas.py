@@ -31,8 +31,6 @@ TAKE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class DeltaOptions:
-    """Options."""
-
     learning_rates: tuple[float, ...] = (1e-6, 1e-5, 8e-4)
     """From large models' to the quickstart's."""
     steps: int = 9

@@ -51,8 +51,6 @@ SERVED_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class WeightOptions:
-    """Options."""
-
     sizes: tuple[str, ...] = tuple(SHAPES)
     replicas: tuple[int, ...] = (1, 2)
     rounds: int = 5

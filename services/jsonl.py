@@ -37,7 +37,6 @@ class LinesFile:
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._descriptor)
 
 

@@ -20,8 +20,6 @@ def claims_key(kind: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RunKeys:
-    """Keys of one run."""
-
     run_id: str
 
     @property

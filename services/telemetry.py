@@ -126,7 +126,6 @@ class RedisMetrics:
         self._key = RunKeys(run_id).metrics
 
     def append(self, record: MetricRecord) -> None:
-        """Append a record."""
         self._redis.xadd(self._key, {"r": encode_record(record)}, maxlen=MAX_METRIC_RECORDS, approximate=True)
 
     def read(
@@ -147,7 +146,6 @@ class AsyncRedisMetrics:
         self._key = RunKeys(run_id).metrics
 
     async def append(self, record: MetricRecord) -> None:
-        """Append a record."""
         await self._redis.xadd(self._key, {"r": encode_record(record)}, maxlen=MAX_METRIC_RECORDS, approximate=True)
 
     async def read(self, after: str = "0", *, count: int = 1000) -> list[tuple[str, MetricRecord]]:

@@ -31,8 +31,6 @@ PARTS = ("into", "out", "both")
 
 @dataclass(frozen=True, slots=True)
 class BufferOptions:
-    """Options."""
-
     batches: int = 32
     batch: int = 8
     group_size: int = 8

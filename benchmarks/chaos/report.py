@@ -39,7 +39,6 @@ class ChaosReport:
 
     @property
     def done(self) -> list[InjectedFault]:
-        """Injected faults."""
         return [fault for fault in self.struck if not fault.missed]
 
     def by_kind(self) -> dict[str, dict[str, Any]]:

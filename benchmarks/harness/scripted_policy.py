@@ -28,7 +28,6 @@ class ScriptedPolicy:
         self._random = random.Random(seed)
 
     def answer(self, request: GenerateRequest, version: int) -> Completion:
-        """Return a completion of `version`."""
         ids = self._random.choice(self._answers)[: request.sampling.max_new_tokens]
         finish = FinishReason.STOP if ids[-1] in request.sampling.stop_token_ids else FinishReason.LENGTH
         spans = (VersionSpan(0, len(ids), version),)

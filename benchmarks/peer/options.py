@@ -19,8 +19,6 @@ class PeerSideError(PeerError):
 
 @dataclass(frozen=True, slots=True)
 class PeerOptions:
-    """Options."""
-
     settings: tuple[str, ...] = ("a", "b", "c")
     seeds: tuple[int, ...] = (1, 2, 3)
     sides: tuple[str, ...] = (OFFBEAT, TRL)

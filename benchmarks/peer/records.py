@@ -44,8 +44,6 @@ class PolicySnapshot:
 
 @dataclass(frozen=True, slots=True)
 class SideRun:
-    """Run of a side."""
-
     startup_s: float
     """From command to start of `seconds`."""
     steps: tuple[PeerStep, ...]

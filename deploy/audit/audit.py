@@ -24,8 +24,6 @@ SHOWN = 8
 
 @dataclass
 class GroupLife:
-    """Life of a group."""
-
     number: int
     admitted_version: int
     submitted: bool = False

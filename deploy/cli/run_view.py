@@ -46,9 +46,7 @@ class LiveView(Protocol):
         """Show started parts."""
         ...
 
-    def show(self, view: RunView, history: RunHistory) -> None:
-        """Show the run."""
-        ...
+    def show(self, view: RunView, history: RunHistory) -> None: ...
 
     def close(self) -> None:
         """Stop the live display, not messages."""
@@ -140,7 +138,6 @@ class RunTerminalView:
 
 
 def render(view: RunView, history: RunHistory, elapsed_s: float) -> Panel:
-    """Render the panel."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column()

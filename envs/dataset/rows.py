@@ -22,7 +22,6 @@ class Rows:
     """Rows of a split; each maps columns to values."""
 
     def __init__(self, path: Path, table: Any, indices: tuple[int, ...] | None = None) -> None:
-        """indices: rows of `table`; None: all."""
         self._path = path
         self._table = table
         self._indices = indices

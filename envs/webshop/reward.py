@@ -31,8 +31,6 @@ class PurchaseReward(NamedTuple):
 
 
 class PurchaseScorer:
-    """Scores purchases."""
-
     def __init__(self) -> None:
         """Raises ValueError if rapidfuzz is not installed."""
         fuzz, utils = require("rapidfuzz.fuzz", "webshop"), require("rapidfuzz.utils", "webshop")

@@ -54,7 +54,6 @@ class ChatMessage:
         return replace(self, tool_calls=tuple(calls))
 
     def for_template(self, style: CallStyle = CALL_STYLES[0]) -> dict[str, Any]:
-        """Return the templates' dict."""
         omits_content = style.no_content and self.tool_calls and not self.content
         message: dict[str, Any] = {"role": self.role, "content": None if omits_content else self.content}
         if self.tool_calls:

@@ -104,7 +104,6 @@ def _refuse_other_hosts() -> None:
 
 
 def build(settings: ControlSettings) -> Application:
-    """Return the application."""
     deployment = serve.deployment(
         name=DEPLOYMENT,
         num_replicas=1,

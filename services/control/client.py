@@ -111,7 +111,6 @@ class ControlClient:
         return RunsView.model_validate(await self._call("GET", "/runs", params=params))
 
     async def show(self, run_id: str) -> RunView:
-        """Return one run."""
         return RunView.model_validate(await self._call("GET", f"/runs/{run_id}"))
 
     async def stop(self, run_id: str, *, now: bool = False) -> RunView:
@@ -120,7 +119,6 @@ class ControlClient:
         return RunView.model_validate(await self._call("POST", f"/runs/{run_id}/stop", params=params))
 
     async def pause(self, run_id: str) -> RunView:
-        """Pause a run."""
         return RunView.model_validate(await self._call("POST", f"/runs/{run_id}/pause"))
 
     async def resume(self, run_id: str) -> RunView:

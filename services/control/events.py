@@ -29,8 +29,6 @@ START = "0-0"
 
 
 class EventKind(StrEnum):
-    """Kinds of events."""
-
     RUN = "run"
     """`RunView`, at first and after each change."""
     METRICS = "metrics"

@@ -24,7 +24,6 @@ from offbeat.services.live_settings import Settings, settings_now
 from offbeat.services.telemetry import MetricRecord
 
 RATE_WINDOW_S = 15.0
-"""Window of rates, s."""
 RATE_METRICS = {
     "trajectories": ("rollout", "episodes"),
     "tokens_generated": ("generation", "tokens"),

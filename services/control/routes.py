@@ -71,7 +71,6 @@ EVENTS: dict[int | str, dict[str, Any]] = {
 
 
 def run_routes(service: ControlService) -> APIRouter:
-    """Build the routes."""
     routes = APIRouter(tags=["runs"])
 
     @routes.post(

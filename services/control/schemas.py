@@ -109,7 +109,6 @@ class SettingsPatch(create_model("SettingsPatch", __base__=_Patch, **_patch_fiel
     """Settings to change; omitted ones are unchanged."""
 
     def values(self) -> dict[str, float]:
-        """Return the given settings."""
         return self.model_dump(exclude_none=True)
 
 
@@ -300,7 +299,6 @@ def places(record: RunRecord) -> PathsView:
 
 
 def component_views(healths: dict[str, tuple[Health, str]], restarts: dict[str, Restarts]) -> dict[str, ComponentView]:
-    """Build the components' views."""
     return {
         name: ComponentView(health=health, detail=detail, restarts=restarts.get(name, Restarts()).total)
         for name, (health, detail) in healths.items()

@@ -136,7 +136,6 @@ class ControlService:
         return RunsView(runs=views, unreadable=unreadable)
 
     async def view(self, run_id: str) -> RunView:
-        """Return one run."""
         return await self._overview.view(await self.store.load(run_id))
 
     async def want(self, run_id: str, wanted: DesiredState) -> RunView:

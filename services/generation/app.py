@@ -176,7 +176,6 @@ def build(
 
 
 def deploy(settings: ReplicaSettings) -> Application:
-    """Return an application with one deployment."""
     config = settings.config
     gpus = config.tensor_parallel_size if config.device == "cuda" else 0
     deployment = serve.deployment(

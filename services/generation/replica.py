@@ -240,7 +240,6 @@ class GenerationReplica:
         await self._engine.check()
 
     def status(self) -> ReplicaStatus:
-        """Return the state of the replica."""
         return ReplicaStatus(
             replica_id=self._replica_id,
             version=self._version,

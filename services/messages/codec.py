@@ -124,8 +124,6 @@ class PackedRequest(Message, frozen=True):
 
 
 class PackedCompletion(Message, frozen=True):
-    """Packed `Completion`."""
-
     request_id: str
     token_ids: bytes
     logprobs: bytes

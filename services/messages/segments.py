@@ -25,8 +25,6 @@ BOOL = np.dtype(np.bool_)
 
 
 class PackedSegment(Message, frozen=True):
-    """Packed `Segment`."""
-
     length: Count
     tokens: bytes
     logprobs: bytes

@@ -108,8 +108,6 @@ class OutageRetry(Retry):
 
 
 class AsyncOutageRetry(AsyncRetry):
-    """`OutageRetry` for asyncio."""
-
     def __init__(self, patience_s: float) -> None:
         super().__init__(NoBackoff(), MAX_RETRIES)
         self._patience_s = patience_s

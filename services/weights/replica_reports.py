@@ -6,8 +6,6 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """Load of a replica."""
-
     running: int = 0
     """Unanswered requests, including `waiting` ones."""
     waiting: int = 0

@@ -204,8 +204,6 @@ class CriticConfig(ConditionalConfig):
 
 
 class LearnerConfig(AlgorithmConfig):
-    """Learner configuration."""
-
     seed: int = Field(default=42, ge=0, lt=2**31)
     """Seed of tasks, initial weights and sampling; below 2**31, since engines add ranks."""
     output_dir: Path = Path("runs/offbeat")

@@ -27,7 +27,6 @@ class Hyperparameters:
     learning_rate: float
     weight_decay: float
     head_learning_rate: float | None = None
-    """None: `learning_rate`."""
     head_alone: bool = False
     """Train only the value head; other weights and moments do not change."""
 

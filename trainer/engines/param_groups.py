@@ -11,7 +11,6 @@ from offbeat.trainer.models.value_head import HEAD
 
 
 def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
-    """Return the parameter groups."""
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     head = [parameter for name, parameter in trained if name.startswith(HEAD)]
     rest = [parameter for name, parameter in trained if not name.startswith(HEAD)]

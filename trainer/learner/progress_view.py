@@ -34,9 +34,7 @@ class LearnerView(Protocol):
         """Print a line above the display."""
         ...
 
-    def show_phase(self, text: str) -> None:
-        """Show the phase."""
-        ...
+    def show_phase(self, text: str) -> None: ...
 
     def show_step(self, step: int, values: Mapping[str, Partial]) -> None:
         """Show a step's metrics."""

@@ -48,7 +48,6 @@ class PackedPolicy(nn.Module):
         self.value_head: ValueHead | None = None
 
     def add_value_head(self) -> None:
-        """Add a value head."""
         self.value_head = ValueHead(self.model.config.get_text_config().hidden_size)
 
     def forward(self, x: PackedInput) -> Sampled:

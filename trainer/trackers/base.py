@@ -32,8 +32,6 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """The run to track."""
-
     name: str
     """`exp_name`."""
     key: str

@@ -142,7 +142,6 @@ class BatchTrainer:
         return {"running": self._running.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state."""
         self._running.load_state_dict(state["running"])
 
     def _select(self, step_batch: StepBatch) -> tuple[list[Group], MaskedCounts]:

@@ -63,9 +63,7 @@ class Trainer(Protocol):
         """Set the peak of the policy's schedule."""
         ...
 
-    def train(self, batch: StepBatch) -> Gauges:
-        """Train on a batch."""
-        ...
+    def train(self, batch: StepBatch) -> Gauges: ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors to publish: weights by Hugging Face name, or base and adapter separately. Each is valid

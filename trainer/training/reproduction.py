@@ -59,8 +59,6 @@ class WeightComparison:
 
 @dataclass(frozen=True, slots=True)
 class ReproductionResult:
-    """Result of a reproduction."""
-
     start: int
     steps: tuple[int, ...]
     compared: tuple[WeightComparison, ...]

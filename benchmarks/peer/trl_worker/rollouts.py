@@ -45,7 +45,6 @@ class SlotEpisode:
         self.unread += ids
 
     def append_sampled(self, token: int) -> None:
-        """Append a sampled token."""
         self.completion.append(token)
         self.sampled.append(1)
         self.answer.append(token)

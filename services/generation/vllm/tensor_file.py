@@ -55,7 +55,6 @@ class TensorFile:
         del self._bytes
 
     def names(self) -> Iterable[str]:
-        """Yield names of the tensors."""
         return self._entries.keys()
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:

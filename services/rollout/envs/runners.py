@@ -66,9 +66,7 @@ class EnvRunner(Protocol):
         """Whether the env may be reused."""
         ...
 
-    async def start(self) -> EnvTraits:
-        """Create the env."""
-        ...
+    async def start(self) -> EnvTraits: ...
 
     async def reset(self, seed: int) -> str:
         """Return the first observation."""
