@@ -26,5 +26,6 @@ def group_in_group(
     by standard deviations.
     """
     episode = normalize_by_group(episode_rewards, group, scale=scale)[owner]
-    returns = discounted_returns(turn_rewards, last_turn, gamma)
-    return episode_weight * episode + step_weight * normalize_by_group(returns, anchor, scale=scale)
+    returns = discounted_returns(turn_rewards.double(), last_turn, gamma)
+    step = normalize_by_group(returns, anchor, scale=scale).to(turn_rewards)
+    return episode_weight * episode + step_weight * step

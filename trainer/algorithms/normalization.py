@@ -9,21 +9,40 @@ EPS = 1e-6
 
 
 class Moments(NamedTuple):
-    """Statistics per reward, all [T]."""
+    """Statistics to normalize each of T rewards with. mean, std, size: [T] float64."""
 
     mean: Tensor
     std: Tensor
     size: Tensor
 
 
+def sum_by_group(values: Tensor, group: Tensor) -> Tensor:
+    """Sum values [T] per group -> [G] float64. group: [T] int64, 0-based"""
+    num_groups = int(group.max()) + 1 if len(group) else 0
+    return torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group, values.double())
+
+
+def constant_groups(values: Tensor, group: Tensor) -> Tensor:
+    """Return [T] bool: True where all values of the group are equal. values: [T] float; group: [T] int64, 0-based"""
+    num_groups = int(group.max()) + 1 if len(group) else 0
+    extremes = values.new_zeros(num_groups)
+    low = extremes.scatter_reduce(0, group, values, "amin", include_self=False)
+    high = extremes.scatter_reduce(0, group, values, "amax", include_self=False)
+    return (low == high)[group]
+
+
 def group_moments(rewards: Tensor, group: Tensor) -> Moments:
-    """Return mean, unbiased standard deviation (0 for one member) and size of each reward's group. All [T]."""
-    if not len(rewards):
-        return Moments(rewards.clone(), rewards.clone(), rewards.clone())
-    size = torch.bincount(group).to(rewards.dtype)
-    mean = (torch.zeros_like(size).index_add_(0, group, rewards) / size.clamp(min=1))[group]
-    centered = rewards - mean
-    variance = torch.zeros_like(size).index_add_(0, group, centered.square()) / (size - 1).clamp(min=1)
+    """Return mean, unbiased standard deviation (0 for one member) and size of each reward's group.
+
+    Computed in float64; equal rewards have exactly their value as mean and deviation 0.
+
+    rewards: [T] float; group: [T] int64, 0-based
+    """
+    values = rewards.double()
+    size = sum_by_group(torch.ones_like(values), group)
+    mean = (sum_by_group(values, group) / size.clamp(min=1))[group]
+    mean = torch.where(constant_groups(rewards, group), values, mean)
+    variance = sum_by_group((values - mean).square(), group) / (size - 1).clamp(min=1)
     return Moments(mean, variance.sqrt()[group], size[group])
 
 
@@ -32,12 +51,12 @@ def normalize(rewards: Tensor, center: Moments | None, scale: Moments | None) ->
 
     Groupings may differ (Lite PPO, arXiv:2508.08221). A group of one, or deviation 0, gives 0.
     """
-    out = rewards.clone()
+    out = rewards.double()
     if center is not None:
-        out = torch.where(center.size > 1, rewards - center.mean, torch.zeros_like(rewards))
+        out = torch.where(center.size > 1, out - center.mean, 0.0)
     if scale is not None:
-        out = torch.where(scale.std > EPS, out / (scale.std + EPS), torch.zeros_like(out))
-    return out
+        out = torch.where(scale.std > EPS, out / (scale.std + EPS), 0.0)
+    return out.to(rewards)
 
 
 def normalize_by_group(rewards: Tensor, group: Tensor, *, center: bool = True, scale: bool = False) -> Tensor:
@@ -65,13 +84,13 @@ class RunningMoments:
         squares += float((values - new_mean).square().sum()) + shift**2 * count * new_count / total
         self._by_key[key] = (total, mean + shift * new_count / total, squares)
 
-    def moments(self, keys: list[str], like: Tensor) -> Moments:
-        """Return statistics for T keys; unknown keys have size 0."""
+    def moments(self, keys: list[str]) -> Moments:
+        """Return the statistics of each of T keys; an unknown key has size 0."""
         rows = [self._by_key.get(key, (0.0, 0.0, 0.0)) for key in keys]
         table = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)
         size, mean, squares = table.T
         std = (squares / (size - 1).clamp(min=1)).sqrt()
-        return Moments(mean.to(like), std.to(like), size.to(like))
+        return Moments(mean, std, size)
 
     def state_dict(self) -> dict[str, list[float]]:
         return {key: list(moments) for key, moments in self._by_key.items()}
@@ -81,10 +100,16 @@ class RunningMoments:
 
 
 def whiten(values: Tensor) -> Tensor:
-    """Scale values [M] to mean 0 and unbiased deviation 1; fewer than two are unchanged."""
+    """Scale [M] values to zero mean and unit (unbiased) deviation, computed in float64.
+
+    Fewer than two values are unchanged, equal ones give zeros.
+    """
     if len(values) < 2:
         return values
-    return (values - values.mean()) / (values.std() + EPS)
+    exact = values.double()
+    if bool(values.min() == values.max()):
+        return torch.zeros_like(values)
+    return ((exact - exact.mean()) / (exact.std() + EPS)).to(values)
 
 
 def has_signal(rewards: Tensor) -> bool:

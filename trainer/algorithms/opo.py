@@ -1,6 +1,9 @@
 """On-policy RL with the optimal reward baseline (OPO, arXiv:2505.23585)."""
 
+import torch
 from torch import Tensor
+
+from offbeat.trainer.algorithms.normalization import constant_groups, sum_by_group
 
 
 def length_weighted_baseline(rewards: Tensor, lengths: Tensor, group: Tensor) -> Tensor:
@@ -11,9 +14,8 @@ def length_weighted_baseline(rewards: Tensor, lengths: Tensor, group: Tensor) ->
 
     rewards, lengths (sampled tokens), group: [T] -> [T]
     """
-    if not len(rewards):
-        return rewards.clone()
-    count = int(group.max()) + 1
-    weighted = rewards.new_zeros(count).index_add_(0, group, lengths * rewards)
-    total = rewards.new_zeros(count).index_add_(0, group, lengths)
-    return rewards - (weighted / total.clamp(min=1e-9))[group]
+    weighted = sum_by_group(lengths.double() * rewards.double(), group)
+    baseline = (weighted / sum_by_group(lengths, group).clamp(min=1e-9))[group]
+    without_tokens = (sum_by_group(lengths, group) == 0)[group]
+    equal = constant_groups(rewards, group) & ~without_tokens
+    return torch.where(equal, 0.0, rewards.double() - baseline).to(rewards)

@@ -3,13 +3,15 @@
 import torch
 from torch import Tensor
 
+from offbeat.trainer.algorithms.normalization import constant_groups, sum_by_group
+
 
 def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
-    """Subtract the mean of the group's other rewards; a group of one gives 0. All [T]."""
-    if not len(rewards):
-        return rewards.clone()
-    size = torch.bincount(group).to(rewards.dtype)
-    total = torch.zeros_like(size).index_add_(0, group, rewards)
-    num_others = (size - 1)[group]
-    baseline = (total[group] - rewards) / num_others.clamp(min=1)
-    return torch.where(num_others > 0, rewards - baseline, torch.zeros_like(rewards))
+    """Subtract the mean of the other rewards of its group from each reward; a group of one gives zero.
+
+    rewards: [T] float; group: [T] int64, 0-based -> [T] float
+    """
+    values = rewards.double()
+    num_others = (sum_by_group(torch.ones_like(values), group) - 1)[group]
+    baseline = (sum_by_group(values, group)[group] - values) / num_others.clamp(min=1)
+    return torch.where(constant_groups(rewards, group), 0.0, values - baseline).to(rewards)

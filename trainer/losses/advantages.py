@@ -128,7 +128,7 @@ def _gigpo(inputs: AdvantageInputs) -> AdvantageEstimate:
 
 def _step_returns(inputs: AdvantageInputs) -> AdvantageEstimate:
     config, batch = inputs.config, inputs.batch
-    returns = discounted_returns(batch.score, batch.last_turn, config.step_reward_gamma)
+    returns = discounted_returns(batch.score.double(), batch.last_turn, config.step_reward_gamma)
     grouping = {
         "traj_group_id": batch.group[batch.owner],
         "batch": torch.zeros_like(batch.owner),
@@ -137,7 +137,7 @@ def _step_returns(inputs: AdvantageInputs) -> AdvantageEstimate:
     }[config.reward_normalization.grouping]
     method = config.reward_method
     normalized = normalize_by_group(returns, grouping, center=method != "identity", scale=method == "mean_std")
-    return AdvantageEstimate(normalized[batch.turn])
+    return AdvantageEstimate(normalized.to(batch.score)[batch.turn])
 
 
 def _teacher_advantages(inputs: AdvantageInputs) -> AdvantageEstimate:
@@ -229,7 +229,7 @@ def _moments(over: Over, config: AlgorithmConfig, batch: Batch, running: Running
     if over == "running":
         if running is None:
             raise ValueError("norm_mean_type: running needs the trainer's running statistics")
-        return running.moments([batch.tags[i] for i in batch.tag.tolist()], batch.episode_reward)
+        return running.moments([batch.tags[i] for i in batch.tag.tolist()])
     groups = {
         "traj_group_id": batch.group,
         "batch": torch.zeros_like(batch.group),

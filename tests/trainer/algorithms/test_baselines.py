@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from offbeat.trainer.algorithms.gigpo import group_in_group
 from offbeat.trainer.algorithms.gpg import informative_share_inverse
 from offbeat.trainer.algorithms.maxrl import mean_normalized
-from offbeat.trainer.algorithms.normalization import RunningMoments, group_moments, normalize
+from offbeat.trainer.algorithms.normalization import RunningMoments, group_moments, normalize, normalize_by_group
 from offbeat.trainer.algorithms.opo import length_weighted_baseline
 from offbeat.trainer.algorithms.remax import subtract_greedy_reward
 from offbeat.trainer.algorithms.rloo import leave_one_out
@@ -76,6 +76,49 @@ def test_maxrl_gradient_is_mean_success_score_minus_mean_score():
     torch.testing.assert_close(got, scores[rewards == 1].mean() - scores.mean())
 
 
+@pytest.mark.parametrize("reward", [0.1, 0.7, 10.9, -3.3])
+@pytest.mark.parametrize("size", [1, 3, 7, 8, 16])
+def test_equal_rewards_have_no_advantage(reward: float, size: int):
+    """float32: the mean of eight 10.9 is 10.900001, which scaled by a deviation of the same size was an advantage of .47."""
+    rewards, group = torch.full((size,), reward), torch.zeros(size, dtype=torch.int64)
+    lengths = torch.arange(1, size + 1).float()
+    for advantages in (
+        leave_one_out(rewards, group),
+        length_weighted_baseline(rewards, lengths, group),
+        mean_normalized(rewards, group),
+        normalize_by_group(rewards, group, scale=True),
+        normalize_by_group(rewards, group),
+    ):
+        assert advantages.tolist() == [0.0] * size
+        assert advantages.dtype == rewards.dtype
+
+
+def test_equal_successes_at_one_state_have_no_step_advantage():
+    turns = 8
+    ones = torch.ones(turns, dtype=torch.bool)
+    index = torch.arange(turns)
+    got = group_in_group(
+        torch.full((turns,), 10.9),
+        torch.zeros(turns, dtype=torch.int64),
+        torch.full((turns,), 10.9),
+        index,
+        ones,
+        torch.zeros(turns, dtype=torch.int64),
+        gamma=0.95,
+        episode_weight=1.0,
+        step_weight=1.0,
+        scale=True,
+    )
+    assert got.tolist() == [0.0] * turns
+
+
+@given(st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=8))
+def test_maxrl_of_signed_rewards_stays_in_range_of_nonnegative_ones(rewards: list[float]):
+    got = mean_normalized(torch.tensor([*rewards, 2.0, -1.99]), torch.zeros(len(rewards) + 2, dtype=torch.int64))
+    assert float(got.min()) >= -1
+    assert float(got.max()) <= len(rewards) + 1
+
+
 @pytest.mark.parametrize("baseline", [leave_one_out, mean_normalized])
 def test_baselines_accept_no_trajectories(baseline):
     assert baseline(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
@@ -104,7 +147,7 @@ def test_running_moments_cover_all_rewards_and_survive_checkpoint(batches: list[
         running = restored
     everything = [r for batch in batches for r in batch]
     running.update("b", torch.tensor([100.0]))
-    mean, std, size = running.moments(["a", "b", "c"], torch.zeros(1, dtype=torch.float64))
+    mean, std, size = running.moments(["a", "b", "c"])
     assert size.tolist() == [len(everything), 1, 0]
     assert float(mean[0]) == pytest.approx(statistics.fmean(everything) if everything else 0.0, abs=1e-9)
     assert float(std[0]) == pytest.approx(statistics.stdev(everything) if len(everything) > 1 else 0.0, abs=1e-7)
