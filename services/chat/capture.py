@@ -54,7 +54,9 @@ def capture(tree: TokenTree, rewards: Sequence[Reward] = ()) -> Captured:
         segments.append(_segment(tree, leaf, own))
     trained = sorted(positions)
     values = _rewards_by_answer(trained, rewards)
-    turns = tuple(Turn(*positions[n], values[n], _digest(nodes[n].prompt.anchor)) for n in trained)
+    turns = tuple(
+        Turn(*positions[n], values[n], _digest(nodes[n].prompt.anchor), nodes[n].is_truncated) for n in trained
+    )
     masked = [node for node in nodes if not node.delivered]
     metrics = {
         "agent_calls": float(len(nodes)),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from offbeat.services.chat.messages import ChatMessage, Tools
 from offbeat.services.chat.template import ChatTemplate
-from offbeat.services.messages.types import Completion
+from offbeat.services.messages.types import Completion, FinishReason
 
 ROOT = -1
 """Parent of roots."""
@@ -42,6 +42,11 @@ class Node:
     """Completion tokens that count: all, or up to the stop word's end."""
     delivered: bool = False
     """Whether the agent is known to have it."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if the answer reached its token limit."""
+        return self.completion.finish_reason is FinishReason.LENGTH
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import asyncio
 import math
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from offbeat.services.chat.capture import Captured, Reward, capture
@@ -200,11 +200,13 @@ class EpisodeSession:
 
     def _record(self, prompt: Prompt, completion: Completion, request: ModelRequest) -> ModelReply:
         num_kept, text, stop_word = self._until_stop(completion, request.stop)
+        if stop_word:
+            completion = replace(completion, finish_reason=FinishReason.STOP)
         message = self.template.message_of(text, tools=request.tools)
         # unique ids identify the answer in a later request's history
         message = message.with_call_ids(len(self.tree.nodes))
         node = self.tree.record(prompt, message, completion, num_kept)
-        cut = completion.finish_reason is FinishReason.LENGTH and not stop_word
+        cut = completion.finish_reason is FinishReason.LENGTH
         reason = "tool_calls" if message.tool_calls else "length" if cut else "stop"
         ids = completion.token_ids[:num_kept]
         texts = tuple(self.template.token_text(token) for token in ids)

@@ -98,7 +98,7 @@ def decode_trajectories(blob: bytes) -> list[Trajectory]:
 
 def _check_turns(turns: Sequence[Turn], segments: Sequence[Segment]) -> None:
     lengths = [len(segment.tokens) for segment in segments]
-    for segment, start, end, reward, _ in turns:
+    for segment, start, end, reward, *_ in turns:
         if not type(segment) is type(start) is type(end) is int:
             raise TypeError(f"turn of tokens [{start}, {end}) in segment {segment}: not whole numbers")
         if not 0 <= segment < len(lengths):

@@ -117,6 +117,8 @@ class Turn(NamedTuple):
     reward: float
     state_hash: str = ""
     """Digest of the observation (anchor state of GiGPO)."""
+    is_truncated: bool = False
+    """True if the answer reached its token limit before an end token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,11 @@ class Trajectory(Message, Generic[SegmentT], frozen=True):
     def reward(self) -> float:
         """Undiscounted sum over turns."""
         return sum(turn.reward for turn in self.turns)
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if a token limit ended it: its last answer is cut, or the next prompt would leave no room."""
+        return self.stop_reason is StopReason.MAX_LENGTH or bool(self.turns and self.turns[-1].is_truncated)
 
     @property
     def num_tokens(self: "Trajectory[Segment]") -> int:

@@ -124,7 +124,7 @@ class AlgorithmConfig(ConditionalConfig):
     variance_filter_ratio: float = Field(default=1.0, gt=0, le=1)
     """Fraction of groups to train on, by highest reward deviation (StarPO-S)."""
     max_len_mask: bool = False
-    """Masking of episodes truncated at `sequence_length`."""
+    """Masking of episodes ended by a token limit: a cut last answer, or no room within `sequence_length`."""
     error_max_len_clip: bool = False
     """Masking of episodes without positive reward above `error_max_len_threshold` sampled tokens."""
     error_max_len_threshold: Annotated[int, OnlyWith(error_max_len_clip=(True,))] = Field(default=1024, ge=1)

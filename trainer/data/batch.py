@@ -21,7 +21,6 @@ from torch import Tensor
 from offbeat.services.messages.types import (
     Group,
     Picture,
-    StopReason,
     Trajectory,
 )
 
@@ -32,10 +31,10 @@ IntArray = npt.NDArray[np.int64]
 class Batch:
     """Packed sequences of T trajectories with R turns.
 
-    tokens: [N] int64; cu_seqlens: [S + 1] int64; positions: [M] int64 into tokens; sequence, trajectory, turn: [M]
+        tokens: [N] int64; cu_seqlens: [S + 1] int64; positions: [M] int64 into tokens; sequence, trajectory, turn: [M]
     int64 (turns are numbered across the batch); behavior_logprobs: [M] float32; versions: [M] int64; turn_reward: [M]
     float32, on a turn's last token; last: [M] bool, a trajectory's last sampled token; episode_reward: [T] float32;
-    group: [T] int64; tag: [T] int64 into `tags`; truncated: [T] bool, by the length limit; temperatures: [M] float32,
+    group: [T] int64; tag: [T] int64 into `tags`; truncated: [T] bool, by a token limit; temperatures: [M] float32,
     NaN for the default, None if all are; greedy_reward: [G] float32, mean of each group's greedy episodes, None if a
     group has none. Per turn: owner [R] int64, its trajectory; score [R] float32, its reward; anchor [R] int64, equal
     for a group's turns at the same state, unique without a state hash.
@@ -194,7 +193,7 @@ def pack(groups: Sequence[Group]) -> Batch:
         group=torch.tensor([number for number, _ in members], dtype=torch.int64),
         tag=torch.tensor([tags.index(trajectory.tag) for _, trajectory in members], dtype=torch.int64),
         tags=tuple(tags),
-        truncated=torch.tensor([t.stop_reason is StopReason.MAX_LENGTH for _, t in members], dtype=torch.bool),
+        truncated=torch.tensor([t.is_truncated for _, t in members], dtype=torch.bool),
         owner=torch.tensor(columns.turn_owners, dtype=torch.int64),
         score=torch.tensor(columns.turn_rewards, dtype=torch.float32),
         anchor=torch.tensor(columns.anchors, dtype=torch.int64),

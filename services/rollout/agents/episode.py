@@ -29,6 +29,7 @@ from offbeat.services.rollout.episodes.episode import (
     EpisodePlan,
     PlayableEnv,
     Sample,
+    length_metrics,
 )
 
 
@@ -224,6 +225,4 @@ def _as_episode_error(error: Exception) -> EpisodeError:
 
 
 def _count_metrics(captured: Captured) -> dict[str, float]:
-    sampled = sum(turn.end - turn.start for turn in captured.turns)
-    turns = len(captured.turns)
-    return {**captured.metrics, "num_actions": float(turns), "response_length": sampled / max(turns, 1)}
+    return {**captured.metrics, **length_metrics(captured.turns)}

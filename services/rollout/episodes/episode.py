@@ -80,7 +80,7 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
         segments=segments,
         turns=turns,
         stop_reason=stop,
-        metrics={**episode.metrics.values(), **_length_metrics(turns, segments)},
+        metrics={**episode.metrics.values(), **length_metrics(turns), **_segment_metrics(segments)},
         worker_id=plan.worker_id,
         duration_s=time.monotonic() - began,
         text=tuple(episode.text) if plan.keep_text else (),
@@ -146,10 +146,18 @@ def _stop_reason(result: StepResult, step: int, max_steps: int) -> StopReason | 
     return StopReason.MAX_STEPS if step >= max_steps else None
 
 
-def _length_metrics(turns: Sequence[Turn], segments: Sequence[Segment]) -> dict[str, float]:
-    sampled = sum(turn.end - turn.start for turn in turns)
-    lengths = {"num_actions": float(len(turns)), "response_length": sampled / max(len(turns), 1)}
-    return lengths if len(segments) < 2 else {**lengths, "segments": float(len(segments))}
+def length_metrics(turns: Sequence[Turn]) -> dict[str, float]:
+    """Return number of turns, sampled tokens per turn, and share of turns cut at their token limit."""
+    count = max(len(turns), 1)
+    return {
+        "num_actions": float(len(turns)),
+        "response_length": sum(turn.end - turn.start for turn in turns) / count,
+        "truncated_ratio": sum(turn.is_truncated for turn in turns) / count,
+    }
+
+
+def _segment_metrics(segments: Sequence[Segment]) -> dict[str, float]:
+    return {"segments": float(len(segments))} if len(segments) > 1 else {}
 
 
 REDUCTIONS: Mapping[str, Callable[[float, float], float]] = {

@@ -23,6 +23,7 @@ from offbeat.services.chat.tool_probe import can_render_results
 from offbeat.services.errors import EpisodeError, RolloutError
 from offbeat.services.messages.types import (
     Completion,
+    FinishReason,
     Picture,
     Segment,
     Turn,
@@ -119,12 +120,12 @@ class AppendOnlyRecorder:
                 self._spans[-1] = VersionSpan(last.start, start + span.end, span.version)
             else:
                 self._spans.append(VersionSpan(start + span.start, start + span.end, span.version))
-        self._turns.append(Turn(0, start, start + count, 0.0))
+        is_truncated = completion.finish_reason is FinishReason.LENGTH
+        self._turns.append(Turn(0, start, start + count, 0.0, is_truncated=is_truncated))
         return self._chat.answer(completion.token_ids)
 
     def add_reward(self, reward: float, state_hash: str) -> None:
-        turn = self._turns[-1]
-        self._turns[-1] = Turn(turn.segment, turn.start, turn.end, reward, state_hash)
+        self._turns[-1] = self._turns[-1]._replace(reward=reward, state_hash=state_hash)
 
     def record(self) -> Record:
         length = self._turns[-1].end if self._turns else len(self._tokens)

@@ -270,6 +270,18 @@ def test_arrays_of_a_type_that_would_be_truncated_are_refused(parts: dict[str, A
     assert not encodes(replace(sound, segments=(replace(sound.segments[0], **parts),)))
 
 
+TRAJECTORY_OF_VERSION_0_2 = (
+    "93aa7472616a6563746f7279039da1670100a374616705919508c4100000282350467869a08cc8aff0d218f6c410000000bf000000bf000000"
+    "bf000000bf919304080391930102c40889504e470d0a1a0a9195000408cb3ff0000000000000a173aa7465726d696e6174656481a773756363"
+    "657373cb3ff0000000000000a177cb3ff800000000000091a161c3"
+)
+
+
+def test_trajectories_without_truncation_of_turns_are_read() -> None:
+    decoded = codec.decode_trajectory(bytes.fromhex(TRAJECTORY_OF_VERSION_0_2))
+    assert decoded.turns == (Turn(0, 4, 8, 1.0, "s", is_truncated=False),)
+
+
 def test_messages_have_the_bytes_of_schema_3() -> None:
     """Runs stored by earlier builds are read and written by this one."""
     tokens = np.arange(8, dtype=np.int32) * 9000
@@ -293,4 +305,4 @@ def test_messages_have_the_bytes_of_schema_3() -> None:
         codec.encode_completions([completion]),
     )
     digests = [hashlib.sha256(blob).hexdigest()[:16] for blob in blobs]
-    assert digests == ["2a425f4d7a953522", "7f641e814f5b9638", "2d4bcfd81299a4cf", "62fee3ecc931481a"]
+    assert digests == ["f498f650febcbfa6", "7f641e814f5b9638", "2d4bcfd81299a4cf", "62fee3ecc931481a"]

@@ -151,8 +151,15 @@ def test_long_failures_are_masked_but_long_successes_kept():
     config = AlgorithmConfig(error_max_len_clip=True, error_max_len_threshold=2)
     batch = pack([of_rewards(0, 0.0, 0.0, 0.0, 1.0)])
     assert trained_episodes(batch, config).tolist() == [True, True, False, True]
-    cut = replace(trajectory(0, [(1, 1, 0.0)]), stop_reason=StopReason.MAX_LENGTH)
-    assert trained_episodes(pack([group(0, cut)]), AlgorithmConfig(max_len_mask=True)).tolist() == [False]
+
+
+def test_truncated_episodes_are_masked_but_not_those_that_recovered():
+    whole = trajectory(0, [(1, 1, 0.0), (1, 1, 1.0)])
+    without_room = replace(whole, stop_reason=StopReason.MAX_LENGTH)
+    first, last = (turn._replace(is_truncated=True) for turn in whole.turns)
+    last_cut, first_cut = replace(whole, turns=(whole.turns[0], last)), replace(whole, turns=(first, whole.turns[1]))
+    batch = pack([group(0, whole, without_room, last_cut, first_cut)])
+    assert trained_episodes(batch, AlgorithmConfig(max_len_mask=True)).tolist() == [True, False, False, True]
 
 
 def test_hard_groups_and_short_episodes_weigh_more_when_configured():

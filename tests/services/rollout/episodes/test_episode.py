@@ -12,6 +12,7 @@ from offbeat.services.errors import EpisodeError
 from offbeat.services.messages.codec import decode_trajectory, encode_trajectory
 from offbeat.services.messages.types import (
     Completion,
+    FinishReason,
     Sampling,
     StopReason,
     Trajectory,
@@ -30,9 +31,11 @@ def saying(tokenizer: Tokenizer, *answers: str) -> Script:
     """Says these words, ends each turn, and starts again; versions grow from turn to turn."""
 
     def complete(turn: int, _: tuple[int, ...], max_new_tokens: int) -> Completion:
-        ids = tuple(tokenizer.encode(answers[turn % len(answers)] + "<|im_end|>").ids)[:max_new_tokens]
+        answer = tokenizer.encode(answers[turn % len(answers)] + "<|im_end|>").ids
+        ids = tuple(answer[:max_new_tokens])
         logprobs = tuple(-0.25 * (turn + 1) for _ in ids)
-        return Completion("r", ids, logprobs, (VersionSpan(0, len(ids), turn),))
+        finish_reason = FinishReason.STOP if len(ids) == len(answer) else FinishReason.LENGTH
+        return Completion("r", ids, logprobs, (VersionSpan(0, len(ids), turn),), finish_reason)
 
     return complete
 
@@ -148,7 +151,23 @@ async def test_a_truncated_answer_gets_an_untrained_end_token(chat: ChatFormat, 
     messages, _ = conversation_of(["Right Right Right Right"] * 2)
     assert segment.tokens.tolist() == tokenizer.encode(render_chatml(messages)).ids[:-1]
     assert got.metrics["action_is_valid"] == 0.0
+    assert got.metrics["truncated_ratio"] == 1.0
     assert got.reward == pytest.approx(-0.2)
+
+
+@pytest.mark.parametrize("manager", ["TrajEnvManager", "StepEnvManager"])
+async def test_an_episode_is_truncated_if_its_last_answer_is(chat: ChatFormat, tokenizer: Tokenizer, manager: str):
+    """The env of one turn ends the task whatever it gets: the answer's own finish reason must be recorded."""
+    env = {"env_type": HERE + "CountingEnv", "env_config": {"length": 1}, "env_manager_cls": manager}
+    long, short = "Right Right Right Right Right", "Left"
+    cut = await Player(chat, saying(tokenizer, long)).play(**env)
+    assert (cut.stop_reason, cut.is_truncated) == (StopReason.TERMINATED, True)
+    assert decode_trajectory(encode_trajectory(cut)).turns[0].is_truncated
+    assert not (await Player(chat, saying(tokenizer, short)).play(**env)).is_truncated
+    env["env_config"] = {"length": 2}
+    recovered = await Player(chat, saying(tokenizer, long, short)).play(**env)
+    assert [turn.is_truncated for turn in recovered.turns] == [True, False]
+    assert (recovered.is_truncated, recovered.metrics["truncated_ratio"]) == (False, 0.5)
 
 
 async def test_an_episode_ends_after_max_steps(chat: ChatFormat, tokenizer: Tokenizer):
@@ -241,6 +260,7 @@ async def test_metrics_are_put_together_by_the_envs_rules(chat: ChatFormat, toke
         "success": 1.0,
         "num_actions": 3.0,
         "response_length": 2.0,
+        "truncated_ratio": 0.0,
     }
 
 
