@@ -109,24 +109,26 @@ class AsyncBench:
         self._trainers = trainers
         self._slots = options.env_groups * options.group_size
 
-    def alone(self, distribution: str, say: Callable[[str], None]) -> UnboundedRates:
+    def alone(self, distribution: str, echo: Callable[[str], None]) -> UnboundedRates:
         """Measure rollouts, then training on their trajectories."""
         config = self._config(f"alone-{distribution}", distribution, UNBOUNDED)
-        learner = self._learner(config, lambda step: say(f"{distribution}: training alone, step {step}"), 1e3)
+        learner = self._learner(config, lambda step: echo(f"{distribution}: training alone, step {step}"), 1e3)
         with closing(learner):
             learner.publish_start()
             self._rollouts.start_run(self._bench_env.worker_settings(config))
-            say(f"{distribution}: rollouts alone")
+            echo(f"{distribution}: rollouts alone")
             rollout = self._watch_rollouts(config)
             self._rollouts.stop()
             records = learner.run()
         return UnboundedRates(rollout, self._options.batch * (len(records) - WARM_UP_STEPS) / _busy_s(records))
 
-    def setting(self, distribution: str, max_staleness: float, say: Callable[[str], None]) -> RunResult:
+    def setting(self, distribution: str, max_staleness: float, echo: Callable[[str], None]) -> RunResult:
         name = f"{distribution}-{max_staleness:g}"
         config = self._config(name, distribution, max_staleness)
         label = f"{distribution}: max_staleness {max_staleness:g}"
-        learner = self._learner(config, lambda step: say(f"{label}, step {step}/{config.max_steps}"), max_staleness + 1)
+        learner = self._learner(
+            config, lambda step: echo(f"{label}, step {step}/{config.max_steps}"), max_staleness + 1
+        )
         self._rollouts.start_run(self._bench_env.worker_settings(config))
         records = learner.run()
         return self._summed_up(distribution, max_staleness, records, self._rollouts.stop())
@@ -204,7 +206,7 @@ def run(options: AsyncOptions) -> dict[str, Any]:
 
 @contextmanager
 def _bench(options: AsyncOptions, status: Status) -> Iterator[AsyncBench]:
-    def say(text: str) -> None:
+    def echo(text: str) -> None:
         status.update(text)
 
     with bench_environment() as base:
@@ -219,16 +221,16 @@ def _bench(options: AsyncOptions, status: Status) -> Iterator[AsyncBench]:
             if options.work == "emulated":
                 yield AsyncBench(options, base, rollouts, lambda _: TimedTrainer(options.train_s))
                 return
-            with real_trainers(base, config, say) as trainers:
+            with real_trainers(base, config, echo) as trainers:
                 yield AsyncBench(options, base, rollouts, trainers)
 
 
 def _distribution(bench: AsyncBench, options: AsyncOptions, name: str, status: Status) -> dict[str, Any]:
-    def say(text: str) -> None:
+    def echo(text: str) -> None:
         status.update(text)
 
-    alone = bench.alone(name, say)
-    settings = [bench.setting(name, bound, say) for bound in (0.0, *options.staleness)]
+    alone = bench.alone(name, echo)
+    settings = [bench.setting(name, bound, echo) for bound in (0.0, *options.staleness)]
     return summary(name, alone, settings)
 
 

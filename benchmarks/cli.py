@@ -320,13 +320,13 @@ def bench_peer(
 @bench_app.command("plot")
 def bench_plot(
     result: Annotated[Path, typer.Argument(metavar="RESULT.json", exists=True, dir_okay=False)],
-    picture: Annotated[Path, typer.Argument(metavar="PICTURE.png")],
+    plot: Annotated[Path, typer.Argument(metavar="PLOT.png")],
 ) -> None:
     """Plot a benchmark's JSON file."""
     from offbeat.benchmarks.harness.plots import draw
 
     try:
-        draw(result, picture)
+        draw(result, plot)
     except ValueError as error:
         typer.echo(f"offbeat: {error}", err=True)
         raise typer.Exit(1) from None

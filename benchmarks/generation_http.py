@@ -56,7 +56,7 @@ class GatewayHost:
         bounds = SessionLimits(SEQUENCE_LENGTH, tokens)
         sessions = [EpisodeSession(self._template, self._sample, bounds) for _ in range(agents)]
         for session in sessions:
-            self._episodes.enter_context(self._gateway.opened(session))
+            self._episodes.enter_context(self._gateway.open_session(session))
         return self._gateway.origin, [session.key for session in sessions]
 
     async def _sample(self, prompt: tuple[int, ...], num_tokens: int) -> Completion:

@@ -94,10 +94,10 @@ def _setting(
     )
     epoch = base.prepare(config, spare_steps=1.0)
 
-    def say(step: int) -> None:
+    def echo(step: int) -> None:
         status.update(f"{distribution}: {groups} x {members}, batch {step}/{config.max_steps}")
 
-    learner = BenchLearner(base, config, epoch, TimedTrainer(0.0), say, check=rollouts.check)
+    learner = BenchLearner(base, config, epoch, TimedTrainer(0.0), echo, check=rollouts.check)
     rollouts.start_run(base.worker_settings(config))
     records = learner.run()
     usage = rollouts.stop()

@@ -55,7 +55,7 @@ class ScaleOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Totals:
     """Totals at a moment."""
 
     at: float
@@ -166,10 +166,10 @@ class _ConcurrencyRun:
                 self._buffer.ack([group.entry_id], 1)
                 self._num_taken += len(group.trajectories)
 
-    def _measure_totals(self) -> Look:
+    def _measure_totals(self) -> Totals:
         usage = self._rollouts.usage()
         redis_cpu_s = sum(self._redis.cpu_times()[:2])
-        return Look(time.monotonic(), self._num_taken, usage.cpu_s, redis_cpu_s)
+        return Totals(time.monotonic(), self._num_taken, usage.cpu_s, redis_cpu_s)
 
 
 def _row(count: int, windows: Sequence[Window]) -> dict[str, Any]:

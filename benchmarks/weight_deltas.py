@@ -46,7 +46,7 @@ class _Way:
     fetch_s: list[float]
 
 
-def measure(base: BenchEnvironment, options: DeltaOptions, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def measure(base: BenchEnvironment, options: DeltaOptions, echo: Callable[[str], None]) -> list[dict[str, Any]]:
     """Return a row per learning rate."""
     lake = CustomEnv(env_type="frozen_lake", max_steps=12, max_tokens_per_step=4, execution="inline")
     changes = {"custom_envs": {TAG: lake}, "train_env_manager": manager(GROUPS, GROUP_SIZE), "max_steps": options.steps}
@@ -54,11 +54,11 @@ def measure(base: BenchEnvironment, options: DeltaOptions, say: Callable[[str], 
     assert config.warm_start is not None
     warm_start = config.warm_start.model_copy(update={"steps": WARM_START_STEPS})
     config = config.model_copy(update={"warm_start": warm_start, "max_staleness": 1e6})
-    say("playing episodes")
+    echo("playing episodes")
     batches = _batches(base, config)
-    with real_trainers(base, config, say) as trainers:
+    with real_trainers(base, config, echo) as trainers:
         return [
-            _row(base, options, trainers(_with_learning_rate(config, rate)), rate, batches, say)
+            _row(base, options, trainers(_with_learning_rate(config, rate)), rate, batches, echo)
             for rate in options.learning_rates
         ]
 
@@ -97,11 +97,11 @@ def _row(
     trainer: Any,
     rate: float,
     batches: Sequence[Sequence[Group]],
-    say: Callable[[str], None],
+    echo: Callable[[str], None],
 ) -> dict[str, Any]:
     full, delta = (_way(base, rate, every) for every in (1, o.anchor_every))
     for step, groups in enumerate(batches):
-        say(f"learning rate {rate:g}, step {step + 1}/{len(batches)}")
+        echo(f"learning rate {rate:g}, step {step + 1}/{len(batches)}")
         trainer.train(StepBatch(step, tuple(groups), tuple(groups)))
         contents = [_transfer(way, step, dict(trainer.tensors())) for way in (full, delta)]
         if contents[0] != contents[1]:

@@ -71,11 +71,11 @@ _REMEDIES = {"finished": "all steps are trained; the policy is in its checkpoint
 def _connect(redis_url: str) -> "tuple[Redis | None, str]":
     """Return a client, or None and the reason."""
     from offbeat.services.redis.connection import connect
-    from offbeat.services.redis.url import address_problem, refusal
+    from offbeat.services.redis.url import address_problem, connection_problem
 
     if problem := address_problem(redis_url):
         return None, f"not a Redis URL: {problem}"
-    if reason := refusal(redis_url):
+    if reason := connection_problem(redis_url):
         return None, reason
     return connect(redis_url), ""
 

@@ -10,7 +10,7 @@ from typing import cast
 from pydantic import ValidationError
 from redis import Redis
 
-from offbeat.services.buffer.learner_client import ENDINGS
+from offbeat.services.buffer.learner_client import STOP_STATES
 from offbeat.services.control.run import RunState
 from offbeat.services.errors import ControlError
 from offbeat.services.keys import RunKeys
@@ -65,13 +65,13 @@ def ended_state(redis: Redis, run_id: str) -> RunState | None:
     state, phase = (value.decode() if value else "" for value in cast(list[bytes | None], fields))
     if phase == FINISHED:
         return RunState.FINISHED
-    return RunState(state) if state and RunState(state).over else None
+    return RunState(state) if state and RunState(state).is_terminal else None
 
 
 def is_ending(redis: Redis, run_id: str) -> bool:
     """Return whether the run has ended or should end."""
     desired = cast(bytes | None, redis.hget(RunKeys(run_id).record, "wanted"))
-    return desired in ENDINGS or ended_state(redis, run_id) is not None
+    return desired in STOP_STATES or ended_state(redis, run_id) is not None
 
 
 def _lineage(raw: dict[bytes, bytes], config: LearnerRunConfig) -> str:

@@ -75,7 +75,9 @@ def _reverb(options: BufferOptions, base: BenchEnvironment, stack: ExitStack) ->
         return None, str(error)
 
 
-def _measure(options: BufferOptions, tokens: int, sides: dict[str, Side], say: Callable[[str], None]) -> dict[str, Any]:
+def _measure(
+    options: BufferOptions, tokens: int, sides: dict[str, Side], echo: Callable[[str], None]
+) -> dict[str, Any]:
     load = make_load(
         groups=options.batches * options.batch,
         group_size=options.group_size,
@@ -92,7 +94,7 @@ def _measure(options: BufferOptions, tokens: int, sides: dict[str, Side], say: C
         names = list(sides)
         random.Random(number).shuffle(names)  # nobody always comes after the same one
         for name in names:
-            say(f"{tokens} tokens, round {number + 1} of {options.rounds}: {name}")
+            echo(f"{tokens} tokens, round {number + 1} of {options.rounds}: {name}")
             rates[name].append(sides[name](load))
     return {"tokens": tokens, "bytes_per_group": _bytes_per_group(load), **summary(rates)}
 

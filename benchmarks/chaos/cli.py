@@ -49,7 +49,7 @@ def chaos(
         steps=steps or 6 * kills,
         overlap=overlap,
         patience_s=patience,
-        say=typer.echo,
+        echo=typer.echo,
         overrides=overrides or [],
     )
     write_report(as_json, report.as_tree())

@@ -23,7 +23,7 @@ class InjectedFault:
 @dataclass
 class ChaosReport:
     seed: int
-    struck: list[InjectedFault] = field(default_factory=list[InjectedFault])
+    injected: list[InjectedFault] = field(default_factory=list[InjectedFault])
     exit_code: int | None = None
     steps: int = 0
     wall_s: float = 0.0
@@ -39,7 +39,7 @@ class ChaosReport:
 
     @property
     def done(self) -> list[InjectedFault]:
-        return [fault for fault in self.struck if not fault.missed]
+        return [fault for fault in self.injected if not fault.missed]
 
     def by_kind(self) -> dict[str, dict[str, Any]]:
         """Return count, median and longest recovery (s) by kind."""

@@ -52,14 +52,14 @@ class Chaos:
     """One run and its faults."""
 
     def __init__(
-        self, run: RunUnderChaos, seed: int, overlap: float, patience_s: float, say: Callable[[str], None]
+        self, run: RunUnderChaos, seed: int, overlap: float, patience_s: float, echo: Callable[[str], None]
     ) -> None:
         """overlap: share of faults without a wait for recovery. patience_s: limit without progress or a process."""
         self._overlap = overlap
         self._patience_s = patience_s
         self._run = run
         self._rng = random.Random(seed)
-        self._log = say
+        self._log = echo
         self._report = ChaosReport(seed)
         self._began = 0.0
 
@@ -127,48 +127,50 @@ class Chaos:
 
     def _strike(self, number: int, fault: Fault) -> None:
         at_s, step = round(time.monotonic() - self._began, 2), self._run.step()
-        struck = InjectedFault(fault.name, at_s, -1 if step is None else step)
-        self._report.struck.append(struck)
+        injected = InjectedFault(fault.name, at_s, -1 if step is None else step)
+        self._report.injected.append(injected)
         before = pids(self._hand.victims(fault)) if fault.has_victim else set[int]()
         try:
             if fault.during and self._wait(lambda: self._run.stage() == fault.during, STAGE_S, poll_s=0.001) is None:
                 raise MissedError(f"the learner never reached its stage {fault.during}")
             if not self._run.running:
                 raise MissedError("the run had ended")
-            step = self._run.step() or struck.step
-            hit = time.monotonic()
-            struck.lasted_s = round(self._hand.strike(fault), 2)
+            step = self._run.step() or injected.step
+            injected_at = time.monotonic()
+            injected.lasted_s = round(self._hand.strike(fault), 2)
         except MissedError as error:
-            struck.missed = str(error)
+            injected.missed = str(error)
             self._log(f"{number:3d} {fault.name}: {error}")
             return
         if self._rng.random() < self._overlap:
             self._log(f"{number:3d} {fault.name} at step {step}, and on at once")
             return
-        self._wait_for_recovery(fault, struck, before, hit)
-        self._wait_for_progress(struck, step, hit)
-        back = "" if struck.back_s is None else f"back after {struck.back_s:.1f} s, "
-        steps = "no step since" if struck.next_step_s is None else f"two steps after {struck.next_step_s:.1f} s"
+        self._wait_for_recovery(fault, injected, before, injected_at)
+        self._wait_for_progress(injected, step, injected_at)
+        back = "" if injected.back_s is None else f"back after {injected.back_s:.1f} s, "
+        steps = "no step since" if injected.next_step_s is None else f"two steps after {injected.next_step_s:.1f} s"
         self._log(f"{number:3d} {fault.name} at step {step}: {back}{steps}")
 
-    def _wait_for_recovery(self, fault: Fault, struck: InjectedFault, before: set[int], hit: float) -> None:
+    def _wait_for_recovery(self, fault: Fault, injected: InjectedFault, before: set[int], injected_at: float) -> None:
         if fault.act is FaultKind.DISK:
-            struck.back_s = self._wait(lambda: self._run.trouble() == "", self._patience_s, since=hit)
+            injected.back_s = self._wait(lambda: self._run.trouble() == "", self._patience_s, since=injected_at)
         elif fault.act in (FaultKind.KILL, FaultKind.HANG) and fault.comes_back:
-            struck.back_s = self._wait(
-                lambda: bool(pids(self._hand.victims(fault)) - before), self._patience_s, since=hit
+            injected.back_s = self._wait(
+                lambda: bool(pids(self._hand.victims(fault)) - before), self._patience_s, since=injected_at
             )
         else:
             return
-        if struck.back_s is None and self._run.running:
+        if injected.back_s is None and self._run.running:
             failure = "no checkpoint was written" if fault.act is FaultKind.DISK else "no process of its kind came back"
             self._complain(f"{fault.name}: {failure} within {self._patience_s:.0f} s")
 
-    def _wait_for_progress(self, struck: InjectedFault, step: int, hit: float) -> None:
-        struck.next_step_s = self._wait(lambda: (self._run.step() or -1) >= step + 2, self._patience_s, since=hit)
-        if struck.next_step_s is None and self._run.running:
+    def _wait_for_progress(self, injected: InjectedFault, step: int, injected_at: float) -> None:
+        injected.next_step_s = self._wait(
+            lambda: (self._run.step() or -1) >= step + 2, self._patience_s, since=injected_at
+        )
+        if injected.next_step_s is None and self._run.running:
             self._complain(
-                f"{struck.fault}: the run stands still at step {self._run.step()} since {self._patience_s:.0f} s"
+                f"{injected.fault}: the run stands still at step {self._run.step()} since {self._patience_s:.0f} s"
             )
 
     def _wait(
@@ -217,7 +219,7 @@ def run_chaos(
     steps: int,
     overlap: float,
     patience_s: float,
-    say: Callable[[str], None],
+    echo: Callable[[str], None],
     overrides: Sequence[str],
 ) -> ChaosReport:
     """Run `steps` steps under up to `kills` faults in `minutes`."""
@@ -231,6 +233,6 @@ def run_chaos(
     all_overrides = [*CHAOS_OVERRIDES, *fault_overrides, f"seed={seed}", f"max_steps={steps}", *overrides]
     environment = cluster_environment()
     run = RunUnderChaos(CONFIG, folder, f"chaos-{seed}", all_overrides, environment)
-    say(f"the run's log: {run.log}")
+    echo(f"the run's log: {run.log}")
     node = SecondNode(folder.with_name(f"{folder.name}.node.log"), environment)
-    return Chaos(run, seed, overlap, patience_s, say).run(plan(kills, seed), minutes, END_S, node, disk, orders)
+    return Chaos(run, seed, overlap, patience_s, echo).run(plan(kills, seed), minutes, END_S, node, disk, orders)

@@ -55,7 +55,7 @@ def soak(
     minutes: Annotated[float, typer.Option(min=1.0, metavar="M", help="After the first step.")] = 60.0,
     out: RunFolder = None,
     as_json: JsonFile = None,
-    picture: Annotated[
+    plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw memory over time there (PNG).", show_default=False)
     ] = None,
     overrides: Overrides = None,
@@ -67,14 +67,14 @@ def soak(
     """
     raise_interrupt_on_signals()
     folder = (out or Path(tempfile.mkdtemp(prefix="offbeat-soak-")) / "run").resolve()
-    report = _run_soak(folder, minutes, overrides or [], picture, typer.echo)
+    report = _run_soak(folder, minutes, overrides or [], plot, typer.echo)
     write_report(as_json, report.as_tree())
     _show(report, folder)
     raise typer.Exit(0 if report.passed else 1)
 
 
 def _run_soak(
-    folder: Path, minutes: float, overrides: Sequence[str], picture: Path | None, say: Callable[[str], None]
+    folder: Path, minutes: float, overrides: Sequence[str], plot: Path | None, echo: Callable[[str], None]
 ) -> SoakReport:
     import psutil
 
@@ -87,7 +87,7 @@ def _run_soak(
     adopt_orphans()
     report, log = SoakReport(minutes), MemoryLog()
     run = RunUnderChaos(CONFIG, folder, "soak", [*SOAK_OVERRIDES, *overrides], {})
-    say(f"the run's log: {run.log}")
+    echo(f"the run's log: {run.log}")
     try:
         started = time.monotonic()
         while (run.step() or -1) < 1 and run.running and time.monotonic() < started + START_S:
@@ -118,9 +118,9 @@ def _run_soak(
         return report
     series = log.lasting_series()
     _check_growth(report, series, log.duration_h)
-    if picture is not None:
+    if plot is not None:
         title = f"{report.steps} steps in {60 * log.duration_h:.0f} minutes"
-        draw_memory(picture, title, series, log.duration_h)
+        draw_memory(plot, title, series, log.duration_h)
     return report
 
 

@@ -20,7 +20,7 @@ SIDES = (
 )
 
 
-def draw(result: Path, picture: Path) -> None:
+def draw(result: Path, plot: Path) -> None:
     """Plot a benchmark's JSON as a PNG.
 
     Raises:
@@ -30,11 +30,11 @@ def draw(result: Path, picture: Path) -> None:
     painter = PAINTERS.get(result_json.get("bench", ""))
     if painter is None:
         raise ValueError(
-            f"{result}: there are pictures of {', '.join(sorted(PAINTERS))}, not of {result_json.get('bench')!r}"
+            f"{result}: there are plots of {', '.join(sorted(PAINTERS))}, not of {result_json.get('bench')!r}"
         )
     figure = painter(result_json)
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=120, bbox_inches="tight")
+    plot.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(plot, dpi=120, bbox_inches="tight")
 
 
 def _async(result: dict[str, Any]) -> Figure:

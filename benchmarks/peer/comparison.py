@@ -47,9 +47,9 @@ DONE = "done"
 class PeerBench:
     """Missing measurements are run, existing ones read."""
 
-    def __init__(self, options: PeerOptions, say: Callable[[str], None]) -> None:
+    def __init__(self, options: PeerOptions, echo: Callable[[str], None]) -> None:
         self._options = options
-        self._log = say
+        self._log = echo
         self._guest = TRL_VENV.python_of(options.venv)
 
     def measure(self, setting: PeerSetting, seed: int, side: str) -> SideRun:

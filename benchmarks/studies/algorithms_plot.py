@@ -63,7 +63,7 @@ def staleness(axes: Axes, rows: list[Row]) -> None:
     axes.legend(fontsize=7)
 
 
-def draw(folder: Path, picture: Path) -> None:
+def draw(folder: Path, plot: Path) -> None:
     """Plot panels that have data."""
     plots = [(algorithms, load(folder, "algorithms")), (staleness, load(folder, "staleness"))]
     panels = [(paint, rows) for paint, rows in plots if rows]
@@ -72,8 +72,8 @@ def draw(folder: Path, picture: Path) -> None:
     figure = Figure(figsize=(6 * len(panels), 5.5), layout="constrained")
     for axes, (paint, rows) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         paint(axes, rows)
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=110)
+    plot.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(plot, dpi=110)
 
 
 if __name__ == "__main__":

@@ -45,11 +45,11 @@ def main() -> None:
     load = make_load(groups=8, group_size=8, tokens=256, in_hand=64, batch=1)
     trajectories = [trajectory for row in load.trajectories for trajectory in row]
     work(trajectories, 1000)
-    say = Console().print
+    echo = Console().print
     for _ in range(ROUNDS):
-        say(f"on and on: {cpu_us(trajectories, 64, 50, 0):.0f} us")
+        echo(f"on and on: {cpu_us(trajectories, 64, 50, 0):.0f} us")
         for burst in BURSTS:
-            say(f"  {burst} after {1000 * PAUSE_S:.0f} ms: {cpu_us(trajectories, burst, WAKES, PAUSE_S):.0f} us")
+            echo(f"  {burst} after {1000 * PAUSE_S:.0f} ms: {cpu_us(trajectories, burst, WAKES, PAUSE_S):.0f} us")
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ class FakeModel:
         """Return an agent's task with a real env and this endpoint."""
         made = _Env(registry.make(env, dict(env_config or {})), max_steps)
         session = EpisodeSession(self._template, self._sampler(), SessionLimits(1_000_000, 100_000), env=made)
-        opened = self._gateway.opened(session)
+        opened = self._gateway.open_session(session)
         opened.__enter__()
         self._sessions.append(opened)
         self._envs.append(made)

@@ -17,7 +17,7 @@ from offbeat.services.buffer.group_ledger import UNNUMBERED, LifeEvent
 from offbeat.trainer.learner.step_ledger import ResumedLine, StepLine
 
 TRAINED, DROPPED, FAILED = "trained", "dropped", "failed"
-ENDINGS = (TRAINED, DROPPED, FAILED)
+OUTCOMES = (TRAINED, DROPPED, FAILED)
 REWOUND = "rewound"
 SHOWN = 8
 
@@ -28,7 +28,7 @@ class GroupLife:
     admitted_version: int
     submitted: bool = False
     ending: str = ""
-    """One of `ENDINGS`; empty while in flight."""
+    """One of `OUTCOMES`; empty while in flight."""
     detail: str = ""
     """trained: its checkpoint's step; otherwise the reason."""
     step: int | None = None

@@ -14,8 +14,8 @@ from rich.table import Table
 from offbeat.deploy import run_folder
 from offbeat.deploy.audit.audit import (
     DROPPED,
-    ENDINGS,
     FAILED,
+    OUTCOMES,
     TRAINED,
     Audit,
     Evidence,
@@ -42,7 +42,7 @@ from offbeat.trainer.learner.step_ledger import STEPS_FILE, read_step_ledger
 from offbeat.trainer.training.checkpoint import PREFIX, CheckpointError, read_checkpoint
 
 RUNS = Path("runs")
-PATIENCE_S = 3.0
+REDIS_TIMEOUT_S = 3.0
 
 
 class AuditError(Exception):
@@ -118,7 +118,7 @@ def _read_events(
         if url is None and not (folder / "redis").is_dir():
             return events, None, "its Redis is gone: only the files were examined"
         if url is not None:
-            with connect(url, patience_s=PATIENCE_S) as redis:
+            with connect(url, patience_s=REDIS_TIMEOUT_S) as redis:
                 events, counters = _with_newest(redis, config.exp_name, events)
             unknown = f"its Redis has no counters of run {config.exp_name}: only the ledger was examined"
             return events, counters, unknown if counters is None else ""
@@ -164,7 +164,7 @@ def as_tree(result: Audit, evidence: Evidence, group: int | None = None) -> dict
         "trained": result.count(TRAINED),
         "dropped": result.reasons(DROPPED),
         "failed": result.reasons(FAILED),
-        "in_flight": len(result.groups) - sum(result.count(ending) for ending in ENDINGS),
+        "in_flight": len(result.groups) - sum(result.count(ending) for ending in OUTCOMES),
         "steps": result.lineage.last,
         "steps_repeated": result.lineage.repeated,
         "steps_skipped": result.lineage.skipped,
@@ -179,7 +179,7 @@ def _show(result: Audit, evidence: Evidence, folder: Path, console: Console, gro
     if group is not None:
         console.print(_describe_life(result.groups[group]))
         return
-    in_flight = len(result.groups) - sum(result.count(ending) for ending in ENDINGS)
+    in_flight = len(result.groups) - sum(result.count(ending) for ending in OUTCOMES)
     table = Table(title=f"{folder}", title_justify="left", show_header=False, box=None)
     table.add_row("groups admitted", str(len(result.groups)))
     table.add_row("= trained", str(result.count(TRAINED)))

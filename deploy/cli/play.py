@@ -47,7 +47,7 @@ def play(
     template: Annotated[
         str | None,
         typer.Option(
-            help="User message of a turn, in place of `agent_template`; `{image}` in it shows the env's picture.",
+            help="User message of a turn, in place of `agent_template`; `{image}` in it shows the env's image.",
             show_default=False,
         ),
     ] = None,
@@ -114,7 +114,7 @@ async def _play(
     from offbeat.deploy.play.policy import policy_folder
     from offbeat.deploy.play.session import load_sampler
     from offbeat.deploy.play.target import check_rendering, remove_token_limits
-    from offbeat.deploy.report.episodes import make_with_pictures, write_gif, write_html
+    from offbeat.deploy.report.episodes import make_rendered, write_gif, write_html
     from offbeat.envs import registry
 
     spoken = agent in ("human", "random") or endpoint is not None
@@ -124,7 +124,7 @@ async def _play(
     chat = load_chat(folder)
     check_rendering(setting.env, chat)
     setting = remove_token_limits(setting) if spoken else setting
-    make = make_with_pictures if render else registry.make
+    make = make_rendered if render else registry.make
     made = make(setting.env.env_type, setting.env.env_config)
     try:
         if endpoint:
@@ -146,7 +146,7 @@ async def _play(
         if render.suffix == ".html":
             write_html(render, [played], title=f"{setting.tag}, seed {seed}")
         elif not write_gif(render, [played]):
-            _exit_usage(f"{setting.env.env_type} draws no pictures (render_mode rgb_array): write .html instead")
+            _exit_usage(f"{setting.env.env_type} draws no images (render_mode rgb_array): write .html instead")
         typer.echo(f"wrote {render}")
 
 

@@ -27,7 +27,7 @@ from offbeat.services.redis.server import EmbeddedRedis
 from offbeat.services.telemetry import RedisMetrics
 
 PAGE = 5000
-PATIENCE_S = 3.0
+REDIS_TIMEOUT_S = 3.0
 
 
 def remake_report(run: str, redis_url: str | None = None) -> int:
@@ -109,7 +109,7 @@ def _redis_of(folder: Path, config: RunConfig, url: str | None) -> Iterator[Redi
     running = read_endpoints(folder)
     url = url or config.redis.url or (running.redis_url if running else None)
     if url is not None:
-        with connect(url, patience_s=PATIENCE_S) as redis:
+        with connect(url, patience_s=REDIS_TIMEOUT_S) as redis:
             yield redis
         return
     if not (folder / "redis").is_dir():

@@ -187,7 +187,7 @@ class TrainCommand:
                 answered_at = time.monotonic()
                 self._last = view
                 self._view.show(view, self._history)
-                if view.state.over or _has_trained(view):
+                if view.state.is_terminal or _has_trained(view):
                     return view
             await asyncio.sleep(WATCH_POLL_S)
 

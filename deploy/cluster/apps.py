@@ -99,7 +99,7 @@ def control(args: dict[str, Any]) -> Application:
     return control_app.build(
         control_app.ControlSettings(
             redis_url=arguments.redis_url,
-            wiring=RUN_FACTORY_PATH,
+            factory=RUN_FACTORY_PATH,
             token=_read_token("token_file", arguments.token_file),
             read_token=_read_token("read_token_file", arguments.read_token_file),
             log_dir=working_dir / arguments.log_dir,

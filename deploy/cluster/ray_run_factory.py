@@ -30,7 +30,7 @@ from offbeat.services.generation.config import app_name
 from offbeat.services.generation.tenancy import APP, EngineOffer, read_offers
 from offbeat.services.keys import RunKeys, claims_key
 from offbeat.services.process import bind_to_thread
-from offbeat.services.redis.url import place
+from offbeat.services.redis.url import redact
 from offbeat.trainer.cli import REDIS_VARIABLE
 from offbeat.trainer.config.issue import ConfigIssue
 
@@ -82,7 +82,7 @@ class RayRunFactory(MeshRunFactory):
     def _find_active_run(self, run_id: str) -> RunConfig | None:
         """Return the active run, so that resubmission keeps its application."""
         config, state = cast(list[bytes | None], self._redis.hmget(RunKeys(run_id).record, ["config", "state"]))
-        if config is None or state is None or RunState(state.decode()).over:
+        if config is None or state is None or RunState(state.decode()).is_terminal:
             return None
         return RunConfig.model_validate_json(config)
 
@@ -95,7 +95,7 @@ class RayRunFactory(MeshRunFactory):
         if holder is None or holder.decode() == run_id:
             return True
         state = cast(bytes | None, self._redis.hget(RunKeys(holder.decode()).record, "state"))
-        return state is None or RunState(state.decode()).over
+        return state is None or RunState(state.decode()).is_terminal
 
     def build_mesh(self, record: RunRecord) -> RunComponents:
         config = RunConfig.model_validate_json(record.config)
@@ -116,7 +116,7 @@ class RayRunFactory(MeshRunFactory):
         await asyncio.to_thread(self._run_report, folder)
 
     def _run_report(self, folder: Path) -> None:
-        command = f"offbeat report {shlex.quote(str(folder))} --redis {place(self._redis_url)}"
+        command = f"offbeat report {shlex.quote(str(folder))} --redis {redact(self._redis_url)}"
         try:
             process = subprocess.run(
                 bind_to_thread([sys.executable, "-m", "offbeat.deploy.cli.app", "report", str(folder)]),

@@ -60,7 +60,7 @@ from offbeat.services.keys import RunKeys
 from offbeat.services.process import JsonLines, free_port
 from offbeat.services.redis.connection import connect, connect_async
 from offbeat.services.redis.server import EmbeddedRedis
-from offbeat.services.redis.url import place, refusal
+from offbeat.services.redis.url import connection_problem, redact
 from offbeat.services.retry import retry_until_answered
 from offbeat.services.telemetry import RedisMetrics
 from offbeat.services.weights.transports.factory import cleanup
@@ -126,7 +126,7 @@ class LocalMesh:
 
     @property
     def redis_address(self) -> str:
-        return place(self._redis_url)
+        return redact(self._redis_url)
 
     async def start(self) -> ControlClient:
         """Start everything and submit the run.
@@ -145,7 +145,7 @@ class LocalMesh:
         self._record_timing("ray")
         arguments = LocalControlArgs(
             redis_url=self._redis_url,
-            wiring=RUN_FACTORY_PATH,
+            factory=RUN_FACTORY_PATH,
             token=control.token,
             read_token=control.read_token,
             reconcile_s=control.reconcile_s,
@@ -166,7 +166,7 @@ class LocalMesh:
             self._server = EmbeddedRedis(self._folder / "redis", self._config.redis)
             await asyncio.get_running_loop().run_in_executor(self._redis_thread, self._server.start)
             self._redis_url = self._server.url
-        elif reason := await asyncio.to_thread(refusal, self._redis_url):
+        elif reason := await asyncio.to_thread(connection_problem, self._redis_url):
             raise MeshError(f"redis.url: {reason}")
         self._redis = connect(self._redis_url)
         self._record_timing("redis")

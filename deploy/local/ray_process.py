@@ -36,7 +36,7 @@ class LocalControlArgs:
     """`ControlSettings` as JSON values."""
 
     redis_url: str
-    wiring: str
+    factory: str
     token: str | None
     read_token: str | None
     reconcile_s: float
@@ -92,7 +92,7 @@ def start_control(arguments: LocalControlArgs) -> None:
 
     settings = ControlSettings(
         redis_url=arguments.redis_url,
-        wiring=arguments.wiring,
+        factory=arguments.factory,
         token=arguments.token,
         read_token=arguments.read_token,
         reconcile_s=arguments.reconcile_s,

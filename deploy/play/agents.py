@@ -14,7 +14,7 @@ from offbeat.envs.tools.tool_calls import MCP_INSTRUCTION
 from offbeat.services.chat.append_only import ChatFormat, ChatMessageDict
 from offbeat.services.chat.template import ChatTemplate
 from offbeat.services.chat.tool_templates import load_playing_format
-from offbeat.services.messages.types import Completion, Picture, VersionSpan
+from offbeat.services.messages.types import Completion, PromptImage, VersionSpan
 
 START, END, IMAGE = "<|im_start|>", "<|im_end|>", "<|image|>"
 
@@ -34,7 +34,7 @@ class TextSampler:
         self._respond = respond
         self._chat = chat
 
-    async def __call__(self, _: tuple[int, ...], max_tokens: int, __: tuple[Picture, ...] = ()) -> Completion:
+    async def __call__(self, _: tuple[int, ...], max_tokens: int, __: tuple[PromptImage, ...] = ()) -> Completion:
         ids = (*self._chat.encode(self._respond()), self._chat.end_id)[:max_tokens]
         return Completion("", ids, (0.0,) * len(ids), (VersionSpan(0, len(ids), 0),))
 

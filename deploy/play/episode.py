@@ -9,7 +9,7 @@ import typer
 
 from offbeat.deploy.play.target import PlayTarget
 from offbeat.deploy.report.episodes import (
-    Picture,
+    Frame,
     PlayedEpisode,
     RecordedEpisode,
     render_frame,
@@ -20,16 +20,16 @@ from offbeat.services.messages.types import (
     Completion,
     EpisodeKind,
     EpisodeTask,
+    PromptImage,
     Sampling,
     Trajectory,
 )
-from offbeat.services.messages.types import Picture as PromptPicture
 from offbeat.services.rollout.envs.runners import (
     StepResult,
-    do_picture,
     do_reset,
     do_step,
-    traits_of,
+    read_traits,
+    render_png,
 )
 from offbeat.services.rollout.episodes.episode import EpisodePlan, Sample, play
 
@@ -42,15 +42,15 @@ class TracedEnv:
     write: WriteLine
     observations: list[str] = field(default_factory=list[str])
     answers: list[str] = field(default_factory=list[str])
-    pictures: list[Picture | None] = field(default_factory=list["Picture | None"])
+    frames: list[Frame | None] = field(default_factory=list["Frame | None"])
 
     async def reset(self, seed: int) -> str:
         observation = do_reset(self.env, seed)
         self._record_observation(observation)
         return observation
 
-    async def picture(self) -> bytes:
-        return do_picture(self.env)
+    async def image(self) -> bytes:
+        return render_png(self.env)
 
     async def step(self, action: str) -> StepResult:
         result = do_step(self.env, action)
@@ -63,7 +63,7 @@ class TracedEnv:
 
     def _record_observation(self, observation: str) -> None:
         self.observations.append(observation)
-        self.pictures.append(render_frame(self.env))
+        self.frames.append(render_frame(self.env))
 
 
 class TracedSampler:
@@ -76,7 +76,7 @@ class TracedSampler:
         self._turn = 0
 
     async def __call__(
-        self, prompt: Sequence[int], max_tokens: int, pictures: tuple[PromptPicture, ...] = ()
+        self, prompt: Sequence[int], max_tokens: int, images: tuple[PromptImage, ...] = ()
     ) -> Completion:
         self._turn += 1
         self._write(typer.style(f"-- turn {self._turn} " + "-" * 40, dim=True))
@@ -88,12 +88,10 @@ class TracedSampler:
                 else 0
             )
             count = f"{len(prompt) - known} new of {len(prompt)}"
-            self._write(_line("prompt", count, self._prompt_pieces(prompt, known, pictures)))
-        elif pictures:
-            self._write(_line("picture", f"{len(pictures[-1].png)} bytes of PNG"))
-        completion = await (
-            self._sample(prompt, max_tokens, pictures) if pictures else self._sample(prompt, max_tokens)
-        )
+            self._write(_line("prompt", count, self._prompt_pieces(prompt, known, images)))
+        elif images:
+            self._write(_line("image", f"{len(images[-1].png)} bytes of PNG"))
+        completion = await (self._sample(prompt, max_tokens, images) if images else self._sample(prompt, max_tokens))
         self._previous_tokens = (*prompt, *completion.token_ids)
         if self._show_tokens:
             logprob = sum(completion.logprobs)
@@ -101,15 +99,15 @@ class TracedSampler:
             self._write(_line("completion", summary, self._pieces(completion.token_ids)))
         return completion
 
-    def _prompt_pieces(self, prompt: Sequence[int], known: int, pictures: tuple[PromptPicture, ...]) -> str:
+    def _prompt_pieces(self, prompt: Sequence[int], known: int, images: tuple[PromptImage, ...]) -> str:
         """Render the prompt from token `known` on."""
         pieces: list[str] = []
-        for picture in pictures:
-            if picture.start >= known:
-                name = self._chat.token_text(prompt[picture.start])
-                pieces.append(self._pieces(prompt[known : picture.start]))
-                pieces.append(f"[picture: {picture.count} x {prompt[picture.start]}:{name!r}]")
-                known = picture.start + picture.count
+        for image in images:
+            if image.start >= known:
+                name = self._chat.token_text(prompt[image.start])
+                pieces.append(self._pieces(prompt[known : image.start]))
+                pieces.append(f"[image: {image.count} x {prompt[image.start]}:{name!r}]")
+                known = image.start + image.count
         return " ".join([*pieces, self._pieces(prompt[known:])])
 
     def _pieces(self, ids: Sequence[int]) -> str:
@@ -132,7 +130,7 @@ async def trace_episode(
         EpisodeError: it failed.
     """
     traced = TracedEnv(env, write)
-    traits = traits_of(env)
+    traits = read_traits(env)
     write(f"{target.tag}, seed {seed}; at most {target.env.max_steps} turns")
     system = target.env.agent_system_template
     write(_line("system", repr(traits.system_prompt if system is None else system)))
@@ -160,9 +158,9 @@ def _to_played_episode(target: PlayTarget, seed: int, traced: TracedEnv, traject
         reward=trajectory.reward,
         success=None if success is None else success > 0,
     )
-    drawn = tuple(picture for picture in traced.pictures if isinstance(picture, np.ndarray))
-    pictures = drawn if len(drawn) == len(traced.pictures) else ()
-    return PlayedEpisode(recorded, tuple(traced.observations), pictures)
+    drawn = tuple(frame for frame in traced.frames if isinstance(frame, np.ndarray))
+    frames = drawn if len(drawn) == len(traced.frames) else ()
+    return PlayedEpisode(recorded, tuple(traced.observations), frames)
 
 
 def _line(name: str, *parts: str) -> str:

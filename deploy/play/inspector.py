@@ -45,7 +45,7 @@ def render_episodes(path: Path, *, colour: Colour, episode: int | None, limit: i
         yield _render_heading(
             number, recorded.tag, recorded.seed, recorded.reward, recorded.success, recorded.stop_reason
         )
-        rendered = _render_pictures(recorded)
+        rendered = _render_images(recorded)
         yield "".join(rendered.get(i, _render_token(recorded, i, colour)) for i in range(len(recorded.tokens)))
         rewards = ", ".join(f"{reward:g}" for reward in recorded.turn_rewards)
         yield typer.style(
@@ -108,10 +108,10 @@ def _render_heading(number: int, tag: str, seed: int, reward: float, success: bo
     return typer.style(f"\n== episode {number}: {tag}, seed {seed}: {summary} ==", bold=True)
 
 
-def _render_pictures(recorded: RecordedTokens) -> dict[int, str]:
+def _render_images(recorded: RecordedTokens) -> dict[int, str]:
     shown: dict[int, str] = {}
-    for start, count, png in zip(recorded.picture_starts, recorded.picture_tokens, recorded.pictures, strict=True):
-        mark = f"[picture: {count} tokens, {len(png)} bytes of PNG] "
+    for start, count, png in zip(recorded.image_starts, recorded.image_tokens, recorded.images, strict=True):
+        mark = f"[image: {count} tokens, {len(png)} bytes of PNG] "
         shown |= dict.fromkeys(range(start, start + count), "")
         shown[start] = typer.style(mark, fg=typer.colors.CYAN)
     return shown

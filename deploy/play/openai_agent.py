@@ -10,7 +10,7 @@ import httpx
 
 from offbeat.deploy.play.agents import END, START
 from offbeat.services.chat.append_only import ChatFormat
-from offbeat.services.messages.types import Completion, Picture, VersionSpan
+from offbeat.services.messages.types import Completion, PromptImage, VersionSpan
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
 REQUEST_TIMEOUT_S = 300.0
@@ -34,10 +34,12 @@ class OpenAISampler:
         self._url = url.rstrip("/")
         self.model = model or self._first_model()
 
-    async def __call__(self, prompt: Sequence[int], max_tokens: int, pictures: tuple[Picture, ...] = ()) -> Completion:
+    async def __call__(
+        self, prompt: Sequence[int], max_tokens: int, images: tuple[PromptImage, ...] = ()
+    ) -> Completion:
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": parse_conversation(self._chat, tuple(prompt), pictures),
+            "messages": parse_conversation(self._chat, tuple(prompt), images),
         }
         if self._temperature is not None:
             body["temperature"] = self._temperature
@@ -74,23 +76,23 @@ class OpenAISampler:
 
 
 def parse_conversation(
-    chat: ChatFormat, prompt: tuple[int, ...], pictures: Sequence[Picture] = ()
+    chat: ChatFormat, prompt: tuple[int, ...], images: Sequence[PromptImage] = ()
 ) -> list[dict[str, Any]]:
     """Parse a byte-level ChatML prompt into OpenAI's messages."""
-    pngs = {picture.start: picture.png for picture in pictures}
+    pngs = {image.start: image.png for image in images}
     messages: list[dict[str, Any]] = []
     start = 0
     for position, token in enumerate(prompt):
         if (text := chat.token_text(token)) == START:
             start = position + 1
         elif text == END:
-            picture_positions = [at for at in pngs if start <= at < position]
-            role, _, content = chat.answer(prompt[start : min(picture_positions, default=position)]).partition("\n")
+            image_positions = [at for at in pngs if start <= at < position]
+            role, _, content = chat.answer(prompt[start : min(image_positions, default=position)]).partition("\n")
             messages.append({"role": role, "content": content})
-            if picture_positions:
-                borders = [*picture_positions, position]
+            if image_positions:
+                borders = [*image_positions, position]
                 texts = [chat.answer(prompt[at + 1 : end]) for at, end in pairwise(borders)]
-                messages[-1]["content"] = _build_parts(content, [pngs[at] for at in picture_positions], texts)
+                messages[-1]["content"] = _build_parts(content, [pngs[at] for at in image_positions], texts)
     return messages
 
 

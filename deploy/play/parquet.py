@@ -33,17 +33,17 @@ class RecordedTokens:
     turn_rewards: list[float]
     messages: list[str]
     """System prompt, then alternating observations and answers."""
-    pictures: list[bytes]
-    picture_starts: list[int]
+    images: list[bytes]
+    image_starts: list[int]
     """Position of each image's first token."""
-    picture_tokens: list[int]
+    image_tokens: list[int]
 
 
 def decode_episode(trajectory: Trajectory, chat: ChatFormat) -> RecordedTokens:
     segments = trajectory.segments
     starts = [sum(len(segment.tokens) for segment in segments[:i]) for i in range(len(segments))]
     tokens = [int(token) for segment in segments for token in segment.tokens]
-    shown = [(start, p) for start, segment in zip(starts, segments, strict=True) for p in segment.pictures]
+    shown = [(start, p) for start, segment in zip(starts, segments, strict=True) for p in segment.images]
     success = trajectory.metrics.get("success")
     return RecordedTokens(
         tag=trajectory.tag,
@@ -62,9 +62,9 @@ def decode_episode(trajectory: Trajectory, chat: ChatFormat) -> RecordedTokens:
         turn_ends=[starts[turn.segment] + turn.end for turn in trajectory.turns],
         turn_rewards=[turn.reward for turn in trajectory.turns],
         messages=list(trajectory.text),
-        pictures=[picture.png for _, picture in shown],
-        picture_starts=[start + picture.start for start, picture in shown],
-        picture_tokens=[picture.count for _, picture in shown],
+        images=[image.png for _, image in shown],
+        image_starts=[start + image.start for start, image in shown],
+        image_tokens=[image.count for _, image in shown],
     )
 
 
@@ -124,9 +124,9 @@ SCHEMA = {
     "turn_ends": "ints",
     "turn_rewards": "floats",
     "messages": "texts",
-    "pictures": "files",
-    "picture_starts": "ints",
-    "picture_tokens": "ints",
+    "images": "files",
+    "image_starts": "ints",
+    "image_tokens": "ints",
 }
 
 

@@ -10,7 +10,7 @@ from offbeat.deploy.config.errors import ConfigError
 from offbeat.services.messages.types import (
     Completion,
     FinishReason,
-    Picture,
+    PromptImage,
     VersionSpan,
 )
 from offbeat.trainer.config.issue import ConfigIssue
@@ -43,7 +43,7 @@ def parse_version(folder: Path) -> int:
 class PromptRequest(NamedTuple):
     prompt: tuple[int, ...]
     max_tokens: int
-    pictures: tuple[Picture, ...] = ()
+    images: tuple[PromptImage, ...] = ()
 
 
 class SamplingParams(NamedTuple):
@@ -128,9 +128,11 @@ class BatchingSampler:
         self._waiting: list[tuple[PromptRequest, asyncio.Future[Completion]]] = []
         self._task: asyncio.Task[None] | None = None
 
-    async def __call__(self, prompt: Sequence[int], max_tokens: int, pictures: tuple[Picture, ...] = ()) -> Completion:
+    async def __call__(
+        self, prompt: Sequence[int], max_tokens: int, images: tuple[PromptImage, ...] = ()
+    ) -> Completion:
         future = asyncio.get_running_loop().create_future()
-        self._waiting.append((PromptRequest(tuple(prompt), min(max_tokens, self._max_new_tokens), pictures), future))
+        self._waiting.append((PromptRequest(tuple(prompt), min(max_tokens, self._max_new_tokens), images), future))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._complete_batches())
         return await future

@@ -23,10 +23,10 @@ from offbeat.services.rollout.envs.pool import EnvPool
 from offbeat.services.rollout.envs.runners import (
     EnvTraits,
     StepResult,
-    do_picture,
     do_reset,
     do_step,
-    traits_of,
+    read_traits,
+    render_png,
 )
 from offbeat.services.rollout.episodes.episode import (
     EpisodePlan,
@@ -67,8 +67,8 @@ class _LocalEnv:
     async def step(self, action: str) -> StepResult:
         return do_step(self.env, action)
 
-    async def picture(self) -> bytes:
-        return do_picture(self.env)
+    async def image(self) -> bytes:
+        return render_png(self.env)
 
 
 def build_tasks(config: RunConfig, request: EpisodeRequest) -> list[Task]:
@@ -149,7 +149,7 @@ async def _play(
         )
         env = _LocalEnv(registry.make(target.env.env_type, held_out))
         agent = make_random_agent(env.env, request.seed * 1_000_003 + number)
-        return await run(env, traits_of(env.env), TextSampler(agent, chat))
+        return await run(env, read_traits(env.env), TextSampler(agent, chat))
     lease = await pool.take(task.tag, request.kind)
     finished = False
     try:

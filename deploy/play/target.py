@@ -11,7 +11,7 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.envs import registry
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.rollout.config import CustomEnv
-from offbeat.services.rollout.envs.runners import traits_of
+from offbeat.services.rollout.envs.runners import read_traits
 from offbeat.trainer.config.issue import ConfigIssue
 
 UNBOUNDED_TOKENS = 1_000_000
@@ -53,7 +53,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
             f"custom_envs.{tag}.agent_runner", "external agents receive text only: remove {image} from agent_template"
         )
         for tag, env in config.custom_envs.items()
-        if env.shows_pictures and env.agent_runner
+        if env.shows_images and env.agent_runner
     ]
     if problems:
         raise ConfigError(problems, str(path))
@@ -79,11 +79,11 @@ def check_rendering(env: CustomEnv, chat: ChatFormat) -> None:
     Raises:
         RolloutError: it does not.
     """
-    if env.shows_pictures:
+    if env.shows_images:
         _ = chat.image_tokens
     instance = registry.make(env.env_type, env.env_config)
     try:
-        if traits_of(instance).functions:
+        if read_traits(instance).functions:
             chat.calling(env.tool_call_parser)
     finally:
         instance.close()
@@ -119,7 +119,7 @@ def find_target(
         custom = CustomEnv.model_validate({**target.env.model_dump(), **changes})
     except ValidationError as error:
         raise ConfigError([ConfigIssue("--template", error.errors()[0]["msg"])], env) from error
-    if custom.shows_pictures and "render_mode" in registry.setting_names(custom.env_type):
+    if custom.shows_images and "render_mode" in registry.setting_names(custom.env_type):
         custom = custom.model_copy(update={"env_config": {"render_mode": "rgb_array", **custom.env_config}})
     target = replace(target, env=custom)
     problems = registry.check_env_config(target.env.env_type, target.env.env_config)

@@ -26,7 +26,7 @@ from offbeat.deploy.play.policy import (
     build_completion,
     parse_version,
 )
-from offbeat.services.chat.vision import PictureReader, stack_images
+from offbeat.services.chat.vision import ImageProcessor, stack_images
 from offbeat.services.messages.types import Completion
 from offbeat.trainer.models.packing import Packing
 from offbeat.trainer.models.vision import rope_positions
@@ -40,7 +40,7 @@ class VisionPolicy:
             RolloutError: no image processor.
         """
         disable_progress_bar()
-        self._reader = PictureReader(folder)
+        self._reader = ImageProcessor(folder)
         self._model = AutoModelForImageTextToText.from_pretrained(folder, local_files_only=True).float().eval()
         self._embed: Any = self._model.get_input_embeddings()
         self._stop_ids = torch.tensor(list(stop_ids))
@@ -93,15 +93,15 @@ class VisionPolicy:
     def _read(self, request: PromptRequest) -> tuple[Tensor, Tensor]:
         """Return embeddings [N, D], with image features, and positions [4, N + 1]."""
         embedded = self._embed(torch.tensor(request.prompt))
-        images = [self._reader.pixels(picture.png) for picture in request.pictures]
+        images = [self._reader.pixels(image.png) for image in request.images]
         if images:
             patches, grids = map(torch.from_numpy, stack_images(images))
             features = torch.cat(self._model.model.get_image_features(patches, grids, return_dict=True).pooler_output)
-            positions = torch.cat([torch.arange(p.start, p.start + p.count) for p in request.pictures])
+            positions = torch.cat([torch.arange(p.start, p.start + p.count) for p in request.images])
             embedded = embedded.index_copy(0, positions, features)
         packing = Packing.of(torch.tensor([0, len(request.prompt) + 1]))
         grids = [image.grid for image in images]
-        return embedded, rope_positions(packing, request.pictures, grids, self._reader.merge)[:, 0]
+        return embedded, rope_positions(packing, request.images, grids, self._reader.merge)[:, 0]
 
 
 def _make_token_sampler(params: SamplingParams) -> Callable[[Tensor], tuple[Tensor, Tensor]]:

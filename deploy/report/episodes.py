@@ -17,10 +17,10 @@ import numpy.typing as npt
 from offbeat.deploy.config.run import RunConfig
 from offbeat.envs import registry
 
-Picture = npt.NDArray[np.uint8]
+Frame = npt.NDArray[np.uint8]
 FRAME_MS = 400
 HOLD_FRAMES = 3
-"""Frames of an episode's last picture."""
+"""Repetitions of an episode's last frame."""
 BORDER = 4
 TITLE_HEIGHT = 24
 COLORS = {True: (60, 160, 75), False: (200, 60, 60), None: (150, 150, 150)}
@@ -56,7 +56,7 @@ class PlayedEpisode:
     recorded: RecordedEpisode
     observations: tuple[str, ...]
     """One more than answers."""
-    pictures: tuple[Picture, ...]
+    frames: tuple[Frame, ...]
     """One more than answers, or none."""
 
 
@@ -66,30 +66,30 @@ def play_again(config: RunConfig, recorded: RecordedEpisode) -> PlayedEpisode:
     settings = dict(custom.env_config)
     if recorded.held_out:
         settings = registry.held_out_config(custom.env_type, settings)
-    env = make_with_pictures(custom.env_type, settings)
+    env = make_rendered(custom.env_type, settings)
     try:
         observation, _ = env.reset(seed=recorded.seed)
-        observations, pictures = [str(observation)], [render_frame(env)]
+        observations, frames = [str(observation)], [render_frame(env)]
         for answer in recorded.answers:
             observation, _, terminated, truncated, _ = env.step(answer)
             observations.append(str(observation))
-            pictures.append(render_frame(env))
+            frames.append(render_frame(env))
             if terminated or truncated:
                 break
     finally:
         env.close()
-    drawn = tuple(picture for picture in pictures if picture is not None)
-    return PlayedEpisode(recorded, tuple(observations), drawn if len(drawn) == len(pictures) else ())
+    drawn = tuple(frame for frame in frames if frame is not None)
+    return PlayedEpisode(recorded, tuple(observations), drawn if len(drawn) == len(frames) else ())
 
 
-def make_with_pictures(env_type: str, settings: dict[str, Any]) -> registry.TextEnv:
+def make_rendered(env_type: str, settings: dict[str, Any]) -> registry.TextEnv:
     """Create the env, rendered if supported. Raises ValueError."""
-    with_pictures = {**settings, "render_mode": "rgb_array"}
-    drawable = not registry.check_env_config(env_type, with_pictures)
-    return registry.make(env_type, with_pictures if drawable else settings)
+    rendering = {**settings, "render_mode": "rgb_array"}
+    drawable = not registry.check_env_config(env_type, rendering)
+    return registry.make(env_type, rendering if drawable else settings)
 
 
-def render_frame(env: registry.TextEnv) -> Picture | None:
+def render_frame(env: registry.TextEnv) -> Frame | None:
     """Return the rendering, if any."""
     try:
         drawn: Any = env.render()
@@ -107,20 +107,20 @@ def write_gif(path: Path, episodes: Sequence[PlayedEpisode], *, columns: int = 4
     """
     from PIL import Image
 
-    drawable = [episode for episode in episodes if episode.pictures]
+    drawable = [episode for episode in episodes if episode.frames]
     if not drawable:
         return False
     titles = list(dict.fromkeys(episode.recorded.title for episode in drawable))
     blocks = [[episode for episode in drawable if episode.recorded.title == title] for title in titles]
     columns = min(columns, max(len(block) for block in blocks))
-    frames = max(len(episode.pictures) for episode in drawable) + HOLD_FRAMES
+    num_frames = max(len(episode.frames) for episode in drawable) + HOLD_FRAMES
     images = [
         Image.fromarray(
             np.concatenate(
                 [_add_title(title, _mosaic(b, at, columns)) for title, b in zip(titles, blocks, strict=True)]
             )
         )
-        for at in range(frames)
+        for at in range(num_frames)
     ]
     # One palette for all frames: left to itself, Pillow picks one per frame, and colours flicker.
     palette = images[-1].quantize(64)
@@ -129,30 +129,30 @@ def write_gif(path: Path, episodes: Sequence[PlayedEpisode], *, columns: int = 4
     return True
 
 
-def _add_title(title: str, picture: Picture) -> Picture:
+def _add_title(title: str, frame: Frame) -> Frame:
     from PIL import Image, ImageDraw
 
-    line = Image.new("RGB", (picture.shape[1], TITLE_HEIGHT), "white")
+    line = Image.new("RGB", (frame.shape[1], TITLE_HEIGHT), "white")
     ImageDraw.Draw(line).text((BORDER, 2), title, fill=(40, 40, 40), font_size=TITLE_HEIGHT - 8)
-    return np.concatenate([np.asarray(line, dtype=np.uint8), picture])
+    return np.concatenate([np.asarray(line, dtype=np.uint8), frame])
 
 
-def _mosaic(episodes: Sequence[PlayedEpisode], at: int, columns: int) -> Picture:
+def _mosaic(episodes: Sequence[PlayedEpisode], at: int, columns: int) -> Frame:
     """Return a frame of all episodes, [height, width, 3]; ended ones in a border."""
     height, width = (
-        max(picture.shape[axis] for episode in episodes for picture in episode.pictures) + 2 * BORDER for axis in (0, 1)
+        max(frame.shape[axis] for episode in episodes for frame in episode.frames) + 2 * BORDER for axis in (0, 1)
     )
     rows = -(-len(episodes) // columns)
     canvas = np.full((rows * height, columns * width, 3), 255, dtype=np.uint8)
     for place, episode in enumerate(episodes):
         row, column = divmod(place, columns)
         top, left = row * height, column * width
-        ended = at >= len(episode.pictures) - 1
-        picture = episode.pictures[min(at, len(episode.pictures) - 1)]
+        ended = at >= len(episode.frames) - 1
+        frame = episode.frames[min(at, len(episode.frames) - 1)]
         color = COLORS[episode.recorded.success] if ended else (225, 225, 225)
         canvas[top : top + height, left : left + width] = color
-        inner = canvas[top + BORDER : top + BORDER + picture.shape[0], left + BORDER : left + BORDER + picture.shape[1]]
-        inner[:] = picture
+        inner = canvas[top + BORDER : top + BORDER + frame.shape[0], left + BORDER : left + BORDER + frame.shape[1]]
+        inner[:] = frame
     return canvas
 
 
@@ -173,19 +173,19 @@ def _article(episode: PlayedEpisode) -> str:
     heading = f"{html.escape(recorded.title)}: {html.escape(recorded.tag)}, seed {recorded.seed}"
     turns: list[str] = []
     for i, observation in enumerate(episode.observations):
-        picture = f"<img alt='' src='{_data_url(episode.pictures[i])}'>" if episode.pictures else ""
+        frame = f"<img alt='' src='{_data_url(episode.frames[i])}'>" if episode.frames else ""
         answer = recorded.answers[i].strip() if i < len(recorded.answers) else "end"
-        text = "" if picture else f"<pre>{html.escape(observation)}</pre>"
-        turns.append(f"<figure>{picture}{text}<figcaption>&#8594; {html.escape(answer)}</figcaption></figure>")
+        text = "" if frame else f"<pre>{html.escape(observation)}</pre>"
+        turns.append(f"<figure>{frame}{text}<figcaption>&#8594; {html.escape(answer)}</figcaption></figure>")
     return (
         f"<article><h2>{heading}</h2><p>reward {recorded.reward:g} {outcome}</p>"
         f"<div class=turns>{''.join(turns)}</div></article>"
     )
 
 
-def _data_url(picture: Picture) -> str:
+def _data_url(frame: Frame) -> str:
     from PIL import Image
 
     buffer = io.BytesIO()
-    Image.fromarray(picture).quantize(32).save(buffer, format="PNG", optimize=True)
+    Image.fromarray(frame).quantize(32).save(buffer, format="PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

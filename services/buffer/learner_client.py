@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 MAX_PREFETCHED_GROUPS = 16
 """Groups per round trip."""
-ENDINGS = (b"stopped", b"killed")
+STOP_STATES = (b"stopped", b"killed")
 """Desired states that end the learner."""
 
 
@@ -96,7 +96,7 @@ class RedisLearnerBuffer:
     def adopt(self, step: int) -> Boundary:
         paused, desired, flat = self._run("adopt", self._epoch, step)
         changes = tuple(decode_change(flat[i], int(flat[i + 1])) for i in range(0, len(flat), 2))
-        return Boundary(changes, bool(paused), desired in ENDINGS)
+        return Boundary(changes, bool(paused), desired in STOP_STATES)
 
     def suggest(self, step: int, values: Mapping[str, float], why: str, *, if_lost: bool = False) -> bool:
         """Request settings before `adopt(step)`; return False if the step was decided before or its weights exist.

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from offbeat.services.chat.image_tokens import ImageReader, ImageTokens
 from offbeat.services.chat.template import ChatTemplate, load_chat_template
 from offbeat.services.chat.tokenizer import load_tokenizer
-from offbeat.services.chat.vision import PictureReader
+from offbeat.services.chat.vision import ImageProcessor
 from offbeat.services.errors import RolloutError
 
 ChatMessageDict = dict[str, str]
@@ -184,7 +184,7 @@ def load_chat_format(folder: Path, calling: FunctionTemplate | None = None) -> C
         return cast(str, tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
 
     def reader() -> ImageReader:
-        return PictureReader(folder)
+        return ImageProcessor(folder)
 
     eos = tokenizer.eos_token_id
     return ChatFormat(
@@ -229,10 +229,10 @@ def _image_placeholder(render: Render) -> str:
         plain = render([{"role": "user", "content": MARKS[1]}], True)
         with_image = render([cast(ChatMessageDict, {"role": "user", "content": parts})], True)
     except (TemplateError, TypeError) as error:
-        raise RolloutError(f"the chat template writes no pictures: {error}") from error
+        raise RolloutError(f"the chat template renders no images: {error}") from error
     before, after = (text.partition(MARKS[1]) for text in (plain, with_image))
     if not after[0].startswith(before[0]) or after[0] == before[0] or after[2] != before[2]:
-        raise RolloutError("the chat template writes no pictures: the model must be one that sees, such as Qwen2.5-VL")
+        raise RolloutError("the chat template renders no images: use a vision-language model, such as Qwen2.5-VL")
     return after[0].removeprefix(before[0])
 
 

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from offbeat.services.errors import EpisodeError
-from offbeat.services.messages.types import Picture
+from offbeat.services.messages.types import PromptImage
 
 
 class ImageReader(Protocol):
-    """Counts image tokens (`vision.PictureReader`)."""
+    """Counts image tokens (`vision.ImageProcessor`)."""
 
     image_token_id: int
 
@@ -25,25 +25,27 @@ class ImageTokens:
     """Placeholder in a message."""
     reader: ImageReader
 
-    def place(self, ids: tuple[int, ...], png: bytes, num_pictures: int) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
+    def place(
+        self, ids: tuple[int, ...], png: bytes, num_images: int
+    ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
         """Expand a prompt's placeholders, all for one image; positions count from its start.
 
         Raises:
-            EpisodeError: not `num_pictures` placeholders (an observation may contain one), or an unreadable image.
+            EpisodeError: not `num_images` placeholders (an observation may contain one), or an unreadable image.
         """
         placeholder = self.reader.image_token_id
-        if ids.count(placeholder) != num_pictures:
-            raise EpisodeError("bad_observation", f"{ids.count(placeholder)} placeholders for {num_pictures} pictures")
+        if ids.count(placeholder) != num_images:
+            raise EpisodeError("bad_observation", f"{ids.count(placeholder)} placeholders for {num_images} images")
         try:
             count = self.reader.count(png)
         except ValueError as error:
-            raise EpisodeError("bad_picture", str(error)) from error
+            raise EpisodeError("bad_image", str(error)) from error
         expanded: list[int] = []
-        pictures: list[Picture] = []
+        images: list[PromptImage] = []
         for token in ids:
             if token == placeholder:
-                pictures.append(Picture(len(expanded), count, png))
+                images.append(PromptImage(len(expanded), count, png))
                 expanded += [placeholder] * count
             else:
                 expanded.append(token)
-        return tuple(expanded), tuple(pictures)
+        return tuple(expanded), tuple(images)

@@ -41,20 +41,20 @@ def model_family(folder: Path) -> str | None:
     return family if family in FAMILIES else None
 
 
-class PictureReader:
+class ImageProcessor:
     """A model's image processor."""
 
     def __init__(self, folder: Path) -> None:
         """Raises RolloutError without image support or defined preprocessing."""
         if model_family(folder) is None:
-            raise RolloutError(f"{folder} is no model that reads pictures here: take one of {', '.join(FAMILIES)}")
+            raise RolloutError(f"{folder} is no supported vision-language model: use one of {', '.join(FAMILIES)}")
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
         try:
             # By name: transformers would choose by whether torchvision is there, and the other class resizes otherwise.
             self._processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
         except (OSError, ValueError) as error:
-            raise RolloutError(f"{folder} does not say how it reads pictures: {error}") from error
+            raise RolloutError(f"{folder} has no image preprocessing: {error}") from error
         config = json.loads((folder / "config.json").read_text())
         self.image_token_id = int(config["image_token_id"])
         self.merge = int(config["vision_config"].get("spatial_merge_size", 2))
@@ -75,10 +75,10 @@ class PictureReader:
         from PIL import Image
 
         try:
-            picture = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
+            image = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
         except (OSError, SyntaxError) as error:
-            raise ValueError(f"a picture that can't be read: {error}") from error
-        features = self._processor(images=[picture], return_tensors="np")
+            raise ValueError(f"an image that can't be read: {error}") from error
+        features = self._processor(images=[image], return_tensors="np")
         frames, height, width = (int(n) for n in features["image_grid_thw"][0])
         return Pixels(np.ascontiguousarray(features["pixel_values"], dtype=np.float32), (frames, height, width))
 

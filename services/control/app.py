@@ -37,7 +37,7 @@ class ControlSettings:
     """Settings of the deployment, pickled by Serve."""
 
     redis_url: str
-    wiring: str
+    factory: str
     """`module:name` of a callable (redis, redis_url, working_dir) -> `RunFactory` with `build_mesh`."""
     token: str | None = None
     read_token: str | None = None
@@ -67,17 +67,17 @@ class ControlDeployment:
     def __serve_build_asgi_app__(self) -> FastAPI:
         settings = self._settings
         redis = connect_async(settings.redis_url)
-        wiring = pkgutil.resolve_name(settings.wiring)(redis, settings.redis_url, settings.working_dir)
+        factory = pkgutil.resolve_name(settings.factory)(redis, settings.redis_url, settings.working_dir)
         store = RunStore(redis, orphaned_after_s=math.inf)
         logs = str(settings.log_dir / f"{DEPLOYMENT}.log") if settings.log_dir else ""
         self._reconciler = reconciler = Reconciler(
             store,
-            wiring.build_mesh,
+            factory.build_mesh,
             reconcile_s=settings.reconcile_s,
             own_log=logs,
-            write_report=wiring.write_report,
+            write_report=factory.write_report,
         )
-        service = ControlService(store, wiring, wake=reconciler.wake, redis_trouble=lambda: reconciler.redis_trouble)
+        service = ControlService(store, factory, wake=reconciler.wake, redis_trouble=lambda: reconciler.redis_trouble)
 
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -87,14 +87,14 @@ class AuthMiddleware:
         if wait_s := self._calls.take():
             return _too_many(wait_s)
         if self._tokens.operate is None:
-            if _from_here(request):
+            if _is_from_this_host(request):
                 return None
             return 403, "forbidden", "without a token only programs on this machine may call"
         if path in DOCS_PATHS:
             return None
         given = request.headers.get("authorization", "").encode()
         # Both are compared whatever the first says: the time that it takes tells nothing
-        operates, reads = _is(given, self._tokens.operate), _is(given, self._tokens.read)
+        operates, reads = _matches(given, self._tokens.operate), _matches(given, self._tokens.read)
         if operates or (reads and request.method in READ_METHODS):
             return None
         if reads:
@@ -104,7 +104,7 @@ class AuthMiddleware:
         return 401, "unauthorized", "send the bearer token: `Authorization: Bearer ...`"
 
 
-def _is(given: bytes, token: str | None) -> bool:
+def _matches(given: bytes, token: str | None) -> bool:
     same = hmac.compare_digest(given, f"Bearer {token or ''}".encode())
     return same and bool(token)
 
@@ -113,7 +113,7 @@ def _too_many(wait_s: float) -> tuple[int, str, str]:
     return 429, "too_many_calls", f"too many calls: try again in {math.ceil(wait_s)} s"
 
 
-def _from_here(request: Request) -> bool:
+def _is_from_this_host(request: Request) -> bool:
     """Return False for a web page of another host, also by DNS rebinding."""
     hosts = [_host(f"//{request.headers.get('host', '')}")]
     if origin := request.headers.get("origin"):

@@ -178,7 +178,7 @@ class ControlClient:
                         if message.event == "run":
                             ending = json.loads(message.data)["state"] == RunState.DRAINING
                         yield message
-                if (await self.show(run_id)).state.over:
+                if (await self.show(run_id)).state.is_terminal:
                     return
             except (httpx.TransportError, RetryableError) as error:
                 if ending and clock() > heard_at + parting_s:

@@ -101,7 +101,7 @@ class Feed:
         """Yield events after `position` until the run is over."""
         while True:
             view = await self._due_view()
-            over = view is not None and view.state.over
+            over = view is not None and view.state.is_terminal
             position, events = await self._read(position)
             for event in events:
                 yield event

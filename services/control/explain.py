@@ -69,7 +69,7 @@ def chain(snapshot: RunSnapshot) -> list[Cause]:
 
 def _refused(snapshot: RunSnapshot) -> list[Cause]:
     """Report refused writes first, as they outdate other reports."""
-    if not snapshot.redis_trouble or snapshot.record.state.over:
+    if not snapshot.redis_trouble or snapshot.record.state.is_terminal:
         return []
     text = f"{snapshot.redis_trouble}: everything waits for it and resumes on its own; what follows was reported before"
     return [Cause("redis", "refuses", text)]
@@ -79,7 +79,7 @@ def _unattended(snapshot: RunSnapshot) -> list[Cause]:
     """Report a missing reconciler: nothing dead is replaced."""
     silent_s = snapshot.now - snapshot.record.beat
     if (
-        snapshot.record.state.over
+        snapshot.record.state.is_terminal
         or snapshot.redis_trouble
         or not snapshot.record.beat
         or silent_s < UNATTENDED_AFTER_S

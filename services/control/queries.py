@@ -16,7 +16,7 @@ from offbeat.services.control.schemas import (
     StalenessView,
     component_views,
     finite,
-    places,
+    paths_view,
 )
 from offbeat.services.control.store import RunStore
 from offbeat.services.errors import CodecError
@@ -101,7 +101,7 @@ class Overview:
             settings=SettingsView.of(settings),
             changes=[ChangeView.of(change) for change in changes],
             metrics={name: finite(value) for name, value in learner.metrics.items()},
-            places=places(record),
+            paths=paths_view(record),
         )
 
     async def why(self, record: RunRecord) -> list[Cause]:

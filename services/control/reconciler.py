@@ -206,11 +206,11 @@ class Reconciler:
     async def reconcile(self, run_id: str) -> RunState:
         """Take the next step towards the desired state."""
         record = await self._store.load(run_id)
-        if record.state.over:
+        if record.state.is_terminal:
             self._forget(run_id)
             return record.state
         mesh = self._mesh(record)
-        if record.wanted.ends and record.state is not RunState.DRAINING:
+        if record.wanted.is_final and record.state is not RunState.DRAINING:
             return await self._start_draining(record, RunState.STOPPED)
         match record.state:
             case RunState.PREPARING:

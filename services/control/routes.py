@@ -170,7 +170,10 @@ def _add_events(routes: APIRouter, service: ControlService) -> None:
         feed = Feed(service.store.redis, run_id, lambda: service.view(run_id), kind or tuple(EventKind))
         watchers.add(feed)
         try:
-            yield feed, await _first_position(feed, last_event_id, is_over=record.state.over, from_start=from_start)
+            yield (
+                feed,
+                await _first_position(feed, last_event_id, is_over=record.state.is_terminal, from_start=from_start),
+            )
         finally:
             watchers.discard(feed)
 

@@ -22,7 +22,7 @@ class DesiredState(StrEnum):
     """End without draining; resumable from the last checkpoint."""
 
     @property
-    def ends(self) -> bool:
+    def is_final(self) -> bool:
         return self in (DesiredState.STOPPED, DesiredState.KILLED)
 
 
@@ -39,7 +39,7 @@ class RunState(StrEnum):
     FAILED = "failed"
 
     @property
-    def over(self) -> bool:
+    def is_terminal(self) -> bool:
         return self in (RunState.FINISHED, RunState.STOPPED, RunState.FAILED)
 
 

@@ -170,7 +170,7 @@ class RunView(View):
     """Changes of settings, oldest first."""
     metrics: dict[str, float | None] = Field(default_factory=dict[str, float | None])
     """The learner's newest metrics."""
-    places: PathsView
+    paths: PathsView
 
 
 class UnreadableView(View):
@@ -287,7 +287,7 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def places(record: RunRecord) -> PathsView:
+def paths_view(record: RunRecord) -> PathsView:
     """Return a run's paths."""
     folder = record.output_dir
     return PathsView(

@@ -79,14 +79,14 @@ class ControlService:
     def __init__(
         self,
         store: RunStore,
-        wiring: RunFactory,
+        factory: RunFactory,
         *,
         wake: Callable[[], None],
         redis_trouble: Callable[[], str] = lambda: "",
     ) -> None:
         self.store = store
-        self._wiring = wiring
-        self._overview = Overview(store, wiring, redis_trouble)
+        self._factory = factory
+        self._overview = Overview(store, factory, redis_trouble)
         self._wake = wake
         self._validating = ThreadPoolExecutor(MAX_CONCURRENT_VALIDATIONS, thread_name_prefix="validate")
 
@@ -107,7 +107,7 @@ class ControlService:
             RunExistsError: active with another configuration.
             BusyError: another run has claimed a resource.
         """
-        spec = await self._validated(self._wiring.validate, document)
+        spec = await self._validated(self._factory.validate, document)
         if dry_run:
             return None, False
         record, created = await self.store.create(spec)
@@ -156,8 +156,8 @@ class ControlService:
         if not values:
             known = ", ".join(SettingsPatch.model_fields)
             raise InvalidRunError([ProblemView(path="", message=f"nothing to change: set at least one of {known}")])
-        if not record.state.over:
-            await self._validated(self._wiring.validate_change, record, values)
+        if not record.state.is_terminal:
+            await self._validated(self._factory.validate_change, record, values)
         await self.store.change(run_id, values)
         self._wake()
         return await self.view(run_id)
@@ -169,7 +169,7 @@ class ControlService:
     async def quarantine(self, run_id: str) -> QuarantineView:
         """Return undecodable trajectories."""
         await self.store.load(run_id)
-        trajectories = await self._wiring.quarantine(run_id)
+        trajectories = await self._factory.quarantine(run_id)
         return QuarantineView(
             trajectories=[
                 QuarantinedView(
@@ -194,8 +194,8 @@ class ControlService:
         removed: list[str] = []
         if files:
             record = await self.store.load(run_id)
-            if record.state.over:
-                removed = await asyncio.to_thread(self._wiring.remove_files, record)
+            if record.state.is_terminal:
+                removed = await asyncio.to_thread(self._factory.remove_files, record)
         await self.store.delete(run_id)
         return DeletedView(id=run_id, files=removed)
 

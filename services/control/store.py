@@ -139,7 +139,7 @@ class RunStore:
         return self.clock() - beat < ORPHANED_AFTER_S
 
     def _is_active(self, record: RunRecord) -> bool:
-        return not record.state.over and self.clock() - record.beat < self.orphaned_after_s
+        return not record.state.is_terminal and self.clock() - record.beat < self.orphaned_after_s
 
     def _hint(self) -> str:
         if math.isinf(self.orphaned_after_s):
@@ -173,7 +173,7 @@ class RunStore:
             for run_id in run_ids:
                 pipe.hget(RunKeys(run_id).record, "state")
             states = await pipe.execute()
-        over = {state.value.encode() for state in RunState if state.over}
+        over = {state.value.encode() for state in RunState if state.is_terminal}
         return [run_id for run_id, state in zip(run_ids, states, strict=True) if state not in over]
 
     async def reports_due(self) -> list[str]:
@@ -234,20 +234,20 @@ class RunStore:
     @staticmethod
     def _may_want(record: RunRecord, wanted: DesiredState) -> bool:
         """Return True if the state changes. Raises `RunStateError`."""
-        if wanted.ends:
-            return not record.state.over and record.wanted not in (wanted, DesiredState.KILLED)
+        if wanted.is_final:
+            return not record.state.is_terminal and record.wanted not in (wanted, DesiredState.KILLED)
         verb = "pause" if wanted is DesiredState.PAUSED else "go on"
-        if record.state.over:
+        if record.state.is_terminal:
             raise RunStateError(f"run {record.run_id!r} is {record.state}: it can't {verb}")
-        if record.wanted.ends or record.state is RunState.DRAINING:
+        if record.wanted.is_final or record.state is RunState.DRAINING:
             raise RunStateError(f"run {record.run_id!r} is ending: it can't {verb} any more")
         return record.wanted is not wanted
 
     async def change(self, run_id: str, values: Mapping[str, float]) -> Change:
         """Request new settings. Raises `UnknownRunError`; `RunStateError` if over or ending."""
         record = await self.load(run_id)
-        if record.state.over or record.wanted.ends:
-            state = record.state if record.state.over else "ending"
+        if record.state.is_terminal or record.wanted.is_final:
+            state = record.state if record.state.is_terminal else "ending"
             raise RunStateError(f"run {run_id!r} is {state}: its settings can no longer change")
         change = Change(dict(values), self.clock())
         async with self.redis.pipeline() as pipe:
@@ -296,7 +296,7 @@ class RunStore:
                     f"run {run_id!r} is managed by another version of Offbeat: stop it there first"
                 ) from None
         else:
-            if not record.state.over:
+            if not record.state.is_terminal:
                 raise RunStateError(f"run {run_id!r} is {record.state}: stop it first")
         stale, epoch = await self._keys_of(run_id), RunKeys(run_id).epoch
         async with self.redis.pipeline() as pipe:

@@ -64,7 +64,7 @@ class Gateway:
             await asyncio.wait({self._serving})
 
     @contextlib.contextmanager
-    def opened(self, session: EpisodeSession) -> Generator[None, None, None]:
+    def open_session(self, session: EpisodeSession) -> Generator[None, None, None]:
         """Accept the session's key inside the context."""
         self._sessions[session.key] = session
         try:

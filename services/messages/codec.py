@@ -19,7 +19,7 @@ from offbeat.services.messages.envelope import (
     read_logprobs,
     read_tokens,
 )
-from offbeat.services.messages.images import check_pictures
+from offbeat.services.messages.images import check_images
 from offbeat.services.messages.segments import PackedSegment, pack_segment, unpack_segment
 from offbeat.services.messages.types import (
     Completion,
@@ -28,7 +28,7 @@ from offbeat.services.messages.types import (
     GenerateRequest,
     Manifest,
     Message,
-    Picture,
+    PromptImage,
     Sampling,
     Segment,
     StopReason,
@@ -120,7 +120,7 @@ class PackedRequest(Message, frozen=True):
     max_new_tokens: Count
     stop_token_ids: tuple[Count, ...]
     min_version: Count
-    pictures: tuple[Picture, ...]
+    images: tuple[PromptImage, ...]
 
 
 class PackedCompletion(Message, frozen=True):
@@ -148,7 +148,7 @@ def encode_requests(requests: Sequence[GenerateRequest]) -> bytes:
             r.sampling.max_new_tokens,
             r.sampling.stop_token_ids,
             r.min_version,
-            r.pictures,
+            r.images,
         )
         for r in requests
     ]
@@ -173,8 +173,8 @@ def _decode_request(row: PackedRequest) -> GenerateRequest:
         row.max_new_tokens,
         row.stop_token_ids,
     )
-    check_pictures(row.pictures, len(prompt))
-    return GenerateRequest(row.request_id, prompt, sampling, row.min_version, row.pictures)
+    check_images(row.images, len(prompt))
+    return GenerateRequest(row.request_id, prompt, sampling, row.min_version, row.images)
 
 
 def encode_completions(completions: Sequence[Completion]) -> bytes:

@@ -18,8 +18,8 @@ from offbeat.services.messages.envelope import (
     read_logprobs,
     read_tokens,
 )
-from offbeat.services.messages.images import check_pictures, check_unsampled
-from offbeat.services.messages.types import Count, Message, Picture, Segment, VersionSpan
+from offbeat.services.messages.images import check_images, check_unsampled
+from offbeat.services.messages.types import Count, Message, PromptImage, Segment, VersionSpan
 
 BOOL = np.dtype(np.bool_)
 
@@ -29,7 +29,7 @@ class PackedSegment(Message, frozen=True):
     tokens: bytes
     logprobs: bytes
     versions: tuple[VersionSpan, ...]
-    pictures: tuple[Picture, ...]
+    images: tuple[PromptImage, ...]
 
 
 def pack_segment(segment: Segment) -> PackedSegment:
@@ -46,14 +46,14 @@ def pack_segment(segment: Segment) -> PackedSegment:
         raise ValueError("version spans and loss mask differ")
     if expanded != logprobs:
         raise ValueError("a logprob of a token that the policy did not sample")
-    check_pictures(segment.pictures, length)
+    check_images(segment.images, length)
     check_unsampled(segment)
     largest = np.maximum.reduce(tokens.view(UINT32), initial=0)  # a negative id is larger than all others
     if largest >= 1 << 31:
         raise ValueError("a negative token id")
     width = UINT16 if largest < 1 << 16 else INT32
     data = tokens.astype(width, order="C", copy=False).tobytes()
-    return PackedSegment(length, data, sampled, versions, segment.pictures)
+    return PackedSegment(length, data, sampled, versions, segment.images)
 
 
 def _check_arrays(segment: Segment) -> None:
@@ -84,9 +84,9 @@ def unpack_segment(row: PackedSegment) -> Segment:
         np.frombuffer(mask, dtype=BOOL),
         np.frombuffer(logprobs, dtype=FLOAT32),
         versions,
-        row.pictures,
+        row.images,
     )
-    check_pictures(row.pictures, length)
+    check_images(row.images, length)
     check_unsampled(segment)
     return segment
 

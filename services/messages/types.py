@@ -67,7 +67,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
 
 
-class Picture(Message, frozen=True):
+class PromptImage(Message, frozen=True):
     """Image in place of tokens `[start, start + count)`."""
 
     start: int
@@ -90,7 +90,7 @@ class GenerateRequest:
     sampling: Sampling
     min_version: int = 0
     """Minimum weight version; the replica waits for it."""
-    pictures: tuple[Picture, ...] = ()
+    images: tuple[PromptImage, ...] = ()
     """Images, by position."""
 
 
@@ -126,14 +126,14 @@ class Segment:
     """Token sequence in one context.
 
     tokens: [T] int32; loss_mask: [T] bool; logprobs: [T] float32, 0 for unsampled tokens; versions: spans over sampled
-    tokens; pictures: by position, on unsampled tokens.
+    tokens; images: by position, on unsampled tokens.
     """
 
     tokens: Int32Array
     loss_mask: BoolArray
     logprobs: Float32Array
     versions: tuple[VersionSpan, ...]
-    pictures: tuple[Picture, ...] = ()
+    images: tuple[PromptImage, ...] = ()
 
     def token_versions(self) -> Int32Array:
         """Return the version of each token, [T] int32; -1: unsampled."""

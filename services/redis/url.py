@@ -30,9 +30,9 @@ def address_problem(url: str) -> str:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError as error:
-        return f"{place(url)} can't be read: {error}"
+        return f"{redact(url)} can't be read: {error}"
     if parts.scheme not in SCHEMES or not (parts.hostname or parts.scheme == "unix"):
-        return f"expected redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH, got {place(url)!r}"
+        return f"expected redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH, got {redact(url)!r}"
     if parts.scheme != "unix" and not parts.path.removeprefix("/").isdigit() and parts.path not in ("", "/"):
         return f"expected the number of a database after the port, got {parts.path!r}"
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
@@ -41,13 +41,13 @@ def address_problem(url: str) -> str:
     return ""
 
 
-def place(url: str) -> str:
+def redact(url: str) -> str:
     """Return the URL without credentials and options."""
     scheme, colon, rest = url.partition("://")
     return f"{scheme}{colon}{rest.partition('?')[0].rpartition('@')[2]}"
 
 
-def refusal(url: str) -> str:
+def connection_problem(url: str) -> str:
     """Try to connect; return the reason of a failure, or "". Logs unsafe settings."""
     for name, value in parse_qsl(urlsplit(url).query):
         if name in FILES and not Path(value).exists():
@@ -58,15 +58,15 @@ def refusal(url: str) -> str:
             for name in ("appendonly", "maxmemory-policy"):
                 _warn_of(redis.config_get(name), url)
     except (AuthenticationError, AuthenticationWrongNumberOfArgsError) as error:
-        return f"Redis at {place(url)} refuses the password: {error}"
+        return f"Redis at {redact(url)} refuses the password: {error}"
     except ResponseError as error:
         if "NOAUTH" in str(error) or "WRONGPASS" in str(error):
-            return f"Redis at {place(url)} refuses the password: {error}"
+            return f"Redis at {redact(url)} refuses the password: {error}"
         logger.debug("Redis does not tell its settings: %s", error)
     except RedisReadOnlyError as error:  # every part waits until it takes them again
-        logger.error("%s: %s", place(url), error)
+        logger.error("%s: %s", redact(url), error)
     except (RedisError, OSError) as error:
-        return f"no Redis answers at {place(url)}: {error}{_hint(str(error), url)}"
+        return f"no Redis answers at {redact(url)}: {error}{_hint(str(error), url)}"
     return ""
 
 
@@ -100,10 +100,10 @@ def _warn_of(settings: object, url: str) -> None:
     settings = {_text(name): _text(value) for name, value in settings.items()}
     if settings.get("appendonly") == "no":
         logger.warning(
-            "Redis at %s has appendonly no: what it holds is lost when it dies; set appendonly yes", place(url)
+            "Redis at %s has appendonly no: what it holds is lost when it dies; set appendonly yes", redact(url)
         )
     if settings.get("maxmemory-policy") not in (None, "noeviction"):
-        logger.warning("Redis at %s may forget keys when it is full: set maxmemory-policy noeviction", place(url))
+        logger.warning("Redis at %s may forget keys when it is full: set maxmemory-policy noeviction", redact(url))
 
 
 def _text(value: object) -> str:

@@ -92,7 +92,7 @@ class CustomEnv(Config):
         return self
 
     @property
-    def shows_pictures(self) -> bool:
+    def shows_images(self) -> bool:
         return IMAGE in self.agent_template
 
 

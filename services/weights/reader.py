@@ -75,12 +75,12 @@ class WeightReader:
         self._reads: list[_Read[Any]] = []
 
     async def call(self, call: Callable[[Manifest], T], manifest: Manifest) -> T:
-        """Return `call(manifest)`. Raises its errors and those of `opened`."""
-        async with self.opened(manifest, _call(call, manifest)) as result:
+        """Return `call(manifest)`. Raises its errors and those of `open`."""
+        async with self.open(manifest, _call(call, manifest)) as result:
             return result
 
     @asynccontextmanager
-    async def opened(
+    async def open(
         self, manifest: Manifest, context: AbstractContextManager[T], num_bytes: int = 0
     ) -> AsyncIterator[T]:
         """Enter a transport's context in a thread; leave it with the caller's error, if any.

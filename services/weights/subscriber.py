@@ -96,7 +96,7 @@ class RedisWeightSubscriber:
             after = entries[0][1][-1][0]
 
     def fetch(self, manifest: Manifest) -> AbstractAsyncContextManager[Path]:
-        return self._reader.opened(manifest, self._transport.fetch(manifest), manifest.num_bytes)
+        return self._reader.open(manifest, self._transport.fetch(manifest), manifest.num_bytes)
 
     async def report(self, replica_id: str, version: int, load: ReplicaLoad = IDLE) -> None:
         place = this_locality()

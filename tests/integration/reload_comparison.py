@@ -82,7 +82,7 @@ def look(folder: Path) -> dict[str, Any]:
 
 def main(folders: list[Path]) -> None:
     os.environ.update(engine_environment(GenerationConfig()))
-    import offbeat.services.generation.vllm.worker  # noqa: F401 (registers models that read pictures)
+    import offbeat.services.generation.vllm.worker  # noqa: F401 (registers models that read images)
 
     torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker does
     for folder in folders:

@@ -186,7 +186,7 @@ async def test_agent_calls_are_captured_with_the_weights_that_answered(policies:
 
     session, gateway = EpisodeSession(template, sample, SessionLimits(512, 24)), Gateway()
     gateway.start()
-    with gateway.opened(session):
+    with gateway.open_session(session):
         async with AsyncOpenAI(base_url=f"{gateway.origin}/v1", api_key=session.key) as client:
             told: list[Any] = [{"role": "user", "content": "w1 w2 w3"}]
             for index in (0, 1, 2):

@@ -1,4 +1,4 @@
-"""The real engine and the learner's model agree on every token about pictures, before and after an update."""
+"""The real engine and the learner's model agree on every token about images, before and after an update."""
 
 import asyncio
 import gc
@@ -12,13 +12,13 @@ import pytest_asyncio
 import torch
 from safetensors.torch import save_file
 
-from offbeat.services.chat.vision import PictureReader, encode_png
+from offbeat.services.chat.vision import ImageProcessor, encode_png
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.vllm.engine import VllmEngine
 from offbeat.services.messages.types import (
     Completion,
     GenerateRequest,
-    Picture,
+    PromptImage,
     Sampling,
 )
 from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig, TinyVisionConfig
@@ -56,17 +56,17 @@ async def engine(folder: Path) -> AsyncIterator[VllmEngine]:
         os.environ.update(environment)
 
 
-def random_picture(seed: int, rows: int, columns: int) -> bytes:
+def random_image(seed: int, rows: int, columns: int) -> bytes:
     return encode_png(np.random.default_rng(seed).integers(0, 256, (32 * rows, 32 * columns, 3), dtype=np.uint8))
 
 
 def request_of(name: str, pad: int, *pngs: tuple[bytes, int]) -> GenerateRequest:
-    """Pictures with words between them."""
-    prompt, pictures = [2, 9], list[Picture]()
+    """Images with words between them."""
+    prompt, images = [2, 9], list[PromptImage]()
     for png, count in pngs:
-        pictures.append(Picture(len(prompt) + 1, count, png))
+        images.append(PromptImage(len(prompt) + 1, count, png))
         prompt += [4, *[pad] * count, 5, 12, 13]
-    return GenerateRequest(name, (*prompt, 3, 2, 10), Sampling(max_new_tokens=24), pictures=tuple(pictures))
+    return GenerateRequest(name, (*prompt, 3, 2, 10), Sampling(max_new_tokens=24), images=tuple(images))
 
 
 def mismatch(policy: PackedPolicy, request: GenerateRequest, completion: Completion) -> float:
@@ -74,7 +74,7 @@ def mismatch(policy: PackedPolicy, request: GenerateRequest, completion: Complet
     assert not completion.error, completion.error
     tokens = torch.tensor(request.prompt + completion.token_ids)
     positions = torch.arange(len(request.prompt), len(tokens))
-    x = PackedInput.of(tokens, torch.tensor([0, len(tokens)]), positions, pictures=request.pictures)
+    x = PackedInput.of(tokens, torch.tensor([0, len(tokens)]), positions, images=request.images)
     with torch.no_grad():
         return float((policy(x).logprobs - torch.tensor(completion.logprobs)).abs().max())
 
@@ -82,11 +82,9 @@ def mismatch(policy: PackedPolicy, request: GenerateRequest, completion: Complet
 async def test_the_engine_sees_what_the_learner_sees_under_each_version(
     engine: VllmEngine, folder: Path, tmp_path: Path
 ) -> None:
-    reader = PictureReader(folder)
+    reader = ImageProcessor(folder)
     policies = [load_policy(folder, ModelArgs(), seed) for seed in (0, 1)]
-    pngs = [
-        (png, reader.count(png)) for png in (random_picture(1, 2, 3), random_picture(2, 4, 4), random_picture(3, 5, 1))
-    ]
+    pngs = [(png, reader.count(png)) for png in (random_image(1, 2, 3), random_image(2, 4, 4), random_image(3, 5, 1))]
     requests = [
         request_of("one", reader.image_token_id, pngs[0]),
         request_of("two", reader.image_token_id, pngs[1], pngs[2]),
@@ -104,7 +102,7 @@ async def test_the_engine_sees_what_the_learner_sees_under_each_version(
             assert mismatch(policies[1 - version], request, answer) > 0.01
 
 
-async def test_a_picture_that_the_prompt_does_not_fit_is_refused(engine: VllmEngine, folder: Path) -> None:
-    reader = PictureReader(folder)
-    request = request_of("odd", reader.image_token_id, (random_picture(1, 2, 2), 5))
-    assert "a picture of 4 tokens is given 5" in (await engine.generate(request, 0)).error
+async def test_an_image_that_the_prompt_does_not_fit_is_refused(engine: VllmEngine, folder: Path) -> None:
+    reader = ImageProcessor(folder)
+    request = request_of("odd", reader.image_token_id, (random_image(1, 2, 2), 5))
+    assert "an image of 4 tokens is given 5" in (await engine.generate(request, 0)).error

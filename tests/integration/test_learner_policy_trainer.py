@@ -198,7 +198,7 @@ def test_a_policy_of_ones_own_is_taken_as_it_is(tmp_path: Path, ranks: Ranks) ->
     assert_equal(weights(begun(run, ranks)), weights(made))
 
 
-def test_a_warm_start_on_pictures_trains_the_tower_and_is_the_seeds_alone(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_warm_start_on_images_trains_the_tower_and_is_the_seeds_alone(tmp_path: Path, ranks: Ranks) -> None:
     file = CONFIGS / "frozen_lake_vision.yaml"
     steps = ("warm_start.steps=2", "warm_start.episodes_per_step=2")
     one, again, cold = (

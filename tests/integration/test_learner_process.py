@@ -22,7 +22,7 @@ from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.keys import RunKeys
 from offbeat.services.redis.lease import LearnerLease
 from offbeat.services.redis.server import EmbeddedRedis
-from offbeat.services.redis.url import refusal
+from offbeat.services.redis.url import connection_problem
 from offbeat.trainer.watchdog import EXIT_HUNG
 from tests.integration.learner_run import ENVIRONMENT, Run, a_run
 from tests.services.redis import tls_redis
@@ -40,7 +40,7 @@ def secured(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
     serve = tls_redis.real_tls_redis if tls_redis.server_with_tls() else tls_redis.proxied_tls_redis
     with serve(folder, made) as port:
         url = f"rediss://:{tls_redis.QUOTED}@127.0.0.1:{port}/0?ssl_ca_certs={made.authority}"
-        wait_until_sync(lambda: not refusal(url))
+        wait_until_sync(lambda: not connection_problem(url))
         yield url
 
 

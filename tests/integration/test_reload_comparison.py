@@ -24,7 +24,7 @@ def model_with_a_version(folder: Path, vision: TinyVisionConfig | None) -> Path:
 
 
 @pytest.mark.timeout(900)
-def test_no_tensor_of_a_version_can_differ_unnoticed_pictures_or_not(tmp_path: Path) -> None:
+def test_no_tensor_of_a_version_can_differ_unnoticed_images_or_not(tmp_path: Path) -> None:
     folders = [
         model_with_a_version(tmp_path / "words", None),
         model_with_a_version(tmp_path / "seeing", TinyVisionConfig()),

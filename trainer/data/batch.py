@@ -20,7 +20,7 @@ from torch import Tensor
 
 from offbeat.services.messages.types import (
     Group,
-    Picture,
+    PromptImage,
     Trajectory,
 )
 
@@ -60,7 +60,7 @@ class Batch:
     anchor: Tensor
     temperatures: Tensor | None = None
     greedy_reward: Tensor | None = None
-    pictures: tuple[tuple[Picture, ...], ...] = ()
+    images: tuple[tuple[PromptImage, ...], ...] = ()
     """Images per sequence; empty if there are none."""
 
     @property
@@ -111,7 +111,7 @@ class MicroBatch:
     index: Tensor
     temperatures: Tensor | None = None
     parents: Tensor | None = None
-    pictures: tuple[Picture, ...] = ()
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class _Columns:
     turn_owners: list[int] = field(default_factory=list[int])
     anchors: list[int] = field(default_factory=list[int])
     states: dict[tuple[int, str], int] = field(default_factory=dict[tuple[int, str], int])
-    pictures: list[tuple[Picture, ...]] = field(default_factory=list[tuple[Picture, ...]])
+    images: list[tuple[PromptImage, ...]] = field(default_factory=list[tuple[PromptImage, ...]])
     num_tokens: int = 0
 
     def add(self, owner: int, group: int, trajectory: Trajectory) -> None:
@@ -152,7 +152,7 @@ class _Columns:
             self.versions.append(segment.token_versions()[sampled])
             self.turns.append(turns[sampled])
             self.owners.append(owner)
-            self.pictures.append(tuple(picture for picture in segment.pictures if picture.start < end))
+            self.images.append(tuple(image for image in segment.images if image.start < end))
             self.num_tokens += end
 
     def _anchor(self, group: int, state_hash: str) -> int:
@@ -198,7 +198,7 @@ def pack(groups: Sequence[Group]) -> Batch:
         score=torch.tensor(columns.turn_rewards, dtype=torch.float32),
         anchor=torch.tensor(columns.anchors, dtype=torch.int64),
         temperatures=_token_temperatures(temperatures, trajectory_of),
-        pictures=tuple(columns.pictures) if any(columns.pictures) else (),
+        images=tuple(columns.images) if any(columns.images) else (),
         greedy_reward=_greedy_rewards(groups),
     )
 
@@ -272,15 +272,15 @@ def _micro(batch: Batch, sampled: Sequence[Tensor], sequence_ids: Sequence[int])
         positions=batch.positions[index] + shift,
         index=index,
         temperatures=None if batch.temperatures is None else batch.temperatures[index],
-        pictures=_pictures(batch, sequence_ids, borders.tolist()),
+        images=_images(batch, sequence_ids, borders.tolist()),
     )
 
 
-def _pictures(batch: Batch, sequence_ids: Sequence[int], borders: Sequence[int]) -> tuple[Picture, ...]:
-    if not batch.pictures:
+def _images(batch: Batch, sequence_ids: Sequence[int], borders: Sequence[int]) -> tuple[PromptImage, ...]:
+    if not batch.images:
         return ()
     shifted = zip(sequence_ids, borders[:-1], strict=True)
-    return tuple(structs.replace(p, start=p.start + shift) for s, shift in shifted for p in batch.pictures[s])
+    return tuple(structs.replace(p, start=p.start + shift) for s, shift in shifted for p in batch.images[s])
 
 
 def balanced_bins(lengths: Sequence[int], budget: int, multiple_of: int = 1) -> list[list[int]]:

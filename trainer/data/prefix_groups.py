@@ -11,7 +11,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from offbeat.services.messages.types import Picture
+from offbeat.services.messages.types import PromptImage
 from offbeat.trainer.data.batch import Batch, MicroBatch, balanced_bins
 
 MIN_PREFIX_TOKENS = 8
@@ -63,7 +63,7 @@ def _prefix_groups(
 
 def _common_prefix_len(batch: Batch, members: Sequence[int], sampled: Sequence[Tensor]) -> int:
     """Return the length of the unsampled common prefix; 0 with images."""
-    if len(members) < 2 or (batch.pictures and any(batch.pictures[s] for s in members)):
+    if len(members) < 2 or (batch.images and any(batch.images[s] for s in members)):
         return 0
     starts = batch.cu_seqlens[:-1][members]
     first = min(int(batch.positions[sampled[s][0]] - start) for s, start in zip(members, starts, strict=True))
@@ -93,7 +93,7 @@ def _build_micro_batch(batch: Batch, sampled: Sequence[Tensor], prefix_groups: S
     starts, ends = batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist()
     pieces: list[Tensor] = []
     parents: list[int] = []
-    pictures: list[Picture] = []
+    images: list[PromptImage] = []
     positions: list[Tensor] = []
     index: list[Tensor] = []
     row = 0
@@ -113,8 +113,8 @@ def _build_micro_batch(batch: Batch, sampled: Sequence[Tensor], prefix_groups: S
             begin = starts[s] + prefix_group.common
             positions.append(batch.positions[sampled[s]] - begin + row)
             index.append(sampled[s])
-            if batch.pictures:
-                pictures += [structs.replace(picture, start=picture.start + row) for picture in batch.pictures[s]]
+            if batch.images:
+                images += [structs.replace(image, start=image.start + row) for image in batch.images[s]]
             add(batch.tokens[begin : ends[s]], root)
     indexes = torch.cat(index)
     return MicroBatch(
@@ -123,6 +123,6 @@ def _build_micro_batch(batch: Batch, sampled: Sequence[Tensor], prefix_groups: S
         positions=torch.cat(positions),
         index=indexes,
         temperatures=None if batch.temperatures is None else batch.temperatures[indexes],
-        pictures=tuple(pictures),
+        images=tuple(images),
         parents=torch.tensor(parents) if max(parents) >= 0 else None,
     )

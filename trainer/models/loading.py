@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from offbeat.services.chat.vision import PictureReader, model_family
+from offbeat.services.chat.vision import ImageProcessor, model_family
 from offbeat.trainer.config.learner import ModelArgs
 from offbeat.trainer.models.attention import PACKED_ATTENTION
 from offbeat.trainer.models.lora import add_adapters
@@ -43,7 +43,7 @@ def load_critic(folder: Path, args: ModelArgs, seed: int) -> PackedCritic:
 def _load_policy(folder: Path, args: ModelArgs, seed: int, temperature: float) -> PackedPolicy:
     if model_family(folder) is not None:
         model = _load(AutoModelForImageTextToText, folder, args, seed)
-        return PackedVisionPolicy(model, temperature, PictureReader(folder))
+        return PackedVisionPolicy(model, temperature, ImageProcessor(folder))
     model = _load(AutoModelForCausalLM, folder, args, seed)
     if args.lora_target is not None:
         add_adapters(model, args, seed)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offbeat.services.messages.types import Picture
+from offbeat.services.messages.types import PromptImage
 from offbeat.trainer.models.divergence import ReferenceStates
 from offbeat.trainer.models.prefix_attention import SharedPrefixLayout, position_ids
 
@@ -59,7 +59,7 @@ class PackedInput:
     """Input of one forward pass.
 
     tokens: [N] int64; positions: [M] int64, tokens to score, never a sequence's first; temperatures: [M] float32, NaN
-    for the default, None if all are; reference: for a full KL; pictures: in token order; head_alone: detach values from
+    for the default, None if all are; reference: for a full KL; images: in token order; head_alone: detach values from
     the policy.
     """
 
@@ -68,7 +68,7 @@ class PackedInput:
     positions: Tensor
     temperatures: Tensor | None = None
     reference: ReferenceStates | None = None
-    pictures: tuple[Picture, ...] = ()
+    images: tuple[PromptImage, ...] = ()
     head_alone: bool = False
 
     @classmethod
@@ -78,7 +78,7 @@ class PackedInput:
         cu_seqlens: Tensor,
         positions: Tensor,
         temperatures: Tensor | None = None,
-        pictures: tuple[Picture, ...] = (),
+        images: tuple[PromptImage, ...] = (),
         parents: Tensor | None = None,
     ) -> "PackedInput":
         """Build the input.
@@ -91,7 +91,7 @@ class PackedInput:
             raise ValueError(f"{len(tokens)} tokens, but the borders cover {packing.position_ids.shape[1]}")
         if bool((packing.position_ids[0, positions] == 0).any()):
             raise ValueError("no logit predicts a sequence's first token")
-        return cls(tokens, packing, positions, temperatures, pictures=pictures)
+        return cls(tokens, packing, positions, temperatures, images=images)
 
     @property
     def predictors(self) -> Tensor:
@@ -114,4 +114,4 @@ class PackedInput:
             None if self.reference is None else ReferenceStates(self.reference.hidden.to(device), self.reference.head)
         )
         tokens, positions = self.tokens.to(device), self.positions.to(device)
-        return PackedInput(tokens, packing, positions, temperatures, reference, self.pictures, self.head_alone)
+        return PackedInput(tokens, packing, positions, temperatures, reference, self.images, self.head_alone)

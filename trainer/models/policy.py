@@ -73,7 +73,7 @@ class PackedPolicy(nn.Module):
         Raises:
             ValueError: the policy has no image input.
         """
-        if x.pictures:
+        if x.images:
             raise ValueError("the trajectory has images, but this policy has no image input")
         return self.model(x.tokens[None], logits_to_keep=x.predictors, **packed_kwargs(x.packing)).logits[0]
 

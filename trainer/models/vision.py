@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from offbeat.services.chat.vision import PictureReader, stack_images
-from offbeat.services.messages.types import Picture
+from offbeat.services.chat.vision import ImageProcessor, stack_images
+from offbeat.services.messages.types import PromptImage
 from offbeat.trainer.models.packing import PackedInput, Packing
 from offbeat.trainer.models.policy import PackedPolicy, packed_kwargs
 
@@ -23,27 +23,27 @@ Grid = tuple[int, int, int]
 class PackedVisionPolicy(PackedPolicy):
     """Policy over packed tokens and images."""
 
-    def __init__(self, model: PreTrainedModel, temperature: float, reader: PictureReader) -> None:
+    def __init__(self, model: PreTrainedModel, temperature: float, reader: ImageProcessor) -> None:
         super().__init__(model, temperature)
         self._reader = reader
 
     def logits(self, x: PackedInput) -> Tensor:
         embedded = self.model.get_input_embeddings()(x.tokens[None])
-        pixels = [self._reader.pixels(picture.png) for picture in x.pictures]
+        pixels = [self._reader.pixels(image.png) for image in x.images]
         if pixels:
             patches, grids = (torch.from_numpy(part).to(x.tokens.device) for part in stack_images(pixels))
             model: Any = self.model.model
             features = torch.cat(model.get_image_features(patches, grids, return_dict=True).pooler_output)
-            slots = torch.cat([torch.arange(p.start, p.start + p.count) for p in x.pictures]).to(x.tokens.device)
+            slots = torch.cat([torch.arange(p.start, p.start + p.count) for p in x.images]).to(x.tokens.device)
             if len(slots) != len(features):
                 raise ValueError(f"{len(features)} image features for {len(slots)} image tokens")
             embedded = embedded.index_copy(1, slots, features[None].to(embedded.dtype))
-        positions = rope_positions(x.packing, x.pictures, [image.grid for image in pixels], self._reader.merge)
+        positions = rope_positions(x.packing, x.images, [image.grid for image in pixels], self._reader.merge)
         kwargs = {**packed_kwargs(x.packing), "position_ids": positions}
         return self.model(inputs_embeds=embedded, logits_to_keep=x.predictors, **kwargs).logits[0]
 
 
-def rope_positions(packing: Packing, pictures: Sequence[Picture], grids: Sequence[Grid], merge: int) -> Tensor:
+def rope_positions(packing: Packing, images: Sequence[PromptImage], grids: Sequence[Grid], merge: int) -> Tensor:
     """Return positions in the sequence, then M-RoPE's time, row and column (arXiv:2409.12191): [4, 1, N] int64.
 
     An image's tokens share one time; text after it continues from its larger side. merge: patches per side of a token.
@@ -51,9 +51,9 @@ def rope_positions(packing: Packing, pictures: Sequence[Picture], grids: Sequenc
     plain = packing.position_ids[0].cpu().numpy()
     axes = np.stack([plain, plain, plain, plain])
     borders = packing.cu_seqlens.cpu().numpy()
-    for picture, (_, patch_rows, patch_columns) in zip(pictures, grids, strict=True):
+    for image, (_, patch_rows, patch_columns) in zip(images, grids, strict=True):
         rows, columns = patch_rows // merge, patch_columns // merge
-        start, end = picture.start, picture.start + picture.count
+        start, end = image.start, image.start + image.count
         stop = int(borders[np.searchsorted(borders, start, side="right")])
         origin = axes[1, start]
         axes[1, start:end] = origin

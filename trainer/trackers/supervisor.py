@@ -37,13 +37,13 @@ class TrackerProcess:
     def __init__(
         self,
         order: StartMessage,
-        say: Callable[[str], None],
+        echo: Callable[[str], None],
         sink: MetricsSink,
         *,
         first_retry_s: float = FIRST_RETRY_S,
     ) -> None:
         self._order = order
-        self._say = say
+        self._say = echo
         self._sink = sink
         self._first_retry_s = first_retry_s
         self._stop = threading.Event()
@@ -176,8 +176,8 @@ class TrackerProcess:
 class TrackerProcesses:
     """Context manager of a learner's tracker processes."""
 
-    def __init__(self, orders: Sequence[StartMessage], say: Callable[[str], None], sink: MetricsSink) -> None:
-        self._processes = [TrackerProcess(order, say, sink) for order in orders]
+    def __init__(self, orders: Sequence[StartMessage], echo: Callable[[str], None], sink: MetricsSink) -> None:
+        self._processes = [TrackerProcess(order, echo, sink) for order in orders]
         self.ending: Ending = "died"
         """How the learner ended; set before the context exits."""
 

@@ -310,7 +310,7 @@ def _scatter(batch: Batch, micro_batches: Sequence[MicroBatch], parts: Sequence[
 
 def _to_input(micro: MicroBatch, states: ReferenceStates | None = None, *, head_alone: bool = False) -> PackedInput:
     packed = PackedInput.of(
-        micro.tokens, micro.cu_seqlens, micro.positions, micro.temperatures, micro.pictures, micro.parents
+        micro.tokens, micro.cu_seqlens, micro.positions, micro.temperatures, micro.images, micro.parents
     )
     reference = None if states is None else ReferenceStates(states.hidden[micro.index], states.head)
     return replace(packed, reference=reference, head_alone=head_alone)

@@ -18,7 +18,7 @@ from offbeat.envs import registry
 from offbeat.envs.class_path import load_object
 from offbeat.envs.prompts import fill_template
 from offbeat.services.chat.append_only import ChatFormat
-from offbeat.services.messages.types import Picture
+from offbeat.services.messages.types import PromptImage
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.rollout.episodes.history import TurnHistory
 from offbeat.trainer.config.learner import WarmStartConfig
@@ -35,7 +35,7 @@ class Demonstration:
 
     tokens: Tensor
     learned: Tensor
-    pictures: tuple[Picture, ...] = ()
+    images: tuple[PromptImage, ...] = ()
 
 
 Demonstrate = Callable[[np.random.Generator], list[Demonstration]]
@@ -114,10 +114,8 @@ def pack_demonstrations(demos: list[Demonstration]) -> PackedInput:
         torch.cat([demo.tokens for demo in demos]),
         borders,
         torch.cat([offset + demo.learned for offset, demo in offset_demos]),
-        pictures=tuple(
-            structs.replace(picture, start=offset + picture.start)
-            for offset, demo in offset_demos
-            for picture in demo.pictures
+        images=tuple(
+            structs.replace(image, start=offset + image.start) for offset, demo in offset_demos for image in demo.images
         ),
     )
 

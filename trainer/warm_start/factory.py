@@ -13,5 +13,5 @@ def make_demonstrator(config: WarmStartConfig, env: CustomEnv, chat: ChatFormat,
     Raises:
         ValueError: the function or env does not exist, or the policy lacks image input.
     """
-    make = make_vision_demonstrator if env.shows_pictures else make_text_demonstrator
+    make = make_vision_demonstrator if env.shows_images else make_text_demonstrator
     return make(load_demos(config), env, chat, max_tokens=max_tokens)

@@ -16,13 +16,13 @@ from offbeat.services.messages.types import (
     Completion,
     EpisodeKind,
     EpisodeTask,
-    Picture,
+    PromptImage,
     Sampling,
     Trajectory,
     VersionSpan,
 )
 from offbeat.services.rollout.config import CustomEnv
-from offbeat.services.rollout.envs.runners import StepResult, do_picture, traits_of
+from offbeat.services.rollout.envs.runners import StepResult, read_traits, render_png
 from offbeat.services.rollout.episodes.episode import EpisodePlan, play
 from offbeat.trainer.warm_start.demonstrations import (
     Demonstrate,
@@ -41,7 +41,7 @@ def make_vision_demonstrator(demos: Demos, env: CustomEnv, chat: ChatFormat, *, 
         ValueError: the env does not exist, or the policy lacks image input.
     """
     instance = registry.make(env.env_type, env.env_config)
-    traits = traits_of(instance)
+    traits = read_traits(instance)
     task = EpisodeTask(EpisodeKind.TRAIN, "0", 0, 0, 0, 0)
     sampling = Sampling(max_new_tokens=env.max_tokens_per_step)
     plan = EpisodePlan(task, "", 0, env, max_tokens, sampling, False, "demonstrator")
@@ -73,7 +73,7 @@ def _to_demonstrations(trajectory: Trajectory) -> list[Demonstration]:
         Demonstration(
             torch.from_numpy(segment.tokens.astype(np.int64)),
             torch.from_numpy(np.flatnonzero(segment.loss_mask)),
-            segment.pictures,
+            segment.images,
         )
         for segment in answered
     ]
@@ -97,7 +97,7 @@ class _RecordingEnv:
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         observation, info = self._env.reset(**kwargs)
         self.answers = []
-        self.steps = [_RecordedStep(StepResult(observation, 0.0, False, False, {}), do_picture(self._env))]
+        self.steps = [_RecordedStep(StepResult(observation, 0.0, False, False, {}), render_png(self._env))]
         return observation, info
 
     def step(self, action: str) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
@@ -105,7 +105,7 @@ class _RecordingEnv:
         self.answers.append(action)
         is_done = bool(terminated or truncated)
         result = StepResult(observation, float(reward), bool(terminated), bool(truncated), {})
-        self.steps.append(_RecordedStep(result, b"" if is_done else do_picture(self._env)))
+        self.steps.append(_RecordedStep(result, b"" if is_done else render_png(self._env)))
         return observation, reward, terminated, truncated, info
 
     def __getattr__(self, name: str) -> Any:
@@ -133,10 +133,10 @@ class _ReplayedEpisode:
         result = self._steps[self._index].result
         return result._replace(truncated=result.truncated or self._index == len(self._answers))
 
-    async def picture(self) -> bytes:
+    async def image(self) -> bytes:
         return self._steps[self._index].png
 
-    async def answer(self, _: tuple[int, ...], room: int, __: tuple[Picture, ...] = ()) -> Completion:
+    async def answer(self, _: tuple[int, ...], room: int, __: tuple[PromptImage, ...] = ()) -> Completion:
         """Return the demonstrated answer, at most `room` tokens.
 
         Raises:

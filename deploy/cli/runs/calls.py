@@ -162,7 +162,7 @@ def send_command(url: str, token: str | None, run_id: str, command: str, *, as_j
 
 
 def _describe_outcome(view: RunView) -> str:
-    if view.state.over:
+    if view.state.is_terminal:
         return f"{view.id} is {view.state} already."
     outcomes = {
         "running": "goes on",

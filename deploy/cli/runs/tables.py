@@ -41,7 +41,7 @@ def run_table(view: RunView) -> Table:
 
 def _rows(view: RunView) -> Iterator[tuple[str, str]]:
     yield "run", escape(view.id)
-    phase = f" ({escape(view.phase)})" if view.phase and not view.state.over else ""
+    phase = f" ({escape(view.phase)})" if view.phase and not view.state.is_terminal else ""
     yield "state", view.state.value + phase
     if view.error:
         yield "error", escape(view.error) + (f" (see {escape(view.log)})" if view.log else "")
@@ -66,7 +66,7 @@ def _rows(view: RunView) -> Iterator[tuple[str, str]]:
             "changed",
             f"{values} ({_ago(change.at)} ago, {taken})" + (f": {escape(change.why)}" if change.why else ""),
         )
-    for name, place in view.places.model_dump().items():
+    for name, place in view.paths.model_dump().items():
         yield name, escape(place)
 
 

@@ -82,7 +82,7 @@ def _print_event(shown: LiveView, event: HistoryView, since: float) -> None:
 
 
 def _describe_end(view: RunView) -> str:
-    why = f": {view.error}\nRead {view.places.output_dir}/{view.log}" if view.error else ""
+    why = f": {view.error}\nRead {view.paths.output_dir}/{view.log}" if view.error else ""
     return f"{view.id} is {view.state} at step {max(view.step, 0)} of {view.max_steps}{why}"
 
 

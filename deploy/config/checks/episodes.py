@@ -36,7 +36,7 @@ def _check_vision(config: RunConfig) -> Iterator[ConfigIssue]:
         config.tiny.vision is not None if config.pretrain == "tiny" else model_family(Path(config.pretrain)) is not None
     )
     for tag, env in config.custom_envs.items():
-        if not env.shows_pictures:
+        if not env.shows_images:
             continue
         key = f"custom_envs.{tag}"
         if not has_vision:

@@ -15,7 +15,7 @@ from offbeat.envs.prompts import IMAGE, fill_template
 from offbeat.services.chat.messages import ChatMessage
 from offbeat.services.errors import RolloutError
 from offbeat.services.rollout.config import CustomEnv
-from offbeat.services.rollout.envs.runners import do_picture, traits_of
+from offbeat.services.rollout.envs.runners import read_traits, render_png
 from offbeat.trainer.config.issue import ConfigIssue
 
 CountTokens = Callable[["FirstTexts", CustomEnv], int]
@@ -58,7 +58,7 @@ def check_first_prompts(config: RunConfig) -> list[ConfigIssue]:
             length = count_tokens(texts, env)
             issues += _check_function(config, tag, texts)
         except RolloutError as error:
-            key = "agent_template" if env.shows_pictures else "agent_system_template"
+            key = "agent_template" if env.shows_images else "agent_system_template"
             key = "tool_call_parser" if texts.functions else key
             issues.append(ConfigIssue(f"custom_envs.{tag}.{key}", str(error)))
             continue
@@ -85,7 +85,7 @@ def _check_function(config: RunConfig, tag: str, texts: FirstTexts) -> Iterator[
     if env.env_manager_cls != "TrajEnvManager":
         message = "a call and its result need one conversation: take TrajEnvManager, or function_calling: prompt"
         yield ConfigIssue(f"custom_envs.{tag}.env_manager_cls", message)
-    if env.shows_pictures:
+    if env.shows_images:
         yield ConfigIssue(f"custom_envs.{tag}.agent_template", "functions do not support images: leave {image} out")
     if config.warm_start is not None and config.warm_start.tag == tag:
         yield ConfigIssue(
@@ -122,7 +122,7 @@ def _check_template(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.warm_start is not None:
         yield ConfigIssue("warm_start", f"demonstrations are one sequence each: {reason}")
     for tag, env in config.custom_envs.items():
-        if env.shows_pictures and env.env_manager_cls == "TrajEnvManager":
+        if env.shows_images and env.env_manager_cls == "TrajEnvManager":
             yield ConfigIssue(f"custom_envs.{tag}.env_manager_cls", f"take StepEnvManager for images: {reason}")
 
 
@@ -155,13 +155,13 @@ def _count_tokens(config: RunConfig) -> CountTokens:
     chat = load_playing_format(Path(config.pretrain))
 
     def count(texts: FirstTexts, env: CustomEnv) -> int:
-        pictures = chat.image_tokens.reader.count(texts.png) * texts.observation.count(IMAGE) if texts.png else 0
+        images = chat.image_tokens.reader.count(texts.png) * texts.observation.count(IMAGE) if texts.png else 0
         if texts.functions:
             template, messages = chat.calling(env.tool_call_parser), [ChatMessage("user", texts.observation)]
             if texts.system:
                 messages.insert(0, ChatMessage("system", texts.system))
             return len(template.encode(template.render(messages, texts.functions, prompt=True)))
-        return len(chat.first_prompt(texts.system, texts.observation)) + pictures
+        return len(chat.first_prompt(texts.system, texts.observation)) + images
 
     return count
 
@@ -180,10 +180,10 @@ def _first_texts(env: CustomEnv, seed: int) -> FirstTexts:
     instance = registry.make(env.env_type, env.env_config)
     try:
         observation, _ = instance.reset(seed=seed)
-        traits = traits_of(instance)
+        traits = read_traits(instance)
         system = traits.system_prompt if env.agent_system_template is None else env.agent_system_template
         user = fill_template(env.agent_template, observation=str(observation), step=1, actions_left=env.max_steps)
-        picture = do_picture(instance) if env.shows_pictures else b""
-        return FirstTexts(system, user, picture, tuple(traits.functions))
+        image = render_png(instance) if env.shows_images else b""
+        return FirstTexts(system, user, image, tuple(traits.functions))
     finally:
         instance.close()

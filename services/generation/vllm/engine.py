@@ -132,11 +132,11 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
 class VllmEngine:
     """`PolicyEngine` on vLLM's `AsyncLLM`."""
 
-    def __init__(self, llm: Any, config: GenerationConfig, salt: str = "", with_pictures: Any = None) -> None:
-        """with_pictures: builds prompts with images (`vision.PromptMaker`), if the model reads any."""
+    def __init__(self, llm: Any, config: GenerationConfig, salt: str = "", image_prompts: Any = None) -> None:
+        """image_prompts: builds prompts with images (`vision.PromptMaker`), if the model reads any."""
         self.llm = llm
         self._config = config
-        self._with_pictures = with_pictures
+        self._image_prompts = image_prompts
         self._parameters = lru_cache(MAX_CACHED_SAMPLING_PARAMS)(_parameters)
         self._salt = salt
         self._vocab_size: int = llm.model_config.get_vocab_size()
@@ -163,23 +163,23 @@ class VllmEngine:
 
         arguments = engine_arguments(config, model, sequence_length, seed)
         arguments["weight_transfer_config"] = WeightTransferConfig(backend=BACKENDS[transport])
-        with_pictures = None
+        image_prompts = None
         if model_family(model) is not None:
             from offbeat.services.generation.vllm import vision
 
             vision.register()
-            with_pictures = vision.PromptMaker(model)
+            image_prompts = vision.PromptMaker(model)
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         await llm.collective_rpc("die_with_parent")
         if config.max_lora_rank is not None:
             await llm.collective_rpc("prepare_adapters")
-        engine = cls(llm, config, with_pictures=with_pictures)
+        engine = cls(llm, config, image_prompts=image_prompts)
         await engine.warm_up()
         return engine
 
     def salted(self, salt: str) -> "VllmEngine":
         """Return the same engine with its own part of the prefix cache."""
-        return VllmEngine(self.llm, self._config, salt, self._with_pictures)
+        return VllmEngine(self.llm, self._config, salt, self._image_prompts)
 
     async def warm_up(self) -> None:
         """Sample two tokens, since vLLM's first request takes seconds."""
@@ -216,11 +216,11 @@ class VllmEngine:
         """Return vLLM's prompt. Raises ValueError if the model can't read its images."""
         from vllm.inputs import tokens_input
 
-        if not request.pictures:
+        if not request.images:
             return tokens_input(list(request.prompt), cache_salt=salt if self._salted else None)
-        if self._with_pictures is None:
-            raise ValueError("the prompt holds pictures, and this model reads none")
-        return self._with_pictures(request, salt, share_prefixes=self._salted)
+        if self._image_prompts is None:
+            raise ValueError("the prompt holds images, and this model reads none")
+        return self._image_prompts(request, salt, share_prefixes=self._salted)
 
     async def stage(self, path: Path) -> None:
         """On a CPU, reload the model into a twin in slices between engine steps; otherwise leave all to `load`."""

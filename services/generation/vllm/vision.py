@@ -27,7 +27,7 @@ from vllm.model_executor.models import qwen2_5_vl, qwen2_vl
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
-from offbeat.services.chat.vision import PictureReader, stack_images
+from offbeat.services.chat.vision import ImageProcessor, stack_images
 from offbeat.services.messages.types import GenerateRequest
 
 IMAGE = "image"
@@ -41,7 +41,7 @@ class Sizes(qwen2_vl.Qwen2VLProcessingInfo):
         return {IMAGE: None}
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
-        """Return tokens of the largest picture."""
+        """Return tokens of the largest image."""
         del mm_counts
         return {IMAGE: seq_len}
 
@@ -79,11 +79,11 @@ def register() -> None:
 
 
 class PromptMaker:
-    """Prompts with pictures, as vLLM takes them."""
+    """Prompts with images, as vLLM takes them."""
 
     def __init__(self, model: Path) -> None:
-        """Raises RolloutError where the model reads no pictures."""
-        self._reader = PictureReader(model)
+        """Raises RolloutError where the model reads no images."""
+        self._reader = ImageProcessor(model)
         self._fields = qwen2_vl._create_qwen2vl_field_factory(self._reader.merge)
 
     def __call__(self, request: GenerateRequest, salt: str, *, share_prefixes: bool) -> MultiModalInput:
@@ -93,17 +93,17 @@ class PromptMaker:
         Raises:
             ValueError: an image can't be read, or takes another number of tokens.
         """
-        pixels = [self._reader.pixels(picture.png) for picture in request.pictures]
-        for picture in request.pictures:
-            if picture.count != (real := self._reader.count(picture.png)):
-                raise ValueError(f"a picture of {real} tokens is given {picture.count}")
+        pixels = [self._reader.pixels(image.png) for image in request.images]
+        for image in request.images:
+            if image.count != (real := self._reader.count(image.png)):
+                raise ValueError(f"an image of {real} tokens is given {image.count}")
         patches, grids = stack_images(pixels)
         read: Any = {"pixel_values": torch.from_numpy(patches), "image_grid_thw": torch.from_numpy(grids)}
-        places = [PlaceholderRange(offset=picture.start, length=picture.count) for picture in request.pictures]
+        places = [PlaceholderRange(offset=image.start, length=image.count) for image in request.images]
         return mm_input(
             list(request.prompt),
             MultiModalKwargsItems.from_hf_inputs(read, self._fields(read)),
-            {IMAGE: [f"{salt}-{picture.digest}" for picture in request.pictures]},
+            {IMAGE: [f"{salt}-{image.digest}" for image in request.images]},
             {IMAGE: places},
             cache_salt=salt if share_prefixes else None,
         )

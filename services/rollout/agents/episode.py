@@ -178,7 +178,7 @@ async def play_with_agent(
         session = EpisodeSession(runtime.templates[runner.tool_call_parser], sample, limits, env=http_env)
         runtime.gateway.start()
         task = http_env.agent_task(runtime.gateway.origin, plan, session)
-        with runtime.gateway.opened(session):
+        with runtime.gateway.open_session(session):
             outcome = await _run(runtime.pool, runner, task, session)
             await http_env.settle()
             if outcome.answer is not None and not http_env.over:

@@ -36,8 +36,8 @@ class ProcessEnv:
     async def step(self, action: str) -> StepResult:
         return StepResult(*await self._child.ask("step", self._spec.step_timeout_s, action))
 
-    async def picture(self) -> bytes:
-        return bytes(await self._child.ask("picture", self._spec.step_timeout_s))
+    async def image(self) -> bytes:
+        return bytes(await self._child.ask("image", self._spec.step_timeout_s))
 
     async def close(self) -> None:
         if self._child.healthy and self._child.pid is not None:

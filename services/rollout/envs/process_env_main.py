@@ -7,10 +7,10 @@ from offbeat.envs.registry import TextEnv, make
 from offbeat.services.rollout.child_main import serve
 from offbeat.services.rollout.envs.runners import (
     close_quietly,
-    do_picture,
     do_reset,
     do_step,
-    traits_of,
+    read_traits,
+    render_png,
 )
 
 
@@ -23,7 +23,7 @@ class EnvProcessServer:
             "make": self._make,
             "reset": lambda seed: do_reset(self._made, seed),
             "step": lambda action: do_step(self._made, action),
-            "picture": lambda: do_picture(self._made),
+            "image": lambda: render_png(self._made),
             "close": lambda: close_quietly(self._made),
         }
 
@@ -37,7 +37,7 @@ class EnvProcessServer:
         # Limits writable memory only: libraries map far more than they use
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
         self._env = make(env_type, env_config)
-        return traits_of(self._env)
+        return read_traits(self._env)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ class EnvRunner(Protocol):
 
     async def step(self, action: str) -> StepResult: ...
 
-    async def picture(self) -> bytes:
+    async def image(self) -> bytes:
         """Render a PNG."""
         ...
 
@@ -83,7 +83,7 @@ class EnvRunner(Protocol):
         ...
 
 
-def traits_of(env: TextEnv) -> EnvTraits:
+def read_traits(env: TextEnv) -> EnvTraits:
     inner = env.unwrapped
     modes: Mapping[str, str] = getattr(inner, "metrics_agg_mode", {})
     functions: Sequence[Mapping[str, Any]] = getattr(inner, "functions", ())
@@ -115,7 +115,7 @@ def do_step(env: TextEnv, action: str) -> StepResult:
     return StepResult(_text(observation), value, bool(terminated), bool(truncated), metrics)
 
 
-def do_picture(env: TextEnv) -> bytes:
+def render_png(env: TextEnv) -> bytes:
     """Render a PNG.
 
     Raises:
@@ -123,7 +123,7 @@ def do_picture(env: TextEnv) -> bytes:
     """
     frame = env.render()
     if not isinstance(frame, np.ndarray):
-        raise ValueError("the env renders no picture: make it with render_mode rgb_array")
+        raise ValueError("the env renders no image: make it with render_mode rgb_array")
     png = encode_png(frame)
     check_png(png)
     return png
@@ -154,7 +154,7 @@ class InlineEnv:
 
     async def start(self) -> EnvTraits:
         self._env = self._run_checked("make_error", make, self._spec.env_type, self._spec.env_config)
-        return traits_of(self._env)
+        return read_traits(self._env)
 
     async def reset(self, seed: int) -> str:
         return self._run_checked("reset_error", do_reset, self._env, seed)
@@ -162,8 +162,8 @@ class InlineEnv:
     async def step(self, action: str) -> StepResult:
         return self._run_checked("step_error", do_step, self._env, action)
 
-    async def picture(self) -> bytes:
-        return self._run_checked("picture_error", do_picture, self._env)
+    async def image(self) -> bytes:
+        return self._run_checked("image_error", render_png, self._env)
 
     async def close(self) -> None:
         self.healthy = False
@@ -200,8 +200,8 @@ class ThreadEnv:
     async def step(self, action: str) -> StepResult:
         return await self._run("step", self._spec.step_timeout_s, lambda: do_step(self._started, action))
 
-    async def picture(self) -> bytes:
-        return await self._run("picture", self._spec.step_timeout_s, lambda: do_picture(self._started))
+    async def image(self) -> bytes:
+        return await self._run("image", self._spec.step_timeout_s, lambda: render_png(self._started))
 
     async def close(self) -> None:
         """Close the env, after a running call in its thread."""
@@ -222,7 +222,7 @@ class ThreadEnv:
 
     def _make(self) -> EnvTraits:
         self._env = make(self._spec.env_type, self._spec.env_config)
-        return traits_of(self._env)
+        return read_traits(self._env)
 
     async def _run(self, operation: str, timeout_s: float, function: Callable[[], T]) -> T:
         def call() -> T:

@@ -39,7 +39,7 @@ class PlayableEnv(Protocol):
 
     async def step(self, action: str) -> StepResult: ...
 
-    async def picture(self) -> bytes: ...
+    async def image(self) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +106,13 @@ class _Episode:
         """Sample an answer and step the env; return the next observation and the stop reason."""
         plan, recorder = self.plan, self.recorder
         message = await self._message(observation, step)
-        prompt, pictures = recorder.ask(message)
+        prompt, images = recorder.ask(message)
         room = plan.sequence_length - len(prompt)
         if room < 1:
             return observation, StopReason.MAX_LENGTH
         max_new_tokens = min(plan.env.max_tokens_per_step, plan.sampling.max_new_tokens, room)
         completion = await (
-            self.sample(prompt, max_new_tokens, pictures) if pictures else self.sample(prompt, max_new_tokens)
+            self.sample(prompt, max_new_tokens, images) if images else self.sample(prompt, max_new_tokens)
         )
         answer = recorder.add_completion(completion)
         result = await self.env.step(answer)
@@ -131,11 +131,11 @@ class _Episode:
             step=step,
             actions_left=rules.max_steps - step + 1,
             history=self.history.render_history(),
-            image=self.chat.image_tokens.mark if rules.shows_pictures else IMAGE,
+            image=self.chat.image_tokens.mark if rules.shows_images else IMAGE,
         )
-        if not rules.shows_pictures:
+        if not rules.shows_images:
             return TurnMessage(words, observation=observation)
-        return TurnMessage(words, await self.env.picture(), rules.agent_template.count(IMAGE), observation)
+        return TurnMessage(words, await self.env.image(), rules.agent_template.count(IMAGE), observation)
 
 
 def _stop_reason(result: StepResult, step: int, max_steps: int) -> StopReason | None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from offbeat.services.messages.types import Completion, EpisodeKind, Picture
+from offbeat.services.messages.types import Completion, EpisodeKind, PromptImage
 from offbeat.services.rollout.envs.runners import EnvRunner, StepResult
 from offbeat.services.rollout.episodes.sampler import EpisodeSampler
 from offbeat.services.rollout.metrics import WorkerMetrics
@@ -57,16 +57,16 @@ class InstrumentedEpisode:
         self._end()
         return result
 
-    async def picture(self) -> bytes:
+    async def image(self) -> bytes:
         self._waiting.enter(Wait.ENV)
-        return await self._env.picture()
+        return await self._env.image()
 
     async def sample(
-        self, prompt: Sequence[int], max_new_tokens: int, pictures: tuple[Picture, ...] = ()
+        self, prompt: Sequence[int], max_new_tokens: int, images: tuple[PromptImage, ...] = ()
     ) -> Completion:
         self._waiting.enter(Wait.GENERATION)
         began = time.monotonic()
-        completion = await self._sampler(prompt, max_new_tokens, pictures)
+        completion = await self._sampler(prompt, max_new_tokens, images)
         self._reporter.turn(self._kind, self._tag, completion, time.monotonic() - began)
         self._end()
         return completion

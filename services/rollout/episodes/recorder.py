@@ -24,7 +24,7 @@ from offbeat.services.errors import EpisodeError, RolloutError
 from offbeat.services.messages.types import (
     Completion,
     FinishReason,
-    Picture,
+    PromptImage,
     Segment,
     Turn,
     VersionSpan,
@@ -33,16 +33,16 @@ from offbeat.services.rollout.config import CustomEnv
 
 
 class TurnMessage(NamedTuple):
-    """Message with `num_pictures` image placeholders."""
+    """Message with `num_images` image placeholders."""
 
     words: str
     png: bytes = b""
-    num_pictures: int = 0
+    num_images: int = 0
     observation: str = ""
     """Without the template."""
 
 
-Sent = tuple[Sequence[int], tuple[Picture, ...]]
+Sent = tuple[Sequence[int], tuple[PromptImage, ...]]
 """Prompt tokens and images."""
 
 
@@ -83,14 +83,14 @@ class AppendOnlyRecorder:
     Arrays, because long prompts are copied and sent as bytes.
     """
 
-    __slots__ = ("_chat", "_logprobs", "_pictures", "_spans", "_system", "_tokens", "_turns")
+    __slots__ = ("_chat", "_images", "_logprobs", "_spans", "_system", "_tokens", "_turns")
 
     def __init__(self, chat: ChatFormat, system: str) -> None:
         self._chat = chat
         self._system = system
         self._turns: list[Turn] = []
         self._tokens = array("i")
-        self._pictures: list[Picture] = []
+        self._images: list[PromptImage] = []
         self._logprobs = array("d")
         """Of sampled tokens only."""
         self._spans: list[VersionSpan] = []
@@ -101,13 +101,13 @@ class AppendOnlyRecorder:
             self._tokens.append(self._chat.end_id)
         words = message.words
         ids = self._chat.next_prompt(words) if self._turns else self._chat.first_prompt(self._system, words)
-        pictures: tuple[Picture, ...] = ()
-        if message.num_pictures:
-            ids, pictures = self._chat.image_tokens.place(ids, message.png, message.num_pictures)
+        images: tuple[PromptImage, ...] = ()
+        if message.num_images:
+            ids, images = self._chat.image_tokens.place(ids, message.png, message.num_images)
         before = len(self._tokens)
-        self._pictures += [structs.replace(picture, start=before + picture.start) for picture in pictures]
+        self._images += [structs.replace(image, start=before + image.start) for image in images]
         self._tokens.extend(ids)
-        return self._tokens[:], tuple(self._pictures)
+        return self._tokens[:], tuple(self._images)
 
     def add_completion(self, completion: Completion) -> str:
         start, count = len(self._tokens), len(completion.token_ids)
@@ -134,9 +134,9 @@ class AppendOnlyRecorder:
             mask[turn.start : turn.end] = True
         logprobs = np.zeros(length, dtype=np.float32)
         logprobs[mask] = self._logprobs
-        pictures = tuple(picture for picture in self._pictures if picture.start + picture.count <= length)
+        images = tuple(image for image in self._images if image.start + image.count <= length)
         tokens = np.array(self._tokens[:length], dtype=np.int32)
-        return Record(tuple(self._turns), (Segment(tokens, mask, logprobs, tuple(self._spans), pictures),))
+        return Record(tuple(self._turns), (Segment(tokens, mask, logprobs, tuple(self._spans), images),))
 
 
 class PerStepRecorder:
@@ -186,7 +186,7 @@ class RerenderedRecorder:
             self.messages.append(ChatMessage("system", self.system))
 
     def ask(self, message: TurnMessage) -> Sent:
-        if message.num_pictures:
+        if message.num_images:
             raise EpisodeError("bad_conversation", "re-rendered conversations do not support images")
         calls = self.messages[-1].tool_calls if self.messages else ()
         if calls:

@@ -14,7 +14,7 @@ from offbeat.services.errors import EpisodeError, MeshError, RetryableError
 from offbeat.services.messages.types import (
     Completion,
     GenerateRequest,
-    Picture,
+    PromptImage,
     Sampling,
 )
 from offbeat.services.rollout.config import WorkerSettings
@@ -54,7 +54,7 @@ class EpisodeSampler:
         self._num_requests = 0
 
     async def __call__(
-        self, prompt: Sequence[int], max_new_tokens: int, pictures: tuple[Picture, ...] = ()
+        self, prompt: Sequence[int], max_new_tokens: int, images: tuple[PromptImage, ...] = ()
     ) -> Completion:
         """Return a completion; retry for `retry_s`.
 
@@ -64,7 +64,7 @@ class EpisodeSampler:
         began, wait_s = time.monotonic(), INITIAL_RETRY_WAIT_S
         while True:
             try:
-                return await self._batcher.sample(self._request(prompt, max_new_tokens, pictures))
+                return await self._batcher.sample(self._request(prompt, max_new_tokens, images))
             except TimeoutError as error:
                 failure = EpisodeError("generation_timeout", f"{error}, repeatedly")
             except RetryableError as error:
@@ -76,9 +76,9 @@ class EpisodeSampler:
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, MAX_RETRY_WAIT_S)
 
-    def _request(self, prompt: Sequence[int], max_new_tokens: int, pictures: tuple[Picture, ...]) -> GenerateRequest:
+    def _request(self, prompt: Sequence[int], max_new_tokens: int, images: tuple[PromptImage, ...]) -> GenerateRequest:
         if self._sampling.max_new_tokens != max_new_tokens:
             self._sampling = limit_new_tokens(self._sampling, max_new_tokens)
         name = f"{self._name}/{self._num_requests}"
         self._num_requests += 1
-        return GenerateRequest(name, prompt, self._sampling, self._min_version, pictures)
+        return GenerateRequest(name, prompt, self._sampling, self._min_version, images)

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Held = dict[str, "Tensor"]
-Sender = Callable[[Held, TensorPull, PullServer], None]
+HeldTensors = dict[str, "Tensor"]
+Sender = Callable[[HeldTensors, TensorPull, PullServer], None]
 
 SENDERS = "offbeat.services.weights.transports.vllm_senders"
 """Imported on the first staging, since it needs vLLM."""
@@ -69,15 +69,15 @@ class DeviceTransport:
         self._sender = sender
         self._token = uuid.uuid4().hex
         self._desk = PullServer(redis, run_id, self._token)
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, HeldTensors] = {}
         self._serving: threading.Thread | None = None
         self._closed = threading.Event()
 
-    def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> Held:
+    def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> HeldTensors:
         """Return the tensors, which stay on their GPU."""
         return {name: tensor.detach().clone() for name, tensor in tensors}
 
-    def stage(self, version: int, epoch: int, tensors: Held) -> Stored:
+    def stage(self, version: int, epoch: int, tensors: HeldTensors) -> Stored:
         location = f"{self._token}/v{version}-e{epoch}"
         self._held[location] = tensors
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -46,7 +46,7 @@ def view(state: RunState = RunState.RUNNING, learner: Health = Health.READY, pha
         settings=SettingsView(
             num_workers=1, num_replicas=1, learning_rate=1e-3, temperature=1.0, max_staleness=1.0, num_env_groups=8
         ),
-        places=PathsView(output_dir="", logs="", checkpoints="", tensorboard=""),
+        paths=PathsView(output_dir="", logs="", checkpoints="", tensorboard=""),
     )
 
 
@@ -69,9 +69,9 @@ def history() -> RunHistory:
     return made
 
 
-def text_of(picture: object) -> str:
+def text_of(image: object) -> str:
     console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(picture)
+    console.print(image)
     return console.export_text()
 
 

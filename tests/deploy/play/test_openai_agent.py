@@ -26,7 +26,7 @@ class Endpoint:
 
     async def _open(self) -> None:
         self.gateway.start()
-        self._opened = self.gateway.opened(self.session)
+        self._opened = self.gateway.open_session(self.session)
         self._opened.__enter__()
 
     async def _sample(self, _: tuple[int, ...], __: int) -> Completion:

@@ -11,7 +11,7 @@ def test_a_constant_stays_constant_and_a_step_is_rounded():
     assert smooth([], 3) == []
 
 
-def test_the_curve_is_a_picture_also_of_a_run_that_hardly_began(tmp_path: Path):
+def test_a_curve_is_plotted_even_of_a_run_that_hardly_began(tmp_path: Path):
     points = [CurvePoint(step, 10.0 + step, step / 20) for step in range(20)]
     for name, rollout in (("full", points), ("empty", [])):
         draw_learning_curve(

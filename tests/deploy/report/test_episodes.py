@@ -16,7 +16,7 @@ from tests.paths import QUICKSTART
 
 
 class Counting(gymnasium.Env[str, str]):
-    """A text env without pictures."""
+    """A text env without images."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, object] | None = None):  # noqa: ARG002
         return f"<seed {seed}>", {}
@@ -34,18 +34,18 @@ def test_an_episode_is_played_again_as_it_was_recorded(config: RunConfig):
     recorded = RecordedEpisode("after training", "FrozenLake", 2**31 + 5, ("Down", "Right", "nonsense"), 0.0, False)
     first, again = play_again(config, recorded), play_again(config, recorded)
     assert first.observations == again.observations
-    assert len(first.pictures) == len(first.observations)
-    assert first.pictures[0].dtype == "uint8"
+    assert len(first.frames) == len(first.observations)
+    assert first.frames[0].dtype == "uint8"
 
 
-def test_pictures_become_an_animation_and_a_page(config: RunConfig, tmp_path: Path):
+def test_images_become_an_animation_and_a_page(config: RunConfig, tmp_path: Path):
     episodes = [
         play_again(config, RecordedEpisode(f"<{i}>", "FrozenLake", 2**31 + i, ("Down",) * (i + 1), 0.0, bool(i % 2)))
         for i in range(5)
     ]
     assert write_gif(tmp_path / "e.gif", episodes)
     with Image.open(tmp_path / "e.gif") as image:
-        assert image.n_frames >= max(len(episode.pictures) for episode in episodes)
+        assert image.n_frames >= max(len(episode.frames) for episode in episodes)
         assert (tmp_path / "e.gif").stat().st_size < 500_000
     write_html(tmp_path / "e.html", episodes, title="Episodes")
     page = (tmp_path / "e.html").read_text()
@@ -54,7 +54,7 @@ def test_pictures_become_an_animation_and_a_page(config: RunConfig, tmp_path: Pa
     assert "<0>" not in page
 
 
-def test_an_env_without_pictures_is_shown_by_its_texts(tmp_path: Path):
+def test_an_env_without_images_is_shown_by_its_texts(tmp_path: Path):
     config = RunConfig.model_validate_json(
         f'{{"custom_envs": {{"Count": {{"env_type": "{__name__}:Counting"}}}}}}'.replace(__name__, "text_envs")
     )

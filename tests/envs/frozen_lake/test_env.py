@@ -143,14 +143,14 @@ def test_every_word_of_an_episode_is_in_the_word_list():
 def test_the_image_shows_agent_goal_and_holes():
     env = FrozenLakeEnv(FrozenLakeConfig(render_mode="rgb_array"))
     env.reset(seed=1)
-    picture = env.render()
-    assert picture.shape == (128, 128, 3)
-    assert picture.dtype == np.uint8
-    centre = {(r, c): tuple(picture[r * 32 + 16, c * 32 + 16]) for r in range(4) for c in range(4)}
+    image = env.render()
+    assert image.shape == (128, 128, 3)
+    assert image.dtype == np.uint8
+    centre = {(r, c): tuple(image[r * 32 + 16, c * 32 + 16]) for r in range(4) for c in range(4)}
     assert centre[0, 0] not in (centre[0, 1], centre[1, 0], centre[3, 3])
     assert len({centre[hole] for hole in env.lake.holes}) == 1
     env.step("Right")
-    assert not np.array_equal(env.render(), picture)
+    assert not np.array_equal(env.render(), image)
 
 
 def test_stepping_before_a_reset_is_refused():

@@ -13,7 +13,7 @@ from offbeat.services.redis.lease import LearnerLease, LeaseHeldError, free_leas
 from offbeat.trainer.learner.group_intake import StepGroups
 from tests.copying import replace
 from tests.services.buffer.buffer_play import RUN
-from tests.services.buffer.protocol_play import (
+from tests.services.buffer.protocol_actors import (
     GROUPS_PER_STEP,
     LIMITS,
     STEPS,

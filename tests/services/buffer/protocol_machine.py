@@ -22,8 +22,8 @@ from offbeat.services.buffer.scripts import BufferKeys
 from offbeat.services.keys import RunKeys
 from offbeat.trainer.learner.step_ledger import read_step_ledger
 from tests.services.buffer.buffer_play import RUN
+from tests.services.buffer.protocol_actors import GROUPS_PER_STEP, LIMITS, STEPS
 from tests.services.buffer.protocol_learners import LearnerRules
-from tests.services.buffer.protocol_play import GROUPS_PER_STEP, LIMITS, STEPS
 from tests.services.buffer.protocol_workers import WorkerRules
 
 

@@ -5,7 +5,7 @@ from hypothesis.stateful import precondition, rule
 
 from offbeat.services.buffer.api import SubmitResult
 from offbeat.services.messages.types import EpisodeKind
-from tests.services.buffer.protocol_play import NAMES, Played, Worker
+from tests.services.buffer.protocol_actors import NAMES, Played, Worker
 
 
 class WorkerRules(Played):

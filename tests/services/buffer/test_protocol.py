@@ -8,8 +8,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from redis import Redis
 
 from offbeat.services.redis.connection import connect
+from tests.services.buffer.protocol_actors import NAMES
 from tests.services.buffer.protocol_machine import Protocol
-from tests.services.buffer.protocol_play import NAMES
 
 pytestmark = pytest.mark.slow
 

@@ -21,22 +21,22 @@ from offbeat.services.telemetry import (
     Partial,
     mean,
 )
-from tests.services.control.api_world import (
+from tests.services.control.api_harness import (
     YAML,
-    ApiWorld,
+    ApiHarness,
     FakeRunFactory,
-    api_world,
+    api_harness,
     code,
 )
 
 
 @pytest.fixture
-async def api(redis_url: str) -> AsyncIterator[ApiWorld]:
-    async with api_world(redis_url) as made:
+async def api(redis_url: str) -> AsyncIterator[ApiHarness]:
+    async with api_harness(redis_url) as made:
         yield made
 
 
-async def test_a_run_is_created_by_json_or_yaml_and_wakes_the_reconciler(api: ApiWorld):
+async def test_a_run_is_created_by_json_or_yaml_and_wakes_the_reconciler(api: ApiHarness):
     created = await api.http.post("/runs", json={"exp_name": "a"})
     assert created.status_code == 201
     assert created.json()["state"] == "preparing"
@@ -45,21 +45,21 @@ async def test_a_run_is_created_by_json_or_yaml_and_wakes_the_reconciler(api: Ap
     assert api.wakes == 2
 
 
-async def test_creating_the_same_run_twice_is_one_run(api: ApiWorld):
+async def test_creating_the_same_run_twice_is_one_run(api: ApiHarness):
     await api.http.post("/runs", json={"exp_name": "a"})
     assert (await api.http.post("/runs", json={"exp_name": "a"})).status_code == 200
     clash = await api.http.post("/runs", json={"exp_name": "a", "seed": 1})
     assert (clash.status_code, code(clash)) == (409, "run_exists")
 
 
-async def test_a_folder_that_another_run_uses_is_refused_naming_it(api: ApiWorld):
+async def test_a_folder_that_another_run_uses_is_refused_naming_it(api: ApiHarness):
     await api.start("a", output_dir="/runs/x")
     clash = await api.http.post("/runs", json={"exp_name": "b", "output_dir": "/runs/x"})
     assert (clash.status_code, code(clash)) == (409, "busy")
     assert "in use by run 'a', which is running" in clash.json()["error"]["message"]
 
 
-async def test_a_dry_run_validates_alone(api: ApiWorld):
+async def test_a_dry_run_validates_alone(api: ApiHarness):
     valid = await api.http.post("/runs?dry_run=true", json={"exp_name": "a"})
     assert (valid.status_code, valid.json()) == (200, None)
     assert (await api.http.get("/runs")).json() == {"runs": [], "unreadable": [], "next": None}
@@ -67,7 +67,7 @@ async def test_a_dry_run_validates_alone(api: ApiWorld):
     assert api.wakes == 0
 
 
-async def test_a_refused_configuration_names_the_key_and_the_nearest_one(api: ApiWorld):
+async def test_a_refused_configuration_names_the_key_and_the_nearest_one(api: ApiHarness):
     refused = await api.http.post("/runs", json={"exp_nam": "a"})
     assert refused.status_code == 422
     assert refused.json()["error"] == {
@@ -93,7 +93,7 @@ async def test_a_refused_configuration_names_the_key_and_the_nearest_one(api: Ap
     ],
 )
 async def test_a_body_that_cannot_be_read_is_refused(
-    api: ApiWorld, method: str, path: str, content: bytes, kind: str, status: int
+    api: ApiHarness, method: str, path: str, content: bytes, kind: str, status: int
 ):
     await api.start("a")
     refused = await api.http.request(method, path, content=content, headers={"Content-Type": kind})
@@ -101,7 +101,7 @@ async def test_a_body_that_cannot_be_read_is_refused(
     assert refused.json()["error"]["message"]
 
 
-async def test_yaml_that_is_no_text_is_refused(api: ApiWorld):
+async def test_yaml_that_is_no_text_is_refused(api: ApiHarness):
     refused = await api.http.post("/runs", content=b"\xff\xfe", headers=YAML)
     assert (refused.status_code, code(refused)) == (400, "malformed")
 
@@ -135,7 +135,7 @@ async def test_yaml_that_is_no_text_is_refused(api: ApiWorld):
     ],
 )
 async def test_bad_calls_are_answered_by_4xx_that_a_program_can_read(
-    api: ApiWorld, method: str, path: str, status: int
+    api: ApiHarness, method: str, path: str, status: int
 ):
     body = {"json": {"temperature": 0.5}} if method == "PATCH" else {}
     answer = await api.http.request(method, path, **body)
@@ -143,7 +143,7 @@ async def test_bad_calls_are_answered_by_4xx_that_a_program_can_read(
     assert code(answer)
 
 
-async def test_a_run_tells_its_state_counters_and_components(api: ApiWorld):
+async def test_a_run_tells_its_state_counters_and_components(api: ApiHarness):
     await api.start("a")
     await api.store.set_observations("a", {"learner": Observation(Health.DEAD, "exit code 1")})
     redis: Any = api.redis
@@ -164,10 +164,10 @@ async def test_a_run_tells_its_state_counters_and_components(api: ApiWorld):
     assert (view.rates.trajectories, view.rates.tokens_generated, view.rates.tokens_trained) == (2.0, 2.0, 2.0)
     assert view.settings.learning_rate == 1e-3
     assert view.metrics == shown
-    assert view.places.output_dir == "/runs/a"
+    assert view.paths.output_dir == "/runs/a"
 
 
-async def test_runs_are_listed_by_state_and_name_a_page_at_a_time(api: ApiWorld):
+async def test_runs_are_listed_by_state_and_name_a_page_at_a_time(api: ApiHarness):
     for i in range(7):
         await api.start(f"lake-{i}", RunState.FINISHED if i % 2 else RunState.RUNNING)
     await api.start("sea")
@@ -183,7 +183,7 @@ async def test_runs_are_listed_by_state_and_name_a_page_at_a_time(api: ApiWorld)
     assert pages == [["sea", "lake-6", "lake-5"], ["lake-4", "lake-3", "lake-2"], ["lake-1", "lake-0"]]
 
 
-async def test_metrics_are_read_on_from_where_one_stopped(api: ApiWorld):
+async def test_metrics_are_read_on_from_where_one_stopped(api: ApiHarness):
     await api.start("a")
     metrics = AsyncRedisMetrics(api.redis, "a")
     for step in range(3):
@@ -199,7 +199,7 @@ async def test_metrics_are_read_on_from_where_one_stopped(api: ApiWorld):
     ("name", "value"),
     [("settings", None), ("settings", '{"num_workers": 1}'), ("state", "dreaming"), ("max_steps", "many")],
 )
-async def test_a_foreign_record_hides_no_other_run_and_can_be_deleted(api: ApiWorld, name: str, value: str | None):
+async def test_a_foreign_record_hides_no_other_run_and_can_be_deleted(api: ApiHarness, name: str, value: str | None):
     for run_id in ("a", "old", "b"):
         await api.start(run_id, output_dir=f"/runs/{run_id}")
     key = RunKeys("old").record
@@ -221,7 +221,7 @@ async def test_a_foreign_record_hides_no_other_run_and_can_be_deleted(api: ApiWo
     assert (await api.http.post("/runs", json={"exp_name": "c", "output_dir": "/runs/old"})).status_code == 201
 
 
-async def test_only_a_run_that_is_over_is_deleted_and_whole(api: ApiWorld, tmp_path: Path):
+async def test_only_a_run_that_is_over_is_deleted_and_whole(api: ApiHarness, tmp_path: Path):
     folder = tmp_path / "run"
     folder.mkdir()
     await api.start("a", output_dir=str(folder))
@@ -239,21 +239,21 @@ async def test_only_a_run_that_is_over_is_deleted_and_whole(api: ApiWorld, tmp_p
         await api.client.show("a")
 
 
-async def test_why_tells_a_chain_and_a_sentence(api: ApiWorld):
+async def test_why_tells_a_chain_and_a_sentence(api: ApiHarness):
     await api.start("a", RunState.PREPARING)
     why = await api.client.why("a")
     assert why.sentence == "The run makes its folder and its model ready."
     assert [(link.who, link.state, link.waits_for) for link in why.chain] == [("run", "preparing", None)]
 
 
-async def test_the_client_raises_what_the_service_refused(api: ApiWorld):
+async def test_the_client_raises_what_the_service_refused(api: ApiHarness):
     with pytest.raises(ControlRefusedError, match="there is no run 'a'") as caught:
         await api.client.show("a")
     assert caught.value.status == 404
 
 
 async def test_a_lost_redis_is_a_503_and_the_client_may_try_again():
-    async with api_world("redis://127.0.0.1:1/0") as api:
+    async with api_harness("redis://127.0.0.1:1/0") as api:
         answer = await api.http.get("/runs")
         assert (answer.status_code, code(answer)) == (503, "state_unreachable")
         assert (await api.http.get("/healthz")).status_code == 503
@@ -263,7 +263,7 @@ async def test_a_lost_redis_is_a_503_and_the_client_may_try_again():
 
 async def test_a_read_only_redis_is_a_503_and_reads_are_answered(redis_url: str):
     redis = connect_async(redis_url, patience_s=0.05)
-    world = ApiWorld(redis, redis_url, None, None)
+    world = ApiHarness(redis, redis_url, None, None)
     await world.start("a")
     await redis.config_set("maxmemory", "1")
     try:
@@ -279,7 +279,7 @@ async def test_a_read_only_redis_is_a_503_and_reads_are_answered(redis_url: str)
     await redis.aclose()
 
 
-async def test_an_unexpected_failure_tells_no_traceback(api: ApiWorld):
+async def test_an_unexpected_failure_tells_no_traceback(api: ApiHarness):
     await api.start("a")
     await api.redis.hset(RunKeys("a").progress, "version", "nonsense")  # pyright: ignore[reportGeneralTypeIssues]
     answer = await api.http.get("/runs/a")
@@ -288,7 +288,7 @@ async def test_an_unexpected_failure_tells_no_traceback(api: ApiWorld):
     assert "nonsense" not in answer.text
 
 
-async def test_the_documentation_names_every_route_and_what_it_may_answer(api: ApiWorld):
+async def test_the_documentation_names_every_route_and_what_it_may_answer(api: ApiHarness):
     document = (await api.http.get("/openapi.json")).json()
     routes = {(method.upper(), path) for path, item in document["paths"].items() for method in item}
     assert routes == {
@@ -334,7 +334,7 @@ async def test_envs_that_hang_when_they_are_validated_hold_up_nobody_else(
 
     monkeypatch.setattr(FakeRunFactory, "validate", hang)
     try:
-        async with api_world(redis_url) as api:
+        async with api_harness(redis_url) as api:
             refused = await asyncio.gather(*(api.http.post("/runs", json={"exp_name": f"a{i}"}) for i in range(40)))
             assert {answer.status_code for answer in refused} == {422}
             (problem,) = refused[0].json()["error"]["problems"]

@@ -5,17 +5,17 @@ from collections.abc import AsyncIterator
 import pytest
 
 from offbeat.services.control.auth import WRONG_TOKEN_BURST, TokenBucket
-from tests.services.control.api_world import ApiWorld, api_world, code
+from tests.services.control.api_harness import ApiHarness, api_harness, code
 
 
 @pytest.fixture
-async def api(redis_url: str) -> AsyncIterator[ApiWorld]:
-    async with api_world(redis_url) as made:
+async def api(redis_url: str) -> AsyncIterator[ApiHarness]:
+    async with api_harness(redis_url) as made:
         yield made
 
 
 async def test_with_a_token_only_who_carries_it_is_answered(redis_url: str):
-    async with api_world(redis_url, token="secret") as api:
+    async with api_harness(redis_url, token="secret") as api:
         for headers in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "secret"}):
             refused = await api.http.get("/runs", headers=headers)
             assert (refused.status_code, code(refused)) == (401, "unauthorized")
@@ -24,7 +24,7 @@ async def test_with_a_token_only_who_carries_it_is_answered(redis_url: str):
 
 
 async def test_a_token_that_reads_changes_nothing(redis_url: str):
-    async with api_world(redis_url, token="secret", read_token="look") as api:
+    async with api_harness(redis_url, token="secret", read_token="look") as api:
         look = {"Authorization": "Bearer look"}
         assert (await api.http.get("/runs", headers=look)).status_code == 200
         for ask in (api.http.post, api.http.patch, api.http.delete):
@@ -34,7 +34,7 @@ async def test_a_token_that_reads_changes_nothing(redis_url: str):
 
 
 async def test_who_guesses_tokens_gets_one_answer_a_second_and_nobody_else_waits(redis_url: str):
-    async with api_world(redis_url, token="secret") as api:
+    async with api_harness(redis_url, token="secret") as api:
         wrong = {"Authorization": "Bearer guess"}
         answers = [(await api.http.get("/runs", headers=wrong)).status_code for _ in range(WRONG_TOKEN_BURST + 5)]
         assert answers[:WRONG_TOKEN_BURST] == [401] * WRONG_TOKEN_BURST
@@ -54,7 +54,7 @@ def test_a_bucket_lets_its_burst_through_and_then_its_rate():
 
 
 async def test_the_documentation_needs_no_token_but_says_that_calls_do(redis_url: str):
-    async with api_world(redis_url, token="secret") as api:
+    async with api_harness(redis_url, token="secret") as api:
         assert (await api.http.get("/docs")).status_code == 200
         document = (await api.http.get("/openapi.json")).json()
         assert document["paths"]["/runs"]["get"]["security"] == [{"HTTPBearer": []}]
@@ -63,6 +63,6 @@ async def test_the_documentation_needs_no_token_but_says_that_calls_do(redis_url
 @pytest.mark.parametrize(
     "headers", [{"Host": "evil.example"}, {"Origin": "https://evil.example"}, {"Host": "[::"}, {"Origin": "https://["}]
 )
-async def test_without_a_token_a_web_page_cannot_call(api: ApiWorld, headers: dict[str, str]):
+async def test_without_a_token_a_web_page_cannot_call(api: ApiHarness, headers: dict[str, str]):
     refused = await api.http.post("/runs", json={"exp_name": "a"}, headers=headers)
     assert (refused.status_code, code(refused)) == (403, "forbidden")

@@ -8,33 +8,33 @@ import pytest
 from offbeat.services.control.client import ControlRefusedError
 from offbeat.services.control.run import DesiredState, RunState
 from offbeat.services.keys import RunKeys
-from tests.services.control.api_world import (
+from tests.services.control.api_harness import (
     MOST_WORKERS,
-    ApiWorld,
-    api_world,
+    ApiHarness,
+    api_harness,
     code,
 )
 
 
 @pytest.fixture
-async def api(redis_url: str) -> AsyncIterator[ApiWorld]:
-    async with api_world(redis_url) as made:
+async def api(redis_url: str) -> AsyncIterator[ApiHarness]:
+    async with api_harness(redis_url) as made:
         yield made
 
 
 @pytest.mark.parametrize(("now", "wanted"), [(False, "stopped"), (True, "killed")])
-async def test_stopping_says_what_is_wanted(api: ApiWorld, now: bool, wanted: str):
+async def test_stopping_says_what_is_wanted(api: ApiHarness, now: bool, wanted: str):
     await api.start("a")
     assert (await api.client.stop("a", now=now)).wanted == wanted
     assert api.wakes == 2
 
 
-async def test_stopping_a_run_that_is_over_changes_nothing(api: ApiWorld):
+async def test_stopping_a_run_that_is_over_changes_nothing(api: ApiHarness):
     await api.start("a", RunState.FINISHED)
     assert (await api.client.stop("a")).wanted is DesiredState.RUNNING
 
 
-async def test_a_run_pauses_and_goes_on_and_neither_once_it_ends(api: ApiWorld):
+async def test_a_run_pauses_and_goes_on_and_neither_once_it_ends(api: ApiHarness):
     await api.start("a")
     assert (await api.client.pause("a")).wanted is DesiredState.PAUSED
     assert (await api.client.pause("a")).wanted is DesiredState.PAUSED
@@ -46,7 +46,7 @@ async def test_a_run_pauses_and_goes_on_and_neither_once_it_ends(api: ApiWorld):
         assert (caught.value.status, caught.value.error.error.code) == (409, "run_state")
 
 
-async def test_process_counts_change_at_once_and_others_when_adopted(api: ApiWorld):
+async def test_process_counts_change_at_once_and_others_when_adopted(api: ApiHarness):
     await api.start("a")
     view = await api.client.change("a", {"num_workers": 2, "learning_rate": 3e-4, "max_staleness": 2})
     assert (view.settings.num_workers, view.settings.learning_rate, view.settings.max_staleness) == (2, 1e-3, 1.0)
@@ -78,7 +78,7 @@ async def test_process_counts_change_at_once_and_others_when_adopted(api: ApiWor
     ],
 )
 async def test_a_change_that_cannot_be_names_the_key(
-    api: ApiWorld, body: dict[str, object], path: str, message: str, suggestion: str | None
+    api: ApiHarness, body: dict[str, object], path: str, message: str, suggestion: str | None
 ):
     await api.start("a")
     refused = await api.http.patch("/runs/a", json=body)
@@ -90,7 +90,7 @@ async def test_a_change_that_cannot_be_names_the_key(
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-async def test_a_number_that_is_none_is_refused(api: ApiWorld, number: str):
+async def test_a_number_that_is_none_is_refused(api: ApiHarness, number: str):
     await api.start("a")
     content = f'{{"learning_rate": {number}}}'
     refused = await api.http.patch("/runs/a", content=content, headers={"Content-Type": "application/json"})
@@ -98,7 +98,7 @@ async def test_a_number_that_is_none_is_refused(api: ApiWorld, number: str):
     assert refused.json()["error"]["problems"][0]["path"] == "learning_rate"
 
 
-async def test_settings_of_a_run_that_is_over_do_not_change(api: ApiWorld):
+async def test_settings_of_a_run_that_is_over_do_not_change(api: ApiHarness):
     await api.start("a", RunState.FAILED)
     refused = await api.http.patch("/runs/a", json={"temperature": 0.5})
     assert (refused.status_code, code(refused)) == (409, "run_state")

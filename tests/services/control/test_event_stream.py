@@ -16,7 +16,7 @@ from offbeat.services.control.routes import MAX_WATCHERS
 from offbeat.services.control.run import DesiredState, RunState
 from offbeat.services.keys import RunKeys
 from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, mean
-from tests.services.control.api_world import ApiWorld, api_world, code
+from tests.services.control.api_harness import ApiHarness, api_harness, code
 from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.slow
@@ -25,13 +25,13 @@ LAST_EVENT_ID = "Last-Event-ID"
 
 
 @pytest.fixture
-async def api(redis_url: str) -> AsyncIterator[ApiWorld]:
-    async with api_world(redis_url) as made:
+async def api(redis_url: str) -> AsyncIterator[ApiHarness]:
+    async with api_harness(redis_url) as made:
         yield made
 
 
 @asynccontextmanager
-async def served(api: ApiWorld) -> AsyncIterator[str]:
+async def served(api: ApiHarness) -> AsyncIterator[str]:
     """The URL of a server: the transport of the other tests hands over whole bodies only."""
     server = uvicorn.Server(uvicorn.Config(api.api, port=0, log_level="error", lifespan="off"))
     task = asyncio.create_task(server.serve())
@@ -43,11 +43,11 @@ async def served(api: ApiWorld) -> AsyncIterator[str]:
         await task
 
 
-async def step(api: ApiWorld, number: int) -> None:
+async def step(api: ApiHarness, number: int) -> None:
     await AsyncRedisMetrics(api.redis, "a").append(MetricRecord("learner", {"loss": mean([number])}, step=number))
 
 
-async def life(api: ApiWorld, number: int, event: str) -> None:
+async def life(api: ApiHarness, number: int, event: str) -> None:
     redis: Any = api.redis
     await redis.xadd(RunKeys("a").key("buffer", "life"), {"n": number, "e": event, "d": "0"})
 
@@ -69,7 +69,7 @@ class Watcher:
         return [record["step"] for record in self.of("metrics")]
 
 
-async def test_a_stream_lasts_until_the_run_is_over(api: ApiWorld):
+async def test_a_stream_lasts_until_the_run_is_over(api: ApiHarness):
     await api.start("a")
     await step(api, 0)
     async with served(api) as url, ControlClient(url) as client:
@@ -88,7 +88,7 @@ async def test_a_stream_lasts_until_the_run_is_over(api: ApiWorld):
     assert watcher.of("run")[-1]["state"] == "stopped"
 
 
-async def test_a_stream_from_the_start_has_every_retained_event(api: ApiWorld):
+async def test_a_stream_from_the_start_has_every_retained_event(api: ApiHarness):
     await api.start("a")
     for number in range(600):
         await step(api, number)
@@ -99,7 +99,7 @@ async def test_a_stream_from_the_start_has_every_retained_event(api: ApiWorld):
     assert {message.event for message in watcher.seen} == {"metrics"}
 
 
-async def test_a_reconnecting_watcher_gets_every_event_once(api: ApiWorld):
+async def test_a_reconnecting_watcher_gets_every_event_once(api: ApiHarness):
     await api.start("a")
     async with served(api) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
         seen: list[StreamEvent] = []
@@ -123,7 +123,7 @@ async def test_a_reconnecting_watcher_gets_every_event_once(api: ApiWorld):
     assert len({m.id for m in seen}) == len(seen)
 
 
-async def test_the_client_resumes_a_broken_stream(api: ApiWorld):
+async def test_the_client_resumes_a_broken_stream(api: ApiHarness):
     await api.start("a")
     async with served(api) as url:
         cut = asyncio.Event()
@@ -141,7 +141,7 @@ async def test_the_client_resumes_a_broken_stream(api: ApiWorld):
     assert watcher.steps() == list(range(20))
 
 
-async def test_the_client_stops_waiting_for_a_service_that_ended_with_its_run(api: ApiWorld):
+async def test_the_client_stops_waiting_for_a_service_that_ended_with_its_run(api: ApiHarness):
     await api.start("a")
     watcher, cut = Watcher(), asyncio.Event()
     async with AsyncExitStack() as stack:
@@ -185,7 +185,7 @@ class _CutStream(httpx.AsyncByteStream):
         await self._inner.aclose()
 
 
-async def test_a_watcher_that_saw_the_end_gets_204(api: ApiWorld):
+async def test_a_watcher_that_saw_the_end_gets_204(api: ApiHarness):
     await api.start("a", RunState.FINISHED)
     watcher = Watcher()
     await watcher.read(api.client.events("a", from_start=True))
@@ -196,13 +196,13 @@ async def test_a_watcher_that_saw_the_end_gets_204(api: ApiWorld):
 @pytest.mark.parametrize(
     "position", ["x", "1-1", "1-1,1-1", "1-1,1-1,1-1,1-1", "-1-1,0-0,0-0", f"{2**64}-0,0-0,0-0", "0-0,0-0,0-0\n", ""]
 )
-async def test_an_invalid_event_id_is_refused(api: ApiWorld, position: str):
+async def test_an_invalid_event_id_is_refused(api: ApiHarness, position: str):
     await api.start("a")
     refused = await api.http.get("/runs/a/events", headers={LAST_EVENT_ID: position})
     assert (refused.status_code, code(refused)) == (422, "invalid_request")
 
 
-async def test_too_many_watchers_are_refused_until_one_leaves(api: ApiWorld):
+async def test_too_many_watchers_are_refused_until_one_leaves(api: ApiHarness):
     await api.start("a")
     limits = httpx.Limits(max_connections=None)
     async with served(api) as url, httpx.AsyncClient(base_url=url, limits=limits, timeout=PATIENCE_S) as http:
@@ -236,7 +236,7 @@ async def test_too_many_watchers_are_refused_until_one_leaves(api: ApiWorld):
         await wait_until(room)
 
 
-async def test_deleting_a_run_ends_its_streams(api: ApiWorld):
+async def test_deleting_a_run_ends_its_streams(api: ApiHarness):
     await api.start("a")
     async with served(api) as url, ControlClient(url) as client:
         watcher = Watcher()

@@ -47,7 +47,7 @@ def report(groups: Mapping[str, Any], at: float = NOW - 0.2, **evaluations: Any)
     return {"at": at, "groups": groups, "evaluations": evaluations}
 
 
-def picture(state: RunState = RunState.RUNNING, **changes: Any) -> RunSnapshot:
+def snapshot(state: RunState = RunState.RUNNING, **changes: Any) -> RunSnapshot:
     """A learner that waits for groups of step 13, with two groups being played and one replica that samples."""
     values: dict[str, Any] = {
         "now": NOW,
@@ -73,7 +73,7 @@ def told(links: Sequence[Cause]) -> list[tuple[str, str, str | None]]:
 def test_the_chain_leads_from_the_learner_to_a_loading_replica():
     """The learner waits for a group, whose episodes wait for a replica that loads weights."""
     loading = ReplicaReport(11, NOW - 0.3, ReplicaLoad(9, 9, loading=12, loading_since=NOW - 0.4))
-    links = chain(picture(replicas={"r0": loading}))
+    links = chain(snapshot(replicas={"r0": loading}))
     assert told(links) == [
         ("learner", "waits", "group 41"),
         ("group 41", "playing", "episodes"),
@@ -88,7 +88,7 @@ def test_the_chain_leads_from_the_learner_to_a_loading_replica():
 
 def test_each_link_waits_for_the_next():
     for replicas in ({}, {"r0": ReplicaReport(12, NOW)}, {"r0": ReplicaReport(11, NOW, ReplicaLoad(3, 3))}):
-        links = chain(picture(replicas=replicas))
+        links = chain(snapshot(replicas=replicas))
         for link, following in pairwise(links):
             assert link.waits_for == following.component
         assert links[-1].waits_for is None
@@ -105,7 +105,7 @@ def test_each_link_waits_for_the_next():
 )
 def test_generation_tells_what_it_is_at(replicas: dict[str, ReplicaReport], ends: str):
     seen = READY | {"generation": Observation(Health.STARTING, "a replica is being replaced")}
-    assert sentence(chain(picture(replicas=replicas, observations=seen))).endswith(ends)
+    assert sentence(chain(snapshot(replicas=replicas, observations=seen))).endswith(ends)
 
 
 @pytest.mark.parametrize(("version", "serves"), [(11, "version 11"), (-1, "nothing yet")])
@@ -113,9 +113,9 @@ def test_a_replica_whose_share_hangs_is_told_of_though_it_goes_on_sampling(versi
     hangs = ReplicaReport(version, NOW - 0.3, ReplicaLoad(7), fetching=FetchState(12, NOW - 95.0, "fs:/nfs/weights"))
     told_of = f"; but replica r0 serves {serves} and has been fetching version 12 for 95 s from fs:/nfs/weights: "
     told_of += "the share may hang"
-    assert sentence(chain(picture(replicas={"r0": hangs}))).endswith(f"{told_of}.")
+    assert sentence(chain(snapshot(replicas={"r0": hangs}))).endswith(f"{told_of}.")
     missing = {"generation": Observation(Health.STARTING)}
-    starting = picture(RunState.STARTING, replicas={"r0": hangs}, observations=missing)
+    starting = snapshot(RunState.STARTING, replicas={"r0": hangs}, observations=missing)
     assert sentence(chain(starting)).endswith(f"{told_of}.")
 
 
@@ -128,42 +128,42 @@ def test_a_replica_whose_share_hangs_is_told_of_though_it_goes_on_sampling(versi
     ids=["it has only begun", "it has been silent since"],
 )
 def test_a_fetch_is_not_said_to_hang_before_it_does(calm: ReplicaReport):
-    assert "may hang" not in sentence(chain(picture(replicas={"r0": calm})))
+    assert "may hang" not in sentence(chain(snapshot(replicas={"r0": calm})))
 
 
 def test_episodes_wait_for_what_the_longest_of_them_waits_for():
-    links = chain(picture(workers={"w0": report({"41": {"env": [1, NOW - 9.0], "generation": [2, NOW - 0.1]}})}))
+    links = chain(snapshot(workers={"w0": report({"41": {"env": [1, NOW - 9.0], "generation": [2, NOW - 0.1]}})}))
     assert links[-1].text == "1 of them waits for their env to answer since 9.0 s"
     assert links[-1].detail == {"env": 1, "generation": 2}
 
 
 def test_one_episode_is_spoken_of_as_one_and_never_as_more_than_there_are():
     groups = (GroupProgress(41, 8, 7, 0, 1, 0, 11),)
-    said = sentence(chain(picture(groups=groups)))
+    said = sentence(chain(snapshot(groups=groups)))
     assert "1 of its 8 episodes is still running; it waits for generation" in said
-    said = sentence(chain(picture(workers={"w0": report({"41": {"env": [5, NOW - 2.0]}})})))
+    said = sentence(chain(snapshot(workers={"w0": report({"41": {"env": [5, NOW - 2.0]}})})))
     assert "3 of its 8 episodes are still running; they wait for their env to answer since 2.0 s" in said
 
 
 def test_an_agent_that_thinks_is_told_apart_from_its_env():
-    links = chain(picture(workers={"w0": report({"41": {"agent": [3, NOW - 4.0], "env": [1, NOW - 0.1]}})}))
+    links = chain(snapshot(workers={"w0": report({"41": {"agent": [3, NOW - 4.0], "env": [1, NOW - 0.1]}})}))
     assert links[-1].waits_for == "agent"
     assert "3 of its 8 episodes are still running; they wait for their agent to continue since 4.0 s" in sentence(links)
 
 
 def test_a_worker_that_is_silent_is_not_believed():
     silent = replace(BUFFER, workers=(WorkerState("w0", 12.0, 8),))
-    links = chain(picture(buffer=silent, workers={"w0": report({"41": {"env": [3, NOW - 20]}}, at=NOW - 12)}))
+    links = chain(snapshot(buffer=silent, workers={"w0": report({"41": {"env": [3, NOW - 20]}}, at=NOW - 12)}))
     assert links[-1].text == "their env worker has been silent for 12 s"
 
 
 def test_queued_episodes_wait_for_the_workers():
     groups = (GroupProgress(41, 8, 5, 0, 0, 3, 11),)
-    assert [link.text for link in chain(picture(groups=groups))][1:] == [
+    assert [link.text for link in chain(snapshot(groups=groups))][1:] == [
         "3 of its 8 episodes are not claimed yet",
         "2 env worker(s) run 8 episodes and claim more as slots become free",
     ]
-    gone = chain(picture(groups=groups, buffer=replace(BUFFER, workers=())))
+    gone = chain(snapshot(groups=groups, buffer=replace(BUFFER, workers=())))
     assert gone[-1].text == "no env worker is there (ready)"
 
 
@@ -180,9 +180,9 @@ def test_queued_episodes_wait_for_the_workers():
 )
 def test_a_busy_learner_keeps_rollouts_waiting_at_the_staleness_bound(doing: dict[str, Any], says: str):
     learner = LearnerReport("training", doing)
-    assert [link.text for link in chain(picture(learner=learner))] == [says]
+    assert [link.text for link in chain(snapshot(learner=learner))] == [says]
     idle = replace(BUFFER, admission=Admission.STALENESS_BOUND, workers=(WorkerState("w0", 0.1, 0),))
-    links = chain(picture(learner=learner, buffer=idle))
+    links = chain(snapshot(learner=learner, buffer=idle))
     assert told(links)[0] == ("env workers", "waits", "learner")
     assert links[1].text == says
 
@@ -190,7 +190,7 @@ def test_a_busy_learner_keeps_rollouts_waiting_at_the_staleness_bound(doing: dic
 def test_a_run_without_a_learner_says_how_to_attach_one():
     absent = READY | {"learner": Observation(Health.ABSENT, "waits for `offbeat learner attach lake`")}
     idle = replace(BUFFER, admission=Admission.STALENESS_BOUND, workers=(), ready=4)
-    assert sentence(chain(picture(observations=absent, buffer=idle))) == (
+    assert sentence(chain(snapshot(observations=absent, buffer=idle))) == (
         "The env workers wait for the learner: they are as far ahead as max_staleness allows; no learner trains it "
         "(waits for `offbeat learner attach lake`), and 5 complete groups wait for one."
     )
@@ -199,13 +199,13 @@ def test_a_run_without_a_learner_says_how_to_attach_one():
 def test_a_dead_learner_is_being_replaced():
     dead = READY | {"learner": Observation(Health.DEAD, "killed by SIGKILL")}
     assert (
-        sentence(chain(picture(observations=dead))) == "The learner is dead (killed by SIGKILL) and is being replaced."
+        sentence(chain(snapshot(observations=dead))) == "The learner is dead (killed by SIGKILL) and is being replaced."
     )
 
 
 def test_what_a_dead_learner_said_is_not_told_of_the_one_that_starts():
     learner = LearnerReport("training", {"stage": "train", "step": 12, "since": NOW - 30})
-    assert chain(picture(learner=learner, leased=False))[-1].state == "starting"
+    assert chain(snapshot(learner=learner, leased=False))[-1].state == "starting"
 
 
 @pytest.mark.parametrize(
@@ -221,19 +221,19 @@ def test_what_a_dead_learner_said_is_not_told_of_the_one_that_starts():
     ],
 )
 def test_the_reason_why_no_group_is_running(admission: Admission, says: str):
-    links = chain(picture(groups=(), buffer=replace(BUFFER, admission=admission)))
+    links = chain(snapshot(groups=(), buffer=replace(BUFFER, admission=admission)))
     assert [link.text for link in links] == ["The learner waits for groups of step 13 since 1.5 s", says]
 
 
 def test_nothing_waits_for_ready_groups():
-    (link,) = chain(picture(buffer=replace(BUFFER, ready=2)))
+    (link,) = chain(snapshot(buffer=replace(BUFFER, ready=2)))
     assert (link.state, link.waits_for) == ("takes", None)
 
 
 def test_an_evaluation_is_waited_for():
     learner = LearnerReport("evaluating the result", {"stage": "checkpoint", "step": 100, "since": NOW})
     waits = {"w0": report({}, **{"after-greedy-100": {"generation": [5, NOW - 0.5]}})}
-    done = chain(picture(learner=replace(learner, doing={"stage": "evaluating"}), workers=waits, groups=()))
+    done = chain(snapshot(learner=replace(learner, doing={"stage": "evaluating"}), workers=waits, groups=()))
     assert told(done)[:2] == [("learner", "waits", "evaluation"), ("evaluation", "playing", "episodes")]
     assert "5 of its episodes are playing" in sentence(done)
 
@@ -243,7 +243,7 @@ def test_a_run_that_starts_waits_for_its_parts():
         "learner": Observation(Health.STARTING, "prepares version 0"),
         "generation": Observation(Health.STARTING, "deploying"),
     }
-    starting = picture(RunState.STARTING, observations=seen, learner=LearnerReport("warming up 3/300"))
+    starting = snapshot(RunState.STARTING, observations=seen, learner=LearnerReport("warming up 3/300"))
     assert sentence(chain(starting)) == (
         "The run starts and waits for generation and the learner; the learner is starting (warming up 3/300); "
         "generation is starting (deploying)."
@@ -254,7 +254,7 @@ def test_a_run_that_starts_waits_for_its_parts():
 @pytest.mark.parametrize("learner", [LearnerReport(), LearnerReport("training", {"stage": "train"})])
 def test_every_state_has_a_chain_even_before_any_part_has_said_a_word(state: RunState, learner: LearnerReport):
     nothing = replace(BUFFER, workers=(), step=None, admission=Admission.NOT_CONFIGURED)
-    bare = picture(
+    bare = snapshot(
         state, observations={}, learner=learner, buffer=nothing, groups=(), workers={}, replicas={}, version=-1
     )
     links = chain(bare)
@@ -263,12 +263,12 @@ def test_every_state_has_a_chain_even_before_any_part_has_said_a_word(state: Run
 
 
 def test_a_paused_run_says_how_it_goes_on():
-    said = sentence(chain(picture(RunState.PAUSED)))
+    said = sentence(chain(snapshot(RunState.PAUSED)))
     assert said == "The run is paused: `offbeat runs resume lake` resumes it; 8 running episodes finish first."
 
 
 def test_nothing_waits_for_a_run_that_is_over():
-    over = picture(RunState.FAILED)
+    over = snapshot(RunState.FAILED)
     said = sentence(chain(replace(over, record=replace(over.record, error="the disk is full"))))
     assert said == "Nothing waits: the run is failed: the disk is full."
 
@@ -278,14 +278,14 @@ def test_troubles_follow_the_chain():
         "the checkpoint of step 8 could not be written (No space left on device); the newest whole one is of step 6"
     )
     learner = LearnerReport("training", {"stage": "train", "step": 12, "since": NOW - 0.01}, trouble=trouble)
-    record = replace(picture().record, beat=NOW - 40.0)
-    links = chain(picture(learner=learner, record=record))
+    record = replace(snapshot().record, beat=NOW - 40.0)
+    links = chain(snapshot(learner=learner, record=record))
     assert sentence(links) == (
         f"The learner trains step 13; but {trouble}; it is retried every few seconds; and the run has not been "
         "reconciled for 40 s: the control service hangs or is being replaced."
     )
     over = replace(record, state=RunState.FINISHED)
-    assert told(chain(picture(record=over))) == [("run", "finished", None)]
+    assert told(chain(snapshot(record=over))) == [("run", "finished", None)]
 
 
 @pytest.mark.parametrize(
@@ -300,16 +300,16 @@ def test_troubles_follow_the_chain():
 )
 def test_a_wait_for_the_disk_has_a_line(stage: str, says: str):
     learner = LearnerReport("training", {"stage": stage, "step": 12, "since": NOW - 3.0})
-    assert chain(picture(learner=learner))[-1].text == says
+    assert chain(snapshot(learner=learner))[-1].text == says
 
 
 def test_a_read_only_redis_is_named_first():
     """The silence that follows from it is blamed on no component."""
     refusal = "Redis refuses writes: OOM command not allowed (raise its maxmemory)"
-    silent = replace(picture().record, beat=NOW - 500)
-    links = chain(picture(redis_trouble=refusal, record=silent))
+    silent = replace(snapshot().record, beat=NOW - 500)
+    links = chain(snapshot(redis_trouble=refusal, record=silent))
     assert told(links)[0] == ("redis", "refuses", None)
     assert sentence(links).startswith(f"{refusal}: everything waits for it")
     assert "control" not in [link.component for link in links]
     over = replace(silent, state=RunState.FINISHED)
-    assert told(chain(picture(redis_trouble=refusal, record=over))) == [("run", "finished", None)]
+    assert told(chain(snapshot(redis_trouble=refusal, record=over))) == [("run", "finished", None)]

@@ -30,7 +30,7 @@ async def served(session: EpisodeSession) -> AsyncIterator[tuple[openai.AsyncOpe
     gateway = Gateway()
     gateway.start()
     try:
-        with gateway.opened(session):
+        with gateway.open_session(session):
             async with (
                 openai.AsyncOpenAI(base_url=f"{gateway.origin}/v1", api_key=session.key) as one,
                 anthropic.AsyncAnthropic(base_url=gateway.origin, api_key=session.key) as other,

@@ -21,7 +21,7 @@ async def model_of(session: EpisodeSession) -> AsyncIterator[object]:
     gateway = Gateway()
     gateway.start()
     try:
-        with gateway.opened(session):
+        with gateway.open_session(session):
             yield smolagents.OpenAIModel(
                 model_id="policy",
                 api_base=f"{gateway.origin}/v1",

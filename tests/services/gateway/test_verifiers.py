@@ -25,7 +25,7 @@ async def played(policy: Scripted, env_config: dict[str, Any]) -> dict[str, Any]
     session, gateway = session_of(policy), Gateway()
     gateway.start()
     try:
-        with gateway.opened(session):
+        with gateway.open_session(session):
             origin = gateway.origin
             addresses = (f"{origin}/v1", session.key, origin, f"{origin}/env")
             task = AgentTask(*addresses, "policy", "Tag", 1, env.system_prompt, observation, 4)

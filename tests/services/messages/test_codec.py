@@ -17,7 +17,7 @@ from offbeat.services.messages.types import (
     FinishReason,
     GenerateRequest,
     Manifest,
-    Picture,
+    PromptImage,
     Sampling,
     Segment,
     StopReason,
@@ -287,8 +287,8 @@ def test_messages_have_the_bytes_of_schema_3() -> None:
     tokens = np.arange(8, dtype=np.int32) * 9000
     mask = np.arange(8) >= 4
     logprobs = np.where(mask, np.float32(-0.5), np.float32(0))
-    picture = Picture(1, 2, b"\x89PNG\r\n\x1a\n")
-    segment = Segment(tokens, mask, logprobs, (VersionSpan(4, 8, 3),), (picture,))
+    image = PromptImage(1, 2, b"\x89PNG\r\n\x1a\n")
+    segment = Segment(tokens, mask, logprobs, (VersionSpan(4, 8, 3),), (image,))
     turns = (Turn(0, 4, 8, 1.0, "s"),)
     trajectory = Trajectory(
         "g", 1, 0, "tag", 5, (segment,), turns, StopReason.TERMINATED, {"success": 1.0}, "w", 1.5, ("a",), True
@@ -296,7 +296,7 @@ def test_messages_have_the_bytes_of_schema_3() -> None:
     base = BaseVersion("/base", "blake2b:1", 9)
     tensors = (TensorSpec("w", "bfloat16", (2, 3)),)
     manifest = Manifest("r", 3, 3, 1, "shm", "/x", "blake2b:0", 10, tensors, 1.5, base)
-    request = GenerateRequest("r", [5, 6, 7], Sampling(0.5, 1.0, -1, 8, (2,)), 3, (picture,))
+    request = GenerateRequest("r", [5, 6, 7], Sampling(0.5, 1.0, -1, 8, (2,)), 3, (image,))
     completion = Completion("r", (1, 2), (-0.5, -0.25), (VersionSpan(0, 2, 3),), FinishReason.LENGTH)
     blobs = (
         codec.encode_trajectory(trajectory),

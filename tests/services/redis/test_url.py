@@ -5,7 +5,7 @@ import pytest
 
 from offbeat.services.redis import url as address
 from offbeat.services.redis.connection import connect, connect_async
-from offbeat.services.redis.url import address_problem, place, refusal
+from offbeat.services.redis.url import address_problem, connection_problem, redact
 from tests.services.redis import tls_redis
 from tests.services.redis.tls_redis import QUOTED, Certificates, certificates
 from tests.waiting import wait_until_sync
@@ -30,7 +30,7 @@ def port(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     start = tls_redis.real_tls_redis if request.param == "real" else tls_redis.proxied_tls_redis
     with start(tmp_path_factory.mktemp("redis"), made) as number:
         url = f"rediss://:{QUOTED}@127.0.0.1:{number}/0?ssl_ca_certs={made.authority}"
-        wait_until_sync(lambda: refusal(url) == "")
+        wait_until_sync(lambda: connection_problem(url) == "")
         yield number
 
 
@@ -47,12 +47,12 @@ def test_what_stands_in_the_way_is_said_without_the_password(
     port: int, made: Certificates, caplog: pytest.LogCaptureFixture
 ):
     said = {
-        "a stranger's authority": refusal(f"rediss://:{QUOTED}@127.0.0.1:{port}/0"),
-        "no password": refusal(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={made.authority}"),
-        "a wrong password": refusal(f"rediss://:secret@127.0.0.1:{port}/0?ssl_ca_certs={made.authority}"),
-        "another host": refusal(f"rediss://:{QUOTED}@localhost:{port}/0?ssl_ca_certs={made.authority}"),
-        "no TLS": refusal(f"redis://:{QUOTED}@127.0.0.1:{port}/0"),
-        "no such file": refusal(f"rediss://:{QUOTED}@127.0.0.1:{port}/0?ssl_ca_certs=/no/such.pem"),
+        "a stranger's authority": connection_problem(f"rediss://:{QUOTED}@127.0.0.1:{port}/0"),
+        "no password": connection_problem(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={made.authority}"),
+        "a wrong password": connection_problem(f"rediss://:secret@127.0.0.1:{port}/0?ssl_ca_certs={made.authority}"),
+        "another host": connection_problem(f"rediss://:{QUOTED}@localhost:{port}/0?ssl_ca_certs={made.authority}"),
+        "no TLS": connection_problem(f"redis://:{QUOTED}@127.0.0.1:{port}/0"),
+        "no such file": connection_problem(f"rediss://:{QUOTED}@127.0.0.1:{port}/0?ssl_ca_certs=/no/such.pem"),
     }
     assert "ssl_ca_certs=/path/to/ca.pem" in said["a stranger's authority"]
     assert "refuses the password" in said["no password"]
@@ -94,9 +94,9 @@ def test_sound_urls_of_every_kind_pass_and_people_see_them_without_secrets():
         "rediss://u:pw@h:1/0?ssl_check_hostname=false",
     ):
         assert address_problem(url) == ""
-    assert place("rediss://u:pw@h:1/0?ssl_keyfile=/k") == "rediss://h:1/0"
+    assert redact("rediss://u:pw@h:1/0?ssl_keyfile=/k") == "rediss://h:1/0"
 
 
 def test_a_redis_that_forgets_is_warned_of(redis_url: str, caplog: pytest.LogCaptureFixture):
-    assert refusal(redis_url) == ""
+    assert connection_problem(redis_url) == ""
     assert "appendonly no" in caplog.text

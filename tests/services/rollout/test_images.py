@@ -1,4 +1,4 @@
-"""Pictures from an env to a trajectory: placeholders written out, each turn sent with all that was seen before."""
+"""Images from an env to a trajectory: placeholders written out, each turn sent with all that was seen before."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from offbeat.envs.frozen_lake import WORDS, FrozenLakeConfig, FrozenLakeEnv
 from offbeat.services.chat.append_only import ChatFormat, load_chat_format
-from offbeat.services.chat.vision import PictureReader, encode_png
+from offbeat.services.chat.vision import ImageProcessor, encode_png
 from offbeat.services.errors import CodecError, EpisodeError
 from offbeat.services.messages.codec import (
     decode_requests,
@@ -16,11 +16,11 @@ from offbeat.services.messages.codec import (
     encode_requests,
     encode_trajectory,
 )
-from offbeat.services.messages.images import MAX_PICTURE_BYTES, PNG
+from offbeat.services.messages.images import MAX_IMAGE_BYTES, PNG
 from offbeat.services.messages.types import (
     Completion,
     GenerateRequest,
-    Picture,
+    PromptImage,
     Sampling,
     Trajectory,
     VersionSpan,
@@ -58,10 +58,10 @@ class Walker:
 
     def __init__(self, chat: ChatFormat, word: str) -> None:
         self.ids = (*chat.encode(word), chat.end_id)
-        self.sent: list[tuple[tuple[int, ...], tuple[Picture, ...]]] = []
+        self.sent: list[tuple[tuple[int, ...], tuple[PromptImage, ...]]] = []
 
-    async def __call__(self, prompt: Sequence[int], most: int, pictures: tuple[Picture, ...] = ()) -> Completion:
-        self.sent.append((tuple(prompt), pictures))
+    async def __call__(self, prompt: Sequence[int], most: int, images: tuple[PromptImage, ...] = ()) -> Completion:
+        self.sent.append((tuple(prompt), images))
         ids = self.ids[:most]
         return Completion("r", ids, (-1.0,) * len(ids), (VersionSpan(0, len(ids), 0),))
 
@@ -95,74 +95,74 @@ async def test_each_turn_sends_all_images_and_the_trajectory_keeps_them(chat: Ch
     env.reset(seed=1)
     frame = env.render()
     assert isinstance(frame, np.ndarray)
-    assert [len(pictures) for _, pictures in walker.sent] == [1, 2, 3]
-    assert segment.pictures == walker.sent[-1][1]
-    assert segment.pictures[0].png == encode_png(frame)
-    for picture in segment.pictures:
-        assert picture.count == 16 == PictureReader(folder).count(picture.png)  # one token for each cell
-        span = segment.tokens[picture.start : picture.start + picture.count]
+    assert [len(images) for _, images in walker.sent] == [1, 2, 3]
+    assert segment.images == walker.sent[-1][1]
+    assert segment.images[0].png == encode_png(frame)
+    for image in segment.images:
+        assert image.count == 16 == ImageProcessor(folder).count(image.png)  # one token for each cell
+        span = segment.tokens[image.start : image.start + image.count]
         assert (span == pad).all()
-        assert segment.tokens[picture.start - 1] == chat.encode(VISION_START)[0]
+        assert segment.tokens[image.start - 1] == chat.encode(VISION_START)[0]
     assert int((segment.tokens == pad).sum()) == 48
     assert walker.sent[-1][0] + walker.ids == tuple(segment.tokens.tolist())
-    assert decode_trajectory(encode_trajectory(got)).segments[0].pictures == segment.pictures
+    assert decode_trajectory(encode_trajectory(got)).segments[0].images == segment.images
 
 
-async def test_another_picture_is_another_state(chat: ChatFormat) -> None:
+async def test_another_image_is_another_state(chat: ChatFormat) -> None:
     _, got = await walked(chat, "{image}")
     _, text = await walked(chat, "{observation}")
     assert len({turn.state_hash for turn in got.turns}) == len({turn.state_hash for turn in text.turns})
     assert not {turn.state_hash for turn in got.turns} & {turn.state_hash for turn in text.turns}
 
 
-async def test_an_env_in_a_process_shows_the_same_picture() -> None:
+async def test_an_env_in_a_process_shows_the_same_image() -> None:
     spec = EnvSpec("frozen_lake", SEEN, 30, 30)
     inline, apart = InlineEnv(spec), ProcessEnv(spec)
     try:
         for runner in (inline, apart):
             await runner.start()
             await runner.reset(4)
-        assert await inline.picture() == await apart.picture()
+        assert await inline.image() == await apart.image()
     finally:
         await apart.close()
 
 
-async def test_an_env_that_renders_no_picture_fails_the_episode_by_name() -> None:
+async def test_an_env_that_renders_no_image_fails_the_episode_by_name() -> None:
     runner = InlineEnv(EnvSpec("frozen_lake", {}, 1, 1))
     await runner.start()
     await runner.reset(1)
-    with pytest.raises(EpisodeError, match=r"picture_error: .*render_mode rgb_array"):
-        await runner.picture()
+    with pytest.raises(EpisodeError, match=r"image_error: .*render_mode rgb_array"):
+        await runner.image()
 
 
 def test_a_placeholder_in_an_observations_own_words_is_refused(chat: ChatFormat) -> None:
     ids = chat.first_prompt("", f"{chat.image_tokens.mark} {IMAGE}")
-    with pytest.raises(EpisodeError, match="2 placeholders for 1 pictures"):
+    with pytest.raises(EpisodeError, match="2 placeholders for 1 images"):
         chat.image_tokens.place(ids, PNG, 1)
 
 
-def test_requests_keep_their_pictures_and_refuse_large_and_misplaced_ones() -> None:
-    def request(*pictures: Picture) -> GenerateRequest:
-        return GenerateRequest("r", (1, 2, 3, 4), Sampling(), 0, pictures)
+def test_requests_keep_their_images_and_refuse_large_and_misplaced_ones() -> None:
+    def request(*images: PromptImage) -> GenerateRequest:
+        return GenerateRequest("r", (1, 2, 3, 4), Sampling(), 0, images)
 
-    fine = request(Picture(0, 1, PNG + b"a"), Picture(2, 2, PNG))
+    fine = request(PromptImage(0, 1, PNG + b"a"), PromptImage(2, 2, PNG))
     assert decode_requests(encode_requests([fine])) == [fine]
     for odd in (
-        Picture(3, 2, PNG),
-        Picture(-1, 1, PNG),
-        Picture(0, 0, PNG),
-        Picture(0, 1, b"GIF"),
-        Picture(0, 1, PNG + bytes(MAX_PICTURE_BYTES)),
+        PromptImage(3, 2, PNG),
+        PromptImage(-1, 1, PNG),
+        PromptImage(0, 0, PNG),
+        PromptImage(0, 1, b"GIF"),
+        PromptImage(0, 1, PNG + bytes(MAX_IMAGE_BYTES)),
     ):
-        with pytest.raises(CodecError, match="picture"):
+        with pytest.raises(CodecError, match="image"):
             decode_requests(encode_requests([request(odd)]))
     with pytest.raises(CodecError, match="in order"):
-        decode_requests(encode_requests([request(Picture(2, 1, PNG), Picture(0, 1, PNG))]))
+        decode_requests(encode_requests([request(PromptImage(2, 1, PNG), PromptImage(0, 1, PNG))]))
 
 
 def test_only_a_digest_of_a_counted_image_is_cached(folder: Path):
-    reader, rng = PictureReader(folder), np.random.default_rng(0)
-    pictures = [encode_png(rng.integers(256, size=(32, 32, 3), dtype=np.uint8)) for _ in range(3)]
-    counts = [reader.count(png) for png in pictures]
-    assert [reader.count(png) for png in pictures] == counts
+    reader, rng = ImageProcessor(folder), np.random.default_rng(0)
+    images = [encode_png(rng.integers(256, size=(32, 32, 3), dtype=np.uint8)) for _ in range(3)]
+    counts = [reader.count(png) for png in images]
+    assert [reader.count(png) for png in images] == counts
     assert [len(kept) for kept in reader._counts] == [16, 16, 16]

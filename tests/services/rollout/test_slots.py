@@ -9,61 +9,61 @@ LONG_S = 30.0
 """What nobody waits for in these tests."""
 
 
-async def departed(*places: Slot) -> list["asyncio.Task[None]"]:
+async def departed(*slots: Slot) -> list["asyncio.Task[None]"]:
     """Each place's episode is finished, and waits to leave."""
-    leaving = [asyncio.create_task(place.finish_and_wait_for_flush()) for place in places]
+    leaving = [asyncio.create_task(place.finish_and_wait_for_flush()) for place in slots]
     await asyncio.sleep(0)
     return leaving
 
 
 async def test_the_first_finished_episode_is_submitted_at_once():
-    places = SlotPool(3, gather_s=LONG_S)
-    playing = [places.take() for _ in range(3)]
-    assert places.num_free == 0
+    slots = SlotPool(3, gather_s=LONG_S)
+    playing = [slots.take() for _ in range(3)]
+    assert slots.num_free == 0
     async with asyncio.timeout(LONG_S / 2):
         await playing[0].finish_and_wait_for_flush()
-        await places.wait_for_free_slots()
-    assert places.num_free == 1
+        await slots.wait_for_free_slots()
+    assert slots.num_free == 1
 
 
 async def test_episodes_finishing_together_are_submitted_as_one_batch():
     """They are submitted before their slots are claimed again."""
-    places, order = SlotPool(3, gather_s=LONG_S), list[str]()
+    slots, order = SlotPool(3, gather_s=LONG_S), list[str]()
 
     async def play(name: str, place: Slot) -> None:
         await place.finish_and_wait_for_flush()
         order.append(name)
 
     async def claim() -> None:
-        await places.wait_for_free_slots()
-        order.append(f"claim for {places.num_free}")
+        await slots.wait_for_free_slots()
+        order.append(f"claim for {slots.num_free}")
 
     claiming = asyncio.create_task(claim())
     await asyncio.sleep(0)
-    playing = [places.take() for _ in range(3)]
+    playing = [slots.take() for _ in range(3)]
     async with asyncio.timeout(LONG_S / 2):
         await asyncio.gather(play("a", playing[0]), play("b", playing[1]), claiming)
     assert order == ["a", "b", "claim for 2"]
 
 
 async def test_an_early_finisher_waits_for_a_batch_while_episodes_run():
-    places = SlotPool(4, gather_s=LONG_S)
-    playing = [places.take() for _ in range(4)]
+    slots = SlotPool(4, gather_s=LONG_S)
+    playing = [slots.take() for _ in range(4)]
     await playing[0].finish_and_wait_for_flush()
     leaving = await departed(*playing[1:3])
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
             await asyncio.shield(leaving[0])
-    assert places.num_free == 1
+    assert slots.num_free == 1
     leaving += await departed(playing[3])  # nobody is left to wait for
     async with asyncio.timeout(LONG_S / 2):
         await asyncio.gather(*leaving)
-    assert places.num_free == 4
+    assert slots.num_free == 4
 
 
 async def test_a_departure_is_as_long_after_the_last_as_it_should_be():
-    places = SlotPool(3, gather_s=0.2)
-    playing = [places.take() for _ in range(3)]
+    slots = SlotPool(3, gather_s=0.2)
+    playing = [slots.take() for _ in range(3)]
     loop = asyncio.get_running_loop()
     await playing[0].finish_and_wait_for_flush()
     began = loop.time()
@@ -72,35 +72,35 @@ async def test_a_departure_is_as_long_after_the_last_as_it_should_be():
 
 
 async def test_an_episode_that_ends_without_a_trajectory_frees_its_place_once():
-    places = SlotPool(2, gather_s=0.0)
-    failed, finished = places.take(), places.take()
+    slots = SlotPool(2, gather_s=0.0)
+    failed, finished = slots.take(), slots.take()
     failed.leave()
     failed.leave()
-    await places.wait_for_free_slots()
-    assert places.num_free == 1
+    await slots.wait_for_free_slots()
+    assert slots.num_free == 1
     await finished.finish_and_wait_for_flush()
     finished.leave()
-    await places.wait_for_free_slots()
-    assert places.num_free == 2
+    await slots.wait_for_free_slots()
+    assert slots.num_free == 2
 
 
 async def test_an_episode_cancelled_while_waiting_for_its_flush_blocks_no_other():
-    places = SlotPool(3, gather_s=LONG_S)
-    first, second, third = (places.take() for _ in range(3))
+    slots = SlotPool(3, gather_s=LONG_S)
+    first, second, third = (slots.take() for _ in range(3))
     await first.finish_and_wait_for_flush()
     cancelled, other = await departed(second, third)
     cancelled.cancel()
     second.leave()
     async with asyncio.timeout(LONG_S / 2):
         await other
-    await wait_until(lambda: places.num_free == 3)
+    await wait_until(lambda: slots.num_free == 3)
 
 
 async def test_more_episodes_than_places_leave_none_free():
-    places = SlotPool(1)
-    given = [places.take() for _ in range(3)]
-    assert places.num_free == 0
+    slots = SlotPool(1)
+    given = [slots.take() for _ in range(3)]
+    assert slots.num_free == 0
     await asyncio.gather(*(place.finish_and_wait_for_flush() for place in given[:2]))
-    assert places.num_free == 0
+    assert slots.num_free == 0
     given[2].leave()
-    assert places.num_free == 1
+    assert slots.num_free == 1

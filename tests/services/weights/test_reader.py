@@ -232,7 +232,7 @@ async def test_an_opened_version_commits_only_if_the_caller_succeeds() -> None:
         ends.append("well")
 
     with pytest.raises(WeightsError, match=r"within 0\.1 s from shm:/share"):
-        async with reader.opened(manifest, opened()):
+        async with reader.open(manifest, opened()):
             raise AssertionError("it was not opened")
     assert reader.hangs(1)
     may_open.set()
@@ -240,9 +240,9 @@ async def test_an_opened_version_commits_only_if_the_caller_succeeds() -> None:
     assert ends == ["badly"], "it was opened late, and closed though nobody waited"
     reader = WeightReader(60)
     with pytest.raises(KeyError, match="the engine"):
-        async with reader.opened(manifest, opened()):
+        async with reader.open(manifest, opened()):
             raise KeyError("the engine")
-    async with reader.opened(manifest, opened()) as value:
+    async with reader.open(manifest, opened()) as value:
         assert value == 7
     assert ends == ["badly", "badly", "well"]
 
@@ -273,7 +273,7 @@ def test_a_process_ends_while_a_read_hangs(tmp_path: Path) -> None:
             manifest = Manifest("reading", 1, 1, 1, "shm", str(path), "", 0, (), 0.0)
             transport, reader = SharedMemoryTransport("reading", path.parent), WeightReader(0.1)
             try:
-                async with reader.opened(manifest, transport.fetch(manifest)):
+                async with reader.open(manifest, transport.fetch(manifest)):
                     pass
             except WeightsError as error:
                 print(error)

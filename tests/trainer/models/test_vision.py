@@ -1,4 +1,4 @@
-"""A policy that sees: packed tokens with pictures against transformers' own forward of one sequence at a time."""
+"""A policy that sees: packed tokens with images against transformers' own forward of one sequence at a time."""
 
 import json
 from itertools import pairwise
@@ -10,8 +10,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from offbeat.services.chat.vision import PictureReader, encode_png, stack_images
-from offbeat.services.messages.types import Picture
+from offbeat.services.chat.vision import ImageProcessor, encode_png, stack_images
+from offbeat.services.messages.types import PromptImage
 from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig, TinyVisionConfig
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.packing import PackedInput, Packing
@@ -35,19 +35,19 @@ def policy(folder: Path) -> PackedVisionPolicy:
     return policy
 
 
-def picture(seed: int, rows: int, columns: int) -> bytes:
+def image(seed: int, rows: int, columns: int) -> bytes:
     """A PNG of rows x columns tokens."""
     pixels = np.random.default_rng(seed).integers(0, 256, (32 * rows, 32 * columns, 3), dtype=np.uint8)
     return encode_png(pixels)
 
 
 class Sequences:
-    """Two sequences with two pictures and one, and one without any, and what transformers says about each alone."""
+    """Two sequences with two images and one, and one without any, and what transformers says about each alone."""
 
     def __init__(self, folder: Path) -> None:
-        self.reader = PictureReader(folder)
+        self.reader = ImageProcessor(folder)
         self.pad = self.reader.image_token_id
-        self.pngs = [[picture(1, 2, 3), picture(2, 3, 1)], [picture(3, 4, 4)], []]
+        self.pngs = [[image(1, 2, 3), image(2, 3, 1)], [image(3, 4, 4)], []]
         self.sequences = [
             [12, 4, *[self.pad] * 6, 5, 13, 14, 15, *[self.pad] * 3, 12, 16, 14],
             [*[self.pad] * 16, 12, 13, self.pad, 14],  # the policy itself has sampled a placeholder's id
@@ -56,12 +56,12 @@ class Sequences:
         self.starts = [[2, 12], [0], []]
 
     @property
-    def pictures(self) -> tuple[Picture, ...]:
+    def images(self) -> tuple[PromptImage, ...]:
         """In the packed row."""
-        out: list[Picture] = []
+        out: list[PromptImage] = []
         before = 0
         for tokens, pngs, starts in zip(self.sequences, self.pngs, self.starts, strict=True):
-            out += [Picture(before + at, self.reader.count(png), png) for png, at in zip(pngs, starts, strict=True)]
+            out += [PromptImage(before + at, self.reader.count(png), png) for png, at in zip(pngs, starts, strict=True)]
             before += len(tokens)
         return tuple(out)
 
@@ -69,10 +69,10 @@ class Sequences:
         lengths = torch.tensor([0, *map(len, self.sequences)]).cumsum(0)
         tokens = torch.tensor([token for sequence in self.sequences for token in sequence])
         positions = torch.tensor([n for n in range(len(tokens)) if n not in lengths.tolist()])
-        return PackedInput.of(tokens, lengths, positions, pictures=self.pictures)
+        return PackedInput.of(tokens, lengths, positions, images=self.images)
 
     def inputs(self, number: int) -> dict[str, Any]:
-        """As transformers wants one of them; what the policy sampled is no picture."""
+        """As transformers wants one of them; what the policy sampled is no image."""
         kinds = torch.zeros(1, len(self.sequences[number]), dtype=torch.int)
         for png, at in zip(self.pngs[number], self.starts[number], strict=True):
             kinds[0, at : at + self.reader.count(png)] = 1
@@ -88,7 +88,7 @@ def test_positions_equal_those_of_transformers(folder: Path, policy: PackedVisio
     data = Sequences(folder)
     grids = [data.reader.pixels(png).grid for pngs in data.pngs for png in pngs]
     x = data.packed()
-    got = rope_positions(x.packing, data.pictures, grids, data.reader.merge)
+    got = rope_positions(x.packing, data.images, grids, data.reader.merge)
     parts = []
     for number, sequence in enumerate(data.sequences):
         given = data.inputs(number)
@@ -106,7 +106,7 @@ def test_positions_equal_those_of_transformers(folder: Path, policy: PackedVisio
 
 def test_packed_image_sequences_match_transformers(folder: Path, policy: PackedVisionPolicy) -> None:
     data = Sequences(folder)
-    data.sequences[1][18] = 12  # transformers itself would take a sampled placeholder for a picture
+    data.sequences[1][18] = 12  # transformers itself would take a sampled placeholder for an image
     plain = load_policy(folder, ModelArgs(attn_implementation="sdpa"), seed=1).model
     with torch.no_grad():
         got = policy(data.packed()).logprobs
@@ -126,7 +126,7 @@ def test_logprobs_depend_on_images_and_the_tower_gets_gradients(folder: Path, po
     data = Sequences(folder)
     x = data.packed()
     logprobs_before = policy(x).logprobs
-    data.pngs[1] = [picture(4, 4, 4)]
+    data.pngs[1] = [image(4, 4, 4)]
     other = policy(data.packed()).logprobs
     borders = [0, *np.cumsum([len(sequence) - 1 for sequence in data.sequences])]
     changed = [not torch.equal(logprobs_before[a:b], other[a:b]) for a, b in pairwise(borders)]
@@ -141,7 +141,7 @@ def test_text_policy_rejects_images(tmp_path: Path) -> None:
     write_tiny_policy(tmp_path, TinyPolicyConfig(num_hidden_layers=1), WORDS)
     policy = load_policy(tmp_path, ModelArgs(), seed=1)
     x = PackedInput.of(
-        torch.tensor([1, 2, 3]), torch.tensor([0, 3]), torch.tensor([2]), pictures=(Picture(0, 1, picture(1, 1, 1)),)
+        torch.tensor([1, 2, 3]), torch.tensor([0, 3]), torch.tensor([2]), images=(PromptImage(0, 1, image(1, 1, 1)),)
     )
     with pytest.raises(ValueError, match="no image input"):
         policy(x)
@@ -159,8 +159,8 @@ def test_each_setting_of_the_tower_is_written(folder: Path, tmp_path: Path, chan
     before, after = (json.loads((path / "config.json").read_text())["vision_config"] for path in (folder, tmp_path))
     assert {name for name in after if after[name] != before[name]} == {key}
     assert after[key] == value
-    png = picture(1, 2, 2)
-    assert PictureReader(tmp_path).count(png) == (16 if key == "patch_size" else 4)
+    png = image(1, 2, 2)
+    assert ImageProcessor(tmp_path).count(png) == (16 if key == "patch_size" else 4)
 
 
 def test_vision_tower_with_invalid_heads_is_rejected() -> None:

@@ -17,7 +17,7 @@ from offbeat.services.chat.append_only import ChatFormat, load_chat_format
 from offbeat.services.chat.vision import encode_png
 from offbeat.services.messages.types import (
     Completion,
-    Picture,
+    PromptImage,
     Sampling,
     Trajectory,
     VersionSpan,
@@ -76,7 +76,7 @@ def roll_out(chat: ChatFormat, env: CustomEnv, seed: int, answers: list[str], le
     """Run an episode in which the policy gives these answers."""
     remaining = iter(answers)
 
-    async def sample(_: tuple[int, ...], room: int, __: tuple[Picture, ...] = ()) -> Completion:
+    async def sample(_: tuple[int, ...], room: int, __: tuple[PromptImage, ...] = ()) -> Completion:
         ids = (*chat.encode(next(remaining)), chat.end_id)[:room]
         return Completion("r", ids, (-1.0,) * len(ids), (VersionSpan(0, len(ids), 0),))
 
@@ -110,7 +110,7 @@ def demonstrated_walk(seed: int, env: CustomEnv) -> tuple[int, list[str], Frozen
 )
 def test_demonstrations_equal_a_rollout_with_the_same_answers(chat: ChatFormat, env: CustomEnv) -> None:
     demonstrate = make_demonstrator(WARM, env, chat, max_tokens=512)
-    num_pictures = 0
+    num_images = 0
     for seed in range(4):
         env_seed, answers, _ = demonstrated_walk(seed, env)
         demos = demonstrate(np.random.default_rng(seed))
@@ -119,9 +119,9 @@ def test_demonstrations_equal_a_rollout_with_the_same_answers(chat: ChatFormat, 
         for demo, segment in zip(demos, segments, strict=True):
             assert demo.tokens.tolist() == segment.tokens.tolist()
             assert demo.learned.tolist() == np.flatnonzero(segment.loss_mask).tolist()
-            assert demo.pictures == segment.pictures
-            num_pictures += len(demo.pictures)
-    assert num_pictures >= 8
+            assert demo.images == segment.images
+            num_images += len(demo.images)
+    assert num_images >= 8
 
 
 def test_each_image_is_the_frame_before_its_answer(chat: ChatFormat) -> None:
@@ -129,11 +129,11 @@ def test_each_image_is_the_frame_before_its_answer(chat: ChatFormat) -> None:
     seed, answers, _ = demonstrated_walk(3, ENV)
     env = FrozenLakeEnv(FrozenLakeConfig(size=3, p=0.8, render_mode="rgb_array"))
     env.reset(seed=seed)
-    assert len(demo.pictures) == len(answers) > 1
-    for picture, answer in zip(demo.pictures, answers, strict=True):
+    assert len(demo.images) == len(answers) > 1
+    for image, answer in zip(demo.images, answers, strict=True):
         frame = env.render()
         assert isinstance(frame, np.ndarray)
-        assert picture.png == encode_png(frame)
+        assert image.png == encode_png(frame)
         env.step(answer)
 
 
@@ -142,9 +142,9 @@ def test_packing_keeps_images_on_their_own_tokens(chat: ChatFormat) -> None:
     demos = [demo for _ in range(3) for demo in demonstrate(rng)]
     x = pack_demonstrations(demos)
     pad = chat.image_tokens.reader.image_token_id
-    covered = torch.cat([torch.arange(p.start, p.start + p.count) for p in x.pictures])
+    covered = torch.cat([torch.arange(p.start, p.start + p.count) for p in x.images])
     assert covered.tolist() == (x.tokens == pad).nonzero()[:, 0].tolist()
-    assert [p.png for p in x.pictures] == [p.png for demo in demos for p in demo.pictures]
+    assert [p.png for p in x.images] == [p.png for demo in demos for p in demo.images]
     assert not set(covered.tolist()) & set(x.positions.tolist())
 
 
@@ -223,7 +223,7 @@ def test_only_the_steps_after_the_last_reset_count(chat: ChatFormat) -> None:
         return walk(env, rng, ("Up", "Left"))
 
     (demo,) = demonstrate_once(chat, twice)
-    assert len(demo.pictures) == 2
+    assert len(demo.images) == 2
     assert chat.answer(tuple(demo.tokens[demo.learned].tolist())) == "Up Left"
 
 
@@ -253,5 +253,5 @@ def test_env_without_frames_is_rejected(chat: ChatFormat) -> None:
 
 def test_policy_without_image_input_is_rejected(tmp_path: Path) -> None:
     write_tiny_policy(tmp_path, TinyPolicyConfig(num_hidden_layers=1), WORDS)
-    with pytest.raises(ValueError, match="writes no pictures"):
+    with pytest.raises(ValueError, match="renders no images"):
         demonstrate_once(load_chat_format(tmp_path), careful_wandering)

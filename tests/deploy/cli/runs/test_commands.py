@@ -26,7 +26,7 @@ from offbeat.services.control.run import RunState
 from offbeat.services.keys import RunKeys
 from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, mean
 from tests.services.buffer.buffer_play import RUN, Run, limits
-from tests.services.control.api_world import ApiWorld, api_world
+from tests.services.control.api_harness import ApiHarness, api_harness
 from tests.services.control.test_event_stream import served
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ DONE = 0
 class Terminal:
     """Somebody who types commands, and the service that they reach."""
 
-    api: ApiWorld
+    api: ApiHarness
     url: str
 
     async def types(self, *arguments: str) -> Result:
@@ -52,7 +52,7 @@ class Terminal:
 
 @pytest.fixture
 async def terminal(redis_url: str) -> AsyncIterator[Terminal]:
-    async with api_world(redis_url) as api, served(api) as url:
+    async with api_harness(redis_url) as api, served(api) as url:
         yield Terminal(api, url)
 
 
@@ -190,7 +190,7 @@ async def test_what_happens_meanwhile_is_seen(terminal: Terminal):
 
 
 async def test_a_token_is_asked_for(redis_url: str):
-    async with api_world(redis_url, token="secret") as api, served(api) as url:
+    async with api_harness(redis_url, token="secret") as api, served(api) as url:
         terminal = Terminal(api, url)
         without = await terminal.types("list")
         assert (without.exit_code, without.stdout) == (UNAUTHORIZED, "")

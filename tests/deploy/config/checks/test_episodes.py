@@ -72,7 +72,7 @@ def test_invalid_combinations_with_agents_are_rejected(overrides: list[str], pat
 
 
 def test_play_rejects_agents_with_images():
-    assert load_config(CONFIGS / "frozen_lake_vision.yaml").custom_envs["FrozenLake"].shows_pictures
+    assert load_config(CONFIGS / "frozen_lake_vision.yaml").custom_envs["FrozenLake"].shows_images
     with pytest.raises(ConfigError, match="receive text only"):
         load_config(
             CONFIGS / "frozen_lake_vision.yaml", [f"+{TAG}.agent_runner={{path: 'offbeat.deploy.agents.walker:play'}}"]

@@ -15,7 +15,7 @@ from offbeat.services.errors import RetryableError, WeightsError
 from offbeat.services.messages.types import Manifest
 from offbeat.services.redis.connection import OutageRetry
 from offbeat.services.weights.transports import device, gpu_pulls
-from offbeat.services.weights.transports.device import DeviceTransport, Held, checksum
+from offbeat.services.weights.transports.device import DeviceTransport, HeldTensors, checksum
 from offbeat.services.weights.transports.gpu_pulls import PullServer, TensorPull
 from tests.waiting import wait_until_sync
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 RUN = "pulls"
 
 
-def hand_over(held: Held, pull: TensorPull, desk: PullServer) -> None:
+def hand_over(held: HeldTensors, pull: TensorPull, desk: PullServer) -> None:
     """A sender that moves nothing: the ticket says what the version holds."""
     update = {"names": sorted(held), "workers": pull.workers}
     desk.answer(pull, {"init": {"port": 1}, "update": update})
@@ -42,7 +42,7 @@ def learner(server: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
     monkeypatch.setattr(device, "PULL_POLL_S", 0.05)
     made: list[DeviceTransport] = []
 
-    def make(sender: Callable[[Held, TensorPull, PullServer], None] = hand_over) -> DeviceTransport:
+    def make(sender: Callable[[HeldTensors, TensorPull, PullServer], None] = hand_over) -> DeviceTransport:
         made.append(DeviceTransport("ipc", RUN, server, sender=sender))
         return made[-1]
 
@@ -118,7 +118,7 @@ def test_a_replica_that_fails_does_not_keep_others_waiting(
 def test_what_goes_wrong_while_sending_is_told_to_the_replica(
     learner: Callable[..., DeviceTransport], replica: DeviceTransport
 ) -> None:
-    def broken(held: Held, pull: TensorPull, desk: PullServer) -> None:
+    def broken(held: HeldTensors, pull: TensorPull, desk: PullServer) -> None:
         raise RuntimeError(f"no peer for {len(held)} tensors of {pull.version} at {desk is not None}")
 
     manifest = stage(learner(broken), 0)
@@ -143,7 +143,7 @@ def test_a_replica_may_load_longer_than_a_read_and_its_slot_last(
     monkeypatch.setattr(device, "PULL_POLL_S", 0.1)
     outcomes: list[str] = []
 
-    def send(held: Held, pull: TensorPull, desk: PullServer) -> None:
+    def send(held: HeldTensors, pull: TensorPull, desk: PullServer) -> None:
         outcomes.append("failed")
         hand_over(held, pull, desk)
         outcomes[:] = ["sent"]

@@ -65,7 +65,7 @@ class FakeRunFactory:
         return await BufferWatch(self._redis, run_id).quarantine()
 
 
-class ApiWorld:
+class ApiHarness:
     """An API, a client of it, and the store behind it."""
 
     def __init__(self, redis: Redis, redis_url: str, token: str | None, read_token: str | None) -> None:
@@ -92,9 +92,11 @@ class ApiWorld:
 
 
 @asynccontextmanager
-async def api_world(redis_url: str, token: str | None = None, read_token: str | None = None) -> AsyncIterator[ApiWorld]:
+async def api_harness(
+    redis_url: str, token: str | None = None, read_token: str | None = None
+) -> AsyncIterator[ApiHarness]:
     async with Redis.from_url(redis_url) as redis:
-        made = ApiWorld(redis, redis_url, token, read_token)
+        made = ApiHarness(redis, redis_url, token, read_token)
         async with made.http, made.client:
             yield made
 
