@@ -1,7 +1,6 @@
 """Fixtures of all tests: a real redis-server per session."""
 
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 import redis
 from hypothesis import settings
 
+from offbeat.services.process import free_port
 from tests.waiting import wait_until_sync
 
 settings.register_profile("shared-cores", deadline=None)  # a slow machine is not a failure
@@ -24,12 +24,6 @@ def redis_server_binary() -> str:
     path = str(bundled) if bundled.exists() else shutil.which("redis-server")
     assert path, "no redis-server: run `make setup`"
     return path
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import httpx
 import psutil
 import yaml
 
-from tests.conftest import free_port
+from offbeat.services.process import free_port
 from tests.paths import ROOT
 from tests.waiting import wait_until_sync
 

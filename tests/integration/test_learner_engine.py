@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from offbeat.services.process import free_port
 from offbeat.trainer.config.learner import (
     ModelArgs,
     StrategyArgs,
@@ -24,7 +25,6 @@ from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of
 from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.policy import PackedCritic
 from offbeat.trainer.models.tiny import write_tiny_policy
-from tests.conftest import free_port
 from tests.integration.learner_rank import SMOOTH, fixed_batch
 from tests.paths import ROOT
 from tests.trainer.engines.comparing import assert_same, nll, weights_of

@@ -22,8 +22,8 @@ from tests.paths import QUICKSTART
 
 pytestmark = pytest.mark.slow
 
-QUICKSTART: dict[str, Any] = yaml.safe_load((QUICKSTART).read_text().replace("4.0e-3", "0.004"))
-QUICKSTART["actor_train"]["training_args"]["learning_rate"] = 8e-4
+CONFIG: dict[str, Any] = yaml.safe_load(QUICKSTART.read_text().replace("4.0e-3", "0.004"))
+CONFIG["actor_train"]["training_args"]["learning_rate"] = 8e-4
 YAML, JSON = {"Content-Type": "application/yaml"}, {"Content-Type": "application/json"}
 FEW = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -64,9 +64,9 @@ def in_words(answer: httpx.Response) -> None:
 
 
 @FEW
-@given(path=st.sampled_from(sorted(paths(QUICKSTART))), value=trees)
+@given(path=st.sampled_from(sorted(paths(CONFIG))), value=trees)
 def test_a_configuration_with_any_value_in_any_place(http: TestClient, path: tuple[str, ...], value: object):
-    tree = copy.deepcopy(QUICKSTART)
+    tree = copy.deepcopy(CONFIG)
     node = tree
     for key in path[:-1]:
         node = node[key]
@@ -75,9 +75,9 @@ def test_a_configuration_with_any_value_in_any_place(http: TestClient, path: tup
 
 
 @FEW
-@given(path=st.sampled_from(sorted(paths(QUICKSTART))), name=st.text(characters, max_size=12))
+@given(path=st.sampled_from(sorted(paths(CONFIG))), name=st.text(characters, max_size=12))
 def test_a_configuration_with_any_key_renamed(http: TestClient, path: tuple[str, ...], name: str):
-    tree = copy.deepcopy(QUICKSTART)
+    tree = copy.deepcopy(CONFIG)
     node = tree
     for key in path[:-1]:
         node = node[key]
@@ -134,7 +134,7 @@ def test_yaml_that_is_meant_to_harm(http: TestClient, text: str):
 
 
 def test_a_misspelt_key_deep_inside_is_named_with_the_nearest(http: TestClient):
-    tree = copy.deepcopy(QUICKSTART)
+    tree = copy.deepcopy(CONFIG)
     tree["actor_train"]["training_args"]["learning_rat"] = 0.1
     refused = http.post("/runs?dry_run=true", json=tree)
     assert refused.status_code == 422
@@ -150,12 +150,12 @@ def test_a_misspelt_key_deep_inside_is_named_with_the_nearest(http: TestClient):
     )
 )
 def test_any_change_of_settings(http: TestClient, body: dict[str, Any]):
-    http.post("/runs", json=QUICKSTART)
+    http.post("/runs", json=CONFIG)
     in_words(http.patch("/runs/quickstart", content=json.dumps(body), headers=JSON))
 
 
 def test_more_workers_than_cpus_are_refused_with_the_number_that_fits(http: TestClient):
-    assert http.post("/runs", json=QUICKSTART).status_code == 201
+    assert http.post("/runs", json=CONFIG).status_code == 201
     refused = http.patch("/runs/quickstart", json={"num_workers": 4000})
     assert refused.status_code == 422
     (problem,) = refused.json()["error"]["problems"]

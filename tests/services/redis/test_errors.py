@@ -18,10 +18,11 @@ from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.buffer.worker_client import AsyncRolloutBuffer
 from offbeat.services.errors import BufferError, RetryableError
 from offbeat.services.keys import RunKeys
+from offbeat.services.process import free_port
 from offbeat.services.redis.connection import connect, connect_async
 from offbeat.services.redis.errors import RedisReadOnlyError, complaint
 from offbeat.services.retry import retry_until_answered
-from tests.conftest import free_port, redis_server_binary
+from tests.conftest import redis_server_binary
 from tests.services.buffer.buffer_play import RUN
 from tests.waiting import wait_until, wait_until_sync
 

@@ -5,8 +5,8 @@ from redis import Redis
 from redis.exceptions import ConnectionError
 
 from offbeat.services.buffer.config import RedisConfig
+from offbeat.services.process import free_port
 from offbeat.services.redis.serve_app import RedisDeployment, RedisSettings
-from tests.conftest import free_port
 
 ENDED = "test:ended"
 

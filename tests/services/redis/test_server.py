@@ -15,10 +15,10 @@ from redis.retry import Retry
 
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.errors import MeshError, RetryableError
+from offbeat.services.process import free_port
 from offbeat.services.redis.connection import connect, connect_async
 from offbeat.services.redis.lease import LearnerLease
 from offbeat.services.redis.server import EmbeddedRedis
-from tests.conftest import free_port
 from tests.paths import ROOT
 from tests.services.buffer.buffer_play import RUN, Run, limits
 from tests.waiting import wait_until_sync

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.conftest import free_port, redis_server_binary
+from offbeat.services.process import free_port
+from tests.conftest import redis_server_binary
 
 PASSWORD = "p@ss/word"  # needs quoting in a URL
 QUOTED = "p%40ss%2Fword"

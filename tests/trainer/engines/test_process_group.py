@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 
+from offbeat.services.process import free_port
 from offbeat.trainer.engines.process_group import Ranks, broadcast, process_group
-from tests.conftest import free_port
 
 pytestmark = pytest.mark.slow
 
