@@ -72,8 +72,13 @@ def _cut_broken_end(path: Path) -> None:
     if not path.exists():
         return
     with path.open("rb+") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - TAIL_BYTES))
-        tail = file.read()
-        if tail and not tail.endswith(b"\n"):
-            file.truncate(size - (len(tail) - tail.rfind(b"\n") - 1))
+        end = size = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - TAIL_BYTES)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            end = start if newline < 0 else start + newline + 1
+            if newline >= 0:
+                break
+        if end < size:
+            file.truncate(end)

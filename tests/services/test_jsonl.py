@@ -41,5 +41,19 @@ def test_what_a_full_disk_cut_off_is_passed_over_and_may_be_written_again(tmp_pa
     assert list(read_lines(path)) == [{"a": 1}, None, {"b": 2}]
 
 
+@pytest.mark.parametrize("length", [10, 65_535, 65_536, 65_537, 200_000])
+@pytest.mark.parametrize("before", [[], [{"a": 1}]])
+def test_a_partial_line_of_any_length_is_removed(tmp_path, length: int, before: list[dict[str, int]]):
+    path = tmp_path / "file.jsonl"
+    file = LinesFile(path)
+    file.append(before)
+    file.close()
+    with path.open("ab") as partial:
+        partial.write(b"x" * length)
+    file = LinesFile(path)
+    file.append([{"b": 2}])
+    assert list(read_lines(path)) == [*before, {"b": 2}]
+
+
 def test_no_file_has_no_rows(tmp_path):
     assert list(read_lines(tmp_path / "none")) == last_lines(tmp_path / "none") == []

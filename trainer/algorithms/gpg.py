@@ -1,18 +1,12 @@
 """Group policy gradient (arXiv:2504.02546)."""
 
-import torch
 from torch import Tensor
 
 
-def informative_share_inverse(rewards: Tensor, group: Tensor, num_masked: int = 0, eps: float = 1e-6) -> float:
-    """Return alpha = B / (B - M) (eq. 9): trajectories over those of groups with differing rewards, 1 without any.
+def informative_share_inverse(informative: Tensor, num_masked: int = 0) -> float:
+    """Return alpha = B / (B - M) (eq. 9): trajectories over those of groups with a signal, 1 without any.
 
-    rewards, group: [T]; num_masked: further trajectories without signal
+    informative: [T] bool; num_masked: further trajectories without signal
     """
-    if not len(rewards):
-        return 1.0
-    count = int(group.max()) + 1
-    low = rewards.new_full((count,), torch.inf).scatter_reduce(0, group, rewards, "amin")
-    high = rewards.new_full((count,), -torch.inf).scatter_reduce(0, group, rewards, "amax")
-    informative = int(((high - low)[group] > eps).sum())
-    return (len(rewards) + num_masked) / informative if informative else 1.0
+    count = int(informative.sum())
+    return (len(informative) + num_masked) / count if count else 1.0

@@ -6,6 +6,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+MAX_LOG_RATIO = 20.0
+"""Log-ratio in nats above which `k3` is linear, so that it does not overflow and keeps a gradient."""
+
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return log p - log q: unbiased, high variance, any sign. [M]"""
@@ -18,9 +21,10 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return q/p - 1 - log(q/p): unbiased, nonnegative. [M]"""
-    delta = (ref_logprobs - logprobs).clamp(-20.0, 20.0)
-    return torch.expm1(delta) - delta
+    """Return q/p - 1 - log(q/p): unbiased, nonnegative; q/p is linear in log(q/p) above `MAX_LOG_RATIO`. [M]"""
+    delta = ref_logprobs - logprobs
+    excess = (delta - MAX_LOG_RATIO).clamp(min=0.0)
+    return torch.expm1(delta.clamp(max=MAX_LOG_RATIO)) + math.exp(MAX_LOG_RATIO) * excess - delta
 
 
 def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from offbeat.trainer.config.algorithm import NEEDS_GROUPS, AlgorithmConfig
+from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.issue import ConfigIssue
 
 
@@ -22,6 +22,10 @@ def check_algorithm(
         yield ConfigIssue(
             "pg_clip", "has no effect with both pg_clip_low and pg_clip_high: leave it, or one of them, out"
         )
+    if config.pg_variant == "tis" and config.tis_lower_bound >= config.tis_upper_bound:
+        yield ConfigIssue(
+            "tis_lower_bound", f"{config.tis_lower_bound} is not below tis_upper_bound {config.tis_upper_bound}"
+        )
     if config.use_kl_loss and not config.kl_loss_coef:
         yield ConfigIssue("kl_loss_coef", "use_kl_loss needs a positive coefficient")
     if config.add_token_level_kl and not config.init_kl_coef:
@@ -38,11 +42,12 @@ def check_algorithm(
 
 
 def _check_estimator(config: AlgorithmConfig, group_size: int) -> Iterator[ConfigIssue]:
-    if config.adv_estimator in NEEDS_GROUPS and group_size < 2:
+    if group_size < 2 and config.needs_siblings:
         yield ConfigIssue(
             "train_env_manager.group_size",
-            f"adv_estimator {config.adv_estimator} compares the members of a group: take at least 2, "
-            " or adv_estimator gae, reinforce or reinforce_plus_plus",
+            f"1 with adv_estimator {config.adv_estimator} and this reward_normalization leaves no advantage, because "
+            "rewards are compared within a group: take at least 2, or statistics over the batch (norm_mean_type: batch), or "
+            "adv_estimator gae, reinforce or reinforce_plus_plus without a method",
         )
     if config.adv_estimator == "remax" and config.pg_variant == "gpg":
         yield ConfigIssue(

@@ -44,7 +44,6 @@ BASELINES = ("rloo", "opo", "maxrl", "remax")
 """Estimators with their own baseline."""
 GREEDY_BASELINE = ("remax",)
 """Estimators with a greedy episode as baseline."""
-NEEDS_GROUPS = (*GROUP_METHODS, *(name for name in BASELINES if name not in GREEDY_BASELINE))
 TURN_WISE = ("gigpo", "step_reinforce")
 """Estimators with one advantage per turn."""
 WHITENING = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -115,6 +114,8 @@ class AlgorithmConfig(ConditionalConfig):
     """Handling of groups that a filter rejects, or with equal rewards if compared. `mask`: skipped, but counted in the
     policy loss's denominators; `refill`: replaced (DAPO's dynamic sampling); `train`: trained on.
     """
+    max_refill_ratio: Annotated[float, OnlyWith(zero_variance=("refill",))] = Field(default=20.0, gt=0)
+    """Most refilled groups of a step, in groups per step; further ones are masked, so that a solved task ends its steps."""
     group_filter_cls: Annotated[str | None, OnlyWith(zero_variance=("mask", "refill"))] = None
     """`module:Class`, constructed without arguments; called with a `Group`, returns whether to train."""
     difficulty_mask: Annotated[bool, OnlyWith(zero_variance=("mask", "refill"))] = False
@@ -308,9 +309,18 @@ class AlgorithmConfig(ConditionalConfig):
         return 1 if self.adv_estimator in GREEDY_BASELINE else 0
 
     @property
+    def needs_siblings(self) -> bool:
+        """Whether a group of one always has reward advantages of zero."""
+        if self.use_opd or self.adv_estimator in GREEDY_BASELINE or self.adv_estimator == "step_reinforce":
+            return False
+        by_group = self.reward_normalization.grouping == "traj_group_id"
+        compares_group = by_group and "group" in (self.mean_over, self.std_over)
+        return self.adv_estimator in (*BASELINES, "gigpo") or compares_group
+
+    @property
     def compares_siblings(self) -> bool:
         """Whether equal rewards in a group give no signal."""
-        if self.use_opd:
+        if self.use_opd or self.adv_estimator == "gae":  # a critic's advantages differ between equal rewards
             return False
         centers_group = self.mean_over == "group" and self.reward_normalization.grouping in ("traj_group_id", "state")
         return self.adv_estimator in BASELINES or centers_group

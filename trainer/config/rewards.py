@@ -41,7 +41,7 @@ class RewardShaping(ConditionalConfig):
     format_penalty: float = Field(default=0.0, ge=0)
     """Penalty times 1 - `format_metric`."""
     format_metric: Annotated[str, OnlyWith(format_penalty=SET)] = "action_is_valid"
-    """Env metric in [0, 1], mean over turns; no penalty if absent."""
+    """Env metric, mean over turns, clamped to [0, 1]; no penalty if absent or not finite."""
 
     @property
     def is_on(self) -> bool:

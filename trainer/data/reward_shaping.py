@@ -1,5 +1,6 @@
 """Reward shaping, before normalization."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -41,5 +42,7 @@ def compute_shaping(trajectory: Trajectory, shaping: RewardShaping) -> float:
         overlong = overlong_penalty(length, shaping.overlong_max_length, shaping.overlong_buffer)
         penalty -= shaping.overlong_penalty * overlong
     if shaping.format_penalty:
-        penalty += shaping.format_penalty * (1.0 - trajectory.metrics.get(shaping.format_metric, 1.0))
+        value = trajectory.metrics.get(shaping.format_metric, 1.0)
+        if math.isfinite(value):
+            penalty += shaping.format_penalty * (1.0 - min(max(value, 0.0), 1.0))
     return -penalty

@@ -1,6 +1,6 @@
 """Input of one optimizer step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,13 @@ class StepBatch:
     """Groups counted in loss denominators only."""
     weights: tuple[float, ...] = ()
     """Policy loss factors; empty if all are 1."""
+    new_rewards: Mapping[str, Sequence[float]] | None = None
+    """Shaped rewards of all new groups by tag, including masked and refilled ones; None: `groups` are all."""
+
+    @property
+    def rewards_by_tag(self) -> Mapping[str, Sequence[float]]:
+        """Rewards for running statistics."""
+        return collect_rewards(self.shaped) if self.new_rewards is None else self.new_rewards
 
     @classmethod
     def build(
@@ -34,16 +41,31 @@ class StepBatch:
         *,
         masked: MaskedCounts = NO_MASKED,
         weights: Sequence[float] = (),
+        new_rewards: Mapping[str, Sequence[float]] | None = None,
     ) -> "StepBatch":
         """Build a batch from unshaped groups."""
-        return cls(step, tuple(groups), tuple(shape_rewards(groups, config)), masked, tuple(weights))
+        return cls(step, tuple(groups), tuple(shape_rewards(groups, config)), masked, tuple(weights), new_rewards)
 
     def pack(self) -> list[object]:
         """Encode as plain values for msgpack."""
-        return [self.step, list(self.masked), list(self.weights), [pack_group(group) for group in self.groups]]
+        groups = [pack_group(group) for group in self.groups]
+        rewards = {tag: list(rewards) for tag, rewards in self.rewards_by_tag.items()}
+        return [self.step, list(self.masked), list(self.weights), groups, rewards]
 
     @classmethod
     def unpack(cls, body: Sequence[Any], config: AlgorithmConfig) -> "StepBatch":
-        step, masked, weights, groups = body
+        """Decode; without rewards (version 0.2) `groups` are taken for all."""
+        step, masked, weights, groups, *rewards = body
         members = [unpack_group(group) for group in groups]
-        return cls.build(step, members, config, masked=MaskedCounts(*masked), weights=weights)
+        new_rewards = rewards[0] if rewards else None
+        masked_counts = MaskedCounts(*masked)
+        return cls.build(step, members, config, masked=masked_counts, weights=weights, new_rewards=new_rewards)
+
+
+def collect_rewards(groups: Iterable[Group]) -> dict[str, list[float]]:
+    """Return the episodes' rewards by tag."""
+    rewards: dict[str, list[float]] = {}
+    for group in groups:
+        for trajectory in group.trajectories:
+            rewards.setdefault(trajectory.tag, []).append(trajectory.reward)
+    return rewards

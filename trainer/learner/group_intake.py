@@ -17,7 +17,7 @@ from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.data.replay_buffer import ReplayedGroups
 from offbeat.trainer.data.reward_shaping import shape_rewards
 from offbeat.trainer.data.selection import carries_signal, masked_counts
-from offbeat.trainer.data.step_batch import StepBatch
+from offbeat.trainer.data.step_batch import StepBatch, collect_rewards
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ class GroupIntake:
             (*(taken.shaped[group.number] for group in taken.trained), *shape_rewards(replayed.groups, self.config)),
             masked_counts([taken.shaped[group.number] for group in taken.masked], self.config),
             (*(1.0 for _ in taken.trained), *replayed.weights),
+            collect_rewards([*taken.shaped.values(), *shape_rewards(taken.refilled, self.config)]),
         )
 
     def _add(self, group: Group, step: int, max_staleness: float, taken: StepGroups) -> None:
@@ -95,9 +96,16 @@ class GroupIntake:
         (shaped,) = shape_rewards([group], self.config)
         has_signal = carries_signal(group, self.config, shaped)
         if not has_signal and self.config.zero_variance == "refill":
-            taken.refilled.append(group)
-            self._drop(group, NO_SIGNAL, taken)
-            return
+            if len(taken.refilled) < round(self.config.max_refill_ratio * self.groups_per_step):
+                taken.refilled.append(group)
+                self._drop(group, NO_SIGNAL, taken)
+                return
+            if not taken.masked:
+                logger.warning(
+                    "step %d: %d groups without signal dropped (max_refill_ratio); further ones are masked",
+                    step,
+                    len(taken.refilled),
+                )
         taken.num_stale += is_stale
         taken.groups.append(group)
         taken.shaped[group.number] = shaped

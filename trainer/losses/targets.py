@@ -15,9 +15,9 @@ from offbeat.trainer.algorithms.distillation import teacher_advantages
 from offbeat.trainer.algorithms.gpg import informative_share_inverse
 from offbeat.trainer.algorithms.kl import KL_PENALTIES
 from offbeat.trainer.algorithms.m2po import second_moment_mask
-from offbeat.trainer.algorithms.normalization import RunningMoments
+from offbeat.trainer.algorithms.normalization import RunningMoments, constant_groups, sum_by_group
 from offbeat.trainer.algorithms.proximal import proximal_share
-from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.config.algorithm import TURN_WISE, AlgorithmConfig
 from offbeat.trainer.data.batch import Batch
 from offbeat.trainer.data.selection import episode_weights, trained_episodes
 from offbeat.trainer.losses.advantages import (
@@ -124,7 +124,7 @@ def build_targets(
         returns=estimated.returns,
         old_values=values,
         critic_weights=_critic_weights(estimated, share, steps),
-        pg_weights=_pg_weights(config, batch, masked),
+        pg_weights=_pg_weights(config, batch, estimated.advantages, masked),
         trusted=_trusted(config, old - batch.behavior_logprobs),
         old_is_present=old_is_present,
         proximal=proximal_share(batch.versions, version or 0) if config.old_logprobs == "loglinear" else None,
@@ -214,12 +214,15 @@ def _critic_weights(estimated: AdvantageEstimate, token_share: float, steps: int
     return estimated.critic_share * steps
 
 
-def _pg_weights(config: AlgorithmConfig, batch: Batch, masked: MaskedCounts) -> Tensor | None:
+def _pg_weights(config: AlgorithmConfig, batch: Batch, advantages: Tensor, masked: MaskedCounts) -> Tensor | None:
     by_episode = episode_weights(batch, config)
     weights = None if by_episode is None else by_episode[batch.trajectory]
-    if config.pg_variant != "gpg":
+    if config.pg_variant != "gpg" or not config.compares_siblings:
         return weights
-    scale = informative_share_inverse(batch.episode_reward, batch.group, masked.sequences)
+    informative = ~constant_groups(batch.episode_reward, batch.group)
+    if config.adv_estimator in TURN_WISE:
+        informative = sum_by_group(advantages.abs(), batch.group[batch.trajectory])[batch.group] > 0
+    scale = informative_share_inverse(informative, masked.sequences)
     return torch.full((batch.num_sampled,), scale) if weights is None else weights * scale
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from offbeat.services.chat.vision import ImageProcessor, model_family
@@ -65,9 +66,19 @@ def _load(auto: Any, folder: Path, args: ModelArgs, seed: int) -> PreTrainedMode
             f"shared_prefix is not tested with {model.config.model_type!r}, only with {', '.join(PREFIX_SHARING_TYPES)}: "
             "set actor_train.model_args.shared_prefix=false"
         )
+    disable_dropout(model)
     if not args.disable_gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return cast(PreTrainedModel, model)
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout probability to 0: the trainer's logprobs must be those of the engine, which samples without."""
+    for module in model.modules():
+        for name in [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]:
+            setattr(module, name, 0.0)
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
 
 
 def _attention_implementation(args: ModelArgs, *, has_vision: bool) -> str | dict[str, str]:

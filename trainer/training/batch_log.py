@@ -37,7 +37,7 @@ class BatchLog:
         self._folder = output_dir / FOLDER
         self._max_kept = max_kept
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-log")
-        self._pending: list[Future[None]] = []
+        self._pending: list[tuple[tuple[RecordedBatch, str, int], Future[None]]] = []
 
     def record(self, batch: StepBatch, learning_rate: float) -> None:
         """Write a batch in the background."""
@@ -52,11 +52,16 @@ class BatchLog:
         """Wait for pending writes.
 
         Raises:
-            OSError: a write failed.
+            OSError: a write failed; it is repeated, and the next call waits for it.
         """
         pending, self._pending = self._pending, []
-        for write in pending:
-            write.result()
+        errors: list[BaseException] = []
+        for arguments, write in pending:
+            if error := write.exception():
+                errors.append(error)
+                self._submit(*arguments)
+        if errors:
+            raise errors[0]
 
     def steps(self) -> list[int]:
         """Return the recorded versions."""
@@ -81,7 +86,8 @@ class BatchLog:
             raise CodecError(f"{path} is no recorded batch: {error}") from error
 
     def _submit(self, recorded: RecordedBatch, prefix: str, max_kept: int) -> None:
-        self._pending.append(self._thread.submit(self._write, recorded, prefix, max_kept))
+        arguments = (recorded, prefix, max_kept)
+        self._pending.append((arguments, self._thread.submit(self._write, *arguments)))
 
     def _write(self, recorded: RecordedBatch, prefix: str, max_kept: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

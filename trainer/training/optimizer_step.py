@@ -100,7 +100,7 @@ class BatchTrainer:
         batch, step = pack(selected), step_batch.step
         if not batch.num_sampled:
             return {}
-        self._update_running_moments(batch)
+        self._update_running_moments(step_batch)
         micro_batches = self._cut(batch, range(batch.num_sequences))
         states = self._reference_states(batch, micro_batches)
         targets, values = self._targets(batch, micro_batches, step, masked, states)
@@ -129,7 +129,7 @@ class BatchTrainer:
         if not batch.num_sampled:
             return None
         before = self._running.state_dict()
-        self._update_running_moments(batch)
+        self._update_running_moments(step_batch)
         micro_batches = self._cut(batch, range(batch.num_sequences))
         states = self._reference_states(batch, micro_batches)
         targets, _ = self._targets(batch, micro_batches, step_batch.step, masked, states)
@@ -147,9 +147,9 @@ class BatchTrainer:
     def _select(self, step_batch: StepBatch) -> tuple[list[Group], MaskedCounts]:
         return select_most_varied(step_batch.shaped, self._config.variance_filter_ratio, step_batch.masked)
 
-    def _update_running_moments(self, batch: Batch) -> None:
-        for number, tag in enumerate(batch.tags):
-            self._running.update(tag, batch.episode_reward[batch.tag == number])
+    def _update_running_moments(self, step_batch: StepBatch) -> None:
+        for tag, rewards in sorted(step_batch.rewards_by_tag.items()):
+            self._running.update(tag, torch.tensor(rewards, dtype=torch.float64))
 
     def _cut(self, batch: Batch, sequences: Sequence[int]) -> list[MicroBatch]:
         cut = shared_microbatches if self._config.actor_train.model_args.shared_prefix else microbatches

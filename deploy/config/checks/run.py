@@ -18,6 +18,7 @@ from offbeat.envs.class_path import current_path
 from offbeat.services.redis.url import address_problem
 from offbeat.services.rollout.config import AgentRunner, EnvManagerConfig
 from offbeat.trainer.checks.algorithm import check_algorithm
+from offbeat.trainer.checks.effects import check_effects
 from offbeat.trainer.checks.learner import check_learner, check_staleness_controller
 from offbeat.trainer.config.issue import ConfigIssue
 
@@ -170,18 +171,28 @@ def _check_algorithm(config: RunConfig) -> Iterator[ConfigIssue]:
             "actor_infer.generating_args.temperature",
             "0 (greedy) has no probabilities to train on: take a positive one; evaluations are greedy in any case",
         )
+    tags = config.train_env_manager.tags or tuple(config.custom_envs)
+    envs = [config.custom_envs[tag] for tag in tags if tag in config.custom_envs]
+    one_sequence = all(env.env_manager_cls == "TrajEnvManager" and env.agent_runner is None for env in envs)
+    if config.error_max_len_clip and one_sequence and config.error_max_len_threshold >= config.sequence_length:
+        yield ConfigIssue(
+            "error_max_len_threshold",
+            f"{config.error_max_len_threshold} is never exceeded within a sequence_length of {config.sequence_length}: take "
+            "less, or leave error_max_len_clip out",
+        )
     groups_per_step = config.rollout_batch_size // config.train_env_manager.group_size
     algorithm = check_algorithm(
         config,
         group_size=config.train_env_manager.group_size,
         groups_per_step=groups_per_step,
         max_steps=config.max_steps,
-        tags=config.train_env_manager.tags or tuple(config.custom_envs),
+        tags=tags,
     )
     controller = check_staleness_controller(
         config, groups_per_step=groups_per_step, num_env_groups=config.train_env_manager.num_env_groups
     )
-    yield from (*algorithm, *check_learner(config), *controller)
+    effects = check_effects(config, group_size=config.train_env_manager.group_size)
+    yield from (*algorithm, *effects, *check_learner(config), *controller)
 
 
 def _has_gpu() -> bool:
@@ -195,6 +206,9 @@ def _check_device(config: RunConfig, gpus: float) -> Iterator[ConfigIssue]:
         yield ConfigIssue(
             "weights.transport", f"{transport} transfers tensors between GPUs: on a CPU take shm, or fs across hosts"
         )
+    default = type(infer).model_fields["gpu_memory_utilization"].default
+    if infer.device == "cpu" and infer.gpu_memory_utilization != default:
+        yield ConfigIssue("actor_infer.gpu_memory_utilization", "has no effect with device=cpu: leave it out")
     for path, device in (("actor_infer.device", infer.device), ("actor_train.device", train.device)):
         if device == "cuda" and not gpus:
             yield ConfigIssue(path, "no NVIDIA GPU found: take cpu")

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from offbeat.trainer.algorithms.gigpo import group_in_group
 from offbeat.trainer.algorithms.gpg import informative_share_inverse
 from offbeat.trainer.algorithms.maxrl import mean_normalized
-from offbeat.trainer.algorithms.normalization import RunningMoments, group_moments, normalize, normalize_by_group
+from offbeat.trainer.algorithms.normalization import (
+    RunningMoments,
+    constant_groups,
+    group_moments,
+    normalize,
+    normalize_by_group,
+)
 from offbeat.trainer.algorithms.opo import length_weighted_baseline
 from offbeat.trainer.algorithms.remax import subtract_greedy_reward
 from offbeat.trainer.algorithms.rloo import leave_one_out
@@ -44,7 +50,7 @@ def test_baselines_equal_their_definitions(rows: list[tuple[int, float, int]]):
         assert float(weighted[i]) == pytest.approx(r - baseline, abs=1e-9)
         assert float(likely[i]) == pytest.approx((r - mean) / (mean + 1e-6) if mean > 1e-6 else 0.0, abs=1e-9)
     expected = len(rows) / informative if informative else 1.0
-    assert informative_share_inverse(rewards, group) == pytest.approx(expected)
+    assert informative_share_inverse(~constant_groups(rewards, group)) == pytest.approx(expected)
 
 
 @given(rows_of, st.lists(st.sampled_from([0.0, 0.3, 1.0]), min_size=4, max_size=4))
@@ -123,7 +129,7 @@ def test_maxrl_of_signed_rewards_stays_in_range_of_nonnegative_ones(rewards: lis
 def test_baselines_accept_no_trajectories(baseline):
     assert baseline(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
     assert length_weighted_baseline(*(torch.zeros(0),) * 2, torch.zeros(0, dtype=torch.int64)).shape == (0,)
-    assert informative_share_inverse(torch.zeros(0), torch.zeros(0, dtype=torch.int64)) == 1.0
+    assert informative_share_inverse(torch.zeros(0, dtype=torch.bool)) == 1.0
 
 
 def test_mean_and_deviation_can_use_different_groupings():

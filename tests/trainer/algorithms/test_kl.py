@@ -53,6 +53,14 @@ def test_extreme_ratios_stay_finite():
         assert torch.isfinite(penalty(torch.tensor([-1e4, 0.0]), torch.tensor([0.0, -1e4]))).all()
 
 
+@pytest.mark.parametrize("gap", [-60.0, -25.0, 25.0, 60.0])
+def test_k3_has_a_gradient_however_far_the_policies_are(gap: float):
+    logprobs = torch.tensor([gap], requires_grad=True)
+    (gradient,) = torch.autograd.grad(k3(logprobs, torch.zeros(1)).sum(), logprobs)
+    assert gradient.sign().item() == (1 if gap > 0 else -1)
+    assert torch.isfinite(gradient).all()
+
+
 def test_adaptive_controller_moves_towards_target_within_bounds():
     controller = KLController(0.1, target=1.0, horizon=1000)
     controller.update(kl=1.1, num_samples=100)

@@ -119,9 +119,9 @@ EFFECTS: dict[str, list[Change]] = {
 }
 IN_THE_STEP = {
     "ppo_epochs", "critic_warmup", "target_kl", "kl_horizon", "entropy_loss_scheduler_type", "ref_model_sync_steps",
-    "ref_model_mixup_alpha",
+    "ref_model_mixup_alpha", "max_refill_ratio",
 }  # fmt: skip
-"""Shown by tests/trainer/training/test_optimizer_step.py."""
+"""Shown by tests/trainer/training/test_optimizer_step.py and tests/trainer/learner/test_group_intake.py."""
 OF_THE_ENGINE = {"pretrain", "strategy_args"}
 """Of a teacher: which model, and how it lies on processes (tests/integration/test_learner_engine.py)."""
 

@@ -1,5 +1,7 @@
 """Selection of groups and episodes, and reward shaping."""
 
+import math
+
 import pytest
 import torch
 
@@ -111,6 +113,22 @@ def test_unusable_filter_is_refused_at_validation(path: str, message: str):
     [
         ({"adv_estimator": "rloo"}, "train_env_manager.group_size"),
         ({"adv_estimator": "gigpo"}, "train_env_manager.group_size"),
+        ({"adv_estimator": "grpo"}, "train_env_manager.group_size"),
+        *(
+            (
+                {"adv_estimator": estimator, "reward_normalization": RewardNormalization(method="mean")},
+                "train_env_manager.group_size",
+            )
+            for estimator in ("reinforce", "gae", "agentic_reinforce", "reinforce_plus_plus")
+        ),
+        (
+            {"adv_estimator": "reinforce", "reward_normalization": RewardNormalization(norm_std_type="group")},
+            "train_env_manager.group_size",
+        ),
+        (
+            {"adv_estimator": "reinforce", "pg_variant": "tis", "tis_lower_bound": 2.5},
+            "tis_lower_bound",
+        ),
         ({"adv_estimator": "reinforce", "variance_filter_ratio": 0.5}, "variance_filter_ratio"),
         ({"adv_estimator": "gae", "critic_warmup": 10}, "critic_warmup"),
         ({"adv_estimator": "gae", "value_targets": "vtrace"}, "value_targets"),
@@ -131,6 +149,28 @@ def test_unusable_filter_is_refused_at_validation(path: str, message: str):
 def test_algorithm_incompatible_with_run_is_refused(settings: dict, path: str):
     issues = list(check_algorithm(AlgorithmConfig(**settings), group_size=1, groups_per_step=1, max_steps=10, tags=()))
     assert [c.path for c in issues] == [path]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"reward_normalization": RewardNormalization(norm_mean_type="batch", norm_std_type="batch")},
+        {"adv_estimator": "reinforce", "reward_normalization": RewardNormalization(grouping="batch", method="mean")},
+        {"adv_estimator": "remax"},
+        {"adv_estimator": "gae"},
+    ],
+)
+def test_groups_of_one_are_accepted_where_no_sibling_is_compared(settings: dict):
+    config = AlgorithmConfig(**settings)
+    assert not list(check_algorithm(config, group_size=1, groups_per_step=8, max_steps=10, tags=()))
+
+
+def test_equal_rewards_carry_signal_for_a_critic():
+    """GAE's advantages depend on the critic's values, which must be trained on equal rewards, too."""
+    equal = of_rewards(0, 1.0, 1.0)
+    normalized = RewardNormalization(method="mean")
+    assert carries_signal(equal, AlgorithmConfig(adv_estimator="gae", reward_normalization=normalized))
+    assert not carries_signal(equal, AlgorithmConfig(adv_estimator="reinforce", reward_normalization=normalized))
 
 
 def test_masked_episodes_count_in_group_statistics():
@@ -192,3 +232,13 @@ def test_shaping_changes_last_turn_and_normalization():
     assert carries_signal(group(0, short, long), config)
     assert not carries_signal(group(0, short, long), AlgorithmConfig())
     assert shape_rewards([group(0, short)], AlgorithmConfig()) == [group(0, short)]
+
+
+@pytest.mark.parametrize(
+    ("metric", "penalty"), [(0.25, 0.75), (-3.0, 1.0), (7.0, 0.0), (math.nan, 0.0), (math.inf, 0.0)]
+)
+def test_format_metric_is_clamped_and_ignored_unless_finite(metric: float, penalty: float):
+    episode = replace(trajectory(0, [(1, 1, 0.5)]), metrics={"action_is_valid": metric})
+    config = AlgorithmConfig(reward_shaping=RewardShaping(format_penalty=1.0))
+    (shaped,) = shape_rewards([group(0, episode)], config)
+    assert shaped.trajectories[0].reward == pytest.approx(0.5 - penalty)

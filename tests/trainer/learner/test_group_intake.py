@@ -5,6 +5,8 @@ import pytest
 
 from offbeat.services.messages.types import Group, VersionSpan
 from offbeat.trainer.config.learner import AlgorithmConfig
+from offbeat.trainer.data.replay_buffer import ReplayedGroups
+from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.learner.group_intake import GroupIntake, StepGroups
 from tests.copying import replace
 from tests.fakes import FakeLearnerBuffer, make_group
@@ -115,3 +117,27 @@ def test_a_stop_ends_the_wait_and_takes_nothing_out() -> None:
     taken, buffer = take([make_group(0)])
     assert taken is None
     assert [group.number for group in buffer.stream] == [0]
+
+
+def test_refilling_is_bounded() -> None:
+    """On a solved task no group has a signal: the step ends with masked groups instead of dropping groups forever."""
+    groups = [make_group(number, rewards=(1.0, 1.0)) for number in range(9)]
+    taken, buffer = take(groups, zero_variance="refill", max_refill_ratio=2.0)
+    assert taken is not None
+    assert [number for number, _ in buffer.dropped] == [0, 1, 2, 3]
+    assert [group.number for group in taken.masked] == [4, 5]
+    assert not taken.trained
+
+
+def test_running_statistics_get_every_new_reward_once() -> None:
+    """Masked and refilled groups count, replayed ones do not count again."""
+    groups = [make_group(0, rewards=(1.0, 1.0)), make_group(1, rewards=(0.0, 1.0)), make_group(2, rewards=(2.0, 3.0))]
+    replayed = ReplayedGroups((make_group(9, rewards=(7.0, 8.0)),), (1.0,))
+    for policy, rewards in (("mask", [1.0, 1.0, 0.0, 1.0]), ("refill", [0.0, 1.0, 2.0, 3.0, 1.0, 1.0])):
+        config = AlgorithmConfig.model_validate({"zero_variance": policy})
+        intake = GroupIntake(FakeLearnerBuffer(stream=list(groups)), config, 2, train_stale=False, vocab_size=11)
+        taken = intake.take(0, 1.0, lambda: False)
+        assert taken is not None
+        batch = intake.build_batch(0, taken, replayed)
+        assert [list(rewards) for rewards in batch.rewards_by_tag.values()] == [rewards]
+        assert StepBatch.unpack(batch.pack(), config).rewards_by_tag == batch.rewards_by_tag

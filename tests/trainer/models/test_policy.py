@@ -1,5 +1,7 @@
 """Values and gradients of a packed forward equal those of each sequence alone."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig
-from offbeat.trainer.models.loading import load_critic, load_policy
+from offbeat.trainer.models.loading import disable_dropout, load_critic, load_policy
 from offbeat.trainer.models.packing import PackedInput, Packing
 from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tiny import write_tiny_policy
@@ -147,3 +149,22 @@ def test_borders_that_do_not_grow_from_zero_are_refused(borders: list[int]) -> N
 def test_scoring_a_sequences_first_token_is_refused() -> None:
     with pytest.raises(ValueError, match="first token"):
         PackedInput.of(torch.arange(5), torch.tensor([0, 3, 5]), torch.tensor([1, 3]))
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa", "eager"])
+def test_training_mode_has_no_dropout(tmp_path: Path, folder: Path, attention: str) -> None:
+    """The engine samples without dropout; with it, logprobs differed by up to 4.9 nats."""
+    shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps({**config, "attention_dropout": 0.5}))
+    policy = load_policy(tmp_path / "model", ModelArgs(attn_implementation=attention), seed=3)  # pyright: ignore[reportArgumentType]
+    x = PackedInput(*packed_batch())
+    assert torch.equal(policy.train()(x)[0], policy.eval()(x)[0])
+    assert policy.model.config.attention_dropout == 0.5  # written to checkpoints as it was
+
+
+def test_dropout_layers_are_disabled() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Dropout1d(0.3))
+    disable_dropout(model)
+    x = torch.randn(3, 4)
+    assert torch.equal(model.train()(x), model.eval()(x))

@@ -1,0 +1,87 @@
+from typing import Any
+
+import pytest
+
+from offbeat.trainer.checks.effects import check_effects
+from offbeat.trainer.config.learner import LearnerConfig
+
+RECOMPUTED = {"adv_estimator": "reinforce", "old_logprobs": "recompute"}
+TWO_STEPS = {"actor_train": {"training_args": {"num_minibatches": 2}}}
+
+
+def strategy(**settings: Any) -> dict[str, Any]:
+    return {"actor_train": {"strategy_args": {"strategy_config": settings}}}
+
+
+def paths(settings: dict[str, Any], group_size: int = 4) -> list[str]:
+    config = LearnerConfig.model_validate(settings)
+    return [issue.path for issue in check_effects(config, group_size=group_size)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "path"),
+    [
+        (RECOMPUTED | {"pg_clip": 0.1}, "pg_clip"),
+        (RECOMPUTED | {"pg_clip_high": 0.3}, "pg_clip_high"),
+        (RECOMPUTED | {"dual_clip": 3.0}, "dual_clip"),
+        (RECOMPUTED | {"pg_variant": "cispo", "cispo_epsilon_low": 0.3}, "cispo_epsilon_low"),
+        (RECOMPUTED | {"pg_variant": "cispo", "cispo_epsilon_high": 0.3}, "cispo_epsilon_high"),
+        (RECOMPUTED | {"pg_variant": "tis", "tis_upper_bound": 1.5}, "tis_upper_bound"),
+        (RECOMPUTED | {"pg_variant": "kimi15", "kimi15_tau": 0.3}, "kimi15_tau"),
+        ({"adv_estimator": "gae", "value_clip": 0.2}, "value_clip"),
+    ],
+)
+def test_clips_need_more_than_one_optimizer_step(settings: dict[str, Any], path: str):
+    assert paths(settings) == [path]
+    assert paths(settings | TWO_STEPS) == paths(settings | {"ppo_epochs": 2}) == []
+    if path != "value_clip":
+        assert paths(settings | {"old_logprobs": "behavior"}) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "path"),
+    [
+        ({"adv_estimator": "reinforce", "zero_variance": "refill"}, "zero_variance"),
+        ({"adv_estimator": "gae", "gamma": 0.0, "lambd": 0.9}, "lambd"),
+        ({"adv_estimator": "gigpo", "step_reward_weight": 0.0, "step_reward_gamma": 0.9}, "step_reward_gamma"),
+        ({"pg_variant": "cispo", "ratio_type": "sequence-token"}, "ratio_type"),
+        ({"max_staleness": 0.0, "old_logprobs": "loglinear"}, "old_logprobs"),
+        ({"max_staleness": 0.0, "replay": {"samples_per_insert": 2.0}}, "replay.samples_per_insert"),
+        ({"pretrain": "/models/qwen", "tiny": {"num_hidden_layers": 3}}, "tiny"),
+        (
+            {"rollout_batch_size": 8, "actor_train": {"training_args": {"num_minibatches": 9}}},
+            "actor_train.training_args.num_minibatches",
+        ),
+        (strategy(gradient_clipping=0.5), "actor_train.strategy_args.strategy_config.gradient_clipping"),
+        (strategy(zero_optimisation={}), "actor_train.strategy_args.strategy_config.zero_optimisation"),
+    ],
+)
+def test_keys_without_effect_are_refused(settings: dict[str, Any], path: str):
+    assert paths(settings) == [path]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        RECOMPUTED | {"pg_variant": "tis", "tis_upper_bound": 0.5},
+        RECOMPUTED | {"pg_variant": "tis", "tis_lower_bound": 1.5},
+        {"adv_estimator": "reinforce", "zero_variance": "refill", "difficulty_mask": True},
+        {"max_staleness": 0.0, "replay": {"samples_per_insert": 2.0, "max_staleness": 3.0}},
+        strategy(zero_optimization={"reduce_bucket_size": 1000}),
+    ],
+)
+def test_keys_with_an_effect_are_accepted(settings: dict[str, Any]):
+    assert paths(settings) == []
+
+
+def test_variance_of_groups_of_one_selects_nothing():
+    assert paths({"adv_estimator": "reinforce", "variance_filter_ratio": 0.5}, group_size=1) == [
+        "variance_filter_ratio"
+    ]
+
+
+def test_unknown_deepspeed_keys_name_the_nearest():
+    config = LearnerConfig.model_validate(strategy(zero_optimisation={}))
+    (issue,) = check_effects(config, group_size=4)
+    assert "did you mean zero_optimization?" in issue.message

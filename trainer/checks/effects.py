@@ -1,0 +1,130 @@
+"""Checks for keys that have no effect in the run as a whole; conditions within one table are on its fields."""
+
+import difflib
+from collections.abc import Iterator
+
+from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.config.issue import ConfigIssue
+from offbeat.trainer.config.learner import LearnerConfig, StrategyArgs, TinyPolicyConfig
+
+DEEPSPEED_KEYS = (
+    "activation_checkpointing", "aio", "bf16", "checkpoint", "comms_logger", "communication_data_type",
+    "data_types", "disable_allgather", "dump_state", "flops_profiler", "fp16", "gradient_predivide_factor",
+    "memory_breakdown", "prescale_gradients", "seq_parallel_communication_data_type", "sparse_gradients",
+    "steps_per_print", "torch_autocast", "use_data_before_expert_parallelism", "wall_clock_breakdown",
+    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
+)  # fmt: skip
+"""Keys of DeepSpeed's configuration (https://www.deepspeed.ai/docs/config-json/) that a run may set."""
+DEEPSPEED_REMEDIES = {
+    "gradient_clipping": "set training_args.max_grad_norm",
+    "optimizer": "set training_args.adam_*",
+    "scheduler": "set training_args.lr_scheduler_type",
+    "train_batch_size": "set rollout_batch_size",
+    "train_micro_batch_size_per_gpu": "set training_args.max_tokens_per_microbatch",
+    "gradient_accumulation_steps": "set training_args.max_tokens_per_microbatch",
+}
+"""DeepSpeed's keys that follow from ours."""
+
+
+def check_effects(config: LearnerConfig, *, group_size: int) -> Iterator[ConfigIssue]:
+    """Yield keys that differ from their default and would have no effect."""
+    yield from _check_unit_ratio(config)
+    yield from _check_selection(config, group_size)
+    yield from _check_discounts(config)
+    yield from _check_on_policy(config)
+    yield from _check_strategy(config.actor_train.strategy_args)
+    num_sequences, num_minibatches = config.rollout_batch_size, config.actor_train.training_args.num_minibatches
+    if num_minibatches > num_sequences:
+        yield ConfigIssue(
+            "actor_train.training_args.num_minibatches",
+            f"{num_minibatches} is more than the {num_sequences} trajectories of a step: take at most {num_sequences}",
+        )
+    if config.pretrain != "tiny" and config.tiny != TinyPolicyConfig():
+        yield ConfigIssue("tiny", f"has no effect with pretrain={config.pretrain}: leave it out, or set pretrain=tiny")
+
+
+def _check_unit_ratio(config: LearnerConfig) -> Iterator[ConfigIssue]:
+    """With one optimizer step per batch, logprobs recomputed at its start equal those in the loss: the ratio is 1."""
+    if config.ppo_epochs > 1 or config.actor_train.training_args.num_minibatches > 1:
+        return
+    one_step = "one optimizer step per batch: leave it out, or raise ppo_epochs or num_minibatches"
+    if config.value_clip is not None:
+        yield ConfigIssue(
+            "value_clip", f"has no effect, because a value equals its prediction before the step with {one_step}"
+        )
+    if config.old_logprobs != "recompute":
+        return
+    keys = [
+        "pg_clip",
+        "pg_clip_low",
+        "pg_clip_high",
+        "dual_clip",
+        "kimi15_tau",
+        "cispo_epsilon_low",
+        "cispo_epsilon_high",
+    ]
+    keys += ["tis_upper_bound"] if config.tis_upper_bound >= 1 else []
+    keys += ["tis_lower_bound"] if config.tis_lower_bound <= 1 else []
+    for key in keys:
+        if _is_changed(config, key):
+            yield ConfigIssue(key, f"has no effect, because the ratio is 1 with old_logprobs=recompute and {one_step}")
+
+
+def _check_selection(config: LearnerConfig, group_size: int) -> Iterator[ConfigIssue]:
+    filters = config.difficulty_mask or config.group_filter_cls is not None
+    if config.zero_variance == "refill" and not config.compares_siblings and not filters:
+        yield ConfigIssue(
+            "zero_variance",
+            f"refill has no effect: adv_estimator {config.adv_estimator} does not compare the members of a group, so that "
+            "none is without signal. Leave it out, or set difficulty_mask or group_filter_cls",
+        )
+    if config.variance_filter_ratio < 1 and group_size < 2:
+        yield ConfigIssue(
+            "variance_filter_ratio",
+            "groups of one have no reward deviation: take a larger train_env_manager.group_size",
+        )
+
+
+def _check_discounts(config: LearnerConfig) -> Iterator[ConfigIssue]:
+    for key in ("lambd", "vtrace_c_bar"):
+        if config.gamma == 0 and _is_changed(config, key):
+            yield ConfigIssue(key, "has no effect with gamma=0: leave it out, or raise gamma")
+    if config.adv_estimator == "gigpo" and not config.step_reward_weight and _is_changed(config, "step_reward_gamma"):
+        yield ConfigIssue("step_reward_gamma", "has no effect with step_reward_weight=0: leave it out")
+    if config.ratio_type == "sequence-token" and config.pg_variant in ("tis", "cispo", "topr"):
+        yield ConfigIssue(
+            "ratio_type",
+            f"sequence-token equals sequence with pg_variant={config.pg_variant}, whose weight has no gradient: take "
+            "sequence",
+        )
+
+
+def _check_on_policy(config: LearnerConfig) -> Iterator[ConfigIssue]:
+    if config.max_staleness > 0 or config.staleness_controller is not None:
+        return
+    if config.old_logprobs == "loglinear":
+        yield ConfigIssue(
+            "old_logprobs",
+            "loglinear equals behavior with max_staleness=0, where every token is of the current version: leave it out, or "
+            "raise max_staleness",
+        )
+    if config.replay.samples_per_insert is not None and not config.replay.max_staleness:
+        yield ConfigIssue(
+            "replay.samples_per_insert",
+            "replays nothing at a maximum staleness of 0: leave it out, or set replay.max_staleness",
+        )
+
+
+def _check_strategy(strategy: StrategyArgs) -> Iterator[ConfigIssue]:
+    for key in strategy.strategy_config:
+        path = f"actor_train.strategy_args.strategy_config.{key}"
+        if key in DEEPSPEED_REMEDIES:
+            yield ConfigIssue(path, f"follows from the run's own keys: {DEEPSPEED_REMEDIES[key]}")
+        elif key not in DEEPSPEED_KEYS:
+            near = difflib.get_close_matches(key, DEEPSPEED_KEYS, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(DEEPSPEED_KEYS)}"
+            yield ConfigIssue(path, f"DeepSpeed has no such key; {hint}")
+
+
+def _is_changed(config: AlgorithmConfig, key: str) -> bool:
+    return getattr(config, key) != AlgorithmConfig.model_fields[key].default
