@@ -20,7 +20,7 @@ from offbeat.trainer.config.learner import (
     TrainingArgs,
 )
 from offbeat.trainer.engines.base import Hyperparameters
-from offbeat.trainer.engines.deepspeed import DeepSpeedEngine, merge_settings
+from offbeat.trainer.engines.deepspeed import STAGE_FILE, DeepSpeedEngine, merge_settings
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
 from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.policy import PackedCritic
@@ -199,6 +199,23 @@ def test_bfloat16_weights_gather_steps_too_small_for_them(engine: EngineFactory)
         before["model.layers.0.self_attn.q_proj.weight"], weights_of(policy)["model.layers.0.self_attn.q_proj.weight"]
     )
     assert float((weights_of(policy)[norm] - before[norm]).abs().max()) < 1e-2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_of_many_micro_batches_are_summed_in_float32(engine: EngineFactory, stage: int) -> None:
+    """512 equal parts: a sum in bfloat16 (8 bits) stops growing at 256 times a part, half of the whole."""
+    parts = 512
+    whole = engine(stage, "bfloat16").train(fixed_batch(1), nll, HYPER)
+    cut = engine(stage, "bfloat16").train(fixed_batch(1) * parts, lambda _, output: nll(0, output) / parts, HYPER)
+    assert cut.grad_norm == pytest.approx(whole.grad_norm, rel=1e-2)
+
+
+def test_a_state_of_bfloat16_sums_is_refused_naming_the_key(engine: EngineFactory, tmp_path: Path) -> None:
+    written = engine(1, "bfloat16")
+    written.save(tmp_path)
+    (tmp_path / STAGE_FILE).write_text("1")  # as version 0.1 did
+    with pytest.raises(RuntimeError, match=r"data_types\.grad_accum_dtype=bf16"):
+        engine(1, "bfloat16").load(tmp_path)
 
 
 def test_a_reset_optimizer_forgets_its_moments(engine: EngineFactory) -> None:

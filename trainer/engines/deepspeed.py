@@ -36,7 +36,8 @@ WRAPPER = "model."
 """Prefix of packed models before Hugging Face names."""
 TAG = "state"
 STAGE_FILE = "zero_stage.json"
-"""ZeRO stage of the checkpoint."""
+"""ZeRO stage of the checkpoint, and the type of its gradient sums, on which DeepSpeed's optimizer depends at stage 1."""
+NAME_OF_DTYPE = {"torch.bfloat16": "bf16", "torch.float32": "fp32"}
 MAX_BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's default."""
 
@@ -110,6 +111,10 @@ class DeepSpeedEngine(OnRanks):
         forget(self._moments.state.values())
 
     @property
+    def _grad_accum(self) -> str:
+        return str(self._engine.get_data_types()[1])
+
+    @property
     def _stage(self) -> int:
         return int(self._engine.zero_optimization_stage())
 
@@ -125,14 +130,19 @@ class DeepSpeedEngine(OnRanks):
     def save(self, folder: Path) -> None:
         self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
         if self.rank == 0:
-            (folder / STAGE_FILE).write_text(json.dumps(self._stage))
+            (folder / STAGE_FILE).write_text(json.dumps({"stage": self._stage, "grad_accum": self._grad_accum}))
 
     def load(self, folder: Path) -> None:
-        written_by = json.loads((folder / STAGE_FILE).read_text()) if (folder / STAGE_FILE).is_file() else self._stage
-        if written_by != self._stage:
+        stage, grad_accum = _layout_of(folder, default=str(self._engine.get_data_types()[0]))
+        if stage is not None and stage != self._stage:
             raise RuntimeError(
-                f"{folder} was written at ZeRO stage {written_by}, but this engine is at {self._stage}: set "
-                f"actor_train.strategy_args.zero_stage={written_by}"
+                f"{folder} was written at ZeRO stage {stage}, but this engine is at {self._stage}: set "
+                f"actor_train.strategy_args.zero_stage={stage}"
+            )
+        if self._stage == 1 and grad_accum != self._grad_accum:  # the other stages' states do not depend on it
+            raise RuntimeError(
+                f"{folder} was written with gradients summed in {grad_accum}, but this engine sums in {self._grad_accum}: "
+                f"set actor_train.strategy_args.strategy_config.data_types.grad_accum_dtype={NAME_OF_DTYPE[grad_accum]}"
             )
         path, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
         if path is None:
@@ -157,6 +167,14 @@ class DeepSpeedLogprobModel(OnRanks):
     @torch.no_grad()
     def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
         return self.outputs(self._engine, batch)
+
+
+def _layout_of(folder: Path, default: str) -> tuple[int | None, str]:
+    """Return ZeRO stage and type of gradient sums of a checkpoint. Version 0.1 wrote the stage alone."""
+    if not (folder / STAGE_FILE).is_file():
+        return None, default
+    layout = json.loads((folder / STAGE_FILE).read_text())
+    return (layout["stage"], layout["grad_accum"]) if isinstance(layout, dict) else (layout, default)
 
 
 def _adamw(module: nn.Module, training: TrainingArgs, *, clips: bool) -> torch.optim.AdamW:
@@ -190,6 +208,8 @@ def engine_config(module: nn.Module, zero_stage: int, bf16: bool, max_grad_norm:
     }
     if bf16:
         config["bf16"] = {"enabled": True}
+        # Micro-batches' gradients, summed in bf16, would lose what is small beside the sum so far
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
 
 
