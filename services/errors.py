@@ -40,9 +40,10 @@ class ControlError(MeshError):
 class EpisodeError(RolloutError):
     """Episode without a trajectory.
 
-    reason: short name to count by (`step_timeout`).
+    reason: short name to count by (`step_timeout`). trace: traceback in another process.
     """
 
-    def __init__(self, reason: str, detail: str = "") -> None:
+    def __init__(self, reason: str, detail: str = "", trace: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
+        self.trace = trace

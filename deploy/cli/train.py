@@ -214,7 +214,8 @@ class TrainCommand:
         await self._mesh.stop(RunState.FAILED)
         self._view.close()
         self._view.print(f"The run failed: {error}")
-        self._show_resume_command()
+        if run_folder.newest_checkpoint(self._config.output_dir) is not None:
+            self._show_resume_command()
         return FAILED
 
     async def _end_stopped(self) -> int:

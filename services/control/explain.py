@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offbeat.services.buffer.api import Admission, GroupProgress, Snapshot
+from offbeat.services.control.failing_episodes import FailingEpisodes
 from offbeat.services.control.interfaces import Health, Observation
 from offbeat.services.control.run import LearnerReport, RunRecord, RunState
 from offbeat.services.weights.replica_reports import ReplicaReport
@@ -64,7 +65,16 @@ class RunSnapshot:
 
 def chain(snapshot: RunSnapshot) -> list[Cause]:
     """Return the chain, waiting component first; never empty."""
-    return [*_refused(snapshot), *_chain(snapshot), *_unattended(snapshot)]
+    return [*_refused(snapshot), *_chain(snapshot), *_failing(snapshot), *_unattended(snapshot)]
+
+
+def _failing(snapshot: RunSnapshot) -> list[Cause]:
+    """Report episodes that fail often; they are repeated, so that only those which pass are trained."""
+    failing = FailingEpisodes.of(snapshot.workers.values(), since=snapshot.record.started_at)
+    if snapshot.record.state.is_terminal or not failing.many_fail:
+        return []
+    detail = {"failed": failing.recent_failed, "of": failing.recent, "trace": failing.trace}
+    return [Cause("episodes", "fail", failing.describe_many(), detail=detail)]
 
 
 def _refused(snapshot: RunSnapshot) -> list[Cause]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from redis import exceptions as redis_errors
 
+from offbeat.services.control.failing_episodes import FailingEpisodes
 from offbeat.services.control.interfaces import (
     Component,
     Health,
@@ -254,9 +255,19 @@ class Reconciler:
             reason = await self._restart_if_down(record, component, observations[component.name])
             if reason:
                 return await self._start_draining(record, RunState.FAILED, reason, observations[component.name].log)
+        if reason := await self._find_broken_env(record):
+            return await self._start_draining(record, RunState.FAILED, reason)
         if record.state is RunState.STARTING and any(health is not Health.READY for health in healths.values()):
             return record.state
         return await self._record_running(record)
+
+    async def _find_broken_env(self, record: RunRecord) -> str:
+        """Return why the run is hopeless, if every episode failed before the first step."""
+        reports = await self._store.reports(record.run_id)
+        failing = FailingEpisodes.of(reports.workers.values(), since=record.started_at)
+        if not failing.all_failed or (await self._store.progress(record.run_id)).step > 0:
+            return ""
+        return failing.describe_all()
 
     async def _record_running(self, record: RunRecord) -> RunState:
         state = RunState.PAUSED if record.wanted is DesiredState.PAUSED else RunState.RUNNING

@@ -17,7 +17,7 @@ from offbeat.services.process import claim_stdout, die_with_parent
 
 
 def serve(commands: Mapping[str, Callable[..., Any]]) -> NoReturn:
-    """Answer commands with (True, result) or (False, error) until the pipe closes; their output goes to stderr."""
+    """Answer commands with (True, result) or (False, [error, traceback]) until the pipe closes; output goes to stderr."""
     die_with_parent()
     answers = claim_stdout()
     source = os.fdopen(os.dup(0), "rb")
@@ -36,7 +36,7 @@ def _answer(commands: Mapping[str, Callable[..., Any]], command: list[Any]) -> t
         return True, commands[name](*args)
     except (Exception, SystemExit) as error:
         traceback.print_exc()
-        return False, f"{type(error).__name__}: {error}"
+        return False, [f"{type(error).__name__}: {error}", traceback.format_exc()]
 
 
 def _read(source: BinaryIO, requests: "queue.SimpleQueue[list[Any]]") -> None:

@@ -88,7 +88,8 @@ class ChildProcess:
             raise
         if not ok:
             await self.kill()
-            raise EpisodeError(f"{name}_error", str(answer))
+            message, trace = answer
+            raise EpisodeError(f"{name}_error", str(message), str(trace))
         return answer
 
     async def kill(self) -> int | None:

@@ -27,6 +27,7 @@ from offbeat.services.rollout.episodes.instrumented import InstrumentedEpisode
 from offbeat.services.rollout.episodes.sampler import EpisodeSampler, build_samplings
 from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
 from offbeat.services.rollout.metrics import WorkerMetrics
+from offbeat.services.rollout.outcomes import EpisodeOutcomes
 from offbeat.services.rollout.slots import Slot, SlotPool
 from offbeat.services.rollout.task_assigner import TaskAssigner
 from offbeat.services.rollout.tasks import EvalTasks, Task
@@ -84,6 +85,7 @@ class EnvWorker:
         self._envs = EnvPool(settings.custom_envs, settings.rollout.num_threads, settings.rollout.num_workers)
         self._agents = runtime_for(settings.custom_envs, settings.model_folder)
         self._reporter = WorkerMetrics(worker_id)
+        self._outcomes = EpisodeOutcomes(settings.train_env_manager.group_size)
         self._eval_tasks = EvalTasks(settings, settings.seed)
         self._eval_lock = asyncio.Lock()
         self._train_tasks = TaskAssigner(settings, settings.seed, buffer)
@@ -201,7 +203,8 @@ class EnvWorker:
             await asyncio.Event().wait()
             return
         while True:
-            await retry_until_answered(lambda board=self._board: board.show(self._worker_id, self._waits.report()))
+            report = {**self._waits.report(), "episodes": self._outcomes.report()}
+            await retry_until_answered(lambda board=self._board, report=report: board.show(self._worker_id, report))
             await asyncio.sleep(WAIT_STATUS_INTERVAL_S)
 
     async def _write_metrics(self) -> None:
@@ -251,8 +254,10 @@ class EnvWorker:
             is_expected = isinstance(error, MeshError)
             logger.warning("episode %s/%s failed: %s", task.group_id, task.index, error, exc_info=not is_expected)
             self._reporter.failed(task.kind, tag, reason)
+            self._outcomes.failed(tag, error)
             await retry_until_answered(lambda: self._buffer.fail(self._worker_id, task, reason))
         else:
+            self._outcomes.finished()
             self._reporter.finished(task.kind, trajectory)
             self._reporter.submitted(task.kind, tag, result.value)
 

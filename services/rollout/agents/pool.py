@@ -55,7 +55,7 @@ class AgentPool:
             await child.kill()
             reason = {"call_error": "agent_error", "run_error": "agent_error"}.get(error.reason, error.reason)
             reason = {"call_timeout": "agent_timeout", "run_timeout": "agent_timeout"}.get(reason, reason)
-            raise EpisodeError(reason, str(error)) from error
+            raise EpisodeError(reason, str(error), error.trace) from error
         except BaseException:
             await asyncio.shield(child.kill())
             raise

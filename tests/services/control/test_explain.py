@@ -313,3 +313,13 @@ def test_a_read_only_redis_is_named_first():
     assert "control" not in [link.component for link in links]
     over = replace(silent, state=RunState.FINISHED)
     assert told(chain(snapshot(redis_trouble=refusal, record=over))) == [("run", "finished", None)]
+
+
+def test_episodes_that_fail_often_are_reported_with_their_error():
+    last = {"limit": 16, "tag": "Hills", "error": "step_error: no slope", "trace": "Traceback"}
+    often = {"finished": 90, "failed": 12, "recent": 20, "recent_failed": 9, **last}
+    (*_, link) = chain(snapshot(workers={"w0": {**report({}), "episodes": often}}))
+    assert (link.component, link.state) == ("episodes", "fail")
+    assert link.text == "9 of the last 20 episodes failed, in custom_envs.Hills: step_error: no slope"
+    seldom = often | {"recent_failed": 2}
+    assert all(each.state != "fail" for each in chain(snapshot(workers={"w0": {**report({}), "episodes": seldom}})))

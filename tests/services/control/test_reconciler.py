@@ -1,4 +1,5 @@
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -188,6 +189,38 @@ async def test_a_failed_preparation_fails_the_run_with_its_cause(
     mesh.prepare_error = OSError("disk full")
     await reconcile_until(reconciler, RunState.FAILED)
     assert "disk full" in (await store.load("lake")).error
+
+
+def report_of(finished: int, failed: int, at: float, limit: int = 16) -> str:
+    episodes = {"finished": finished, "failed": failed, "recent": finished + failed, "recent_failed": failed}
+    last = {"limit": limit, "tag": "Hills", "error": "step_error: no slope", "trace": "Traceback\n  in step"}
+    return json.dumps({"at": at, "groups": {}, "evaluations": {}, "episodes": {**episodes, **last}})
+
+
+async def test_a_run_whose_every_episode_fails_ends_with_the_traceback(
+    reconciler: Reconciler, store: RunStore, clock: FakeClock
+):
+    await reconcile_until(reconciler, RunState.RUNNING)
+    doing = RunKeys("lake").doing
+    await store.redis.hset(doing, mapping={"w0": report_of(0, 9, clock()), "w1": report_of(0, 6, clock())})
+    await reconcile_until(reconciler, RunState.RUNNING, passes=2)
+    await store.redis.hset(doing, "w1", report_of(0, 7, clock()))
+    await reconcile_until(reconciler, RunState.FAILED)
+    record = await store.load("lake")
+    assert record.error.startswith("all of the first 16 episodes failed: step_error: no slope\n")
+    assert "custom_envs.Hills" in record.error
+    assert record.error.endswith("Traceback\n  in step")
+
+
+@pytest.mark.parametrize(("finished", "step", "age_s"), [(1, -1, 0.0), (0, 3, 0.0), (0, -1, 60.0)])
+async def test_failures_end_no_run_that_has_worked(
+    reconciler: Reconciler, store: RunStore, clock: FakeClock, finished: int, step: int, age_s: float
+):
+    """Nor do those that a worker reported before the run was started again."""
+    await reconcile_until(reconciler, RunState.RUNNING)
+    await store.redis.hset(RunKeys("lake").progress, mapping={"version": step, "step": step})
+    await store.redis.hset(RunKeys("lake").doing, "w0", report_of(finished, 99, clock() - age_s))
+    await reconcile_until(reconciler, RunState.RUNNING, passes=3)
 
 
 async def test_a_graceful_stop_drains_and_stops_the_learner_before_the_others(

@@ -1,0 +1,56 @@
+"""Failing episodes of a run, from its workers' reports (`offbeat.services.rollout.outcomes`)."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAX_FAILED_SHARE = 0.25
+"""Share of recent episodes above which failures are reported."""
+MIN_RECENT = 8
+"""Fewest recent episodes for that."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailingEpisodes:
+    """Sums over workers, and a worker's last failure."""
+
+    finished: int = 0
+    failed: int = 0
+    recent: int = 0
+    recent_failed: int = 0
+    limit: int = 0
+    tag: str = ""
+    error: str = ""
+    trace: str = ""
+
+    @classmethod
+    def of(cls, reports: Iterable[Mapping[str, Any]], since: float) -> "FailingEpisodes":
+        """Sum the reports made since a Unix time."""
+        outcomes = [report["episodes"] for report in reports if "episodes" in report and report["at"] >= since]
+        if not outcomes:
+            return cls()
+        sums = {key: sum(each[key] for each in outcomes) for key in ("finished", "failed", "recent", "recent_failed")}
+        last = next((each for each in outcomes if each.get("error")), {})
+        named = {key: last.get(key, "") for key in ("tag", "error", "trace")}
+        return cls(**sums, limit=max(each["limit"] for each in outcomes), **named)
+
+    @property
+    def all_failed(self) -> bool:
+        """Whether every episode so far failed, and enough of them."""
+        return not self.finished and bool(self.limit) and self.failed >= self.limit
+
+    @property
+    def many_fail(self) -> bool:
+        return self.recent >= MIN_RECENT and self.recent_failed > MAX_FAILED_SHARE * self.recent
+
+    def describe_all(self) -> str:
+        """Describe an env or agent that never works, with its traceback."""
+        return (
+            f"all of the first {self.failed} episodes failed: {self.error}\n"
+            f"Mend custom_envs.{self.tag}; `offbeat env check` and `offbeat play` try it without a run.\n\n{self.trace}"
+        ).rstrip()
+
+    def describe_many(self) -> str:
+        return (
+            f"{self.recent_failed} of the last {self.recent} episodes failed, in custom_envs.{self.tag}: {self.error}"
+        )
