@@ -12,6 +12,7 @@ from offbeat.envs.dataset.env import (
     QuestionsConfig,
     last_group,
 )
+from offbeat.envs.dataset.program_tests import check_program
 from offbeat.envs.dataset.rows import Row
 from offbeat.envs.parsing import compile_pattern
 from offbeat.envs.sandbox import Limits, check_isolation, run_python
@@ -66,7 +67,9 @@ class CodeEnv(QuestionEnv[CodeConfig]):
 
     def _run_test(self, program: str, extra: str, stdin: str, expected: str | None) -> str:
         """Return the error; empty if passed."""
-        outcome = run_python(f"{program}\n{extra}", stdin=stdin, limits=self.config.sandbox)
+        if extra:
+            return check_program(program, extra, self.config.sandbox)
+        outcome = run_python(program, stdin=stdin, limits=self.config.sandbox)
         if not outcome.ok:
             return outcome.error
         if expected is not None and outcome.stdout.split() != expected.split():

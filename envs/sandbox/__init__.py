@@ -1,6 +1,7 @@
 """Sandbox for a policy's Python programs."""
 
 from offbeat.envs.sandbox.run import (
+    STARTUP_TIMEOUT_S,
     IsolationError,
     Limits,
     ProgramResult,
@@ -12,6 +13,7 @@ from offbeat.envs.sandbox.run import (
 )
 
 __all__ = [
+    "STARTUP_TIMEOUT_S",
     "IsolationError",
     "Limits",
     "ProgramResult",

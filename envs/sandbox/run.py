@@ -13,6 +13,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -34,6 +36,7 @@ SUPERVISOR_CODE = (
 )
 STARTUP_TIMEOUT_S = 30.0
 """Supervisor startup, not counted in the program's time."""
+STOP_POLL_S = 0.01
 
 
 REQUIREMENTS = {
@@ -92,11 +95,18 @@ class ProgramResult:
 
 
 def run_python(
-    code: str, *, stdin: str = "", limits: Limits | None = None, layers: tuple[Layer, ...] = LAYERS
+    code: str,
+    *,
+    stdin: str = "",
+    limits: Limits | None = None,
+    layers: tuple[Layer, ...] = LAYERS,
+    pass_fds: tuple[int, ...] = (),
+    stop: threading.Event | None = None,
 ) -> ProgramResult:
     """Run a program until it exits or times out.
 
-    layers: requested; those that the kernel offers are used.
+    layers: requested; those that the kernel offers are used. pass_fds: handed to the program and closed here. stop: kills
+    it when set.
 
     Raises:
         IsolationError: a required guarantee is missing.
@@ -107,7 +117,7 @@ def run_python(
         (folder / "work").mkdir()
         (folder / "main.py").write_text(code, encoding="utf-8", errors="surrogateescape")
         (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
-        _run(folder, limits, layers)
+        _run(folder, limits, layers, pass_fds, stop)
         out, err = (_read(folder / name, limits.max_output_chars) for name in ("stdout", "stderr"))
         if not (folder / "outcome.json").is_file():
             return ProgramResult(out, err, -signal.SIGKILL, True, ())
@@ -168,7 +178,13 @@ def _warn_once(missing: tuple[str, ...]) -> None:
         logger.warning("sandbox: this machine does not confine programs from %s", "; ".join(missing))
 
 
-def _run(folder: Path, limits: Limits, layers: tuple[Layer, ...]) -> None:
+def _run(
+    folder: Path,
+    limits: Limits,
+    layers: tuple[Layer, ...],
+    pass_fds: tuple[int, ...],
+    stop: threading.Event | None,
+) -> None:
     request = limits.model_dump() | {"layers": layers, "parent": os.getpid(), "required": limits.isolation == "require"}
     command = [sys.executable, "-I", "-c", SUPERVISOR_CODE, str(folder), json.dumps(request)]
     environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -177,17 +193,36 @@ def _run(folder: Path, limits: Limits, layers: tuple[Layer, ...]) -> None:
         (folder / "stdout").open("wb") as out,
         (folder / "stderr").open("wb") as err,
     ):
-        process = subprocess.Popen(
-            command, stdin=program_input, stdout=out, stderr=err, cwd=folder, env=environment, start_new_session=True
-        )
         try:
-            process.wait(limits.timeout_s + STARTUP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            pass
+            process = subprocess.Popen(
+                command,
+                stdin=program_input,
+                stdout=out,
+                stderr=err,
+                cwd=folder,
+                env=environment,
+                start_new_session=True,
+                pass_fds=pass_fds,
+            )
+        finally:
+            for descriptor in pass_fds:
+                os.close(descriptor)
+        try:
+            _wait(process, limits.timeout_s + STARTUP_TIMEOUT_S, stop)
         finally:
             # The supervisor, whose death kills the program, whose death kills all in its namespace.
             process.kill()
             process.wait()
+
+
+def _wait(process: "subprocess.Popen[bytes]", timeout_s: float, stop: threading.Event | None) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and not (stop and stop.is_set()):
+        try:
+            process.wait(timeout_s if stop is None else STOP_POLL_S)
+            return
+        except subprocess.TimeoutExpired:
+            continue
 
 
 def _read(path: Path, limit: int) -> str:

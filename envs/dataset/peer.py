@@ -1,0 +1,278 @@
+# pyright: basic
+"""Calls between two processes that do not trust each other, as JSON lines over pipes.
+
+Invariant: what crosses is a plain value, or a handle of an object that stays where it is. So the other side chooses values,
+never how they are compared. Imports only the standard library, because this source runs in the sandbox, too.
+"""
+
+import ast
+import builtins
+import collections
+import importlib
+import json
+import operator
+import os
+import select
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+MAX_MESSAGE_BYTES = 16 << 20
+MAX_ITEMS = 100_000
+"""Longest iteration over an object of the other side."""
+SEQUENCES: dict[str, Any] = {"l": list, "t": tuple, "s": set, "f": frozenset, "q": collections.deque}
+ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor")
+HIDDEN_ERRORS = ("StopIteration", "StopAsyncIteration", "GeneratorExit")
+"""Errors that would end a loop of the caller as if it were complete."""
+
+
+class Remote:
+    """Object of the other side; its truth and equality are undefined, because the other side would decide them."""
+
+    def __init__(self, peer: "Peer", number: int) -> None:
+        self.__dict__.update(_peer=peer, _number=number)
+
+    def _ask(self, action: str, *args: Any, **kwargs: Any) -> Any:
+        return self._peer.request(action, self._number, *args, kwargs=kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._ask("call", *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._ask("getattr", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._ask("setattr", name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._ask("getitem", key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._ask("setitem", key, value)
+
+    def __contains__(self, item: Any) -> bool:
+        return self._ask("contains", item) is True
+
+    def __len__(self) -> int:
+        return self._ask("len")
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._ask("iter"))
+
+    def __str__(self) -> str:
+        return self._ask("str")
+
+    def __repr__(self) -> str:
+        return self._ask("repr")
+
+    def _undefined(self, *_: Any) -> Any:
+        raise TypeError("an object of the program is no plain value: it can't be compared or tested for truth")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = _undefined
+    __hash__ = object.__hash__
+
+
+def _binary(name: str) -> Callable[[Remote, Any], Any]:
+    return lambda self, other: self._ask("operator", name, other)
+
+
+for _name in ARITHMETIC:
+    setattr(Remote, f"__{_name.rstrip('_')}__", _binary(_name))
+
+
+class Peer:
+    """One end of the connection."""
+
+    def __init__(self, read_fd: int, write_fd: int, *, exposes_all: bool) -> None:
+        """exposes_all: the other side may do more with our objects than call those that it was given."""
+        self._read_fd, self._write_fd = read_fd, write_fd
+        self._exposes_all = exposes_all
+        self._objects: list[Any] = []
+        self._buffer = b""
+        self.deadline: float | None = None
+        self.namespace: dict[str, Any] = {}
+
+    def request(self, action: str, *args: Any, kwargs: dict[str, Any] | None = None) -> Any:
+        """Return the other side's answer, answering its own requests meanwhile.
+
+        Raises:
+            EOFError: it ended. TimeoutError: `deadline` has passed. Exception: what it raised, by name.
+        """
+        self._send(["request", action, self.encode(args), self.encode(kwargs or {})])
+        while True:
+            kind, *body = self.receive()
+            if kind == "value":
+                return self.decode(body[0])
+            if kind == "error":
+                raise _error_of(*body)
+            self._answer(*body)
+
+    def serve(self) -> None:
+        """Answer requests until the other side ends."""
+        while True:
+            try:
+                _, *body = self.receive()
+            except EOFError:
+                return
+            self._answer(*body)
+
+    def hello(self) -> None:
+        self._send(["hello"])
+
+    def receive(self) -> list[Any]:
+        while b"\n" not in self._buffer:
+            if len(self._buffer) > MAX_MESSAGE_BYTES:
+                raise ValueError("a message that is too long")
+            self._wait()
+            chunk = os.read(self._read_fd, 1 << 16)
+            if not chunk:
+                raise EOFError("the program ended")
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return json.loads(line)
+
+    def _wait(self) -> None:
+        if self.deadline is None:
+            return
+        poll = select.poll()
+        poll.register(self._read_fd, select.POLLIN)
+        if not poll.poll(max(0.0, self.deadline - time.monotonic()) * 1000):
+            raise TimeoutError("out of time")
+
+    def _send(self, message: list[Any]) -> None:
+        data = memoryview(json.dumps(message).encode() + b"\n")
+        while data:
+            try:
+                data = data[os.write(self._write_fd, data) :]
+            except BrokenPipeError:
+                raise EOFError("the program ended") from None
+
+    def _answer(self, action: str, args: Any, kwargs: Any) -> None:
+        try:
+            result = self._act(action, self.decode(args), self.decode(kwargs))
+            reply = ["value", self.encode(result)]
+        except BaseException as error:
+            reply = ["error", type(error).__name__, str(error)[:1000]]
+        self._send(reply)
+
+    def _act(self, action: str, args: Any, kwargs: Any) -> Any:
+        if action == "names":
+            return sorted(name for name in self.namespace if not name.startswith("__"))
+        if action == "global":
+            value = self.namespace[args[0]]
+            return {"module": value.__name__} if isinstance(value, types.ModuleType) else {"value": value}
+        target, *rest = self._objects[args[0]], *args[1:]
+        if action == "call":
+            return target(*rest, **kwargs)
+        if not self._exposes_all:
+            raise PermissionError(action)
+        if action == "operator":
+            return getattr(operator, rest[0])(target, rest[1])
+        if action == "iter":
+            return [item for item, _ in zip(target, range(MAX_ITEMS))]  # noqa: B905
+        builtin: dict[str, Any] = {
+            "len": len,
+            "str": str,
+            "repr": repr,
+            "contains": operator.contains,
+            "getattr": getattr,
+        }
+        builtin |= {"setattr": setattr, "getitem": operator.getitem, "setitem": operator.setitem}
+        return builtin[action](target, *rest)
+
+    def encode(self, value: Any) -> Any:
+        """Return a value for JSON: scalars as they are, all else as {kind: content}."""
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if isinstance(value, Remote):
+            return {"own": value._number}
+        for kind, base in SEQUENCES.items():
+            if isinstance(value, base):
+                return {kind: [self.encode(item) for item in value]}
+        if isinstance(value, dict):
+            return {"d": [[self.encode(key), self.encode(item)] for key, item in value.items()]}
+        if isinstance(value, (bytes, bytearray)):
+            return {"b": bytes(value).hex()}
+        if isinstance(value, complex):
+            return {"c": [value.real, value.imag]}
+        if isinstance(value, range):
+            return {"r": [value.start, value.stop, value.step]}
+        self._objects.append(value)
+        return {"handle": len(self._objects) - 1}
+
+    def decode(self, coded: Any) -> Any:
+        if not isinstance(coded, dict):
+            return coded
+        ((kind, content),) = coded.items()
+        if kind in SEQUENCES:
+            return SEQUENCES[kind](self.decode(item) for item in content)
+        if kind == "d":
+            return {self.decode(key): self.decode(item) for key, item in content}
+        if kind == "b":
+            return bytes.fromhex(content)
+        if kind == "c":
+            return complex(*content)
+        if kind == "r":
+            return range(*content)
+        return Remote(self, content) if kind == "handle" else self._objects[content]
+
+
+def _error_of(name: str, text: str) -> Exception:
+    error = getattr(builtins, name, None)
+    if isinstance(error, type) and issubclass(error, Exception) and name not in HIDDEN_ERRORS:
+        try:
+            return error(text)
+        except TypeError:  # UnicodeError and others have arguments of their own
+            pass
+    return RuntimeError(f"{name}: {text}")
+
+
+def serve_program(source: str, read_fd: int, write_fd: int) -> None:
+    """Run a program, then answer calls of what it defined."""
+    peer = Peer(read_fd, write_fd, exposes_all=True)
+    peer.namespace.update(__name__="__main__", __builtins__=builtins)
+    peer.hello()
+    exec(compile(source, "main.py", "exec"), peer.namespace)
+    peer.serve()
+
+
+def connect(read_fd: int, write_fd: int, timeout_s: float, startup_timeout_s: float) -> Peer:
+    """Return the peer of a program that has started, which has `timeout_s` from now on."""
+    peer = Peer(read_fd, write_fd, exposes_all=False)
+    peer.deadline = time.monotonic() + startup_timeout_s
+    if peer.receive() != ["hello"]:
+        raise ValueError("no program")
+    peer.deadline = time.monotonic() + timeout_s
+    return peer
+
+
+def bind(peer: Peer, test: str) -> dict[str, Any]:
+    """Return the program's names that a test uses.
+
+    A program that defines `all` or `sorted` does not thereby change the test, unless the test uses nothing else of it.
+    """
+    nodes = list(ast.walk(ast.parse(test)))
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    defined = used & set(peer.request("names"))
+    own = {name for name in defined if not hasattr(builtins, name)}
+    namespace: dict[str, Any] = {}
+    for name in own or defined:
+        ((kind, value),) = peer.request("global", name).items()
+        if kind == "value":
+            namespace[name] = value
+        elif value.partition(".")[0] in sys.stdlib_module_names:
+            namespace[name] = importlib.import_module(value)
+    return namespace
+
+
+def run_test(test: str, read_fd: int, write_fd: int, timeout_s: float, startup_timeout_s: float) -> None:
+    """Run a test with the program's names; raise if it fails or uses none of them."""
+    peer = connect(read_fd, write_fd, timeout_s, startup_timeout_s)
+    namespace = bind(peer, test)
+    if all(isinstance(value, types.ModuleType) for value in namespace.values()):
+        raise NameError("the test uses nothing that the program defines")
+    exec(compile(test, "test.py", "exec"), {"__name__": "__main__", "__builtins__": builtins, **namespace})

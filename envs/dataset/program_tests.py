@@ -1,0 +1,101 @@
+"""Verdicts on untrusted programs.
+
+A program runs in one sandbox, its test in another, connected by `peer`: the program can't see the expected values, nor end,
+patch or compare anything on the test's side, so only correct values pass.
+"""
+
+import ast
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from offbeat.envs.dataset import peer as peer_module
+from offbeat.envs.sandbox import STARTUP_TIMEOUT_S, Limits, ProgramResult, run_python
+
+END_TIMEOUT_S = 2.0
+"""Time for a program that closed its pipes to end."""
+
+
+def check_program(program: str, test: str, limits: Limits) -> str:
+    """Return why a test's statements fail after a program; empty if they pass."""
+    with _started(program, limits) as (running, read_fd, write_fd):
+        equation = _equation_of(test)
+        if equation is None:
+            error = _run_test(test, os.dup(read_fd), os.dup(write_fd), limits)
+        else:
+            error = _check_equation(*equation, read_fd, write_fd, limits)
+        return _own_error(running) or error if error.startswith("EOFError") else error
+
+
+@contextmanager
+def _started(program: str, limits: Limits) -> Iterator[tuple["Future[ProgramResult]", int, int]]:
+    """Run a program until the context ends; yield its future result and our ends of two pipes."""
+    program_reads, write_fd = os.pipe()
+    read_fd, program_writes = os.pipe()
+    source = f"{_peer_source()}\nserve_program({program!r}, {program_reads}, {program_writes})"
+    # It waits for its test to start, and is bounded by the test's time
+    patient = limits.model_copy(update={"timeout_s": limits.timeout_s + 2 * STARTUP_TIMEOUT_S})
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(run_python, source, limits=patient, pass_fds=(program_reads, program_writes), stop=stop)
+        try:
+            yield running, read_fd, write_fd
+        finally:
+            stop.set()
+            os.close(read_fd)
+            os.close(write_fd)
+
+
+def _own_error(running: "Future[ProgramResult]") -> str:
+    """Return the error of a program that has ended by itself."""
+    try:
+        return running.result(END_TIMEOUT_S).error
+    except TimeoutError:
+        return ""  # it only closed its pipes
+
+
+def _run_test(test: str, read_fd: int, write_fd: int, limits: Limits) -> str:
+    """Return the error of a test in its own sandbox."""
+    call = f"run_test({test!r}, {read_fd}, {write_fd}, {limits.timeout_s}, {STARTUP_TIMEOUT_S})"
+    patient = limits.model_copy(update={"timeout_s": limits.timeout_s + STARTUP_TIMEOUT_S})
+    error = run_python(f"{_peer_source()}\n{call}", limits=patient, pass_fds=(read_fd, write_fd)).error
+    return error.removeprefix("TimeoutError: ")
+
+
+@cache
+def _peer_source() -> str:
+    return Path(peer_module.__file__).read_text()
+
+
+def _equation_of(test: str) -> tuple[str, list[Any], dict[str, Any], Any] | None:
+    """Return (function, arguments, keywords, value) of a test `assert f(literals) == literal`, which needs no sandbox."""
+    try:
+        match ast.parse(test).body:
+            case [ast.Assert(ast.Compare(ast.Call(ast.Name(name), args, keywords), [ast.Eq()], [expected]))]:
+                values = [ast.literal_eval(arg) for arg in args]
+                named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in keywords if keyword.arg}
+                return (name, values, named, ast.literal_eval(expected)) if len(named) == len(keywords) else None
+            case _:
+                return None
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+
+
+def _check_equation(
+    name: str, args: list[Any], kwargs: dict[str, Any], expected: Any, read_fd: int, write_fd: int, limits: Limits
+) -> str:
+    try:
+        peer = peer_module.connect(read_fd, write_fd, limits.timeout_s, STARTUP_TIMEOUT_S)
+        function = peer.request("global", name)["value"]
+        return "" if function(*args, **kwargs) == expected else "AssertionError"
+    except KeyError:
+        return f"NameError: the program defines no {name}"
+    except TimeoutError as error:
+        return str(error)
+    except Exception as error:  # a program may send anything
+        return f"{type(error).__name__}: {error}"

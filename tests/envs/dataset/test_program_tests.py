@@ -1,0 +1,135 @@
+"""Programs that want the reward without solving the task, and programs that solve it."""
+
+import time
+
+import pytest
+
+from offbeat.envs.dataset.program_tests import check_program
+from offbeat.envs.sandbox import Limits
+from tests.envs.sandbox.needs import needs_sandbox
+
+EQUATION = "assert double(21) == 42"
+STATEMENTS = """
+results = [double(x) for x in (1, 2)]
+assert results == [2, 4]
+assert all(double(x) > x for x in (1, 2))
+"""
+LIMITS = Limits(timeout_s=20.0)
+WRONG = "def double(x):\n    return 0\n"
+TO_ALL_FILES = """
+import os
+for descriptor in range(3, 200):
+    try:
+        os.write(descriptor, {} * 9)
+    except OSError:
+        pass
+"""
+
+HACKS = {
+    "exit": "import sys; sys.exit(0)",
+    "exit_later": "import sys\ndef double(x): sys.exit(0)",
+    "hard_exit": "import os; os._exit(0)",
+    "hard_exit_later": "import os\ndef double(x): os._exit(0)",
+    "exit_builtin": "exit(0)",
+    "atexit": WRONG + "import atexit, os; atexit.register(os._exit, 0)",
+    "thread": WRONG + "import threading, os; threading.Thread(target=os._exit, args=(0,)).start()",
+    "signal": WRONG + "import signal, os\nsignal.signal(signal.SIGALRM, lambda *_: os._exit(0)); signal.alarm(1)",
+    "excepthook": WRONG + "import sys, os; sys.excepthook = lambda *_: os._exit(0)",
+    "always_equal": "class A:\n __eq__ = __gt__ = lambda self, other: True\ndef double(x): return A()",
+    "always_equal_int": "class A(int):\n __eq__ = __gt__ = lambda self, other: True\ndef double(x): return A(0)",
+    "always_equal_list": "class A(list):\n __eq__ = __gt__ = lambda self, other: True\ndef double(x): return A()",
+    "always_true": "class A:\n def __bool__(self): return True\ndef double(x): return A()",
+    "metaclass": "class M(type):\n def __eq__(c, o): return True\nclass A(metaclass=M): pass\ndef double(x): return A",
+    "patched_all": WRONG + "import builtins; builtins.all = lambda _: True",
+    "own_all": WRONG + "def all(_): return True",
+    "own_list_and_sorted": WRONG + "sorted = list = lambda _: [2, 4]",
+    "assertion_error": WRONG
+    + "import builtins\nbuiltins.AssertionError = type('AssertionError', (BaseException,), {})",
+    "stop_iteration": "def double(x): raise StopIteration",
+    "generator_exit": "def double(x): raise GeneratorExit",
+    "system_exit": "def double(x): raise SystemExit(0)",
+    "frames": WRONG + "import sys\nf = sys._getframe()\nwhile f:\n f.f_globals['__name__'] = 'x'; f = f.f_back",
+    "tracer": WRONG + "import sys; sys.settrace(lambda *a: None)",
+    "closed_files": WRONG + "import os; os.closerange(3, 200)",
+    "closed_files_and_sleep": WRONG + "import os, time; os.closerange(3, 200); time.sleep(60)",
+    "sleep": WRONG + "import time; time.sleep(60)",
+    "forged_answers": WRONG + TO_ALL_FILES.format("b'[\"value\", true]\\n'"),
+    "garbage": WRONG + TO_ALL_FILES.format("b'}{\\n'"),
+    "patched_json": WRONG + "import json; json.dumps = lambda *a, **k: '[\"value\", 1]'",
+    "patched_peer": WRONG + "import sys\nf = sys._getframe()\nwhile f.f_back: f = f.f_back\n"
+    "f.f_globals.get('Peer', f).encode = lambda self, v: True",
+    "expected_values": WRONG + "import gc\nexpected = [o for o in gc.get_objects() if o == [2, 4]]",
+    "nothing": "",
+    "endless": "while True: pass",
+    "no_memory": "x = [0] * 10**10",
+    "endless_output": "def double(x):\n while True: print('x' * 10**6)",
+    "deep": "def double(x):\n v = []\n for _ in range(10**5): v = [v]\n return v",
+}
+SHORT = Limits(timeout_s=3.0, cpu_s=3)
+
+
+@needs_sandbox
+@pytest.mark.parametrize("name", HACKS)
+def test_reward_hacks_fail(name: str):
+    limits = SHORT if name in ("endless", "endless_output", "sleep") else LIMITS
+    for test in (EQUATION, STATEMENTS):
+        began = time.monotonic()
+        assert check_program(HACKS[name], test, limits)
+        assert time.monotonic() - began < 60  # a program that stays is killed
+
+
+SOLUTIONS = [
+    ("def double(x): return 2 * x", EQUATION),
+    ("def double(x): return 2 * x", STATEMENTS),
+    ("import sys\ndef double(x): return 2 * x\nprint('noise'); sys.stdout.flush()", STATEMENTS),
+    (
+        "def f(a, *, b): return {a: (b, None, {1.5}, b'x', range(3))}",
+        "assert f(1, b='é') == {1: ('é', None, {1.5}, b'x', range(3))}",
+    ),
+    ("from collections import Counter\ndef count(s): return Counter(s)", "assert count('aab') == {'a': 2, 'b': 1}"),
+    ("def twice(f, x): return f(f(x))", "assert twice(lambda x: x + 3, 1) == 7"),
+    ("def by(key, xs): return sorted(xs, key=key)", "assert by(lambda p: -p[1], [(1, 2), (3, 4)]) == [(3, 4), (1, 2)]"),
+    (
+        "class Stack:\n def __init__(self): self.items = []\n def push(self, x): self.items.append(x)\n"
+        " def pop(self): return self.items.pop()\n def __len__(self): return len(self.items)",
+        "s = Stack()\ns.push(1)\ns.push([2])\nassert len(s) == 2\nassert s.pop() == [2]\nassert s.items == [1]",
+    ),
+    (
+        "def check(x):\n if x < 0: raise ValueError('negative')\n return x",
+        "try:\n    check(-1)\n    raised = ''\nexcept ValueError as error:\n    raised = str(error)\n"
+        "assert raised == 'negative'",
+    ),
+    ("def even():\n n = 0\n while True:\n  yield n\n  n += 2", "assert len(list(even())) == 100000"),
+    ("import math\ndef root(x): return math.sqrt(x)", "assert math.isclose(root(2.0), 1.4142135623730951)"),
+    ("def sum(xs): return 7", "assert sum([1, 2]) == 7"),
+    ("def f(x): return x", "def check(c):\n    assert c(3) == 3\n    assert c('a') == 'a'\ncheck(f)"),
+    ("def big(n): return 10 ** n", "assert big(300) == 10 ** 300"),
+    ("class V:\n def __init__(s, x): s.x = x\n def __add__(s, o): return V(s.x + o.x)", "assert (V(1) + V(2)).x == 3"),
+    ("LIMIT = 3", "assert LIMIT == 3"),
+]
+
+
+@needs_sandbox
+@pytest.mark.parametrize(("program", "test"), SOLUTIONS)
+def test_correct_programs_pass(program: str, test: str):
+    assert check_program(program, test, LIMITS) == ""
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("program", "test", "error"),
+    [
+        ("def double(x): return x / 0", EQUATION, "ZeroDivisionError: division by zero"),
+        ("def double(x): return x / 0", STATEMENTS, "ZeroDivisionError: division by zero"),
+        ("def double(x): return x", EQUATION, "AssertionError"),
+        ("def double(x): return x", STATEMENTS, "AssertionError"),
+        ("def triple(x): return x", EQUATION, "NameError: the program defines no double"),
+        ("def triple(x): return x", STATEMENTS, "NameError: the test uses nothing that the program defines"),
+        ("def double(x) return x", EQUATION, "SyntaxError: expected ':'"),
+        ("raise KeyError('at once')", STATEMENTS, "KeyError: 'at once'"),
+        ("def double(x):\n while True: pass", EQUATION, "out of time"),
+        ("def double(x):\n while True: pass", STATEMENTS, "out of time"),
+    ],
+)
+def test_errors_name_what_is_wrong(program: str, test: str, error: str):
+    assert check_program(program, test, SHORT if error == "out of time" else LIMITS) == error
