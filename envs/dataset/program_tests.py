@@ -7,7 +7,7 @@ patch or compare anything on the test's side, so only correct values pass.
 import ast
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -33,7 +33,7 @@ def check_program(program: str, test: str, limits: Limits) -> str:
 
 
 @contextmanager
-def _started(program: str, limits: Limits) -> Iterator[tuple["Future[ProgramResult]", int, int]]:
+def _started(program: str, limits: Limits) -> Generator[tuple["Future[ProgramResult]", int, int]]:
     """Run a program until the context ends; yield its future result and our ends of two pipes."""
     program_reads, write_fd = os.pipe()
     read_fd, program_writes = os.pipe()

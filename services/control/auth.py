@@ -1,6 +1,6 @@
 """Authentication and rate limits of the API.
 
-Without tokens, programs on this machine may call, but no web page of another host. The read token changes nothing. A
+Without tokens, programs on this machine may call, but no web page of another origin. The read token changes nothing. A
 refused call does no work.
 """
 
@@ -84,24 +84,27 @@ class AuthMiddleware:
         path = request.scope["path"]
         if path in OPEN_PATHS:
             return None
-        if wait_s := self._calls.take():
-            return _too_many(wait_s)
         if self._tokens.operate is None:
-            if _is_from_this_host(request):
-                return None
-            return 403, "forbidden", "without a token only programs on this machine may call"
+            if not _is_from_this_host(request):
+                return 403, "forbidden", "without a token only programs on this machine may call"
+            return self._limit()
         if path in DOCS_PATHS:
-            return None
+            return self._limit()
         given = request.headers.get("authorization", "").encode()
         # Both are compared whatever the first says: the time that it takes tells nothing
         operates, reads = _matches(given, self._tokens.operate), _matches(given, self._tokens.read)
         if operates or (reads and request.method in READ_METHODS):
-            return None
+            return self._limit()
         if reads:
             return 403, "read_only", f"this token is for reading: {request.method} needs the operating token"
         if wait_s := self._wrong.take():
             return _too_many(wait_s)
         return 401, "unauthorized", "send the bearer token: `Authorization: Bearer ...`"
+
+    def _limit(self) -> tuple[int, str, str] | None:
+        """Count an admitted call; those that are refused must not use up the others' rate."""
+        wait_s = self._calls.take()
+        return _too_many(wait_s) if wait_s else None
 
 
 def _matches(given: bytes, token: str | None) -> bool:
@@ -114,11 +117,13 @@ def _too_many(wait_s: float) -> tuple[int, str, str]:
 
 
 def _is_from_this_host(request: Request) -> bool:
-    """Return False for a web page of another host, also by DNS rebinding."""
-    hosts = [_host(f"//{request.headers.get('host', '')}")]
-    if origin := request.headers.get("origin"):
-        hosts.append(_host(origin))
-    return all(host in LOOPBACK_NAMES for host in hosts)
+    """Return False for a web page of another origin, also of this host's other ports or by DNS rebinding."""
+    address = request.headers.get("host", "")
+    if _host(f"//{address}") not in LOOPBACK_NAMES:
+        return False
+    origin = request.headers.get("origin")
+    same_origin = origin is None or origin in (f"http://{address}", f"https://{address}")
+    return same_origin and request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
 
 
 def _host(url: str) -> str | None:

@@ -52,6 +52,14 @@ def test_it_answers_on_loopback_behind_its_password(server: EmbeddedRedis):
     assert server.url.split("@")[0].rpartition(":")[2].encode() not in command
 
 
+def test_its_files_are_for_their_owner_alone(server: EmbeddedRedis, tmp_path: Path):
+    with connect(server.url) as client:
+        client.set("key", "value")
+    files = [path for path in (tmp_path / "redis").rglob("*") if "appendonly" in path.name]
+    assert files
+    assert all(path.stat().st_mode & 0o077 == 0 for path in files)
+
+
 @pytest.mark.parametrize("password", ["", "secret"])
 def test_the_next_server_is_found_where_the_last_one_was(tmp_path: Path, password: str):
     port = free_port()
