@@ -14,6 +14,7 @@ from offbeat.deploy.cli.env import env_app
 from offbeat.deploy.cli.play import inspect, play, rollout
 from offbeat.deploy.cli.runs.app import runs_app
 
+CONFIGS = Path(__file__).parents[1] / "configs"
 EXIT_CONFIG = 2
 """Invalid configuration or request."""
 TRAIN, PLAY, VERIFY = "Train", "Envs and episodes", "Inspect and verify"
@@ -21,7 +22,6 @@ TRAIN, PLAY, VERIFY = "Train", "Envs and episodes", "Inspect and verify"
 app = typer.Typer(
     help="Train LLM agents with reinforcement learning on a mesh of services that never wait for each other.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 config_app = typer.Typer(help="Check or show a run's configuration.", no_args_is_help=True)
@@ -34,14 +34,38 @@ app.add_typer(bench_app, name="bench", rich_help_panel=VERIFY)
 app.add_typer(env_app, name="env", rich_help_panel=PLAY)
 app.add_typer(runs_app, name="runs", rich_help_panel=TRAIN)
 
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's YAML file.", show_default=False)]
+ConfigPath = Annotated[
+    Path,
+    typer.Argument(metavar="CONFIG", help="A run's YAML file, or the name of a packaged one.", show_default=False),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Override values of the file.", show_default=False),
 ]
 
 
-@app.command(rich_help_panel=TRAIN)
+WITH_OVERRIDES = {"ignore_unknown_options": True}
+"""Context of commands with overrides, so that `--key value` is answered with how to write it."""
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from offbeat import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Options of all commands."""
+
+
+@app.command(rich_help_panel=TRAIN, context_settings=WITH_OVERRIDES)
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train on this machine and write a report.
 
@@ -49,23 +73,24 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """
     from offbeat.deploy.cli.train import train as run_train
 
+    config = find_config(config)
     loaded = _load(config, overrides)
     raise typer.Exit(run_train(loaded, config, overrides or []))
 
 
-@config_app.command("validate")
+@config_app.command("validate", context_settings=WITH_OVERRIDES)
 def config_validate(config: ConfigPath, overrides: Overrides = None) -> None:
     """Validate a configuration; list every problem."""
-    _load(config, overrides)
+    _load(find_config(config), overrides)
     typer.echo("valid")
 
 
-@config_app.command("show")
+@config_app.command("show", context_settings=WITH_OVERRIDES)
 def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
     """Print the complete configuration as YAML."""
     from offbeat.deploy.config.loader import dump_yaml
 
-    typer.echo(dump_yaml(_load(config, overrides)), nl=False)
+    typer.echo(dump_yaml(_load(find_config(config), overrides)), nl=False)
 
 
 for play_command in (play, rollout, inspect):
@@ -224,9 +249,34 @@ def model_smollm2(
         raise typer.Exit(EXIT_CONFIG) from None
 
 
+def find_config(path: Path) -> Path:
+    """Return a file's path; a bare name (`quickstart`, `recipes/ppo`) is looked up among the packaged configurations."""
+    if path.exists() or path.suffix or path.is_absolute():
+        return path
+    packaged = CONFIGS / path.with_suffix(".yaml")
+    if packaged.is_file():
+        return packaged
+    names = sorted(str(each.relative_to(CONFIGS).with_suffix("")) for each in CONFIGS.rglob("*.yaml"))
+    typer.echo(f"{path}: no such file, nor a packaged configuration; there are {', '.join(names)}", err=True)
+    raise typer.Exit(EXIT_CONFIG)
+
+
+def _refuse_options(overrides: list[str]) -> None:
+    for position, text in enumerate(overrides):
+        if text.startswith("-"):
+            name, equals, value = text.lstrip("-").partition("=")
+            value = value if equals else next(iter(overrides[position + 1 :]), "VALUE")
+            typer.echo(
+                f"no such option: {text}; keys are set without dashes: {name.replace('-', '_')}={value}", err=True
+            )
+            raise typer.Exit(EXIT_CONFIG)
+
+
 def _load(path: Path, overrides: list[str] | None):
     from offbeat.deploy.config.errors import ConfigError
     from offbeat.deploy.config.loader import load_run
+
+    _refuse_options(overrides or [])
 
     try:
         return load_run(path, overrides or [])

@@ -52,6 +52,30 @@ def test_a_refused_configuration_lists_every_problem_and_exits_with_2(command: t
     assert done.stdout == ""
 
 
+def test_version_is_the_installed_one():
+    from offbeat import __version__
+
+    assert offbeat("--version").stdout == f"{__version__}\n"
+
+
+def test_a_packaged_configuration_is_found_by_name(tmp_path: Path):
+    command = [sys.executable, "-m", "offbeat.deploy.cli.app", "config", "validate"]
+    for name in ("quickstart", "recipes/ppo"):
+        done = subprocess.run([*command, name], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (0, "valid\n")
+    missing = offbeat("config", "validate", "nowhere")
+    assert missing.returncode == 2
+    assert "nowhere: no such file, nor a packaged configuration; there are" in missing.stderr
+    assert "quickstart, recipes/cispo" in missing.stderr
+
+
+@pytest.mark.parametrize("options", [("--max_steps", "3"), ("--max-steps=3",)])
+def test_a_key_with_dashes_is_answered_with_how_it_is_written(options: tuple[str, ...]):
+    done = offbeat("train", QUICKSTART, *options)
+    assert done.returncode == 2
+    assert "keys are set without dashes: max_steps=3" in done.stderr
+
+
 def test_an_impossible_combination_starts_nothing(tmp_path: Path):
     done = offbeat("train", QUICKSTART, "rollout_batch_size=60", f"output_dir={tmp_path}/run")
     assert done.returncode == 2
