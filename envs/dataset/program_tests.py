@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from offbeat.envs.dataset import peer as peer_module
+from offbeat.envs.dataset.peer import connect
 from offbeat.envs.sandbox import STARTUP_TIMEOUT_S, Limits, ProgramResult, run_python
 
 END_TIMEOUT_S = 2.0
@@ -69,7 +69,7 @@ def _run_test(test: str, read_fd: int, write_fd: int, limits: Limits) -> str:
 
 @cache
 def _peer_source() -> str:
-    return Path(peer_module.__file__).read_text()
+    return Path(__file__).with_name("peer.py").read_text()
 
 
 def _equation_of(test: str) -> tuple[str, list[Any], dict[str, Any], Any] | None:
@@ -90,7 +90,7 @@ def _check_equation(
     name: str, args: list[Any], kwargs: dict[str, Any], expected: Any, read_fd: int, write_fd: int, limits: Limits
 ) -> str:
     try:
-        peer = peer_module.connect(read_fd, write_fd, limits.timeout_s, STARTUP_TIMEOUT_S)
+        peer = connect(read_fd, write_fd, limits.timeout_s, STARTUP_TIMEOUT_S)
         function = peer.request("global", name)["value"]
         return "" if function(*args, **kwargs) == expected else "AssertionError"
     except KeyError:

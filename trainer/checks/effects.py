@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.issue import ConfigIssue
-from offbeat.trainer.config.learner import LearnerConfig, StrategyArgs, TinyPolicyConfig
+from offbeat.trainer.config.learner import LearnerConfig, StrategyArgs
 
 DEEPSPEED_KEYS = (
     "activation_checkpointing", "aio", "bf16", "checkpoint", "comms_logger", "communication_data_type",
@@ -39,8 +39,6 @@ def check_effects(config: LearnerConfig, *, group_size: int) -> Iterator[ConfigI
             "actor_train.training_args.num_minibatches",
             f"{num_minibatches} is more than the {num_sequences} trajectories of a step: take at most {num_sequences}",
         )
-    if config.pretrain != "tiny" and config.tiny != TinyPolicyConfig():
-        yield ConfigIssue("tiny", f"has no effect with pretrain={config.pretrain}: leave it out, or set pretrain=tiny")
 
 
 def _check_unit_ratio(config: LearnerConfig) -> Iterator[ConfigIssue]:

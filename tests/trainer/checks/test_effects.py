@@ -47,7 +47,6 @@ def test_clips_need_more_than_one_optimizer_step(settings: dict[str, Any], path:
         ({"pg_variant": "cispo", "ratio_type": "sequence-token"}, "ratio_type"),
         ({"max_staleness": 0.0, "old_logprobs": "loglinear"}, "old_logprobs"),
         ({"max_staleness": 0.0, "replay": {"samples_per_insert": 2.0}}, "replay.samples_per_insert"),
-        ({"pretrain": "/models/qwen", "tiny": {"num_hidden_layers": 3}}, "tiny"),
         (
             {"rollout_batch_size": 8, "actor_train": {"training_args": {"num_minibatches": 9}}},
             "actor_train.training_args.num_minibatches",
@@ -69,6 +68,7 @@ def test_keys_without_effect_are_refused(settings: dict[str, Any], path: str):
         {"adv_estimator": "reinforce", "zero_variance": "refill", "difficulty_mask": True},
         {"max_staleness": 0.0, "replay": {"samples_per_insert": 2.0, "max_staleness": 3.0}},
         strategy(zero_optimization={"reduce_bucket_size": 1000}),
+        {"pretrain": "/models/qwen", "tiny": {"num_hidden_layers": 3}},  # `offbeat train quickstart pretrain=...`
     ],
 )
 def test_keys_with_an_effect_are_accepted(settings: dict[str, Any]):
