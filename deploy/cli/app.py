@@ -14,7 +14,6 @@ from offbeat.deploy.cli.env import env_app
 from offbeat.deploy.cli.play import inspect, play, rollout
 from offbeat.deploy.cli.runs.app import runs_app
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 EXIT_CONFIG = 2
 """Invalid configuration or request."""
 TRAIN, PLAY, VERIFY = "Train", "Envs and episodes", "Inspect and verify"
@@ -73,7 +72,6 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """
     from offbeat.deploy.cli.train import train as run_train
 
-    config = find_config(config)
     loaded = _load(config, overrides)
     raise typer.Exit(run_train(loaded, config, overrides or []))
 
@@ -81,7 +79,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 @config_app.command("validate", context_settings=WITH_OVERRIDES)
 def config_validate(config: ConfigPath, overrides: Overrides = None) -> None:
     """Validate a configuration; list every problem."""
-    _load(find_config(config), overrides)
+    _load(config, overrides)
     typer.echo("valid")
 
 
@@ -90,7 +88,7 @@ def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
     """Print the complete configuration as YAML."""
     from offbeat.deploy.config.loader import dump_yaml
 
-    typer.echo(dump_yaml(_load(find_config(config), overrides)), nl=False)
+    typer.echo(dump_yaml(_load(config, overrides)), nl=False)
 
 
 for play_command in (play, rollout, inspect):
@@ -247,18 +245,6 @@ def model_smollm2(
     except ModelError as error:
         typer.echo(f"offbeat: {error}", err=True)
         raise typer.Exit(EXIT_CONFIG) from None
-
-
-def find_config(path: Path) -> Path:
-    """Return a file's path; a bare name (`quickstart`, `recipes/ppo`) is looked up among the packaged configurations."""
-    if path.exists() or path.suffix or path.is_absolute():
-        return path
-    packaged = CONFIGS / path.with_suffix(".yaml")
-    if packaged.is_file():
-        return packaged
-    names = sorted(str(each.relative_to(CONFIGS).with_suffix("")) for each in CONFIGS.rglob("*.yaml"))
-    typer.echo(f"{path}: no such file, nor a packaged configuration; there are {', '.join(names)}", err=True)
-    raise typer.Exit(EXIT_CONFIG)
 
 
 def _refuse_options(overrides: list[str]) -> None:

@@ -19,7 +19,6 @@ from offbeat.services.redis import serve_app as redis_app
 from offbeat.services.redis.url import address_problem
 from offbeat.trainer.config.issue import ConfigIssue
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 RUN_FACTORY_PATH = "offbeat.deploy.cluster.ray_run_factory:RayRunFactory"
 REDIS_STOP_HOOK = "offbeat.deploy.cluster.reaper:stop_learners"
 
@@ -125,10 +124,7 @@ def _load_run_config(arguments: GenerationArguments) -> RunConfig:
 
     tree: dict[str, Any] = {"custom_envs": {}}
     if arguments.run is not None:
-        packaged = CONFIGS / arguments.run
-        tree = compose_tree(
-            Path(arguments.run) if Path(arguments.run).is_file() or not packaged.is_file() else packaged
-        )
+        tree = compose_tree(Path(arguments.run))
     merged = OmegaConf.to_container(OmegaConf.merge(tree, arguments.config))
     assert isinstance(merged, dict)
     return validate_tree({str(key): value for key, value in merged.items()})

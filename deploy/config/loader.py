@@ -16,6 +16,8 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.yaml_limits import check_yaml_limits
 from offbeat.trainer.config.issue import ConfigIssue
 
+CONFIGS = Path(__file__).parents[1] / "configs"
+"""Packaged configurations."""
 MAX_DOCUMENT_CHARS = 1_000_000
 JSON_NUL = "\\u0000"
 
@@ -79,8 +81,7 @@ def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    if not path.is_file():
-        raise ConfigError([ConfigIssue("", f"no such file: {path}")], str(path))
+    path = find_config(path)
     if path.suffix != ".yaml":
         raise ConfigError([ConfigIssue("", f"Hydra reads only *.yaml files: rename {path.name}")], str(path))
     folder = path.resolve().parent
@@ -92,6 +93,21 @@ def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         # OmegaConf raises OSError for a document that is a scalar
         raise ConfigError([ConfigIssue("", _first_lines(error))], str(path)) from error
     return _as_tree(tree, str(path))
+
+
+def find_config(path: Path) -> Path:
+    """Return a configuration's file; a name (`quickstart`, `recipes/ppo`) that is no file is a packaged one.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if path.is_file():
+        return path
+    for packaged in (CONFIGS / path, CONFIGS / f"{path}.yaml"):
+        if packaged.is_file():
+            return packaged
+    names = sorted(str(each.relative_to(CONFIGS).with_suffix("")) for each in CONFIGS.rglob("*.yaml"))
+    raise ConfigError([ConfigIssue("", f"no such file: {path}; packaged: {', '.join(names)}")], str(path))
 
 
 def parse_document(text: str) -> dict[str, Any]:

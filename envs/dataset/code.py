@@ -12,7 +12,7 @@ from offbeat.envs.dataset.env import (
     QuestionsConfig,
     last_group,
 )
-from offbeat.envs.dataset.program_tests import check_program
+from offbeat.envs.dataset.program_checker import check_program
 from offbeat.envs.dataset.rows import Row
 from offbeat.envs.parsing import compile_pattern
 from offbeat.envs.sandbox import Limits, check_isolation, run_python

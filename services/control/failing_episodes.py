@@ -47,7 +47,7 @@ class FailingEpisodes:
         """Describe an env or agent that never works, with its traceback."""
         return (
             f"all of the first {self.failed} episodes failed: {self.error}\n"
-            f"Mend custom_envs.{self.tag}; `offbeat env check` and `offbeat play` try it without a run.\n\n{self.trace}"
+            f"Fix custom_envs.{self.tag}; `offbeat env check` and `offbeat play` try it without a run.\n\n{self.trace}"
         ).rstrip()
 
     def describe_many(self) -> str:

@@ -263,11 +263,11 @@ class Reconciler:
 
     async def _find_broken_env(self, record: RunRecord) -> str:
         """Return why the run is hopeless, if every episode failed before the first step."""
+        if (await self._store.progress(record.run_id)).step > 0:
+            return ""
         reports = await self._store.reports(record.run_id)
         failing = FailingEpisodes.of(reports.workers.values(), since=record.started_at)
-        if not failing.all_failed or (await self._store.progress(record.run_id)).step > 0:
-            return ""
-        return failing.describe_all()
+        return failing.describe_all() if failing.all_failed else ""
 
     async def _record_running(self, record: RunRecord) -> RunState:
         state = RunState.PAUSED if record.wanted is DesiredState.PAUSED else RunState.RUNNING

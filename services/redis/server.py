@@ -156,7 +156,7 @@ class EmbeddedRedis:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(self._lock.fileno(),),
-                umask=0o077,  # the append-only file holds tokens and weights' names: nobody else reads it
+                umask=0o077,  # the append-only file holds trajectories
                 start_new_session=True,  # Ctrl-C is for the run, which ends its Redis last
                 preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509 -- nothing else sets the death signal
             )

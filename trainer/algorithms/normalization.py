@@ -106,9 +106,9 @@ def whiten(values: Tensor) -> Tensor:
     """
     if len(values) < 2:
         return values
-    exact = values.double()
     if bool(values.min() == values.max()):
         return torch.zeros_like(values)
+    exact = values.double()
     return ((exact - exact.mean()) / (exact.std() + EPS)).to(values)
 
 

@@ -15,7 +15,7 @@ def length_weighted_baseline(rewards: Tensor, lengths: Tensor, group: Tensor) ->
     rewards, lengths (sampled tokens), group: [T] -> [T]
     """
     weighted = sum_by_group(lengths.double() * rewards.double(), group)
-    baseline = (weighted / sum_by_group(lengths, group).clamp(min=1e-9))[group]
-    without_tokens = (sum_by_group(lengths, group) == 0)[group]
-    equal = constant_groups(rewards, group) & ~without_tokens
+    tokens = sum_by_group(lengths, group)
+    baseline = (weighted / tokens.clamp(min=1e-9))[group]
+    equal = constant_groups(rewards, group) & (tokens > 0)[group]
     return torch.where(equal, 0.0, rewards.double() - baseline).to(rewards)

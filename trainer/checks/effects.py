@@ -8,13 +8,17 @@ from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.learner import LearnerConfig, StrategyArgs
 
 DEEPSPEED_KEYS = (
-    "activation_checkpointing", "aio", "bf16", "checkpoint", "comms_logger", "communication_data_type",
-    "data_types", "disable_allgather", "dump_state", "flops_profiler", "fp16", "gradient_predivide_factor",
-    "memory_breakdown", "prescale_gradients", "seq_parallel_communication_data_type", "sparse_gradients",
-    "steps_per_print", "torch_autocast", "use_data_before_expert_parallelism", "wall_clock_breakdown",
-    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
+    "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "bfloat16", "checkpoint", "comet", "comms_logger",
+    "communication_data_type", "compile", "compression_training", "csv_monitor", "data_efficiency", "data_types",
+    "dataloader_drop_last", "disable_allgather", "disable_python_gc", "dump_state", "eigenvalue", "elasticity",
+    "flops_profiler", "fp16", "gradient_allreduce_op", "gradient_predivide_factor", "hybrid_engine", "log_level",
+    "memory_breakdown", "nebula", "pipeline", "prescale_gradients", "progressive_layer_drop",
+    "seq_parallel_communication_data_type", "sparse_attention", "sparse_gradients", "steps_per_print", "tensor_parallel",
+    "tensorboard", "timers", "torch_autocast", "use_data_before_expert_parallelism", "use_node_local_storage",
+    "vocabulary_size", "wall_clock_breakdown", "wandb", "weight_quantization", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer", "zero_optimization",
 )  # fmt: skip
-"""Keys of DeepSpeed's configuration (https://www.deepspeed.ai/docs/config-json/) that a run may set."""
+"""Keys of DeepSpeed's configuration (https://www.deepspeed.ai/docs/config-json/, 0.19) that a run may set."""
 DEEPSPEED_REMEDIES = {
     "gradient_clipping": "set training_args.max_grad_norm",
     "optimizer": "set training_args.adam_*",
@@ -121,7 +125,7 @@ def _check_strategy(strategy: StrategyArgs) -> Iterator[ConfigIssue]:
         elif key not in DEEPSPEED_KEYS:
             near = difflib.get_close_matches(key, DEEPSPEED_KEYS, 1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(DEEPSPEED_KEYS)}"
-            yield ConfigIssue(path, f"DeepSpeed has no such key; {hint}")
+            yield ConfigIssue(path, f"not a key of DeepSpeed's configuration; {hint}")
 
 
 def _is_changed(config: AlgorithmConfig, key: str) -> bool:

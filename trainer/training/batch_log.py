@@ -87,6 +87,7 @@ class BatchLog:
 
     def _submit(self, recorded: RecordedBatch, prefix: str, max_kept: int) -> None:
         arguments = (recorded, prefix, max_kept)
+        self._pending = [entry for entry in self._pending if not _is_written(entry[1])]  # releases their batches
         self._pending.append((arguments, self._thread.submit(self._write, *arguments)))
 
     def _write(self, recorded: RecordedBatch, prefix: str, max_kept: int) -> None:
@@ -102,3 +103,7 @@ class BatchLog:
         temporary.rename(path)
         for old in sorted(self._folder.glob(f"{prefix}*{SUFFIX}"))[:-max_kept]:
             old.unlink(missing_ok=True)
+
+
+def _is_written(write: Future[None]) -> bool:
+    return write.done() and write.exception() is None

@@ -20,7 +20,10 @@ runs_app = typer.Typer(
 )
 
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.", show_default=False)]
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's YAML file.", show_default=False)]
+ConfigPath = Annotated[
+    Path,
+    typer.Argument(metavar="CONFIG", help="A run's YAML file, or the name of a packaged one.", show_default=False),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Override values of the file.", show_default=False),

@@ -3,11 +3,16 @@
 from dataclasses import dataclass, field
 
 from offbeat.services.control.interfaces import Health, Observation
+from offbeat.services.control.reconciler import Reconciler
+from offbeat.services.control.run import RunSpec, RunState
 from offbeat.services.live_settings import Settings
 
 SETTINGS = Settings(
     num_workers=1, num_replicas=1, learning_rate=1e-3, temperature=1.0, max_staleness=1.0, num_env_groups=24
 )
+
+
+SPEC = RunSpec("lake", '{"max_steps": 3}', "/tmp/lake", 3, SETTINGS)
 
 
 @dataclass
@@ -86,3 +91,8 @@ class FakeClock:
 
     def __call__(self) -> float:
         return self.now
+
+
+async def reconcile_until(reconciler: Reconciler, state: RunState, passes: int = 10) -> None:
+    states = [await reconciler.reconcile("lake") for _ in range(passes)]
+    assert states[-1] is state, states

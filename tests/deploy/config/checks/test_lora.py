@@ -2,9 +2,8 @@
 
 import pytest
 
-from offbeat.deploy.cluster.apps import CONFIGS
 from offbeat.deploy.config.checks.run import check_run
-from offbeat.deploy.config.loader import compose_tree, validate_tree
+from offbeat.deploy.config.loader import CONFIGS, compose_tree, validate_tree
 
 LORA = ["actor_infer.max_lora_rank=16"]
 TARGET = "actor_train.model_args.lora_target"

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from offbeat.envs.dataset.program_tests import check_program
+from offbeat.envs.dataset.program_checker import check_program
 from offbeat.envs.sandbox import Limits
 from tests.envs.sandbox.needs import needs_sandbox
 
