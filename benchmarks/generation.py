@@ -28,7 +28,7 @@ from offbeat.benchmarks.harness.load import Prompts, RoundLoad, under_load
 from offbeat.benchmarks.harness.process_actor import ProcessActor
 from offbeat.benchmarks.harness.result import Spread, console, show
 from offbeat.deploy.config.run import RunConfig
-from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.config import Dtype, EngineModelArgs, EngineStrategy, GenerationConfig
 from offbeat.services.messages.types import GenerateRequest
 
 SEQUENCE_LENGTH = 512
@@ -43,7 +43,7 @@ RoundMeasure = Callable[[int, int], Awaitable[RoundLoad]]
 class GenerationOptions:
     model: Path | None = None
     """Hugging Face folder; None: the tiny policy."""
-    dtype: str = "float32"
+    dtype: Dtype = "float32"
     concurrency: tuple[int, ...] = (1, 4, 16, 64, 256)
     tokens: int = 32
     per_client: int = 4
@@ -119,7 +119,7 @@ def run(options: GenerationOptions) -> dict[str, Any]:
         config = _run_config(base, options)
         model = options.model or config.output_dir / "policy"
         vocab_size = _publish_start(base, config, model)
-        with ProcessActor(BareEngine(config.actor_infer, model, options.tokens), base.folder / "bare.log") as bare:
+        with ProcessActor(BareEngine(config.generation, model, options.tokens), base.folder / "bare.log") as bare:
             status.update("starting the service")
             with _service(base, config, model) as address, ExitStack() as stack:
                 service = Service(config.exp_name, options, vocab_size)
@@ -138,7 +138,13 @@ def run(options: GenerationOptions) -> dict[str, Any]:
 
 def _run_config(base: BenchEnvironment, options: GenerationOptions) -> RunConfig:
     first = base.run_config("bench-generation", custom_envs={TAG: slow_lake({})})
-    infer = first.actor_infer.model_copy(update={"dtype": options.dtype, "max_num_seqs": 256})
+    engine = first.actor_infer.engine.model_copy(update={"max_num_seqs": 256})
+    infer = first.actor_infer.model_copy(
+        update={
+            "model_args": EngineModelArgs(dtype=options.dtype),
+            "strategy_args": EngineStrategy(strategy_config=engine),
+        }
+    )
     config = first.model_copy(update={"actor_infer": infer})
     base.prepare(config)
     return config
@@ -170,7 +176,7 @@ def _service(base: BenchEnvironment, config: RunConfig, model: Path) -> Iterator
     try:
         application = build(
             config.exp_name,
-            config.actor_infer,
+            config.generation,
             config.weights,
             model=model,
             sequence_length=SEQUENCE_LENGTH,

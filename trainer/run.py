@@ -14,6 +14,7 @@ from offbeat.services.buffer.learner_client import STOP_STATES
 from offbeat.services.control.run import RunState
 from offbeat.services.errors import ControlError
 from offbeat.services.keys import RunKeys
+from offbeat.trainer.config.aliases import canonical_json
 from offbeat.trainer.config.run import LearnerRunConfig
 
 
@@ -47,7 +48,7 @@ def read_run(redis: Redis, run_id: str) -> LearnerRun:
     if b"config" not in raw:
         raise ControlError(f"there is no run {run_id!r} in this Redis")
     try:
-        config = LearnerRunConfig.model_validate_json(raw[b"config"], extra="ignore")
+        config = LearnerRunConfig.model_validate_json(canonical_json(raw[b"config"]), extra="ignore")
     except ValidationError as error:
         details = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
         raise ControlError(f"run {run_id!r} has a configuration that this build can't read: {details}") from error

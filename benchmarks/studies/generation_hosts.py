@@ -22,7 +22,7 @@ import psutil
 import ray
 from ray import serve
 
-from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.config import EngineModelArgs, GenerationConfig
 from offbeat.services.generation.replica import GenerationReplica
 from offbeat.services.generation.vllm.engine import VllmEngine, engine_arguments, engine_environment
 from offbeat.services.messages.codec import (
@@ -35,7 +35,7 @@ from offbeat.services.messages.types import GenerateRequest, Manifest, Sampling
 from offbeat.trainer.config.learner import TinyPolicyConfig
 from offbeat.trainer.models.tiny import write_tiny_policy
 
-CONFIG = GenerationConfig(dtype="float32", kv_cache_gib=0.25)
+CONFIG = GenerationConfig(model_args=EngineModelArgs(dtype="float32"), kv_cache_gib=0.25)
 SEQUENCE_LENGTH = 512
 IN_FLIGHT = 64
 PROMPT_TOKENS = 100

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, JsonValue, ValidationError
 from ray.serve import Application
 
 from offbeat.deploy.config.errors import ConfigError, collect_issues
-from offbeat.deploy.config.loader import compose_tree, validate_tree
+from offbeat.deploy.config.loader import canonical_tree, compose_tree, validate_tree
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_setup import LOGS, model_folder, prepare_folder
 from offbeat.envs.config import Config
@@ -79,7 +79,7 @@ def generation(args: dict[str, Any]) -> Application:
     prepare_folder(config)
     settings = generation_app.ReplicaSettings(
         tenant=None,
-        config=config.actor_infer,
+        config=config.generation,
         transport=config.weights.transport,
         model=model_folder(config).resolve(),
         sequence_length=config.sequence_length,
@@ -126,8 +126,7 @@ def _load_run_config(arguments: GenerationArguments) -> RunConfig:
     if arguments.run is not None:
         tree = compose_tree(Path(arguments.run))
     merged = OmegaConf.to_container(OmegaConf.merge(tree, arguments.config))
-    assert isinstance(merged, dict)
-    return validate_tree({str(key): value for key, value in merged.items()})
+    return validate_tree(canonical_tree(merged))
 
 
 def _read_token(key: str, path: Path | None) -> str | None:

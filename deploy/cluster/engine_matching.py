@@ -41,7 +41,7 @@ def choose_app(
             for app, offer in sorted(offers.items())
             if is_free(app)
             and not any(find_mismatches(config, architecture, offer))
-            and is_equivalent(config.actor_infer, offer)
+            and is_equivalent(config.generation, offer)
         )
         return next(matching, None), []
     offer = offers.get(named)
@@ -70,7 +70,7 @@ def find_mismatches(config: RunConfig, architecture: Mapping[str, JsonValue], of
         yield f"its context of {offer.sequence_length} tokens is below the run's sequence_length of {config.sequence_length}"
     if BACKENDS[config.weights.transport] != BACKENDS[offer.transport]:
         yield f"takes weights by {offer.transport}, the run sends them by {config.weights.transport} (weights.transport)"
-    offered_rank, requested_rank = offer.config.max_lora_rank, config.actor_infer.max_lora_rank
+    offered_rank, requested_rank = offer.config.engine.max_lora_rank, config.actor_infer.engine.max_lora_rank
     if (offered_rank is None) != (requested_rank is None) or (offered_rank or 0) < (requested_rank or 0):
         yield f"its max_lora_rank is {offered_rank}, the run's is {requested_rank}"
     if config.actor_infer.on_weight_update != offer.config.on_weight_update:

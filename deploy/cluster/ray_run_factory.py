@@ -32,6 +32,7 @@ from offbeat.services.keys import RunKeys, claims_key
 from offbeat.services.process import bind_to_thread
 from offbeat.services.redis.url import redact
 from offbeat.trainer.cli import REDIS_VARIABLE
+from offbeat.trainer.config.aliases import canonical_json
 from offbeat.trainer.config.issue import ConfigIssue
 
 REPORT_TIMEOUT_S = 900.0
@@ -73,7 +74,7 @@ class RayRunFactory(MeshRunFactory):
         return config.model_copy(update={"actor_infer": infer})
 
     def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
-        app = RunConfig.model_validate_json(record.config).actor_infer.app
+        app = RunConfig.model_validate_json(canonical_json(record.config)).actor_infer.app
         if "num_replicas" in values and app not in (None, app_name(record.run_id)):
             message = f"the run uses {app} of the deploy file: change num_replicas there and run `serve deploy`"
             raise InvalidRunError([ProblemView(path="actor_infer.num_replicas", message=message)])
@@ -84,7 +85,7 @@ class RayRunFactory(MeshRunFactory):
         config, state = cast(list[bytes | None], self._redis.hmget(RunKeys(run_id).record, ["config", "state"]))
         if config is None or state is None or RunState(state.decode()).is_terminal:
             return None
-        return RunConfig.model_validate_json(config)
+        return RunConfig.model_validate_json(canonical_json(config))
 
     def _read_deployed_offers(self) -> dict[str, EngineOffer]:
         deployed = read_app_statuses()
@@ -98,7 +99,7 @@ class RayRunFactory(MeshRunFactory):
         return state is None or RunState(state.decode()).is_terminal
 
     def build_mesh(self, record: RunRecord) -> RunComponents:
-        config = RunConfig.model_validate_json(record.config)
+        config = RunConfig.model_validate_json(canonical_json(record.config))
         watch = BufferWatch(self._async_redis, record.run_id)
         return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status, claim=_claim_id(record))
 

@@ -40,6 +40,7 @@ from offbeat.services.control.service import InvalidRunError
 from offbeat.services.generation.config import app_name
 from offbeat.services.live_settings import LIVE_SETTINGS, Settings
 from offbeat.services.redis.connection import connect
+from offbeat.trainer.config.aliases import canonical_json
 from offbeat.trainer.config.issue import ConfigIssue
 
 logger = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ class MeshRunFactory:
         return load_document(document, working_dir=self._working_dir)
 
     def build_mesh(self, record: RunRecord) -> RunComponents:
-        config = RunConfig.model_validate_json(record.config)
+        config = RunConfig.model_validate_json(canonical_json(record.config))
         watch = BufferWatch(self._async_redis, record.run_id)
         return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status)
 

@@ -8,6 +8,7 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from offbeat.trainer.config.aliases import find_alias
 from offbeat.trainer.config.issue import ConfigIssue
 
 MIN_SIMILARITY = 0.6
@@ -37,7 +38,8 @@ def _issue(
 ) -> ConfigIssue:
     keys, details = errors[0]
     if details["type"] == "extra_forbidden":
-        nearest = nearest_keys(path, model)
+        alias = find_alias(path)
+        nearest = (alias,) if alias else nearest_keys(path, model)
         return ConfigIssue(path, f"unknown key; did you mean {' or '.join(f'`{key}`' for key in nearest)}?", nearest[0])
     if details["type"] == "missing":
         return ConfigIssue(path, "required, and missing")

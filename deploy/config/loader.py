@@ -3,6 +3,7 @@
 Invariant: a `ConfigError` lists all issues, before the start.
 """
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +15,21 @@ from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.errors import ConfigError, collect_issues
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.yaml_limits import check_yaml_limits
+from offbeat.trainer.config.aliases import canonicalize, find_keys
 from offbeat.trainer.config.issue import ConfigIssue
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 """Packaged configurations."""
 MAX_DOCUMENT_CHARS = 1_000_000
 JSON_NUL = "\\u0000"
+TINY = "tiny"
+PATH_KEYS = (
+    "output_dir",
+    "pretrain",
+    "resume_from_checkpoint",
+    *(f"{role}.model_args.model_name_or_path" for role in ("critic", "reference", "teacher.*")),
+)
+"""Keys of local paths; `*` stands for any name."""
 
 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -60,9 +70,8 @@ def load_document(
     Raises:
         ConfigError: with every issue.
     """
-    config = validate_tree(parse_document(document) if isinstance(document, str) else document)
-    if working_dir is not None:
-        config = resolve_paths(config, working_dir)
+    tree = parse_document(document) if isinstance(document, str) else canonical_tree(document)
+    config = validate_tree(tree if working_dir is None else resolve_paths(tree, working_dir))
     issues = check_run(config, cores=cores, gpus=gpus)
     if issues:
         raise ConfigError(issues)
@@ -92,7 +101,7 @@ def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     except (HydraException, OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
         # OmegaConf raises OSError for a document that is a scalar
         raise ConfigError([ConfigIssue("", _first_lines(error))], str(path)) from error
-    return _as_tree(tree, str(path))
+    return canonical_tree(tree, str(path))
 
 
 def find_config(path: Path) -> Path:
@@ -132,7 +141,7 @@ def parse_document(text: str) -> dict[str, Any]:
         raise ConfigError([ConfigIssue("", "expected a mapping of keys to values")]) from error
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError([ConfigIssue("", _first_lines(error))]) from error
-    return _as_tree(tree, "")
+    return canonical_tree(tree)
 
 
 def validate_tree(tree: dict[str, Any], source: str = "") -> RunConfig:
@@ -154,19 +163,15 @@ def validate_tree(tree: dict[str, Any], source: str = "") -> RunConfig:
         raise ConfigError([ConfigIssue("", f"not plain values: {error}")], source) from error
 
 
-def resolve_paths(config: RunConfig, folder: Path) -> RunConfig:
-    """Resolve relative paths against `folder`."""
-    changes: dict[str, Any] = {"output_dir": folder / config.output_dir}
-    if config.pretrain != "tiny":
-        changes["pretrain"] = str(folder / config.pretrain)
-    if config.teacher:
-        changes["teacher"] = {
-            name: teacher.model_copy(update={"pretrain": str(folder / teacher.pretrain)})
-            for name, teacher in config.teacher.items()
-        }
-    if isinstance(config.resume_from_checkpoint, Path):
-        changes["resume_from_checkpoint"] = folder / config.resume_from_checkpoint
-    return config.model_copy(update=changes)
+def resolve_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a canonical tree with its relative paths resolved against `folder`."""
+    resolved = {"output_dir": str(RunConfig.model_fields["output_dir"].default), **copy.deepcopy(tree)}
+    for pattern in PATH_KEYS:
+        for path, table in find_keys(resolved, pattern):
+            value = table[path[-1]]
+            if isinstance(value, str) and value != TINY:
+                table[path[-1]] = str(folder / value)
+    return resolved
 
 
 def dump_yaml(config: RunConfig) -> str:
@@ -192,10 +197,18 @@ def _quote_url(override: str) -> str:
     return f'{key}{equals}"{escaped}"'
 
 
-def _as_tree(tree: Any, source: str) -> dict[str, Any]:
+def canonical_tree(tree: Any, source: str = "") -> dict[str, Any]:
+    """Return the tree with canonical keys and values.
+
+    Raises:
+        ConfigError: no mapping, or keys in two spellings.
+    """
     if not isinstance(tree, dict):
         raise ConfigError([ConfigIssue("", "expected a mapping of keys to values")], source)
-    return {str(key): value for key, value in tree.items()}
+    canonical, issues = canonicalize({str(key): value for key, value in tree.items()})
+    if issues:
+        raise ConfigError(issues, source)
+    return canonical
 
 
 def _first_lines(error: Exception, limit: int = 3) -> str:

@@ -142,7 +142,7 @@ class GenerationDeployment:
 
     async def _make_offer(self) -> None:
         s = self._settings
-        context = s.config.max_model_len or s.sequence_length
+        context = s.config.engine.max_model_len or s.sequence_length
         offer = EngineOffer(
             architecture=read_architecture(s.model),
             sequence_length=context,
@@ -177,7 +177,7 @@ def build(
 
 def deploy(settings: ReplicaSettings) -> Application:
     config = settings.config
-    gpus = config.tensor_parallel_size if config.device == "cuda" else 0
+    gpus = config.engine.world_size if config.device == "cuda" else 0
     deployment = serve.deployment(
         name=DEPLOYMENT,
         num_replicas=config.num_replicas,

@@ -2,9 +2,11 @@
 
 from typing import Literal
 
-from pydantic import Field, JsonValue
+from pydantic import ConfigDict, Field, JsonValue
 
 from offbeat.envs.config import Config
+
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class GeneratingArgs(Config):
@@ -22,36 +24,61 @@ class GeneratingArgs(Config):
     """Maximum tokens per turn; a tag's `max_tokens_per_step` may be lower."""
 
 
-class GenerationConfig(Config):
-    """The vLLM engines behind the deployment."""
+class EngineModelArgs(Config):
+    """Model of the engines; ROLL's `model_args`."""
 
+    dtype: Dtype | None = None
+    """None: `actor_train.model_args.dtype`, so that sampled and trained logprobs agree."""
+
+
+class VllmConfig(Config):
+    """Engine arguments of vLLM (`AsyncEngineArgs`), under vLLM's names; those not listed are passed as they are."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, JsonValue] = Field(init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    pipeline_parallel_size: int = Field(default=1, ge=1)
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Maximum context, tokens; None: the run's `sequence_length`."""
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Turns that one engine batches."""
+    gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
+    enforce_eager: bool = True
+    enable_prefix_caching: bool = True
+    max_lora_rank: int | None = Field(default=None, ge=1, le=512)
+    """Largest `lora_rank` served as an adapter; the learner then publishes adapters alone. None: merged weights."""
+
+    @property
+    def world_size(self) -> int:
+        """Devices of an engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+class EngineStrategy(Config):
+    """Engine; ROLL's `strategy_args`."""
+
+    strategy_name: Literal["vllm"] = "vllm"
+    strategy_config: VllmConfig = VllmConfig()
+
+
+class GenerationConfig(Config):
+    """The engines behind the deployment."""
+
+    model_args: EngineModelArgs = EngineModelArgs()
     generating_args: GeneratingArgs = GeneratingArgs()
+    strategy_args: EngineStrategy = EngineStrategy()
     app: str | None = None
     """Serve application that samples for the run, with the run's model. None: a free deployed one that matches these
     keys, else one of the run's own.
     """
     num_replicas: int = Field(default=1, ge=1)
-    """vLLM engines, each with all of the weights."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Engines, each with all of the weights."""
     device: Literal["cpu", "cuda"] = "cpu"
     cpus_per_replica: float = Field(default=1.0, gt=0)
     """Logical CPUs that Ray reserves per replica; on a CPU also the engine's OpenMP threads (rounded, at least 1)."""
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
-    max_model_len: int | None = Field(default=None, ge=1)
-    """Maximum context, tokens; None: the run's `sequence_length`."""
-    max_num_seqs: int = Field(default=256, ge=1)
-    """Turns that one engine batches."""
     kv_cache_gib: float = Field(default=1.0, gt=0)
     """KV cache on a CPU, GiB per replica."""
-    gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
-    enforce_eager: bool = True
-    enable_prefix_caching: bool = True
-    max_lora_rank: int | None = Field(default=None, ge=1, le=512)
-    """Largest `lora_rank` served as an adapter (vLLM's key); the learner then publishes adapters alone. None: merged
-    weights.
-    """
-    engine_kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """Further vLLM engine arguments, passed as they are."""
     on_weight_update: Literal["keep", "recompute"] = "keep"
     """Whether running requests keep their KV cache under new weights or recompute it. New requests never reuse older
     entries.
@@ -60,6 +87,10 @@ class GenerationConfig(Config):
     """Time after which a turn is aborted and its episode retried."""
     update_timeout_s: float = Field(default=120.0, gt=0)
     """Time of loading weights after which a replica leaves routing. Reading is limited by `weights.fetch_timeout_s`."""
+
+    @property
+    def engine(self) -> VllmConfig:
+        return self.strategy_args.strategy_config
 
 
 def app_name(run_id: str) -> str:

@@ -112,8 +112,8 @@ class Tenancy:
             tenant.weights,
             tenant.output_dir,
             pulls=pulls,
-            workers=config.tensor_parallel_size,
-            adapters=config.max_lora_rank is not None,
+            workers=config.engine.world_size,
+            adapters=config.engine.max_lora_rank is not None,
         )
         self.tenant = tenant
         self._redis, self._pulls = redis, pulls

@@ -11,7 +11,7 @@ import redis
 import torch
 from redis.asyncio import Redis as AsyncRedis
 
-from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.config import EngineModelArgs, EngineStrategy, GenerationConfig, VllmConfig
 from offbeat.services.generation.replica import GenerationReplica
 from offbeat.services.generation.vllm.engine import VllmEngine
 from offbeat.services.messages.types import GenerateRequest, Sampling
@@ -61,7 +61,11 @@ async def replica(
     redis_url: str, transport: Literal["ipc", "nccl"], tmp_path: Path
 ) -> AsyncIterator[GenerationReplica]:
     environment = dict(os.environ)
-    config = GenerationConfig(device="cuda", dtype="float32", gpu_memory_utilization=0.2)
+    config = GenerationConfig(
+        device="cuda",
+        model_args=EngineModelArgs(dtype="float32"),
+        strategy_args=EngineStrategy(strategy_config=VllmConfig(gpu_memory_utilization=0.2)),
+    )
     engine = await VllmEngine.start(
         config, write_policy(tmp_path / "policy"), sequence_length=512, seed=1, transport=transport
     )

@@ -33,7 +33,7 @@ ALGORITHMS: dict[str, dict[str, object]] = {
     },
     "value head": {
         "adv_estimator": "gae",
-        "critic": {"backbone": "policy", "learning_rate": 1e-1, "vf_coef": 0.5},
+        "critic": {"backbone": "policy", "training_args": {"learning_rate": 1e-1}, "vf_coef": 0.5},
         "critic_warmup": 1,
         "zero_variance": "train",
     },

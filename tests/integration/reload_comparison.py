@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.config import EngineModelArgs, GenerationConfig
 from offbeat.services.generation.vllm.engine import engine_arguments, engine_environment
 from offbeat.services.generation.vllm.tensor_file import TensorFile
 
@@ -40,7 +40,7 @@ def build(folder: Path) -> tuple[Any, Any]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.model_executor.model_loader import get_model
 
-    arguments = engine_arguments(GenerationConfig(dtype="float32"), folder, 256, 1)
+    arguments = engine_arguments(GenerationConfig(model_args=EngineModelArgs(dtype="float32")), folder, 256, 1)
     config = AsyncEngineArgs(**arguments).create_engine_config()
     with set_current_vllm_config(config), tempfile.TemporaryDirectory() as meeting:
         if not torch.distributed.is_initialized():

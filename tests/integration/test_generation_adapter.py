@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.config import EngineModelArgs, EngineStrategy, GenerationConfig, VllmConfig
 from offbeat.services.generation.vllm.engine import VllmEngine
 from offbeat.services.messages.types import (
     Completion,
@@ -36,7 +36,12 @@ from tests.integration.policy_weights import write_policy
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 FLOAT_NOISE = 5e-5
-CONFIG = GenerationConfig(dtype="float32", kv_cache_gib=0.25, max_lora_rank=4, on_weight_update="recompute")
+CONFIG = GenerationConfig(
+    model_args=EngineModelArgs(dtype="float32"),
+    kv_cache_gib=0.25,
+    on_weight_update="recompute",
+    strategy_args=EngineStrategy(strategy_config=VllmConfig(max_lora_rank=4)),
+)
 ARGS = [
     ModelArgs(lora_target="all-linear", lora_rank=3, lora_alpha=5.0),
     ModelArgs(lora_target="all-linear", lora_rank=3, lora_alpha=5.0),

@@ -23,7 +23,7 @@ from offbeat.services.chat.append_only import load_chat_format
 from offbeat.services.chat.template import load_chat_template
 from offbeat.services.gateway.server import Gateway
 from offbeat.services.gateway.session import EpisodeSession, SessionLimits
-from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.config import EngineModelArgs, GenerationConfig
 from offbeat.services.generation.vllm.engine import VllmEngine
 from offbeat.services.messages.types import (
     Completion,
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 logger = logging.getLogger(__name__)
 
 FLOAT_NOISE = 5e-5
-CONFIG = GenerationConfig(dtype="float32", kv_cache_gib=0.25)
+CONFIG = GenerationConfig(model_args=EngineModelArgs(dtype="float32"), kv_cache_gib=0.25)
 
 
 class Policies:

@@ -22,7 +22,7 @@ from redis.asyncio import Redis as AsyncRedis
 from offbeat.services.errors import RetryableError
 from offbeat.services.generation.app import build
 from offbeat.services.generation.client import DEPLOYMENT, ServeGenerationClient
-from offbeat.services.generation.config import GenerationConfig, app_name
+from offbeat.services.generation.config import EngineModelArgs, GenerationConfig, app_name
 from offbeat.services.generation.replica import ReplicaStatus
 from offbeat.services.keys import RunKeys
 from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
@@ -44,7 +44,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.asyncio(loop_scope="module"), pytes
 
 RUN = f"serve-{os.getpid()}"
 FLOAT_NOISE = 5e-5
-CONFIG = GenerationConfig(dtype="float32", kv_cache_gib=0.25, request_timeout_s=120)
+CONFIG = GenerationConfig(model_args=EngineModelArgs(dtype="float32"), kv_cache_gib=0.25, request_timeout_s=120)
 WEIGHTS = WeightsConfig()
 RESTART_S = 120.0
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from offbeat.services.chat.vision import ImageProcessor, encode_png
-from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.config import EngineModelArgs, GenerationConfig
 from offbeat.services.generation.vllm.engine import VllmEngine
 from offbeat.services.messages.types import (
     Completion,
@@ -30,7 +30,7 @@ from offbeat.trainer.models.tiny import write_tiny_policy
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 FLOAT_NOISE = 5e-5
-CONFIG = GenerationConfig(dtype="float32", kv_cache_gib=0.25)
+CONFIG = GenerationConfig(model_args=EngineModelArgs(dtype="float32"), kv_cache_gib=0.25)
 WORDS = tuple(f"w{i}" for i in range(20))
 
 

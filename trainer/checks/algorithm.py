@@ -108,13 +108,14 @@ def _check_teacher(config: AlgorithmConfig, tags: Collection[str]) -> Iterator[C
         )
     if config.distills and not config.teacher:
         yield ConfigIssue(
-            "teacher", "on-policy distillation needs a teacher: set teacher.NAME.pretrain to a Hugging Face folder"
+            "teacher",
+            "on-policy distillation needs a teacher: set teacher.NAME.model_args.model_name_or_path to a model folder",
         )
     for name, teacher in config.teacher.items():
-        if not Path(teacher.pretrain).is_dir():
-            yield ConfigIssue(
-                f"teacher.{name}.pretrain", f"no such folder: {teacher.pretrain}; set it to a local Hugging Face folder"
-            )
+        folder = teacher.model_args.model_name_or_path
+        if not Path(folder).is_dir():
+            path = f"teacher.{name}.model_args.model_name_or_path"
+            yield ConfigIssue(path, f"no such folder: {folder}; set it to a local Hugging Face folder")
         for position, tag in enumerate(teacher.tag_included):
             if tag not in tags:
                 path = f"teacher.{name}.tag_included.{position}"

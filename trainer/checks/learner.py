@@ -1,6 +1,8 @@
 """Checks of an algorithm against engine and model."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from offbeat.trainer.checks.schedule import check_schedule
 from offbeat.trainer.checks.trackers import check_trackers
@@ -32,15 +34,43 @@ def check_learner(config: LearnerConfig) -> Iterator[ConfigIssue]:
             "full needs the reference's output embedding, which lora_target with zero_stage 3 shards: take k3, or "
             "zero_stage 2",
         )
-    for key in config.critic.model_dump(exclude_defaults=True) if config.adv_estimator != "gae" else ():
+    for key in _leaves(config.critic.model_dump(exclude_defaults=True)) if config.adv_estimator != "gae" else ():
         yield ConfigIssue(
             f"critic.{key}",
             f"adv_estimator {config.adv_estimator} has no critic: leave it out, or take adv_estimator gae",
         )
     yield from check_schedule(config)
+    yield from _check_models(config)
     yield from _check_reference(config)
     yield from _check_replay(config)
     yield from check_trackers(config)
+
+
+def _leaves(table: dict[str, Any]) -> Iterator[str]:
+    for key, value in table.items():
+        yield from (f"{key}.{leaf}" for leaf in _leaves(value)) if isinstance(value, dict) else (key,)
+
+
+def _check_models(config: LearnerConfig) -> Iterator[ConfigIssue]:
+    """Yield folders of the critic's and the reference's model that are missing, or unused."""
+    for role, args in (("critic", config.critic.model_args), ("reference", config.reference.model_args)):
+        folder = args.model_name_or_path
+        if folder is not None and not Path(folder).is_dir():
+            path = f"{role}.model_args.model_name_or_path"
+            yield ConfigIssue(path, f"no such folder: {folder}; set it to a local Hugging Face folder")
+    if not config.needs_reference:
+        for key in _leaves(config.reference.model_args.model_dump(exclude_none=True)):
+            yield ConfigIssue(
+                f"reference.model_args.{key}",
+                "the reference is not used without use_kl_loss or add_token_level_kl: leave it out",
+            )
+    elif config.actor_train.model_args.lora_target is not None and not config.reference.model_args.model_name_or_path:
+        for key in _leaves(config.reference.model_args.overrides):
+            yield ConfigIssue(
+                f"reference.model_args.{key}",
+                "with lora_target the reference is the policy without its adapters: leave it out, or set "
+                "reference.model_args.model_name_or_path",
+            )
 
 
 def _check_reference(config: LearnerConfig) -> Iterator[ConfigIssue]:
@@ -49,7 +79,8 @@ def _check_reference(config: LearnerConfig) -> Iterator[ConfigIssue]:
         return
     if not config.needs_reference:
         yield ConfigIssue(key, "the reference is not used without use_kl_loss or add_token_level_kl: leave it out")
-    if config.actor_train.model_args.lora_target is not None:
+    own_model = config.reference.model_args.model_name_or_path is not None
+    if config.actor_train.model_args.lora_target is not None and not own_model:
         yield ConfigIssue(key, "with lora_target the reference is the policy without its adapters: leave it out")
     for full in config.full_kls:
         yield ConfigIssue(key, f"{name} shards the output embedding, which {full} full needs: take hf_infer, or k3")

@@ -45,11 +45,12 @@ def check_schedule(config: LearnerConfig) -> Iterator[ConfigIssue]:
 
 
 def _peaks(config: LearnerConfig) -> Iterator[Peak]:
-    args, critic = config.actor_train.training_args, config.critic
-    prefix = "actor_train.training_args"
+    args, critic = config.actor_train.training_args, config.critic.training_args
+    prefix, critic_prefix = "actor_train.training_args", "critic.training_args"
     yield Peak(f"{prefix}.learning_rate", args.learning_rate, f"{prefix}.warmup_steps", args.warmup_steps)
     if config.adv_estimator == "gae":
-        yield Peak("critic.learning_rate", critic.learning_rate, "critic.warmup_steps", critic.warmup_steps)
+        key = f"{critic_prefix}.learning_rate"
+        yield Peak(key, critic.learning_rate, f"{critic_prefix}.warmup_steps", critic.warmup_steps)
 
 
 def _check_setting(settings: Mapping[str, JsonValue]) -> Iterator[ConfigIssue]:

@@ -11,8 +11,8 @@ from offbeat.trainer.config.conditions import (
     OnlyWith,
 )
 from offbeat.trainer.config.corrections import TrainInferCorrection
-from offbeat.trainer.config.reference import TeacherConfig
 from offbeat.trainer.config.rewards import Over, RewardNormalization, RewardShaping
+from offbeat.trainer.config.roles import TeacherConfig
 from offbeat.trainer.config.schedule import Scheduler
 
 Estimator = Literal[

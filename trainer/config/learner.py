@@ -6,10 +6,11 @@ from typing import Annotated, Literal, cast
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from offbeat.envs.config import Config
+from offbeat.services.generation.config import Dtype
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.conditions import SET, ConditionalConfig, OnlyWith
-from offbeat.trainer.config.reference import ReferenceConfig
 from offbeat.trainer.config.replay import ReplayConfig
+from offbeat.trainer.config.roles import AttentionName, CriticConfig, ReferenceConfig, RoleModelArgs
 from offbeat.trainer.config.schedule import ScheduleArgs
 from offbeat.trainer.config.staleness import StalenessControllerConfig
 
@@ -85,8 +86,8 @@ class WarmStartConfig(Config):
 class ModelArgs(ConditionalConfig):
     """Model and adapters; ROLL's `model_args`."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    dtype: Dtype = "float32"
+    attn_implementation: AttentionName = "auto"
     """Attention; `auto` is packed causal, padded only inside attention."""
     shared_prefix: Annotated[bool, OnlyWith(attn_implementation=("auto",))] = False
     """Single computation of a group's shared prompt, with equal gradient; for long prompts and short answers. Llama,
@@ -116,6 +117,10 @@ class ModelArgs(ConditionalConfig):
     @property
     def without_adapters(self) -> "ModelArgs":
         return self.model_copy(update={"lora_target": None})
+
+    def of_role(self, role: RoleModelArgs) -> "ModelArgs":
+        """Return the arguments of a role's model, which has no adapters."""
+        return self.without_adapters.model_copy(update=role.overrides)
 
 
 class TrainingArgs(ScheduleArgs):
@@ -186,21 +191,6 @@ class ActorTrainConfig(Config):
     """
     num_threads: int = Field(default=1, ge=1)
     """torch threads per process on CPU."""
-
-
-class CriticConfig(ConditionalConfig):
-    """Value function for `adv_estimator: gae`."""
-
-    backbone: Literal["own", "policy"] = "own"
-    """`own`: a separate model of the policy's architecture. `policy`: a linear head on the policy's last hidden states,
-    trained with it.
-    """
-    vf_coef: Annotated[float, OnlyWith(backbone=("policy",))] = Field(default=0.1, gt=0)
-    """Coefficient of the value loss."""
-    learning_rate: float = Field(default=5e-4, gt=0)
-    """Learning rate of the critic or value head."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up."""
 
 
 class LearnerConfig(AlgorithmConfig):

@@ -40,10 +40,19 @@ class LearnerRunConfig(LearnerConfig):
     def adapter_settings(self) -> Mapping[str, object] | None:
         """PEFT settings for engines, or None if merged weights are published."""
         args = self.actor_train.model_args
-        if self.actor_infer.max_lora_rank is None:
+        if self.actor_infer.engine.max_lora_rank is None:
             return None
         kind = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none"}
         return {**kind, "r": args.lora_rank, "lora_alpha": args.adapter_alpha, "target_modules": args.lora_targets}
+
+    @property
+    def generation(self) -> GenerationConfig:
+        """`actor_infer` with the policy's dtype unless it sets one."""
+        infer = self.actor_infer
+        args = infer.model_args.model_copy(
+            update={"dtype": infer.model_args.dtype or self.actor_train.model_args.dtype}
+        )
+        return infer.model_copy(update={"model_args": args})
 
     @property
     def temperature(self) -> float:

@@ -251,7 +251,8 @@ class BatchTrainer:
         losses = StepLosses(self._config, micro_batches, targets, entropy_coef, self._ranks.device)
         policy, critic, decay = self._models.policy, self._models.critic, self._args.weight_decay
         rate = self._rate(step, self.learning_rate, self._args.warmup_steps)
-        critic_rate = self._rate(step, self._config.critic.learning_rate, self._config.critic.warmup_steps)
+        critic_args = self._config.critic.training_args
+        critic_rate = self._rate(step, critic_args.learning_rate, critic_args.warmup_steps)
         learns = self._config.has_value_head or any(bool(targets.weights[micro.index].any()) for micro in micro_batches)
         outcomes: list[Gauges] = []
         if critic is not None:

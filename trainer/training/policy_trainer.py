@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from offbeat.services.chat.append_only import load_chat_format
 from offbeat.trainer.config.learner import ModelArgs
-from offbeat.trainer.config.reference import InferStrategyArgs
+from offbeat.trainer.config.roles import InferStrategyArgs, RoleModelArgs
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.base import TrainEngine
 from offbeat.trainer.engines.deepspeed import DeepSpeedEngine, DeepSpeedLogprobModel
@@ -184,7 +184,12 @@ class PolicyTrainer:
 
     @property
     def _has_companions(self) -> bool:
-        return self._config.has_own_critic or self._config.needs_reference
+        return self._config.has_own_critic or self._refers_to_start
+
+    @property
+    def _refers_to_start(self) -> bool:
+        """True if the reference is the policy after its warm start."""
+        return self._config.needs_reference and self._config.reference.model_args.model_name_or_path is None
 
     def _build_companions(self) -> None:
         start = self._run.output_dir / START
@@ -192,11 +197,15 @@ class PolicyTrainer:
         args, seed = self._train.model_args, self._config.seed
         reference: LogprobModel | None = None
         if self._config.has_own_critic:
-            self._critic = self._engine(self._kick_watchdog(load_critic(folder, args, seed)))
-        if self._config.needs_reference and self._uses_adapters:
+            role = self._config.critic.model_args
+            weights = Path(role.model_name_or_path or folder)
+            self._critic = self._engine(self._kick_watchdog(load_critic(weights, args.of_role(role), seed)))
+        if self._refers_to_start and self._uses_adapters:
             reference = AdapterFreeReference(self._policy, self._model)
         elif self._config.needs_reference:
-            reference = self._frozen(self._load(folder, args), self._config.reference.strategy_args)
+            role = self._config.reference
+            self._check_tokens("reference", role.model_args)
+            reference = self._frozen(self._load_role(role.model_args, folder), role.strategy_args)
             self._reference = reference if isinstance(reference, FrozenModel) else None
         models = StepModels(self._policy, self._critic, reference, self._teachers())
         self._steps = BatchTrainer(self._config, models, self._ranks)
@@ -213,10 +222,9 @@ class PolicyTrainer:
             ValueError: a tokenizer differs from the policy's.
         """
         for name, teacher in self._config.teacher.items():
-            check_same_tokens(self._run.model_folder, Path(teacher.pretrain), f"teacher.{name}.pretrain")
-        args = self._train.model_args.without_adapters
+            self._check_tokens(f"teacher.{name}", teacher.model_args)
         return [
-            self._frozen(self._load(Path(teacher.pretrain), args), teacher.strategy_args)
+            self._frozen(self._load_role(teacher.model_args, self._run.model_folder), teacher.strategy_args)
             for teacher in self._config.teacher.values()
         ]
 
@@ -231,6 +239,14 @@ class PolicyTrainer:
 
     def _load(self, folder: Path, args: ModelArgs) -> PackedPolicy:
         return self._kick_watchdog(load_policy(folder, args, self._config.seed, self._config.temperature))
+
+    def _check_tokens(self, role: str, args: RoleModelArgs) -> None:
+        if args.model_name_or_path is not None:
+            key = f"{role}.model_args.model_name_or_path"
+            check_same_tokens(self._run.model_folder, Path(args.model_name_or_path), key)
+
+    def _load_role(self, role: RoleModelArgs, folder: Path) -> PackedPolicy:
+        return self._load(Path(role.model_name_or_path or folder), self._train.model_args.of_role(role))
 
     def _load_trained(self, folder: Path) -> PackedPolicy:
         config = self._config
@@ -272,7 +288,7 @@ class PolicyTrainer:
         Raises:
             RuntimeError: the weights were not kept.
         """
-        if self._config.warm_start is None or not self._config.needs_reference or self._uses_adapters:
+        if self._config.warm_start is None or not self._refers_to_start or self._uses_adapters:
             return
         own, other = self._run.output_dir / START, checkpoint.resolve().parent.parent / START
         staging = self._run.output_dir / f".{START}"

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -17,8 +17,7 @@ from rich.markup import escape
 
 from offbeat.deploy.cli.runs.tables import run_table, runs_table
 from offbeat.deploy.config.errors import ConfigError
-from offbeat.deploy.config.loader import compose_tree
-from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.loader import compose_tree, resolve_paths
 from offbeat.services.control.client import ControlClient, ControlRefusedError
 from offbeat.services.control.schemas import ErrorBody, RunView
 from offbeat.services.errors import RetryableError
@@ -84,7 +83,7 @@ def start_run(
 ) -> int:
     """Send a configuration."""
     try:
-        tree = _with_absolute_paths(compose_tree(config, overrides))
+        tree = resolve_paths(compose_tree(config, overrides), Path.cwd())
     except ConfigError as error:
         print_message(f"{config}: {error}")
         return REFUSED
@@ -98,27 +97,6 @@ def start_run(
         return show_answer(view, as_json=as_json, otherwise=lambda: view.id)
 
     return call(url, token, ask, START_TIMEOUT_S)
-
-
-def _with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
-    """Make local paths absolute: the service's working directory differs."""
-    rooted = {"output_dir": str(RunConfig.model_fields["output_dir"].default), **tree}
-    for key in ("output_dir", "pretrain", "resume_from_checkpoint"):
-        rooted |= _absolute_path(rooted, key)
-    teachers = tree.get("teacher")
-    if isinstance(teachers, dict):
-        by_name = cast(dict[str, Any], teachers)
-        rooted["teacher"] = {
-            n: {**t, **_absolute_path(t, "pretrain")} if isinstance(t, dict) else t for n, t in by_name.items()
-        }
-    return rooted
-
-
-def _absolute_path(tree: dict[str, Any], key: str) -> dict[str, str]:
-    value = tree.get(key)
-    if not isinstance(value, str) or (key == "pretrain" and value == "tiny"):
-        return {}
-    return {key: str(Path(value).resolve())}
 
 
 def list_them(url: str, token: str | None, states: Sequence[str], name: str, limit: int, *, as_json: bool) -> int:

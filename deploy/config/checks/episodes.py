@@ -79,8 +79,8 @@ def _check_training(config: RunConfig) -> Iterator[ConfigIssue]:
         ),
         (train.strategy_args.zero_stage == 3, "actor_train.strategy_args.zero_stage", "3 is not supported: take 2"),
         (
-            config.actor_infer.tensor_parallel_size > 1,
-            "actor_infer.tensor_parallel_size",
+            config.actor_infer.engine.tensor_parallel_size > 1,
+            "actor_infer.strategy_args.strategy_config.tensor_parallel_size",
             "its engine runs in one process: take 1",
         ),
     )
@@ -88,5 +88,7 @@ def _check_training(config: RunConfig) -> Iterator[ConfigIssue]:
         if applies:
             yield ConfigIssue(path, f"the policy has image input; {message}")
     for name, teacher in config.teacher.items():
-        if model_family(Path(teacher.pretrain)) is None:
-            yield ConfigIssue(f"teacher.{name}.pretrain", f"{teacher.pretrain} has no image input, but the policy has")
+        folder = teacher.model_args.model_name_or_path
+        if model_family(Path(folder)) is None:
+            path = f"teacher.{name}.model_args.model_name_or_path"
+            yield ConfigIssue(path, f"{folder} has no image input, but the policy has")

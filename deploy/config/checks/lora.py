@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from offbeat.deploy.config.run import RunConfig
 from offbeat.trainer.config.issue import ConfigIssue
 
-KEY = "actor_infer.max_lora_rank"
+KEY = "actor_infer.strategy_args.strategy_config.max_lora_rank"
 VOCABULARY_LAYERS = ("lm_head", "embed_tokens")
 
 
 def check_lora(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield invalid combinations with `actor_infer.max_lora_rank`."""
-    max_rank, args = config.actor_infer.max_lora_rank, config.actor_train.model_args
+    """Yield invalid combinations with `max_lora_rank`."""
+    max_rank, args = config.actor_infer.engine.max_lora_rank, config.actor_train.model_args
     if max_rank is None:
         return
     if args.lora_target is None:

@@ -20,6 +20,7 @@ from offbeat.services.rollout.config import AgentRunner, EnvManagerConfig
 from offbeat.trainer.checks.algorithm import check_algorithm
 from offbeat.trainer.checks.effects import check_effects
 from offbeat.trainer.checks.learner import check_learner, check_staleness_controller
+from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -146,7 +147,7 @@ def _check_function(key: str, path: str) -> Iterator[ConfigIssue]:
 
 def _check_cpu(config: RunConfig, cores: float) -> Iterator[ConfigIssue]:
     infer, rollout, train = config.actor_infer, config.rollout, config.actor_train
-    engines = infer.num_replicas * infer.tensor_parallel_size * infer.cpus_per_replica if infer.device == "cpu" else 0.0
+    engines = infer.num_replicas * infer.engine.world_size * infer.cpus_per_replica if infer.device == "cpu" else 0.0
     workers = rollout.num_workers * rollout.cpus_per_worker
     if engines + workers > cores:
         room = max(int((cores - engines) / rollout.cpus_per_worker), 0)
@@ -206,20 +207,23 @@ def _check_device(config: RunConfig, gpus: float) -> Iterator[ConfigIssue]:
         yield ConfigIssue(
             "weights.transport", f"{transport} transfers tensors between GPUs: on a CPU take shm, or fs across hosts"
         )
-    default = type(infer).model_fields["gpu_memory_utilization"].default
-    if infer.device == "cpu" and infer.gpu_memory_utilization != default:
-        yield ConfigIssue("actor_infer.gpu_memory_utilization", "has no effect with device=cpu: leave it out")
+    default = type(infer.engine).model_fields["gpu_memory_utilization"].default
+    if infer.device == "cpu" and infer.engine.gpu_memory_utilization != default:
+        yield ConfigIssue(
+            f"{ENGINE}.gpu_memory_utilization",
+            "has no effect with device=cpu: leave it out",
+        )
     for path, device in (("actor_infer.device", infer.device), ("actor_train.device", train.device)):
         if device == "cuda" and not gpus:
             yield ConfigIssue(path, "no NVIDIA GPU found: take cpu")
 
 
 def _check_model(config: RunConfig) -> Iterator[ConfigIssue]:
-    longest = config.actor_infer.max_model_len
+    longest = config.actor_infer.engine.max_model_len
     if longest is not None and config.sequence_length > longest:
         yield ConfigIssue(
             "sequence_length",
-            f"{config.sequence_length} tokens exceed the engine's context of {longest} (actor_infer.max_model_len): "
+            f"{config.sequence_length} tokens exceed the engine's context of {longest} ({ENGINE}.max_model_len): "
             f"take at most {longest}, or a larger max_model_len",
         )
     if config.pretrain == "tiny":
@@ -257,8 +261,8 @@ def _hf_config(folder: Path) -> dict[str, Any] | None:
 def _check_context(config: RunConfig, positions: object, source: str) -> Iterator[ConfigIssue]:
     if not isinstance(positions, int):
         return
-    length = config.actor_infer.max_model_len or config.sequence_length
-    path = "actor_infer.max_model_len" if config.actor_infer.max_model_len else "sequence_length"
+    length = config.actor_infer.engine.max_model_len or config.sequence_length
+    path = f"{ENGINE}.max_model_len" if config.actor_infer.engine.max_model_len else "sequence_length"
     if length > positions:
         yield ConfigIssue(
             path, f"{length} tokens exceed the model's context of {positions} ({source}): take at most {positions}"

@@ -85,7 +85,7 @@ def engine_environment(config: GenerationConfig) -> dict[str, str]:
     if config.device == "cpu":
         environment |= {"OMP_NUM_THREADS": str(max(1, round(config.cpus_per_replica)))}
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(PRIMITIVES)}
-        if config.tensor_parallel_size == 1:
+        if config.engine.world_size == 1:
             # The model then runs in the scheduler's own process: one import of torch and vLLM less when the engine starts,
             # and no message between processes in every step.
             environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -96,16 +96,17 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
     """Return arguments of vLLM's `AsyncEngineArgs`."""
     arguments: dict[str, Any] = {
         "model": str(model),
-        "dtype": config.dtype,
+        "dtype": config.model_args.dtype or "auto",
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "seed": seed,
-        "max_model_len": config.max_model_len or sequence_length,
-        "max_num_seqs": config.max_num_seqs,
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "enforce_eager": config.enforce_eager,
-        "enable_prefix_caching": config.enable_prefix_caching,
+        "max_model_len": config.engine.max_model_len or sequence_length,
+        "max_num_seqs": config.engine.max_num_seqs,
+        "tensor_parallel_size": config.engine.tensor_parallel_size,
+        "pipeline_parallel_size": config.engine.pipeline_parallel_size,
+        "enforce_eager": config.engine.enforce_eager,
+        "enable_prefix_caching": config.engine.enable_prefix_caching,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "worker_extension_cls": WORKER_EXTENSION,
@@ -113,20 +114,20 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
     if model_family(model) is not None:
         # pixels come normalised: vLLM would do it again for a folder that names a mean, as those of real models do
         arguments |= {"skip_mm_profiling": True, "mm_processor_cache_gb": 0, "mm_device_do_normalize": False}
-    if config.max_lora_rank is not None:
+    if config.engine.max_lora_rank is not None:
         from vllm.config.lora import MaxLoRARanks
 
-        room = min(rank for rank in get_args(MaxLoRARanks) if rank >= config.max_lora_rank)
+        room = min(rank for rank in get_args(MaxLoRARanks) if rank >= config.engine.max_lora_rank)
         arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room}
     if config.device == "cpu":
         arguments |= {
             "block_size": 32,
             "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
-            "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
+            "distributed_executor_backend": "uni" if config.engine.world_size == 1 else "mp",
         }
     else:
-        arguments |= {"gpu_memory_utilization": config.gpu_memory_utilization}
-    return arguments | config.engine_kwargs
+        arguments |= {"gpu_memory_utilization": config.engine.gpu_memory_utilization}
+    return arguments | (config.engine.model_extra or {})
 
 
 class VllmEngine:
@@ -140,7 +141,7 @@ class VllmEngine:
         self._parameters = lru_cache(MAX_CACHED_SAMPLING_PARAMS)(_parameters)
         self._salt = salt
         self._vocab_size: int = llm.model_config.get_vocab_size()
-        self._salted = config.enable_prefix_caching and config.on_weight_update == "keep"
+        self._salted = config.engine.enable_prefix_caching and config.on_weight_update == "keep"
         self._recompute = config.on_weight_update == "recompute"
         self._steps_ahead = bool(llm.vllm_config.scheduler_config.async_scheduling)
         self._adapter: Any = None
@@ -171,7 +172,7 @@ class VllmEngine:
             image_prompts = vision.PromptMaker(model)
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         await llm.collective_rpc("die_with_parent")
-        if config.max_lora_rank is not None:
+        if config.engine.max_lora_rank is not None:
             await llm.collective_rpc("prepare_adapters")
         engine = cls(llm, config, image_prompts=image_prompts)
         await engine.warm_up()

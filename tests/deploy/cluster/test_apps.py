@@ -55,10 +55,10 @@ def test_gpu_file_builds_and_requires_a_token(tmp_path: Path):
     built = settings(schema)
     assert built["control"].token == "secret"
     big = built["generation-8b"]
-    assert (big.tenant, big.config.tensor_parallel_size, big.transport) == (None, 2, "nccl")
+    assert (big.tenant, big.config.engine.tensor_parallel_size, big.transport) == (None, 2, "nccl")
     override = next(app for app in schema.applications if app.name == "generation-8b").deployments[0]
-    assert override.placement_group_bundles == [{"CPU": 4, "GPU": big.config.tensor_parallel_size}]
-    assert override.ray_actor_options.num_gpus == big.config.tensor_parallel_size
+    assert override.placement_group_bundles == [{"CPU": 4, "GPU": big.config.engine.tensor_parallel_size}]
+    assert override.ray_actor_options.num_gpus == big.config.engine.tensor_parallel_size
     assert override.autoscaling_config["max_replicas"] == 4
 
 
@@ -68,7 +68,7 @@ def test_unknown_argument_is_rejected_with_the_nearest_name():
 
 
 def test_invalid_key_of_a_run_is_rejected_with_its_path():
-    with pytest.raises(ConfigError, match=r"actor_infer\.tensor_parallel_size"):
+    with pytest.raises(ConfigError, match=r"actor_infer\.strategy_args\.strategy_config\.tensor_parallel_size"):
         apps.generation({"redis_url": URL, "folder": "g", "config": {"actor_infer": {"tensor_parallel_size": 0}}})
 
 
@@ -85,7 +85,7 @@ def test_config_of_a_generation_application_overrides_its_run():
         {"redis_url": URL, "folder": "g", "run": "quickstart.yaml", "config": {"actor_infer": {"num_replicas": 3}}}
     )
     (bound,) = application._bound_deployment.init_args
-    assert (bound.config.num_replicas, bound.config.dtype, bound.sequence_length) == (3, "float32", 512)
+    assert (bound.config.num_replicas, bound.config.model_args.dtype, bound.sequence_length) == (3, "float32", 512)
 
 
 @pytest.mark.parametrize("url", ["redis://elsewhere:6390/0", "rediss://127.0.0.1:6390/0", "redis://127.0.0.1/0"])

@@ -5,7 +5,7 @@ import pytest
 from offbeat.deploy.cluster.engine_matching import choose_app, load_architecture
 from offbeat.deploy.config.loader import compose_tree, validate_tree
 from offbeat.deploy.config.run import RunConfig
-from offbeat.services.generation.config import GenerationConfig, app_name
+from offbeat.services.generation.config import EngineModelArgs, GenerationConfig, app_name
 from offbeat.services.generation.tenancy import EngineOffer
 from tests.paths import QUICKSTART
 
@@ -18,7 +18,7 @@ def offer(run: RunConfig, **changes: Any) -> EngineOffer:
     values: dict[str, Any] = {
         "architecture": load_architecture(run),
         "sequence_length": run.sequence_length,
-        "config": run.actor_infer,
+        "config": run.generation,
         "transport": run.weights.transport,
         "log_dir": "/logs",
     }
@@ -66,7 +66,9 @@ def test_run_that_names_its_own_application_deploys_it():
 
 def test_named_application_with_the_same_model_is_taken():
     """Its engine settings may differ."""
-    offers = {"a": offer(run_config(), config=GenerationConfig(dtype="bfloat16", num_replicas=3))}
+    offers = {
+        "a": offer(run_config(), config=GenerationConfig(model_args=EngineModelArgs(dtype="bfloat16"), num_replicas=3))
+    }
     assert choose(run_config("actor_infer.app=a"), offers) == "a"
 
 

@@ -34,7 +34,7 @@ def test_unknown_key_lists_several_equal_keys():
     assert set(nearest_keys("learning_rate", RunConfig)) == {
         "warm_start.learning_rate",
         "actor_train.training_args.learning_rate",
-        "critic.learning_rate",
+        "critic.training_args.learning_rate",
     }
 
 

@@ -8,6 +8,7 @@ from offbeat.deploy.config.loader import (
     dump_yaml,
     load_document,
     load_run,
+    resolve_paths,
 )
 from offbeat.deploy.config.run import RunConfig
 from tests.paths import CONFIGS
@@ -146,3 +147,27 @@ def test_file_without_yaml_suffix_is_rejected(tmp_path: Path):
     path = tmp_path / "run.yml"
     path.write_text("custom_envs: {L: {env_type: frozen_lake}}\n")
     assert "only *.yaml files: rename run.yml" in refused(path=path)[""]
+
+
+def test_relative_paths_of_a_tree_are_made_absolute():
+    """Other values are left to validation."""
+    path = "model_args"
+    tree = {
+        "teacher": {"a": {path: {"model_name_or_path": "models/a"}}, "b": {path: {"model_name_or_path": "/b"}}, "c": 3},
+        "pretrain": "tiny",
+        "reference": {path: {"model_name_or_path": "ref"}},
+        "resume_from_checkpoint": True,
+    }
+    resolved = resolve_paths(tree, Path("/here"))
+    assert resolved == {
+        "teacher": {
+            "a": {path: {"model_name_or_path": "/here/models/a"}},
+            "b": {path: {"model_name_or_path": "/b"}},
+            "c": 3,
+        },
+        "pretrain": "tiny",
+        "reference": {path: {"model_name_or_path": "/here/ref"}},
+        "resume_from_checkpoint": True,
+        "output_dir": "/here/runs/offbeat",
+    }
+    assert resolve_paths({"output_dir": 5, "teacher": [1]}, Path("/here")) == {"output_dir": 5, "teacher": [1]}

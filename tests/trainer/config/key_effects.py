@@ -4,8 +4,8 @@ from typing import Any
 
 from offbeat.services.messages.types import Group
 from offbeat.trainer.config.corrections import ImportanceWeight, MismatchFilter, TrainInferCorrection
-from offbeat.trainer.config.reference import TeacherConfig
 from offbeat.trainer.config.rewards import RewardNormalization, RewardShaping
+from offbeat.trainer.config.roles import TeacherConfig, TeacherModelArgs
 
 HERE = f"{__name__}:OddGroups"
 RECOMPUTE = {"old_logprobs": "recompute"}
@@ -19,7 +19,12 @@ Change = tuple[dict[str, Any], dict[str, Any]]
 
 
 def teachers(**told: dict[str, Any]) -> dict[str, Any]:
-    return {"teacher": {name: TeacherConfig(pretrain=name, **settings) for name, settings in told.items()}}
+    return {
+        "teacher": {
+            name: TeacherConfig(model_args=TeacherModelArgs(model_name_or_path=name), **settings)
+            for name, settings in told.items()
+        }
+    }
 
 
 TEACHERS: dict[str, Any] = teachers(one={})
@@ -122,7 +127,7 @@ IN_THE_STEP = {
     "ref_model_mixup_alpha", "max_refill_ratio",
 }  # fmt: skip
 """Shown by tests/trainer/training/test_optimizer_step.py and tests/trainer/learner/test_group_intake.py."""
-OF_THE_ENGINE = {"pretrain", "strategy_args"}
+OF_THE_ENGINE = {"model_args", "strategy_args"}
 """Of a teacher: which model, and how it lies on processes (tests/integration/test_learner_engine.py)."""
 
 

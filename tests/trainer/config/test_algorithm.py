@@ -4,8 +4,8 @@ from pydantic import ValidationError
 from offbeat.trainer.checks.learner import check_learner
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.learner import LearnerConfig, StrategyArgs
-from offbeat.trainer.config.reference import InferStrategyArgs
 from offbeat.trainer.config.rewards import RewardNormalization
+from offbeat.trainer.config.roles import InferStrategyArgs
 
 
 @pytest.mark.parametrize(

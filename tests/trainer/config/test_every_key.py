@@ -7,8 +7,8 @@ import torch
 
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.corrections import ImportanceWeight, MismatchFilter, TrainInferCorrection
-from offbeat.trainer.config.reference import TeacherConfig
 from offbeat.trainer.config.rewards import RewardNormalization, RewardShaping
+from offbeat.trainer.config.roles import TeacherConfig
 from tests.trainer.config.key_effects import (
     EFFECTS,
     IN_THE_STEP,

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from offbeat.trainer.config.learner import (
-    CriticConfig,
     LearnerConfig,
     ModelArgs,
     TinyPolicyConfig,
 )
+from offbeat.trainer.config.roles import CriticConfig, CriticModelArgs
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
@@ -25,14 +25,20 @@ HEAD: dict[str, Any] = {"backbone": "policy"}
 OF_THE_CRITIC: dict[str, Change] = {
     "backbone": ({}, HEAD),
     "vf_coef": (HEAD, {"vf_coef": 0.9}),
-    "learning_rate": ({}, {"learning_rate": 1e-2}),
-    "learning_rate of a head": (HEAD, {"learning_rate": 1e-2}),
-    "warmup_steps": ({}, {"warmup_steps": 5}),
-    "warmup_steps of a head": (HEAD, {"warmup_steps": 5}),
+    "learning_rate": ({}, {"training_args": {"learning_rate": 1e-2}}),
+    "learning_rate of a head": (HEAD, {"training_args": {"learning_rate": 1e-2}}),
+    "warmup_steps": ({}, {"training_args": {"warmup_steps": 5}}),
+    "warmup_steps of a head": (HEAD, {"training_args": {"warmup_steps": 5}}),
+    "dtype": ({}, {"model_args": {"dtype": "bfloat16"}}),
 }
 
 
 LORA: dict[str, Any] = {"lora_target": "q_proj,v_proj"}
+OF_THE_ROLES: dict[str, object] = {
+    "dtype": "bfloat16",
+    "attn_implementation": "eager",
+    "disable_gradient_checkpointing": False,
+}
 OF_THE_MODEL: dict[str, Change] = {
     "dtype": ({}, {"dtype": "bfloat16"}),
     "attn_implementation": ({}, {"attn_implementation": "eager"}),
@@ -84,7 +90,7 @@ def trained(folder: Path, critic: dict[str, Any]) -> torch.Tensor:
     training = {"training_args": {"learning_rate": 1e-2, "max_tokens_per_microbatch": 1000}}
     config = LearnerConfig.model_validate({"adv_estimator": "gae", "critic": critic, "actor_train": training})
     policy = load_policy(folder, ModelArgs(), seed=1, value_head=config.has_value_head)
-    own = load_critic(folder, ModelArgs(), seed=1) if config.has_own_critic else None
+    own = load_critic(folder, ModelArgs().of_role(config.critic.model_args), seed=1) if config.has_own_critic else None
     models = StepModels(PlainEngine(policy), None if own is None else PlainEngine(own))
     batches = BatchTrainer(config, models, Ranks(0, 0, 1, torch.device("cpu")))
     for step in range(2):
@@ -94,6 +100,14 @@ def trained(folder: Path, critic: dict[str, Any]) -> torch.Tensor:
     return torch.cat([each.detach().flatten() for each in (*policy.model.parameters(), *head.parameters())])
 
 
+@pytest.mark.parametrize(("key", "value"), OF_THE_ROLES.items(), ids=OF_THE_ROLES)
+def test_a_role_has_the_policys_model_but_for_its_own_keys(key: str, value: object) -> None:
+    args = ModelArgs(dtype="float16", lora_target="all-linear", attn_implementation="sdpa")
+    assert args.of_role(CriticModelArgs()) == args.without_adapters
+    assert args.of_role(CriticModelArgs(**{key: value})) == args.without_adapters.model_copy(update={key: value})
+
+
 def test_every_key_of_a_critic_and_a_model_has_an_effect_that_is_shown():
     assert set(CriticConfig.model_fields) == {key for _, change in OF_THE_CRITIC.values() for key in change}
     assert set(ModelArgs.model_fields) == set(OF_THE_MODEL)
+    assert set(CriticModelArgs.model_fields) == {"model_name_or_path", *OF_THE_ROLES}

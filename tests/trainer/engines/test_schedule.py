@@ -8,7 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from offbeat.trainer.checks.schedule import check_schedule
-from offbeat.trainer.config.learner import CriticConfig, LearnerConfig, TrainingArgs
+from offbeat.trainer.config.learner import LearnerConfig, TrainingArgs
+from offbeat.trainer.config.roles import CriticConfig, CriticTrainingArgs
 from offbeat.trainer.config.schedule import KWARGS, METRIC_DRIVEN
 from offbeat.trainer.engines.schedule import plateau_rate, scheduled_rate
 
@@ -129,9 +130,11 @@ def test_invalid_schedule_values_are_rejected(config: LearnerConfig, path: str, 
 def test_an_absolute_floor_is_held_against_the_critics_rate_too() -> None:
     config = schedule("cosine_with_min_lr", {"min_lr": 5e-4})
     assert not list(check_schedule(config))
-    critic = config.model_copy(update={"adv_estimator": "gae", "critic": CriticConfig(learning_rate=1e-4)})
+    critic = config.model_copy(
+        update={"adv_estimator": "gae", "critic": CriticConfig(training_args=CriticTrainingArgs(learning_rate=1e-4))}
+    )
     (found,) = check_schedule(critic)
-    assert "critic.learning_rate 0.0001" in found.message
+    assert "critic.training_args.learning_rate 0.0001" in found.message
 
 
 @pytest.mark.parametrize("steps", [14, 1_000_000_000])

@@ -9,7 +9,7 @@ import torch
 from offbeat.trainer.checks.algorithm import check_algorithm
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.learner import LearnerConfig, ModelArgs, TinyPolicyConfig
-from offbeat.trainer.config.reference import TeacherConfig
+from offbeat.trainer.config.roles import TeacherConfig, TeacherModelArgs
 from offbeat.trainer.data.batch import pack
 from offbeat.trainer.data.selection import carries_signal
 from offbeat.trainer.engines.frozen import FrozenModel
@@ -31,8 +31,8 @@ from tests.trainer.training.test_learning import (
 from tests.trainer.trajectories import group, trajectory
 
 TWO = {
-    "all": TeacherConfig(pretrain="a", opd_kl_coef=0.5),
-    "one": TeacherConfig(pretrain="b", tag_included=("tag1",), opd_kl_coef=2.0),
+    "all": TeacherConfig(model_args=TeacherModelArgs(model_name_or_path="a"), opd_kl_coef=0.5),
+    "one": TeacherConfig(model_args=TeacherModelArgs(model_name_or_path="b"), tag_included=("tag1",), opd_kl_coef=2.0),
 }
 
 
@@ -77,7 +77,7 @@ def test_missing_or_unused_teachers_are_reported(tmp_path: Path) -> None:
         issues = check_algorithm(config, group_size=4, groups_per_step=4, max_steps=9, tags=("tag0", "tag1"))
         return [issue.path for issue in issues]
 
-    here = TeacherConfig(pretrain=str(tmp_path))
+    here = TeacherConfig(model_args=TeacherModelArgs(model_name_or_path=str(tmp_path)))
     half = here.model_copy(update={"tag_included": ("tag0",)})
     stray = here.model_copy(update={"tag_included": ("tag9",)})
     assert paths(use_opd=True) == ["teacher"]
@@ -85,7 +85,9 @@ def test_missing_or_unused_teachers_are_reported(tmp_path: Path) -> None:
     assert paths(use_opd=True, teacher={"one": here}) == paths(adv_estimator="opd", teacher={"one": here}) == []
     assert paths(use_opd=True, teacher={"one": half}) == []
     assert paths(adv_estimator="opd", teacher={"one": half}) == ["teacher"]
-    assert paths(use_opd=True, teacher={"one": TeacherConfig(pretrain="/nowhere")}) == ["teacher.one.pretrain"]
+    assert paths(
+        use_opd=True, teacher={"one": TeacherConfig(model_args=TeacherModelArgs(model_name_or_path="/nowhere"))}
+    ) == ["teacher.one.model_args.model_name_or_path"]
     assert paths(use_opd=True, teacher={"one": stray}) == ["teacher.one.tag_included.0"]
 
 
@@ -114,7 +116,7 @@ def test_student_learns_from_teacher_without_rewards(tmp_path: Path) -> None:
 
     teacher = load_policy(tmp_path, ModelArgs(), seed=1)
     assert rewards(teacher, {"adv_estimator": "rloo"}, [])[-1] > 0.6
-    pure = {"adv_estimator": "opd", "teacher": {"own": {"pretrain": str(tmp_path)}}}
+    pure = {"adv_estimator": "opd", "teacher": {"own": {"model_args": {"model_name_or_path": str(tmp_path)}}}}
     student = load_policy(tmp_path, ModelArgs(), seed=2)
     means = rewards(student, pure, [FrozenModel(teacher, ALONE)])
     assert sum(means[-4:]) / 4 > 2 * max(means[0], 0.2)

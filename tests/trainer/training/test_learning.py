@@ -120,7 +120,7 @@ def greedy_episode(policy: PackedPolicy, sibling: Trajectory) -> Trajectory:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_learns(name: str, folder: Path):
     chosen = ALGORITHMS[name]
-    tree = chosen | {"max_steps": 1000, "critic": {"learning_rate": 2e-2} | chosen.get("critic", {})}
+    tree = chosen | {"max_steps": 1000, "critic": {"training_args": {"learning_rate": 2e-2}} | chosen.get("critic", {})}
     training = {"actor_train": {"training_args": {"learning_rate": 1e-2, "max_tokens_per_microbatch": 4096}}}
     config = LearnerConfig.model_validate_json(json.dumps(tree | training))
     policy = load_policy(folder, ModelArgs(), seed=1, value_head=config.has_value_head)

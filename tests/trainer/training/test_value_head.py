@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from offbeat.services.messages.types import Group
 from offbeat.trainer.checks.learner import check_learner
 from offbeat.trainer.config.learner import (
-    CriticConfig,
     LearnerConfig,
     ModelArgs,
 )
+from offbeat.trainer.config.roles import CriticConfig
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.packing import Packing
@@ -36,7 +36,7 @@ def config(budget: int = 1000, **settings: object) -> LearnerConfig:
         "lambd": LAMBDA,
         "value_clip": VALUE_CLIP,
         "entropy_loss_coef": 0.01,
-        "critic": {"backbone": "policy", "vf_coef": VF_COEF, "learning_rate": 3e-2},
+        "critic": {"backbone": "policy", "vf_coef": VF_COEF, "training_args": {"learning_rate": 3e-2}},
         "actor_train": {"training_args": training},
     }
     return LearnerConfig.model_validate(tree | settings)
@@ -159,9 +159,13 @@ def test_warmup_trains_only_the_value_head(folder: Path) -> None:
 def test_critic_keys_without_effect_are_refused_with_a_correction() -> None:
     with pytest.raises(ValueError, match=r"vf_coef\n.*backbone=policy"):
         CriticConfig(vf_coef=0.5)
-    for told in ({"backbone": "policy", "vf_coef": 0.5}, {"learning_rate": 3e-2}, {"warmup_steps": 4}):
+    schedule = {"training_args": {"learning_rate": 3e-2, "warmup_steps": 4}}
+    for told, keys in (
+        ({"backbone": "policy", "vf_coef": 0.5}, ["backbone", "vf_coef"]),
+        (schedule, ["training_args.learning_rate", "training_args.warmup_steps"]),
+    ):
         found = list(check_learner(config(adv_estimator="grpo", lambd=0.95, value_clip=None, critic=told)))
-        assert [issue.path for issue in found] == [f"critic.{key}" for key in told]
+        assert [issue.path for issue in found] == [f"critic.{key}" for key in keys]
         assert all("take adv_estimator gae" in issue.message for issue in found)
 
 

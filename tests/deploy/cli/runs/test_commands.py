@@ -20,7 +20,6 @@ from offbeat.deploy.cli.runs.calls import (
     UNAUTHORIZED,
     UNKNOWN,
     UNREACHABLE,
-    _with_absolute_paths,
 )
 from offbeat.services.control.run import RunState
 from offbeat.services.keys import RunKeys
@@ -206,15 +205,6 @@ def test_a_service_that_is_not_there_is_named_without_a_traceback(command: tuple
     assert "http://127.0.0.1:1" in result.stderr
     assert "OFFBEAT_URL" in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_relative_paths_of_a_configuration_are_made_absolute():
-    """Other strings are left to the service."""
-    tree = {"teacher": {"a": {"pretrain": "models/a"}, "b": {"pretrain": "/b"}, "c": 3}, "pretrain": "tiny"}
-    found = _with_absolute_paths(tree)
-    assert found["teacher"] == {"a": {"pretrain": str(Path("models/a").resolve())}, "b": {"pretrain": "/b"}, "c": 3}
-    assert (found["pretrain"], found["output_dir"]) == ("tiny", str(Path("runs/offbeat").resolve()))
-    assert _with_absolute_paths({"output_dir": 5, "teacher": [1]}) == {"output_dir": 5, "teacher": [1]}
 
 
 class NoControlService(BaseHTTPRequestHandler):

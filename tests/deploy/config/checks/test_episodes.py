@@ -4,6 +4,7 @@ from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import compose_tree, validate_tree
 from offbeat.deploy.play.target import load_config
+from offbeat.trainer.config.aliases import ENGINE
 from tests.paths import CONFIGS
 
 TAG = "custom_envs.FrozenLake"
@@ -33,7 +34,7 @@ def test_tiny_policy_with_images_is_accepted():
             "take deepspeed_train",
         ),
         (["+actor_train.strategy_args.zero_stage=3"], "actor_train.strategy_args.zero_stage", "take 2"),
-        (["+actor_infer.tensor_parallel_size=2"], "actor_infer.tensor_parallel_size", "take 1"),
+        (["+actor_infer.tensor_parallel_size=2"], f"{ENGINE}.tensor_parallel_size", "take 1"),
         (["+use_kl_loss=true", "+kl_loss_coef=0.1", "+kl_loss_type=full"], "kl_loss_type", "take k3"),
         (["warm_start.demos=offbeat.envs.frozen_lake.demos:blind_wandering"], "warm_start.demos", "careful_wandering"),
         (

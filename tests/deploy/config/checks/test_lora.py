@@ -5,7 +5,8 @@ import pytest
 from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.loader import CONFIGS, compose_tree, validate_tree
 
-LORA = ["actor_infer.max_lora_rank=16"]
+MAX_RANK = "actor_infer.strategy_args.strategy_config.max_lora_rank"
+LORA = [f"{MAX_RANK}=16"]
 TARGET = "actor_train.model_args.lora_target"
 
 
@@ -21,7 +22,7 @@ def test_lora_recipe_with_adapter_publishing_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("overrides", "path", "says"),
     [
-        (["actor_infer.max_lora_rank=8"], "actor_infer.max_lora_rank", "take 16"),
+        ([f"{MAX_RANK}=8"], MAX_RANK, "take 16"),
         ([f"{TARGET}='q_proj,lm_head'"], TARGET, "lm_head"),
         (["weights.transport=fs", "weights.anchor_every=4"], "weights.anchor_every", "leave it out"),
         (["weights.transport=nccl"], "weights.transport", "shm"),
@@ -36,7 +37,7 @@ def test_invalid_combinations_with_adapters_are_rejected(overrides: list[str], p
 def test_max_lora_rank_without_lora_target_is_rejected() -> None:
     config = validate_tree(compose_tree(CONFIGS / "quickstart.yaml", LORA))
     (found,) = check_run(config, cores=2)
-    assert (found.path, TARGET in found.message) == ("actor_infer.max_lora_rank", True)
+    assert (found.path, TARGET in found.message) == (MAX_RANK, True)
 
 
 def test_adapter_settings_have_pefts_keys() -> None:
@@ -49,5 +50,5 @@ def test_adapter_settings_have_pefts_keys() -> None:
         "lora_alpha": 32,
         "target_modules": "all-linear",
     }
-    merged = config.model_copy(update={"actor_infer": config.actor_infer.model_copy(update={"max_lora_rank": None})})
+    merged = validate_tree(compose_tree(CONFIGS / "recipes" / "lora.yaml"))
     assert merged.adapter_settings is None

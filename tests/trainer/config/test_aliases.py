@@ -1,0 +1,96 @@
+"""Other spellings of keys and values."""
+
+import json
+from typing import Any
+
+import pytest
+
+from offbeat.deploy.config.errors import nearest_keys
+from offbeat.deploy.config.run import RunConfig
+from offbeat.trainer.config.aliases import ENGINE, KEYS, VALUES, canonical_json, canonicalize
+
+ENVS: dict[str, Any] = {"custom_envs": {"a": {"env_type": "frozen_lake"}}}
+
+
+def leaf(tree: dict[str, Any], path: str) -> Any:
+    for part in path.split("."):
+        tree = tree[part]
+    return tree
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    return value
+
+
+@pytest.mark.parametrize(("key", "canonical"), KEYS.items(), ids=KEYS)
+def test_another_spelling_becomes_the_canonical_key(key: str, canonical: str):
+    key, canonical = key.replace("*", "name"), canonical.replace("*", "name")
+    value = {"seed": 1} if canonical == ENGINE else 2
+    tree, issues = canonicalize(nested(key, value))
+    assert issues == []
+    assert leaf(tree, canonical) == value
+    with pytest.raises(KeyError):
+        leaf(tree, key)
+
+
+@pytest.mark.parametrize(("key", "values"), VALUES.items(), ids=VALUES)
+def test_another_spelling_of_a_value_becomes_the_canonical_one(key: str, values: dict[str, str]):
+    key = key.replace("*", "name")
+    for value, canonical in values.items():
+        tree, _ = canonicalize(nested(key, value))
+        assert leaf(tree, key) == canonical
+
+
+@pytest.mark.parametrize("canonical", sorted(set(KEYS.values()) | set(VALUES)))
+def test_canonical_keys_exist(canonical: str):
+    nearest = nearest_keys(canonical.replace("*", "a"), RunConfig)
+    assert canonical.replace("*", "a") in nearest
+
+
+def test_a_key_in_two_spellings_is_refused_unless_they_agree():
+    tree = {"async_generation_ratio": 1, "max_staleness": 2}
+    _, (issue,) = canonicalize(tree)
+    assert (issue.path, "max_staleness alone" in issue.message) == ("async_generation_ratio", True)
+    assert canonicalize({"async_generation_ratio": 1, "max_staleness": 1}) == ({"max_staleness": 1}, [])
+    assert tree == {"async_generation_ratio": 1, "max_staleness": 2}
+
+
+def test_engine_arguments_of_both_spellings_are_merged():
+    tree, issues = canonicalize({"actor_infer": {"engine_kwargs": {"swap_space": 0}, "max_num_seqs": 8}})
+    assert (issues, leaf(tree, ENGINE)) == ([], {"swap_space": 0, "max_num_seqs": 8})
+    _, (issue,) = canonicalize(
+        {"actor_infer": {"engine_kwargs": {"a": 1}, "strategy_args": {"strategy_config": {"a": 2}}}}
+    )
+    assert issue.path == "actor_infer.engine_kwargs"
+
+
+def test_values_that_change_nothing_are_dropped_and_others_refused_with_the_reason():
+    args = {"disable_gradient_checkpointing": True, "model_type": None, "dtype": "bf16"}
+    tree, issues = canonicalize({"actor_infer": {"model_args": args}})
+    assert (tree, issues) == ({"actor_infer": {"model_args": {"dtype": "bfloat16"}}}, [])
+    _, (issue,) = canonicalize({"actor_infer": {"model_args": {"disable_gradient_checkpointing": False}}})
+    assert "no backward pass" in issue.message
+
+
+def test_anything_else_is_left_to_validation():
+    for tree in ({"actor_infer": 3}, {"teacher": [1]}, {"critic": None}, {"actor_infer": {"dtype": ["x"]}}):
+        assert canonicalize(tree)[1] == []
+
+
+def test_a_stored_configuration_of_an_earlier_build_is_read():
+    stored = {
+        **ENVS,
+        "actor_infer": {"dtype": "auto", "max_num_seqs": 4, "engine_kwargs": {}},
+        "critic": {"learning_rate": 1e-3},
+    }
+    config = RunConfig.model_validate_json(canonical_json(json.dumps(stored)))
+    assert (config.actor_infer.engine.max_num_seqs, config.critic.training_args.learning_rate) == (4, 1e-3)
+    assert config.generation.model_args.dtype == config.actor_train.model_args.dtype
+
+
+def test_a_spelling_at_the_wrong_place_is_answered_with_the_right_key():
+    tree = {**ENVS, "n_groups": 4}
+    assert canonicalize(tree) == (tree, [])
+    assert nearest_keys("tp_size", RunConfig) != ()

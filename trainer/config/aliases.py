@@ -1,0 +1,143 @@
+"""Other spellings of keys and values: ROLL's, and those of earlier builds.
+
+Invariant: `canonicalize` replaces them before validation, so that everything else knows one form.
+"""
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+from offbeat.trainer.config.issue import ConfigIssue
+
+Tree = dict[str, Any]
+Path = tuple[str, ...]
+
+ENGINE = "actor_infer.strategy_args.strategy_config"
+MANAGERS = ("train_env_manager", "val_env_manager")
+ROLES = ("actor_train", "actor_infer", "critic", "reference", "teacher.*")
+
+KEYS: dict[str, str] = {
+    "async_generation_ratio": "max_staleness",
+    "max_grad_norm": "actor_train.training_args.max_grad_norm",
+    "actor_infer.dtype": "actor_infer.model_args.dtype",
+    "actor_infer.engine_kwargs": ENGINE,
+    **{
+        f"actor_infer.{key}": f"{ENGINE}.{key}"
+        for key in (
+            "tensor_parallel_size", "max_model_len", "max_num_seqs", "gpu_memory_utilization", "enforce_eager",
+            "enable_prefix_caching", "max_lora_rank",
+        )
+    },
+    f"{ENGINE}.tp_size": f"{ENGINE}.tensor_parallel_size",
+    f"{ENGINE}.pp_size": f"{ENGINE}.pipeline_parallel_size",
+    "critic.learning_rate": "critic.training_args.learning_rate",
+    "critic.warmup_steps": "critic.training_args.warmup_steps",
+    "teacher.*.pretrain": "teacher.*.model_args.model_name_or_path",
+    **{f"{manager}.env_groups": f"{manager}.num_env_groups" for manager in MANAGERS},
+    **{f"{manager}.n_groups": f"{manager}.num_groups_partition" for manager in MANAGERS},
+}  # fmt: skip
+"""Spelling -> canonical key; `*` stands for any name, and a table is merged into the canonical one."""
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16", "float": "float32"}
+ATTENTION: dict[str, str] = dict.fromkeys(("fa2", "flash_attn", "flash_attention"), "flash_attention_2")
+VALUES: dict[str, Mapping[str, str]] = {
+    **{f"{role}.model_args.dtype": DTYPES for role in ROLES},
+    **{f"{role}.model_args.attn_implementation": ATTENTION for role in ROLES if role != "actor_infer"},
+    "adv_estimator": {"reinforce++": "reinforce_plus_plus"},
+    "custom_envs.*.env_manager_cls": {
+        f"roll.pipeline.agentic.env_manager.{module}.{name}": name
+        for module, name in (
+            ("traj_env_manager", "TrajEnvManager"),
+            ("step_env_manager", "StepEnvManager"),
+            ("step_concat_env_manager", "StepConcatEnvManager"),
+        )
+    },
+}
+"""Key -> spelling of its value -> canonical value."""
+
+NO_BACKWARD = "inference has no backward pass"
+NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
+    **{f"{role}.model_args.model_type": ((None,), "the model folder's config.json determines it") for role in ROLES},
+    **{f"{role}.strategy_args.strategy_config": ((None,), "") for role in ROLES},
+    **{
+        f"{role}.model_args.disable_gradient_checkpointing": ((True,), NO_BACKWARD)
+        for role in ("actor_infer", "reference", "teacher.*")
+    },
+    "actor_infer.dtype": (("auto",), ""),
+}
+"""Key -> values that change nothing, which are dropped, and why others are refused (empty: they are valid)."""
+
+
+def canonicalize(tree: Tree) -> tuple[Tree, list[ConfigIssue]]:
+    """Return the tree in canonical keys and values, and keys that are set in two spellings."""
+    tree, issues = copy.deepcopy(tree), list[ConfigIssue]()
+    for pattern, (neutral, reason) in NEUTRAL.items():
+        for path, table in list(find_keys(tree, pattern)):
+            value = table[path[-1]]
+            if not any(type(value) is type(each) and value == each for each in neutral):
+                if not reason:
+                    continue
+                issues.append(ConfigIssue(".".join(path), f"has no effect ({reason}): leave it out"))
+            del table[path[-1]]
+    for pattern, canonical in KEYS.items():
+        for path, table in list(find_keys(tree, pattern)):
+            target = _fill(canonical, pattern, path)
+            if problem := _move(tree, table.pop(path[-1]), target):
+                issues.append(ConfigIssue(".".join(path), f"{problem}: set {'.'.join(target)} alone"))
+    for pattern, values in VALUES.items():
+        for path, table in find_keys(tree, pattern):
+            value = table[path[-1]]
+            if isinstance(value, str) and value in values:
+                table[path[-1]] = values[value]
+    return tree, issues
+
+
+def canonical_json(text: str | bytes) -> str:
+    """Return a stored configuration, of this or an earlier build, in canonical keys."""
+    return json.dumps(canonicalize(json.loads(text))[0])
+
+
+def find_alias(path: str) -> str | None:
+    """Return the canonical key of a spelling that is out of place."""
+    leaf = path.rpartition(".")[2]
+    targets = {target for key, target in KEYS.items() if key.rpartition(".")[2] == leaf}
+    return targets.pop() if len(targets) == 1 else None
+
+
+def find_keys(tree: Tree, pattern: str) -> Iterator[tuple[Path, Tree]]:
+    """Yield the present paths that match, each with the table that holds its last key."""
+    *parents, leaf = pattern.split(".")
+    tables: list[tuple[Path, Tree]] = [((), tree)]
+    for part in parents:
+        tables = [
+            ((*path, key), child)
+            for path, table in tables
+            for key in (list(table) if part == "*" else (part,))
+            if isinstance(child := table.get(key), dict)
+        ]
+    for path, table in tables:
+        if leaf in table:
+            yield (*path, leaf), table
+
+
+def _fill(canonical: str, pattern: str, path: Path) -> Path:
+    names = iter([part for part, sign in zip(path, pattern.split("."), strict=True) if sign == "*"])
+    return tuple(next(names) if part == "*" else part for part in canonical.split("."))
+
+
+def _move(tree: Tree, value: Any, target: Path) -> str:
+    """Set `target`; return the problem if it has another value."""
+    table = tree
+    for part in target[:-1]:
+        child = table.setdefault(part, {})
+        if not isinstance(child, dict):
+            return f"{part} is not a table"
+        table = cast(Tree, child)
+    old = table.setdefault(target[-1], value)
+    if isinstance(old, dict) and isinstance(value, dict):
+        old, new = cast(Tree, old), cast(Tree, value)
+        twice = sorted(key for key in old.keys() & new.keys() if old[key] != new[key])
+        table[target[-1]] = {**new, **old}
+        return f"sets {', '.join(twice)} again" if twice else ""
+    return "" if old == value else "is set in two spellings"

@@ -1,0 +1,100 @@
+"""Roles besides the policy: critic, reference and teachers.
+
+A key that a role leaves out is the policy's (`actor_train`, `pretrain`).
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from offbeat.envs.config import Config
+from offbeat.services.generation.config import Dtype
+from offbeat.trainer.config.conditions import ConditionalConfig, OnlyWith
+
+AttentionName = Literal["auto", "sdpa", "eager", "flash_attention_2"]
+
+UNSUPPORTED = {
+    "megatron_infer": "there is no tensor or pipeline parallelism",
+    "fsdp2_infer": "deepspeed_infer does the same",
+    "vllm": "a frozen model's logprobs must come from the trainer's own numerics",
+    "sglang": "a frozen model's logprobs must come from the trainer's own numerics",
+}
+"""ROLL's unsupported strategies, with reasons."""
+
+
+class RoleModelArgs(Config):
+    """Model of a role; ROLL's `model_args`."""
+
+    model_name_or_path: str | None = Field(default=None, min_length=1)
+    """Local Hugging Face folder of the weights; None: the policy's first weights."""
+    dtype: Dtype | None = None
+    attn_implementation: AttentionName | None = None
+
+    @property
+    def overrides(self) -> dict[str, object]:
+        """Keys of `ModelArgs` that differ from the policy's."""
+        return self.model_dump(exclude={"model_name_or_path"}, exclude_none=True)
+
+
+class CriticModelArgs(RoleModelArgs):
+    disable_gradient_checkpointing: bool | None = None
+    """False recomputes activations to save memory."""
+
+
+class CriticTrainingArgs(Config):
+    """Schedule of the critic or value head; the optimizer's other settings are the policy's."""
+
+    learning_rate: float = Field(default=5e-4, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up."""
+
+
+class CriticConfig(ConditionalConfig):
+    """Value function for `adv_estimator: gae`; ROLL's `critic`."""
+
+    backbone: Literal["own", "policy"] = "own"
+    """`own`: a separate model. `policy`: a linear head on the policy's last hidden states, trained with it."""
+    model_args: Annotated[CriticModelArgs, OnlyWith(backbone=("own",))] = CriticModelArgs()
+    training_args: CriticTrainingArgs = CriticTrainingArgs()
+    vf_coef: Annotated[float, OnlyWith(backbone=("policy",))] = Field(default=0.1, gt=0)
+    """Coefficient of the value loss."""
+
+
+class InferStrategyArgs(Config):
+    """Frozen model's engine; ROLL's `strategy_args`."""
+
+    strategy_name: Literal["hf_infer", "deepspeed_infer"] = "hf_infer"
+    """`hf_infer`: transformers, a full copy per process. `deepspeed_infer`: weights sharded (ZeRO-3) and gathered by
+    layer. Both split batches over processes.
+    """
+
+    @field_validator("strategy_name", mode="before")
+    @classmethod
+    def _is_supported(cls, value: object) -> object:
+        if isinstance(value, str) and value in UNSUPPORTED:
+            raise ValueError(f"{value} is not supported ({UNSUPPORTED[value]}): take hf_infer or deepspeed_infer")
+        return value
+
+
+class ReferenceConfig(Config):
+    """Reference of KL penalties; ROLL's `reference`."""
+
+    model_args: RoleModelArgs = RoleModelArgs()
+    """A folder of its own makes a fixed reference policy."""
+    strategy_args: InferStrategyArgs = InferStrategyArgs()
+
+
+class TeacherModelArgs(RoleModelArgs):
+    model_name_or_path: str = Field(min_length=1)  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Local Hugging Face folder, with the policy's tokenizer."""
+
+
+class TeacherConfig(Config):
+    """Teacher of sampled tokens; one of ROLL's `teacher`."""
+
+    model_args: TeacherModelArgs
+    tag_included: tuple[str, ...] = ()
+    """Tags of `custom_envs` to teach; empty for all."""
+    opd_kl_coef: float = Field(default=1.0, gt=0)
+    """Weight of this teacher's KL."""
+    strategy_args: InferStrategyArgs = InferStrategyArgs()
