@@ -216,7 +216,7 @@ def _bench(options: AsyncOptions, status: Status) -> Iterator[AsyncBench]:
         base.prepare(config)
         model = config.output_dir / "policy"
         kind = "vllm" if options.work == "real" else "engine"
-        policy = PolicySpec(kind, delay_s=options.answer_s, config=config.generation)
+        policy = PolicySpec(kind, delay_s=options.answer_s, config=config.actor_infer)
         with RolloutProcess(policy, model, sequence_length=config.sequence_length) as rollouts:
             if options.work == "emulated":
                 yield AsyncBench(options, base, rollouts, lambda _: TimedTrainer(options.train_s))

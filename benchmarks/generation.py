@@ -119,7 +119,7 @@ def run(options: GenerationOptions) -> dict[str, Any]:
         config = _run_config(base, options)
         model = options.model or config.output_dir / "policy"
         vocab_size = _publish_start(base, config, model)
-        with ProcessActor(BareEngine(config.generation, model, options.tokens), base.folder / "bare.log") as bare:
+        with ProcessActor(BareEngine(config.actor_infer, model, options.tokens), base.folder / "bare.log") as bare:
             status.update("starting the service")
             with _service(base, config, model) as address, ExitStack() as stack:
                 service = Service(config.exp_name, options, vocab_size)
@@ -176,7 +176,7 @@ def _service(base: BenchEnvironment, config: RunConfig, model: Path) -> Iterator
     try:
         application = build(
             config.exp_name,
-            config.generation,
+            config.actor_infer,
             config.weights,
             model=model,
             sequence_length=SEQUENCE_LENGTH,

@@ -114,7 +114,7 @@ def shared_engine(file: Path, overrides: list[str], policy: Path) -> Iterator[Sh
     """Yield an engine that serves `policy`."""
     config = load_run(file, overrides)
     torch.set_num_threads(config.actor_train.num_threads)
-    spec = PolicySpec("vllm", config=config.generation)
+    spec = PolicySpec("vllm", config=config.actor_infer)
     ranks = ranks_of_environment("cpu")
     with (
         bench_environment() as base,

@@ -79,7 +79,7 @@ def generation(args: dict[str, Any]) -> Application:
     prepare_folder(config)
     settings = generation_app.ReplicaSettings(
         tenant=None,
-        config=config.generation,
+        config=config.actor_infer,
         transport=config.weights.transport,
         model=model_folder(config).resolve(),
         sequence_length=config.sequence_length,

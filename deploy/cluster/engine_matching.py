@@ -41,7 +41,7 @@ def choose_app(
             for app, offer in sorted(offers.items())
             if is_free(app)
             and not any(find_mismatches(config, architecture, offer))
-            and is_equivalent(config.generation, offer)
+            and is_equivalent(config.actor_infer, offer)
         )
         return next(matching, None), []
     offer = offers.get(named)

@@ -96,7 +96,7 @@ def generation_component(config: RunConfig, redis_url: str, model: Path, status:
     def build() -> Application:
         return generation_service.build(
             config.exp_name,
-            config.generation,
+            config.actor_infer,
             config.weights,
             model=model.resolve(),
             sequence_length=config.sequence_length,

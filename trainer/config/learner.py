@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from offbeat.envs.config import Config
 from offbeat.services.generation.config import Dtype
@@ -123,7 +123,7 @@ class ModelArgs(ConditionalConfig):
         return self.without_adapters.model_copy(update=role.overrides)
 
 
-class TrainingArgs(ScheduleArgs):
+class TrainingArgs(ScheduleArgs, ConditionalConfig):
     """Optimizer and micro-batches; ROLL's `training_args`."""
 
     learning_rate: float = Field(default=1e-6, ge=0)
@@ -141,6 +141,14 @@ class TrainingArgs(ScheduleArgs):
     """Tokens per forward and backward pass."""
     num_minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per pass over a batch."""
+    per_device_train_batch_size: int | None = Field(default=None, ge=1)
+    """Trajectories per process, forward and backward pass, in place of `max_tokens_per_microbatch`: that many of
+    `sequence_length` tokens, packed.
+    """
+    gradient_accumulation_steps: Annotated[int | None, OnlyWith(per_device_train_batch_size=SET)] = Field(
+        default=None, ge=1
+    )
+    """Micro-batches per process and optimizer step, in place of `num_minibatches`."""
 
 
 ALTERNATIVES = {
@@ -191,6 +199,34 @@ class ActorTrainConfig(Config):
     """
     num_threads: int = Field(default=1, ge=1)
     """torch threads per process on CPU."""
+    infer_batch_size: int | None = Field(default=None, ge=1)
+    """Trajectories per process and pass without gradient, as `per_device_train_batch_size`; None: as in training."""
+
+    def with_batch_sizes(self, rollout_batch_size: int, sequence_length: int) -> "ActorTrainConfig":
+        """Return a copy with the token budget and the optimizer steps that ROLL's batch sizes imply.
+
+        Raises:
+            ValueError: the batch is not divisible, or other keys disagree.
+        """
+        args = self.training_args
+        if args.per_device_train_batch_size is None:
+            return self
+        implied = {"max_tokens_per_microbatch": args.per_device_train_batch_size * sequence_length}
+        if args.gradient_accumulation_steps is not None:
+            per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.num_processes
+            if rollout_batch_size % per_step:
+                raise ValueError(
+                    f"training_args: per_device_train_batch_size x gradient_accumulation_steps x num_processes = {per_step} "
+                    f"trajectories per optimizer step do not divide rollout_batch_size {rollout_batch_size}"
+                )
+            implied["num_minibatches"] = rollout_batch_size // per_step
+        for key, value in implied.items():
+            if key in args.model_fields_set and getattr(args, key) != value:
+                raise ValueError(
+                    f"training_args.{key}: {getattr(args, key)} disagrees with per_device_train_batch_size and "
+                    f"gradient_accumulation_steps, which imply {value}: leave one of them out"
+                )
+        return self.model_copy(update={"training_args": args.model_copy(update=implied)})
 
 
 class LearnerConfig(AlgorithmConfig):
@@ -230,9 +266,16 @@ class LearnerConfig(AlgorithmConfig):
     """
     tracker_kwargs: dict[str, dict[str, JsonValue]] = Field(default_factory=dict[str, dict[str, JsonValue]])
     """Arguments by tracker: `{wandb: {project: agents}}`."""
-    actor_train: ActorTrainConfig = ActorTrainConfig()
+    actor_train: ActorTrainConfig = Field(default=ActorTrainConfig(), validate_default=True)
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
+
+    @field_validator("actor_train")
+    @classmethod
+    def _has_batch_sizes(cls, value: ActorTrainConfig, info: ValidationInfo) -> ActorTrainConfig:
+        if "rollout_batch_size" not in info.data or "sequence_length" not in info.data:  # rejected already
+            return value
+        return value.with_batch_sizes(info.data["rollout_batch_size"], info.data["sequence_length"])
 
     @field_validator("track_with", mode="before")
     @classmethod

@@ -56,6 +56,8 @@ class CriticConfig(ConditionalConfig):
     """`own`: a separate model. `policy`: a linear head on the policy's last hidden states, trained with it."""
     model_args: Annotated[CriticModelArgs, OnlyWith(backbone=("own",))] = CriticModelArgs()
     training_args: CriticTrainingArgs = CriticTrainingArgs()
+    infer_batch_size: Annotated[int | None, OnlyWith(backbone=("own",))] = Field(default=None, ge=1)
+    """As `actor_train.infer_batch_size`."""
     vf_coef: Annotated[float, OnlyWith(backbone=("policy",))] = Field(default=0.1, gt=0)
     """Coefficient of the value loss."""
 
@@ -82,6 +84,8 @@ class ReferenceConfig(Config):
     model_args: RoleModelArgs = RoleModelArgs()
     """A folder of its own makes a fixed reference policy."""
     strategy_args: InferStrategyArgs = InferStrategyArgs()
+    infer_batch_size: int | None = Field(default=None, ge=1)
+    """As `actor_train.infer_batch_size`."""
 
 
 class TeacherModelArgs(RoleModelArgs):
@@ -98,3 +102,5 @@ class TeacherConfig(Config):
     opd_kl_coef: float = Field(default=1.0, gt=0)
     """Weight of this teacher's KL."""
     strategy_args: InferStrategyArgs = InferStrategyArgs()
+    infer_batch_size: int | None = Field(default=None, ge=1)
+    """As `actor_train.infer_batch_size`."""

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from offbeat.services.buffer.config import BufferConfig
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.live_settings import Settings, configured_settings
 from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig
 from offbeat.services.weights.config import WeightsConfig
-from offbeat.trainer.config.learner import LearnerConfig
+from offbeat.trainer.config.learner import ActorTrainConfig, LearnerConfig
 
 
 class LearnerRunConfig(LearnerConfig):
@@ -23,7 +23,7 @@ class LearnerRunConfig(LearnerConfig):
     """Episodes per evaluation during training."""
     final_val_batch_size: int = Field(default=256, ge=1)
     """Episodes per evaluation before and after training."""
-    actor_infer: GenerationConfig = GenerationConfig()
+    actor_infer: GenerationConfig = Field(default=GenerationConfig(), validate_default=True)
     """Engines and sampling; ROLL's `actor_infer`."""
     rollout: RolloutConfig = RolloutConfig()
     """Env workers."""
@@ -31,6 +31,15 @@ class LearnerRunConfig(LearnerConfig):
     """Trajectory buffer: timeouts and retries."""
     weights: WeightsConfig = WeightsConfig()
     """Weight transport to engines."""
+
+    @field_validator("actor_infer")
+    @classmethod
+    def _has_a_dtype(cls, value: GenerationConfig, info: ValidationInfo) -> GenerationConfig:
+        train = info.data.get("actor_train")
+        if value.model_args.dtype is not None or not isinstance(train, ActorTrainConfig):
+            return value
+        args = value.model_args.model_copy(update={"dtype": train.model_args.dtype})
+        return value.model_copy(update={"model_args": args})
 
     @property
     def groups_per_step(self) -> int:
@@ -44,15 +53,6 @@ class LearnerRunConfig(LearnerConfig):
             return None
         kind = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none"}
         return {**kind, "r": args.lora_rank, "lora_alpha": args.adapter_alpha, "target_modules": args.lora_targets}
-
-    @property
-    def generation(self) -> GenerationConfig:
-        """`actor_infer` with the policy's dtype unless it sets one."""
-        infer = self.actor_infer
-        args = infer.model_args.model_copy(
-            update={"dtype": infer.model_args.dtype or self.actor_train.model_args.dtype}
-        )
-        return infer.model_copy(update={"model_args": args})
 
     @property
     def temperature(self) -> float:

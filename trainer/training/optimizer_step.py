@@ -101,7 +101,7 @@ class BatchTrainer:
         if not batch.num_sampled:
             return {}
         self._update_running_moments(step_batch)
-        micro_batches = self._cut(batch, range(batch.num_sequences))
+        micro_batches = self._cut_for_inference(batch)
         states = self._reference_states(batch, micro_batches)
         targets, values = self._targets(batch, micro_batches, step, masked, states)
         targets = apply_group_weights(targets, batch, _group_weights(step_batch, selected))
@@ -130,7 +130,7 @@ class BatchTrainer:
             return None
         before = self._running.state_dict()
         self._update_running_moments(step_batch)
-        micro_batches = self._cut(batch, range(batch.num_sequences))
+        micro_batches = self._cut_for_inference(batch)
         states = self._reference_states(batch, micro_batches)
         targets, _ = self._targets(batch, micro_batches, step_batch.step, masked, states)
         self._running.load_state_dict(before)
@@ -151,9 +151,28 @@ class BatchTrainer:
         for tag, rewards in sorted(step_batch.rewards_by_tag.items()):
             self._running.update(tag, torch.tensor(rewards, dtype=torch.float64))
 
-    def _cut(self, batch: Batch, sequences: Sequence[int]) -> list[MicroBatch]:
+    def _cut(self, batch: Batch, sequences: Sequence[int], max_tokens: int | None = None) -> list[MicroBatch]:
         cut = shared_microbatches if self._config.actor_train.model_args.shared_prefix else microbatches
-        return cut(batch, sequences, self._args.max_tokens_per_microbatch, multiple_of=self._ranks.world_size)
+        budget = max_tokens or self._args.max_tokens_per_microbatch
+        return cut(batch, sequences, budget, multiple_of=self._ranks.world_size)
+
+    def _cut_for_inference(
+        self, batch: Batch, infer_batch_size: int | None = None, sequences: Sequence[int] | None = None
+    ) -> list[MicroBatch]:
+        size = infer_batch_size or self._config.actor_train.infer_batch_size
+        budget = None if size is None else size * self._config.sequence_length
+        return self._cut(batch, range(batch.num_sequences) if sequences is None else sequences, budget)
+
+    def _score(
+        self,
+        model: LogprobModel | TrainEngine[Tensor],
+        batch: Batch,
+        infer_batch_size: int | None,
+        sequences: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Return the model's value per sampled token, [M]; zeros outside `sequences`."""
+        micro_batches = self._cut_for_inference(batch, infer_batch_size, sequences)
+        return _scatter(batch, micro_batches, model.infer([_to_input(micro) for micro in micro_batches]))
 
     def _targets(
         self,
@@ -170,14 +189,16 @@ class BatchTrainer:
 
         reference, full = self._models.reference, self._config.kl_in_reward_is_full
         policy_inputs = [_to_input(micro, states) for micro in micro_batches] if full else inputs
-        old_logprobs, values, divergences = self._infer_initial(policy_inputs, scatter)
+        old_logprobs, values, divergences = self._infer_initial(batch, policy_inputs, scatter)
         targets = build_targets(
             batch,
             self._config,
             kl_coef=self.kl.coef,
             old_logprobs=old_logprobs,
             old_is_present=self._trains_on_initial_pass,
-            ref_logprobs=scatter(reference.infer(inputs)) if reference and self._config.needs_ref_logprobs else None,
+            ref_logprobs=self._score(reference, batch, self._config.reference.infer_batch_size)
+            if reference and self._config.needs_ref_logprobs
+            else None,
             divergences=divergences,
             teacher_logprobs=self._teacher_logprobs(batch),
             values=values,
@@ -196,12 +217,12 @@ class BatchTrainer:
         return config.old_logprobs == "recompute" and one_step and no_other_use
 
     def _infer_initial(
-        self, inputs: Sequence[PackedInput], scatter: Callable[[Sequence[Tensor]], Tensor]
+        self, batch: Batch, inputs: Sequence[PackedInput], scatter: Callable[[Sequence[Tensor]], Tensor]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         policy, critic = self._models.policy, self._models.critic
         recompute = self._config.old_logprobs == "recompute" and not self._trains_on_initial_pass
         has_head, full = self._config.has_value_head, self._config.kl_in_reward_is_full
-        values = scatter(critic.infer(inputs)) if critic else None
+        values = self._score(critic, batch, self._config.critic.infer_batch_size) if critic else None
         if not recompute and not has_head:
             return None, values, None
         outputs = policy.infer(inputs, all_of)
@@ -216,9 +237,10 @@ class BatchTrainer:
         if not self._models.teachers:
             return None
         rows: list[Tensor] = []
-        for teacher, taught in zip(self._models.teachers, teacher_mask(self._config, batch), strict=True):
-            micro_batches = self._cut(batch, torch.unique(batch.sequence[taught]).tolist())
-            rows.append(_scatter(batch, micro_batches, teacher.infer([_to_input(micro) for micro in micro_batches])))
+        configs, masks = self._config.teacher.values(), teacher_mask(self._config, batch)
+        for teacher, config, taught in zip(self._models.teachers, configs, masks, strict=True):
+            sequences = torch.unique(batch.sequence[taught]).tolist()
+            rows.append(self._score(teacher, batch, config.infer_batch_size, sequences))
         return torch.stack(rows)
 
     def _reference_states(self, batch: Batch, micro_batches: Sequence[MicroBatch]) -> ReferenceStates | None:

@@ -18,7 +18,7 @@ def offer(run: RunConfig, **changes: Any) -> EngineOffer:
     values: dict[str, Any] = {
         "architecture": load_architecture(run),
         "sequence_length": run.sequence_length,
-        "config": run.generation,
+        "config": run.actor_infer,
         "transport": run.weights.transport,
         "log_dir": "/logs",
     }

@@ -87,7 +87,7 @@ def test_a_stored_configuration_of_an_earlier_build_is_read():
     }
     config = RunConfig.model_validate_json(canonical_json(json.dumps(stored)))
     assert (config.actor_infer.engine.max_num_seqs, config.critic.training_args.learning_rate) == (4, 1e-3)
-    assert config.generation.model_args.dtype == config.actor_train.model_args.dtype
+    assert config.actor_infer.model_args.dtype == config.actor_train.model_args.dtype
 
 
 def test_a_spelling_at_the_wrong_place_is_answered_with_the_right_key():
