@@ -96,13 +96,11 @@ def offbeat_config(setting: PeerSetting, seed: int, steps: int, policy: Path, ou
 def play_rules(config: RunConfig, env_threads: int, *, together: bool = False) -> Play:
     """Return the rules of episodes."""
     env = config.custom_envs[TAG]
-    system = env.agent_system_template
-    if system is None:
-        system = str(getattr(registry.make(env.env_type, env.env_config).unwrapped, "system_prompt", ""))
+    default = str(getattr(registry.make(env.env_type, env.env_config).unwrapped, "system_prompt", ""))
     return Play(
         env_type=env.env_type,
         env_config=dict(env.env_config),
-        system_prompt=system,
+        system_prompt=env.system_prompt(default),
         agent_template=env.agent_template,
         max_turns=env.max_steps,
         max_new_tokens=min(env.max_tokens_per_step, config.actor_infer.generating_args.max_new_tokens),

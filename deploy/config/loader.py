@@ -5,7 +5,8 @@ Invariant: a `ConfigError` lists all issues, before the start.
 
 import copy
 import json
-from collections.abc import Sequence
+import warnings
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.errors import ConfigError, collect_issues
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.yaml_limits import check_yaml_limits
-from offbeat.trainer.config.aliases import canonicalize, find_keys
+from offbeat.trainer.config.aliases import KEYS, NEUTRAL, canonicalize, find_keys
 from offbeat.trainer.config.issue import ConfigIssue
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -88,20 +89,45 @@ def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
+    import yaml
 
     path = find_config(path)
     if path.suffix != ".yaml":
         raise ConfigError([ConfigIssue("", f"Hydra reads only *.yaml files: rename {path.name}")], str(path))
     folder = path.resolve().parent
     try:
-        with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+        with initialize_config_dir(config_dir=str(folder), version_base="1.3"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*Defaults list is missing `_self_`.*")  # ROLL's files: last by default
             composed = compose(config_name=path.name, overrides=_allow_new_keys(overrides))
+            files = compose(config_name=path.name) if overrides else composed
         tree = OmegaConf.to_container(composed, resolve=True)
-    except (HydraException, OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
+        if isinstance(tree, dict):
+            own = yaml.load(path.read_text(), Loader=yaml.BaseLoader) or {}
+            tree = _without_variables(tree, {str(key) for key in files}, own, OmegaConf.to_yaml(composed))
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         # OmegaConf raises OSError for a document that is a scalar
         raise ConfigError([ConfigIssue("", _first_lines(error))], str(path)) from error
     return canonical_tree(tree, str(path))
+
+
+def _without_variables(
+    tree: dict[Any, Any], in_files: Container[str], own: Container[str], text: str
+) -> dict[str, Any]:
+    """Drop unknown top-level keys that only other keys read: `${name}`, or those of files in the defaults list.
+
+    in_files: keys without overrides. own: keys of the file itself. text: the composed file, unresolved.
+    """
+
+    def is_variable(key: str) -> bool:
+        is_read = f"${{{key}}}" in text or f"${{{key}." in text
+        return not is_known(key) and key in in_files and (key not in own or is_read)
+
+    return {key: value for key, value in tree.items() if not is_variable(str(key))}
+
+
+def is_known(key: str) -> bool:
+    """Return True for a top-level key of a configuration, in any spelling."""
+    return key in RunConfig.model_fields or any(key == alias.partition(".")[0] for alias in (*KEYS, *NEUTRAL))
 
 
 def find_config(path: Path) -> Path:

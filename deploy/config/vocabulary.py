@@ -32,7 +32,7 @@ def _words(config: RunConfig) -> Iterator[str]:
                 "`words` to its class, or set pretrain to a Hugging Face folder"
             )
         yield from cast(tuple[str, ...], words)
-        for template in (env.agent_system_template or "", env.agent_template):
+        for template in (env.agent_system_template or "", env.env_instruction or "", env.agent_template):
             yield from (word for word in template.split() if "{" not in word)
         if "{step}" in env.agent_template or "{actions_left}" in env.agent_template:
             yield from (str(number) for number in range(env.max_steps + 1))

@@ -132,8 +132,7 @@ async def trace_episode(
     traced = TracedEnv(env, write)
     traits = read_traits(env)
     write(f"{target.tag}, seed {seed}; at most {target.env.max_steps} turns")
-    system = target.env.agent_system_template
-    write(_line("system", repr(traits.system_prompt if system is None else system)))
+    write(_line("system", repr(target.env.system_prompt(traits.system_prompt))))
     for function in traits.functions:
         write(_line("function", json.dumps(function["function"], ensure_ascii=False)))
     sampling = Sampling(target.temperature, target.top_p, target.top_k, target.max_new_tokens, chat.stop_ids)

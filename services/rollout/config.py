@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from offbeat.envs.config import Config
 from offbeat.envs.prompts import IMAGE
@@ -48,9 +48,11 @@ class CustomEnv(Config):
     """Maximum tokens per answer."""
     agent_system_template: str | None = None
     """System prompt; None: the env's `system_prompt`."""
+    env_instruction: str | None = None
+    """Description of the task after `agent_system_template`, in place of the env's `system_prompt`."""
     agent_template: str = "{observation}"
-    """User message, with `{observation}`, `{step}`, `{actions_left}`, `{image}` (the env's `rgb_array`) and `{history}`
-    (last `history_length` turns).
+    """User message, with `{observation}`, `{step}` (or `{turn_idx}`), `{actions_left}`, `{max_response_length}` (tokens),
+    `{image}` (the env's `rgb_array`) and `{history}` (last `history_length` turns).
     """
     env_manager_cls: Literal["TrajEnvManager", "StepEnvManager", "StepConcatEnvManager"] = "TrajEnvManager"
     """Context: the whole conversation, or a prompt per turn with earlier turns in `{history}` (`StepEnvManager`) or
@@ -70,6 +72,8 @@ class CustomEnv(Config):
     """Where reset and step run. `inline`: on the event loop, for microseconds; `thread`: for envs that wait; `process`:
     in a child process, killed if hung.
     """
+    use_thread_lock: bool = False
+    """Resets and steps of all such tags one at a time in a worker, for envs that are not thread-safe."""
     max_env_step_concurrent: int | None = Field(default=None, ge=1)
     """Maximum concurrent resets and steps in the run, divided evenly among workers (at least one each); None:
     unlimited.
@@ -79,6 +83,12 @@ class CustomEnv(Config):
     reset_timeout_s: float = Field(default=60.0, gt=0)
     step_timeout_s: float = Field(default=30.0, gt=0)
     episode_timeout_s: float = Field(default=600.0, gt=0)
+
+    @field_validator("agent_template")
+    @classmethod
+    def _fill_constants(cls, template: str, info: ValidationInfo) -> str:
+        length = str(info.data.get("max_tokens_per_step", ""))
+        return template.replace("{turn_idx}", "{step}").replace("{max_response_length}", length)
 
     @model_validator(mode="after")
     def _history_is_told(self) -> "CustomEnv":
@@ -90,6 +100,12 @@ class CustomEnv(Config):
         if has_history != bool(self.history_length):
             raise ValueError("history_length and {history} in agent_template go together: set both or neither")
         return self
+
+    def system_prompt(self, default: str) -> str:
+        """Return the system prompt. default: the env's."""
+        if self.env_instruction is None:
+            return default if self.agent_system_template is None else self.agent_system_template
+        return "\n".join(part for part in (self.agent_system_template, self.env_instruction) if part)
 
     @property
     def shows_images(self) -> bool:
@@ -111,11 +127,28 @@ class TaskSamplerConfig(Config):
         return path
 
 
+class ManagerGeneratingArgs(Config):
+    """Sampling of a manager's episodes; None: the default."""
+
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    max_new_tokens: int | None = Field(default=None, ge=1)
+
+    def over(self, args: GeneratingArgs) -> GeneratingArgs:
+        """Return `args` with the keys that are set here."""
+        return args.model_copy(update=self.model_dump(exclude_none=True))
+
+
 class EnvManagerConfig(Config):
     """Tags and groups; ROLL's `train_env_manager` and `val_env_manager`."""
 
     num_env_groups: int = Field(default=8, ge=1)
-    """Maximum groups in flight."""
+    """Maximum groups in flight; of evaluation, only the scale of `num_groups_partition`."""
+    generating_args: ManagerGeneratingArgs = ManagerGeneratingArgs()
+    """Of training: changes of `actor_infer.generating_args`. Of evaluation: changes of temperature 1 without truncation,
+    in sampled evaluations.
+    """
     group_size: int = Field(default=8, ge=1)
     """Episodes per task and seed."""
     group_size_redundancy: int = Field(default=0, ge=0)

@@ -56,6 +56,11 @@ AGAINST_BEHAVIOR = ("aipo", "dppo_tv")
 """Losses with a ratio to the behavior policy."""
 
 
+NO_TOKEN_REWARD = NotWith("take use_kl_loss", adv_estimator=(*TURN_WISE, *DISTILLING))
+DEFAULT_KL_COEF = 0.2
+"""ROLL's and TRL's."""
+
+
 class AlgorithmConfig(ConditionalConfig):
     """Estimator, loss and regularization."""
 
@@ -208,12 +213,12 @@ class AlgorithmConfig(ConditionalConfig):
     kl_loss_coef: Annotated[float, OnlyWith(use_kl_loss=(True,))] = Field(default=0.0, ge=0)
     kl_loss_type: Annotated[Literal["k2", "k3", "abs", "full"], OnlyWith(use_kl_loss=(True,))] = "k3"
     """KL estimator; `full` sums over the vocabulary. k1 is unavailable: its mean gradient is 0."""
-    add_token_level_kl: Annotated[bool, NotWith("take use_kl_loss", adv_estimator=(*TURN_WISE, *DISTILLING))] = False
-    """Subtraction of `init_kl_coef` times KL to the reference from token rewards."""
-    init_kl_coef: Annotated[float, OnlyWith(add_token_level_kl=(True,))] = Field(default=0.0, ge=0)
-    """Coefficient of the reward's KL, initial with `target_kl`."""
-    target_kl: Annotated[float | None, OnlyWith(add_token_level_kl=(True,))] = Field(default=None, gt=0)
+    target_kl: Annotated[float | None, NO_TOKEN_REWARD] = Field(default=None, gt=0)
     """Target KL per token, in nats, of an adaptive coefficient (arXiv:1909.08593); None fixes it."""
+    init_kl_coef: Annotated[float | None, NO_TOKEN_REWARD] = Field(default=None, ge=0, validate_default=True)
+    """Coefficient of the reward's KL, initial with `target_kl`. None: 0.2 with `target_kl`, else 0."""
+    add_token_level_kl: Annotated[bool | None, NO_TOKEN_REWARD] = Field(default=None, validate_default=True)
+    """Subtraction of `init_kl_coef` times KL to the reference from token rewards; None: if the coefficient is positive."""
     kl_horizon: Annotated[int, OnlyWith(target_kl=SET)] = Field(default=10_000, ge=1)
     """Time constant of adaptation, in trajectories."""
     kl_penalty: Annotated[Literal["kl", "k2", "k3", "abs", "full"], OnlyWith(add_token_level_kl=(True,))] = "kl"
@@ -226,6 +231,19 @@ class AlgorithmConfig(ConditionalConfig):
     """Clip range around the value before the step."""
     critic_warmup: Annotated[int, OnlyWith(adv_estimator=("gae",))] = Field(default=0, ge=0)
     """Initial steps of the critic alone."""
+
+    @field_validator("init_kl_coef")
+    @classmethod
+    def _default_coefficient(cls, value: float | None, info: ValidationInfo) -> float:
+        return value if value is not None else DEFAULT_KL_COEF if info.data.get("target_kl") else 0.0
+
+    @field_validator("add_token_level_kl")
+    @classmethod
+    def _penalizes(cls, value: bool | None, info: ValidationInfo) -> bool:
+        coefficient = info.data.get("init_kl_coef")
+        if value is False and coefficient:
+            raise ValueError("false leaves init_kl_coef and target_kl without effect: leave them out, or this")
+        return bool(coefficient) if value is None else value
 
     @field_validator("reward_normalization")
     @classmethod

@@ -31,6 +31,7 @@ KEYS: dict[str, str] = {
     },
     f"{ENGINE}.tp_size": f"{ENGINE}.tensor_parallel_size",
     f"{ENGINE}.pp_size": f"{ENGINE}.pipeline_parallel_size",
+    "custom_envs.*.env_config.env_instruction": "custom_envs.*.env_instruction",
     "critic.learning_rate": "critic.training_args.learning_rate",
     "critic.warmup_steps": "critic.training_args.warmup_steps",
     "teacher.*.pretrain": "teacher.*.model_args.model_name_or_path",
@@ -56,6 +57,7 @@ VALUES: dict[str, Mapping[str, str]] = {
 }
 """Key -> spelling of its value -> canonical value."""
 
+ONE_ANSWER = "a turn has one answer: set group_size for more episodes per task"
 NO_BACKWARD = "inference has no backward pass"
 NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     **{f"{role}.model_args.model_type": ((None,), "the model folder's config.json determines it") for role in ROLES},
@@ -65,6 +67,8 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
         for role in ("actor_infer", "reference", "teacher.*")
     },
     "actor_infer.dtype": (("auto",), ""),
+    "custom_envs.*.agent_runner_cls": ((None,), "use agent_runner: {path: module:function}"),
+    **{f"{manager}.generating_args.num_return_sequences": ((1,), ONE_ANSWER) for manager in ("actor_infer", *MANAGERS)},
 }
 """Key -> values that change nothing, which are dropped, and why others are refused (empty: they are valid)."""
 

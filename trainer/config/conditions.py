@@ -56,7 +56,8 @@ class ConditionalConfig(Config):
     @classmethod
     def _has_an_effect(cls, value: object, info: ValidationInfo) -> object:
         field = cls.model_fields.get(info.field_name or "")
-        if field is None or value == field.get_default(call_default_factory=True):
+        default = None if field is None else field.get_default(call_default_factory=True)
+        if field is None or value == default or (default is None and not value):  # None resolved to "off"
             return value
         for condition in field.metadata:
             if isinstance(condition, OnlyWith | NotWith) and (conflict := condition.find_conflict(info.data)):

@@ -34,6 +34,14 @@ class LearnerRunConfig(LearnerConfig):
 
     @field_validator("actor_infer")
     @classmethod
+    def _has_the_managers_sampling(cls, value: GenerationConfig, info: ValidationInfo) -> GenerationConfig:
+        manager = info.data.get("train_env_manager")
+        if not isinstance(manager, EnvManagerConfig):
+            return value
+        return value.model_copy(update={"generating_args": manager.generating_args.over(value.generating_args)})
+
+    @field_validator("actor_infer")
+    @classmethod
     def _has_a_dtype(cls, value: GenerationConfig, info: ValidationInfo) -> GenerationConfig:
         train = info.data.get("actor_train")
         if value.model_args.dtype is not None or not isinstance(train, ActorTrainConfig):

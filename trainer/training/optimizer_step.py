@@ -82,7 +82,7 @@ class BatchTrainer:
         self._args = config.actor_train.training_args
         self._models = models
         self._ranks = ranks
-        self.kl = KLController(config.init_kl_coef, config.target_kl, config.kl_horizon)
+        self.kl = KLController(config.init_kl_coef or 0.0, config.target_kl, config.kl_horizon)
         self._running = RunningMoments()
         self.learning_rate = self._args.learning_rate
         """Peak of the policy's schedule."""

@@ -61,7 +61,7 @@ def run_demo(demos: Demos, env: object, rng: np.random.Generator, tag: CustomEnv
     """Return one episode's messages; templates and turn limit are passed if accepted."""
     available = {
         "max_turns": tag.max_steps,
-        "system_prompt": tag.agent_system_template,
+        "system_prompt": None if tag.agent_system_template is tag.env_instruction is None else tag.system_prompt(""),
         "agent_template": tag.agent_template if tag.env_manager_cls == "TrajEnvManager" else "{observation}",
     }
     accepted = inspect.signature(demos).parameters

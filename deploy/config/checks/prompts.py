@@ -181,7 +181,7 @@ def _first_texts(env: CustomEnv, seed: int) -> FirstTexts:
     try:
         observation, _ = instance.reset(seed=seed)
         traits = read_traits(instance)
-        system = traits.system_prompt if env.agent_system_template is None else env.agent_system_template
+        system = env.system_prompt(traits.system_prompt)
         user = fill_template(env.agent_template, observation=str(observation), step=1, actions_left=env.max_steps)
         image = render_png(instance) if env.shows_images else b""
         return FirstTexts(system, user, image, tuple(traits.functions))

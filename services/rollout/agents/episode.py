@@ -83,7 +83,7 @@ class HttpEnvSession:
         rules = plan.env
         self._env, self._rules = env, rules
         self._modes = traits.metrics_agg_mode
-        self._system = traits.system_prompt if rules.agent_system_template is None else rules.agent_system_template
+        self._system = rules.system_prompt(traits.system_prompt)
         self._turn = asyncio.Lock()
         self._results: list[StepResult] = []
         self._first = self._message(observation)

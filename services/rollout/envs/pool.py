@@ -30,6 +30,25 @@ Key = tuple[str, EpisodeKind]
 _UNLIMITED = nullcontext()
 
 
+class _BothLimiters(AbstractAsyncContextManager[None]):
+    """Two limiters, entered in order."""
+
+    def __init__(self, first: CapacityLimiter, second: CapacityLimiter) -> None:
+        self._first, self._second = first, second
+
+    async def __aenter__(self) -> None:
+        await self._first.acquire()
+        try:
+            await self._second.acquire()
+        except BaseException:
+            self._first.release()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._second.release()
+        self._first.release()
+
+
 @dataclass(slots=True)
 class LeasedEnv:
     """An env leased to an episode."""
@@ -51,6 +70,7 @@ class EnvPool:
         limits = {tag: env.max_env_step_concurrent for tag, env in custom_envs.items()}
         self._limits = {tag: limit for tag, limit in limits.items() if limit is not None}
         self._limiters = {tag: CapacityLimiter(limit) for tag, limit in self._limits.items()}
+        self._lock = CapacityLimiter(1)
         self.share_with(num_workers)
 
     def share_with(self, num_workers: int) -> None:
@@ -69,8 +89,11 @@ class EnvPool:
         return self._threads.num_hung >= self._num_threads
 
     def step_limiter(self, tag: str) -> AbstractAsyncContextManager[Any]:
-        """Return the limiter of resets and steps, this worker's share of `max_env_step_concurrent`."""
-        return self._limiters.get(tag) or _UNLIMITED
+        """Return the limiter of resets and steps: `use_thread_lock`, and the share of `max_env_step_concurrent`."""
+        limiter = self._limiters.get(tag)
+        if not self._envs[tag].use_thread_lock:
+            return limiter or _UNLIMITED
+        return self._lock if limiter is None else _BothLimiters(limiter, self._lock)
 
     async def take(self, tag: str, kind: EpisodeKind) -> LeasedEnv:
         """Lease an env; evaluation uses the held-out split.

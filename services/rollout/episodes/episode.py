@@ -61,7 +61,7 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
         EpisodeError: env or generation failed; retry.
     """
     began, rules = time.monotonic(), plan.env
-    system = traits.system_prompt if rules.agent_system_template is None else rules.agent_system_template
+    system = rules.system_prompt(traits.system_prompt)
     recorder = await make_recorder(chat, rules, system, tuple(traits.functions))
     episode = _Episode(
         plan, env, sample, chat, recorder, EpisodeMetrics(traits.metrics_agg_mode), TurnHistory(rules), [system]

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from offbeat.services.errors import EpisodeError, MeshError, RetryableError
+from offbeat.services.generation.config import GeneratingArgs
 from offbeat.services.messages.types import (
     Completion,
     GenerateRequest,
@@ -24,12 +25,13 @@ INITIAL_RETRY_WAIT_S, MAX_RETRY_WAIT_S = 0.05, 1.0
 
 
 def build_samplings(settings: WorkerSettings, stop_ids: tuple[int, ...]) -> dict[str, Sampling]:
-    """Return settings by `EpisodeTask.sampling_name`; `sampled` evaluation uses temperature 1 without truncation."""
-    args = settings.generating_args
+    """Return settings by `EpisodeTask.sampling_name`."""
+    train = settings.generating_args
+    sampled = settings.val_env_manager.generating_args.over(GeneratingArgs(max_new_tokens=train.max_new_tokens))
+    greedy = GeneratingArgs(temperature=0.0, max_new_tokens=sampled.max_new_tokens)
     return {
-        "train": Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens, stop_ids),
-        "sampled": Sampling(1.0, 1.0, -1, args.max_new_tokens, stop_ids),
-        "greedy": Sampling(0.0, 1.0, -1, args.max_new_tokens, stop_ids),
+        name: Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens, stop_ids)
+        for name, args in (("train", train), ("sampled", sampled), ("greedy", greedy))
     }
 
 

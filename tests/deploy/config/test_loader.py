@@ -171,3 +171,40 @@ def test_relative_paths_of_a_tree_are_made_absolute():
         "output_dir": "/here/runs/offbeat",
     }
     assert resolve_paths({"output_dir": 5, "teacher": [1]}, Path("/here")) == {"output_dir": 5, "teacher": [1]}
+
+
+ROLL_ENVS = """
+max_tokens_per_step: 64
+turns: 3
+unread: 1
+custom_env:
+  Lake:
+    env_type: frozen_lake
+    max_steps: ${turns}
+    max_tokens_per_step: ${max_tokens_per_step}
+    env_manager_cls: roll.pipeline.agentic.env_manager.traj_env_manager.TrajEnvManager
+    agent_runner_cls: null
+    use_thread_lock: true
+    agent_template: "Turn {turn_idx}: {observation}, at most {max_response_length} tokens"
+"""
+ROLL_RUN = """
+defaults: [envs@_here_]
+max_tokens_per_step: 8
+custom_envs: {Lake: "${custom_env.Lake}"}
+train_env_manager: {num_env_groups: 8}
+"""
+
+
+def test_keys_that_only_other_keys_read_are_variables(tmp_path: Path):
+    """As in ROLL's files: of a file in the defaults list, or read by `${name}`."""
+    (tmp_path / "envs.yaml").write_text(ROLL_ENVS)
+    path = tmp_path / "run.yaml"
+    path.write_text(ROLL_RUN + "batch: 32\nrollout_batch_size: ${batch}\n")
+    config = load_run(path)
+    env = config.custom_envs["Lake"]
+    assert (env.max_steps, env.max_tokens_per_step, config.rollout_batch_size) == (3, 8, 32)
+    assert env.agent_template == "Turn {step}: {observation}, at most 8 tokens"
+    assert load_run(path, ["turns=5"]).custom_envs["Lake"].max_steps == 5
+    path.write_text(ROLL_RUN + "batch: 32\n")
+    assert set(refused(path=path)) == {"batch"}
+    assert set(refused("turnz=5", path=path)) == {"batch", "turnz"}

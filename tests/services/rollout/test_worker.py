@@ -140,6 +140,23 @@ async def test_no_more_calls_of_an_env_are_under_way_than_its_share(bench):
         assert max_running == 2
 
 
+@pytest.mark.parametrize(("locked", "most"), [(True, 1), (False, 2)])
+async def test_use_thread_lock_serializes_resets_and_steps(bench, locked: bool, most: int):
+    """Together with the tag's share of `max_env_step_concurrent`, whichever is smaller."""
+    crowd = custom("Crowd", "thread", max_steps=1, max_env_step_concurrent=2, use_thread_lock=locked)
+    async with bench(*group(0, 2), custom_envs={"Crowd": crowd}) as b:
+        await b.until_done(2)
+        assert max(each.metrics["inside"] for each in b.buffer.submitted.values()) == most
+
+
+async def test_env_instruction_stands_after_the_system_template(bench):
+    lake = CustomEnv(env_type="frozen_lake", max_steps=1, agent_system_template="Avoid", env_instruction="Walk to G")
+    async with bench(*group(0, 1), custom_envs={"Lake": lake}, rollout=RolloutConfig(keep_text=True)) as b:
+        await b.until_done(1)
+        (trajectory,) = b.buffer.submitted.values()
+        assert trajectory.text[0] == "Avoid\nWalk to G"
+
+
 async def test_evaluation_uses_held_out_maps_text_and_its_own_sampling(bench, policy_folder: Path):
     tasks = [EpisodeTask(EpisodeKind.EVAL, "before", n, n, 0, min_version=2, sampling_name="greedy") for n in range(4)]
     async with bench(*tasks) as b:

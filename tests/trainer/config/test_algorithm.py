@@ -16,8 +16,8 @@ from offbeat.trainer.config.roles import InferStrategyArgs
         ({"pg_variant": "tis", "pg_clip_high": 0.1}, "pg_clip_high"),
         ({"pg_variant": "tis", "dual_clip": 3.0}, "dual_clip"),
         ({"kl_loss_coef": 0.1}, "kl_loss_coef"),
-        ({"init_kl_coef": 0.1}, "init_kl_coef"),
-        ({"target_kl": 0.1}, "target_kl"),
+        ({"init_kl_coef": 0.1, "add_token_level_kl": False}, "add_token_level_kl"),
+        ({"target_kl": 0.1, "adv_estimator": "gigpo"}, "target_kl"),
         ({"value_clip": 0.1}, "value_clip"),
     ],
 )
@@ -84,3 +84,25 @@ def test_sharded_reference_rejects_unsupported_features(settings: dict, why: str
     found = list(check_learner(LearnerConfig.model_validate({**SHARDED, **settings})))
     assert [(each.path, why in each.message) for each in found] == [("reference.strategy_args.strategy_name", True)]
     assert not list(check_learner(LearnerConfig.model_validate({**SHARDED, **KL})))
+
+
+@pytest.mark.parametrize(
+    ("keys", "coefficient", "penalizes"),
+    [
+        ({}, 0.0, False),
+        ({"init_kl_coef": 0.05}, 0.05, True),
+        ({"target_kl": 0.1}, 0.2, True),
+        ({"target_kl": 0.1, "init_kl_coef": 0.3}, 0.3, True),
+        ({"init_kl_coef": 0.0, "add_token_level_kl": False}, 0.0, False),
+    ],
+)
+def test_the_kl_penalty_follows_from_its_coefficient_or_target(
+    keys: dict[str, float], coefficient: float, penalizes: bool
+):
+    config = AlgorithmConfig.model_validate(keys)
+    assert (config.init_kl_coef, config.add_token_level_kl, config.needs_reference) == (
+        coefficient,
+        penalizes,
+        penalizes,
+    )
+    assert AlgorithmConfig.model_validate_json(config.model_dump_json()) == config

@@ -94,3 +94,10 @@ def test_a_spelling_at_the_wrong_place_is_answered_with_the_right_key():
     tree = {**ENVS, "n_groups": 4}
     assert canonicalize(tree) == (tree, [])
     assert nearest_keys("tp_size", RunConfig) != ()
+
+
+def test_the_training_managers_sampling_is_the_policys():
+    keys = {"train_env_manager": {"generating_args": {"temperature": 0.7}}}
+    config = RunConfig.model_validate_json(json.dumps(ENVS | keys | {"actor_infer": {"generating_args": {"top_k": 9}}}))
+    assert (config.temperature, config.actor_infer.generating_args.top_k, config.settings.temperature) == (0.7, 9, 0.7)
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config

@@ -2,6 +2,7 @@ import pytest
 
 from offbeat.services.errors import EpisodeError, GenerationError, RetryableError
 from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
+from offbeat.services.rollout.config import EnvManagerConfig, ManagerGeneratingArgs
 from offbeat.services.rollout.episodes.sampler import EpisodeSampler, build_samplings
 from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
 from tests.fakes_rollout import FakeGeneration, worker_settings
@@ -78,4 +79,9 @@ def test_evaluation_is_sampled_at_temperature_one_or_greedy(tmp_path):
     by_name = build_samplings(settings, (3,))
     assert by_name["train"] == Sampling(0.7, 0.9, -1, 9, (3,))
     assert by_name["sampled"] == Sampling(1.0, 1.0, -1, 9, (3,))
+    manager = EnvManagerConfig(generating_args=ManagerGeneratingArgs(temperature=0.2, top_k=5, max_new_tokens=4))
+    changed = build_samplings(settings.model_copy(update={"val_env_manager": manager}), (3,))
+    assert changed["sampled"] == Sampling(0.2, 1.0, 5, 4, (3,))
+    assert changed["greedy"] == Sampling(0.0, 1.0, -1, 4, (3,))
+    assert changed["train"] == by_name["train"]
     assert by_name["greedy"].temperature == 0.0
