@@ -1,5 +1,6 @@
 """Idempotent preparation of a run, by the command line and control replicas."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from redis import Redis
@@ -47,6 +48,7 @@ def worker_settings(config: RunConfig, redis_url: str, *, timeout_s: float | Non
         model_folder=model_folder(config).resolve(),
         output_dir=config.output_dir.resolve(),
         redis_url=redis_url,
+        environment=config.environment,
         sequence_length=config.sequence_length,
         custom_envs=config.custom_envs,
         train_env_manager=config.train_env_manager,
@@ -83,11 +85,24 @@ def prepare_folder(config: RunConfig) -> None:
     Raises:
         MissingWordsError: with `pretrain: tiny`, an env does not declare its words.
     """
-    (config.output_dir / LOGS).mkdir(parents=True, exist_ok=True)
+    make_log_folder(config)
     if config.pretrain == "tiny":
         from offbeat.trainer.models.tiny import write_tiny_policy  # noqa: PLC0415
 
         write_tiny_policy(model_folder(config), config.tiny, collect_words(config))
+
+
+def make_log_folder(config: RunConfig) -> Path:
+    """Make the folder of the run's logs, a link to `logging_dir` if that is set; return it."""
+    logs, target = config.output_dir / LOGS, config.logging_dir
+    if target is None or target.resolve() == logs.resolve():
+        logs.mkdir(parents=True, exist_ok=True)
+        return logs
+    target.mkdir(parents=True, exist_ok=True)
+    config.output_dir.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):  # of a run that is resumed
+        logs.symlink_to(target.resolve(), target_is_directory=True)
+    return logs
 
 
 def prepare_buffer(redis: Redis, config: RunConfig) -> None:

@@ -154,6 +154,7 @@ def _prepare_process(run: "LearnerRun") -> None:
     if run.config.actor_train.device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.update(run.config.environment)
     name = "learner" if rank == 0 else f"learner-{rank}"
     configure_logging(name, _log_dir(run))
     logger.info("learner of %s, pid %d on %s, rank %d", run.run_id, os.getpid(), socket.gethostname(), rank)

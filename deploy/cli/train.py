@@ -26,7 +26,7 @@ from offbeat.deploy.local.mesh import LocalMesh
 from offbeat.deploy.local.signals import termination_signals
 from offbeat.deploy.report.history import RunHistory
 from offbeat.deploy.report.report import ReportMaker
-from offbeat.deploy.run_setup import LOGS
+from offbeat.deploy.run_setup import LOGS, make_log_folder
 from offbeat.services.control.client import ControlClient
 from offbeat.services.control.interfaces import Health
 from offbeat.services.control.run import RunState
@@ -82,7 +82,7 @@ def resume_command(config_path: Path, overrides: Sequence[str]) -> str:
 
 
 def _train(config: RunConfig, resume: str, aside: Path | None) -> int:
-    configure_logging("offbeat", config.output_dir / LOGS)
+    configure_logging("offbeat", make_log_folder(config))
     logging.getLogger("httpx").setLevel(logging.WARNING)
     run_folder.write_config(config.output_dir, dump_yaml(config))
     with open_view(config.exp_name) as view:

@@ -86,6 +86,7 @@ def generation(args: dict[str, Any]) -> Application:
         redis_url=arguments.redis_url,
         log_dir=folder / LOGS,
         seed=config.seed,
+        environment=config.environment,
     )
     return generation_app.deploy(settings)
 

@@ -103,6 +103,7 @@ def generation_component(config: RunConfig, redis_url: str, model: Path, status:
             redis_url=redis_url,
             output_dir=config.output_dir.resolve(),
             seed=config.seed,
+            environment=config.environment,
         )
 
     return ServeApp("generation", app_name(config.exp_name), build, status)

@@ -27,6 +27,8 @@ TINY = "tiny"
 PATH_KEYS = (
     "output_dir",
     "pretrain",
+    "reward_pretrain",
+    "logging_dir",
     "resume_from_checkpoint",
     *(f"{role}.model_args.model_name_or_path" for role in ("critic", "reference", "teacher.*")),
 )
@@ -85,11 +87,11 @@ def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     Raises:
         ConfigError: invalid file or override.
     """
+    import yaml
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
-    import yaml
 
     path = find_config(path)
     if path.suffix != ".yaml":

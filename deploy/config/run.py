@@ -1,5 +1,7 @@
 """Complete run configuration."""
 
+from pathlib import Path
+
 from pydantic import Field
 
 from offbeat.services.buffer.config import RedisConfig
@@ -13,6 +15,8 @@ class RunConfig(LearnerRunConfig):
 
     exp_name: str = Field(default="offbeat", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     """Name of the run, and its id on the control service."""
+    logging_dir: Path | None = None
+    """Folder of the logs; None: `logs/` in `output_dir`, which otherwise links to it."""
     val_env_manager: EnvManagerConfig = EnvManagerConfig(group_size=1)
     """Evaluation episodes."""
     redis: RedisConfig = RedisConfig()

@@ -3,9 +3,11 @@
 import asyncio
 import gc
 import logging
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+import os
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from ray import serve
 from ray.serve import Application
@@ -55,6 +57,8 @@ class ReplicaSettings:
     redis_url: str
     log_dir: Path
     seed: int
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Environment variables of the replica and its engine."""
 
 
 class GenerationDeployment:
@@ -65,6 +69,7 @@ class GenerationDeployment:
         self._settings = s = settings
         self._app, self._replica_id = context.app_name, context.replica_tag
         configure_logging(f"generation-{self._replica_id}", s.log_dir)
+        os.environ.update(s.environment)
         self._redis = connect_async(s.redis_url)
         if s.tenant is None:
             await self._make_offer()
@@ -168,11 +173,15 @@ def build(
     redis_url: str,
     output_dir: Path,
     seed: int,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Application:
     """Build a run's application; a replica is ready once it holds the newest weights, if any."""
     tenant = Tenant(run_id, output_dir, weights)
     logs = output_dir / "logs"
-    return deploy(ReplicaSettings(tenant, config, weights.transport, model, sequence_length, redis_url, logs, seed))
+    transport = weights.transport
+    return deploy(
+        ReplicaSettings(tenant, config, transport, model, sequence_length, redis_url, logs, seed, dict(environment))
+    )
 
 
 def deploy(settings: ReplicaSettings) -> Application:

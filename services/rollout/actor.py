@@ -62,6 +62,7 @@ class EnvWorkerActor:
         self._settings = WorkerSettings.model_validate(settings, strict=False)
         self._name = worker_name(self._settings.run_id, index)
         configure_logging(self._name, self._settings.output_dir / "logs")
+        os.environ.update(self._settings.environment)
         self._chat = load_playing_format(self._settings.model_folder)
         if self._chat.rewrites:
             logger.info("turns whose history is rewritten become segments of their own: %s", self._chat.rewrites)

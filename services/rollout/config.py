@@ -203,6 +203,8 @@ class WorkerSettings(Config):
     output_dir: Path
     """Run folder; logs go to its `logs/`."""
     redis_url: str
+    environment: dict[str, str] = Field(default_factory=dict[str, str])
+    """Environment variables of the worker and its children."""
     sequence_length: int = Field(ge=2)
     custom_envs: dict[str, CustomEnv]
     train_env_manager: EnvManagerConfig

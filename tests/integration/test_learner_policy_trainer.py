@@ -157,6 +157,32 @@ def test_a_reference_that_nobody_has_kept_is_not_made_up(tmp_path: Path, ranks: 
             late.load(folder, 0.0)
 
 
+def test_reference_and_critic_have_models_of_their_own(tmp_path: Path, ranks: Ranks) -> None:
+    """Another run's policy, also beside adapters, whose reference is the policy without them otherwise."""
+    start = begun(run_of(tmp_path / "made", ("seed=7", *REFERENCE)), ranks)
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    start.save(folder)
+    path, exact = f"reference.model_args.model_name_or_path={folder}", "old_logprobs=recompute"
+    for overrides in (REFERENCE, LORA):
+        first = {
+            name: train_on(begun(run_of(tmp_path / f"{name}-{len(overrides)}", each), ranks), GROUPS, 0)
+            for name, each in (("start", (*overrides, exact)), ("own", (*overrides, exact, path)))
+        }
+        kl = {name: gauges["actor/kl_in_reward"].value for name, gauges in first.items()}
+        assert abs(kl["start"]) < 1e-6 < abs(kl["own"])
+    heads = {
+        key: begun(run_of(tmp_path / f"critic-{key}", (*CRITIC, *each)), ranks)
+        for key, each in (("policy", ()), ("reward", (f"reward_pretrain={folder}",)))
+    }
+    for trainer in heads.values():
+        assert trainer._critic is not None
+    critics = [dict(each._critic.tensors()) for each in heads.values() if each._critic]
+    assert any(not torch.equal(tensor, critics[1][name]) for name, tensor in critics[0].items())
+    saved = load_file(folder / "model.safetensors")
+    assert torch.equal(critics[1]["embed_tokens.weight"], saved["model.embed_tokens.weight"])
+
+
 def test_a_reference_in_shards_says_what_a_whole_one_says(tmp_path: Path, ranks: Ranks) -> None:
     sharded = ("reference.strategy_args.strategy_name=deepspeed_infer", "use_kl_loss=true", "kl_loss_coef=0.1")
     found: list[list[float]] = []

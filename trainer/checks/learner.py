@@ -53,11 +53,16 @@ def _leaves(table: dict[str, Any]) -> Iterator[str]:
 
 def _check_models(config: LearnerConfig) -> Iterator[ConfigIssue]:
     """Yield folders of the critic's and the reference's model that are missing, or unused."""
-    for role, args in (("critic", config.critic.model_args), ("reference", config.reference.model_args)):
-        folder = args.model_name_or_path
-        if folder is not None and not Path(folder).is_dir():
-            path = f"{role}.model_args.model_name_or_path"
+    folders = {
+        "critic.model_args.model_name_or_path": config.critic.model_args.model_name_or_path,
+        "reference.model_args.model_name_or_path": config.reference.model_args.model_name_or_path,
+        "reward_pretrain": config.reward_pretrain,
+    }
+    for path, folder in folders.items():
+        if folder is not None and folder != config.pretrain and not Path(folder).is_dir():
             yield ConfigIssue(path, f"no such folder: {folder}; set it to a local Hugging Face folder")
+    if config.reward_pretrain not in (None, config.pretrain) and not config.has_own_critic:
+        yield ConfigIssue("reward_pretrain", "there is no critic of its own: leave it out, or take adv_estimator gae")
     if not config.needs_reference:
         for key in _leaves(config.reference.model_args.model_dump(exclude_none=True)):
             yield ConfigIssue(

@@ -76,6 +76,7 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
 def canonicalize(tree: Tree) -> tuple[Tree, list[ConfigIssue]]:
     """Return the tree in canonical keys and values, and keys that are set in two spellings."""
     tree, issues = copy.deepcopy(tree), list[ConfigIssue]()
+    _group_tracker_arguments(tree)
     for pattern, (neutral, reason) in NEUTRAL.items():
         for path, table in list(find_keys(tree, pattern)):
             value = table[path[-1]]
@@ -95,6 +96,13 @@ def canonicalize(tree: Tree) -> tuple[Tree, list[ConfigIssue]]:
             if isinstance(value, str) and value in values:
                 table[path[-1]] = values[value]
     return tree, issues
+
+
+def _group_tracker_arguments(tree: Tree) -> None:
+    """Group the arguments of a single tracker by its name."""
+    tracker, arguments = tree.get("track_with"), tree.get("tracker_kwargs")
+    if isinstance(tracker, str) and isinstance(arguments, dict) and tracker not in arguments:
+        tree["tracker_kwargs"] = {tracker: arguments}
 
 
 def canonical_json(text: str | bytes) -> str:

@@ -236,6 +236,8 @@ class LearnerConfig(AlgorithmConfig):
     """Folder of checkpoints, metrics and logs."""
     pretrain: str = "tiny"
     """Local Hugging Face folder of the initial policy, or `tiny` (configured by key `tiny`)."""
+    reward_pretrain: str | None = Field(default=None, min_length=1)
+    """Folder of the critic's first weights, unless `critic.model_args.model_name_or_path` is set; None: the policy's."""
     tiny: TinyPolicyConfig = TinyPolicyConfig()
     warm_start: WarmStartConfig | None = None
     """Supervised fine-tuning before training; None skips it."""
@@ -247,6 +249,8 @@ class LearnerConfig(AlgorithmConfig):
     """Steps between evaluations; 0: only before and after training."""
     max_ckpt_to_keep: int = Field(default=2, ge=1)
     """Newest checkpoints kept."""
+    system_envs: dict[str, str | int | float | bool] = Field(default_factory=dict[str, str | int | float | bool])
+    """Environment variables of learner, engines and env workers."""
     record_batches: int = Field(default=0, ge=0)
     """Newest batches kept in `batches/` for `offbeat learner reproduce`; 0: only those with non-finite gradients."""
     resume_from_checkpoint: bool | Path = False
@@ -294,6 +298,20 @@ class LearnerConfig(AlgorithmConfig):
                 if kwargs is not None and not isinstance(kwargs, dict):
                     raise ValueError(f"arguments are grouped by tracker: use tracker_kwargs.NAME.{key}")
         return cast(object, value)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """`system_envs` as text."""
+        return {
+            name: str(value).lower() if isinstance(value, bool) else str(value)
+            for name, value in self.system_envs.items()
+        }
+
+    @property
+    def critic_folder(self) -> str | None:
+        """Folder of the critic's first weights; None: the policy's."""
+        own = self.critic.model_args.model_name_or_path or self.reward_pretrain
+        return None if own == self.pretrain else own
 
     @property
     def has_value_head(self) -> bool:

@@ -198,7 +198,7 @@ class PolicyTrainer:
         reference: LogprobModel | None = None
         if self._config.has_own_critic:
             role = self._config.critic.model_args
-            weights = Path(role.model_name_or_path or folder)
+            weights = Path(self._config.critic_folder or folder)
             self._critic = self._engine(self._kick_watchdog(load_critic(weights, args.of_role(role), seed)))
         if self._refers_to_start and self._uses_adapters:
             reference = AdapterFreeReference(self._policy, self._model)

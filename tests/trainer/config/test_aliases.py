@@ -101,3 +101,10 @@ def test_the_training_managers_sampling_is_the_policys():
     config = RunConfig.model_validate_json(json.dumps(ENVS | keys | {"actor_infer": {"generating_args": {"top_k": 9}}}))
     assert (config.temperature, config.actor_infer.generating_args.top_k, config.settings.temperature) == (0.7, 9, 0.7)
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_arguments_of_a_single_tracker_need_no_name():
+    arguments = {"log_dir": "/logs"}
+    tree, _ = canonicalize({"track_with": "tensorboard", "tracker_kwargs": arguments})
+    assert tree["tracker_kwargs"] == {"tensorboard": arguments}
+    assert canonicalize(tree)[0] == tree
