@@ -1,6 +1,7 @@
 """Builders of the applications in `local.yaml` and `deploy.yaml`, with strictly validated arguments."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -14,6 +15,8 @@ from offbeat.deploy.run_setup import LOGS, model_folder, prepare_folder
 from offbeat.envs.config import Config
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.control import app as control_app
+from offbeat.services.control.config import RightsConfig, TokenConfig, read_token
+from offbeat.services.control.rights import Tokens
 from offbeat.services.generation import app as generation_app
 from offbeat.services.redis import serve_app as redis_app
 from offbeat.services.redis.url import address_problem
@@ -23,6 +26,7 @@ RUN_FACTORY_PATH = "offbeat.deploy.cluster.ray_run_factory:RayRunFactory"
 REDIS_STOP_HOOK = "offbeat.deploy.cluster.reaper:stop_learners"
 
 T = TypeVar("T", bound=Config)
+R = TypeVar("R")
 
 
 def _check_address(url: str) -> str:
@@ -52,7 +56,7 @@ class GenerationArguments(Config):
     """Overrides of `run`: `pretrain`, `sequence_length`, `actor_infer`, `weights`, ..."""
 
 
-class ControlAppArgs(Config):
+class ControlAppArgs(RightsConfig):
     redis_url: RedisUrl
     """Redis of all runs, reachable from every node."""
     working_dir: Path | None = None
@@ -61,6 +65,8 @@ class ControlAppArgs(Config):
     """File with the bearer token; without one, only programs on the service's host have access."""
     read_token_file: Path | None = None
     """File with a read-only token."""
+    tokens: tuple[TokenConfig, ...] = ()
+    """More tokens, each with its own rights; `allow_modules` and `output_roots` beside them are those of `token_file`."""
     log_dir: Path = Path("runs/control")
     """Folder of the service's log."""
 
@@ -99,8 +105,7 @@ def control(args: dict[str, Any]) -> Application:
         control_app.ControlSettings(
             redis_url=arguments.redis_url,
             factory=RUN_FACTORY_PATH,
-            token=_read_token("token_file", arguments.token_file),
-            read_token=_read_token("read_token_file", arguments.read_token_file),
+            tokens=_read_tokens(arguments, working_dir),
             log_dir=working_dir / arguments.log_dir,
             working_dir=working_dir,
         )
@@ -130,13 +135,24 @@ def _load_run_config(arguments: GenerationArguments) -> RunConfig:
     return validate_tree({str(key): value for key, value in merged.items()})
 
 
-def _read_token(key: str, path: Path | None) -> str | None:
-    if path is None:
-        return None
+def _read_tokens(arguments: ControlAppArgs, working_dir: Path) -> Tokens:
+    others = tuple(
+        _checked(f"tokens.{place}.token_file", lambda each=each: each.to_grant(working_dir))
+        for place, each in enumerate(arguments.tokens)
+    )
+    operate, read = arguments.token_file, arguments.read_token_file
+    return Tokens(
+        operate and _checked("token_file", lambda: read_token(operate)),
+        read and _checked("read_token_file", lambda: read_token(read)),
+        arguments.to_rights(working_dir),
+        others,
+    )
+
+
+def _checked(key: str, read: Callable[[], R]) -> R:
     try:
-        token = path.read_text().strip()
+        return read()
+    except ValueError as error:
+        raise ConfigError([ConfigIssue(key, str(error))]) from None
     except OSError as error:
         raise ConfigError([ConfigIssue(key, f"can't be read: {error}")]) from None
-    if not token:
-        raise ConfigError([ConfigIssue(key, f"{path} is empty")])
-    return token

@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
@@ -20,9 +20,12 @@ from offbeat.deploy.components.learner import ExternalLearner, ManagedLearner
 from offbeat.deploy.components.serve_app import ServeApp, broker_component, generation_component
 from offbeat.deploy.components.serve_status import ServeStatus
 from offbeat.deploy.components.shared_generation import SharedGeneration
-from offbeat.deploy.config.errors import ConfigError
-from offbeat.deploy.config.loader import dump_yaml, load_document
+from offbeat.deploy.config.checks.run import check_settings
+from offbeat.deploy.config.errors import ConfigError, RightsError
+from offbeat.deploy.config.loader import dump_yaml, read_document
+from offbeat.deploy.config.rights import check_rights
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.validation import check_in_process
 from offbeat.deploy.run_folder import FolderInUseError, remove_run_files
 from offbeat.deploy.run_setup import (
     generation_app,
@@ -34,9 +37,10 @@ from offbeat.deploy.run_setup import (
 from offbeat.services.buffer.admin import BufferWatch, release_all_workers
 from offbeat.services.buffer.api import GroupProgress, Quarantined, Snapshot
 from offbeat.services.control.interfaces import Component
+from offbeat.services.control.rights import UNRESTRICTED, Rights
 from offbeat.services.control.run import BusyError, RunRecord, RunSpec
 from offbeat.services.control.schemas import ProblemView
-from offbeat.services.control.service import InvalidRunError
+from offbeat.services.control.service import InvalidRunError, NotAllowedError
 from offbeat.services.generation.config import app_name
 from offbeat.services.live_settings import LIVE_SETTINGS, Settings
 from offbeat.services.redis.connection import connect
@@ -110,6 +114,13 @@ def _build_generation(
     return generation_component(config, redis_url, model_folder(config), status)
 
 
+class MachineSize(NamedTuple):
+    """What a machine or cluster has; None: this machine's."""
+
+    cpus: float | None = None
+    gpus: float | None = None
+
+
 class MeshRunFactory:
     def __init__(self, redis: AsyncRedis, redis_url: str, working_dir: Path | None) -> None:
         self._async_redis = redis
@@ -118,40 +129,54 @@ class MeshRunFactory:
         self._redis_url = redis_url
         self._serve_status = ServeStatus()
 
-    def validate(self, document: str | dict[str, Any]) -> RunSpec:
+    async def validate(self, document: str | dict[str, Any], rights: Rights = UNRESTRICTED) -> RunSpec:
         """Return a document's run.
 
         Raises:
             InvalidRunError: with all issues.
+            NotAllowedError: with all issues.
         """
         try:
-            return run_spec(self.load(document))
+            return run_spec(await self.load(document, rights))
+        except RightsError as error:
+            raise NotAllowedError([_to_problem_view(issue) for issue in error.issues]) from error
         except ConfigError as error:
             raise InvalidRunError([_to_problem_view(issue) for issue in error.issues]) from error
 
-    def load(self, document: str | dict[str, Any]) -> RunConfig:
-        """Return a document's configuration.
+    async def load(self, document: str | dict[str, Any], rights: Rights = UNRESTRICTED) -> RunConfig:
+        """Return a document's configuration, after checks in a process of its own.
 
         Raises:
+            RightsError: beyond the sender's rights.
             ConfigError: with all issues.
         """
-        return load_document(document, working_dir=self._working_dir)
+        config = await asyncio.to_thread(read_document, document, working_dir=self._working_dir)
+        if refused := list(check_rights(config, rights)):
+            raise RightsError(refused)
+        size = await self._size()
+        await check_in_process(config, cores=size.cpus, gpus=size.gpus, rights=rights)
+        return config
+
+    async def _size(self) -> MachineSize:
+        """Return what runs may use."""
+        return MachineSize()
 
     def build_mesh(self, record: RunRecord) -> RunComponents:
         config = RunConfig.model_validate_json(record.config)
         watch = BufferWatch(self._async_redis, record.run_id)
         return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status)
 
-    def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
-        """Check live settings.
+    async def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
+        """Check live settings, none of which depends on user code.
 
         Raises:
             InvalidRunError: with all issues.
         """
-        before = json.loads(record.config)
-        new = set(self._issues(_apply_values(before, values))) - set(self._issues(before))
-        if new:
-            raise InvalidRunError([_to_problem_view(issue) for issue in sorted(new, key=str)])
+        before, size = json.loads(record.config), await self._size()
+        old = await asyncio.to_thread(self._setting_issues, before, size)
+        new = await asyncio.to_thread(self._setting_issues, _apply_values(before, values), size)
+        if new - old:
+            raise InvalidRunError([_to_problem_view(issue) for issue in sorted(new - old, key=str)])
 
     async def write_report(self, record: RunRecord) -> None:
         """Do nothing: `offbeat train` writes it."""
@@ -167,12 +192,12 @@ class MeshRunFactory:
         except FolderInUseError as error:
             raise BusyError(str(error)) from error
 
-    def _issues(self, tree: dict[str, Any]) -> Sequence[ConfigIssue]:
+    def _setting_issues(self, tree: dict[str, Any], size: MachineSize) -> set[ConfigIssue]:
         try:
-            self.load(tree)
+            config = read_document(tree, working_dir=self._working_dir)
         except ConfigError as error:
-            return error.issues
-        return ()
+            return set(error.issues)
+        return set(check_settings(config, cores=size.cpus, gpus=size.gpus))
 
     async def snapshot(self, run_id: str) -> Snapshot:
         return await BufferWatch(self._async_redis, run_id).snapshot()

@@ -12,8 +12,9 @@ from pydantic import ValidationError
 
 from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.errors import ConfigError, collect_issues
+from offbeat.deploy.config.rights import check_rights
 from offbeat.deploy.config.run import RunConfig
-from offbeat.deploy.config.yaml_limits import check_yaml_limits
+from offbeat.deploy.config.yaml_limits import check_tree_limits, check_yaml_limits, load_yaml
 from offbeat.trainer.config.issue import ConfigIssue
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -29,7 +30,7 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: with every issue.
     """
     config = validate_tree(compose_tree(path, overrides), source=str(path))
-    issues = check_run(config)
+    issues = [*check_rights(config, config.control.to_rights()), *check_run(config)]
     if issues:
         raise ConfigError(issues, str(path))
     return config
@@ -44,29 +45,22 @@ def read_run(path: Path) -> RunConfig:
     return validate_tree(compose_tree(path), source=str(path))
 
 
-def load_document(
-    document: str | dict[str, Any],
-    *,
-    cores: float | None = None,
-    gpus: float | None = None,
-    working_dir: Path | None = None,
-) -> RunConfig:
-    """Validate and check a run from a YAML text or tree.
+def read_document(document: str | dict[str, Any], *, working_dir: Path | None = None) -> RunConfig:
+    """Validate the keys of a YAML text or tree, without checks of this machine and without user code.
 
     Interpolations are rejected: they would resolve in the service's environment.
 
-    cores, gpus: see `check_run`. working_dir: base of relative paths; None keeps them.
+    working_dir: base of relative paths; None keeps them.
 
     Raises:
         ConfigError: with every issue.
     """
-    config = validate_tree(parse_document(document) if isinstance(document, str) else document)
-    if working_dir is not None:
-        config = resolve_paths(config, working_dir)
-    issues = check_run(config, cores=cores, gpus=gpus)
-    if issues:
-        raise ConfigError(issues)
-    return config
+    if isinstance(document, str):
+        document = parse_document(document)
+    elif issue := check_tree_limits(document):
+        raise ConfigError([issue])
+    config = validate_tree(document)
+    return config if working_dir is None else resolve_paths(config, working_dir)
 
 
 def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -86,12 +80,21 @@ def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         raise ConfigError([ConfigIssue("", f"Hydra reads only *.yaml files: rename {path.name}")], str(path))
     folder = path.resolve().parent
     try:
+        if issue := check_yaml_limits(text := path.read_text(encoding="utf-8")):
+            raise ConfigError([issue], str(path))
+        load_yaml(text)
         with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
             composed = compose(config_name=path.name, overrides=_allow_new_keys(overrides))
         tree = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
         # OmegaConf raises OSError for a document that is a scalar
         raise ConfigError([ConfigIssue("", _first_lines(error))], str(path)) from error
+    except RecursionError as error:
+        raise ConfigError(
+            [ConfigIssue("", "an override or an included file is nested too deeply")], str(path)
+        ) from error
+    except ValueError as error:  # Python's, for an integer of too many digits
+        raise ConfigError([ConfigIssue("", f"not a valid value: {_first_lines(error)}")], str(path)) from error
     return _as_tree(tree, str(path))
 
 
@@ -116,8 +119,6 @@ def parse_document(text: str) -> dict[str, Any]:
     Raises:
         ConfigError: no mapping, a limit exceeded, or interpolations.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     if len(text) > MAX_DOCUMENT_CHARS:
@@ -127,12 +128,9 @@ def parse_document(text: str) -> dict[str, Any]:
     try:
         if issue := check_yaml_limits(text):
             raise ConfigError([issue])
-        tree = OmegaConf.to_container(OmegaConf.create(text))
-    except AssertionError as error:  # OmegaConf's, for a document that is a scalar
-        raise ConfigError([ConfigIssue("", "expected a mapping of keys to values")]) from error
-    except (OmegaConfBaseException, YAMLError) as error:
+        return _as_tree(load_yaml(text), "")
+    except YAMLError as error:
         raise ConfigError([ConfigIssue("", _first_lines(error))]) from error
-    return _as_tree(tree, "")
 
 
 def validate_tree(tree: dict[str, Any], source: str = "") -> RunConfig:

@@ -146,9 +146,7 @@ class LocalMesh:
         arguments = LocalControlArgs(
             redis_url=self._redis_url,
             factory=RUN_FACTORY_PATH,
-            token=control.token,
-            read_token=control.read_token,
-            reconcile_s=control.reconcile_s,
+            control=control.model_dump(mode="json"),
             log_dir=str(self._folder / LOGS),
             app=CONTROL_APP,
         )

@@ -4,10 +4,12 @@
 Invariant: Ray lives exactly as long as this process, which exits when its stdin closes.
 """
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from offbeat.deploy.local.processes import terminate_descendants
 from offbeat.services.process import JsonLines, claim_stdout
@@ -37,9 +39,8 @@ class LocalControlArgs:
 
     redis_url: str
     factory: str
-    token: str | None
-    read_token: str | None
-    reconcile_s: float
+    control: dict[str, Any]
+    """`ControlConfig`."""
     log_dir: str
     app: str
 
@@ -89,13 +90,14 @@ def start_control(arguments: LocalControlArgs) -> None:
     from ray import serve
 
     from offbeat.services.control.app import ControlSettings, build
+    from offbeat.services.control.config import ControlConfig
 
+    config = ControlConfig.model_validate_json(json.dumps(arguments.control))
     settings = ControlSettings(
         redis_url=arguments.redis_url,
         factory=arguments.factory,
-        token=arguments.token,
-        read_token=arguments.read_token,
-        reconcile_s=arguments.reconcile_s,
+        tokens=config.to_tokens(),
+        reconcile_s=config.reconcile_s,
         log_dir=Path(arguments.log_dir),
     )
     serve.run(build(settings), name=arguments.app, route_prefix="/")

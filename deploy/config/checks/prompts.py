@@ -25,6 +25,14 @@ Raises RolloutError if the template can't render it.
 """
 
 
+OnStep = Callable[[str, str], None]
+"""Observer of the checks that run user code: key, and what is being done."""
+
+
+def ignore_step(key: str, doing: str) -> None:
+    """Observe nothing."""
+
+
 class FirstTexts(NamedTuple):
     """Contents of a first prompt."""
 
@@ -40,14 +48,16 @@ class BrokenTokenizerError(Exception):
     """Unreadable `tokenizer.json`."""
 
 
-def check_first_prompts(config: RunConfig) -> list[ConfigIssue]:
+def check_first_prompts(config: RunConfig, on_step: OnStep = ignore_step) -> list[ConfigIssue]:
     """Check the chat template and each env's first prompt."""
+    on_step("custom_envs", "reading the envs' vocabulary, chat template and tokenizer")
     try:
         count_tokens = _count_tokens(config)
     except (MissingWordsError, BrokenTokenizerError, RolloutError) as error:
         return [ConfigIssue("pretrain", str(error))]
     issues = [*_check_template(config), *_check_parser(config)]
     for tag, env in config.custom_envs.items():
+        on_step(f"custom_envs.{tag}.env_type", f"making and resetting {env.env_type}")
         try:
             texts = _first_texts(env, config.seed)
         except Exception as error:  # a user's env may raise anything

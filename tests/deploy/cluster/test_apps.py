@@ -9,6 +9,7 @@ from offbeat.deploy.cluster import apps
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.control.app import ControlSettings
+from offbeat.services.control.rights import Rights, TokenGrant
 from offbeat.services.generation.app import ReplicaSettings
 from offbeat.services.redis.serve_app import RedisSettings
 
@@ -53,7 +54,7 @@ def test_gpu_file_builds_and_requires_a_token(tmp_path: Path):
     (tmp_path / "token").write_text("secret\n")
     schema = read("deploy.yaml", tmp_path)
     built = settings(schema)
-    assert built["control"].token == "secret"
+    assert built["control"].tokens.operate == "secret"
     big = built["generation-8b"]
     assert (big.tenant, big.config.tensor_parallel_size, big.transport) == (None, 2, "nccl")
     override = next(app for app in schema.applications if app.name == "generation-8b").deployments[0]
@@ -78,6 +79,27 @@ def test_empty_or_missing_token_file_is_rejected(tmp_path: Path):
     (tmp_path / "token").write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
         apps.control({"redis_url": URL, "token_file": str(tmp_path / "token")})
+
+
+def test_tokens_have_rights_of_their_own(tmp_path: Path):
+    (tmp_path / "student").write_text("learn\n")
+    rights = {"allow_modules": ["offbeat.*"], "output_roots": ["students", "s3://bucket/students"]}
+    (tmp_path / "all").write_text("secret")
+    application = apps.control(
+        {
+            "redis_url": URL,
+            "working_dir": str(tmp_path),
+            "token_file": str(tmp_path / "all"),
+            "tokens": [{"token_file": str(tmp_path / "student"), **rights}, {"token": "look", "scope": "read"}],
+        }
+    )
+    (bound,) = application._bound_deployment.init_args
+    allowed = Rights(("offbeat.*",), (str(tmp_path / "students"), "s3://bucket/students"))
+    assert bound.tokens.grants == (
+        TokenGrant("secret"),
+        TokenGrant("learn", "write", allowed),
+        TokenGrant("look", "read"),
+    )
 
 
 def test_config_of_a_generation_application_overrides_its_run():

@@ -7,8 +7,9 @@ from offbeat.deploy.cluster import ray_run_factory
 from offbeat.deploy.cluster.ray_run_factory import Cluster, RayRunFactory, check_cluster
 from offbeat.deploy.cluster.run_factory import CLAIM_FILE
 from offbeat.deploy.config.errors import ConfigError
-from offbeat.deploy.config.loader import compose_tree, load_document, validate_tree
+from offbeat.deploy.config.loader import compose_tree, read_document, validate_tree
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.validation import check_in_process
 from offbeat.services.control.run import RunRecord
 from offbeat.services.errors import ControlError
 from tests.paths import QUICKSTART
@@ -36,19 +37,19 @@ def test_shared_memory_is_rejected_with_several_hosts():
 
 
 def test_relative_paths_start_at_the_folder_of_the_mesh(tmp_path: Path):
-    config = load_document(QUICKSTART.read_text(), working_dir=tmp_path)
+    config = read_document(QUICKSTART.read_text(), working_dir=tmp_path)
     assert config.output_dir == tmp_path / "runs/quickstart"
 
 
-def test_run_is_checked_against_the_cluster_not_the_service_host():
-    text = QUICKSTART.read_text().replace("num_workers: 1", "num_workers: 40")
+async def test_run_is_checked_against_the_cluster_not_the_service_host():
+    workers = read_document(QUICKSTART.read_text().replace("num_workers: 1", "num_workers: 40"))
     with pytest.raises(ConfigError, match=r"rollout\.num_workers"):
-        load_document(text, cores=4.0, gpus=0.0)
-    assert load_document(text, cores=32.0, gpus=0.0).rollout.num_workers == 40
-    on_gpus = QUICKSTART.read_text().replace("  num_threads: 1", "  num_threads: 1\n  device: cuda")
+        await check_in_process(workers, cores=4.0, gpus=0.0)
+    await check_in_process(workers, cores=32.0, gpus=0.0)
+    on_gpus = read_document(QUICKSTART.read_text().replace("  num_threads: 1", "  num_threads: 1\n  device: cuda"))
     with pytest.raises(ConfigError, match=r"actor_train\.device"):
-        load_document(on_gpus, cores=32.0, gpus=0.0)
-    assert load_document(on_gpus, cores=32.0, gpus=8.0).actor_train.device == "cuda"
+        await check_in_process(on_gpus, cores=32.0, gpus=0.0)
+    await check_in_process(on_gpus, cores=32.0, gpus=8.0)
 
 
 @pytest.fixture
