@@ -153,14 +153,23 @@ def programs(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _env_programs(key: str, env_type: str, env_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if env_type == "verifiers" and env_config.get("environment"):
         yield f"{key}.environment", "a harness"
+    if env_type == "code" and _may_lack_isolation(env_config.get("sandbox")):
+        yield f"{key}.sandbox.isolation", "running programs without isolation"
     if env_type == "tools":
         tools = env_config.get("tools")
-        for place, tool in enumerate(cast(list[Any], tools) if isinstance(tools, list) else []):
-            if isinstance(tool, dict) and cast(dict[str, Any], tool).get("command"):
+        for place, each in enumerate(cast(list[Any], tools) if isinstance(tools, list) else []):
+            tool = cast(dict[str, Any], each) if isinstance(each, dict) else {}
+            if tool.get("command"):
                 yield f"{key}.tools.{place}.command", "a program"
+            if _may_lack_isolation(tool.get("limits")):
+                yield f"{key}.tools.{place}.limits.isolation", "running programs without isolation"
         wrapped, settings = env_config.get("env_type"), env_config.get("env_config", {})
         if isinstance(wrapped, str) and isinstance(settings, dict):
             yield from _env_programs(f"{key}.env_config", wrapped, cast(dict[str, Any], settings))
+
+
+def _may_lack_isolation(limits: object) -> bool:
+    return isinstance(limits, dict) and cast(dict[str, Any], limits).get("isolation", "require") != "require"
 
 
 def written_places(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -245,16 +245,23 @@ class RunStore:
 
     async def change(self, run_id: str, values: Mapping[str, float]) -> Change:
         """Request new settings. Raises `UnknownRunError`; `RunStateError` if over or ending."""
-        record = await self.load(run_id)
-        if record.state.is_terminal or record.wanted.is_final:
-            state = record.state if record.state.is_terminal else "ending"
-            raise RunStateError(f"run {run_id!r} is {state}: its settings can no longer change")
-        change = Change(dict(values), self.clock())
-        async with self.redis.pipeline() as pipe:
-            pipe.rpush(RunKeys(run_id).changes, encode_change(change.values, change.at))
-            self._note(pipe, run_id, "asked", {"values": change.values})
-            await pipe.execute()
-        return change
+        key = RunKeys(run_id).record
+        while True:
+            async with self.redis.pipeline() as pipe:
+                await pipe.watch(key)
+                record = await self.load(run_id)
+                if record.state.is_terminal or record.wanted.is_final:
+                    state = record.state if record.state.is_terminal else "ending"
+                    raise RunStateError(f"run {run_id!r} is {state}: its settings can no longer change")
+                change = Change(dict(values), self.clock())
+                pipe.multi()
+                pipe.rpush(RunKeys(run_id).changes, encode_change(change.values, change.at))
+                self._note(pipe, run_id, "asked", {"values": change.values})
+                try:
+                    await pipe.execute()
+                except WatchError:
+                    continue
+                return change
 
     async def changes(self, run_id: str) -> list[Change]:
         """Return all changes, oldest first."""
@@ -288,6 +295,25 @@ class RunStore:
             UnknownRunError: no such run.
             RunStateError: not over, or another version's with a recent heartbeat.
         """
+        keys = RunKeys(run_id)
+        while True:
+            async with self.redis.pipeline() as pipe:
+                await pipe.watch(keys.record)  # a start meanwhile is not deleted
+                await self._refuse_deletion(run_id)
+                stale = await self._keys_of(run_id)
+                pipe.multi()
+                if stale:
+                    pipe.delete(*stale)
+                pipe.incr(keys.epoch)
+                pipe.expire(keys.epoch, EPOCH_TTL_S)
+                pipe.zrem(RUNS, run_id)
+                try:
+                    await pipe.execute()
+                except WatchError:
+                    continue
+                return
+
+    async def _refuse_deletion(self, run_id: str) -> None:
         try:
             record = await self.load(run_id)
         except ForeignRecordError:
@@ -295,17 +321,9 @@ class RunStore:
                 raise RunStateError(
                     f"run {run_id!r} is managed by another version of Offbeat: stop it there first"
                 ) from None
-        else:
-            if not record.state.is_terminal:
-                raise RunStateError(f"run {run_id!r} is {record.state}: stop it first")
-        stale, epoch = await self._keys_of(run_id), RunKeys(run_id).epoch
-        async with self.redis.pipeline() as pipe:
-            if stale:
-                pipe.delete(*stale)
-            pipe.incr(epoch)
-            pipe.expire(epoch, EPOCH_TTL_S)
-            pipe.zrem(RUNS, run_id)
-            await pipe.execute()
+            return
+        if not record.state.is_terminal:
+            raise RunStateError(f"run {run_id!r} is {record.state}: stop it first")
 
     async def progress(self, run_id: str) -> WeightProgress:
         """Return the newest published version and step."""

@@ -155,6 +155,20 @@ def test_code_programs_and_folders_beyond_the_rights_are_refused(key: str, tmp_p
             },
             "env_config.tools.0.command",
         ),
+        (
+            {"env_type": "code", "env_config": {"dataset_name": "x", "sandbox": {"isolation": "warn"}}},
+            "env_config.sandbox.isolation",
+        ),
+        (
+            {
+                "env_type": "tools",
+                "env_config": {
+                    "env_type": "math",
+                    "tools": [{"tool_id": "python_code", "limits": {"isolation": "warn"}}],
+                },
+            },
+            "env_config.tools.0.limits.isolation",
+        ),
         ({"env_type": "my_envs:sub.Env"}, "env_type"),
         ({"env_type": "my_envs_of_others:Env"}, "env_type"),
     ],
