@@ -61,7 +61,11 @@ def load_yaml(text: str) -> object:
     Raises:
         yaml.YAMLError: invalid YAML.
     """
-    return yaml.load(text, Loader)
+    loader = Loader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 def check_yaml_limits(text: str) -> ConfigIssue | None:

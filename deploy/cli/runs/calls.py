@@ -26,15 +26,14 @@ from offbeat.services.errors import RetryableError
 DONE, UNREACHABLE, REFUSED, UNKNOWN, CONFLICT, UNAUTHORIZED = 0, 1, 2, 3, 4, 5
 CODES = {401: UNAUTHORIZED, 403: UNAUTHORIZED, 404: UNKNOWN, 409: CONFLICT}
 """Exit codes of refusals; any other 4xx is REFUSED."""
-START_TIMEOUT_S = 120.0
-"""Long: the service resets the user's envs first."""
+TIMEOUT_S = 30.0
 
 
-def call(url: str, token: str | None, ask: Callable[[ControlClient], Awaitable[int]], timeout_s: float = 30.0) -> int:
+def call(url: str, token: str | None, ask: Callable[[ControlClient], Awaitable[int]]) -> int:
     """Call the service; print errors to stderr."""
 
     async def asked() -> int:
-        async with ControlClient(url, token=token, timeout_s=timeout_s) as client:
+        async with ControlClient(url, token=token, timeout_s=TIMEOUT_S) as client:
             return await ask(client)
 
     try:
@@ -97,7 +96,7 @@ def start_run(
         view = await client.create(json.dumps(tree))
         return show_answer(view, as_json=as_json, otherwise=lambda: view.id)
 
-    return call(url, token, ask, START_TIMEOUT_S)
+    return call(url, token, ask)
 
 
 def _with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
