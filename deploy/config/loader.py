@@ -30,7 +30,7 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: with every issue.
     """
     config = validate_tree(compose_tree(path, overrides), source=str(path))
-    issues = [*check_rights(config, config.control.to_rights()), *check_run(config)]
+    issues = [*check_rights(config, config.control.to_rights(), "control"), *check_run(config)]
     if issues:
         raise ConfigError(issues, str(path))
     return config

@@ -37,19 +37,20 @@ class CodePath(NamedTuple):
         return self.path.partition(":")[0]
 
 
-def check_rights(config: RunConfig, rights: Rights, key: str = "control") -> Iterator[ConfigIssue]:
+def check_rights(config: RunConfig, rights: Rights, table: str = "") -> Iterator[ConfigIssue]:
     """Yield what `rights` do not cover, without importing anything.
 
-    key: table of the configuration that holds the rights.
+    table: of the configuration that holds the rights, such as `control`; empty: they are the service's.
     """
+    prefix = f"{table}." if table else ""
     if not rights.any_module:
-        yield from _check_code(config, rights, key)
+        yield from _check_code(config, rights, f"{prefix}allow_modules")
     if rights.output_roots is not None:
         roots = ", ".join(rights.output_roots) or "none"
         for path, place in written_places(config):
             if not rights.allows_folder(place):
                 yield ConfigIssue(
-                    path, f"{place} is in none of {key}.output_roots ({roots}): use one of them, or add it there"
+                    path, f"{place} is in none of {prefix}output_roots ({roots}): use one of them, or add it there"
                 )
 
 
@@ -59,14 +60,12 @@ def _check_code(config: RunConfig, rights: Rights, key: str) -> Iterator[ConfigI
         if not rights.allows_module(code.module):
             yield ConfigIssue(
                 code.key,
-                f"module {code.module!r} is not in {key}.allow_modules ({modules}): add it there, or use another",
+                f"module {code.module!r} is not in {key} ({modules}): add it there, or use another",
             )
         elif "." in code.path.partition(":")[2]:
-            yield ConfigIssue(
-                code.key, f"{code.path!r} must be `module:name` of one object, with {key}.allow_modules set"
-            )
+            yield ConfigIssue(code.key, f"{code.path!r} must be `module:name` of one object, with {key} set")
     for path, what in programs(config):
-        yield ConfigIssue(path, f"{what} is not available with {key}.allow_modules set: leave it out")
+        yield ConfigIssue(path, f"{what} is not available with {key} set: leave it out")
 
 
 def check_definitions(config: RunConfig, rights: Rights, on_step: OnStep) -> Iterator[ConfigIssue]:

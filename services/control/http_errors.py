@@ -107,7 +107,12 @@ def answer_errors(api: FastAPI) -> None:
 
     @api.exception_handler(NotAllowedError)
     async def not_allowed(_: Request, error: NotAllowedError) -> Response:
-        return error_response(403, "not_allowed", "your token does not allow this", error.problems)
+        return error_response(
+            403,
+            "not_allowed",
+            "this is beyond your rights, which the service's `control` settings give",
+            error.problems,
+        )
 
     @api.exception_handler(InvalidPlaceError)
     async def no_place(_: Request, error: InvalidPlaceError) -> Response:

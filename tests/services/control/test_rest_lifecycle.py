@@ -77,6 +77,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "failed": ("break",),
 }
 """State of a run at the beginning -> how it gets there."""
+CONCURRENT = ("create", "pause", "resume", "stop", "patch", "delete", "show", "list", "why", "reconcile")
 names = st.sampled_from(NAMES)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -103,6 +104,16 @@ class ResumingFactory(FakeRunFactory):
     def remove_files(self, record: RunRecord) -> list[str]:
         shutil.rmtree(record.output_dir, ignore_errors=True)
         return [record.output_dir]
+
+
+class UnevenRedis(Redis):
+    """A client whose commands take differently long, so that concurrent calls interleave in many ways."""
+
+    rng = random.Random(0)
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        await asyncio.sleep(self.rng.choice((0, 0, 0.0005)))
+        return await super().execute_command(*args, **options)
 
 
 @dataclass
@@ -397,54 +408,60 @@ class Lifecycle(RuleBasedStateMachine):
 
     @rule(
         seed=st.integers(0, 2**32),
-        calls=st.lists(
-            st.tuples(
-                st.sampled_from(
-                    ["create", "pause", "resume", "stop", "patch", "delete", "show", "list", "why", "reconcile"]
-                ),
-                names,
-            ),
-            min_size=2,
-            max_size=8,
-        ),
+        name=names,
+        calls=st.lists(st.sampled_from(CONCURRENT), min_size=2, max_size=10),
+        other=st.none() | st.tuples(names, st.sampled_from(CONCURRENT)),
     )
-    def call_at_once(self, seed: int, calls: list[tuple[str, str]]) -> None:
-        rng = random.Random(seed)
+    def call_at_once(self, seed: int, name: str, calls: list[str], other: tuple[str, str] | None) -> None:
+        chosen = [(what, name) for what in calls if what != "reconcile"]
+        if "reconcile" in calls:
+            chosen.append(("reconcile", name))  # one pass per run at a time, as the reconciler's loop keeps it
+        if other and other[0] != name:
+            chosen.append((other[1], other[0]))
+        self.run(self._call_all(seed, chosen))
 
-        async def act(what: str, name: str) -> None:
-            await asyncio.sleep(rng.choice((0, 0, 0.001)))
-            match what:
-                case "create":
-                    await self.create(name, rng.choice(FOLDERS), rng.randrange(2), rng.random() < 0.5)
-                case "patch":
-                    await self.of("PATCH", name, json={"learning_rate": rng.random()})
-                case "delete":
-                    await self.of("DELETE", name)
-                case "show":
-                    await self.of("GET", name)
-                case "why":
-                    await self.of("GET", name, "/why")
-                case "list":
-                    await self.call("GET", "/runs", "/runs")
-                case "reconcile":
-                    await self.reconcile(name)
-                case verb:
-                    await self.command(name, verb, now=rng.random() < 0.5)
-
+    @rule(
+        seed=st.integers(0, 2**32), name=names, calls=st.permutations(["delete", "create", "patch", "delete", "create"])
+    )
+    def call_at_once_where_a_run_has_ended(self, seed: int, name: str, calls: list[str]) -> None:
         async def step() -> None:
-            reconciled: set[str] = set()  # one pass per run at a time, as the reconciler's loop keeps it
-            chosen = [
-                (what, name)
-                for what, name in calls
-                if what != "reconcile" or (name not in reconciled and not reconciled.add(name))
-            ]
-            await asyncio.gather(*(act(what, name) for what, name in chosen))
-            deleted = {name for what, name in chosen if what == "delete"}
-            for name in deleted:
+            await self.command(name, "stop", now=True)
+            for _ in range(4):
+                if await self.view(name):
+                    await self.reconcile(name)
+            await self._call_all(seed, [(what, name) for what in calls])
+
+        self.run(step())
+
+    async def _call_all(self, seed: int, calls: list[tuple[str, str]]) -> None:
+        rng = UnevenRedis.rng = random.Random(seed)
+        self.stack.clock.now += 1
+        answers = await asyncio.gather(*(self._act(rng, what, name) for what, name in calls))
+        for (what, name), answer in zip(calls, answers, strict=True):
+            if what == "create" and answer is not None and answer.status_code == 201:
+                assert await self.view(name), "a run that was started in these calls can't be deleted by them"
+            if what == "delete":
                 self.seen.pop(name, None)
 
-        self.stack.clock.now += 1
-        self.run(step())
+    async def _act(self, rng: random.Random, what: str, name: str) -> httpx.Response | None:
+        await asyncio.sleep(rng.choice((0, 0, 0.001)))
+        match what:
+            case "create":
+                return await self.create(name, rng.choice(FOLDERS), rng.randrange(2), rng.random() < 0.5)
+            case "patch":
+                return await self.of("PATCH", name, json={"learning_rate": rng.random()})
+            case "delete":
+                return await self.of("DELETE", name)
+            case "show":
+                return await self.of("GET", name)
+            case "why":
+                return await self.of("GET", name, "/why")
+            case "list":
+                return await self.call("GET", "/runs", "/runs")
+            case "reconcile":
+                return await self.reconcile(name)
+            case verb:
+                return await self.command(name, verb, now=rng.random() < 0.5)
 
     # What holds after each step
 
@@ -502,7 +519,7 @@ def machine(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         pass
 
     with asyncio.Runner() as loop:
-        redis, clock = Redis.from_url(redis_url), TickingClock()
+        redis, clock = UnevenRedis.from_url(redis_url), TickingClock()
         store = RunStore(redis, clock, orphaned_after_s=float("inf"))
         reconciler = Reconciler(store, build_mesh, policy=RestartPolicy(max_restarts=1, backoff_s=0.0))
         api = create_api(ControlService(store, ResumingFactory(redis), wake=reconciler.wake))

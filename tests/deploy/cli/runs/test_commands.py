@@ -107,14 +107,15 @@ async def test_what_a_token_does_not_allow_is_told_with_the_key(
     terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     async def refuse(*_: object) -> RunSpec:
-        message = "module 'evil' is not in control.allow_modules (offbeat.*): add it there, or use another"
+        message = "module 'evil' is not in allow_modules (offbeat.*): add it there, or use another"
         raise NotAllowedError([ProblemView(path="custom_envs.A.env_type", message=message)])
 
     monkeypatch.setattr(FakeRunFactory, "validate", refuse)
     (tmp_path / "run.yaml").write_text("exp_name: lake\n")
     refused = await terminal.types("start", str(tmp_path / "run.yaml"))
     assert refused.exit_code == UNAUTHORIZED
-    assert "your token does not allow this\n  custom_envs.A.env_type: module 'evil' is not in" in refused.stderr
+    assert "this is beyond your rights, which the service's `control` settings give" in refused.stderr
+    assert "\n  custom_envs.A.env_type: module 'evil' is not in" in refused.stderr
 
 
 async def test_runs_are_listed_and_shown_for_people_and_for_programs(terminal: Terminal):
