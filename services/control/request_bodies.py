@@ -16,6 +16,8 @@ from offbeat.services.live_settings import LIVE_SETTINGS
 YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
 JSON_TYPE = "application/json"
 MAX_ID_PART = 2**64 - 1
+MAX_INTEGER_CHARS = 400
+"""Longest integer in JSON; Python refuses more than 4,300 digits with advice for programmers."""
 MIN_SIMILARITY = 0.6
 """Similarity (0 to 1) that counts as misspelt."""
 ALIASES = {alias: name for name, row in LIVE_SETTINGS.items() for alias in (row.info.path, *row.info.aliases)}
@@ -92,9 +94,15 @@ async def _body(request: Request) -> bytes:
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        tree = json.loads(body)
+        tree = json.loads(body, parse_int=_integer)
     except (ValueError, RecursionError) as error:
         raise HttpError(400, "malformed", f"the body can't be read: {error}") from error
     if not isinstance(tree, dict):
         raise HttpError(400, "malformed", "expected a JSON object")
     return tree
+
+
+def _integer(text: str) -> int:
+    if len(text) > MAX_INTEGER_CHARS:
+        raise ValueError(f"an integer has at most {MAX_INTEGER_CHARS} digits")
+    return int(text)

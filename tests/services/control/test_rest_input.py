@@ -192,6 +192,12 @@ def test_json_that_is_meant_to_harm(http: TestClient, text: str):
     assert len(answer.content) < 200_000
 
 
+def test_an_integer_of_many_digits_is_refused_in_words(http: TestClient):
+    refused = http.post("/runs", content='{"seed": ' + "9" * 5000 + "}", headers=JSON)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == "the body can't be read: an integer has at most 400 digits"
+
+
 def test_a_change_of_many_unknown_keys_is_refused_soon(http: TestClient):
     assert http.post("/runs", json=CONFIG).status_code == 201
     started = time.process_time()
