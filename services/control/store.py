@@ -89,6 +89,7 @@ class RunStore:
                         f"run {spec.run_id!r} is {old.state}: stop it first, or choose another name{self._hint()}"
                     )
                 await self._refuse_busy(spec)
+                released = await self._old_claims(spec)
                 record = self._new(spec, old if spec.resume else None)
                 stale = [] if spec.resume else await self._keys_of(spec.run_id)
                 pipe.multi()
@@ -100,6 +101,8 @@ class RunStore:
                 pipe.delete(keys.record, *(keys.key(name) for name in ATTEMPT_FIELDS))
                 pipe.hset(keys.record, mapping=cast(dict[Any, Any], record.encode()))
                 pipe.zadd(RUNS, {spec.run_id: record.created_at})
+                for kind, names in released.items():
+                    pipe.hdel(claims_key(kind), *names)
                 for kind, name in spec.claims.items():
                     pipe.hset(claims_key(kind), name, spec.run_id)
                 if spec.resume and old and (values := _differences(old.settings, spec.settings)):
@@ -122,6 +125,17 @@ class RunStore:
                     f"{kind} {name!r} is in use by run {holder.decode()!r}, which is {state}: "
                     f"stop it first, or use another {kind}"
                 )
+
+    async def _old_claims(self, spec: RunSpec) -> dict[str, list[bytes]]:
+        """Return what an earlier start of the run claimed and this one does not, by kind."""
+        old: dict[str, list[bytes]] = {}
+        for kind, name in spec.claims.items():
+            holders: dict[bytes, bytes] = await cast(Any, self.redis.hgetall(claims_key(kind)))
+            names = [
+                each for each, holder in holders.items() if holder.decode() == spec.run_id and each.decode() != name
+            ]
+            old |= {kind: names} if names else {}
+        return old
 
     def _use(self, raw: dict[bytes, bytes]) -> str:
         """Return an active run's state, or ""."""

@@ -302,3 +302,14 @@ async def test_a_change_of_a_run_that_ends_meanwhile_leaves_nothing(
         if ending == "deleted"
         else {keys.epoch.encode(), keys.record.encode(), keys.history.encode()}
     )
+
+
+async def test_a_run_that_moved_to_another_folder_no_longer_holds_its_first(store: RunStore):
+    first = replace(SPEC, claims={"folder": "/tmp/shared", "app": "engine"})
+    await store.create(first)
+    await store.update("lake", state=RunState.FINISHED)
+    await store.create(replace(first, claims={"folder": "/tmp/own", "app": "engine"}))
+    await store.create(replace(first, run_id="sea", claims={"folder": "/tmp/shared", "app": "other"}))
+    for claims, kind in (({"folder": "/tmp/own"}, "folder '/tmp/own'"), ({"app": "engine"}, "app 'engine'")):
+        with pytest.raises(BusyError, match=f"{kind} is in use by run 'lake'"):
+            await store.create(replace(first, run_id="third", claims=claims))
