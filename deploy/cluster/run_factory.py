@@ -23,7 +23,8 @@ from offbeat.deploy.components.shared_generation import SharedGeneration
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import dump_yaml, load_document
 from offbeat.deploy.config.run import RunConfig
-from offbeat.deploy.run_folder import FolderInUseError, remove_run_files
+from offbeat.deploy.run_folder import remove_run_files
+from offbeat.deploy.run_marker import FolderInUseError
 from offbeat.deploy.run_setup import (
     generation_app,
     model_folder,
@@ -33,7 +34,7 @@ from offbeat.deploy.run_setup import (
 )
 from offbeat.services.buffer.admin import BufferWatch, release_all_workers
 from offbeat.services.buffer.api import GroupProgress, Quarantined, Snapshot
-from offbeat.services.control.interfaces import Component
+from offbeat.services.control.interfaces import Component, Removal
 from offbeat.services.control.run import BusyError, RunRecord, RunSpec
 from offbeat.services.control.schemas import ProblemView
 from offbeat.services.control.service import InvalidRunError
@@ -125,9 +126,12 @@ class MeshRunFactory:
             InvalidRunError: with all issues.
         """
         try:
-            return run_spec(self.load(document))
+            config = self.load(document)
         except ConfigError as error:
             raise InvalidRunError([_to_problem_view(issue) for issue in error.issues]) from error
+        if problem := run_folder.find_problem(config.output_dir):
+            raise InvalidRunError([ProblemView(path="output_dir", message=problem)])
+        return run_spec(config)
 
     def load(self, document: str | dict[str, Any]) -> RunConfig:
         """Return a document's configuration.
@@ -156,14 +160,14 @@ class MeshRunFactory:
     async def write_report(self, record: RunRecord) -> None:
         """Do nothing: `offbeat train` writes it."""
 
-    def remove_files(self, record: RunRecord) -> list[str]:
-        """Remove a run's files.
+    def remove_files(self, record: RunRecord) -> Removal:
+        """Remove what a run has written.
 
         Raises:
             BusyError: the folder is in use.
         """
         try:
-            return remove_run_files(Path(record.output_dir))
+            return remove_run_files(Path(record.output_dir), record.run_id)
         except FolderInUseError as error:
             raise BusyError(str(error)) from error
 
@@ -205,12 +209,11 @@ def claim_folder(config: RunConfig, claim: str) -> None:
     claim: id of this start, for idempotence.
 
     Raises:
-        FolderInUseError: `offbeat train` runs there.
+        FolderInUseError: `offbeat train` runs there, or the folder is not the run's alone.
     """
     if holds_claim(config.output_dir, claim):
         return
-    run_folder.claim(config.output_dir, resume=bool(config.resume_from_checkpoint))
-    config.output_dir.mkdir(parents=True, exist_ok=True)
+    run_folder.claim(config.output_dir, config.exp_name, resume=bool(config.resume_from_checkpoint))
     run_folder.write_config(config.output_dir, dump_yaml(config))
     (config.output_dir / CLAIM_FILE).write_text(claim)
 

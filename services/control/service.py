@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from offbeat.services.control.event_schemas import MetricsView, MetricView
+from offbeat.services.control.interfaces import Removal
 from offbeat.services.control.queries import BufferReader, Overview
 from offbeat.services.control.run import (
     DesiredState,
@@ -68,8 +69,8 @@ class RunFactory(BufferReader, Protocol):
         """Write an ended run's report. Raises `ControlError` with the command to retry."""
         ...
 
-    def remove_files(self, record: RunRecord) -> list[str]:
-        """Remove an ended run's files; return their paths. Raises `BusyError`."""
+    def remove_files(self, record: RunRecord) -> Removal:
+        """Remove what an ended run has written. Raises `BusyError`."""
         ...
 
 
@@ -191,13 +192,13 @@ class ControlService:
             BusyError: its files are in use.
             ForeignRecordError: its folder can't be read from the record.
         """
-        removed: list[str] = []
+        removal = Removal([], [])
         if files:
             record = await self.store.load(run_id)
             if record.state.is_terminal:
-                removed = await asyncio.to_thread(self._factory.remove_files, record)
+                removal = await asyncio.to_thread(self._factory.remove_files, record)
         await self.store.delete(run_id)
-        return DeletedView(id=run_id, files=removed)
+        return DeletedView(id=run_id, files=removal.removed, left=removal.left)
 
     async def metrics(self, run_id: str, after: str, limit: int) -> MetricsView:
         """Return metric records after `after`."""

@@ -253,6 +253,12 @@ def newest_complete(folder: Path, lineage: str | None = None) -> Checkpoint | No
     return None
 
 
+def last_written(folder: Path) -> ListedCheckpoint | None:
+    """Return the checkpoint that was written last, without verifying it."""
+    described = [_describe(path) for path in entries(folder) if _is_checkpoint(path)]
+    return max(described, key=_order, default=None)
+
+
 def read_checkpoint(path: Path) -> Checkpoint:
     """Verify and read a checkpoint.
 

@@ -15,6 +15,7 @@ from offbeat.services.buffer.api import GroupProgress, Quarantined, Snapshot
 from offbeat.services.control.api import create_api
 from offbeat.services.control.auth import Tokens
 from offbeat.services.control.client import ControlClient
+from offbeat.services.control.interfaces import Removal
 from offbeat.services.control.run import RunRecord, RunSpec, RunState
 from offbeat.services.control.schemas import ProblemView
 from offbeat.services.control.service import ControlService, InvalidRunError
@@ -51,9 +52,9 @@ class FakeRunFactory:
     async def write_report(self, record: RunRecord) -> None:
         del record
 
-    def remove_files(self, record: RunRecord) -> list[str]:
+    def remove_files(self, record: RunRecord) -> Removal:
         shutil.rmtree(Path(record.output_dir))
-        return [record.output_dir]
+        return Removal([record.output_dir], [])
 
     async def snapshot(self, run_id: str) -> Snapshot:
         return await BufferWatch(self._redis, run_id).snapshot()

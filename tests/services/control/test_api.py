@@ -216,7 +216,7 @@ async def test_a_foreign_record_hides_no_other_run_and_can_be_deleted(api: ApiHa
     assert "in use by run 'old'" in busy.json()["error"]["message"]
     assert code(await api.http.delete("/runs/old")) == "run_state", "its own version may look after it still"
     await api.redis.hset(key, "beat", "0")  # pyright: ignore[reportGeneralTypeIssues]
-    assert (await api.http.delete("/runs/old")).json() == {"id": "old", "files": []}
+    assert (await api.http.delete("/runs/old")).json() == {"id": "old", "files": [], "left": []}
     assert (await api.http.get("/runs")).json()["unreadable"] == []
     assert (await api.http.post("/runs", json={"exp_name": "c", "output_dir": "/runs/old"})).status_code == 201
 
