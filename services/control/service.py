@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from offbeat.services.control.event_schemas import MetricsView, MetricView
 from offbeat.services.control.interfaces import Removal
-from offbeat.services.control.queries import BufferReader, Overview
+from offbeat.services.control.queries import BufferReader, Overview, reading
 from offbeat.services.control.run import (
     DesiredState,
     ForeignRecordError,
@@ -203,7 +203,8 @@ class ControlService:
     async def metrics(self, run_id: str, after: str, limit: int) -> MetricsView:
         """Return metric records after `after`."""
         await self.store.load(run_id)
-        entries = await AsyncRedisMetrics(self.store.redis, run_id).read(after, count=limit)
+        with reading(run_id):
+            entries = await AsyncRedisMetrics(self.store.redis, run_id).read(after, count=limit)
         records = [MetricView.of(entry_id, record) for entry_id, record in entries]
         return MetricsView(records=records, next=records[-1].id if records else after)
 

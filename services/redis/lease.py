@@ -126,7 +126,7 @@ class LearnerLease:
         owner: name for messages, e.g. host and pid.
         timeout_s: time without renewal after which the holder may be replaced.
         on_lost: called once, from the renewing thread, when another learner has taken the run.
-        known_epoch: returns the newest epoch that is known elsewhere, as in the run's folder: a Redis that was emptied or
+        newest_epoch: returns the newest epoch that is known elsewhere, as in the run's folder: a Redis that was emptied or
             restored, or never had the run, has forgotten it.
     """
 
@@ -138,7 +138,7 @@ class LearnerLease:
         timeout_s: float,
         *,
         on_lost: Callable[[], None] | None = None,
-        known_epoch: Callable[[], int] = lambda: 0,
+        newest_epoch: Callable[[], int] = lambda: 0,
     ) -> None:
         keys = RunKeys(run_id)
         self._redis = redis
@@ -152,7 +152,7 @@ class LearnerLease:
         self._timeout_s = timeout_s
         self._renewal_s = timeout_s / RENEWALS_PER_TIMEOUT
         self._on_lost = on_lost
-        self._known_epoch = known_epoch
+        self._newest_epoch = newest_epoch
         self._epoch: int | None = None
         self._valid_until = 0.0
         self._stop = threading.Event()
@@ -231,7 +231,7 @@ class LearnerLease:
         # A lease outlives an outage of half its timeout by a renewal at least; a longer one begins the looks anew.
         gap_ms = max(1, self._timeout_ms // 2)
         patience_ms = int((self._renewal_s + RETRY_CAP_S) * 1000)
-        return self._holder, self._timeout_ms, gap_ms, patience_ms, self._known_epoch()
+        return self._holder, self._timeout_ms, gap_ms, patience_ms, self._newest_epoch()
 
     def _call(self, script: Any, *args: str | int) -> Any:
         try:

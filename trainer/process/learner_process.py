@@ -141,9 +141,9 @@ class LearnerProcess:
         self._startup.lap("imports")
         timeout_s = self._run.config.buffer.learner_timeout_s
         owner = owner_of(os.getpid())
-        known_epoch = partial(read_epoch, self._run.checkpoints)
+        newest_epoch = partial(read_epoch, self._run.checkpoints)
         lease = LearnerLease(
-            self._redis, self._run.run_id, owner, timeout_s, on_lost=self._lost.set, known_epoch=known_epoch
+            self._redis, self._run.run_id, owner, timeout_s, on_lost=self._lost.set, newest_epoch=newest_epoch
         )
         self._view.show_phase("loading the policy")
         with process_group(ranks, self._run.config.actor_train.backend_timeout) as ranks:

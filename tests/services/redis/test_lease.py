@@ -37,9 +37,9 @@ def test_each_lease_has_a_greater_epoch(redis: Redis):
 
 
 def test_an_epoch_exceeds_those_that_an_emptied_redis_has_forgotten(redis: Redis):
-    with LearnerLease(redis, RUN, "me", 10, known_epoch=lambda: 7) as lease:
+    with LearnerLease(redis, RUN, "me", 10, newest_epoch=lambda: 7) as lease:
         assert lease.acquire() == 8
-    with LearnerLease(redis, RUN, "me", 10, known_epoch=lambda: 7) as lease:
+    with LearnerLease(redis, RUN, "me", 10, newest_epoch=lambda: 7) as lease:
         assert lease.acquire() == 9
 
 
