@@ -20,10 +20,12 @@ from pathlib import Path
 
 import psutil
 
-from offbeat.deploy.run_marker import CONFIG, MARKER, FolderInUseError, find_conflict, identify, mark
+from offbeat.deploy import run_marker
+from offbeat.deploy.run_marker import MARKER, FolderInUseError, find_conflict, identify, mark
 from offbeat.services.control.interfaces import Removal
 from offbeat.trainer.training.checkpoint import last_written
 
+CONFIG = run_marker.CONFIG
 LOCK = ".lock"
 ENDPOINTS = "endpoints.json"
 REDIS = "redis"
