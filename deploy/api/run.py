@@ -26,7 +26,7 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.report.history import RunHistory
 from offbeat.deploy.report.report import CURVE, REPORT, draw_curve
 from offbeat.services.telemetry import MetricRecord, Partial
-from offbeat.trainer.trackers.metrics_file import METRICS_FILE, read_lines
+from offbeat.trainer.trackers.metrics_file import METRICS_FILE, read_records
 
 State = Literal["running", "finished", "stopped", "failed"]
 EXIT_STATES: dict[int, State] = {0: "finished", 130: "stopped"}
@@ -178,9 +178,8 @@ class Run:
         `weights`, ...; None: all. Columns: `time` (Unix, s), `source`, `step`, `label.NAME`, and one per metric.
         """
         rows: list[dict[str, Any]] = []
-        for line in read_lines(self.folder / METRICS_FILE, 0, 0):
-            record = line.record
-            if record is None or (source is not None and record["source"] != source) or not record["values"]:
+        for record in read_records(self.folder / METRICS_FILE):
+            if (source is not None and record["source"] != source) or not record["values"]:
                 continue
             labels = {f"label.{name}": value for name, value in record["labels"].items()}
             row = {"time": record["time"], "source": record["source"], "step": record["step"]}
@@ -223,10 +222,7 @@ class Run:
 
     def _history(self) -> RunHistory:
         history = RunHistory()
-        for line in read_lines(self.folder / METRICS_FILE, 0, 0):
-            record = line.record
-            if record is None:
-                continue
+        for record in read_records(self.folder / METRICS_FILE):
             values = {name: Partial("last", value) for name, value in record["values"].items() if value is not None}
             parsed = MetricRecord(record["source"], values, record["step"], record["labels"], record["time"])
             history.add([(record["id"], parsed)])

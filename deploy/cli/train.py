@@ -26,6 +26,7 @@ from offbeat.deploy.local.mesh import LocalMesh
 from offbeat.deploy.local.signals import termination_signals
 from offbeat.deploy.report.history import RunHistory
 from offbeat.deploy.report.report import ReportMaker
+from offbeat.deploy.run_marker import FolderInUseError
 from offbeat.deploy.run_setup import LOGS
 from offbeat.services.control.client import ControlClient
 from offbeat.services.control.interfaces import Health
@@ -61,10 +62,10 @@ def train(config: RunConfig, config_path: Path, overrides: Sequence[str]) -> int
     config = config.model_copy(update={"output_dir": config.output_dir.resolve()})
     resume = bool(config.resume_from_checkpoint)
     try:
-        aside = run_folder.claim(config.output_dir, resume=resume)
+        aside = run_folder.claim(config.output_dir, config.exp_name, resume=resume)
         with run_folder.locked(config.output_dir):
             code = _train(config, resume_command(config_path, overrides), aside)
-    except run_folder.FolderInUseError as error:
+    except FolderInUseError as error:
         print(f"offbeat: {error}", file=sys.stderr)  # noqa: T201
         code = FAILED
     except OSError as error:

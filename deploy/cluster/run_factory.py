@@ -26,7 +26,8 @@ from offbeat.deploy.config.loader import dump_yaml, read_document
 from offbeat.deploy.config.rights import check_rights
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.validation import check_in_process
-from offbeat.deploy.run_folder import FolderInUseError, remove_run_files
+from offbeat.deploy.run_folder import remove_run_files
+from offbeat.deploy.run_marker import FolderInUseError
 from offbeat.deploy.run_setup import (
     generation_app,
     model_folder,
@@ -36,7 +37,7 @@ from offbeat.deploy.run_setup import (
 )
 from offbeat.services.buffer.admin import BufferWatch, release_all_workers
 from offbeat.services.buffer.api import GroupProgress, Quarantined, Snapshot
-from offbeat.services.control.interfaces import Component
+from offbeat.services.control.interfaces import Component, Removal
 from offbeat.services.control.rights import UNRESTRICTED, Rights
 from offbeat.services.control.run import BusyError, RunRecord, RunSpec
 from offbeat.services.control.schemas import ProblemView
@@ -137,11 +138,14 @@ class MeshRunFactory:
             NotAllowedError: with all issues.
         """
         try:
-            return run_spec(await self.load(document, rights))
+            config = await self.load(document, rights)
         except RightsError as error:
             raise NotAllowedError([_to_problem_view(issue) for issue in error.issues]) from error
         except ConfigError as error:
             raise InvalidRunError([_to_problem_view(issue) for issue in error.issues]) from error
+        if problem := run_folder.find_problem(config.output_dir):
+            raise InvalidRunError([ProblemView(path="output_dir", message=problem)])
+        return run_spec(config)
 
     async def load(self, document: str | dict[str, Any], rights: Rights = UNRESTRICTED) -> RunConfig:
         """Return a document's configuration, after checks in a process of its own.
@@ -181,14 +185,14 @@ class MeshRunFactory:
     async def write_report(self, record: RunRecord) -> None:
         """Do nothing: `offbeat train` writes it."""
 
-    def remove_files(self, record: RunRecord) -> list[str]:
-        """Remove a run's files.
+    def remove_files(self, record: RunRecord) -> Removal:
+        """Remove what a run has written.
 
         Raises:
             BusyError: the folder is in use.
         """
         try:
-            return remove_run_files(Path(record.output_dir))
+            return remove_run_files(Path(record.output_dir), record.run_id)
         except FolderInUseError as error:
             raise BusyError(str(error)) from error
 
@@ -230,12 +234,11 @@ def claim_folder(config: RunConfig, claim: str) -> None:
     claim: id of this start, for idempotence.
 
     Raises:
-        FolderInUseError: `offbeat train` runs there.
+        FolderInUseError: `offbeat train` runs there, or the folder is not the run's alone.
     """
     if holds_claim(config.output_dir, claim):
         return
-    run_folder.claim(config.output_dir, resume=bool(config.resume_from_checkpoint))
-    config.output_dir.mkdir(parents=True, exist_ok=True)
+    run_folder.claim(config.output_dir, config.exp_name, resume=bool(config.resume_from_checkpoint))
     run_folder.write_config(config.output_dir, dump_yaml(config))
     (config.output_dir / CLAIM_FILE).write_text(claim)
 

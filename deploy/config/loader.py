@@ -15,6 +15,7 @@ from offbeat.deploy.config.errors import ConfigError, collect_issues
 from offbeat.deploy.config.rights import check_rights
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.yaml_limits import check_tree_limits, check_yaml_limits, load_yaml
+from offbeat.deploy.run_marker import CONFIG, identify
 from offbeat.trainer.config.issue import ConfigIssue
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -29,7 +30,7 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: with every issue.
     """
-    config = validate_tree(compose_tree(path, overrides), source=str(path))
+    config = validate_tree(_compose_saved(path, overrides), source=str(path))
     issues = [*check_rights(config, config.control.to_rights(), "control"), *check_run(config)]
     if issues:
         raise ConfigError(issues, str(path))
@@ -42,7 +43,16 @@ def read_run(path: Path) -> RunConfig:
     Raises:
         ConfigError: the file can't be read.
     """
-    return validate_tree(compose_tree(path), source=str(path))
+    return validate_tree(_compose_saved(path), source=str(path))
+
+
+def _compose_saved(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Compose a file; the `output_dir` of a run's saved configuration is its folder, wherever that was moved or copied."""
+    tree = compose_tree(path, overrides)
+    given = any(each.lstrip("+").startswith("output_dir=") for each in overrides)
+    if path.name == CONFIG and not given and identify(path.parent) is not None:
+        tree["output_dir"] = str(path.parent.resolve())
+    return tree
 
 
 def read_document(document: str | dict[str, Any], *, working_dir: Path | None = None) -> RunConfig:

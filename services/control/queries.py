@@ -1,7 +1,8 @@
 """REST views of a run, read from Redis."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from offbeat.services.buffer.api import GroupProgress, Quarantined, Snapshot
@@ -31,6 +32,15 @@ RATE_METRICS = {
 }
 
 
+@contextmanager
+def reading(run_id: str) -> Iterator[None]:
+    """Translate what this version can't decode to `ForeignRecordError`."""
+    try:
+        yield
+    except CodecError as error:
+        raise ForeignRecordError(f"run {run_id!r} was recorded by another version of Offbeat: {error}") from error
+
+
 class BufferReader(Protocol):
     """Read access to a run's trajectory buffer."""
 
@@ -57,12 +67,8 @@ class Overview:
 
     async def view(self, record: RunRecord) -> RunView:
         """Build a run's view. Raises `ForeignRecordError`."""
-        try:
+        with reading(record.run_id):
             return await self._view(record)
-        except CodecError as error:
-            raise ForeignRecordError(
-                f"run {record.run_id!r} was recorded by another version of Offbeat: {error}"
-            ) from error
 
     async def _view(self, record: RunRecord) -> RunView:
         store, run_id = self._store, record.run_id
@@ -105,26 +111,28 @@ class Overview:
         )
 
     async def why(self, record: RunRecord) -> list[Cause]:
-        """Explain the run's wait."""
+        """Explain the run's wait. Raises `ForeignRecordError`."""
+        with reading(record.run_id):
+            return chain(await self._snapshot(record))
+
+    async def _snapshot(self, record: RunRecord) -> RunSnapshot:
         store, run_id = self._store, record.run_id
         observations, learner, progress, reports = await asyncio.gather(
             store.observations(run_id), store.learner(run_id), store.progress(run_id), store.reports(run_id)
         )
         snapshot, groups = await asyncio.gather(self._buffer.snapshot(run_id), self._buffer.groups(run_id))
-        return chain(
-            RunSnapshot(
-                now=store.clock(),
-                record=record,
-                observations=observations,
-                learner=learner,
-                buffer=snapshot,
-                groups=groups,
-                workers=reports.workers,
-                replicas=reports.replicas,
-                version=progress.version,
-                leased=reports.leased,
-                redis_trouble=self._redis_trouble(),
-            )
+        return RunSnapshot(
+            now=store.clock(),
+            record=record,
+            observations=observations,
+            learner=learner,
+            buffer=snapshot,
+            groups=groups,
+            workers=reports.workers,
+            replicas=reports.replicas,
+            version=progress.version,
+            leased=reports.leased,
+            redis_trouble=self._redis_trouble(),
         )
 
 

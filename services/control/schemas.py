@@ -251,6 +251,8 @@ class DeletedView(View):
     id: str
     files: list[str]
     """Removed folders and files."""
+    left: list[str] = Field(default_factory=list[str])
+    """What was left in the run's folder: files of others, and a Redis' state."""
 
 
 class HealthView(View):

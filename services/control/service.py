@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from offbeat.services.control.event_schemas import MetricsView, MetricView
-from offbeat.services.control.queries import BufferReader, Overview
+from offbeat.services.control.interfaces import Removal
+from offbeat.services.control.queries import BufferReader, Overview, reading
 from offbeat.services.control.rights import UNRESTRICTED, Rights
 from offbeat.services.control.run import (
     DesiredState,
@@ -81,8 +82,8 @@ class RunFactory(BufferReader, Protocol):
         """Write an ended run's report. Raises `ControlError` with the command to retry."""
         ...
 
-    def remove_files(self, record: RunRecord) -> list[str]:
-        """Remove an ended run's files; return their paths. Raises `BusyError`."""
+    def remove_files(self, record: RunRecord) -> Removal:
+        """Remove what an ended run has written. Raises `BusyError`."""
         ...
 
 
@@ -219,7 +220,7 @@ class ControlService:
             BusyError: its files are in use.
             ForeignRecordError: its folder can't be read from the record.
         """
-        removed: list[str] = []
+        removal = Removal([], [])
         if files:
             record = await self.store.load(run_id)
             if not rights.allows_folder(record.output_dir):
@@ -228,14 +229,15 @@ class ControlService:
                 )
                 raise NotAllowedError([ProblemView(path="files", message=message)])
             if record.state.is_terminal:
-                removed = await asyncio.to_thread(self._factory.remove_files, record)
+                removal = await asyncio.to_thread(self._factory.remove_files, record)
         await self.store.delete(run_id)
-        return DeletedView(id=run_id, files=removed)
+        return DeletedView(id=run_id, files=removal.removed, left=removal.left)
 
     async def metrics(self, run_id: str, after: str, limit: int) -> MetricsView:
         """Return metric records after `after`."""
         await self.store.load(run_id)
-        entries = await AsyncRedisMetrics(self.store.redis, run_id).read(after, count=limit)
+        with reading(run_id):
+            entries = await AsyncRedisMetrics(self.store.redis, run_id).read(after, count=limit)
         records = [MetricView.of(entry_id, record) for entry_id, record in entries]
         return MetricsView(records=records, next=records[-1].id if records else after)
 

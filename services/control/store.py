@@ -32,6 +32,7 @@ from offbeat.services.control.run import (
     RunStateError,
     UnknownRunError,
     WeightProgress,
+    decode_fields,
 )
 from offbeat.services.keys import RUNS, RunKeys, claims_key
 from offbeat.services.live_settings import (
@@ -347,7 +348,7 @@ class RunStore:
     async def restarts(self, run_id: str) -> dict[str, Restarts]:
         """Return the deaths of each component."""
         raw = await cast(Any, self.redis.hgetall(RunKeys(run_id).key("restarts")))
-        return {name.decode(): Restarts(**json.loads(value)) for name, value in raw.items()}
+        return {name.decode(): decode_fields(Restarts, value) for name, value in raw.items()}
 
     async def set_restarts(self, run_id: str, component: str, restarts: Restarts, why: str) -> None:
         """Store a component's deaths; `why` explains the last."""
@@ -368,8 +369,7 @@ class RunStore:
     async def observations(self, run_id: str) -> dict[str, Observation]:
         """Return the components' last states."""
         raw = await cast(Any, self.redis.hgetall(RunKeys(run_id).key("components")))
-        seen = {name.decode(): json.loads(value) for name, value in raw.items()}
-        return {name: Observation(**{**tree, "health": Health(tree["health"])}) for name, tree in seen.items()}
+        return {name.decode(): decode_fields(Observation, value, health=Health) for name, value in raw.items()}
 
     async def learner(self, run_id: str) -> LearnerReport:
         """Return the learner's report."""

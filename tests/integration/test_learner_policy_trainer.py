@@ -225,7 +225,7 @@ def test_resuming_and_reproducing_give_the_weights_of_an_intact_run(tmp_path: Pa
     step 2."""
     run = run_of(tmp_path, ("zero_variance=train", "entropy_loss_coef=0.01"))
     log = BatchLog(tmp_path, max_kept=6)
-    checkpoints = CheckpointStore(run.checkpoints, keep=9)
+    checkpoints = CheckpointStore(run.checkpoints, keep=9, epoch=1)
 
     def save(trainer: PolicyTrainer, step: int) -> None:
         log.flush()
@@ -259,7 +259,7 @@ def test_one_step_is_shown_with_versions_ratios_and_advantages(tmp_path: Path, r
     run = run_of(tmp_path, ("zero_variance=train",))
     trainer, log = begun(run, ranks), BatchLog(tmp_path, max_kept=6)
     state = LearnerState(0, "now", kl_coef=trainer.kl_coef)
-    CheckpointStore(run.checkpoints, keep=9).save(state, trainer.save).result()
+    CheckpointStore(run.checkpoints, keep=9, epoch=1).save(state, trainer.save).result()
     batch = StepBatch.build(0, [make_group(0, rewards=(0.0, 1.0), version=0)], run.config)
     log.record(batch, 1e-3)
     trainer.train(batch)

@@ -22,6 +22,7 @@ from offbeat.services.telemetry import (
     Partial,
     mean,
 )
+from offbeat.trainer.training.fenced_folder import FencedFolder
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +94,12 @@ class Evaluations:
         log: EvaluationLog,
         folder: Path,
         score: Callable[[int, float], None] = lambda _step, _value: None,
+        *,
+        epoch: int = 0,
     ) -> None:
-        """score: receives sampled success, or reward if envs report no success."""
+        """score: receives sampled success, or reward if envs report no success. epoch: the learner's lease."""
+        self._epoch = epoch
+        self._files: FencedFolder | None = None
         self._score = score
         self._buffer = buffer
         self._sink = sink
@@ -167,10 +172,9 @@ class Evaluations:
             {"tag": t.tag, "seed": t.seed, "reward": t.reward, "metrics": t.metrics, "text": list(t.text)}
             for t in trajectories
         ]
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"{evaluation.eval_id}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        path.with_suffix(TOKENS).write_bytes(encode_trajectories(trajectories))
+        self._files = self._files or FencedFolder(self._folder, self._epoch)
+        self._files.write(f"{evaluation.eval_id}.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+        self._files.write(f"{evaluation.eval_id}{TOKENS}", encode_trajectories(trajectories))
 
 
 def _values(evaluation: Evaluation, trajectories: list[Trajectory]) -> dict[str, Partial]:

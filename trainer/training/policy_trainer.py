@@ -6,8 +6,10 @@ reference start from the first weights, kept in the run's `start/` after a warm 
 
 import json
 import logging
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -252,9 +254,8 @@ class PolicyTrainer:
         return DeepSpeedEngine(module, self._train.training_args, strategy, self._ranks)
 
     def _save_start(self, engine: TrainEngine[Any]) -> None:
-        staging = self._run.output_dir / f".{START}"
+        staging = self._start_staging()
         if self._ranks.rank == 0:
-            shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
         self._export(staging, engine)
         self._rename_to_start(staging)
@@ -262,9 +263,16 @@ class PolicyTrainer:
     def _rename_to_start(self, staging: Path) -> None:
         start = self._run.output_dir / START
         if self._ranks.rank == 0 and staging.is_dir():
-            shutil.rmtree(start, ignore_errors=True)
+            replaced = self._start_staging()
+            with suppress(FileNotFoundError):
+                start.rename(replaced)
             staging.rename(start)
+            shutil.rmtree(replaced, ignore_errors=True)
         gather(self._ranks, b"")  # barrier: all ranks read it next
+
+    def _start_staging(self) -> Path:
+        """Return a path that no other learner uses, one that was replaced while it was stopped included."""
+        return self._run.output_dir / f".{START}-{secrets.token_hex(4)}"
 
     def _find_start(self, checkpoint: Path) -> None:
         """Locate the reference's weights, also in the folder of another run's checkpoint.
@@ -275,11 +283,9 @@ class PolicyTrainer:
         if self._config.warm_start is None or not self._config.needs_reference or self._uses_adapters:
             return
         own, other = self._run.output_dir / START, checkpoint.resolve().parent.parent / START
-        staging = self._run.output_dir / f".{START}"
-        if self._ranks.rank == 0:
-            shutil.rmtree(staging, ignore_errors=True)
-            if other.is_dir() and other != own.resolve():
-                shutil.copytree(other, staging)
+        staging = self._start_staging()
+        if self._ranks.rank == 0 and other.is_dir() and other != own.resolve():
+            shutil.copytree(other, staging)
         self._rename_to_start(staging)
         if not own.is_dir() and not (checkpoint / REFERENCE).is_file():
             raise RuntimeError(

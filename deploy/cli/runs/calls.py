@@ -236,7 +236,8 @@ def delete_run(url: str, token: str | None, run_id: str, *, files: bool, as_json
 
     async def ask(client: ControlClient) -> int:
         gone = await client.delete(run_id, files=files)
-        lines = [f"{run_id} is forgotten", *(f"  removed {path}" for path in gone.files)]
+        lines = [f"{run_id} is forgotten"]
+        lines += [f"  removed {path}" for path in gone.files] + [f"  left {path}" for path in gone.left]
         return show_answer(gone, as_json=as_json, otherwise=lambda: "\n".join(lines))
 
     return call(url, token, ask)

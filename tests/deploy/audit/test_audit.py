@@ -159,7 +159,7 @@ def run_folder(tmp_path: Path) -> Path:
         journal.write_step(n + 1, taken, max_staleness=1.0, skipped=False)
     rows = [(n, event, str(n)) for n in range(2) for event in ("admitted", "submitted")]
     ledger.append(life(*rows, (0, "trained", "2"), (1, "trained", "2")))
-    CheckpointStore(tmp_path / "checkpoints", 2).save(LearnerState(2, "now"), lambda _: None).result()
+    CheckpointStore(tmp_path / "checkpoints", 2, 1).save(LearnerState(2, "now"), lambda _: None).result()
     return tmp_path
 
 

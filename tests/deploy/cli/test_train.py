@@ -1,4 +1,4 @@
-import os
+import json
 import shlex
 import subprocess
 import sys
@@ -31,10 +31,10 @@ def test_the_command_that_goes_on_says_so_once(given: str):
 def test_a_stopped_run_reports_the_step_of_its_checkpoint(tmp_path: Path):
     config = load_run(QUICKSTART, [f"output_dir={tmp_path}", "max_steps=24"])
     assert describe_stop(config, 2) == "Stopped before the first checkpoint."
-    for age, step in enumerate((7, 20)):  # step 20 is of an earlier attempt that was not gone on with
+    for serial, step in enumerate((20, 7)):  # step 20 is of an earlier attempt that was not resumed
         folder = tmp_path / "checkpoints" / f"step-{step:06d}"
         folder.mkdir(parents=True)
-        os.utime(folder, (1000 - age, 1000 - age))
+        (folder / "learner.json").write_text(json.dumps({"step": step, "lineage": str(serial), "serial": serial}))
     (tmp_path / "checkpoints" / ".writing-step-000009").mkdir()
     message = f"Stopped at step 7 of 24; checkpoint: {tmp_path}/checkpoints/step-000007"
     assert describe_stop(config, 7) == message

@@ -10,8 +10,10 @@ from offbeat.deploy.config.loader import (
     load_run,
     parse_document,
     read_document,
+    read_run,
 )
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.run_marker import mark
 from tests.paths import CONFIGS
 
 QUICKSTART = CONFIGS / "quickstart.yaml"
@@ -172,3 +174,15 @@ def test_file_without_yaml_suffix_is_rejected(tmp_path: Path):
     path = tmp_path / "run.yml"
     path.write_text("custom_envs: {L: {env_type: frozen_lake}}\n")
     assert "only *.yaml files: rename run.yml" in refused(path=path)[""]
+
+
+def test_the_saved_configuration_of_a_moved_run_names_its_new_folder(tmp_path: Path):
+    config = load_run(QUICKSTART, [f"output_dir={tmp_path / 'first'}", "seed=7"])
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    (moved / "config.yaml").write_text(dump_yaml(config))
+    assert load_run(moved / "config.yaml").output_dir == tmp_path / "first", "nothing shows that it is a run's folder"
+    mark(moved, "quickstart")
+    assert load_run(moved / "config.yaml") == config.model_copy(update={"output_dir": moved})
+    assert read_run(moved / "config.yaml").output_dir == moved
+    assert load_run(moved / "config.yaml", [f"output_dir={tmp_path / 'other'}"]).output_dir == tmp_path / "other"

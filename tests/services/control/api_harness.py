@@ -14,6 +14,7 @@ from offbeat.services.buffer.admin import BufferWatch
 from offbeat.services.buffer.api import GroupProgress, Quarantined, Snapshot
 from offbeat.services.control.api import create_api
 from offbeat.services.control.client import ControlClient
+from offbeat.services.control.interfaces import Removal
 from offbeat.services.control.rights import Rights, Tokens
 from offbeat.services.control.run import RunRecord, RunSpec, RunState
 from offbeat.services.control.schemas import ProblemView
@@ -52,9 +53,9 @@ class FakeRunFactory:
     async def write_report(self, record: RunRecord) -> None:
         del record
 
-    def remove_files(self, record: RunRecord) -> list[str]:
+    def remove_files(self, record: RunRecord) -> Removal:
         shutil.rmtree(Path(record.output_dir))
-        return [record.output_dir]
+        return Removal([record.output_dir], [])
 
     async def snapshot(self, run_id: str) -> Snapshot:
         return await BufferWatch(self._redis, run_id).snapshot()
