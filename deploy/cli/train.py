@@ -24,6 +24,7 @@ from offbeat.deploy.config.loader import dump_yaml
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.local.mesh import LocalMesh
 from offbeat.deploy.local.signals import termination_signals
+from offbeat.deploy.local.supervision import run_beside
 from offbeat.deploy.report.history import RunHistory
 from offbeat.deploy.report.report import ReportMaker
 from offbeat.deploy.run_setup import LOGS
@@ -149,20 +150,17 @@ class TrainCommand:
 
     async def _run_to_its_end(self) -> None:
         self._view.print("Starting Redis, Ray, the learner and the services ...")
-        async with await self._start() as client:
-            self._view.print(f"Control service at {client.url}, Redis at {self._mesh.redis_address}")
-            self._report.timings = self._mesh.timings
-            # Beside the watch: who asks a service whose Redis is gone waits for its answer
-            chores = {"keep redis": self._mesh.supervise_redis(), "watch memory": self._mesh.watch_shared_memory()}
-            keepers = [asyncio.create_task(chore, name=name) for name, chore in chores.items()]
-            try:
-                view = await self._watch(client)
-            finally:
-                for keeper in keepers:
-                    keeper.cancel()
+        # Beside the watch: who asks a service whose Redis is gone waits for its answer
+        view = await run_beside(self._start_and_watch(), [self._mesh.supervise()])
         if view.state is RunState.FAILED:
             log = self._config.output_dir / (view.log or LOGS)
             raise TrainingFailedError(f"{view.error}\nRead {_short_path(log)}")
+
+    async def _start_and_watch(self) -> RunView:
+        async with await self._start() as client:
+            self._view.print(f"Control service at {client.url}, Redis at {self._mesh.redis_address}")
+            self._report.timings = self._mesh.timings
+            return await self._watch(client)
 
     async def _start(self) -> ControlClient:
         starting = asyncio.create_task(self._mesh.start(), name="start")
