@@ -1,7 +1,9 @@
 """Idempotent preparation of a run, by the command line and control replicas."""
 
+import tempfile
 from pathlib import Path
 
+from pydantic import JsonValue
 from redis import Redis
 
 from offbeat.deploy.config.run import RunConfig
@@ -10,6 +12,7 @@ from offbeat.services.buffer.admin import configure_buffer
 from offbeat.services.buffer.api import BufferLimits
 from offbeat.services.control.run import RunSpec
 from offbeat.services.generation.config import app_name
+from offbeat.services.generation.tenancy import read_architecture
 from offbeat.services.rollout.config import WorkerSettings
 
 POLICY = "policy"
@@ -32,6 +35,17 @@ def run_spec(config: RunConfig) -> RunSpec:
 def model_folder(config: RunConfig) -> Path:
     """Return the folder of configuration and tokenizer."""
     return config.output_dir / POLICY if config.pretrain == "tiny" else Path(config.pretrain)
+
+
+def load_architecture(config: RunConfig) -> dict[str, JsonValue]:
+    """Return the `config.json` of the run's model."""
+    if config.pretrain != "tiny":
+        return read_architecture(Path(config.pretrain))
+    from offbeat.trainer.models.tiny import write_tiny_policy  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_tiny_policy(Path(folder), config.tiny, collect_words(config))
+        return read_architecture(Path(folder))
 
 
 def generation_app(config: RunConfig) -> str:

@@ -33,6 +33,7 @@ from offbeat.services.control.interfaces import Health
 from offbeat.services.control.run import RunState
 from offbeat.services.control.schemas import RunView
 from offbeat.services.errors import MeshError, RetryableError
+from offbeat.services.ports import find_port_problem
 from offbeat.services.redis.connection import connect
 from offbeat.services.redis.errors import retryable
 from offbeat.services.telemetry import configure_logging
@@ -61,6 +62,10 @@ def train(config: RunConfig, config_path: Path, overrides: Sequence[str]) -> int
     """
     config = config.model_copy(update={"output_dir": config.output_dir.resolve()})
     resume = bool(config.resume_from_checkpoint)
+    if config.control.port and (problem := find_port_problem(config.control.host, config.control.port)):
+        advice = "end that program, or set another port (control.port=0 takes a free one)"
+        print(f"offbeat: control.port: {problem}: {advice}", file=sys.stderr)  # noqa: T201
+        return FAILED
     try:
         aside = run_folder.claim(config.output_dir, resume=resume)
         with run_folder.locked(config.output_dir):
@@ -212,7 +217,7 @@ class TrainCommand:
         await self._mesh.stop(RunState.FAILED)
         self._view.close()
         self._view.print(f"The run failed: {error}")
-        if run_folder.newest_checkpoint(self._config.output_dir) is not None:
+        if self._is_resumable():
             self._show_resume_command()
         return FAILED
 
@@ -222,8 +227,14 @@ class TrainCommand:
         await self._mesh.stop(RunState.STOPPED)
         self._view.close()
         self._view.print(describe_stop(self._config, published))
-        self._show_resume_command()
+        if run_folder.newest_checkpoint(self._config.output_dir) is not None:
+            self._show_resume_command()
         return INTERRUPTED
+
+    def _is_resumable(self) -> bool:
+        """Return True if the run has started, has a checkpoint, and may go on from it."""
+        was_resumable = self._last is not None and self._last.resumable
+        return was_resumable and run_folder.newest_checkpoint(self._config.output_dir) is not None
 
     def _write_report(self) -> None:
         """Write an unfinished run's `report.json`, without episodes."""

@@ -23,6 +23,7 @@ from redis.retry import Retry
 
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.errors import MeshError
+from offbeat.services.ports import find_port_problem
 from offbeat.services.process import die_with_parent, free_port, terminate
 
 logger = logging.getLogger(__name__)
@@ -115,6 +116,8 @@ class EmbeddedRedis:
         self.stop()
 
     def _start_process(self, server: Path) -> None:
+        if self._wanted_port and (problem := find_port_problem("127.0.0.1", self._wanted_port)):
+            raise MeshError(f"redis-server can't start: {problem}: end that program, or set another port in redis_url")
         for attempt in range(1, START_ATTEMPTS + 1):
             # Another process may take a free port between our asking and the server's binding.
             self._port = self._wanted_port or free_port()

@@ -11,6 +11,7 @@ from typing import Any
 
 from offbeat.deploy.config.checks.episodes import check_episodes
 from offbeat.deploy.config.checks.lora import check_lora
+from offbeat.deploy.config.checks.model import check_engine_kwargs, check_resumed_model
 from offbeat.deploy.config.checks.prompts import check_first_prompts
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_folder import holds_run
@@ -45,6 +46,8 @@ def check_run(config: RunConfig, *, cores: float | None = None, gpus: float | No
         *_check_algorithm(config),
         *_check_device(config, gpus),
         *_check_model(config),
+        *check_engine_kwargs(config),
+        *check_resumed_model(config),
         *check_episodes(config),
         *check_lora(config),
         *_check_paths_and_addresses(config),

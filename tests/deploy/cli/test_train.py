@@ -1,5 +1,6 @@
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,21 @@ def test_a_folder_that_can_not_be_had_is_told_in_a_line():
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
     assert done.stderr.startswith("offbeat: output_dir /dev/null/run can't be used: ")
+
+
+def test_a_busy_port_is_told_before_anything_starts(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        command = [sys.executable, "-m", "offbeat.deploy.cli.app", "train", str(QUICKSTART), f"control.port={port}"]
+        done = subprocess.run(
+            [*command, f"output_dir={tmp_path}/run"], capture_output=True, text=True, timeout=60, check=False
+        )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(
+        f"offbeat: control.port: port {port} of 127.0.0.1 is in use by process {os.getpid()} ("
+    )
+    assert done.stderr.endswith("set another port (control.port=0 takes a free one)\n")
+    assert not (tmp_path / "run").exists()
 
 
 TALKS = """
