@@ -63,6 +63,11 @@ def holds_run(folder: Path) -> bool:
     return any((folder / mark).exists() for mark in MARKS)
 
 
+def make_private(folder: Path) -> None:
+    """Make a run's folder, which holds prompts and trajectories, for its owner alone; an existing one keeps its mode."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
 def newest_checkpoint(folder: Path) -> tuple[int, Path] | None:
     """Return the newest checkpoint's step and folder, if any."""
     written = (path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdecimal())
@@ -86,7 +91,7 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         FolderInUseError: locked by another process.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private(folder)
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:

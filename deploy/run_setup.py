@@ -8,6 +8,7 @@ from redis import Redis
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import collect_words
+from offbeat.deploy.run_folder import make_private
 from offbeat.services.buffer.admin import configure_buffer
 from offbeat.services.buffer.api import BufferLimits
 from offbeat.services.control.run import RunSpec
@@ -97,7 +98,8 @@ def prepare_folder(config: RunConfig) -> None:
     Raises:
         MissingWordsError: with `pretrain: tiny`, an env does not declare its words.
     """
-    (config.output_dir / LOGS).mkdir(parents=True, exist_ok=True)
+    make_private(config.output_dir)
+    (config.output_dir / LOGS).mkdir(exist_ok=True)
     if config.pretrain == "tiny":
         from offbeat.trainer.models.tiny import write_tiny_policy  # noqa: PLC0415
 

@@ -87,7 +87,7 @@ class EmbeddedRedis:
             MeshError: no redis-server, folder in use, or the server exits.
         """
         server = server_binary(self._config.server)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock_folder()
         try:
             self._start_process(server)
