@@ -88,6 +88,8 @@ class LocalMesh:
         self._ray_temp: Path | None = None
         self._ray: RayHead | None = None
         self._launched = asyncio.Event()
+        self._owns_run = False
+        """False for a run of that name on the external Redis, of another mesh."""
         self._shared_memory: set[Path] = set()
         self.timings: dict[str, float] = {}
         """Seconds from the command's start until each part was up."""
@@ -164,6 +166,7 @@ class LocalMesh:
             while True:
                 try:
                     await RunStore(async_redis).create(run_spec(config), takeover=self._server is not None)
+                    self._owns_run = True
                     break
                 except WatchError:  # the connection was lost within the transaction
                     continue
@@ -224,7 +227,7 @@ class LocalMesh:
 
         On timeout it is left to `stop`.
         """
-        if self._redis is None:
+        if self._redis is None or not self._owns_run:
             return -1
         try:
             async with connect_async(self._redis_url, patience_s=1.0) as async_redis:
@@ -264,8 +267,8 @@ class LocalMesh:
         if num_killed:
             logger.info("killed %d processes that did not exit in %s s", num_killed, EXIT_GRACE_S)
         self._copy_ray_logs()
-        if outcome is not None and self._redis is not None and (self._server is None or self._server.pid):
-            self._write_outcome(self._redis, outcome)
+        if outcome is not None:
+            self._write_outcome(outcome)
         if self._redis is not None:
             self._redis.close()
         if self._server is not None:
@@ -287,10 +290,13 @@ class LocalMesh:
             link.unlink()
             shutil.copytree(target, link, symlinks=True, ignore_dangling_symlinks=True, dirs_exist_ok=True)
 
-    def _write_outcome(self, redis: Redis, outcome: RunState) -> None:
+    def _write_outcome(self, outcome: RunState) -> None:
+        redis_is_dead = self._server is not None and self._server.pid is None
+        if self._redis is None or not self._owns_run or redis_is_dead:
+            return
         changes = {"state": outcome.value, "ended_at": str(time.time())}
         try:
-            redis.hset(RunKeys(self._config.exp_name).record, mapping=changes)
+            self._redis.hset(RunKeys(self._config.exp_name).record, mapping=changes)
         except RedisError as error:
             logger.warning("can't write the run's state %s: %s", outcome, error)
 
