@@ -1,3 +1,4 @@
+import io
 import os
 import shlex
 import socket
@@ -7,8 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.deploy.cli.train import describe_stop, resume_command
+from rich.console import Console
+
+from offbeat.deploy.cli.run_view import open_view
+from offbeat.deploy.cli.train import TrainCommand, describe_stop, resume_command
 from offbeat.deploy.config.loader import load_run
+from offbeat.services.control.run import RunState
+from offbeat.services.errors import MeshError
+from tests.deploy.cli.test_run_view import view
 from tests.paths import QUICKSTART
 
 pytestmark = pytest.mark.slow
@@ -62,6 +69,40 @@ def test_a_busy_port_is_told_before_anything_starts(tmp_path: Path):
     )
     assert done.stderr.endswith("set another port (control.port=0 takes a free one)\n")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("has_started", "resumable", "has_checkpoint", "offered"),
+    [
+        (True, True, True, True),
+        (True, True, False, False),
+        (True, False, True, False),
+        (False, True, True, False),
+    ],
+)
+async def test_a_resume_is_offered_only_where_it_can_help(
+    tmp_path: Path, has_started: bool, resumable: bool, has_checkpoint: bool, offered: bool
+):
+    """Not after a failed start, a failure for good, or without a checkpoint."""
+    if has_checkpoint:
+        (tmp_path / "checkpoints" / "step-000007").mkdir(parents=True)
+    config = load_run(QUICKSTART, [f"output_dir={tmp_path}"])
+    output = io.StringIO()
+    command = TrainCommand(config, open_view("lake", Console(file=output)), "offbeat train again")
+    command._last = view(state=RunState.FAILED).model_copy(update={"resumable": resumable}) if has_started else None
+    command._mesh = FakeMesh()  # pyright: ignore[reportAttributeAccessIssue]
+    assert await command._end_failed(MeshError("it died")) == 1
+    assert "The run failed: it died" in output.getvalue()
+    assert ("Resume with: offbeat train again" in output.getvalue()) == offered
+
+
+class FakeMesh:
+    """A mesh that has stopped."""
+
+    redis_url = "redis://127.0.0.1:1/0"
+
+    async def stop(self, outcome: RunState) -> None:
+        assert outcome is RunState.FAILED
 
 
 TALKS = """
