@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from rich.console import Console
 
 from offbeat.deploy.cli.run_view import open_view
