@@ -70,6 +70,11 @@ def holds_run(folder: Path) -> bool:
     return any((folder / mark).exists() for mark in MARKS)
 
 
+def make_private(folder: Path) -> None:
+    """Make a run's folder, which holds prompts and trajectories, for its owner alone; an existing one keeps its mode."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
 def newest_checkpoint(folder: Path) -> tuple[int, Path] | None:
     """Return the step and folder of the checkpoint that was written last, if any."""
     newest = last_written(folder / "checkpoints")
@@ -109,7 +114,7 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         FolderInUseError: locked by another process.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private(folder)
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:

@@ -27,7 +27,7 @@ def configure_logging(service: str, log_dir: Path | None, level: int = logging.I
     if log_dir is None:
         handler = logging.StreamHandler(sys.stderr)
     else:
-        log_dir.mkdir(parents=True, exist_ok=True)
+        log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         handler = logging.FileHandler(log_dir / f"{service}.log")
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     logging.basicConfig(level=level, handlers=[handler], force=True)

@@ -101,8 +101,8 @@ RedisUrl = Annotated[
         "--redis",
         metavar="URL",
         envvar="OFFBEAT_REDIS",
-        help="Redis of the run, for a deployed mesh.",
-        show_default="that of RUN's configuration, or folder",
+        help="Redis of the run, or a file with its URL.",
+        show_default="that of RUN's configuration or folder, or runs/redis/url",
     ),
 ]
 
@@ -183,8 +183,8 @@ def learner_attach(
         typer.Option(
             metavar="URL",
             envvar="OFFBEAT_REDIS",
-            help="Redis of the run.",
-            show_default="that of RUN's folder",
+            help="Redis of the run, or a file with its URL.",
+            show_default="that of RUN's folder, or runs/redis/url",
         ),
     ] = None,
     nproc: Annotated[

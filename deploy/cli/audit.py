@@ -25,6 +25,7 @@ from offbeat.deploy.audit.audit import (
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import read_run
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.redis_address import find_url, resolve_url
 from offbeat.services.buffer.admin import snapshot_from
 from offbeat.services.buffer.api import Counters
 from offbeat.services.buffer.group_ledger import (
@@ -112,9 +113,8 @@ def _read_events(
 ) -> tuple[list[LifeEvent], Counters | None, str]:
     """Return ledger, counters, and the reason if Redis is unreadable."""
     events = read_ledger(folder)
-    running = run_folder.read_endpoints(folder)
-    url = redis_url or config.redis.url or (running.redis_url if running else None)
     try:
+        url = resolve_url(redis_url) or config.redis.url or find_url(folder)
         if url is None and not (folder / "redis").is_dir():
             return events, None, "its Redis is gone: only the files were examined"
         if url is not None:

@@ -239,6 +239,7 @@ def claim_folder(config: RunConfig, claim: str) -> None:
     if holds_claim(config.output_dir, claim):
         return
     run_folder.claim(config.output_dir, config.exp_name, resume=bool(config.resume_from_checkpoint))
+    run_folder.make_private(config.output_dir)
     run_folder.write_config(config.output_dir, dump_yaml(config))
     (config.output_dir / CLAIM_FILE).write_text(claim)
 

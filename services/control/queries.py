@@ -89,6 +89,7 @@ class Overview:
             phase=learner.phase,
             error=record.error,
             log=record.log,
+            resumable=record.resumable,
             step=progress.step,
             version=progress.version,
             max_steps=record.max_steps,

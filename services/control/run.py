@@ -100,6 +100,8 @@ class RunRecord:
     error: str = ""
     log: str = ""
     """File with details of `error`."""
+    resumable: bool = True
+    """False if it failed for a reason that a resume does not remove."""
     attempt: int = 1
     """Number of starts, resumes included."""
     created_at: float = 0.0
@@ -130,6 +132,7 @@ class RunRecord:
             "wanted": DesiredState,
             "state": RunState,
             "outcome": RunState,
+            "resumable": lambda text: text == str(True),
         }
         values: dict[str, Any] = {}
         for each in fields(cls):

@@ -150,6 +150,8 @@ class RunView(View):
     error: str
     log: str
     """File with details of `error`, in the run's folder."""
+    resumable: bool
+    """False if it failed for a reason that a resume does not remove: configuration, model, envs."""
     step: int
     """Optimizer batches published; -1: none."""
     version: int

@@ -33,6 +33,7 @@ def view(state: RunState = RunState.RUNNING, learner: Health = Health.READY, pha
         phase=phase,
         error="",
         log="",
+        resumable=True,
         step=2,
         version=2,
         max_steps=10,

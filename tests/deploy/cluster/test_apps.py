@@ -46,7 +46,10 @@ def test_local_file_builds_and_listens_on_loopback_only(tmp_path: Path):
     assert schema.http_options.host == "127.0.0.1"
     assert [type(value) for value in built.values()] == [RedisSettings, ReplicaSettings, ControlSettings]
     assert built["redis"].port == 6390
-    assert {value.redis_url for name, value in built.items() if name != "redis"} == {"redis://127.0.0.1:6390/0"}
+    url = f"redis://:{built['redis'].password}@127.0.0.1:6390/0"
+    assert {value.redis_url for name, value in built.items() if name != "redis"} == {url}
+    assert len(built["redis"].password) >= 32
+    assert settings(schema)["redis"].password == built["redis"].password, "the next deployment finds it"
     assert (built["generation-local"].model / "tokenizer.json").is_file()
 
 
@@ -114,6 +117,30 @@ def test_config_of_a_generation_application_overrides_its_run():
 def test_redis_url_that_clients_could_not_reach_is_rejected(url: str, tmp_path: Path):
     with pytest.raises(ValueError, match="redis_url"):
         RedisSettings.of(url, tmp_path, RedisConfig())
+
+
+def test_redis_without_a_password_is_rejected():
+    with pytest.raises(ConfigError, match=r"redis_url: every user of this machine .* set redis_url_file"):
+        apps.redis({"redis_url": URL, "folder": "r"})
+
+
+def test_url_with_its_password_may_be_in_a_file_alone(tmp_path: Path):
+    (tmp_path / "url").write_text("rediss://:secret@redis.internal:6380/0\n")
+    (bound,) = apps.control({"redis_url_file": str(tmp_path / "url")})._bound_deployment.init_args
+    assert bound.redis_url == "rediss://:secret@redis.internal:6380/0"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({}, "redis_url: required"),
+        ({"redis_url_file": "/nowhere/url"}, "redis_url_file: .*No such file"),
+        ({"redis_url": "redis://:pw@127.0.0.1:6390/0", "redis_url_file": "u"}, "redis_url_file: has no effect"),
+    ],
+)
+def test_missing_or_double_redis_url_is_rejected(args: dict[str, str], says: str):
+    with pytest.raises(ConfigError, match=says):
+        apps.control(args)
 
 
 def test_redis_port_and_password_come_from_the_url(tmp_path: Path):
