@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from offbeat.services.chat.append_only import load_chat_format
@@ -25,6 +25,7 @@ from offbeat.trainer.engines.base import TrainEngine
 from offbeat.trainer.engines.deepspeed import DeepSpeedEngine, DeepSpeedLogprobModel
 from offbeat.trainer.engines.frozen import AdapterFreeReference, FrozenModel, LogprobModel
 from offbeat.trainer.engines.process_group import Ranks, gather
+from offbeat.trainer.engines.state_files import load_tensors
 from offbeat.trainer.models.export import copy_model_files, export_weights
 from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.policy import PackedPolicy
@@ -141,9 +142,9 @@ class PolicyTrainer:
         if self._critic is not None:
             self._critic.load(folder / "state" / "critic")
         if self._reference is not None and (folder / REFERENCE).is_file():
-            self._reference.follow(load_file(folder / REFERENCE).items(), 1.0)
+            self._reference.follow(load_tensors(folder / REFERENCE).items(), 1.0)
         if self._rng_file(folder).is_file():  # there is none for a rank that the checkpoint's writer did not have
-            states = load_file(self._rng_file(folder))
+            states = load_tensors(self._rng_file(folder))
             torch.set_rng_state(states["cpu"])
             if "cuda" in states and torch.cuda.is_available():
                 torch.cuda.set_rng_state(states["cuda"])
