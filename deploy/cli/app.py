@@ -91,6 +91,34 @@ def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
     typer.echo(dump_yaml(_load(config, overrides)), nl=False)
 
 
+@config_app.command("list")
+def config_list() -> None:
+    """List the packaged configurations; their names are accepted wherever a file is."""
+    from offbeat.deploy.config.loader import packaged_configs
+
+    configs = packaged_configs()
+    width = max(map(len, configs))
+    for name, summary in configs.items():
+        typer.echo(f"{name:{width}}  {summary}".rstrip())
+
+
+@app.command(rich_help_panel=VERIFY)
+def doctor() -> None:
+    """Check this machine's installation.
+
+    Exit code 1 for problems; advice alone: 0.
+    """
+    from offbeat.deploy.installation import check_installation
+
+    colors = {"ok": typer.colors.GREEN, "advice": typer.colors.YELLOW, "problem": typer.colors.RED}
+    findings = list(check_installation())
+    for finding in findings:
+        typer.secho(f"{finding.state:8}", fg=colors[finding.state], nl=False)
+        typer.echo(f"{finding.subject}: {finding.detail}")
+    if any(finding.state == "problem" for finding in findings):
+        raise typer.Exit(1)
+
+
 for play_command in (play, rollout, inspect):
     app.command(rich_help_panel=PLAY)(play_command)
 

@@ -106,8 +106,20 @@ def find_config(path: Path) -> Path:
     for packaged in (CONFIGS / path, CONFIGS / f"{path}.yaml"):
         if packaged.is_file():
             return packaged
-    names = sorted(str(each.relative_to(CONFIGS).with_suffix("")) for each in CONFIGS.rglob("*.yaml"))
-    raise ConfigError([ConfigIssue("", f"no such file: {path}; packaged: {', '.join(names)}")], str(path))
+    raise ConfigError([ConfigIssue("", f"no such file: {path}; packaged: {', '.join(packaged_configs())}")], str(path))
+
+
+def packaged_configs() -> dict[str, str]:
+    """Return the names of packaged configurations, each with its file's first comment."""
+    files = {str(file.relative_to(CONFIGS).with_suffix("")): file for file in sorted(CONFIGS.rglob("*.yaml"))}
+    return {name: _first_comment(file) for name, file in files.items()}
+
+
+def _first_comment(file: Path) -> str:
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# ") and not line.startswith("# @"):
+            return line.removeprefix("# ").rstrip(".:")
+    return ""
 
 
 def parse_document(text: str) -> dict[str, Any]:
