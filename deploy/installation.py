@@ -25,7 +25,7 @@ MIN_SHARED_GIB = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class InstallationFinding:
     """Result of one check."""
 
     subject: str
@@ -33,55 +33,67 @@ class Finding:
     detail: str
 
 
-def check_installation() -> Iterator[Finding]:
+def check_installation() -> Iterator[InstallationFinding]:
     """Yield a finding per library and resource."""
-    yield Finding("python", "ok", f"{sys.version.split()[0]} in {sys.prefix}")
+    yield InstallationFinding("python", "ok", f"{sys.version.split()[0]} in {sys.prefix}")
     yield from check_libraries()
     for name, reason in find_mismatched().items():
-        yield Finding(name, "advice", f"{reason}; Offbeat runs as if it were not installed. `{REMEDY}` removes it")
+        yield InstallationFinding(
+            name, "advice", f"{reason}; Offbeat runs as if it were not installed. `{REMEDY}` removes it"
+        )
     yield from _check_programs()
     yield from _check_resources()
     yield from _check_sandbox()
 
 
-def check_libraries() -> Iterator[Finding]:
+def check_libraries() -> Iterator[InstallationFinding]:
     """Yield a finding per library that every run needs."""
     for name in LIBRARIES:
         versions = [found for each in DISTRIBUTIONS.get(name, (name,)) if (found := _installed(each))]
         missing = f"not installed: {INSTALL}"
-        yield Finding(name, "ok", versions[0]) if versions else Finding(name, "problem", missing)
+        yield (
+            InstallationFinding(name, "ok", versions[0]) if versions else InstallationFinding(name, "problem", missing)
+        )
 
 
-def _check_programs() -> Iterator[Finding]:
+def _check_programs() -> Iterator[InstallationFinding]:
     try:
-        yield Finding("redis-server", "ok", str(server_binary(None)))
+        yield InstallationFinding("redis-server", "ok", str(server_binary(None)))
     except MeshError as error:
-        yield Finding("redis-server", "problem", str(error))
+        yield InstallationFinding("redis-server", "problem", str(error))
     compiler = shutil.which("c++") or shutil.which("g++")
     missing = "none on PATH, which torch and DeepSpeed need: install g++"
-    yield Finding("C++ compiler", "ok", compiler) if compiler else Finding("C++ compiler", "problem", missing)
+    yield (
+        InstallationFinding("C++ compiler", "ok", compiler)
+        if compiler
+        else InstallationFinding("C++ compiler", "problem", missing)
+    )
 
 
-def _check_resources() -> Iterator[Finding]:
+def _check_resources() -> Iterator[InstallationFinding]:
     memory = psutil.virtual_memory()
     cpus = len(os.sched_getaffinity(0))
-    yield Finding("CPUs", "ok" if cpus > 1 else "advice", f"{cpus} (an engine and a learner run at once)")
-    yield Finding("memory", "ok", f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB available")
+    yield InstallationFinding("CPUs", "ok" if cpus > 1 else "advice", f"{cpus} (an engine and a learner run at once)")
+    yield InstallationFinding(
+        "memory", "ok", f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB available"
+    )
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    yield Finding("GPUs", "ok", str(gpus or "none: actor_infer.device and actor_train.device must be cpu"))
+    yield InstallationFinding("GPUs", "ok", str(gpus or "none: actor_infer.device and actor_train.device must be cpu"))
     if SHARED_MEMORY.is_dir():
         free_gib = shutil.disk_usage(SHARED_MEMORY).free / 2**30
         state = "ok" if free_gib >= MIN_SHARED_GIB else "advice"
-        yield Finding("shared memory", state, f"{free_gib:.1f} GiB free in {SHARED_MEMORY} (weights.transport: shm)")
+        yield InstallationFinding(
+            "shared memory", state, f"{free_gib:.1f} GiB free in {SHARED_MEMORY} (weights.transport: shm)"
+        )
 
 
-def _check_sandbox() -> Iterator[Finding]:
+def _check_sandbox() -> Iterator[InstallationFinding]:
     try:
         check_isolation(Limits())
     except IsolationError as error:
-        yield Finding("sandbox", "advice", str(error))
+        yield InstallationFinding("sandbox", "advice", str(error))
     else:
-        yield Finding("sandbox", "ok", f"programs are confined by {', '.join(platform_isolation())}")
+        yield InstallationFinding("sandbox", "ok", f"programs are confined by {', '.join(platform_isolation())}")
 
 
 def _installed(name: str) -> str | None:
