@@ -3,7 +3,7 @@
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -259,6 +259,31 @@ def learner_reproduce(
         typer.echo(f"offbeat: {error}", err=True)
         raise typer.Exit(EXIT_CONFIG) from None
     raise typer.Exit(code)
+
+
+@app.command(rich_help_panel=TRAIN)
+def export(
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or folder, or a checkpoint.", show_default=False),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="New folder.", show_default=False)],
+    adapter: Annotated[
+        bool, typer.Option("--adapter/--merge", help="The LoRA adapter alone, or all weights with it merged.")
+    ] = False,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Type of merged weights.", show_default="the checkpoint's"),
+    ] = None,
+) -> None:
+    """Export the newest checkpoint's weights for serving, with tokenizer and chat template."""
+    from offbeat.deploy.cli.export import export_run
+
+    try:
+        export_run(run, out, adapter=adapter, dtype=dtype, echo=typer.echo)
+    except ValueError as error:
+        typer.echo(f"offbeat: {error}", err=True)
+        raise typer.Exit(EXIT_CONFIG) from None
 
 
 @model_app.command("smollm2")
