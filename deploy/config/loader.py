@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.errors import ConfigError, collect_issues
+from offbeat.deploy.config.hub import resolve_models
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.yaml_limits import check_yaml_limits
 from offbeat.trainer.config.issue import ConfigIssue
@@ -28,8 +29,8 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: with every issue.
     """
-    config = validate_tree(compose_tree(path, overrides), source=str(path))
-    issues = check_run(config)
+    config, issues = resolve_models(validate_tree(compose_tree(path, overrides), source=str(path)))
+    issues = issues or check_run(config)
     if issues:
         raise ConfigError(issues, str(path))
     return config
