@@ -25,6 +25,7 @@ from offbeat.deploy.config.loader import dump_yaml, load_run, read_run
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.report.history import RunHistory
 from offbeat.deploy.report.report import CURVE, REPORT, draw_curve
+from offbeat.services.metric_registry import current_names
 from offbeat.services.telemetry import MetricRecord, Partial
 from offbeat.trainer.trackers.metrics_file import METRICS_FILE, read_records
 
@@ -183,7 +184,7 @@ class Run:
                 continue
             labels = {f"label.{name}": value for name, value in record["labels"].items()}
             row = {"time": record["time"], "source": record["source"], "step": record["step"]}
-            rows.append({**row, **labels, **record["values"]})
+            rows.append({**row, **labels, **current_names(record["source"], record["values"])})
         return pd.DataFrame(rows)
 
     def episodes(self, limit: int = 8, *, kind: Literal["before", "during", "after"] | None = None) -> list[Episode]:
@@ -223,7 +224,8 @@ class Run:
     def _history(self) -> RunHistory:
         history = RunHistory()
         for record in read_records(self.folder / METRICS_FILE):
-            values = {name: Partial("last", value) for name, value in record["values"].items() if value is not None}
+            stored = current_names(record["source"], record["values"])
+            values = {name: Partial("last", value) for name, value in stored.items() if value is not None}
             parsed = MetricRecord(record["source"], values, record["step"], record["labels"], record["time"])
             history.add([(record["id"], parsed)])
         return history

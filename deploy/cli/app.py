@@ -3,7 +3,7 @@
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -89,6 +89,34 @@ def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
     from offbeat.deploy.config.loader import dump_yaml
 
     typer.echo(dump_yaml(_load(config, overrides)), nl=False)
+
+
+@config_app.command("list")
+def config_list() -> None:
+    """List the packaged configurations; their names are accepted wherever a file is."""
+    from offbeat.deploy.config.loader import packaged_configs
+
+    configs = packaged_configs()
+    width = max(map(len, configs))
+    for name, summary in configs.items():
+        typer.echo(f"{name:{width}}  {summary}".rstrip())
+
+
+@app.command(rich_help_panel=VERIFY)
+def doctor() -> None:
+    """Check this machine's installation.
+
+    Exit code 1 for problems; advice alone: 0.
+    """
+    from offbeat.deploy.installation import check_installation
+
+    colors = {"ok": typer.colors.GREEN, "advice": typer.colors.YELLOW, "problem": typer.colors.RED}
+    findings = list(check_installation())
+    for finding in findings:
+        typer.secho(f"{finding.state:8}", fg=colors[finding.state], nl=False)
+        typer.echo(f"{finding.subject}: {finding.detail}")
+    if any(finding.state == "problem" for finding in findings):
+        raise typer.Exit(1)
 
 
 for play_command in (play, rollout, inspect):
@@ -231,6 +259,31 @@ def learner_reproduce(
         typer.echo(f"offbeat: {error}", err=True)
         raise typer.Exit(EXIT_CONFIG) from None
     raise typer.Exit(code)
+
+
+@app.command(rich_help_panel=TRAIN)
+def export(
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or folder, or a checkpoint.", show_default=False),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="New folder.", show_default=False)],
+    adapter: Annotated[
+        bool, typer.Option("--adapter/--merge", help="The LoRA adapter alone, or all weights with it merged.")
+    ] = False,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Type of merged weights.", show_default="the checkpoint's"),
+    ] = None,
+) -> None:
+    """Export the newest checkpoint's weights for serving, with tokenizer and chat template."""
+    from offbeat.deploy.cli.export import export_run
+
+    try:
+        export_run(run, out, adapter=adapter, dtype=dtype, echo=typer.echo)
+    except ValueError as error:
+        typer.echo(f"offbeat: {error}", err=True)
+        raise typer.Exit(EXIT_CONFIG) from None
 
 
 @model_app.command("smollm2")

@@ -16,6 +16,7 @@ from offbeat.deploy.report.history import RunHistory, Step
 from offbeat.services.control.interfaces import Health
 from offbeat.services.control.run import RunState
 from offbeat.services.control.schemas import RunView
+from offbeat.services.telemetry import format_rate
 
 LINE_EVERY_S = 10.0
 """Interval of plain lines without a change."""
@@ -221,8 +222,9 @@ def summary(view: RunView, history: RunHistory) -> dict[str, str]:
                 f"mean {staleness}, max {max_lag:.0f} (bound {view.settings.to_settings().max_staleness:g})"
             )
     generated, trained = history.rate("generation/tokens"), history.rate("learner/tokens_trained")
-    if generated or trained:
-        out["tokens/s"] = f"{generated:,.0f} generated, {trained:,.0f} trained"
+    rates = {"generated": generated, "trained": trained}
+    if shown_rates := [f"{format_rate(rate)} {name}" for name, rate in rates.items() if rate is not None]:
+        out["tokens/s"] = ", ".join(shown_rates)
     if updates := history.total("generation/weight_updates"):
         pause = history.means.get("generation/pause_s")
         out["weight updates"] = f"{updates:.0f}" + (f", pause {1000 * pause.value:.0f} ms" if pause else "")

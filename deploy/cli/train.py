@@ -22,6 +22,7 @@ from offbeat.deploy.cli.report import update_history
 from offbeat.deploy.cli.run_view import LiveView, open_view
 from offbeat.deploy.config.loader import dump_yaml
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.installation import check_libraries
 from offbeat.deploy.local.mesh import LocalMesh
 from offbeat.deploy.local.signals import termination_signals
 from offbeat.deploy.local.supervision import run_beside
@@ -61,6 +62,10 @@ def train(config: RunConfig, config_path: Path, overrides: Sequence[str]) -> int
 
     config_path, overrides: for the resuming command.
     """
+    if missing := [finding for finding in check_libraries() if finding.state == "problem"]:
+        for finding in missing:
+            print(f"offbeat: {finding.subject}: {finding.detail}", file=sys.stderr)  # noqa: T201
+        return FAILED
     config = config.model_copy(update={"output_dir": config.output_dir.resolve()})
     resume = bool(config.resume_from_checkpoint)
     if config.control.port and (problem := find_port_problem(config.control.host, config.control.port)):

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.errors import ConfigError, collect_issues
+from offbeat.deploy.config.hub import resolve_models
 from offbeat.deploy.config.rights import check_rights
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.yaml_limits import check_tree_limits, check_yaml_limits, load_yaml
@@ -30,8 +31,8 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: with every issue.
     """
-    config = validate_tree(_compose_saved(path, overrides), source=str(path))
-    issues = [*check_rights(config, config.control.to_rights(), "control"), *check_run(config)]
+    config, issues = resolve_models(validate_tree(_compose_saved(path, overrides), source=str(path)))
+    issues = issues or [*check_rights(config, config.control.to_rights(), "control"), *check_run(config)]
     if issues:
         raise ConfigError(issues, str(path))
     return config
@@ -119,8 +120,20 @@ def find_config(path: Path) -> Path:
     for packaged in (CONFIGS / path, CONFIGS / f"{path}.yaml"):
         if packaged.is_file():
             return packaged
-    names = sorted(str(each.relative_to(CONFIGS).with_suffix("")) for each in CONFIGS.rglob("*.yaml"))
-    raise ConfigError([ConfigIssue("", f"no such file: {path}; packaged: {', '.join(names)}")], str(path))
+    raise ConfigError([ConfigIssue("", f"no such file: {path}; packaged: {', '.join(packaged_configs())}")], str(path))
+
+
+def packaged_configs() -> dict[str, str]:
+    """Return the names of packaged configurations, each with its file's first comment."""
+    files = {str(file.relative_to(CONFIGS).with_suffix("")): file for file in sorted(CONFIGS.rglob("*.yaml"))}
+    return {name: _first_comment(file) for name, file in files.items()}
+
+
+def _first_comment(file: Path) -> str:
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# ") and not line.startswith("# @"):
+            return line.removeprefix("# ").rstrip(".:")
+    return ""
 
 
 def parse_document(text: str) -> dict[str, Any]:

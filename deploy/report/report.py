@@ -118,8 +118,8 @@ def build_report(
         "groups_dropped": counters.dropped if counters else None,
         "groups_failed": counters.failed if counters else None,
         "groups_in_flight": counters.in_flight if counters else None,
-        "mismatch_kl": _mean(history, "learner/mismatch_kl"),
-        "mismatch_abs_max": history.peaks.get("learner/mismatch_abs_max"),
+        "mismatch_kl": _mean(history, "learner/actor/mismatch_kl"),
+        "mismatch_abs_max": history.peaks.get("learner/actor/mismatch_abs_max"),
         "evaluations": [
             {
                 "kind": evaluation.kind,

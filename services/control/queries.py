@@ -104,7 +104,7 @@ class Overview:
             counters=CountersView.of(snapshot.counters),
             quarantined=snapshot.quarantined,
             staleness=_staleness(learner, settings),
-            rates=_rates(records),
+            rates=_rates(records, learner, store.clock()),
             settings=SettingsView.of(settings),
             changes=[ChangeView.of(change) for change in changes],
             metrics={name: finite(value) for name, value in learner.metrics.items()},
@@ -142,11 +142,16 @@ def _staleness(learner: LearnerReport, settings: Settings) -> StalenessView:
     return StalenessView(mean=mean, max=highest, bound=settings.max_staleness)
 
 
-def _rates(records: Iterable[MetricRecord]) -> RatesView:
+def _rates(records: Iterable[MetricRecord], learner: LearnerReport, now: float) -> RatesView:
     totals, steps = dict.fromkeys(RATE_METRICS, 0.0), 0
     for record in records:
         steps += record.source == "learner" and record.step is not None
         for rate, (source, name) in RATE_METRICS.items():
             if record.source == source and (partial := record.values.get(name)) is not None:
                 totals[rate] += partial.total
-    return RatesView(steps=steps / RATE_WINDOW_S, **{rate: total / RATE_WINDOW_S for rate, total in totals.items()})
+    rates = {"steps": steps / RATE_WINDOW_S, **{rate: total / RATE_WINDOW_S for rate, total in totals.items()}}
+    step_s = learner.metrics.get("time/step_s", 0.0)
+    if step_s > RATE_WINDOW_S:  # no window holds two such steps: the newest one's rate, until the next is overdue
+        span_s = max(step_s, now - learner.doing.get("since", now))
+        rates |= {"steps": 1 / span_s, "tokens_trained": learner.metrics.get("tokens_trained", 0.0) / span_s}
+    return RatesView(**rates)

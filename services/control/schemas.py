@@ -65,7 +65,7 @@ class StalenessView(View):
 
 
 class RatesView(View):
-    """Rates per second over the last 15 s."""
+    """Rates per second over the last 15 s; the learner's over its last step if that took longer."""
 
     steps: float
     trajectories: float

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from offbeat.deploy import run_folder, run_setup
 from offbeat.deploy.config.loader import load_run
+from offbeat.deploy.model_export import export_adapter
 from offbeat.services.errors import ControlError
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
@@ -190,6 +191,12 @@ def test_adapters_are_trained_on_the_warm_start_which_stays_the_reference(tmp_pa
         path = f"base_model.model.{name}".removesuffix(".weight")
         product = apart[f"{path}.lora_B.weight"] @ apart[f"{path}.lora_A.weight"]
         torch.testing.assert_close(found[name], start[name] + 2.0 * product, rtol=0, atol=1e-6)
+    checkpoint = tmp_path / "checkpoints" / "step-000002"
+    checkpoint.mkdir(parents=True)
+    trainer.save(checkpoint)
+    export_adapter(tmp_path, tmp_path / "adapter", print)  # which compares it with the merged weights
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert_equal(saved, {name: tensor for name, tensor in apart.items() if ".lora_" in name})
 
 
 def test_a_policy_of_ones_own_is_taken_as_it_is(tmp_path: Path, ranks: Ranks) -> None:

@@ -209,7 +209,9 @@ class LearnerConfig(AlgorithmConfig):
     output_dir: Path = Path("runs/offbeat")
     """Folder of checkpoints, metrics and logs."""
     pretrain: str = "tiny"
-    """Local Hugging Face folder of the initial policy, or `tiny` (configured by key `tiny`)."""
+    """Local Hugging Face folder of the initial policy, a model of the hub (`ORGANIZATION/NAME`, pinned by `@REVISION`), or
+    `tiny` (configured by key `tiny`).
+    """
     tiny: TinyPolicyConfig = TinyPolicyConfig()
     warm_start: WarmStartConfig | None = None
     """Supervised fine-tuning before training; None skips it."""

@@ -28,6 +28,7 @@ from offbeat.trainer.engines.process_group import Ranks, gather
 from offbeat.trainer.engines.state_files import load_tensors
 from offbeat.trainer.models.export import copy_model_files, export_weights
 from offbeat.trainer.models.loading import load_critic, load_policy
+from offbeat.trainer.models.lora import FACTORS, save_adapter
 from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tokenizer_check import check_same_tokens
 from offbeat.trainer.run import LearnerRun
@@ -169,6 +170,8 @@ class PolicyTrainer:
 
     def save(self, folder: Path) -> None:
         self._export(folder, self._policy)
+        if self._uses_adapters:
+            self._save_adapter(folder / "adapter")
         self._policy.save(folder / "state" / "policy")
         if self._critic is not None:
             self._critic.save(folder / "state" / "critic")
@@ -301,6 +304,16 @@ class PolicyTrainer:
         else:
             for _ in engine.tensors():
                 pass
+
+    def _save_adapter(self, folder: Path) -> None:
+        tensors = self._policy.tensors(merged=False)  # on every rank: ZeRO-3 gathers them
+        factors = {
+            name: tensor.to("cpu", copy=True) for name, tensor in tensors if any(each in name for each in FACTORS)
+        }
+        start = self._run.output_dir / START
+        if self._ranks.rank == 0:
+            base = start if start.is_dir() else self._run.model_folder
+            save_adapter(folder, factors, self._train.model_args, base)
 
     def _rng_file(self, folder: Path) -> Path:
         return folder / "state" / f"rng-rank-{self._ranks.rank:05d}.safetensors"

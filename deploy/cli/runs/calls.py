@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from offbeat.deploy.cli.runs.tables import run_table, runs_table
 from offbeat.deploy.config.errors import ConfigError
+from offbeat.deploy.config.hub import HubError, download, is_hub_id
 from offbeat.deploy.config.loader import compose_tree
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.control.client import ControlClient, ControlRefusedError
@@ -117,6 +118,11 @@ def _absolute_path(tree: dict[str, Any], key: str) -> dict[str, str]:
     value = tree.get(key)
     if not isinstance(value, str) or (key == "pretrain" and value == "tiny"):
         return {}
+    if key == "pretrain" and is_hub_id(value):
+        try:
+            return {key: str(download(value))}
+        except HubError as error:  # the service's host may have the folder
+            print_message(str(error))
     return {key: str(Path(value).resolve())}
 
 

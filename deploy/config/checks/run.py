@@ -248,7 +248,11 @@ def _check_model(config: RunConfig) -> Iterator[ConfigIssue]:
         return
     folder = Path(config.pretrain)
     if not folder.is_dir():
-        yield ConfigIssue("pretrain", f"no such folder: {folder}; set it to a local Hugging Face folder, or `tiny`")
+        yield ConfigIssue(
+            "pretrain",
+            f"no such folder: {folder}; set it to a local Hugging Face folder, or `tiny` (hub ids are resolved by `offbeat "
+            "train` and `offbeat runs start`)",
+        )
         return
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         yield ConfigIssue("pretrain", f"{folder} has no tokenizer (tokenizer.json or tokenizer_config.json)")

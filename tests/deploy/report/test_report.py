@@ -56,7 +56,7 @@ def records() -> list[MetricRecord]:
         values = {
             "success": mean([number / 4]),
             "staleness_max": Partial("max", float(number % 2)),
-            "mismatch_kl": Partial("mean", 0.1, 10.0),
+            "actor/mismatch_kl": Partial("mean", 0.1, 10.0),
             "trajectories": Partial("sum", 64.0),
             "tokens_trained": Partial("sum", 1000.0),
         }

@@ -168,6 +168,24 @@ async def test_a_run_tells_its_state_counters_and_components(api: ApiHarness):
     assert view.paths.output_dir == "/runs/a"
 
 
+async def test_rates_of_steps_longer_than_the_window_are_those_of_the_last_step(api: ApiHarness):
+    await api.start("a")
+    redis: Any = api.redis
+    metrics, key = {"time/step_s": 60.0, "tokens_trained": 30.0}, RunKeys("a").record
+
+    async def rates(since: float) -> tuple[float, float]:
+        doing = {"stage": "taking", "step": 3, "since": api.store.clock() - since}
+        await redis.hset(key, mapping={"learner_metrics": json.dumps(metrics), "learner_doing": json.dumps(doing)})
+        view = await api.client.show("a")
+        assert view.rates is not None
+        return view.rates.tokens_trained, view.rates.steps
+
+    assert await rates(since=20.0) == (0.5, 1 / 60)
+    tokens_per_s, steps_per_s = await rates(since=600.0)
+    assert tokens_per_s == pytest.approx(0.05, rel=0.1)
+    assert steps_per_s == pytest.approx(1 / 600, rel=0.1)
+
+
 async def test_runs_are_listed_by_state_and_name_a_page_at_a_time(api: ApiHarness):
     for i in range(7):
         await api.start(f"lake-{i}", RunState.FINISHED if i % 2 else RunState.RUNNING)
