@@ -37,6 +37,28 @@ class AgentRunner(Config):
         return self
 
 
+class OnAgentError(Config):
+    """End of an episode by an error of its agent: trained, instead of tried again."""
+
+    reward: float = Field(allow_inf_nan=False)
+    """Reward of the episode, as if the agent had returned it."""
+    reasons: tuple[Literal["agent_error", "agent_result", "agent_timeout", "agent_crashed"], ...] = Field(
+        default=("agent_error", "agent_result"), min_length=1
+    )
+    """Errors that it holds for; others are tried again."""
+
+
+class OnEnvError(Config):
+    """End of an episode by an error in its env's `step`: trained, instead of tried again."""
+
+    reward: float = Field(allow_inf_nan=False)
+    """Reward of the step, as if it had returned it."""
+    reasons: tuple[Literal["step_error", "step_timeout", "env_crashed"], ...] = Field(
+        default=("step_error",), min_length=1
+    )
+    """Errors that it holds for; others are tried again."""
+
+
 class CustomEnv(Config):
     """One tag: an env and its turn rules."""
 
@@ -66,6 +88,12 @@ class CustomEnv(Config):
     """External agent, limited by `max_steps` (env) and `max_tokens_per_step` (completion); None lets the policy answer
     observations.
     """
+    on_agent_error: OnAgentError | None = None
+    """Reward of an episode whose agent fails because of the policy's answers; None assumes a failing infrastructure and
+    tries it again.
+    """
+    on_env_error: OnEnvError | None = None
+    """The same for an exception of the env or a tool of it in `step`."""
     execution: Literal["inline", "thread", "process"] = "thread"
     """Where reset and step run. `inline`: on the event loop, for microseconds; `thread`: for envs that wait; `process`:
     in a child process, killed if hung.
@@ -89,6 +117,12 @@ class CustomEnv(Config):
             )
         if has_history != bool(self.history_length):
             raise ValueError("history_length and {history} in agent_template go together: set both or neither")
+        return self
+
+    @model_validator(mode="after")
+    def _an_agent_can_fail(self) -> "CustomEnv":
+        if self.on_agent_error and not self.agent_runner:
+            raise ValueError("on_agent_error needs an agent_runner; for exceptions of the env it is on_env_error")
         return self
 
     @property
