@@ -62,7 +62,7 @@ class ChildProcess:
         try:
             child = await asyncio.shield(starting)
             self._child = child
-            self._forwarding = asyncio.create_task(_forward(child), name="child output")
+            self._forwarding = asyncio.create_task(forward_output(child), name="child output")
         except asyncio.CancelledError:
             self._child = await starting
             await self.kill()
@@ -123,7 +123,7 @@ class ChildProcess:
         return bool(ok), answer
 
 
-async def _forward(child: asyncio.subprocess.Process) -> None:
+async def forward_output(child: asyncio.subprocess.Process) -> None:
     """Forward stderr up to a limit; throttle and drop the rest."""
     assert child.stderr is not None
     num_bytes = 0

@@ -14,7 +14,11 @@ class AgentRunner(Config):
     """External agent of a tag (docs/agents.md)."""
 
     path: str = ""
-    """`module:function`, called with an `AgentTask` in a reused process."""
+    """`module:function`, plain or `async`, called with an `AgentTask` in a reused process."""
+    python: str = ""
+    """Python of `path`, from 3.10 on, such as `/other/venv/bin/python`; it need not have Offbeat. Empty: this one."""
+    episodes_per_process: int = Field(default=1, ge=1)
+    """Concurrent episodes in a process, for an `async` function."""
     command: tuple[str, ...] = ()
     """Program and arguments, a process per episode, with `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`,
     `ANTHROPIC_API_KEY` and `OFFBEAT_TASK`.
@@ -34,6 +38,8 @@ class AgentRunner(Config):
             raise ValueError("name the agent by `path` (module:function) or by `command`, one of both")
         if self.path and ":" not in self.path:
             raise ValueError(f"path {self.path!r} must be `module:function`")
+        if self.command and (self.python or self.episodes_per_process > 1):
+            raise ValueError("python and episodes_per_process are for `path`; a command is a process per episode")
         return self
 
 
