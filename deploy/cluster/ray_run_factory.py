@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import ray
 from redis.asyncio import Redis as AsyncRedis
@@ -52,13 +52,16 @@ class Cluster:
 
 
 class RayRunFactory(MeshRunFactory):
+    tries_episodes: ClassVar[bool] = True
+
     def __init__(self, redis: AsyncRedis, redis_url: str, working_dir: Path | None) -> None:
         super().__init__(redis, redis_url, working_dir or Path.cwd())
         ensure_reaper()
 
-    def load(self, document: str | dict[str, Any]) -> RunConfig:
+    def load(self, document: str | dict[str, Any], *, trial: bool = False) -> RunConfig:
         cluster = Cluster.from_ray()
-        config = load_document(document, cores=cluster.cpus, gpus=cluster.gpus, working_dir=self._working_dir)
+        resources = {"cores": cluster.cpus, "gpus": cluster.gpus}
+        config = load_document(document, **resources, working_dir=self._working_dir, trial=trial)
         active = self._find_active_run(config.exp_name)
         if config.actor_infer.app is None and active is not None:
             app, problems = active.actor_infer.app, []

@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
@@ -23,6 +23,7 @@ from offbeat.deploy.components.shared_generation import SharedGeneration
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import dump_yaml, load_document
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.play.agent_check import try_agents
 from offbeat.deploy.run_folder import FolderInUseError, remove_run_files
 from offbeat.deploy.run_setup import (
     generation_app,
@@ -111,6 +112,9 @@ def _build_generation(
 
 
 class MeshRunFactory:
+    tries_episodes: ClassVar[bool] = False
+    """Whether envs and agents are tried before a run; `offbeat train` has done so."""
+
     def __init__(self, redis: AsyncRedis, redis_url: str, working_dir: Path | None) -> None:
         self._async_redis = redis
         self._working_dir = working_dir
@@ -125,17 +129,20 @@ class MeshRunFactory:
             InvalidRunError: with all issues.
         """
         try:
-            return run_spec(self.load(document))
+            config = self.load(document, trial=self.tries_episodes)
+            if self.tries_episodes and (issues := try_agents(config)):
+                raise ConfigError(issues)
+            return run_spec(config)
         except ConfigError as error:
             raise InvalidRunError([_to_problem_view(issue) for issue in error.issues]) from error
 
-    def load(self, document: str | dict[str, Any]) -> RunConfig:
-        """Return a document's configuration.
+    def load(self, document: str | dict[str, Any], *, trial: bool = False) -> RunConfig:
+        """Return a document's configuration. trial: also try its envs.
 
         Raises:
             ConfigError: with all issues.
         """
-        return load_document(document, working_dir=self._working_dir)
+        return load_document(document, working_dir=self._working_dir, trial=trial)
 
     def build_mesh(self, record: RunRecord) -> RunComponents:
         config = RunConfig.model_validate_json(record.config)

@@ -50,12 +50,13 @@ def load_document(
     cores: float | None = None,
     gpus: float | None = None,
     working_dir: Path | None = None,
+    trial: bool = True,
 ) -> RunConfig:
     """Validate and check a run from a YAML text or tree.
 
     Interpolations are rejected: they would resolve in the service's environment.
 
-    cores, gpus: see `check_run`. working_dir: base of relative paths; None keeps them.
+    cores, gpus, trial: see `check_run`. working_dir: base of relative paths; None keeps them.
 
     Raises:
         ConfigError: with every issue.
@@ -63,7 +64,7 @@ def load_document(
     config = validate_tree(parse_document(document) if isinstance(document, str) else document)
     if working_dir is not None:
         config = resolve_paths(config, working_dir)
-    issues = check_run(config, cores=cores, gpus=gpus)
+    issues = check_run(config, cores=cores, gpus=gpus, trial=trial)
     if issues:
         raise ConfigError(issues)
     return config

@@ -26,10 +26,12 @@ MIN_CPU_HEAD_DIM = 32
 """Of vLLM's attention on CPU."""
 
 
-def check_run(config: RunConfig, *, cores: float | None = None, gpus: float | None = None) -> list[ConfigIssue]:
+def check_run(
+    config: RunConfig, *, cores: float | None = None, gpus: float | None = None, trial: bool = True
+) -> list[ConfigIssue]:
     """Return every issue.
 
-    cores, gpus: of the machine or cluster; None: detected.
+    cores, gpus: of the machine or cluster; None: detected. trial: see `check_first_prompts`.
     """
     if cores is None:
         cores = float(len(os.sched_getaffinity(0)))
@@ -46,7 +48,7 @@ def check_run(config: RunConfig, *, cores: float | None = None, gpus: float | No
         *check_lora(config),
         *_check_paths_and_addresses(config),
     ]
-    return issues or check_first_prompts(config)
+    return issues or check_first_prompts(config, trial=trial)
 
 
 def _check_batch(config: RunConfig) -> Iterator[ConfigIssue]:

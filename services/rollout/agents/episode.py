@@ -6,7 +6,7 @@ only by `on_env_error` or `on_agent_error`; the key is revoked before the trajec
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,9 @@ from offbeat.services.rollout.episodes.errors import error_metrics, reward_of
 class AgentRuntime:
     """Chat templates, gateway and processes shared by a worker's agents."""
 
-    def __init__(self, model_folder: Path, parsers: Iterable[str | None] = (None,)) -> None:
-        """Load a template for each parser.
-
-        Raises:
-            RolloutError: as `load_agent_template`.
-        """
-        self.templates = {name: load_agent_template(model_folder, name) for name in parsers}
+    def __init__(self, templates: Mapping[str | None, ChatTemplate]) -> None:
+        """templates: by tool call parser."""
+        self.templates = templates
         self.gateway = Gateway()
         self.pool = AgentPool()
 
@@ -72,9 +68,13 @@ def load_agent_template(model_folder: Path, tool_call_parser: str | None) -> Cha
 
 
 def runtime_for(custom_envs: Mapping[str, CustomEnv], model_folder: Path) -> AgentRuntime | None:
-    """Return the runtime, or None without agents."""
+    """Return the runtime, or None without agents.
+
+    Raises:
+        RolloutError: as `load_agent_template`.
+    """
     parsers = {env.agent_runner.tool_call_parser for env in custom_envs.values() if env.agent_runner}
-    return AgentRuntime(model_folder, parsers) if parsers else None
+    return AgentRuntime({name: load_agent_template(model_folder, name) for name in parsers}) if parsers else None
 
 
 class HttpEnvSession:
