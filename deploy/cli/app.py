@@ -3,16 +3,23 @@
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
 from offbeat.benchmarks.chaos.cli import chaos
 from offbeat.benchmarks.chaos.soak import soak
 from offbeat.benchmarks.cli import bench_app
+from offbeat.deploy.cli.agent import agent_app
 from offbeat.deploy.cli.env import env_app
 from offbeat.deploy.cli.play import inspect, play, rollout
 from offbeat.deploy.cli.runs.app import runs_app
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from offbeat.deploy.config.run import RunConfig
+    from offbeat.trainer.config.issue import ConfigIssue
 
 EXIT_CONFIG = 2
 """Invalid configuration or request."""
@@ -31,6 +38,7 @@ app.add_typer(learner_app, name="learner", rich_help_panel=TRAIN)
 app.add_typer(model_app, name="model", rich_help_panel=TRAIN)
 app.add_typer(bench_app, name="bench", rich_help_panel=VERIFY)
 app.add_typer(env_app, name="env", rich_help_panel=PLAY)
+app.add_typer(agent_app, name="agent", rich_help_panel=PLAY)
 app.add_typer(runs_app, name="runs", rich_help_panel=TRAIN)
 
 ConfigPath = Annotated[
@@ -73,6 +81,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     from offbeat.deploy.cli.train import train as run_train
 
     loaded = _load(config, overrides)
+    _try_agents(loaded, config)
     raise typer.Exit(run_train(loaded, config, overrides or []))
 
 
@@ -311,7 +320,7 @@ def _refuse_options(overrides: list[str]) -> None:
             raise typer.Exit(EXIT_CONFIG)
 
 
-def _load(path: Path, overrides: list[str] | None):
+def _load(path: Path, overrides: list[str] | None) -> "RunConfig":
     from offbeat.deploy.config.errors import ConfigError
     from offbeat.deploy.config.loader import load_run
 
@@ -320,11 +329,22 @@ def _load(path: Path, overrides: list[str] | None):
     try:
         return load_run(path, overrides or [])
     except ConfigError as error:
-        many = len(error.issues) > 1
-        typer.echo(f"{path}: {len(error.issues)} problems" if many else f"{path}:", err=True)
-        for issue in error.issues:
-            typer.echo(f"  {issue}", err=True)
-        raise typer.Exit(EXIT_CONFIG) from None
+        _refuse(path, error.issues)
+
+
+def _try_agents(config: "RunConfig", path: Path) -> None:
+    if any(env.agent_runner for env in config.custom_envs.values()):
+        from offbeat.deploy.play.agent_check import try_agents
+
+        if issues := try_agents(config):
+            _refuse(path, issues)
+
+
+def _refuse(path: Path, issues: "Sequence[ConfigIssue]") -> NoReturn:
+    typer.echo(f"{path}: {len(issues)} problems" if len(issues) > 1 else f"{path}:", err=True)
+    for issue in issues:
+        typer.echo(f"  {issue}", err=True)
+    raise typer.Exit(EXIT_CONFIG) from None
 
 
 def main() -> None:

@@ -194,7 +194,12 @@ def _show(result: Audit, evidence: Evidence, folder: Path, console: Console, gro
     for note in result.notes:
         console.print(f"  {note}")
     if result.proven:
-        console.print("PROVEN: every group admitted is accounted for once; nothing was lost and nothing trained twice.")
+        failed = result.count(FAILED)
+        untrained = f" {failed} group(s) failed and were not trained on." if failed else ""
+        console.print(
+            "PROVEN: every group admitted is accounted for once; nothing was lost and nothing trained twice."
+            + untrained
+        )
         return
     console.print(f"NOT PROVEN: {len(result.findings)} finding(s)")
     for finding in result.findings:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import ray
 from redis.asyncio import Redis as AsyncRedis
@@ -52,6 +52,8 @@ class Cluster:
 
 
 class RayRunFactory(MeshRunFactory):
+    tries_episodes: ClassVar[bool] = True
+
     def __init__(self, redis: AsyncRedis, redis_url: str, working_dir: Path | None) -> None:
         super().__init__(redis, redis_url, working_dir or Path.cwd())
         ensure_reaper()

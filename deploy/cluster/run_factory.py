@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
@@ -26,6 +26,7 @@ from offbeat.deploy.config.loader import dump_yaml, read_document
 from offbeat.deploy.config.rights import check_rights
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.validation import check_in_process
+from offbeat.deploy.play.agent_check import try_agents
 from offbeat.deploy.run_folder import remove_run_files
 from offbeat.deploy.run_marker import FolderInUseError
 from offbeat.deploy.run_setup import (
@@ -123,6 +124,9 @@ class MachineSize(NamedTuple):
 
 
 class MeshRunFactory:
+    tries_episodes: ClassVar[bool] = False
+    """Whether envs and agents are tried before a run; `offbeat train` has done so."""
+
     def __init__(self, redis: AsyncRedis, redis_url: str, working_dir: Path | None) -> None:
         self._async_redis = redis
         self._working_dir = working_dir
@@ -139,6 +143,8 @@ class MeshRunFactory:
         """
         try:
             config = await self.load(document, rights)
+            if self.tries_episodes and (issues := await asyncio.to_thread(try_agents, config)):
+                raise ConfigError(issues)
         except RightsError as error:
             raise NotAllowedError([_to_problem_view(issue) for issue in error.issues]) from error
         except ConfigError as error:
@@ -158,7 +164,7 @@ class MeshRunFactory:
         if refused := list(check_rights(config, rights)):
             raise RightsError(refused)
         size = await self._size()
-        await check_in_process(config, cores=size.cpus, gpus=size.gpus, rights=rights)
+        await check_in_process(config, cores=size.cpus, gpus=size.gpus, rights=rights, trial=self.tries_episodes)
         return config
 
     async def _size(self) -> MachineSize:

@@ -74,8 +74,11 @@ class EvaluationResult:
     step: int
     time: float
     success: float
+    """Mean over all episodes, those without a success as failures."""
     reward: float
     episodes: int
+    success_missing: float = 0.0
+    """Share of episodes that failed or reported no success."""
 
 
 @dataclass
@@ -159,6 +162,7 @@ class RunHistory:
             success=values["success"].value if "success" in values else float("nan"),
             reward=values["reward"].value if "reward" in values else float("nan"),
             episodes=int(values["reward"].count) if "reward" in values else 0,
+            success_missing=values["success_missing"].value if "success_missing" in values else 0.0,
         )
         self.evaluations[result.kind, result.sampling, result.step] = result
 

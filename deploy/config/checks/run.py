@@ -1,23 +1,20 @@
 """Checks before the start; issues name the remedy."""
 
-import importlib
-import inspect
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from offbeat.deploy.config.checks.agents import check_agent, check_function
 from offbeat.deploy.config.checks.episodes import check_episodes
 from offbeat.deploy.config.checks.lora import check_lora
 from offbeat.deploy.config.checks.model import check_engine_kwargs, check_resumed_model
 from offbeat.deploy.config.checks.prompts import OnStep, check_first_prompts, ignore_step
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_folder import holds_run
-from offbeat.envs.class_path import current_path
 from offbeat.services.redis.url import address_problem
-from offbeat.services.rollout.config import AgentRunner, EnvManagerConfig
+from offbeat.services.rollout.config import EnvManagerConfig
 from offbeat.trainer.checks.algorithm import check_algorithm
 from offbeat.trainer.checks.effects import check_effects
 from offbeat.trainer.checks.learner import check_learner, check_staleness_controller
@@ -31,11 +28,17 @@ MIN_CPU_HEAD_DIM = 32
 
 
 def check_run(
-    config: RunConfig, *, cores: float | None = None, gpus: float | None = None, on_step: OnStep = ignore_step
+    config: RunConfig,
+    *,
+    cores: float | None = None,
+    gpus: float | None = None,
+    on_step: OnStep = ignore_step,
+    trial: bool = True,
 ) -> list[ConfigIssue]:
     """Return every issue; runs user code (envs, agents, trackers, ...).
 
-    cores, gpus: of the machine or cluster; None: detected. on_step: told before user code runs.
+    cores, gpus: of the machine or cluster; None: detected. on_step: told before user code runs. trial: see
+    `check_first_prompts`.
     """
     on_step("group_filter_cls, track_with", "import of classes")
     issues = [
@@ -43,7 +46,7 @@ def check_run(
         *_check_env(config, on_step),
         *check_episodes(config, on_step),
     ]
-    return issues or check_first_prompts(config, on_step)
+    return issues or check_first_prompts(config, on_step, trial=trial)
 
 
 def check_settings(config: RunConfig, *, cores: float | None = None, gpus: float | None = None) -> list[ConfigIssue]:
@@ -116,7 +119,7 @@ def _check_env(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
             )
         if env.agent_runner:
             on_step(f"custom_envs.{tag}.agent_runner", f"import of {env.agent_runner.path}")
-            yield from _check_agent(tag, env.agent_runner)
+            yield from check_agent(tag, env.agent_runner)
         if env.max_tokens_per_step >= config.sequence_length:
             yield ConfigIssue(
                 f"custom_envs.{tag}.max_tokens_per_step",
@@ -135,34 +138,11 @@ def _check_env(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
         if config.warm_start.tag not in config.custom_envs:
             yield ConfigIssue("warm_start.tag", _no_such_tag(config.warm_start.tag, config))
         on_step("warm_start.demos", f"import of {config.warm_start.demos}")
-        yield from _check_function("warm_start.demos", config.warm_start.demos)
+        yield from check_function("warm_start.demos", config.warm_start.demos)
 
 
 def _no_such_tag(tag: str, config: RunConfig) -> str:
     return f"no tag {tag!r} in custom_envs; there is {', '.join(sorted(config.custom_envs)) or 'none'}"
-
-
-def _check_agent(tag: str, runner: AgentRunner) -> Iterator[ConfigIssue]:
-    key = f"custom_envs.{tag}.agent_runner"
-    if runner.path:
-        yield from _check_function(f"{key}.path", runner.path)
-    elif shutil.which(runner.command[0]) is None:
-        yield ConfigIssue(f"{key}.command", f"there is no program {runner.command[0]!r} on the PATH")
-
-
-def _check_function(key: str, path: str) -> Iterator[ConfigIssue]:
-    module, _, function = current_path(path).partition(":")
-    if not module or not function:
-        yield ConfigIssue(key, f"expected `module:function`, got {path!r}")
-        return
-    try:
-        imported = importlib.import_module(module)
-    except Exception as error:  # a user's module may raise anything
-        yield ConfigIssue(key, f"can't import {module!r}: {type(error).__name__}: {error}")
-        return
-    if not callable(getattr(imported, function, None)):
-        known = [name for name, value in inspect.getmembers(imported, inspect.isfunction) if value.__module__ == module]
-        yield ConfigIssue(key, f"{module} has no function {function!r}; it has {', '.join(known) or 'none'}")
 
 
 def _check_cpu(config: RunConfig, cores: float) -> Iterator[ConfigIssue]:

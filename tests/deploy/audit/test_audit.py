@@ -163,6 +163,16 @@ def run_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_the_sentence_names_groups_that_failed(run_folder: Path):
+    events = [
+        LifeEvent("2000-0", 7, 2, "admitted", "1"),
+        LifeEvent("2001-0", 8, 2, "failed", "step_error"),
+    ]
+    LedgerFile(run_folder).append(events)
+    answer = CliRunner().invoke(app, ["audit", str(run_folder)])
+    assert "nothing trained twice. 1 group(s) failed and were not trained on." in answer.output
+
+
 def test_the_command_proves_a_run_from_its_folder_alone(run_folder: Path):
     answer = CliRunner().invoke(app, ["audit", str(run_folder)])
     assert answer.exit_code == 0, answer.output

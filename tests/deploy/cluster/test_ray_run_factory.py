@@ -11,7 +11,9 @@ from offbeat.deploy.config.loader import compose_tree, read_document, validate_t
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.validation import check_in_process
 from offbeat.services.control.run import RunRecord
+from offbeat.services.control.service import InvalidRunError
 from offbeat.services.errors import ControlError
+from tests.fakes_rollout import HERE
 from tests.paths import QUICKSTART
 
 URL = "redis://127.0.0.1:6390/0"
@@ -56,6 +58,21 @@ async def test_run_is_checked_against_the_cluster_not_the_service_host():
 def factory(tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> RayRunFactory:
     monkeypatch.setattr(ray_run_factory, "ensure_reaper", lambda: None)
     return RayRunFactory(AsyncRedis.from_url(redis_url), redis_url, tmp_path)
+
+
+def test_runs_over_rest_are_tried_before_they_start(factory: RayRunFactory, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Cluster, "from_ray", classmethod(lambda cls: cls(8.0, 0.0, 1)))
+    monkeypatch.setattr(ray_run_factory, "read_app_statuses", dict)
+    tree = compose_tree(QUICKSTART)
+    tree["warm_start"] = None
+    assert factory.validate(tree).run_id == "quickstart"
+    lake = tree["custom_envs"]["FrozenLake"]
+    bad = {**lake, "env_type": HERE + "BadEnv", "env_config": {"how": "raise"}}
+    with pytest.raises(InvalidRunError, match="can't be stepped: RuntimeError: broken"):
+        factory.validate({**tree, "custom_envs": {"FrozenLake": bad}})
+    silent = {**lake, "agent_runner": {"path": "tests.played_agents:silent"}}
+    with pytest.raises(InvalidRunError, match="must call the policy"):
+        factory.validate({**tree, "custom_envs": {"FrozenLake": silent}})
 
 
 def record(folder: Path) -> RunRecord:
