@@ -31,7 +31,7 @@ $(eval $(call pass-on,SSL_CERT_FILE,PIP_CERT))
 ifeq ($(EXTRA)$(UV_FIND_LINKS),cpu)
 TORCH_BACKEND := --torch-backend cpu
 endif
-.PHONY: help setup train test test-fast test-alone test-others check bench clean
+.PHONY: help setup train test test-fast test-alone test-others check bench docs clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -82,6 +82,9 @@ check: $(STAMP) ## what CI runs: format, lint, types, import contracts, tests
 
 bench: $(STAMP) ## measure what `offbeat bench` does not: the short scripts of benchmarks/, minutes in all
 	@for name in staleness_bound cold_wakes weight_pause generation_hosts; do $(BIN)/python -m offbeat.benchmarks.studies.$$name; done
+
+docs: $(STAMP) ## generate docs/metrics.md from the registry
+	@$(BIN)/python -m offbeat.deploy.report.metrics_page > docs/metrics.md
 
 clean: ## remove the environment and caches; runs/ stays
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -174,7 +174,7 @@ def bare(task: BackendTask) -> None:
 
     torch.set_num_threads(task.threads)
     pace = Pace(task.device)
-    model: Any = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32, trust_remote_code=False)
     model.to(task.device).train()
     data = data_of(task, model.config.vocab_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
@@ -229,7 +229,7 @@ def trl(task: BackendTask) -> None:
 
     torch.set_num_threads(task.threads)
     pace = Pace(task.device)
-    model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32, trust_remote_code=False)
     data = data_of(task, model.config.vocab_size)
     rows = max(1, task.budget // max(task.lengths))
     rows = math.gcd(len(task.lengths), rows) if len(task.lengths) % rows else rows
@@ -276,7 +276,7 @@ def trl(task: BackendTask) -> None:
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=config,
         train_dataset=Dataset.from_dict({"prompt": ["a"] * len(task.lengths)}),
-        processing_class=AutoTokenizer.from_pretrained(task.model),
+        processing_class=AutoTokenizer.from_pretrained(task.model, trust_remote_code=False),
         callbacks=[Paced()],
     ).train()
 

@@ -4,49 +4,56 @@ Layout: `config.yaml`, `report.json`, `checkpoints/`, `ledger/`, `batches/`, `ev
 `tensorboard/`, `trackers/`, `logs/`, `redis/` (AOF), `policy/` (tiny policy's files), `start/` (warm-started weights),
 `episodes.gif` and `.html`, `learning_curve.png`, `endpoints.json` while running.
 
-Invariants: at most one command runs in a folder; only a run's own files are removed, and none while it runs.
+Invariants: at most one command runs in a folder; only a run's own files are moved or removed (`offbeat.deploy.run_marker`),
+and none while it runs.
 """
 
 import fcntl
+import fnmatch
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
+from offbeat.deploy import run_marker
+from offbeat.deploy.run_marker import MARKER, FolderInUseError, find_conflict, identify, mark
+from offbeat.services.control.interfaces import Removal
+from offbeat.trainer.training.checkpoint import last_written
+
+CONFIG = run_marker.CONFIG
 LOCK = ".lock"
 ENDPOINTS = "endpoints.json"
-CONFIG = "config.yaml"
+REDIS = "redis"
 MARKS = (CONFIG, "checkpoints", "ledger", "redis", "report.json")
-WRITTEN = (
-    "batches",
-    "checkpoints",
-    "config.yaml",
-    "episodes.gif",
-    "episodes.html",
-    "evaluations",
-    "learning_curve.png",
-    "ledger",
-    "logs",
-    "metrics.jsonl",
-    "policy",
-    "report.json",
-    "start",
-    "tensorboard",
-    "trackers",
-    "weights",
-    ".claim",
-    ".report.json.part",
-)
-"""Files of runs and reports; `LOCK` is removed last."""
-
-
-class FolderInUseError(Exception):
-    """Folder locked by another command."""
+WRITTEN = {
+    "batches": ("*.msgpack", ".epoch-*"),
+    "checkpoints": ("step-" + 6 * "[0-9]", "best", "best.json", "manifest.json", ".writing-*", ".epoch-*"),
+    CONFIG: (),
+    "episodes.gif": (),
+    "episodes.html": (),
+    "evaluations": ("*.jsonl", "*.trajectories", ".epoch-*"),
+    "learning_curve.png": (),
+    "ledger": ("groups.jsonl", "steps.jsonl"),
+    "logs": (),
+    "metrics.jsonl": (),
+    "policy": (),
+    "report.json": (),
+    "start": (),
+    "tensorboard": (),
+    "trackers": (),
+    "weights": ("offbeat-*",),
+    ".claim": (),
+    ".report.json.part": (),
+    ".start-*": (),
+}
+"""Files and folders of runs and reports -> what they write in a folder; nothing: all of it."""
+OWN = (*WRITTEN, REDIS, ENDPOINTS, f"{MARKER}*", LOCK)
+"""Everything that a run writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +70,41 @@ def holds_run(folder: Path) -> bool:
     return any((folder / mark).exists() for mark in MARKS)
 
 
+def make_private(folder: Path) -> None:
+    """Make a run's folder, which holds prompts and trajectories, for its owner alone; an existing one keeps its mode."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
 def newest_checkpoint(folder: Path) -> tuple[int, Path] | None:
-    """Return the newest checkpoint's step and folder, if any."""
-    written = (path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdecimal())
-    newest = max(written, key=lambda path: path.stat().st_mtime, default=None)
-    return (int(newest.name[5:]), newest) if newest else None
+    """Return the step and folder of the checkpoint that was written last, if any."""
+    newest = last_written(folder / "checkpoints")
+    return (newest.step, folder / "checkpoints" / newest.name) if newest else None
 
 
 def move_aside(folder: Path) -> Path:
-    """Rename the folder to the first free `<folder>.1`, `<folder>.2`, ...; return it."""
+    """Move the run to the first free `<folder>.1`, `<folder>.2`, ...; return it. Files of others stay."""
     number = 1
     while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
-    folder.rename(aside)
+    own, others = split_entries(folder)
+    if not others:
+        folder.rename(aside)
+        return aside
+    aside.mkdir()
+    # The marker last: a move that was interrupted is completed by the next command
+    for path in sorted(own, key=lambda path: path.name == MARKER):
+        path.rename(aside / path.name)
     return aside
+
+
+def split_entries(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the folder's entries with names of a run, and the others."""
+    own: list[Path] = []
+    others: list[Path] = []
+    for path in sorted(folder.iterdir()):
+        is_own = any(fnmatch.fnmatchcase(path.name, name) for name in OWN)
+        (own if is_own else others).append(path)
+    return own, others
 
 
 @contextmanager
@@ -86,7 +114,7 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         FolderInUseError: locked by another process.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private(folder)
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
@@ -114,17 +142,43 @@ def running_pid(folder: Path) -> int | None:
         return None
 
 
-def claim(folder: Path, *, resume: bool) -> Path | None:
-    """Move an earlier run aside unless resumed; return its new path.
+def claim(folder: Path, run_id: str, *, resume: bool) -> Path | None:
+    """Mark a folder as the run's; an earlier run in it is moved aside unless resumed. Return its new path.
 
     Raises:
-        FolderInUseError: it is still running.
+        FolderInUseError: it is running, or the folder is not the run's alone.
     """
-    if resume or not holds_run(folder):
-        return None
-    with locked(folder):
-        pass
-    return move_aside(folder)
+    if problem := find_problem(folder):
+        raise FolderInUseError(problem)
+    earlier, aside = identify(folder), None
+    if earlier is not None and not resume:
+        with locked(folder):
+            pass
+        aside = move_aside(folder)
+        earlier = None
+    folder.mkdir(parents=True, exist_ok=True)
+    if earlier is None or (earlier.run_id, bool(earlier.incarnation)) != (run_id, True):
+        mark(folder, run_id)
+    if problem := find_conflict(folder):  # another run claimed a folder above or below at the same time
+        if earlier is None:
+            (folder / MARKER).unlink(missing_ok=True)
+        raise FolderInUseError(problem)
+    return aside
+
+
+def find_problem(folder: Path) -> str:
+    """Return why a run can't have the folder; empty if it can."""
+    if problem := find_conflict(folder):
+        return problem
+    if not folder.is_dir() or identify(folder) is not None:
+        return ""
+    own, _ = split_entries(folder)
+    if names := [path.name for path in own if path.name != LOCK]:
+        return (
+            f"output_dir {folder} has {', '.join(names)}, which no run of Offbeat has written (there is no {MARKER}), and "
+            "a run would write there: choose a new or empty folder"
+        )
+    return ""
 
 
 def write_config(folder: Path, text: str) -> None:
@@ -158,26 +212,47 @@ def remove_endpoints(folder: Path) -> None:
         (folder / ENDPOINTS).unlink()
 
 
-def remove_run_files(folder: Path) -> list[str]:
-    """Remove a run's files, and an empty folder; return removed paths.
+def remove_run_files(folder: Path, run_id: str) -> Removal:
+    """Remove what the run has written, and the folder if nothing else is in it.
 
     Raises:
         FolderInUseError: the run is running.
     """
-    if not holds_run(folder):
-        return []
-    removed: list[str] = []
+    if not folder.is_dir():
+        return Removal([], [])
+    marker = identify(folder)
+    if marker is None or marker.run_id not in ("", run_id):
+        return Removal([], [str(folder)])
     with locked(folder):
-        for path in (folder / name for name in WRITTEN):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            elif path.exists():
+        written = [(path, patterns) for name, patterns in WRITTEN.items() for path in folder.glob(name)]
+        removed = [str(path) for path, patterns in written if _remove_written(path, patterns)]
+        if not (folder / REDIS).exists():  # which is known as the run's by its marker
+            for path in folder.glob(f"{MARKER}*"):
                 path.unlink()
-            else:
-                continue
-            removed.append(str(path))
         (folder / LOCK).unlink(missing_ok=True)
     if not any(folder.iterdir()):
         folder.rmdir()
-        removed.append(str(folder))
-    return removed
+        return Removal([*removed, str(folder)], [])
+    return Removal(removed, [str(path) for path in _left(folder)])
+
+
+def _remove_written(path: Path, patterns: Sequence[str]) -> bool:
+    """Remove a file or folder, of a folder only `patterns` if there are any; return whether it is gone."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+        return True
+    for inner in [each for pattern in patterns for each in path.glob(pattern)]:
+        _remove_written(inner, ())
+    if patterns and any(path.iterdir()):
+        return False
+    shutil.rmtree(path)
+    return True
+
+
+def _left(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.iterdir()):
+        patterns = WRITTEN.get(path.name, ())
+        if patterns and path.is_dir():
+            yield from sorted(path.iterdir())
+        elif not fnmatch.fnmatchcase(path.name, f"{MARKER}*"):
+            yield path

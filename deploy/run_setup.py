@@ -1,16 +1,20 @@
 """Idempotent preparation of a run, by the command line and control replicas."""
 
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from pydantic import JsonValue
 from redis import Redis
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import collect_words
+from offbeat.deploy.run_folder import make_private
 from offbeat.services.buffer.admin import configure_buffer
 from offbeat.services.buffer.api import BufferLimits
 from offbeat.services.control.run import RunSpec
 from offbeat.services.generation.config import app_name
+from offbeat.services.generation.tenancy import read_architecture
 from offbeat.services.rollout.config import WorkerSettings
 
 POLICY = "policy"
@@ -33,6 +37,17 @@ def run_spec(config: RunConfig) -> RunSpec:
 def model_folder(config: RunConfig) -> Path:
     """Return the folder of configuration and tokenizer."""
     return config.output_dir / POLICY if config.pretrain == "tiny" else Path(config.pretrain)
+
+
+def load_architecture(config: RunConfig) -> dict[str, JsonValue]:
+    """Return the `config.json` of the run's model."""
+    if config.pretrain != "tiny":
+        return read_architecture(Path(config.pretrain))
+    from offbeat.trainer.models.tiny import write_tiny_policy  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_tiny_policy(Path(folder), config.tiny, collect_words(config))
+        return read_architecture(Path(folder))
 
 
 def generation_app(config: RunConfig) -> str:
@@ -85,6 +100,7 @@ def prepare_folder(config: RunConfig) -> None:
     Raises:
         MissingWordsError: with `pretrain: tiny`, an env does not declare its words.
     """
+    make_private(config.output_dir)
     make_log_folder(config)
     if config.pretrain == "tiny":
         from offbeat.trainer.models.tiny import write_tiny_policy  # noqa: PLC0415

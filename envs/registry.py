@@ -158,8 +158,13 @@ def distinct_seeds(n: int, start: int, env_type: str, env_config: Mapping[str, J
     return list(itertools.islice(itertools.cycle(seed_by_task.values()), n))
 
 
+def entry_point_paths() -> dict[str, str]:
+    """Return `module:Class` of the envs that installed packages register, by name."""
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
 def _entry_point_path(name: str) -> str:
-    paths = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
+    paths = entry_point_paths()
     if name in paths:
         return paths[name]
     raise ValueError(

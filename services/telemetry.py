@@ -14,6 +14,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.services.errors import CodecError
 from offbeat.services.keys import RunKeys
+from offbeat.services.metric_registry import current_names
 
 MAX_METRIC_RECORDS = 200_000
 """Approximate length of a metrics stream."""
@@ -27,7 +28,7 @@ def configure_logging(service: str, log_dir: Path | None, level: int = logging.I
     if log_dir is None:
         handler = logging.StreamHandler(sys.stderr)
     else:
-        log_dir.mkdir(parents=True, exist_ok=True)
+        log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         handler = logging.FileHandler(log_dir / f"{service}.log")
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     logging.basicConfig(level=level, handlers=[handler], force=True)
@@ -67,6 +68,11 @@ class Partial:
                 return other
 
 
+def format_rate(rate: float) -> str:
+    """Format a rate: two digits below 10, so that a slow one is not shown as 0."""
+    return f"{rate:,.0f}" if rate >= 10 or not rate else f"{rate:.2g}"
+
+
 def mean(values: Iterable[float]) -> Partial:
     """Return a mergeable mean."""
     values = list(values)
@@ -103,11 +109,11 @@ def encode_record(record: MetricRecord) -> bytes:
 
 
 def decode_record(blob: bytes) -> MetricRecord:
-    """Unpack a record. Raises `CodecError`."""
+    """Unpack a record, renamed metrics under today's names. Raises `CodecError`."""
     try:
         source, values, step, labels, at = msgpack.unpackb(blob)
         partials = {str(k): Partial(kind, float(total), float(count)) for k, (kind, total, count) in values.items()}
-        return MetricRecord(str(source), partials, step, dict(labels), float(at))
+        return MetricRecord(str(source), current_names(source, partials), step, dict(labels), float(at))
     except (ValueError, TypeError, AttributeError, msgpack.UnpackException) as error:
         raise CodecError(f"malformed metric record: {error}") from error
 

@@ -189,6 +189,7 @@ class CountingEnv(gymnasium.Env[str, str]):
     """Counts its steps; ends after `length`; its observations name the seed."""
 
     system_prompt = "Walk P to G ."
+    words = ("P", "G", "_", "Walk", "to", ".", *map(str, range(10)))
     observation_space = Text(100)
     action_space = Text(100)
     metrics_agg_mode = {"total": "sum", "first_step": "first", "highest": "max"}  # noqa: RUF012

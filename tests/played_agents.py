@@ -59,6 +59,10 @@ def raises(task: AgentTask) -> None:
     raise RuntimeError("lost the thread")
 
 
+def raises_at_once(_: AgentTask) -> None:
+    raise ConnectionError("no service")
+
+
 def nonsense(task: AgentTask) -> Any:
     _ask(task, _told(task))
     return {"points": 3}

@@ -119,7 +119,7 @@ class BenchLearner:
             vocab_size=trainer.vocab_size,
             publisher=self._publisher,
             buffer=buffer,
-            checkpoints=CheckpointStore(run.checkpoints, 1),
+            checkpoints=CheckpointStore(run.checkpoints, 1, epoch),
             sink=self.records,
             log=RedisEvaluationLog(bench_env.redis, config.exp_name),
             reporter=LearnerReporter(self.records, self.records),

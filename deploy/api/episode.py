@@ -13,6 +13,7 @@ import pandas as pd
 from pydantic import JsonValue
 
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.play.conversations import to_messages
 from offbeat.deploy.report.recorded_episodes import FOLDER
 from offbeat.envs.contract import ContractReport, check_contract
 from offbeat.envs.contract_process import check_in_processes
@@ -45,10 +46,7 @@ class Episode:
         cls, tag: str, seed: int, reward: float, metrics: Mapping[str, float], texts: Sequence[str]
     ) -> "Episode":
         """Build an episode; texts are ordered as `messages`."""
-        system, *turns = texts or [""]
-        messages = [{"role": "system", "content": system}] if system else []
-        messages += [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
-        return cls(tag, seed, reward, dict(metrics), tuple(messages))
+        return cls(tag, seed, reward, dict(metrics), tuple(to_messages(texts)))
 
     def _repr_html_(self) -> str:
         rows = "".join(

@@ -25,8 +25,9 @@ from offbeat.deploy.config.loader import dump_yaml, load_run, read_run
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.report.history import RunHistory
 from offbeat.deploy.report.report import CURVE, REPORT, draw_curve
+from offbeat.services.metric_registry import current_names
 from offbeat.services.telemetry import MetricRecord, Partial
-from offbeat.trainer.trackers.metrics_file import METRICS_FILE, read_lines
+from offbeat.trainer.trackers.metrics_file import METRICS_FILE, read_records
 
 State = Literal["running", "finished", "stopped", "failed"]
 EXIT_STATES: dict[int, State] = {0: "finished", 130: "stopped"}
@@ -178,13 +179,12 @@ class Run:
         `weights`, ...; None: all. Columns: `time` (Unix, s), `source`, `step`, `label.NAME`, and one per metric.
         """
         rows: list[dict[str, Any]] = []
-        for line in read_lines(self.folder / METRICS_FILE, 0, 0):
-            record = line.record
-            if record is None or (source is not None and record["source"] != source) or not record["values"]:
+        for record in read_records(self.folder / METRICS_FILE):
+            if (source is not None and record["source"] != source) or not record["values"]:
                 continue
             labels = {f"label.{name}": value for name, value in record["labels"].items()}
             row = {"time": record["time"], "source": record["source"], "step": record["step"]}
-            rows.append({**row, **labels, **record["values"]})
+            rows.append({**row, **labels, **current_names(record["source"], record["values"])})
         return pd.DataFrame(rows)
 
     def episodes(self, limit: int = 8, *, kind: Literal["before", "during", "after"] | None = None) -> list[Episode]:
@@ -223,11 +223,9 @@ class Run:
 
     def _history(self) -> RunHistory:
         history = RunHistory()
-        for line in read_lines(self.folder / METRICS_FILE, 0, 0):
-            record = line.record
-            if record is None:
-                continue
-            values = {name: Partial("last", value) for name, value in record["values"].items() if value is not None}
+        for record in read_records(self.folder / METRICS_FILE):
+            stored = current_names(record["source"], record["values"])
+            values = {name: Partial("last", value) for name, value in stored.items() if value is not None}
             parsed = MetricRecord(record["source"], values, record["step"], record["labels"], record["time"])
             history.add([(record["id"], parsed)])
         return history

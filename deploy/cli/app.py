@@ -3,16 +3,23 @@
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
 from offbeat.benchmarks.chaos.cli import chaos
 from offbeat.benchmarks.chaos.soak import soak
 from offbeat.benchmarks.cli import bench_app
+from offbeat.deploy.cli.agent import agent_app
 from offbeat.deploy.cli.env import env_app
 from offbeat.deploy.cli.play import inspect, play, rollout
 from offbeat.deploy.cli.runs.app import runs_app
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from offbeat.deploy.config.run import RunConfig
+    from offbeat.trainer.config.issue import ConfigIssue
 
 EXIT_CONFIG = 2
 """Invalid configuration or request."""
@@ -31,6 +38,7 @@ app.add_typer(learner_app, name="learner", rich_help_panel=TRAIN)
 app.add_typer(model_app, name="model", rich_help_panel=TRAIN)
 app.add_typer(bench_app, name="bench", rich_help_panel=VERIFY)
 app.add_typer(env_app, name="env", rich_help_panel=PLAY)
+app.add_typer(agent_app, name="agent", rich_help_panel=PLAY)
 app.add_typer(runs_app, name="runs", rich_help_panel=TRAIN)
 
 ConfigPath = Annotated[
@@ -73,6 +81,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     from offbeat.deploy.cli.train import train as run_train
 
     loaded = _load(config, overrides)
+    _try_agents(loaded, config)
     raise typer.Exit(run_train(loaded, config, overrides or []))
 
 
@@ -91,6 +100,34 @@ def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
     typer.echo(dump_yaml(_load(config, overrides)), nl=False)
 
 
+@config_app.command("list")
+def config_list() -> None:
+    """List the packaged configurations; their names are accepted wherever a file is."""
+    from offbeat.deploy.config.loader import packaged_configs
+
+    configs = packaged_configs()
+    width = max(map(len, configs))
+    for name, summary in configs.items():
+        typer.echo(f"{name:{width}}  {summary}".rstrip())
+
+
+@app.command(rich_help_panel=VERIFY)
+def doctor() -> None:
+    """Check this machine's installation.
+
+    Exit code 1 for problems; advice alone: 0.
+    """
+    from offbeat.deploy.installation import check_installation
+
+    colors = {"ok": typer.colors.GREEN, "advice": typer.colors.YELLOW, "problem": typer.colors.RED}
+    findings = list(check_installation())
+    for finding in findings:
+        typer.secho(f"{finding.state:8}", fg=colors[finding.state], nl=False)
+        typer.echo(f"{finding.subject}: {finding.detail}")
+    if any(finding.state == "problem" for finding in findings):
+        raise typer.Exit(1)
+
+
 for play_command in (play, rollout, inspect):
     app.command(rich_help_panel=PLAY)(play_command)
 
@@ -101,8 +138,8 @@ RedisUrl = Annotated[
         "--redis",
         metavar="URL",
         envvar="OFFBEAT_REDIS",
-        help="Redis of the run, for a deployed mesh.",
-        show_default="that of RUN's configuration, or folder",
+        help="Redis of the run, or a file with its URL.",
+        show_default="that of RUN's configuration or folder, or runs/redis/url",
     ),
 ]
 
@@ -183,8 +220,8 @@ def learner_attach(
         typer.Option(
             metavar="URL",
             envvar="OFFBEAT_REDIS",
-            help="Redis of the run.",
-            show_default="that of RUN's folder",
+            help="Redis of the run, or a file with its URL.",
+            show_default="that of RUN's folder, or runs/redis/url",
         ),
     ] = None,
     nproc: Annotated[
@@ -233,6 +270,31 @@ def learner_reproduce(
     raise typer.Exit(code)
 
 
+@app.command(rich_help_panel=TRAIN)
+def export(
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or folder, or a checkpoint.", show_default=False),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="New folder.", show_default=False)],
+    adapter: Annotated[
+        bool, typer.Option("--adapter/--merge", help="The LoRA adapter alone, or all weights with it merged.")
+    ] = False,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Type of merged weights.", show_default="the checkpoint's"),
+    ] = None,
+) -> None:
+    """Export the newest checkpoint's weights for serving, with tokenizer and chat template."""
+    from offbeat.deploy.cli.export import export_run
+
+    try:
+        export_run(run, out, adapter=adapter, dtype=dtype, echo=typer.echo)
+    except ValueError as error:
+        typer.echo(f"offbeat: {error}", err=True)
+        raise typer.Exit(EXIT_CONFIG) from None
+
+
 @model_app.command("smollm2")
 def model_smollm2(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for the model.", show_default=False)],
@@ -258,7 +320,7 @@ def _refuse_options(overrides: list[str]) -> None:
             raise typer.Exit(EXIT_CONFIG)
 
 
-def _load(path: Path, overrides: list[str] | None):
+def _load(path: Path, overrides: list[str] | None) -> "RunConfig":
     from offbeat.deploy.config.errors import ConfigError
     from offbeat.deploy.config.loader import load_run
 
@@ -267,11 +329,22 @@ def _load(path: Path, overrides: list[str] | None):
     try:
         return load_run(path, overrides or [])
     except ConfigError as error:
-        many = len(error.issues) > 1
-        typer.echo(f"{path}: {len(error.issues)} problems" if many else f"{path}:", err=True)
-        for issue in error.issues:
-            typer.echo(f"  {issue}", err=True)
-        raise typer.Exit(EXIT_CONFIG) from None
+        _refuse(path, error.issues)
+
+
+def _try_agents(config: "RunConfig", path: Path) -> None:
+    if any(env.agent_runner for env in config.custom_envs.values()):
+        from offbeat.deploy.play.agent_check import try_agents
+
+        if issues := try_agents(config):
+            _refuse(path, issues)
+
+
+def _refuse(path: Path, issues: "Sequence[ConfigIssue]") -> NoReturn:
+    typer.echo(f"{path}: {len(issues)} problems" if len(issues) > 1 else f"{path}:", err=True)
+    for issue in issues:
+        typer.echo(f"  {issue}", err=True)
+    raise typer.Exit(EXIT_CONFIG) from None
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from offbeat.deploy.audit.audit import (
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import read_run
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.redis_address import find_url, resolve_url
 from offbeat.services.buffer.admin import snapshot_from
 from offbeat.services.buffer.api import Counters
 from offbeat.services.buffer.group_ledger import (
@@ -112,9 +113,8 @@ def _read_events(
 ) -> tuple[list[LifeEvent], Counters | None, str]:
     """Return ledger, counters, and the reason if Redis is unreadable."""
     events = read_ledger(folder)
-    running = run_folder.read_endpoints(folder)
-    url = redis_url or config.redis.url or (running.redis_url if running else None)
     try:
+        url = resolve_url(redis_url) or config.redis.url or find_url(folder)
         if url is None and not (folder / "redis").is_dir():
             return events, None, "its Redis is gone: only the files were examined"
         if url is not None:
@@ -194,7 +194,12 @@ def _show(result: Audit, evidence: Evidence, folder: Path, console: Console, gro
     for note in result.notes:
         console.print(f"  {note}")
     if result.proven:
-        console.print("PROVEN: every group admitted is accounted for once; nothing was lost and nothing trained twice.")
+        failed = result.count(FAILED)
+        untrained = f" {failed} group(s) failed and were not trained on." if failed else ""
+        console.print(
+            "PROVEN: every group admitted is accounted for once; nothing was lost and nothing trained twice."
+            + untrained
+        )
         return
     console.print(f"NOT PROVEN: {len(result.findings)} finding(s)")
     for finding in result.findings:

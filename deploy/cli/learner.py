@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat.deploy import run_folder
+from offbeat.deploy.redis_address import URL_FILE, find_url, resolve_url
+from offbeat.services.errors import MeshError
 from offbeat.trainer.cli import REDIS_VARIABLE, attach, end_process
 
 RUNS = Path("runs")
@@ -24,22 +26,32 @@ class Target:
 
 
 def find_target(run: str, redis_url: str | None) -> Target:
-    """Find a run by name or folder; an `offbeat train` on this host needs no URL.
+    """Find a run by name or folder; one of this host needs no URL.
+
+    redis_url: URL, or a file with it.
 
     Raises:
         UnknownRedisError: no URL, and no such active run.
     """
+    try:
+        return _find_target(run, resolve_url(redis_url))
+    except MeshError as error:
+        raise UnknownRedisError(str(error)) from error
+
+
+def _find_target(run: str, redis_url: str | None) -> Target:
     folder = next((folder for folder in (Path(run), RUNS / run) if (folder / run_folder.CONFIG).is_file()), None)
     run_id = run if folder is None else _name_of(folder)
     if redis_url is not None:
         return Target(run_id, redis_url)
-    endpoints = run_folder.read_endpoints(folder) if folder is not None else None
-    if endpoints is None:
+    url = find_url(folder or RUNS / run)
+    if url is None:
         raise UnknownRedisError(
-            f"no run in {run} or {RUNS / run} is active on this host: pass its Redis as --redis URL or in "
-            f"{REDIS_VARIABLE}; `offbeat train` writes the URL to endpoints.json in the run's folder"
+            f"no run in {run} or {RUNS / run} is active on this host: pass its Redis as --redis, a URL or a file with it, "
+            f"or in {REDIS_VARIABLE}; `offbeat train` writes the URL to endpoints.json in the run's folder, `serve deploy "
+            f"deploy/local.yaml` to {RUNS / URL_FILE}"
         )
-    return Target(run_id, endpoints.redis_url)
+    return Target(run_id, url)
 
 
 def attach_learner(run: str, redis_url: str | None, num_processes: int | None) -> None:

@@ -72,7 +72,9 @@ def _convert(source: Path, folder: Path) -> int:
     import torch
     from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-    quantised: Any = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    quantised: Any = AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, dtype=torch.float32, trust_remote_code=False
+    )
     config: Any = quantised.config
     # The quantised wrapper refuses to be saved, and its configuration would have the copy quantised again
     del config.quantization_config
@@ -90,7 +92,7 @@ def _write_tokenizer(source: Path, folder: Path) -> None:
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
     field = importlib.import_module("gguf").GGUFReader(source).get_field("tokenizer.ggml.pre")
     if field is not None and field.contents() == DIGITS_APART:
         digits = pre_tokenizers.Digits(individual_digits=True)

@@ -156,7 +156,13 @@ def rollout(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Override values of the file.")
     ] = None,
     episodes: Annotated[int, typer.Option(min=1, help="Number of episodes.")] = 64,
-    out: Annotated[Path, typer.Option(help="The parquet file to write.")] = Path("rollout.parquet"),
+    out: Annotated[
+        Path, typer.Option(help="File to write: .parquet with tokens, or .jsonl with messages alone, for TRL.")
+    ] = Path("rollout.parquet"),
+    per: Annotated[
+        Literal["episode", "answer"],
+        typer.Option(help="Rows of a .jsonl: an episode's `messages`, or each answer's `prompt` and `completion`."),
+    ] = "episode",
     agent: Annotated[
         str | None,
         typer.Option(
@@ -175,13 +181,17 @@ def rollout(
 ) -> None:
     """Play a run's episodes on this machine, for evaluation, pass@k, or training data.
 
-    Writes a parquet file of tokens, masks, logprobs and rewards.
+    Writes messages and rewards, in a parquet file with tokens, masks and logprobs, too.
     """
     from offbeat.deploy.play.rollouts import EpisodeRequest
     from offbeat.services.messages.types import EpisodeKind
 
     if episodes % group_size:
         _exit_usage(f"{episodes} episodes are no whole number of groups of {group_size}")
+    if out.suffix not in (".parquet", ".jsonl"):
+        _exit_usage(f"--out {out}: the name must end in .parquet or .jsonl")
+    if per != "episode" and out.suffix != ".jsonl":
+        _exit_usage(f"--per {per} needs a .jsonl file as --out")
     if not out.parent.is_dir():
         _exit_usage(f"--out {out}: there is no folder {out.parent}")
     kind = EpisodeKind.EVAL if split == "held_out" else EpisodeKind.TRAIN
@@ -192,14 +202,15 @@ def rollout(
             agent, overrides = _split_policy_path(agent, overrides or [])
         loaded = load_config(config, overrides)
         order = EpisodeRequest(episodes, group_size, kind, loaded.seed if seed is None else seed, concurrency)
-        _rollout(loaded, order, agent, temperature, out)
+        _rollout(loaded, order, agent, temperature, out, per)
     except _user_errors() as error:
         _exit_usage(_error_text(error))
 
 
-def _rollout(config: Any, order: Any, agent: str | None, temperature: float | None, out: Path) -> None:
+def _rollout(config: Any, order: Any, agent: str | None, temperature: float | None, out: Path, per: Any) -> None:
     from rich.progress import Progress
 
+    from offbeat.deploy.play.conversations import write_conversations
     from offbeat.deploy.play.parquet import decode_episode, write_parquet
     from offbeat.deploy.play.session import collect, find_policy
 
@@ -216,9 +227,12 @@ def _rollout(config: Any, order: Any, agent: str | None, temperature: float | No
 
         rollouts = asyncio.run(collect(config, order, agent, show))
     played, chat = rollouts.result, rollouts.chat
-    write_parquet(out, [decode_episode(trajectory, chat) for trajectory in played.trajectories])
+    if out.suffix == ".jsonl":
+        write_conversations(out, played.trajectories, per)
+    else:
+        write_parquet(out, [decode_episode(trajectory, chat) for trajectory in played.trajectories])
     _print_summary(played, order)
-    typer.echo(f"wrote {out}: offbeat inspect {out}")
+    typer.echo(f"wrote {out}" + (f": offbeat inspect {out}" if out.suffix == ".parquet" else ""))
 
 
 def _print_summary(played: Any, order: Any) -> None:

@@ -14,9 +14,10 @@ from offbeat.deploy.cli.audit import AuditError, find_folder
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.target import load_config
+from offbeat.deploy.redis_address import find_url, resolve_url
 from offbeat.deploy.report.history import RunHistory
 from offbeat.deploy.report.report import REPORT, ReportMaker
-from offbeat.deploy.run_folder import CONFIG, read_endpoints
+from offbeat.deploy.run_folder import CONFIG
 from offbeat.services.buffer.admin import snapshot_from
 from offbeat.services.buffer.scripts import BufferScripts
 from offbeat.services.control.schemas import CountersView
@@ -106,8 +107,7 @@ def _ended_at(redis: Redis, run_id: str) -> float:
 @contextmanager
 def _redis_of(folder: Path, config: RunConfig, url: str | None) -> Iterator[Redis]:
     """Connect to `url`, the configured Redis, the running run's, or a new one on its folder."""
-    running = read_endpoints(folder)
-    url = url or config.redis.url or (running.redis_url if running else None)
+    url = resolve_url(url) or config.redis.url or find_url(folder)
     if url is not None:
         with connect(url, patience_s=REDIS_TIMEOUT_S) as redis:
             yield redis

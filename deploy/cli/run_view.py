@@ -13,9 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.deploy.report.history import RunHistory, Step
+from offbeat.services.control.failed_groups import describe_failed
 from offbeat.services.control.interfaces import Health
 from offbeat.services.control.run import RunState
 from offbeat.services.control.schemas import RunView
+from offbeat.services.telemetry import format_rate
 
 LINE_EVERY_S = 10.0
 """Interval of plain lines without a change."""
@@ -92,6 +94,8 @@ class RunLineView:
         if history.last_step is not None:
             parts += [f"step {history.last_step.number}/{view.max_steps}"]
             parts += [f"{name} {value}" for name, value in summary(view, history).items()]
+        if view.counters is not None and view.counters.failed:
+            parts.append(f"failed groups {describe_failed(view.counters.failed)}")
         self.print("  ".join(parts))
 
     def close(self) -> None: ...
@@ -202,31 +206,41 @@ def summary(view: RunView, history: RunHistory) -> dict[str, str]:
     """Return the main metrics."""
     out: dict[str, str] = {}
     last = history.last_step
-    evaluations = history.curve()
+    evaluations = [evaluation for evaluation in history.curve() if not math.isnan(evaluation.success)]
     success = _format_value(last, "success")
     shown = [f"rollouts {success}"] if success else []
     if evaluations:
         newest = evaluations[-1]
-        shown.append(f"evaluation {newest.success:.2f} (step {newest.step})")
+        missing = f", {newest.success_missing:.0%} of episodes without one" if newest.success_missing else ""
+        shown.append(f"evaluation {newest.success:.2f} (step {newest.step}{missing})")
         if newest is not evaluations[0]:
             shown.append(f"at first {evaluations[0].success:.2f}")
     if shown:
         out["success"] = ", ".join(shown)
     if last is not None:
         if reward := _format_value(last, "reward"):
-            out["reward"] = reward
+            out["reward"] = reward + ("" if evaluations else _evaluated_reward(history))
         if staleness := _format_value(last, "staleness"):
             max_lag = last.value("staleness_max", 0.0)
             out["staleness"] = (
                 f"mean {staleness}, max {max_lag:.0f} (bound {view.settings.to_settings().max_staleness:g})"
             )
     generated, trained = history.rate("generation/tokens"), history.rate("learner/tokens_trained")
-    if generated or trained:
-        out["tokens/s"] = f"{generated:,.0f} generated, {trained:,.0f} trained"
+    rates = {"generated": generated, "trained": trained}
+    if shown_rates := [f"{format_rate(rate)} {name}" for name, rate in rates.items() if rate is not None]:
+        out["tokens/s"] = ", ".join(shown_rates)
     if updates := history.total("generation/weight_updates"):
         pause = history.means.get("generation/pause_s")
         out["weight updates"] = f"{updates:.0f}" + (f", pause {1000 * pause.value:.0f} ms" if pause else "")
     return out
+
+
+def _evaluated_reward(history: RunHistory) -> str:
+    """Describe the newest evaluation by its reward, where the envs report no success."""
+    newest = next(iter(history.curve()[-1:]), None)
+    return (
+        "" if newest is None or math.isnan(newest.reward) else f", evaluation {newest.reward:.2f} (step {newest.step})"
+    )
 
 
 def _format_value(step: Step | None, name: str) -> str:

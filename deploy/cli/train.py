@@ -22,16 +22,20 @@ from offbeat.deploy.cli.report import update_history
 from offbeat.deploy.cli.run_view import LiveView, open_view
 from offbeat.deploy.config.loader import dump_yaml
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.installation import check_libraries
 from offbeat.deploy.local.mesh import LocalMesh
 from offbeat.deploy.local.signals import termination_signals
+from offbeat.deploy.local.supervision import run_beside
 from offbeat.deploy.report.history import RunHistory
 from offbeat.deploy.report.report import ReportMaker
+from offbeat.deploy.run_marker import FolderInUseError
 from offbeat.deploy.run_setup import LOGS, make_log_folder
 from offbeat.services.control.client import ControlClient
 from offbeat.services.control.interfaces import Health
 from offbeat.services.control.run import RunState
 from offbeat.services.control.schemas import RunView
 from offbeat.services.errors import MeshError, RetryableError
+from offbeat.services.ports import find_port_problem
 from offbeat.services.redis.connection import connect
 from offbeat.services.redis.errors import retryable
 from offbeat.services.telemetry import configure_logging
@@ -58,13 +62,21 @@ def train(config: RunConfig, config_path: Path, overrides: Sequence[str]) -> int
 
     config_path, overrides: for the resuming command.
     """
+    if missing := [finding for finding in check_libraries() if finding.state == "problem"]:
+        for finding in missing:
+            print(f"offbeat: {finding.subject}: {finding.detail}", file=sys.stderr)  # noqa: T201
+        return FAILED
     config = config.model_copy(update={"output_dir": config.output_dir.resolve()})
     resume = bool(config.resume_from_checkpoint)
+    if config.control.port and (problem := find_port_problem(config.control.host, config.control.port)):
+        advice = "end that program, or set another port (control.port=0 takes a free one)"
+        print(f"offbeat: control.port: {problem}: {advice}", file=sys.stderr)  # noqa: T201
+        return FAILED
     try:
-        aside = run_folder.claim(config.output_dir, resume=resume)
+        aside = run_folder.claim(config.output_dir, config.exp_name, resume=resume)
         with run_folder.locked(config.output_dir):
             code = _train(config, resume_command(config_path, overrides), aside)
-    except run_folder.FolderInUseError as error:
+    except FolderInUseError as error:
         print(f"offbeat: {error}", file=sys.stderr)  # noqa: T201
         code = FAILED
     except OSError as error:
@@ -149,20 +161,17 @@ class TrainCommand:
 
     async def _run_to_its_end(self) -> None:
         self._view.print("Starting Redis, Ray, the learner and the services ...")
-        async with await self._start() as client:
-            self._view.print(f"Control service at {client.url}, Redis at {self._mesh.redis_address}")
-            self._report.timings = self._mesh.timings
-            # Beside the watch: who asks a service whose Redis is gone waits for its answer
-            chores = {"keep redis": self._mesh.supervise_redis(), "watch memory": self._mesh.watch_shared_memory()}
-            keepers = [asyncio.create_task(chore, name=name) for name, chore in chores.items()]
-            try:
-                view = await self._watch(client)
-            finally:
-                for keeper in keepers:
-                    keeper.cancel()
+        # Beside the watch: who asks a service whose Redis is gone waits for its answer
+        view = await run_beside(self._start_and_watch(), [self._mesh.supervise()])
         if view.state is RunState.FAILED:
             log = self._config.output_dir / (view.log or LOGS)
             raise TrainingFailedError(f"{view.error}\nRead {_short_path(log)}")
+
+    async def _start_and_watch(self) -> RunView:
+        async with await self._start() as client:
+            self._view.print(f"Control service at {client.url}, Redis at {self._mesh.redis_address}")
+            self._report.timings = self._mesh.timings
+            return await self._watch(client)
 
     async def _start(self) -> ControlClient:
         starting = asyncio.create_task(self._mesh.start(), name="start")
@@ -214,7 +223,7 @@ class TrainCommand:
         await self._mesh.stop(RunState.FAILED)
         self._view.close()
         self._view.print(f"The run failed: {error}")
-        if run_folder.newest_checkpoint(self._config.output_dir) is not None:
+        if self._is_resumable():
             self._show_resume_command()
         return FAILED
 
@@ -224,8 +233,14 @@ class TrainCommand:
         await self._mesh.stop(RunState.STOPPED)
         self._view.close()
         self._view.print(describe_stop(self._config, published))
-        self._show_resume_command()
+        if run_folder.newest_checkpoint(self._config.output_dir) is not None:
+            self._show_resume_command()
         return INTERRUPTED
+
+    def _is_resumable(self) -> bool:
+        """Return True if the run has started, has a checkpoint, and may go on from it."""
+        was_resumable = self._last is not None and self._last.resumable
+        return was_resumable and run_folder.newest_checkpoint(self._config.output_dir) is not None
 
     def _write_report(self) -> None:
         """Write an unfinished run's `report.json`, without episodes."""

@@ -4,16 +4,14 @@
 Invariant: an application serves one run at a time; one that the run does not name must equal its configuration.
 """
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 from pydantic import JsonValue
 
 from offbeat.deploy.config.run import RunConfig
-from offbeat.deploy.config.vocabulary import collect_words
+from offbeat.deploy.run_setup import load_architecture
 from offbeat.services.generation.config import GenerationConfig, app_name
-from offbeat.services.generation.tenancy import EngineOffer, read_architecture
+from offbeat.services.generation.tenancy import EngineOffer
 from offbeat.services.generation.vllm.engine import BACKENDS
 from offbeat.trainer.config.issue import ConfigIssue
 
@@ -79,16 +77,6 @@ def find_mismatches(config: RunConfig, architecture: Mapping[str, JsonValue], of
 
 def is_equivalent(requested: GenerationConfig, offer: EngineOffer) -> bool:
     return requested.model_dump(exclude=RUN_SPECIFIC_KEYS) == offer.config.model_dump(exclude=RUN_SPECIFIC_KEYS)
-
-
-def load_architecture(config: RunConfig) -> dict[str, JsonValue]:
-    if config.pretrain != "tiny":
-        return read_architecture(Path(config.pretrain))
-    from offbeat.trainer.models.tiny import write_tiny_policy  # noqa: PLC0415
-
-    with tempfile.TemporaryDirectory() as folder:
-        write_tiny_policy(Path(folder), config.tiny, collect_words(config))
-        return read_architecture(Path(folder))
 
 
 def _is_different(key: str, architecture: Mapping[str, JsonValue], offer: EngineOffer) -> bool:

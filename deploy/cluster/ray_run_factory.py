@@ -9,19 +9,19 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import ray
 from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.deploy.cluster.engine_matching import choose_app
 from offbeat.deploy.cluster.reaper import ensure_reaper
-from offbeat.deploy.cluster.run_factory import MeshRunFactory, RunComponents, holds_claim
+from offbeat.deploy.cluster.run_factory import MachineSize, MeshRunFactory, RunComponents, holds_claim
 from offbeat.deploy.components.serve_status import read_app_statuses
 from offbeat.deploy.config.errors import ConfigError
-from offbeat.deploy.config.loader import load_document
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.buffer.admin import BufferWatch
+from offbeat.services.control.rights import UNRESTRICTED, Rights
 from offbeat.services.control.run import RunRecord, RunState
 from offbeat.services.control.schemas import ProblemView
 from offbeat.services.control.service import InvalidRunError
@@ -53,13 +53,21 @@ class Cluster:
 
 
 class RayRunFactory(MeshRunFactory):
+    tries_episodes: ClassVar[bool] = True
+
     def __init__(self, redis: AsyncRedis, redis_url: str, working_dir: Path | None) -> None:
         super().__init__(redis, redis_url, working_dir or Path.cwd())
         ensure_reaper()
 
-    def load(self, document: str | dict[str, Any]) -> RunConfig:
-        cluster = Cluster.from_ray()
-        config = load_document(document, cores=cluster.cpus, gpus=cluster.gpus, working_dir=self._working_dir)
+    async def load(self, document: str | dict[str, Any], rights: Rights = UNRESTRICTED) -> RunConfig:
+        return await asyncio.to_thread(self._place, await super().load(document, rights))
+
+    async def _size(self) -> MachineSize:
+        cluster = await asyncio.to_thread(Cluster.from_ray)
+        return MachineSize(cluster.cpus, cluster.gpus)
+
+    def _place(self, config: RunConfig) -> RunConfig:
+        """Choose the generation application. Raises `ConfigError`."""
         active = self._find_active_run(config.exp_name)
         if config.actor_infer.app is None and active is not None:
             app, problems = active.actor_infer.app, []
@@ -67,18 +75,18 @@ class RayRunFactory(MeshRunFactory):
             app, problems = choose_app(
                 config, self._read_deployed_offers(), lambda app: self._is_free(app, config.exp_name)
             )
-        problems += check_cluster(config, cluster, self._redis_url)
+        problems += check_cluster(config, Cluster.from_ray(), self._redis_url)
         if problems:
             raise ConfigError(problems)
         infer = config.actor_infer.model_copy(update={"app": app or config.actor_infer.app})
         return config.model_copy(update={"actor_infer": infer})
 
-    def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
+    async def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
         app = RunConfig.model_validate_json(canonical_json(record.config)).actor_infer.app
         if "num_replicas" in values and app not in (None, app_name(record.run_id)):
             message = f"the run uses {app} of the deploy file: change num_replicas there and run `serve deploy`"
             raise InvalidRunError([ProblemView(path="actor_infer.num_replicas", message=message)])
-        super().validate_change(record, values)
+        await super().validate_change(record, values)
 
     def _find_active_run(self, run_id: str) -> RunConfig | None:
         """Return the active run, so that resubmission keeps its application."""

@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
@@ -20,10 +20,15 @@ from offbeat.deploy.components.learner import ExternalLearner, ManagedLearner
 from offbeat.deploy.components.serve_app import ServeApp, broker_component, generation_component
 from offbeat.deploy.components.serve_status import ServeStatus
 from offbeat.deploy.components.shared_generation import SharedGeneration
-from offbeat.deploy.config.errors import ConfigError
-from offbeat.deploy.config.loader import dump_yaml, load_document
+from offbeat.deploy.config.checks.run import check_settings
+from offbeat.deploy.config.errors import ConfigError, RightsError
+from offbeat.deploy.config.loader import dump_yaml, read_document
+from offbeat.deploy.config.rights import check_rights
 from offbeat.deploy.config.run import RunConfig
-from offbeat.deploy.run_folder import FolderInUseError, remove_run_files
+from offbeat.deploy.config.validation import check_in_process
+from offbeat.deploy.play.agent_check import try_agents
+from offbeat.deploy.run_folder import remove_run_files
+from offbeat.deploy.run_marker import FolderInUseError
 from offbeat.deploy.run_setup import (
     generation_app,
     model_folder,
@@ -33,10 +38,11 @@ from offbeat.deploy.run_setup import (
 )
 from offbeat.services.buffer.admin import BufferWatch, release_all_workers
 from offbeat.services.buffer.api import GroupProgress, Quarantined, Snapshot
-from offbeat.services.control.interfaces import Component
+from offbeat.services.control.interfaces import Component, Removal
+from offbeat.services.control.rights import UNRESTRICTED, Rights
 from offbeat.services.control.run import BusyError, RunRecord, RunSpec
 from offbeat.services.control.schemas import ProblemView
-from offbeat.services.control.service import InvalidRunError
+from offbeat.services.control.service import InvalidRunError, NotAllowedError
 from offbeat.services.generation.config import app_name
 from offbeat.services.live_settings import LIVE_SETTINGS, Settings
 from offbeat.services.redis.connection import connect
@@ -111,7 +117,17 @@ def _build_generation(
     return generation_component(config, redis_url, model_folder(config), status)
 
 
+class MachineSize(NamedTuple):
+    """What a machine or cluster has; None: this machine's."""
+
+    cpus: float | None = None
+    gpus: float | None = None
+
+
 class MeshRunFactory:
+    tries_episodes: ClassVar[bool] = False
+    """Whether envs and agents are tried before a run; `offbeat train` has done so."""
+
     def __init__(self, redis: AsyncRedis, redis_url: str, working_dir: Path | None) -> None:
         self._async_redis = redis
         self._working_dir = working_dir
@@ -119,61 +135,80 @@ class MeshRunFactory:
         self._redis_url = redis_url
         self._serve_status = ServeStatus()
 
-    def validate(self, document: str | dict[str, Any]) -> RunSpec:
+    async def validate(self, document: str | dict[str, Any], rights: Rights = UNRESTRICTED) -> RunSpec:
         """Return a document's run.
 
         Raises:
             InvalidRunError: with all issues.
+            NotAllowedError: with all issues.
         """
         try:
-            return run_spec(self.load(document))
+            config = await self.load(document, rights)
+            if self.tries_episodes and (issues := await asyncio.to_thread(try_agents, config)):
+                raise ConfigError(issues)
+        except RightsError as error:
+            raise NotAllowedError([_to_problem_view(issue) for issue in error.issues]) from error
         except ConfigError as error:
             raise InvalidRunError([_to_problem_view(issue) for issue in error.issues]) from error
+        if problem := run_folder.find_problem(config.output_dir):
+            raise InvalidRunError([ProblemView(path="output_dir", message=problem)])
+        return run_spec(config)
 
-    def load(self, document: str | dict[str, Any]) -> RunConfig:
-        """Return a document's configuration.
+    async def load(self, document: str | dict[str, Any], rights: Rights = UNRESTRICTED) -> RunConfig:
+        """Return a document's configuration, after checks in a process of its own.
 
         Raises:
+            RightsError: beyond the sender's rights.
             ConfigError: with all issues.
         """
-        return load_document(document, working_dir=self._working_dir)
+        config = await asyncio.to_thread(read_document, document, working_dir=self._working_dir)
+        if refused := list(check_rights(config, rights)):
+            raise RightsError(refused)
+        size = await self._size()
+        await check_in_process(config, cores=size.cpus, gpus=size.gpus, rights=rights, trial=self.tries_episodes)
+        return config
+
+    async def _size(self) -> MachineSize:
+        """Return what runs may use."""
+        return MachineSize()
 
     def build_mesh(self, record: RunRecord) -> RunComponents:
         config = RunConfig.model_validate_json(canonical_json(record.config))
         watch = BufferWatch(self._async_redis, record.run_id)
         return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status)
 
-    def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
-        """Check live settings.
+    async def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
+        """Check live settings, none of which depends on user code.
 
         Raises:
             InvalidRunError: with all issues.
         """
-        before = json.loads(record.config)
-        new = set(self._issues(_apply_values(before, values))) - set(self._issues(before))
-        if new:
-            raise InvalidRunError([_to_problem_view(issue) for issue in sorted(new, key=str)])
+        before, size = json.loads(record.config), await self._size()
+        old = await asyncio.to_thread(self._setting_issues, before, size)
+        new = await asyncio.to_thread(self._setting_issues, _apply_values(before, values), size)
+        if new - old:
+            raise InvalidRunError([_to_problem_view(issue) for issue in sorted(new - old, key=str)])
 
     async def write_report(self, record: RunRecord) -> None:
         """Do nothing: `offbeat train` writes it."""
 
-    def remove_files(self, record: RunRecord) -> list[str]:
-        """Remove a run's files.
+    def remove_files(self, record: RunRecord) -> Removal:
+        """Remove what a run has written.
 
         Raises:
             BusyError: the folder is in use.
         """
         try:
-            return remove_run_files(Path(record.output_dir))
+            return remove_run_files(Path(record.output_dir), record.run_id)
         except FolderInUseError as error:
             raise BusyError(str(error)) from error
 
-    def _issues(self, tree: dict[str, Any]) -> Sequence[ConfigIssue]:
+    def _setting_issues(self, tree: dict[str, Any], size: MachineSize) -> set[ConfigIssue]:
         try:
-            self.load(tree)
+            config = read_document(tree, working_dir=self._working_dir)
         except ConfigError as error:
-            return error.issues
-        return ()
+            return set(error.issues)
+        return set(check_settings(config, cores=size.cpus, gpus=size.gpus))
 
     async def snapshot(self, run_id: str) -> Snapshot:
         return await BufferWatch(self._async_redis, run_id).snapshot()
@@ -206,12 +241,12 @@ def claim_folder(config: RunConfig, claim: str) -> None:
     claim: id of this start, for idempotence.
 
     Raises:
-        FolderInUseError: `offbeat train` runs there.
+        FolderInUseError: `offbeat train` runs there, or the folder is not the run's alone.
     """
     if holds_claim(config.output_dir, claim):
         return
-    run_folder.claim(config.output_dir, resume=bool(config.resume_from_checkpoint))
-    config.output_dir.mkdir(parents=True, exist_ok=True)
+    run_folder.claim(config.output_dir, config.exp_name, resume=bool(config.resume_from_checkpoint))
+    run_folder.make_private(config.output_dir)
     run_folder.write_config(config.output_dir, dump_yaml(config))
     (config.output_dir / CLAIM_FILE).write_text(claim)
 

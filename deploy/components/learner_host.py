@@ -137,6 +137,11 @@ class LearnerHost:
         self._exited = threading.Event()
         self._stopping = False
 
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the learner and its standby."""
+        return [process.pid for process in (self._process, self._standby) if process is not None]
+
     def start(self) -> None:
         """Start a missing learner; wait for its state in Redis."""
         if self._thread and self._thread.is_alive():

@@ -1,5 +1,6 @@
 """Configuration errors as `ConfigIssue`s, with similar keys as hints."""
 
+import itertools
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
@@ -13,6 +14,10 @@ from offbeat.trainer.config.issue import ConfigIssue
 
 MIN_SIMILARITY = 0.6
 """Similarity of a misspelling."""
+MAX_ISSUES = 50
+"""Issues that are described; each unknown key costs milliseconds."""
+MAX_KEY_CHARS = 100
+"""Longest key that is shown and compared: the comparison's time grows with the length."""
 
 
 class ConfigError(Exception):
@@ -24,13 +29,20 @@ class ConfigError(Exception):
         super().__init__("\n".join(str(issue) for issue in self.issues))
 
 
+class RightsError(ConfigError):
+    """Configuration beyond its sender's rights."""
+
+
 def collect_issues(error: ValidationError, model: type[BaseModel]) -> list[ConfigIssue]:
     """Return an issue per rejected key, merging union branches."""
     by_path: dict[str, list[tuple[tuple[str | int, ...], ErrorDetails]]] = {}
     for details in error.errors(include_url=False):
         keys = tuple(_key_parts(model, details["loc"]))
         by_path.setdefault(_join(keys), []).append((keys, details))
-    return [_issue(path, errors, model) for path, errors in by_path.items()]
+    issues = [_issue(path, errors, model) for path, errors in itertools.islice(by_path.items(), MAX_ISSUES)]
+    if (more := len(by_path) - MAX_ISSUES) > 0:
+        issues.append(ConfigIssue("", f"and {more:,} more invalid keys"))
+    return issues
 
 
 def _issue(
@@ -76,7 +88,11 @@ def _describe(value: Any) -> str:
 
 
 def _join(parts: Sequence[str | int]) -> str:
-    return ".".join(str(part) for part in parts)
+    return ".".join(_shorten(str(part)) for part in parts)
+
+
+def _shorten(key: str) -> str:
+    return key if len(key) <= MAX_KEY_CHARS else f"{key[: MAX_KEY_CHARS - 3]}..."
 
 
 def _key_parts(model: type[BaseModel], loc: tuple[str | int, ...]) -> Iterator[str | int]:

@@ -14,8 +14,11 @@ from pydantic import ValidationError
 
 from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.errors import ConfigError, collect_issues
+from offbeat.deploy.config.hub import MODEL_KEYS, is_hub_id, resolve_models
+from offbeat.deploy.config.rights import check_rights
 from offbeat.deploy.config.run import RunConfig
-from offbeat.deploy.config.yaml_limits import check_yaml_limits
+from offbeat.deploy.config.yaml_limits import check_tree_limits, check_yaml_limits, load_yaml
+from offbeat.deploy.run_marker import CONFIG, identify
 from offbeat.trainer.config.aliases import KEYS, NEUTRAL, canonicalize, find_keys
 from offbeat.trainer.config.issue import ConfigIssue
 
@@ -24,14 +27,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 MAX_DOCUMENT_CHARS = 1_000_000
 JSON_NUL = "\\u0000"
 TINY = "tiny"
-PATH_KEYS = (
-    "output_dir",
-    "pretrain",
-    "reward_pretrain",
-    "logging_dir",
-    "resume_from_checkpoint",
-    *(f"{role}.model_args.model_name_or_path" for role in ("critic", "reference", "teacher.*")),
-)
+PATH_KEYS = ("output_dir", "logging_dir", "resume_from_checkpoint", *MODEL_KEYS)
 """Keys of local paths; `*` stands for any name."""
 
 
@@ -41,9 +37,11 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: with every issue.
     """
-    config = validate_tree(compose_tree(path, overrides), source=str(path))
-    issues = check_run(config)
+    tree, issues = resolve_models(_compose_saved(path, overrides))
     if issues:
+        raise ConfigError(issues, str(path))
+    config = validate_tree(tree, source=str(path))
+    if issues := [*check_rights(config, config.control.to_rights(), "control"), *check_run(config)]:
         raise ConfigError(issues, str(path))
     return config
 
@@ -54,31 +52,38 @@ def read_run(path: Path) -> RunConfig:
     Raises:
         ConfigError: the file can't be read.
     """
-    return validate_tree(compose_tree(path), source=str(path))
+    return validate_tree(_compose_saved(path), source=str(path))
 
 
-def load_document(
-    document: str | dict[str, Any],
-    *,
-    cores: float | None = None,
-    gpus: float | None = None,
-    working_dir: Path | None = None,
-) -> RunConfig:
-    """Validate and check a run from a YAML text or tree.
+def _compose_saved(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Compose a file; the `output_dir` of a run's saved configuration is its folder, wherever that was moved or copied."""
+    tree = compose_tree(path, overrides)
+    given = any(each.lstrip("+").startswith("output_dir=") for each in overrides)
+    if path.name == CONFIG and not given and identify(path.parent) is not None:
+        tree["output_dir"] = str(path.parent.resolve())
+    return tree
+
+
+def read_document(document: str | dict[str, Any], *, working_dir: Path | None = None) -> RunConfig:
+    """Validate the keys of a YAML text or tree, without checks of this machine and without user code.
 
     Interpolations are rejected: they would resolve in the service's environment.
 
-    cores, gpus: see `check_run`. working_dir: base of relative paths; None keeps them.
+    working_dir: base of relative paths; None keeps them.
 
     Raises:
         ConfigError: with every issue.
     """
-    tree = parse_document(document) if isinstance(document, str) else canonical_tree(document)
-    config = validate_tree(tree if working_dir is None else resolve_paths(tree, working_dir))
-    issues = check_run(config, cores=cores, gpus=gpus)
+    if isinstance(document, str):
+        tree = parse_document(document)
+    elif issue := check_tree_limits(document):
+        raise ConfigError([issue])
+    else:
+        tree = canonical_tree(document)
+    tree, issues = resolve_models(tree if working_dir is None else resolve_paths(tree, working_dir))
     if issues:
         raise ConfigError(issues)
-    return config
+    return validate_tree(tree)
 
 
 def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -98,17 +103,26 @@ def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         raise ConfigError([ConfigIssue("", f"Hydra reads only *.yaml files: rename {path.name}")], str(path))
     folder = path.resolve().parent
     try:
+        if issue := check_yaml_limits(text := path.read_text(encoding="utf-8")):
+            raise ConfigError([issue], str(path))
+        own = load_yaml(text)
         with initialize_config_dir(config_dir=str(folder), version_base="1.3"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*Defaults list is missing `_self_`.*")  # ROLL's files: last by default
             composed = compose(config_name=path.name, overrides=_allow_new_keys(overrides))
             files = compose(config_name=path.name) if overrides else composed
         tree = OmegaConf.to_container(composed, resolve=True)
         if isinstance(tree, dict):
-            own = yaml.load(path.read_text(), Loader=yaml.BaseLoader) or {}
-            tree = _without_variables(tree, {str(key) for key in files}, own, OmegaConf.to_yaml(composed))
+            own_keys = set(map(str, own)) if isinstance(own, dict) else set[str]()
+            tree = _without_variables(tree, {str(key) for key in files}, own_keys, OmegaConf.to_yaml(composed))
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         # OmegaConf raises OSError for a document that is a scalar
         raise ConfigError([ConfigIssue("", _first_lines(error))], str(path)) from error
+    except RecursionError as error:
+        raise ConfigError(
+            [ConfigIssue("", "an override or an included file is nested too deeply")], str(path)
+        ) from error
+    except ValueError as error:  # Python's, for an integer of too many digits
+        raise ConfigError([ConfigIssue("", f"not a valid value: {_first_lines(error)}")], str(path)) from error
     return canonical_tree(tree, str(path))
 
 
@@ -143,8 +157,20 @@ def find_config(path: Path) -> Path:
     for packaged in (CONFIGS / path, CONFIGS / f"{path}.yaml"):
         if packaged.is_file():
             return packaged
-    names = sorted(str(each.relative_to(CONFIGS).with_suffix("")) for each in CONFIGS.rglob("*.yaml"))
-    raise ConfigError([ConfigIssue("", f"no such file: {path}; packaged: {', '.join(names)}")], str(path))
+    raise ConfigError([ConfigIssue("", f"no such file: {path}; packaged: {', '.join(packaged_configs())}")], str(path))
+
+
+def packaged_configs() -> dict[str, str]:
+    """Return the names of packaged configurations, each with its file's first comment."""
+    files = {str(file.relative_to(CONFIGS).with_suffix("")): file for file in sorted(CONFIGS.rglob("*.yaml"))}
+    return {name: _first_comment(file) for name, file in files.items()}
+
+
+def _first_comment(file: Path) -> str:
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# ") and not line.startswith("# @"):
+            return line.removeprefix("# ").rstrip(".:")
+    return ""
 
 
 def parse_document(text: str) -> dict[str, Any]:
@@ -153,8 +179,6 @@ def parse_document(text: str) -> dict[str, Any]:
     Raises:
         ConfigError: no mapping, a limit exceeded, or interpolations.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     if len(text) > MAX_DOCUMENT_CHARS:
@@ -164,12 +188,9 @@ def parse_document(text: str) -> dict[str, Any]:
     try:
         if issue := check_yaml_limits(text):
             raise ConfigError([issue])
-        tree = OmegaConf.to_container(OmegaConf.create(text))
-    except AssertionError as error:  # OmegaConf's, for a document that is a scalar
-        raise ConfigError([ConfigIssue("", "expected a mapping of keys to values")]) from error
-    except (OmegaConfBaseException, YAMLError) as error:
+        return canonical_tree(load_yaml(text))
+    except YAMLError as error:
         raise ConfigError([ConfigIssue("", _first_lines(error))]) from error
-    return canonical_tree(tree)
 
 
 def validate_tree(tree: dict[str, Any], source: str = "") -> RunConfig:
@@ -197,7 +218,7 @@ def resolve_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
     for pattern in PATH_KEYS:
         for path, table in find_keys(resolved, pattern):
             value = table[path[-1]]
-            if isinstance(value, str) and value != TINY:
+            if isinstance(value, str) and value != TINY and not (pattern in MODEL_KEYS and is_hub_id(value, folder)):
                 table[path[-1]] = str(folder / value)
     return resolved
 

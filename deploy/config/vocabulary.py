@@ -2,10 +2,10 @@
 
 import sys
 from collections.abc import Iterator
-from typing import cast
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.envs import registry
+from offbeat.services.rollout.config import CustomEnv
 
 
 class MissingWordsError(Exception):
@@ -25,14 +25,28 @@ def _words(config: RunConfig) -> Iterator[str]:
     for env in config.custom_envs.values():
         factory = registry.find_factory(env.env_type)
         module = sys.modules[factory.__module__]
-        words = getattr(factory, "words", None) or getattr(module, "WORDS", None)
+        words: tuple[str, ...] | None = getattr(factory, "words", None) or getattr(module, "WORDS", None)
+        if words is None:
+            words = _words_of_instance(env)
         if words is None:
             raise MissingWordsError(
                 f"{env.env_type} does not declare its words, which the tiny policy's tokenizer needs: add an attribute "
-                "`words` to its class, or set pretrain to a Hugging Face folder"
+                "`words` to its class (gymnasium: set env_config.words), or set pretrain to a Hugging Face folder"
             )
-        yield from cast(tuple[str, ...], words)
+        yield from words
         for template in (env.agent_system_template or "", env.env_instruction or "", env.agent_template):
             yield from (word for word in template.split() if "{" not in word)
         if "{step}" in env.agent_template or "{actions_left}" in env.agent_template:
             yield from (str(number) for number in range(env.max_steps + 1))
+
+
+def _words_of_instance(env: CustomEnv) -> tuple[str, ...] | None:
+    """Return the words of an env that depend on its settings, if it has any."""
+    try:
+        instance = registry.make(env.env_type, env.env_config)
+    except Exception:  # a user's env may raise anything, which the check of its first prompt reports
+        return ()
+    try:
+        return getattr(instance.unwrapped, "words", None)
+    finally:
+        instance.close()

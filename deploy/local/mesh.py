@@ -10,39 +10,29 @@ import logging
 import math
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
 import psutil
 from redis import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, WatchError
 
 from offbeat.deploy.components.learner_host import LearnerHost, read_status, request_stop
 from offbeat.deploy.components.ray_actors import CONTROL_APP, NAMESPACE
 from offbeat.deploy.config.run import RunConfig
-from offbeat.deploy.local.parent_guard import guard_command
 from offbeat.deploy.local.processes import (
     adopt_orphans,
     find_shared_memory,
     remove_orphaned_shared_memory,
     terminate_descendants,
 )
-from offbeat.deploy.local.ray_process import (
-    CONTROL,
-    RETRYING,
-    STATE,
-    UP,
-    LocalControlArgs,
-    RaySettings,
-)
+from offbeat.deploy.local.ray_head import RayHead
+from offbeat.deploy.local.ray_process import LocalControlArgs, RaySettings
+from offbeat.deploy.local.supervised_redis import SupervisedRedis
+from offbeat.deploy.local.supervision import run_beside
 from offbeat.deploy.report.history import command_started
 from offbeat.deploy.run_folder import Endpoints, remove_endpoints, write_endpoints
 from offbeat.deploy.run_setup import (
@@ -57,9 +47,8 @@ from offbeat.services.control.run import DesiredState, RunState, UnknownRunError
 from offbeat.services.control.store import RunStore
 from offbeat.services.errors import MeshError
 from offbeat.services.keys import RunKeys
-from offbeat.services.process import JsonLines, free_port
+from offbeat.services.process import free_port
 from offbeat.services.redis.connection import connect, connect_async
-from offbeat.services.redis.server import EmbeddedRedis
 from offbeat.services.redis.url import connection_problem, redact
 from offbeat.services.retry import retry_until_answered
 from offbeat.services.telemetry import RedisMetrics
@@ -73,28 +62,13 @@ OBJECT_STORE_BYTES = 128 * 2**20
 """Small: data moves through Redis and the broker."""
 SPARE_CPUS = 2.0
 """For Ray's own actors."""
-RAY_STARTUP_TIMEOUT_S = 600.0
-RAY_SHUTDOWN_TIMEOUT_S = 3.0
 TEMP_ROOT, TEMP_PREFIX = Path("/tmp"), "offbeat-"
 RAY_LOG = "ray_head.out"
-SLOW_START_MESSAGE = "Ray did not start within its 30 s, probably because the machine is busy; retrying."
-RAY_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # Task events are for Ray's dashboard, which does not run here; the GCS keeps 3 KiB for each of 100,000 calls
-    "RAY_task_events_report_interval_ms": "0",
-    # Ray's own metrics are unused here, and made an idle raylet grow by half a MiB a minute
-    "RAY_enable_metrics_collection": "false",
-    # Detects a dead HTTP proxy after 4 s instead of half a minute
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1.0",
-}
 LEARNER_GRACE_S = 4.0
 """Exit time beyond twice the last step's."""
 EXIT_GRACE_S = 1.0
 SUBMIT_TIMEOUT_S = 120.0
-REDIS_CHECK_INTERVAL_S = 0.2
 SHARED_MEMORY_SCAN_INTERVAL_S = 1.0
-REDIS_PING_INTERVAL_S, REDIS_HANG_TIMEOUT_S = 2.0, 15.0
-"""Interval, and time without an answer until a kill; a restart fits into clients' retry timeout."""
 
 
 class LocalMesh:
@@ -106,15 +80,16 @@ class LocalMesh:
         self._config = config
         self._started_at = started_at
         self._folder = config.output_dir
-        # Linux kills Redis with the *thread* that started it, so this thread has to live as long as the mesh.
-        self._redis_thread = ThreadPoolExecutor(1, thread_name_prefix="redis")
-        self._server: EmbeddedRedis | None = None
+        embedded = config.redis.url is None
+        self._server = SupervisedRedis(self._folder / "redis", config.redis) if embedded else None
         self._redis: Redis | None = None
         self._redis_url = config.redis.url or ""
         self._learner: LearnerHost | None = None
         self._ray_temp: Path | None = None
-        self._ray: subprocess.Popen[bytes] | None = None
-        self._ray_pipe: JsonLines | None = None
+        self._ray: RayHead | None = None
+        self._launched = asyncio.Event()
+        self._owns_run = False
+        """False for a run of that name on the external Redis, of another mesh."""
         self._shared_memory: set[Path] = set()
         self.timings: dict[str, float] = {}
         """Seconds from the command's start until each part was up."""
@@ -129,31 +104,31 @@ class LocalMesh:
         return redact(self._redis_url)
 
     async def start(self) -> ControlClient:
-        """Start everything and submit the run.
+        """Start everything and submit the run; `supervise` has to run meanwhile.
 
         Raises:
             MeshError: a part can't be started.
             RunExistsError: the run is active in the external Redis.
         """
         adopt_orphans()
-        control = self._config.control
-        port = control.port or free_port()
-        self._start_ray(port)
+        port = self._config.control.port or free_port()
+        ray = self._ray = self._make_ray(port)
+        ray.launch()
+        self._launched.set()
         await self._start_redis()
         await self._start_learner_early()
-        await self._wait_for_ray(UP)
+        await ray.wait_until_up()
         self._record_timing("ray")
-        arguments = LocalControlArgs(
-            redis_url=self._redis_url,
-            factory=RUN_FACTORY_PATH,
-            token=control.token,
-            read_token=control.read_token,
-            reconcile_s=control.reconcile_s,
-            log_dir=str(self._folder / LOGS),
-            app=CONTROL_APP,
+        control = self._config.control
+        await ray.start_control(
+            LocalControlArgs(
+                redis_url=self._redis_url,
+                factory=RUN_FACTORY_PATH,
+                control=control.model_dump(mode="json"),
+                log_dir=str(self._folder / LOGS),
+                app=CONTROL_APP,
+            )
         )
-        self._send_to_ray(arguments)
-        await self._wait_for_ray(CONTROL)
         self._record_timing("control")
         url = f"http://{_client_host(control.host)}:{port}"
         client = ControlClient(url, token=control.token)
@@ -161,10 +136,20 @@ class LocalMesh:
         write_endpoints(self._folder, Endpoints(os.getpid(), self._redis_url, url))
         return client
 
+    async def supervise(self) -> None:
+        """Replace dead parts, from the first process that `start` starts on, until cancelled.
+
+        Raises:
+            MeshError: a part can't be replaced.
+        """
+        await self._launched.wait()
+        assert self._ray is not None
+        redis = [] if self._server is None else [self._server.supervise()]
+        await run_beside(self.watch_shared_memory(), [*redis, self._ray.supervise()])
+
     async def _start_redis(self) -> None:
-        if self._config.redis.url is None:
-            self._server = EmbeddedRedis(self._folder / "redis", self._config.redis)
-            await asyncio.get_running_loop().run_in_executor(self._redis_thread, self._server.start)
+        if self._server is not None:
+            await self._server.start()
             self._redis_url = self._server.url
         elif reason := await asyncio.to_thread(connection_problem, self._redis_url):
             raise MeshError(f"redis.url: {reason}")
@@ -176,7 +161,13 @@ class LocalMesh:
         config, redis = self._config, self._redis
         assert redis is not None
         async with connect_async(self._redis_url) as async_redis:
-            await RunStore(async_redis).create(run_spec(config), takeover=self._server is not None)
+            while True:
+                try:
+                    await RunStore(async_redis).create(run_spec(config), takeover=self._server is not None)
+                    self._owns_run = True
+                    break
+                except WatchError:  # the connection was lost within the transaction
+                    continue
         RedisMetrics(redis, config.exp_name).append(command_started(self._started_at))
         # No process of this run is alive: its files in shared memory are leftovers of a killed command.
         await asyncio.to_thread(cleanup, config.exp_name, config.weights, self._folder)
@@ -192,8 +183,7 @@ class LocalMesh:
             await asyncio.to_thread(self._learner.start)
             self._record_timing("learner")
 
-    def _start_ray(self, port: int) -> None:
-        """Start Ray's process; it dies with the calling thread."""
+    def _make_ray(self, port: int) -> RayHead:
         # Not in the run's folder: paths of Unix sockets have to be short.
         _remove_orphaned_temp()
         self._ray_temp = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}-", dir=TEMP_ROOT))
@@ -210,58 +200,18 @@ class LocalMesh:
         logs = self._folder / LOGS
         logs.mkdir(parents=True, exist_ok=True)
         _replace_with_link(logs / "ray", self._ray_temp / "session_latest" / "logs")
-        with (logs / RAY_LOG).open("ab") as log:
-            self._ray = subprocess.Popen(
-                guard_command([sys.executable, "-m", "offbeat.deploy.local.ray_process"]),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, **RAY_ENVIRONMENT},
-                start_new_session=True,
-            )
-        assert self._ray.stdin is not None
-        assert self._ray.stdout is not None
-        self._ray_pipe = JsonLines(self._ray.stdout, self._ray.stdin)
-        self._send_to_ray(settings)
+        return RayHead(settings, logs / RAY_LOG, end_processes=self._end_ray, on_progress=self._on_progress)
 
-    def _send_to_ray(self, message: RaySettings | LocalControlArgs) -> None:
-        assert self._ray_pipe is not None
-        self._ray_pipe.send(asdict(message))  # if the process has exited, `_wait_for_ray` raises
+    def _end_ray(self) -> None:
+        """End everything but Redis and the learner, which are no processes of Ray."""
+        terminate_descendants(EXIT_GRACE_S, excluding=[*self._redis_pids(), *self._learner_pids()])
 
-    async def _wait_for_ray(self, expected: str) -> None:
-        """Wait for state `expected`.
+    def _redis_pids(self) -> list[int]:
+        pid = self._server.pid if self._server is not None else None
+        return [] if pid is None else [pid]
 
-        Raises:
-            MeshError: Ray exited or timed out.
-        """
-        assert self._ray_pipe is not None
-        log = self._folder / LOGS / RAY_LOG
-        try:
-            async with asyncio.timeout(RAY_STARTUP_TIMEOUT_S):
-                while (answer := await asyncio.to_thread(self._ray_pipe.receive)) == {STATE: RETRYING}:
-                    logger.warning(SLOW_START_MESSAGE)
-                    self._on_progress(SLOW_START_MESSAGE)
-        except TimeoutError:
-            raise MeshError(f"Ray did not start in {RAY_STARTUP_TIMEOUT_S:.0f} s; see {log}") from None
-        if answer != {STATE: expected}:
-            raise MeshError(f"Ray failed to start; see {log}")
-
-    async def supervise_redis(self) -> None:
-        """Restart a dead or hung embedded Redis; acknowledged writes are kept."""
-        last_answer_at = last_ping_at = time.monotonic()
-        while (server := self._server) is not None:
-            now = time.monotonic()
-            if server.is_alive() and now > last_ping_at + REDIS_PING_INTERVAL_S:
-                last_ping_at = now
-                last_answer_at = time.monotonic() if await asyncio.to_thread(server.answers) else last_answer_at
-            if not server.is_alive() or now > last_answer_at + REDIS_HANG_TIMEOUT_S:
-                logger.warning("redis-server %s: restarting it", "hangs" if server.is_alive() else "died")
-                try:
-                    await asyncio.get_running_loop().run_in_executor(self._redis_thread, server.restart)
-                except MeshError as error:
-                    logger.error("can't restart redis-server, retrying: %s", error)
-                last_answer_at = time.monotonic()
-            await asyncio.sleep(REDIS_CHECK_INTERVAL_S)
+    def _learner_pids(self) -> list[int]:
+        return [] if self._learner is None else self._learner.pids
 
     async def watch_shared_memory(self) -> None:
         """Record shared memory for `stop`: Ray kills resource trackers, too."""
@@ -275,7 +225,7 @@ class LocalMesh:
 
         On timeout it is left to `stop`.
         """
-        if self._redis is None:
+        if self._redis is None or not self._owns_run:
             return -1
         try:
             async with connect_async(self._redis_url, patience_s=1.0) as async_redis:
@@ -307,15 +257,16 @@ class LocalMesh:
         self._remove_leftovers()
 
     def _stop(self, outcome: RunState | None) -> None:
-        spared = [self._server.pid] if self._server and self._server.pid else []
+        spared = self._redis_pids()
         held = self._shared_memory | find_shared_memory()  # before Ray ends its workers in its own way
-        self._stop_ray()
+        if self._ray is not None:
+            self._ray.stop()
         num_killed = terminate_descendants(EXIT_GRACE_S, excluding=spared)
         if num_killed:
             logger.info("killed %d processes that did not exit in %s s", num_killed, EXIT_GRACE_S)
         self._copy_ray_logs()
-        if outcome is not None and self._redis is not None:
-            self._write_outcome(self._redis, outcome)
+        if outcome is not None:
+            self._write_outcome(outcome)
         if self._redis is not None:
             self._redis.close()
         if self._server is not None:
@@ -330,14 +281,6 @@ class LocalMesh:
         if self._ray_temp is not None:
             shutil.rmtree(self._ray_temp, ignore_errors=True)
 
-    def _stop_ray(self) -> None:
-        if self._ray is None or self._ray.stdin is None or "control" not in self.timings:
-            return  # it reads no requests while it starts
-        with suppress(BrokenPipeError):
-            self._ray.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._ray.wait(RAY_SHUTDOWN_TIMEOUT_S)
-
     def _copy_ray_logs(self) -> None:
         link = self._folder / LOGS / "ray"
         target = link.resolve()
@@ -345,10 +288,13 @@ class LocalMesh:
             link.unlink()
             shutil.copytree(target, link, symlinks=True, ignore_dangling_symlinks=True, dirs_exist_ok=True)
 
-    def _write_outcome(self, redis: Redis, outcome: RunState) -> None:
+    def _write_outcome(self, outcome: RunState) -> None:
+        redis_is_dead = self._server is not None and self._server.pid is None
+        if self._redis is None or not self._owns_run or redis_is_dead:
+            return
         changes = {"state": outcome.value, "ended_at": str(time.time())}
         try:
-            redis.hset(RunKeys(self._config.exp_name).record, mapping=changes)
+            self._redis.hset(RunKeys(self._config.exp_name).record, mapping=changes)
         except RedisError as error:
             logger.warning("can't write the run's state %s: %s", outcome, error)
 

@@ -4,19 +4,28 @@
 Invariant: Ray lives exactly as long as this process, which exits when its stdin closes.
 """
 
+import json
+import os
 import sys
+import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from offbeat.deploy.local.head_watch import HeadWatch
 from offbeat.deploy.local.processes import terminate_descendants
 from offbeat.services.process import JsonLines, claim_stdout
 
-STATE, UP, RETRYING, CONTROL = "state", "up", "retrying", "control"
-"""Field of an answer, and its values."""
+STATE, REASON = "state", "reason"
+"""Fields of an answer."""
+UP, RETRYING, CONTROL, DIED, FAILED = "up", "retrying", "control", "died", "failed"
+"""States; the last two are final and have a reason."""
 TIMEOUT_MESSAGE = "timed out during startup"
 """Ray's error after 30 s, too short on a busy machine."""
 MAX_STARTS = 4
+RETRY_INTERVAL_S = 1.0
 CLEANUP_GRACE_S = 2.0
 
 
@@ -37,9 +46,8 @@ class LocalControlArgs:
 
     redis_url: str
     factory: str
-    token: str | None
-    read_token: str | None
-    reconcile_s: float
+    control: dict[str, Any]
+    """`ControlConfig`."""
     log_dir: str
     app: str
 
@@ -61,7 +69,7 @@ def start_ray(settings: RaySettings) -> None:
 
 
 def start_with_retries(start: Callable[[], None], on_retry: Callable[[], object]) -> None:
-    """Start Ray; after a timeout, call `on_retry`, clean up and retry.
+    """Start Ray; after a timeout, call `on_retry` and retry.
 
     Raises:
         Exception: Ray's last error.
@@ -75,30 +83,46 @@ def start_with_retries(start: Callable[[], None], on_retry: Callable[[], object]
                 raise
             sys.stderr.write(f"start {number} of Ray: {error}\n")
             on_retry()
-            _clean_up()
 
 
-def _clean_up() -> None:
+def _clean_up(watch: HeadWatch) -> None:
     import ray
 
-    ray.shutdown()
-    terminate_descendants(CLEANUP_GRACE_S)
+    with watch.suspended():
+        ray.shutdown()
+        terminate_descendants(CLEANUP_GRACE_S)
 
 
 def start_control(arguments: LocalControlArgs) -> None:
     from ray import serve
+    from ray.exceptions import RayError
 
     from offbeat.services.control.app import ControlSettings, build
+    from offbeat.services.control.config import ControlConfig
 
+    config = ControlConfig.model_validate_json(json.dumps(arguments.control))
     settings = ControlSettings(
         redis_url=arguments.redis_url,
         factory=arguments.factory,
-        token=arguments.token,
-        read_token=arguments.read_token,
-        reconcile_s=arguments.reconcile_s,
+        tokens=config.to_tokens(),
+        reconcile_s=config.reconcile_s,
         log_dir=Path(arguments.log_dir),
     )
-    serve.run(build(settings), name=arguments.app, route_prefix="/")
+    for number in range(1, MAX_STARTS + 1):
+        try:
+            serve.run(build(settings), name=arguments.app, route_prefix="/")
+            return
+        except RayError as error:  # Serve's controller was killed, and is back soon
+            if number == MAX_STARTS:
+                raise
+            sys.stderr.write(f"start {number} of the control service: {error}\n")
+            time.sleep(RETRY_INTERVAL_S)
+
+
+def _exit(parent: JsonLines, state: str, reason: str) -> None:
+    parent.send({STATE: state, REASON: reason})
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def serve_parent(parent: JsonLines) -> None:
@@ -107,13 +131,25 @@ def serve_parent(parent: JsonLines) -> None:
     settings = parent.receive()
     if settings is None:
         return
-    start_with_retries(lambda: start_ray(RaySettings(**settings)), lambda: parent.send({STATE: RETRYING}))
-    parent.send({STATE: UP})
-    arguments = parent.receive()
-    if arguments is not None:
-        start_control(LocalControlArgs(**arguments))
-        parent.send({STATE: CONTROL})
-        parent.receive()
+    watch = HeadWatch(lambda reason: _exit(parent, DIED, reason))
+    watch.start()
+
+    def on_retry() -> None:
+        parent.send({STATE: RETRYING})
+        _clean_up(watch)
+
+    try:
+        start_with_retries(lambda: start_ray(RaySettings(**settings)), on_retry)
+        parent.send({STATE: UP})
+        arguments = parent.receive()
+        if arguments is not None:
+            start_control(LocalControlArgs(**arguments))
+            parent.send({STATE: CONTROL})
+            parent.receive()
+    except Exception as error:
+        traceback.print_exc()
+        _exit(parent, FAILED, f"{type(error).__name__}: {error}".splitlines()[0])
+    watch.stop()
     ray.shutdown()
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from offbeat.deploy.play.conversations import Messages, to_messages
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.messages.types import Trajectory
 
@@ -31,8 +32,8 @@ class RecordedTokens:
     turn_ends: list[int]
     """Last position of each completion."""
     turn_rewards: list[float]
-    messages: list[str]
-    """System prompt, then alternating observations and answers."""
+    messages: Messages
+    """As in TRL's conversational format."""
     images: list[bytes]
     image_starts: list[int]
     """Position of each image's first token."""
@@ -61,7 +62,7 @@ def decode_episode(trajectory: Trajectory, chat: ChatFormat) -> RecordedTokens:
         versions=[int(value) for segment in segments for value in segment.token_versions()],
         turn_ends=[starts[turn.segment] + turn.end for turn in trajectory.turns],
         turn_rewards=[turn.reward for turn in trajectory.turns],
-        messages=list(trajectory.text),
+        messages=to_messages(trajectory.text),
         images=[image.png for _, image in shown],
         image_starts=[start + image.start for start, image in shown],
         image_tokens=[image.count for _, image in shown],
@@ -81,6 +82,7 @@ def write_parquet(path: Path, episodes: Sequence[RecordedTokens]) -> None:
         "texts": pa.string(),
         "bools": pa.bool_(),
         "files": pa.binary(),
+        "messages": pa.struct([("role", pa.string()), ("content", pa.string())]),
     }
     schema = pa.schema([(name, kinds.get(kind) or pa.list_(small[kind])) for name, kind in SCHEMA.items()])
     temporary = path.with_name(f".{path.name}.part")
@@ -104,7 +106,14 @@ def read_parquet(path: Path) -> list[RecordedTokens]:
     if missing := [name for name in SCHEMA if name not in table.column_names]:
         raise ValueError(f"{path} was not written by this build's `offbeat rollout`: it has no column {missing[0]!r}")
     rows: list[dict[str, Any]] = table.select(list(SCHEMA)).to_pylist()
-    return [RecordedTokens(**{**row, "metrics": json.loads(row["metrics"])}) for row in rows]
+    return [RecordedTokens(**{**row, **_decode(row)}) for row in rows]
+
+
+def _decode(row: dict[str, Any]) -> dict[str, Any]:
+    messages = row["messages"]
+    if messages and isinstance(messages[0], str):  # files of builds before 0.2
+        messages = to_messages(messages)
+    return {"metrics": json.loads(row["metrics"]), "messages": messages}
 
 
 SCHEMA = {
@@ -123,7 +132,7 @@ SCHEMA = {
     "versions": "ints",
     "turn_ends": "ints",
     "turn_rewards": "floats",
-    "messages": "texts",
+    "messages": "messages",
     "images": "files",
     "image_starts": "ints",
     "image_tokens": "ints",

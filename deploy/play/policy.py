@@ -68,7 +68,9 @@ class TransformersPolicy:
 
         disable_progress_bar()
         self._torch = torch
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).float().eval()
+        self._model: Any = (
+            AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, trust_remote_code=False).float().eval()
+        )
         self._stop_ids = tuple(stop_ids)
         self._version = parse_version(folder)
         torch.manual_seed(seed)

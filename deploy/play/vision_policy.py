@@ -41,7 +41,11 @@ class VisionPolicy:
         """
         disable_progress_bar()
         self._reader = ImageProcessor(folder)
-        self._model = AutoModelForImageTextToText.from_pretrained(folder, local_files_only=True).float().eval()
+        self._model = (
+            AutoModelForImageTextToText.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            .float()
+            .eval()
+        )
         self._embed: Any = self._model.get_input_embeddings()
         self._stop_ids = torch.tensor(list(stop_ids))
         self._version = parse_version(folder)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from offbeat.services.telemetry import MetricRecord, Partial
 
 RATE_S = 15.0
-"""Window of rates."""
+"""Window of rates; wider where two records are further apart."""
 OF_EVERY_STEP = ("tokens_trained", "trajectories", "staleness_max", "success", "reward")
 """Metrics kept for all steps."""
 NOT_SEEN = float("nan")
@@ -74,8 +74,11 @@ class EvaluationResult:
     step: int
     time: float
     success: float
+    """Mean over all episodes, those without a success as failures."""
     reward: float
     episodes: int
+    success_missing: float = 0.0
+    """Share of episodes that failed or reported no success."""
 
 
 @dataclass
@@ -139,7 +142,7 @@ class RunHistory:
 
     def _lately(self, key: str) -> deque[tuple[float, float]]:
         recent = self._recent.setdefault(key, deque())
-        while recent and recent[0][0] < self._now - RATE_S:
+        while len(recent) > 2 and recent[0][0] < self._now - RATE_S:
             recent.popleft()
         return recent
 
@@ -159,6 +162,7 @@ class RunHistory:
             success=values["success"].value if "success" in values else float("nan"),
             reward=values["reward"].value if "reward" in values else float("nan"),
             episodes=int(values["reward"].count) if "reward" in values else 0,
+            success_missing=values["success_missing"].value if "success_missing" in values else 0.0,
         )
         self.evaluations[result.kind, result.sampling, result.step] = result
 
@@ -182,13 +186,18 @@ class RunHistory:
         """Return a metric's sum, default 0."""
         return self.totals.get(key, 0.0)
 
-    def rate(self, key: str) -> float:
-        """Return a sum's rate over `RATE_S`, per second."""
+    def rate(self, key: str) -> float | None:
+        """Return a sum's rate over the newest records, per second, or None before there are two.
+
+        It falls once the next record is overdue.
+        """
         recent = self._lately(key)
         if len(recent) < 2 or recent[-1][0] <= recent[0][0]:
-            return 0.0
+            return None
         # The first record's amount came before its time.
-        return (sum(amount for _, amount in recent) - recent[0][1]) / (recent[-1][0] - recent[0][0])
+        amount, span_s = sum(amount for _, amount in recent) - recent[0][1], recent[-1][0] - recent[0][0]
+        overdue_s = self._now - recent[-1][0] - max(span_s, RATE_S)
+        return amount / (span_s + max(overdue_s, 0.0))
 
     def seconds_per_step(self, over: int = 20) -> float | None:
         """Mean time of the newest steps."""

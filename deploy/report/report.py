@@ -25,6 +25,7 @@ from offbeat.deploy.report.episodes import (
 from offbeat.deploy.report.history import RunHistory
 from offbeat.deploy.report.recorded_episodes import read_recorded_episodes
 from offbeat.deploy.run_folder import newest_checkpoint
+from offbeat.services.control.failed_groups import advise_failed
 from offbeat.services.control.schemas import CountersView
 
 logger = logging.getLogger(__name__)
@@ -118,8 +119,8 @@ def build_report(
         "groups_dropped": counters.dropped if counters else None,
         "groups_failed": counters.failed if counters else None,
         "groups_in_flight": counters.in_flight if counters else None,
-        "mismatch_kl": _mean(history, "learner/mismatch_kl"),
-        "mismatch_abs_max": history.peaks.get("learner/mismatch_abs_max"),
+        "mismatch_kl": _mean(history, "learner/actor/mismatch_kl"),
+        "mismatch_abs_max": history.peaks.get("learner/actor/mismatch_abs_max"),
         "evaluations": [
             {
                 "kind": evaluation.kind,
@@ -127,6 +128,7 @@ def build_report(
                 "step": evaluation.step,
                 "at_s": round(history.seconds(evaluation.time), 2),
                 "success": _finite(evaluation.success),
+                "success_missing": _finite(evaluation.success_missing),
                 "reward": _finite(evaluation.reward),
                 "episodes": evaluation.episodes,
             }
@@ -205,7 +207,12 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
         for sampling in ("sampled", "greedy"):
             before, after = (_newest_measure(report, kind, sampling, measure) for kind in ("before", "after"))
             table.add_row(f"{measure}, {sampling}", _format(before), _format(after))
+    missing = [_newest_measure(report, kind, "sampled", "success_missing") for kind in ("before", "after")]
+    if any(missing):
+        table.add_row("episodes without success", *(_format(share, ".0%") for share in missing))
     console.print(table)
+    if report["groups_failed"]:
+        console.print(f"{advise_failed(report['groups_failed'])}.", soft_wrap=True)
     if report["baselines"]:
         console.print("Baselines: " + ", ".join(f"{name} {value:.2f}" for name, value in report["baselines"].items()))
     console.print(
@@ -219,7 +226,7 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
 
 
 def _newest_measure(report: Mapping[str, Any], kind: str, sampling: str, measure: str) -> float | None:
-    values = [row[measure] for row in report["evaluations"] if (row["kind"], row["sampling"]) == (kind, sampling)]
+    values = [row.get(measure) for row in report["evaluations"] if (row["kind"], row["sampling"]) == (kind, sampling)]
     return values[-1] if values else None
 
 

@@ -1,17 +1,29 @@
 """Adapter for registered gymnasium envs."""
 
 import re
+from functools import reduce
 from typing import Any, ClassVar, Literal, cast
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, field_validator
 
 from offbeat.envs.adapters.text import TextEnv, select_numbers
+from offbeat.envs.class_path import load_object
 from offbeat.envs.config import Config
+from offbeat.envs.parsing import compile_pattern
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE]-?\d+)?")
+
+
+class WrapperConfig(Config):
+    """Wrapper of an env."""
+
+    path: str
+    """`module:Class`, such as `gymnasium.wrappers:TimeLimit`."""
+    kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """Its arguments besides the env."""
 
 
 class GymnasiumConfig(Config):
@@ -21,8 +33,12 @@ class GymnasiumConfig(Config):
     """Id, such as `CartPole-v1` or `module:Env-v0`."""
     kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Arguments of `gymnasium.make`."""
+    wrappers: tuple[WrapperConfig, ...] = ()
+    """Wrappers, the first innermost."""
     actions: tuple[str, ...] = ()
     """Names of a discrete space's actions, in order; empty: their numbers."""
+    action_pattern: str = ""
+    """Regular expression whose group holds the action (of two, the second); empty: the whole answer."""
     observation: Literal["values", "ansi"] = "values"
     """The observation's values, or the env's `ansi` rendering."""
     digits: int = Field(default=3, ge=0)
@@ -33,6 +49,15 @@ class GymnasiumConfig(Config):
     """Reward of an answer without an action; the env is not stepped."""
     system_prompt: str = ""
     """System prompt; empty lists the valid answers."""
+    words: tuple[str, ...] = ()
+    """Words of observations, for the tiny policy's tokenizer; those of prompt and actions are added."""
+
+    @field_validator("action_pattern")
+    @classmethod
+    def _pattern_compiles(cls, pattern: str) -> str:
+        if pattern:
+            compile_pattern(pattern)
+        return pattern
 
 
 class GymnasiumEnv(TextEnv):
@@ -41,14 +66,15 @@ class GymnasiumEnv(TextEnv):
     config_class: ClassVar[type[GymnasiumConfig]] = GymnasiumConfig
 
     def __init__(self, config: GymnasiumConfig) -> None:
-        """Raises ValueError for an unknown env, or actions without a text form."""
+        """Raises ValueError for an unknown env or wrapper, or actions without a text form."""
         settings: dict[str, Any] = {**config.kwargs}
         if config.observation == "ansi":
             settings["render_mode"] = "ansi"
         try:
-            self._env: gymnasium.Env[Any, Any] = gymnasium.make(config.id, **settings)
+            made: gymnasium.Env[Any, Any] = gymnasium.make(config.id, **settings)
         except (gymnasium.error.Error, ImportError, TypeError) as error:
             raise ValueError(f"gymnasium.make({config.id!r}): {error}") from error
+        self._env = reduce(_wrap, config.wrappers, made)
         space = self._env.action_space
         if not isinstance(space, spaces.Discrete | spaces.Box | spaces.Text):
             raise ValueError(f"{config.id} has a {type(space).__name__} action space; supported: Discrete, Box, Text")
@@ -56,9 +82,13 @@ class GymnasiumEnv(TextEnv):
             raise ValueError(f"{len(config.actions)} names of actions, but {config.id} has {space}")
         self.config = config
         self._space = cast("spaces.Discrete[Any] | spaces.Box[Any] | spaces.Text", space)
+        self._pattern = compile_pattern(config.action_pattern) if config.action_pattern else None
         self._observation: object = None
         self._return = 0.0
         super().__init__(config.system_prompt or self._default_prompt())
+        if config.words:
+            names = self._action_names() if isinstance(space, spaces.Discrete) else ()
+            self.words = tuple(dict.fromkeys((*config.words, *self.system_prompt.split(), *names)))
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed, options=options)
@@ -79,6 +109,12 @@ class GymnasiumEnv(TextEnv):
         return self._observe(), float(reward), bool(terminated), bool(truncated), step_info
 
     def random_answer(self, rng: np.random.Generator) -> str:
+        """Return a random action, in tags where the pattern has them."""
+        action = self._random_action(rng)
+        forms = (action, f"<answer>{action}</answer>", f"<think></think><answer>{action}</answer>")
+        return next((form for form in forms if self._extract(form) == action), action)
+
+    def _random_action(self, rng: np.random.Generator) -> str:
         space = self._space
         if isinstance(space, spaces.Discrete):
             return self._action_names()[int(rng.integers(len(self._action_names())))]
@@ -103,16 +139,25 @@ class GymnasiumEnv(TextEnv):
             return f"Answer with {int(np.prod(self._space.shape))} numbers."
         return "Answer with text."
 
+    def _extract(self, answer: str) -> str | None:
+        """Return the text of the action, None if the pattern has no match."""
+        if self._pattern is None:
+            return answer.strip()
+        match = self._pattern.search(answer)
+        return None if match is None else (match[self._pattern.groups] or "").strip()
+
     def _parse_action(self, answer: str) -> Any:
-        space, answer = self._space, answer.strip()
+        space, text = self._space, self._extract(answer)
+        if text is None:
+            return None
         match space:
             case spaces.Discrete():
                 names = [name.lower() for name in self._action_names()]
-                return int(space.start) + names.index(answer.lower()) if answer.lower() in names else None
+                return int(space.start) + names.index(text.lower()) if text.lower() in names else None
             case spaces.Text():
-                return answer if space.contains(answer) else None
+                return text if space.contains(text) else None
             case _:
-                numbers = [float(text) for text in NUMBER.findall(answer)]
+                numbers = [float(number) for number in NUMBER.findall(text)]
                 if len(numbers) != int(np.prod(space.shape)):
                     return None
                 values = np.clip(np.reshape(numbers, space.shape), space.low, space.high)
@@ -135,3 +180,18 @@ class GymnasiumEnv(TextEnv):
                 return f"{float(value):.{self.config.digits}f}"
             case _:
                 return str(value)
+
+
+def _wrap(env: gymnasium.Env[Any, Any], wrapper: WrapperConfig) -> gymnasium.Env[Any, Any]:
+    """Wrap an env.
+
+    Raises:
+        ValueError: the wrapper can't be imported or constructed, or makes no env.
+    """
+    try:
+        wrapped: object = load_object(wrapper.path)(env, **wrapper.kwargs)
+    except Exception as error:  # a wrapper may raise anything
+        raise ValueError(f"wrapper {wrapper.path!r}: {type(error).__name__}: {error}") from error
+    if not isinstance(wrapped, gymnasium.Env):
+        raise ValueError(f"wrapper {wrapper.path!r} makes a {type(wrapped).__name__}, not a gymnasium.Env")
+    return cast("gymnasium.Env[Any, Any]", wrapped)

@@ -22,6 +22,6 @@ def load_tokenizer(folder: Path) -> Any:
             return PreTrainedTokenizerFast.from_pretrained(folder)
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise RolloutError(f"no tokenizer in {folder}: {error}") from error

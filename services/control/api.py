@@ -7,8 +7,9 @@ from typing import Any
 from fastapi import Depends, FastAPI
 from fastapi.security import HTTPBearer
 
-from offbeat.services.control.auth import NO_TOKENS, AuthMiddleware, Tokens
+from offbeat.services.control.auth import AuthMiddleware
 from offbeat.services.control.http_errors import answer_errors, refusals
+from offbeat.services.control.rights import NO_TOKENS, Tokens
 from offbeat.services.control.routes import run_routes
 from offbeat.services.control.schemas import HealthView
 from offbeat.services.control.service import ControlService
@@ -31,7 +32,7 @@ def create_api(
     """
     api = FastAPI(title="Offbeat", version="1", description=ABOUT, lifespan=lifespan)
     bearer: list[Any] = []
-    if tokens.operate is not None:
+    if tokens.grants:
         # Documents what `AuthMiddleware` requires.
         bearer = [Depends(HTTPBearer(auto_error=False, description="A token that the service was started with."))]
     api.include_router(run_routes(service), dependencies=bearer)

@@ -19,9 +19,10 @@ from ray.serve import Application
 from ray.serve.context import _get_global_client
 
 from offbeat.services.control.api import create_api
-from offbeat.services.control.auth import LOOPBACK_NAMES, Tokens
+from offbeat.services.control.auth import LOOPBACK_NAMES
 from offbeat.services.control.config import ControlTuning
 from offbeat.services.control.reconciler import Reconciler, RestartPolicy
+from offbeat.services.control.rights import NO_TOKENS, Tokens
 from offbeat.services.control.service import ControlService
 from offbeat.services.control.store import RunStore
 from offbeat.services.errors import ControlError
@@ -39,8 +40,7 @@ class ControlSettings:
     redis_url: str
     factory: str
     """`module:name` of a callable (redis, redis_url, working_dir) -> `RunFactory` with `build_mesh`."""
-    token: str | None = None
-    read_token: str | None = None
+    tokens: Tokens = NO_TOKENS
     reconcile_s: float = 0.5
     log_dir: Path | None = None
     working_dir: Path | None = None
@@ -54,7 +54,7 @@ class ControlDeployment:
         configure_logging(DEPLOYMENT, settings.log_dir)
         self._settings = settings
         self._reconciler: Reconciler | None = None
-        if settings.token is None:
+        if not settings.tokens.grants:
             _refuse_other_hosts()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -89,7 +89,7 @@ class ControlDeployment:
                 await asyncio.gather(task, return_exceptions=True)
                 await redis.aclose()
 
-        return create_api(service, tokens=Tokens(settings.token, settings.read_token), lifespan=lifespan)
+        return create_api(service, tokens=settings.tokens, lifespan=lifespan)
 
 
 def _refuse_other_hosts() -> None:

@@ -1,20 +1,20 @@
-"""Authentication and rate limits of the API.
+"""Authentication, rate limits and size limits of the API.
 
-Without tokens, programs on this machine may call, but no web page of another origin. The read token changes nothing. A
-refused call does no work.
+Without tokens, programs on this machine may call, but no web page of another origin. A refused call does no work, and
+uses up no rate but its own kind's.
 """
 
 import hmac
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from offbeat.services.control.http_errors import error_response
+from offbeat.services.control.http_errors import HttpError, error_response
+from offbeat.services.control.rights import RIGHTS, Tokens
 
 
 class TokenBucket:
@@ -47,73 +47,99 @@ DOCS_PATHS = ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
 
 READ_METHODS = ("GET", "HEAD", "OPTIONS")
 CALLS_PER_S, CALL_BURST = 200.0, 1000
-"""Rate limit of all callers together."""
+"""Rate limit of each token; without tokens, of all callers together."""
 WRONG_TOKENS_PER_S, WRONG_TOKEN_BURST = 1.0, 30
 """Rate limit of calls with a wrong token."""
+MAX_BODY_BYTES = 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Bearer tokens of the API."""
-
-    operate: str | None = None
-    """Full access; None: programs on this machine only."""
-    read: str | None = None
-    """Read access."""
-
-
-NO_TOKENS = Tokens()
+Refusal = tuple[int, str, str]
 
 
 class AuthMiddleware:
-    """ASGI middleware for authentication and rate limits."""
+    """ASGI middleware for authentication, rate limits and the size of bodies."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
         self._app = app
-        self._tokens = tokens
-        self._calls = TokenBucket(CALLS_PER_S, CALL_BURST)
+        self._grants = tokens.grants
+        self._local_rights = tokens.rights
+        self._calls = {grant.token: TokenBucket(CALLS_PER_S, CALL_BURST) for grant in self._grants}
+        self._local_calls = TokenBucket(CALLS_PER_S, CALL_BURST)
+        self._docs_calls = TokenBucket(CALLS_PER_S, CALL_BURST)
         self._wrong = TokenBucket(WRONG_TOKENS_PER_S, WRONG_TOKEN_BURST)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or (refusal := self._refusal(Request(scope))) is None:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        await error_response(*refusal)(scope, receive, send)
+        request = Request(scope)
+        refusal = _oversized(request) or self._refusal(request)
+        if refusal is None:
+            await self._app(scope, *_limited(receive, send))
+            return
+        await error_response(*refusal, close=True)(scope, receive, send)
 
-    def _refusal(self, request: Request) -> tuple[int, str, str] | None:
+    def _refusal(self, request: Request) -> Refusal | None:
         path = request.scope["path"]
         if path in OPEN_PATHS:
             return None
-        if self._tokens.operate is None:
+        if not self._grants:
             if not _is_from_this_host(request):
                 return 403, "forbidden", "without a token only programs on this machine may call"
-            return self._limit()
+            request.scope[RIGHTS] = self._local_rights
+            return _limit(self._local_calls)
         if path in DOCS_PATHS:
-            return self._limit()
+            return _limit(self._docs_calls)
         given = request.headers.get("authorization", "").encode()
-        # Both are compared whatever the first says: the time that it takes tells nothing
-        operates, reads = _matches(given, self._tokens.operate), _matches(given, self._tokens.read)
-        if operates or (reads and request.method in READ_METHODS):
-            return self._limit()
-        if reads:
-            return 403, "read_only", f"this token is for reading: {request.method} needs the operating token"
-        if wait_s := self._wrong.take():
-            return _too_many(wait_s)
-        return 401, "unauthorized", "send the bearer token: `Authorization: Bearer ...`"
-
-    def _limit(self) -> tuple[int, str, str] | None:
-        """Count an admitted call; those that are refused must not use up the others' rate."""
-        wait_s = self._calls.take()
-        return _too_many(wait_s) if wait_s else None
+        # All are compared whatever the first says: the time that it takes tells nothing
+        matching = [grant for grant in self._grants if _matches(given, grant.token)]
+        if not matching:
+            return _limit(self._wrong) or (401, "unauthorized", "send the bearer token: `Authorization: Bearer ...`")
+        grant = matching[0]
+        if grant.scope == "read" and request.method not in READ_METHODS:
+            return 403, "read_only", f"this token is for reading: {request.method} needs a token of scope write"
+        request.scope[RIGHTS] = grant.rights
+        return _limit(self._calls[grant.token])
 
 
-def _matches(given: bytes, token: str | None) -> bool:
-    same = hmac.compare_digest(given, f"Bearer {token or ''}".encode())
-    return same and bool(token)
+def _limit(bucket: TokenBucket) -> Refusal | None:
+    wait_s = bucket.take()
+    return (429, "too_many_calls", f"too many calls: try again in {math.ceil(wait_s)} s") if wait_s else None
 
 
-def _too_many(wait_s: float) -> tuple[int, str, str]:
-    return 429, "too_many_calls", f"too many calls: try again in {math.ceil(wait_s)} s"
+def _matches(given: bytes, token: str) -> bool:
+    return hmac.compare_digest(given, f"Bearer {token}".encode())
+
+
+def _oversized(request: Request) -> Refusal | None:
+    """Refuse a declared length before anything is read, even the token."""
+    length = request.headers.get("content-length", "")
+    return TOO_LARGE if length.isdecimal() and int(length[:20]) > MAX_BODY_BYTES else None
+
+
+TOO_LARGE: Refusal = (413, "too_large", f"a body has at most {MAX_BODY_BYTES:,} bytes")
+
+
+def _limited(receive: Receive, send: Send) -> tuple[Receive, Send]:
+    """Count a body's bytes while it arrives: one sent in chunks declares no length."""
+    received, responded = 0, False
+
+    async def receive_limited() -> Message:
+        nonlocal received
+        message = await receive()
+        received += len(message.get("body", b""))
+        if received <= MAX_BODY_BYTES:
+            return message
+        if responded:
+            return {"type": "http.disconnect"}
+        raise HttpError(*TOO_LARGE)
+
+    async def send_noticing(message: Message) -> None:
+        nonlocal responded
+        responded = True
+        await send(message)
+
+    return receive_limited, send_noticing
 
 
 def _is_from_this_host(request: Request) -> bool:

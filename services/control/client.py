@@ -48,6 +48,8 @@ async def messages(lines: AsyncIterator[str]) -> AsyncIterator[StreamEvent]:
 
 
 JSON = {"Content-Type": "application/json"}
+VALIDATION_TIMEOUT_S = 150.0
+"""Timeout of a validation, which makes and resets the user's envs; exceeds the service's own limit."""
 RECONNECT_INTERVAL_S = 1.0
 STREAM_TIMEOUT_S = 30.0
 """Read timeout of an event stream; keep-alives come every 15 s."""
@@ -96,11 +98,15 @@ class ControlClient:
 
     async def create(self, config: str) -> RunView:
         """Start a run from a JSON configuration."""
-        return RunView.model_validate(await self._call("POST", "/runs", content=config, headers=JSON))
+        return RunView.model_validate(await self._submit(config))
 
     async def validate(self, config: str) -> None:
         """Validate a JSON configuration."""
-        await self._call("POST", "/runs", content=config, headers=JSON, params={"dry_run": "true"})
+        await self._submit(config, dry_run="true")
+
+    async def _submit(self, config: str, **params: str) -> Any:
+        timeout_s = VALIDATION_TIMEOUT_S
+        return await self._call("POST", "/runs", content=config, headers=JSON, params=params, timeout=timeout_s)
 
     async def runs(
         self, *, states: Sequence[str] = (), name: str = "*", after: str | None = None, limit: int = 50

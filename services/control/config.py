@@ -1,13 +1,61 @@
 """Configuration of the control service."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from offbeat.envs.config import Config
+from offbeat.services.control.rights import Rights, Scope, TokenGrant, Tokens
 
 
-class ControlConfig(Config):
+class RightsConfig(Config):
+    """Code and folders that runs started over REST may name (SECURITY.md)."""
+
+    allow_modules: tuple[str, ...] | None = None
+    """Modules whose classes and functions they may name (`my_envs`, `offbeat.*`); None: any, so that a caller can run any
+    code.
+    """
+    output_roots: tuple[str, ...] | None = None
+    """Folders and URLs below which they may write; None: any."""
+
+    def to_rights(self, base: Path | None = None) -> Rights:
+        """Convert to `Rights`, local roots made absolute from `base` (None: the current folder)."""
+        folder = base or Path.cwd()
+        roots = self.output_roots
+        absolute = None if roots is None else tuple(r if "://" in r else str(folder / r) for r in roots)
+        return Rights(self.allow_modules, absolute)
+
+
+class TokenConfig(RightsConfig):
+    """One token of the API."""
+
+    token: str | None = Field(default=None, min_length=1)
+    token_file: Path | None = None
+    """File with the token; the file, or `token`."""
+    scope: Scope = "write"
+    """`read`: changes nothing."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "TokenConfig":
+        if (self.token is None) == (self.token_file is None):
+            raise ValueError("set token or token_file, one of both")
+        return self
+
+    def to_grant(self, base: Path | None = None) -> TokenGrant:
+        """Convert to a grant. Raises OSError, or ValueError if the file is empty."""
+        return TokenGrant(self.token or read_token(self.token_file), self.scope, self.to_rights(base))
+
+
+def read_token(path: Path | None) -> str:
+    """Read a token's file. Raises OSError, or ValueError if it is empty."""
+    assert path is not None, "checked by the model"
+    if not (token := path.read_text().strip()):
+        raise ValueError(f"{path} is empty")
+    return token
+
+
+class ControlConfig(RightsConfig):
     """REST API and reconciler."""
 
     host: str = "127.0.0.1"
@@ -18,6 +66,9 @@ class ControlConfig(Config):
     """Bearer token required of each call."""
     read_token: str | None = None
     """Second token, for read access."""
+    tokens: tuple[TokenConfig, ...] = ()
+    """More tokens, each with its own rights, beside `token`; `allow_modules` and `output_roots` above are those of
+    `token`."""
     learner: Literal["managed", "external"] = "managed"
     """`managed`: the mesh starts and replaces the learner; `external`: it waits for `offbeat learner attach`."""
     standby_learner: bool = False
@@ -26,6 +77,11 @@ class ControlConfig(Config):
     """
     reconcile_s: float = Field(default=0.5, gt=0)
     """Interval of reconciliation, s."""
+
+    def to_tokens(self, base: Path | None = None) -> Tokens:
+        """Read the tokens. Raises OSError, ValueError."""
+        others = tuple(each.to_grant(base) for each in self.tokens)
+        return Tokens(self.token, self.read_token, self.to_rights(base), others)
 
     @model_validator(mode="after")
     def _check_standby(self) -> "ControlConfig":

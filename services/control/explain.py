@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offbeat.services.buffer.api import Admission, GroupProgress, Snapshot
+from offbeat.services.control.failed_groups import advise_failed
 from offbeat.services.control.failing_episodes import FailingEpisodes
 from offbeat.services.control.interfaces import Health, Observation
 from offbeat.services.control.run import LearnerReport, RunRecord, RunState
@@ -65,7 +66,7 @@ class RunSnapshot:
 
 def chain(snapshot: RunSnapshot) -> list[Cause]:
     """Return the chain, waiting component first; never empty."""
-    return [*_refused(snapshot), *_chain(snapshot), *_failing(snapshot), *_unattended(snapshot)]
+    return [*_refused(snapshot), *_chain(snapshot), *_failing(snapshot), *_failed(snapshot), *_unattended(snapshot)]
 
 
 def _failing(snapshot: RunSnapshot) -> list[Cause]:
@@ -75,6 +76,14 @@ def _failing(snapshot: RunSnapshot) -> list[Cause]:
         return []
     detail = {"failed": failing.recent_failed, "of": failing.recent, "trace": failing.trace}
     return [Cause("episodes", "fail", failing.describe_many(), detail=detail)]
+
+
+def _failed(snapshot: RunSnapshot) -> list[Cause]:
+    """Report groups that failed at every attempt: the survivors are a biased sample."""
+    counters = snapshot.buffer.counters
+    if snapshot.record.state.is_terminal or not counters.failed:
+        return []
+    return [Cause("groups", "failed", advise_failed(counters.failed), detail=dict(counters.failed))]
 
 
 def _refused(snapshot: RunSnapshot) -> list[Cause]:

@@ -1,7 +1,7 @@
 """Errors as JSON: 4xx for bad input, never a traceback."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -18,22 +18,31 @@ from offbeat.services.control.run import (
     UnknownRunError,
 )
 from offbeat.services.control.schemas import ErrorBody, ErrorView, ProblemView
-from offbeat.services.control.service import InvalidPlaceError, InvalidRunError
+from offbeat.services.control.service import (
+    InvalidPlaceError,
+    InvalidRunError,
+    NotAllowedError,
+    TooManyValidationsError,
+)
 from offbeat.services.errors import MeshError, RetryableError
 from offbeat.services.redis.errors import RedisReadOnlyError
 
 logger = logging.getLogger(__name__)
 
+MAX_PROBLEMS = 100
+MAX_TEXT_CHARS = 10_000
+"""Longest text of an error: some quote a value."""
 STATUS_DESCRIPTIONS = {
     400: "The body is malformed.",
     401: "The bearer token is missing or wrong.",
-    403: "Without a token only programs on this machine may call; the read token may not change anything.",
+    403: "Without a token only programs on this machine may call; the token is for reading, or does not allow a key in "
+    "`problems`.",
     404: "There is no such run.",
     409: "The state of the run, or of another one, does not allow it.",
     413: "The body is too large.",
     415: "The body is of another type than YAML or JSON.",
     422: "A value was refused; `problems` names each key, and the nearest valid one where a key is unknown.",
-    429: "Too many calls, or too many event streams.",
+    429: "Too many calls, event streams, or validations at once.",
     503: "Redis is unavailable: retry.",
 }
 STATUS_BY_ERROR: dict[type[Exception], tuple[int, str]] = {
@@ -42,6 +51,7 @@ STATUS_BY_ERROR: dict[type[Exception], tuple[int, str]] = {
     BusyError: (409, "busy"),
     RunStateError: (409, "run_state"),
     ForeignRecordError: (409, "foreign_record"),
+    TooManyValidationsError: (429, "too_many_validations"),
 }
 
 
@@ -61,14 +71,25 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
-def error_response(status: int, code: str, message: str, problems: list[ProblemView] | None = None) -> JSONResponse:
-    """Build an error response; lone surrogates become `?`."""
-    body = ErrorView(error=ErrorBody(code=code, message=_text(message), problems=[_clean(p) for p in problems or []]))
-    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+def error_response(
+    status: int, code: str, message: str, problems: Sequence[ProblemView] = (), *, close: bool = False
+) -> JSONResponse:
+    """Build an error response; lone surrogates become `?`.
+
+    close: end the connection instead of reading what is left of the request.
+    """
+    shown = [_clean(problem) for problem in problems[:MAX_PROBLEMS]]
+    if (more := len(problems) - MAX_PROBLEMS) > 0:
+        message = f"{message}; {more:,} more problems are not listed"
+    body = ErrorView(error=ErrorBody(code=code, message=_text(message), problems=shown))
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+    if close or status == 413:
+        headers["Connection"] = "close"
     return JSONResponse(body.model_dump(mode="json"), status, headers)
 
 
 def _text(text: str) -> str:
+    text = text if len(text) <= MAX_TEXT_CHARS else f"{text[:MAX_TEXT_CHARS]}..."
     return text.encode("utf-8", "replace").decode()
 
 
@@ -83,6 +104,15 @@ def answer_errors(api: FastAPI) -> None:
     @api.exception_handler(InvalidRunError)
     async def invalid(_: Request, error: InvalidRunError) -> Response:
         return error_response(422, "invalid_config", "the configuration was refused", error.problems)
+
+    @api.exception_handler(NotAllowedError)
+    async def not_allowed(_: Request, error: NotAllowedError) -> Response:
+        return error_response(
+            403,
+            "not_allowed",
+            "this is beyond your rights, which the service's `control` settings give",
+            error.problems,
+        )
 
     @api.exception_handler(InvalidPlaceError)
     async def no_place(_: Request, error: InvalidPlaceError) -> Response:

@@ -8,6 +8,14 @@ from typing import Protocol
 from offbeat.services.live_settings import Settings
 
 
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """Paths that were removed, and that were left because the run did not write them."""
+
+    removed: list[str]
+    left: list[str]
+
+
 class Health(StrEnum):
     """Health of a component."""
 

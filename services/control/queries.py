@@ -1,7 +1,8 @@
 """REST views of a run, read from Redis."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from offbeat.services.buffer.api import GroupProgress, Quarantined, Snapshot
@@ -31,6 +32,15 @@ RATE_METRICS = {
 }
 
 
+@contextmanager
+def reading(run_id: str) -> Iterator[None]:
+    """Translate what this version can't decode to `ForeignRecordError`."""
+    try:
+        yield
+    except CodecError as error:
+        raise ForeignRecordError(f"run {run_id!r} was recorded by another version of Offbeat: {error}") from error
+
+
 class BufferReader(Protocol):
     """Read access to a run's trajectory buffer."""
 
@@ -57,12 +67,8 @@ class Overview:
 
     async def view(self, record: RunRecord) -> RunView:
         """Build a run's view. Raises `ForeignRecordError`."""
-        try:
+        with reading(record.run_id):
             return await self._view(record)
-        except CodecError as error:
-            raise ForeignRecordError(
-                f"run {record.run_id!r} was recorded by another version of Offbeat: {error}"
-            ) from error
 
     async def _view(self, record: RunRecord) -> RunView:
         store, run_id = self._store, record.run_id
@@ -83,6 +89,7 @@ class Overview:
             phase=learner.phase,
             error=record.error,
             log=record.log,
+            resumable=record.resumable,
             step=progress.step,
             version=progress.version,
             max_steps=record.max_steps,
@@ -97,7 +104,7 @@ class Overview:
             counters=CountersView.of(snapshot.counters),
             quarantined=snapshot.quarantined,
             staleness=_staleness(learner, settings),
-            rates=_rates(records),
+            rates=_rates(records, learner, store.clock()),
             settings=SettingsView.of(settings),
             changes=[ChangeView.of(change) for change in changes],
             metrics={name: finite(value) for name, value in learner.metrics.items()},
@@ -105,26 +112,28 @@ class Overview:
         )
 
     async def why(self, record: RunRecord) -> list[Cause]:
-        """Explain the run's wait."""
+        """Explain the run's wait. Raises `ForeignRecordError`."""
+        with reading(record.run_id):
+            return chain(await self._snapshot(record))
+
+    async def _snapshot(self, record: RunRecord) -> RunSnapshot:
         store, run_id = self._store, record.run_id
         observations, learner, progress, reports = await asyncio.gather(
             store.observations(run_id), store.learner(run_id), store.progress(run_id), store.reports(run_id)
         )
         snapshot, groups = await asyncio.gather(self._buffer.snapshot(run_id), self._buffer.groups(run_id))
-        return chain(
-            RunSnapshot(
-                now=store.clock(),
-                record=record,
-                observations=observations,
-                learner=learner,
-                buffer=snapshot,
-                groups=groups,
-                workers=reports.workers,
-                replicas=reports.replicas,
-                version=progress.version,
-                leased=reports.leased,
-                redis_trouble=self._redis_trouble(),
-            )
+        return RunSnapshot(
+            now=store.clock(),
+            record=record,
+            observations=observations,
+            learner=learner,
+            buffer=snapshot,
+            groups=groups,
+            workers=reports.workers,
+            replicas=reports.replicas,
+            version=progress.version,
+            leased=reports.leased,
+            redis_trouble=self._redis_trouble(),
         )
 
 
@@ -133,11 +142,16 @@ def _staleness(learner: LearnerReport, settings: Settings) -> StalenessView:
     return StalenessView(mean=mean, max=highest, bound=settings.max_staleness)
 
 
-def _rates(records: Iterable[MetricRecord]) -> RatesView:
+def _rates(records: Iterable[MetricRecord], learner: LearnerReport, now: float) -> RatesView:
     totals, steps = dict.fromkeys(RATE_METRICS, 0.0), 0
     for record in records:
         steps += record.source == "learner" and record.step is not None
         for rate, (source, name) in RATE_METRICS.items():
             if record.source == source and (partial := record.values.get(name)) is not None:
                 totals[rate] += partial.total
-    return RatesView(steps=steps / RATE_WINDOW_S, **{rate: total / RATE_WINDOW_S for rate, total in totals.items()})
+    rates = {"steps": steps / RATE_WINDOW_S, **{rate: total / RATE_WINDOW_S for rate, total in totals.items()}}
+    step_s = learner.metrics.get("time/step_s", 0.0)
+    if step_s > RATE_WINDOW_S:  # no window holds two such steps: the newest one's rate, until the next is overdue
+        span_s = max(step_s, now - learner.doing.get("since", now))
+        rates |= {"steps": 1 / span_s, "tokens_trained": learner.metrics.get("tokens_trained", 0.0) / span_s}
+    return RatesView(**rates)

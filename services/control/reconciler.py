@@ -238,7 +238,8 @@ class Reconciler:
             if _redis_outage(error):
                 raise  # not the fault of the run: the next pass retries
             logger.exception("run %s: preparation failed", record.run_id)
-            return await self._start_draining(record, RunState.FAILED, f"preparation failed: {error}", self._own_log)
+            reason = f"preparation failed: {error}"
+            return await self._start_draining(record, RunState.FAILED, reason, self._own_log, resumable=False)
         await self._store.update(record.run_id, state=RunState.STARTING)
         return await self._maintain(replace(record, state=RunState.STARTING), mesh)
 
@@ -252,11 +253,12 @@ class Reconciler:
         if Health.DONE in healths.values():
             return await self._start_draining(record, RunState.FINISHED)
         for component in mesh.components:
-            reason = await self._restart_if_down(record, component, observations[component.name])
-            if reason:
-                return await self._start_draining(record, RunState.FAILED, reason, observations[component.name].log)
+            observation = observations[component.name]
+            if reason := await self._restart_if_down(record, component, observation):
+                resumable = observation.health is not Health.BROKEN
+                return await self._start_draining(record, RunState.FAILED, reason, observation.log, resumable=resumable)
         if reason := await self._find_broken_env(record):
-            return await self._start_draining(record, RunState.FAILED, reason)
+            return await self._start_draining(record, RunState.FAILED, reason, resumable=False)
         if record.state is RunState.STARTING and any(health is not Health.READY for health in healths.values()):
             return record.state
         return await self._record_running(record)
@@ -332,11 +334,19 @@ class Reconciler:
         self.redis_trouble = ""
         return observations
 
-    async def _start_draining(self, record: RunRecord, outcome: RunState, error: str = "", log: str = "") -> RunState:
+    async def _start_draining(
+        self, record: RunRecord, outcome: RunState, error: str = "", log: str = "", *, resumable: bool = True
+    ) -> RunState:
         (logger.error if error else logger.info)("run %s is draining: %s %s", record.run_id, outcome, error)
         now = self._store.clock()
         await self._store.update(
-            record.run_id, state=RunState.DRAINING, outcome=outcome, error=error, log=log, draining_at=now
+            record.run_id,
+            state=RunState.DRAINING,
+            outcome=outcome,
+            error=error,
+            log=log,
+            resumable=resumable,
+            draining_at=now,
         )
         self.wake()
         return RunState.DRAINING

@@ -8,15 +8,16 @@ from fastapi import Request
 from pydantic import ValidationError
 
 from offbeat.services.control.events import Position
-from offbeat.services.control.http_errors import HttpError
+from offbeat.services.control.http_errors import MAX_PROBLEMS, HttpError
 from offbeat.services.control.schemas import ProblemView, SettingsPatch
 from offbeat.services.control.service import InvalidRunError
 from offbeat.services.live_settings import LIVE_SETTINGS
 
-MAX_BODY_BYTES = 1_000_000
 YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
 JSON_TYPE = "application/json"
 MAX_ID_PART = 2**64 - 1
+MAX_INTEGER_CHARS = 400
+"""Longest integer in JSON; Python refuses more than 4,300 digits with advice for programmers."""
 MIN_SIMILARITY = 0.6
 """Similarity (0 to 1) that counts as misspelt."""
 ALIASES = {alias: name for name, row in LIVE_SETTINGS.items() for alias in (row.info.path, *row.info.aliases)}
@@ -46,7 +47,10 @@ async def read_change(request: Request) -> SettingsPatch:
     try:
         return SettingsPatch.model_validate(tree)
     except ValidationError as error:
-        problems = [_problem(".".join(map(str, each["loc"])), each["type"], each["msg"]) for each in error.errors()]
+        details = error.errors(include_url=False)
+        problems = [
+            _problem(".".join(map(str, each["loc"])), each["type"], each["msg"]) for each in details[:MAX_PROBLEMS]
+        ]
         raise InvalidRunError(problems) from error
 
 
@@ -85,19 +89,20 @@ def _unsupported(kind: str, right: str) -> HttpError:
 
 
 async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise HttpError(413, "too_large", f"a body has at most {MAX_BODY_BYTES:,} bytes")
-    return bytes(body)
+    return b"".join([chunk async for chunk in request.stream()])
 
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        tree = json.loads(body)
+        tree = json.loads(body, parse_int=_integer)
     except (ValueError, RecursionError) as error:
         raise HttpError(400, "malformed", f"the body can't be read: {error}") from error
     if not isinstance(tree, dict):
         raise HttpError(400, "malformed", "expected a JSON object")
     return tree
+
+
+def _integer(text: str) -> int:
+    if len(text) > MAX_INTEGER_CHARS:
+        raise ValueError(f"an integer has at most {MAX_INTEGER_CHARS} digits")
+    return int(text)

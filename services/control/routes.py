@@ -25,6 +25,7 @@ from offbeat.services.control.request_bodies import (
     read_document,
     read_position,
 )
+from offbeat.services.control.rights import rights_of
 from offbeat.services.control.run import DesiredState, RunState, UnknownRunError
 from offbeat.services.control.schemas import (
     DeletedView,
@@ -84,7 +85,8 @@ def run_routes(service: ControlService) -> APIRouter:
     )
     async def create_run(request: Request, response: Response, dry_run: bool = False) -> RunView | None:
         """Start the run configured by the body (YAML or JSON); `dry_run` only validates."""
-        view, created = await service.create(await read_document(request), dry_run=dry_run)
+        document = await read_document(request)
+        view, created = await service.create(document, dry_run=dry_run, rights=rights_of(request.scope))
         response.status_code = 201 if created else 200
         return view
 
@@ -109,9 +111,9 @@ def run_routes(service: ControlService) -> APIRouter:
         return await service.change(run_id, await read_change(request))
 
     @routes.delete("/runs/{run_id}", responses=refusals(404, 409, 422))
-    async def delete_run(run_id: RunId, files: bool = False) -> DeletedView:
+    async def delete_run(run_id: RunId, request: Request, files: bool = False) -> DeletedView:
         """Delete an ended run; with `files`, also the files that it wrote."""
-        return await service.delete(run_id, files=files)
+        return await service.delete(run_id, files=files, rights=rights_of(request.scope))
 
     @routes.post("/runs/{run_id}/stop", status_code=202, responses=refusals(404, 409, 422))
     async def stop_run(run_id: RunId, now: bool = False) -> RunView:

@@ -1,13 +1,16 @@
 """States and records of runs."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from offbeat.services.errors import CodecError, ControlError
 from offbeat.services.live_settings import Settings, decode_settings, encode_settings
 from offbeat.services.weights.replica_reports import ReplicaReport
+
+T = TypeVar("T")
 
 
 class DesiredState(StrEnum):
@@ -97,6 +100,8 @@ class RunRecord:
     error: str = ""
     log: str = ""
     """File with details of `error`."""
+    resumable: bool = True
+    """False if it failed for a reason that a resume does not remove."""
     attempt: int = 1
     """Number of starts, resumes included."""
     created_at: float = 0.0
@@ -127,6 +132,7 @@ class RunRecord:
             "wanted": DesiredState,
             "state": RunState,
             "outcome": RunState,
+            "resumable": lambda text: text == str(True),
         }
         values: dict[str, Any] = {}
         for each in fields(cls):
@@ -146,6 +152,22 @@ def _foreign(raw: Mapping[bytes, bytes], what: str) -> ForeignRecordError:
         f"run {run_id!r} was recorded by another version of Offbeat ({what}): move {place}/redis aside, and it resumes from "
         "its newest checkpoint; in a Redis of several runs, delete it (`offbeat runs delete`) and start it again"
     )
+
+
+def decode_fields(kind: type[T], text: str | bytes, **kinds: Callable[[Any], Any]) -> T:
+    """Decode a dataclass of JSON values; fields that a later version added are left out.
+
+    kinds: conversions by field.
+
+    Raises:
+        CodecError: a field is missing or of another type.
+    """
+    try:
+        tree = json.loads(text)
+        known = {each.name: tree[each.name] for each in fields(cast(Any, kind)) if each.name in tree}
+        return kind(**{name: kinds[name](value) if name in kinds else value for name, value in known.items()})
+    except (ValueError, TypeError) as error:
+        raise CodecError(f"malformed {kind.__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class StalenessView(View):
 
 
 class RatesView(View):
-    """Rates per second over the last 15 s."""
+    """Rates per second over the last 15 s; the learner's over its last step if that took longer."""
 
     steps: float
     trajectories: float
@@ -150,6 +150,8 @@ class RunView(View):
     error: str
     log: str
     """File with details of `error`, in the run's folder."""
+    resumable: bool
+    """False if it failed for a reason that a resume does not remove: configuration, model, envs."""
     step: int
     """Optimizer batches published; -1: none."""
     version: int
@@ -251,6 +253,8 @@ class DeletedView(View):
     id: str
     files: list[str]
     """Removed folders and files."""
+    left: list[str] = Field(default_factory=list[str])
+    """What was left in the run's folder: files of others, and a Redis' state."""
 
 
 class HealthView(View):

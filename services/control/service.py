@@ -4,12 +4,14 @@ A command sets the desired state and wakes the reconciler; it never acts on a ru
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
 
 from offbeat.services.control.event_schemas import MetricsView, MetricView
-from offbeat.services.control.queries import BufferReader, Overview
+from offbeat.services.control.interfaces import Removal
+from offbeat.services.control.queries import BufferReader, Overview, reading
+from offbeat.services.control.rights import UNRESTRICTED, Rights
 from offbeat.services.control.run import (
     DesiredState,
     ForeignRecordError,
@@ -34,11 +36,11 @@ from offbeat.services.errors import ControlError
 from offbeat.services.keys import RUNS
 from offbeat.services.telemetry import AsyncRedisMetrics
 
-T = TypeVar("T")
-
 MAX_CONCURRENT_VALIDATIONS = 4
-VALIDATION_TIMEOUT_S = 300.0
-"""Covers envs that load a data set."""
+VALIDATION_WAIT_S = 5.0
+"""Time that a call waits for its turn."""
+HEALTH_CACHE_S = 0.5
+"""Anybody may ask for the health: more calls cause no more work."""
 
 
 class InvalidRunError(ControlError):
@@ -49,6 +51,18 @@ class InvalidRunError(ControlError):
         super().__init__("; ".join(f"{problem.path}: {problem.message}" for problem in problems))
 
 
+class NotAllowedError(ControlError):
+    """Command beyond the caller's rights; `problems` names each key."""
+
+    def __init__(self, problems: Sequence[ProblemView]) -> None:
+        self.problems = list(problems)
+        super().__init__("; ".join(f"{problem.path}: {problem.message}" for problem in problems))
+
+
+class TooManyValidationsError(ControlError):
+    """All slots of validation are taken."""
+
+
 class InvalidPlaceError(ControlError):
     """Invalid position in a list of runs."""
 
@@ -56,20 +70,20 @@ class InvalidPlaceError(ControlError):
 class RunFactory(BufferReader, Protocol):
     """Validation, reports and files of runs."""
 
-    def validate(self, document: str | dict[str, Any]) -> RunSpec:
-        """Validate a configuration. Raises `InvalidRunError` with every problem."""
+    async def validate(self, document: str | dict[str, Any], rights: Rights) -> RunSpec:
+        """Validate a configuration within a time limit. Raises `InvalidRunError`, `NotAllowedError` with every problem."""
         ...
 
-    def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
-        """Validate new settings. Raises `InvalidRunError`."""
+    async def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
+        """Validate new settings within a time limit. Raises `InvalidRunError`."""
         ...
 
     async def write_report(self, record: RunRecord) -> None:
         """Write an ended run's report. Raises `ControlError` with the command to retry."""
         ...
 
-    def remove_files(self, record: RunRecord) -> list[str]:
-        """Remove an ended run's files; return their paths. Raises `BusyError`."""
+    def remove_files(self, record: RunRecord) -> Removal:
+        """Remove what an ended run has written. Raises `BusyError`."""
         ...
 
 
@@ -88,26 +102,39 @@ class ControlService:
         self._factory = factory
         self._overview = Overview(store, factory, redis_trouble)
         self._wake = wake
-        self._validating = ThreadPoolExecutor(MAX_CONCURRENT_VALIDATIONS, thread_name_prefix="validate")
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT_VALIDATIONS)
+        self._health: asyncio.Task[bool] | None = None
+        self._health_at = float("-inf")
 
-    async def _validated(self, validate: Callable[..., T], *args: Any) -> T:
-        """Run in dedicated threads: user envs may hang."""
+    @asynccontextmanager
+    async def _validation_slot(self) -> AsyncIterator[None]:
+        """Bound the validations, each of which may take a process for minutes. Raises `TooManyValidationsError`."""
         try:
-            async with asyncio.timeout(VALIDATION_TIMEOUT_S):
-                return await asyncio.get_running_loop().run_in_executor(self._validating, validate, *args)
+            async with asyncio.timeout(VALIDATION_WAIT_S):
+                await self._slots.acquire()
         except TimeoutError:
-            message = f"not validated in {VALIDATION_TIMEOUT_S:g} s: does an env hang when it is made or reset?"
-            raise InvalidRunError([ProblemView(path="custom_envs", message=message)]) from None
+            raise TooManyValidationsError(
+                f"{MAX_CONCURRENT_VALIDATIONS} configurations are being validated: try again"
+            ) from None
+        try:
+            yield
+        finally:
+            self._slots.release()
 
-    async def create(self, document: str | dict[str, Any], *, dry_run: bool = False) -> tuple[RunView | None, bool]:
+    async def create(
+        self, document: str | dict[str, Any], *, dry_run: bool = False, rights: Rights = UNRESTRICTED
+    ) -> tuple[RunView | None, bool]:
         """Start a run, or with `dry_run` validate it; return its view and whether it is new.
 
         Raises:
             InvalidRunError: invalid configuration.
+            NotAllowedError: configuration beyond the caller's rights.
+            TooManyValidationsError: try again.
             RunExistsError: active with another configuration.
             BusyError: another run has claimed a resource.
         """
-        spec = await self._validated(self._factory.validate, document)
+        async with self._validation_slot():
+            spec = await self._factory.validate(document, rights)
         if dry_run:
             return None, False
         record, created = await self.store.create(spec)
@@ -157,7 +184,8 @@ class ControlService:
             known = ", ".join(SettingsPatch.model_fields)
             raise InvalidRunError([ProblemView(path="", message=f"nothing to change: set at least one of {known}")])
         if not record.state.is_terminal:
-            await self._validated(self._factory.validate_change, record, values)
+            async with self._validation_slot():
+                await self._factory.validate_change(record, values)
         await self.store.change(run_id, values)
         self._wake()
         return await self.view(run_id)
@@ -183,31 +211,45 @@ class ControlService:
             ]
         )
 
-    async def delete(self, run_id: str, *, files: bool) -> DeletedView:
+    async def delete(self, run_id: str, *, files: bool, rights: Rights = UNRESTRICTED) -> DeletedView:
         """Delete an ended run, and with `files` its files.
 
         Raises:
+            NotAllowedError: its files are outside of the caller's folders.
             RunStateError: the run is not over.
             BusyError: its files are in use.
             ForeignRecordError: its folder can't be read from the record.
         """
-        removed: list[str] = []
+        removal = Removal([], [])
         if files:
             record = await self.store.load(run_id)
+            if not rights.allows_folder(record.output_dir):
+                message = (
+                    f"{record.output_dir} is in none of your token's output_roots; without `files` only the record goes"
+                )
+                raise NotAllowedError([ProblemView(path="files", message=message)])
             if record.state.is_terminal:
-                removed = await asyncio.to_thread(self._factory.remove_files, record)
+                removal = await asyncio.to_thread(self._factory.remove_files, record)
         await self.store.delete(run_id)
-        return DeletedView(id=run_id, files=removed)
+        return DeletedView(id=run_id, files=removal.removed, left=removal.left)
 
     async def metrics(self, run_id: str, after: str, limit: int) -> MetricsView:
         """Return metric records after `after`."""
         await self.store.load(run_id)
-        entries = await AsyncRedisMetrics(self.store.redis, run_id).read(after, count=limit)
+        with reading(run_id):
+            entries = await AsyncRedisMetrics(self.store.redis, run_id).read(after, count=limit)
         records = [MetricView.of(entry_id, record) for entry_id, record in entries]
         return MetricsView(records=records, next=records[-1].id if records else after)
 
     async def healthy(self) -> bool:
         """Check that Redis responds."""
+        now = asyncio.get_running_loop().time()
+        if self._health is None or now - self._health_at > HEALTH_CACHE_S:
+            self._health = asyncio.create_task(self._check_redis())
+            self._health_at = now
+        return await asyncio.shield(self._health)
+
+    async def _check_redis(self) -> bool:
         await self.store.redis.exists(RUNS)  # Redis answers no PING while its disk is full
         return True
 

@@ -32,6 +32,7 @@ from offbeat.services.control.run import (
     RunStateError,
     UnknownRunError,
     WeightProgress,
+    decode_fields,
 )
 from offbeat.services.keys import RUNS, RunKeys, claims_key
 from offbeat.services.live_settings import (
@@ -89,6 +90,7 @@ class RunStore:
                         f"run {spec.run_id!r} is {old.state}: stop it first, or choose another name{self._hint()}"
                     )
                 await self._refuse_busy(spec)
+                released = await self._old_claims(spec)
                 record = self._new(spec, old if spec.resume else None)
                 stale = [] if spec.resume else await self._keys_of(spec.run_id)
                 pipe.multi()
@@ -100,6 +102,8 @@ class RunStore:
                 pipe.delete(keys.record, *(keys.key(name) for name in ATTEMPT_FIELDS))
                 pipe.hset(keys.record, mapping=cast(dict[Any, Any], record.encode()))
                 pipe.zadd(RUNS, {spec.run_id: record.created_at})
+                for kind, names in released.items():
+                    pipe.hdel(claims_key(kind), *names)
                 for kind, name in spec.claims.items():
                     pipe.hset(claims_key(kind), name, spec.run_id)
                 if spec.resume and old and (values := _differences(old.settings, spec.settings)):
@@ -122,6 +126,17 @@ class RunStore:
                     f"{kind} {name!r} is in use by run {holder.decode()!r}, which is {state}: "
                     f"stop it first, or use another {kind}"
                 )
+
+    async def _old_claims(self, spec: RunSpec) -> dict[str, list[bytes]]:
+        """Return what an earlier start of the run claimed and this one does not, by kind."""
+        old: dict[str, list[bytes]] = {}
+        for kind, name in spec.claims.items():
+            holders: dict[bytes, bytes] = await cast(Any, self.redis.hgetall(claims_key(kind)))
+            names = [
+                each for each, holder in holders.items() if holder.decode() == spec.run_id and each.decode() != name
+            ]
+            old |= {kind: names} if names else {}
+        return old
 
     def _use(self, raw: dict[bytes, bytes]) -> str:
         """Return an active run's state, or ""."""
@@ -245,16 +260,23 @@ class RunStore:
 
     async def change(self, run_id: str, values: Mapping[str, float]) -> Change:
         """Request new settings. Raises `UnknownRunError`; `RunStateError` if over or ending."""
-        record = await self.load(run_id)
-        if record.state.is_terminal or record.wanted.is_final:
-            state = record.state if record.state.is_terminal else "ending"
-            raise RunStateError(f"run {run_id!r} is {state}: its settings can no longer change")
-        change = Change(dict(values), self.clock())
-        async with self.redis.pipeline() as pipe:
-            pipe.rpush(RunKeys(run_id).changes, encode_change(change.values, change.at))
-            self._note(pipe, run_id, "asked", {"values": change.values})
-            await pipe.execute()
-        return change
+        key = RunKeys(run_id).record
+        while True:
+            async with self.redis.pipeline() as pipe:
+                await pipe.watch(key)
+                record = await self.load(run_id)
+                if record.state.is_terminal or record.wanted.is_final:
+                    state = record.state if record.state.is_terminal else "ending"
+                    raise RunStateError(f"run {run_id!r} is {state}: its settings can no longer change")
+                change = Change(dict(values), self.clock())
+                pipe.multi()
+                pipe.rpush(RunKeys(run_id).changes, encode_change(change.values, change.at))
+                self._note(pipe, run_id, "asked", {"values": change.values})
+                try:
+                    await pipe.execute()
+                except WatchError:
+                    continue
+                return change
 
     async def changes(self, run_id: str) -> list[Change]:
         """Return all changes, oldest first."""
@@ -288,6 +310,25 @@ class RunStore:
             UnknownRunError: no such run.
             RunStateError: not over, or another version's with a recent heartbeat.
         """
+        keys = RunKeys(run_id)
+        while True:
+            async with self.redis.pipeline() as pipe:
+                await pipe.watch(keys.record)  # a start meanwhile is not deleted
+                await self._refuse_deletion(run_id)
+                stale = await self._keys_of(run_id)
+                pipe.multi()
+                if stale:
+                    pipe.delete(*stale)
+                pipe.incr(keys.epoch)
+                pipe.expire(keys.epoch, EPOCH_TTL_S)
+                pipe.zrem(RUNS, run_id)
+                try:
+                    await pipe.execute()
+                except WatchError:
+                    continue
+                return
+
+    async def _refuse_deletion(self, run_id: str) -> None:
         try:
             record = await self.load(run_id)
         except ForeignRecordError:
@@ -295,17 +336,9 @@ class RunStore:
                 raise RunStateError(
                     f"run {run_id!r} is managed by another version of Offbeat: stop it there first"
                 ) from None
-        else:
-            if not record.state.is_terminal:
-                raise RunStateError(f"run {run_id!r} is {record.state}: stop it first")
-        stale, epoch = await self._keys_of(run_id), RunKeys(run_id).epoch
-        async with self.redis.pipeline() as pipe:
-            if stale:
-                pipe.delete(*stale)
-            pipe.incr(epoch)
-            pipe.expire(epoch, EPOCH_TTL_S)
-            pipe.zrem(RUNS, run_id)
-            await pipe.execute()
+            return
+        if not record.state.is_terminal:
+            raise RunStateError(f"run {run_id!r} is {record.state}: stop it first")
 
     async def progress(self, run_id: str) -> WeightProgress:
         """Return the newest published version and step."""
@@ -315,7 +348,7 @@ class RunStore:
     async def restarts(self, run_id: str) -> dict[str, Restarts]:
         """Return the deaths of each component."""
         raw = await cast(Any, self.redis.hgetall(RunKeys(run_id).key("restarts")))
-        return {name.decode(): Restarts(**json.loads(value)) for name, value in raw.items()}
+        return {name.decode(): decode_fields(Restarts, value) for name, value in raw.items()}
 
     async def set_restarts(self, run_id: str, component: str, restarts: Restarts, why: str) -> None:
         """Store a component's deaths; `why` explains the last."""
@@ -336,8 +369,7 @@ class RunStore:
     async def observations(self, run_id: str) -> dict[str, Observation]:
         """Return the components' last states."""
         raw = await cast(Any, self.redis.hgetall(RunKeys(run_id).key("components")))
-        seen = {name.decode(): json.loads(value) for name, value in raw.items()}
-        return {name: Observation(**{**tree, "health": Health(tree["health"])}) for name, tree in seen.items()}
+        return {name.decode(): decode_fields(Observation, value, health=Health) for name, value in raw.items()}
 
     async def learner(self, run_id: str) -> LearnerReport:
         """Return the learner's report."""

@@ -64,6 +64,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
             check_finite(t.duration_s, "duration"),
             t.text,
             t.baseline,
+            t.error,
         )
     except MALFORMED as error:
         TRAJECTORY.refuse(error)

@@ -41,6 +41,8 @@ class StopReason(StrEnum):
     MAX_STEPS = "max_steps"
     MAX_LENGTH = "max_length"
     """The next prompt would fill `sequence_length`."""
+    ERROR = "error"
+    """The env or agent raised, and `on_env_error` or `on_agent_error` gave the reward."""
 
 
 class FinishReason(StrEnum):
@@ -166,6 +168,8 @@ class Trajectory(Message, Generic[SegmentT], frozen=True):
     """System prompt, then observations and answers alternately; for display only."""
     baseline: bool = False
     """Greedy episode (ReMax): only its reward is used."""
+    error: str = ""
+    """Reason and message of the error that ended it (`StopReason.ERROR`)."""
 
     @property
     def reward(self) -> float:

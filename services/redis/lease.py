@@ -30,7 +30,8 @@ STOP_TIMEOUT_S = 1.0
 
 _ACQUIRE = """
 -- KEYS: lease; epoch; last holder, since when and with which epoch, unless it gave the lease up; looks: ms since when those
--- who wait have looked, gone after a gap. ARGV: holder, and in ms: timeout, gap, time that a holder needs to renew.
+-- who wait have looked, gone after a gap. ARGV: holder, and in ms: timeout, gap, time that a holder needs to renew; the
+-- newest epoch that is known elsewhere.
 -- Returns {1, epoch}: the caller holds the lease (again, if it held it already), or {0, ms until that may change, holder,
 -- Unix time since when}: another holds it, or did until it expired and may not have been able to renew it.
 local lease, last = redis.call('GET', KEYS[1]), redis.call('HMGET', KEYS[3], 'holder', 'since', 'epoch')
@@ -46,7 +47,12 @@ if holder and holder ~= ARGV[1] then
   end
 end
 if holder ~= ARGV[1] then
-  redis.call('HSET', KEYS[3], 'holder', ARGV[1], 'since', time[1], 'epoch', redis.call('INCR', KEYS[2]))
+  local epoch = redis.call('INCR', KEYS[2])
+  if epoch <= tonumber(ARGV[5]) then
+    epoch = tonumber(ARGV[5]) + 1
+    redis.call('SET', KEYS[2], epoch)
+  end
+  redis.call('HSET', KEYS[3], 'holder', ARGV[1], 'since', time[1], 'epoch', epoch)
 end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return {1, tonumber(redis.call('GET', KEYS[2]))}
@@ -120,6 +126,8 @@ class LearnerLease:
         owner: name for messages, e.g. host and pid.
         timeout_s: time without renewal after which the holder may be replaced.
         on_lost: called once, from the renewing thread, when another learner has taken the run.
+        newest_epoch: returns the newest epoch that is known elsewhere, as in the run's folder: a Redis that was emptied or
+            restored, or never had the run, has forgotten it.
     """
 
     def __init__(
@@ -130,6 +138,7 @@ class LearnerLease:
         timeout_s: float,
         *,
         on_lost: Callable[[], None] | None = None,
+        newest_epoch: Callable[[], int] = lambda: 0,
     ) -> None:
         keys = RunKeys(run_id)
         self._redis = redis
@@ -143,6 +152,7 @@ class LearnerLease:
         self._timeout_s = timeout_s
         self._renewal_s = timeout_s / RENEWALS_PER_TIMEOUT
         self._on_lost = on_lost
+        self._newest_epoch = newest_epoch
         self._epoch: int | None = None
         self._valid_until = 0.0
         self._stop = threading.Event()
@@ -220,7 +230,8 @@ class LearnerLease:
     def _acquire_args(self) -> tuple[str | int, ...]:
         # A lease outlives an outage of half its timeout by a renewal at least; a longer one begins the looks anew.
         gap_ms = max(1, self._timeout_ms // 2)
-        return self._holder, self._timeout_ms, gap_ms, int((self._renewal_s + RETRY_CAP_S) * 1000)
+        patience_ms = int((self._renewal_s + RETRY_CAP_S) * 1000)
+        return self._holder, self._timeout_ms, gap_ms, patience_ms, self._newest_epoch()
 
     def _call(self, script: Any, *args: str | int) -> Any:
         try:

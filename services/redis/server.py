@@ -23,6 +23,7 @@ from redis.retry import Retry
 
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.errors import MeshError
+from offbeat.services.ports import find_port_problem
 from offbeat.services.process import die_with_parent, free_port, terminate
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,8 @@ START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
 LOCK_TIMEOUT_S = 5.0
 """Time for the server of a killed parent to end."""
-PORT_ATTEMPTS = 5
+START_ATTEMPTS = 5
+"""Starts while the port is taken or the server is killed."""
 
 
 class EmbeddedRedis:
@@ -85,14 +87,10 @@ class EmbeddedRedis:
             MeshError: no redis-server, folder in use, or the server exits.
         """
         server = server_binary(self._config.server)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock_folder()
         try:
-            if self._wanted_port:
-                self._launch(server, self._port)
-                self._wait_until_it_answers()
-            else:
-                self._start_on_a_free_port(server)
+            self._start_process(server)
         except BaseException:
             self.stop()
             raise
@@ -117,17 +115,24 @@ class EmbeddedRedis:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _start_on_a_free_port(self, server: Path) -> None:
-        for attempt in range(PORT_ATTEMPTS):
-            self._port = free_port()
+    def _start_process(self, server: Path) -> None:
+        if self._wanted_port and (problem := find_port_problem("127.0.0.1", self._wanted_port)):
+            raise MeshError(f"redis-server can't start: {problem}: end that program, or set another port in redis_url")
+        for attempt in range(1, START_ATTEMPTS + 1):
+            # Another process may take a free port between our asking and the server's binding.
+            self._port = self._wanted_port or free_port()
             self._launch(server, self._port)
             try:
                 self._wait_until_it_answers()
                 return
             except MeshError as error:
-                # Another process may take the port between our asking and the server's binding.
-                if "in use" not in str(error) or attempt == PORT_ATTEMPTS - 1:
+                is_taken = "in use" in str(error) and not self._wanted_port
+                if attempt == START_ATTEMPTS or not (is_taken or self._was_killed()):
                     raise
+
+    def _was_killed(self) -> bool:
+        """Return True if a signal has ended the process."""
+        return self._process is not None and (self._process.poll() or 0) < 0
 
     def _lock_folder(self) -> None:
         self._lock = (self._folder / "redis.lock").open("w")

@@ -32,8 +32,9 @@ THROTTLE_S = 0.01
 class ChildProcess:
     """Process that serves commands by `child_main`; one caller at a time."""
 
-    def __init__(self, module: str, crash_reason: str) -> None:
-        """crash_reason: `EpisodeError.reason` for death or protocol violation."""
+    def __init__(self, module: str, crash_reason: str, *, quiet: bool = False) -> None:
+        """crash_reason: `EpisodeError.reason` for death or protocol violation. quiet: drop the child's output."""
+        self._quiet = quiet
         self._module = module
         self._crash_reason = crash_reason
         self._child: asyncio.subprocess.Process | None = None
@@ -54,7 +55,7 @@ class ChildProcess:
                 *(sys.executable, "-m", self._module),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL if self._quiet else asyncio.subprocess.PIPE,
                 start_new_session=True,
                 env=environment,
             )
@@ -62,7 +63,8 @@ class ChildProcess:
         try:
             child = await asyncio.shield(starting)
             self._child = child
-            self._forwarding = asyncio.create_task(_forward(child), name="child output")
+            if not self._quiet:
+                self._forwarding = asyncio.create_task(forward_output(child), name="child output")
         except asyncio.CancelledError:
             self._child = await starting
             await self.kill()
@@ -123,7 +125,7 @@ class ChildProcess:
         return bool(ok), answer
 
 
-async def _forward(child: asyncio.subprocess.Process) -> None:
+async def forward_output(child: asyncio.subprocess.Process) -> None:
     """Forward stderr up to a limit; throttle and drop the rest."""
     assert child.stderr is not None
     num_bytes = 0

@@ -14,7 +14,11 @@ class AgentRunner(Config):
     """External agent of a tag (docs/agents.md)."""
 
     path: str = ""
-    """`module:function`, called with an `AgentTask` in a reused process."""
+    """`module:function`, plain or `async`, called with an `AgentTask` in a reused process."""
+    python: str = ""
+    """Python of `path`, from 3.10 on, such as `/other/venv/bin/python`; it need not have Offbeat. Empty: this one."""
+    episodes_per_process: int = Field(default=1, ge=1)
+    """Concurrent episodes in a process, for an `async` function."""
     command: tuple[str, ...] = ()
     """Program and arguments, a process per episode, with `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`,
     `ANTHROPIC_API_KEY` and `OFFBEAT_TASK`.
@@ -34,7 +38,31 @@ class AgentRunner(Config):
             raise ValueError("name the agent by `path` (module:function) or by `command`, one of both")
         if self.path and ":" not in self.path:
             raise ValueError(f"path {self.path!r} must be `module:function`")
+        if self.command and (self.python or self.episodes_per_process > 1):
+            raise ValueError("python and episodes_per_process are for `path`; a command is a process per episode")
         return self
+
+
+class OnAgentError(Config):
+    """End of an episode by an error of its agent: trained, instead of tried again."""
+
+    reward: float = Field(allow_inf_nan=False)
+    """Reward of the episode, as if the agent had returned it."""
+    reasons: tuple[Literal["agent_error", "agent_result", "agent_timeout", "agent_crashed"], ...] = Field(
+        default=("agent_error", "agent_result"), min_length=1
+    )
+    """Errors that it holds for; others are tried again."""
+
+
+class OnEnvError(Config):
+    """End of an episode by an error in its env's `step`: trained, instead of tried again."""
+
+    reward: float = Field(allow_inf_nan=False)
+    """Reward of the step, as if it had returned it."""
+    reasons: tuple[Literal["step_error", "step_timeout", "env_crashed"], ...] = Field(
+        default=("step_error",), min_length=1
+    )
+    """Errors that it holds for; others are tried again."""
 
 
 class CustomEnv(Config):
@@ -68,6 +96,12 @@ class CustomEnv(Config):
     """External agent, limited by `max_steps` (env) and `max_tokens_per_step` (completion); None lets the policy answer
     observations.
     """
+    on_agent_error: OnAgentError | None = None
+    """Reward of an episode whose agent fails because of the policy's answers; None assumes a failing infrastructure and
+    tries it again.
+    """
+    on_env_error: OnEnvError | None = None
+    """The same for an exception of the env or a tool of it in `step`."""
     execution: Literal["inline", "thread", "process"] = "thread"
     """Where reset and step run. `inline`: on the event loop, for microseconds; `thread`: for envs that wait; `process`:
     in a child process, killed if hung.
@@ -106,6 +140,12 @@ class CustomEnv(Config):
         if self.env_instruction is None:
             return default if self.agent_system_template is None else self.agent_system_template
         return "\n".join(part for part in (self.agent_system_template, self.env_instruction) if part)
+
+    @model_validator(mode="after")
+    def _an_agent_can_fail(self) -> "CustomEnv":
+        if self.on_agent_error and not self.agent_runner:
+            raise ValueError("on_agent_error needs an agent_runner; for exceptions of the env it is on_env_error")
+        return self
 
     @property
     def shows_images(self) -> bool:

@@ -13,7 +13,7 @@ OWN_METRICS = frozenset(
         *("tokens_sampled", "generation_s", "generation_max_s", "env_s", "env_max_s"),
     )
 )
-OWN_PREFIXES = ("stop/", "failed/", "submitted/")
+OWN_PREFIXES = ("stop/", "error/", "failed/", "submitted/")
 """Reserved prefixes; an env's such metric becomes `env/<name>`."""
 
 
@@ -57,6 +57,8 @@ class WorkerMetrics:
         add("episode_s", Partial("mean", trajectory.duration_s))
         add("trajectory_tokens", Partial("mean", float(trajectory.num_tokens)))
         add(f"stop/{trajectory.stop_reason.value}", Partial("sum", 1.0))
+        if trajectory.error:
+            add(f"error/{trajectory.error.partition(':')[0]}", Partial("sum", 1.0))
         if trajectory.baseline:
             add("baseline_reward", Partial("mean", trajectory.reward))
             return

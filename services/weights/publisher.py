@@ -5,6 +5,7 @@ Invariants: versions are announced in order, one at a time; an announcement's er
 gone (reboot, clean stop): these are announced again, while `progress` stays.
 """
 
+import logging
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,8 @@ from offbeat.services.weights.transports.factory import make_transport
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 PUBLISH = files("offbeat.services.weights").joinpath("publish.lua").read_text(encoding="utf-8")
 
@@ -97,7 +100,10 @@ class RedisWeightPublisher:
             self._transport.delete(stored.location)
             raise  # after any other error it may have been announced: the broker collects the bytes if it was not
         for old in fallen_out:
-            self._transport.delete(old.location)
+            try:
+                self._transport.delete(old.location)
+            except WeightsError as error:  # of the folder that this one was copied from
+                logger.info("left: %s", error)
 
     def _manifest(self, version: int, step: int, tensors: "dict[str, Tensor]", stored: Stored) -> Manifest:
         specs = (

@@ -1,7 +1,11 @@
 """Reports of replicas to the broker."""
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from offbeat.services.errors import CodecError
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,15 @@ def encode_report(report: ReplicaReport) -> bytes:
 
 
 def decode_report(blob: bytes) -> ReplicaReport:
-    """Decode the result of `encode_report`."""
-    body = json.loads(blob)
-    fetching = FetchState(**body["fetching"]) if body.get("fetching") else None
-    return ReplicaReport(**{**body, "load": ReplicaLoad(**body["load"]), "fetching": fetching})
+    """Decode the result of `encode_report`; fields that a later version added are left out. Raises `CodecError`."""
+    try:
+        body = json.loads(blob)
+        fetching = FetchState(**_known(FetchState, body["fetching"])) if body.get("fetching") else None
+        load = ReplicaLoad(**_known(ReplicaLoad, body["load"]))
+        return ReplicaReport(**{**_known(ReplicaReport, body), "load": load, "fetching": fetching})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CodecError(f"malformed report of a replica: {error}") from error
+
+
+def _known(kind: type[Any], tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {each.name: tree[each.name] for each in fields(kind) if each.name in tree}

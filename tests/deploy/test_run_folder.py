@@ -7,14 +7,16 @@ import psutil
 import pytest
 
 from offbeat.deploy import run_folder
-from offbeat.deploy.run_folder import Endpoints, FolderInUseError, locked, remove_run_files
+from offbeat.deploy.run_folder import Endpoints, locked, remove_run_files
+from offbeat.deploy.run_marker import MARKER, FolderInUseError, identify, mark
 from offbeat.services.buffer.group_ledger import LEDGER_FILE
 from offbeat.trainer.learner.step_ledger import STEPS_FILE
 from offbeat.trainer.training.batch_log import FOLDER as BATCHES
 
 
 def earlier_run(folder: Path, text: str = "old") -> None:
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
+    mark(folder, "q")
     (folder / "config.yaml").write_text(text)
 
 
@@ -22,22 +24,30 @@ def test_claim_moves_an_earlier_run_to_the_first_free_name(tmp_path: Path):
     folder = tmp_path / "quickstart"
     for text in ("first", "second"):
         earlier_run(folder, text)
-        run_folder.claim(folder, resume=False)
-        assert not folder.exists()
+        run_folder.claim(folder, "q", resume=False)
+        assert [path.name for path in folder.iterdir()] == [MARKER]
     assert (tmp_path / "quickstart.1" / "config.yaml").read_text() == "first"
     assert (tmp_path / "quickstart.2" / "config.yaml").read_text() == "second"
 
 
 def test_claim_keeps_a_resumed_run(tmp_path: Path):
     earlier_run(tmp_path / "q")
-    assert run_folder.claim(tmp_path / "q", resume=True) is None
+    before = identify(tmp_path / "q")
+    assert run_folder.claim(tmp_path / "q", "q", resume=True) is None
     assert (tmp_path / "q" / "config.yaml").exists()
+    assert identify(tmp_path / "q") == before
 
 
-def test_claim_keeps_a_folder_without_a_run(tmp_path: Path):
-    (tmp_path / "notes.txt").write_text("mine")
-    assert run_folder.claim(tmp_path, resume=False) is None
-    assert (tmp_path / "notes.txt").exists()
+def test_files_of_others_stay_when_a_run_is_moved_aside(tmp_path: Path):
+    folder = tmp_path / "home"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    assert run_folder.claim(folder, "q", resume=False) is None
+    (folder / "config.yaml").write_text("first")
+    assert run_folder.claim(folder, "q", resume=False) == tmp_path / "home.1"
+    assert (tmp_path / "home.1" / "config.yaml").read_text() == "first"
+    assert identify(tmp_path / "home.1") != identify(folder)
+    assert sorted(path.name for path in folder.iterdir()) == [MARKER, "notes.txt"]
 
 
 def lock_elsewhere(folder: Path) -> subprocess.Popen[str]:
@@ -60,7 +70,7 @@ def test_claim_refuses_a_locked_folder(tmp_path: Path):
     earlier_run(folder)
     holder = lock_elsewhere(folder)
     with pytest.raises(FolderInUseError, match=str(holder.pid)):
-        run_folder.claim(folder, resume=False)
+        run_folder.claim(folder, "q", resume=False)
     with pytest.raises(FolderInUseError), run_folder.locked(folder):
         pass
     holder.kill()
@@ -103,6 +113,8 @@ def test_read_endpoints_returns_none_when_the_process_has_ended(tmp_path: Path):
 
 
 def run_in(folder: Path) -> Path:
+    folder.mkdir()
+    mark(folder, "run")
     for name in ("checkpoints/step-000001", "logs", "tensorboard", "trackers/wandb", BATCHES, LEDGER_FILE.parent):
         (folder / name).mkdir(parents=True)
     for name in ("config.yaml", "report.json", "checkpoints/step-000001/learner.json", LEDGER_FILE, STEPS_FILE):
@@ -112,10 +124,11 @@ def run_in(folder: Path) -> Path:
 
 def test_remove_run_files_removes_the_run_and_its_folder(tmp_path: Path):
     folder = run_in(tmp_path / "run")
-    removed = remove_run_files(folder)
+    removal = remove_run_files(folder, "run")
     assert not folder.exists()
-    assert str(folder / "checkpoints") in removed
-    assert str(folder) in removed
+    assert str(folder / "checkpoints") in removal.removed
+    assert str(folder) in removal.removed
+    assert removal.left == []
 
 
 def test_remove_run_files_keeps_files_that_no_run_writes(tmp_path: Path):
@@ -126,20 +139,38 @@ def test_remove_run_files_keeps_files_that_no_run_writes(tmp_path: Path):
     (elsewhere / "precious").touch()
     (folder / "logs").rmdir()
     (folder / "logs").symlink_to(elsewhere)
-    remove_run_files(folder)
-    assert [path.name for path in folder.iterdir()] == ["thesis.tex"]
+    (folder / "checkpoints" / "step-000001-mine").mkdir()
+    removal = remove_run_files(folder, "run")
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "thesis.tex"]
+    assert removal.left == [str(folder / "checkpoints" / "step-000001-mine"), str(folder / "thesis.tex")]
     assert (elsewhere / "precious").exists()
 
 
 def test_remove_run_files_keeps_a_folder_without_a_run(tmp_path: Path):
     (tmp_path / "logs").mkdir()
-    assert remove_run_files(tmp_path) == []
-    assert remove_run_files(tmp_path / "nowhere") == []
-    assert (tmp_path / "logs").exists()
+    (tmp_path / "checkpoints").mkdir()
+    assert remove_run_files(tmp_path, "run").left == [str(tmp_path)]
+    assert not remove_run_files(tmp_path / "nowhere", "run").removed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "logs"]
+
+
+def test_remove_run_files_keeps_those_of_another_run(tmp_path: Path):
+    folder = run_in(tmp_path / "run")
+    assert remove_run_files(folder, "other").left == [str(folder)]
+    assert (folder / "config.yaml").exists()
+
+
+def test_the_state_of_a_redis_is_left_and_stays_known_as_the_runs(tmp_path: Path):
+    folder = run_in(tmp_path / "run")
+    (folder / "redis").mkdir()
+    assert remove_run_files(folder, "run").left == [str(folder / "redis")]
+    assert identify(folder) is not None
+    assert run_folder.claim(folder, "run", resume=False) == tmp_path / "run.1"
+    assert (tmp_path / "run.1" / "redis").is_dir()
 
 
 def test_remove_run_files_keeps_a_locked_folder(tmp_path: Path):
     folder = run_in(tmp_path / "run")
     with locked(folder), pytest.raises(FolderInUseError):
-        remove_run_files(folder)
+        remove_run_files(folder, "run")
     assert (folder / "config.yaml").exists()

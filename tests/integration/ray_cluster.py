@@ -84,8 +84,15 @@ class RayCluster:
 
     def serve(self, *arguments: str) -> str:
         """What a `serve` command prints."""
+        return self._command("serve", *arguments)
+
+    def offbeat(self, *arguments: str) -> str:
+        """What an `offbeat` command prints."""
+        return self._command("offbeat", *arguments)
+
+    def _command(self, *command: str) -> str:
         done = subprocess.run(
-            [BIN / "serve", *arguments],
+            [BIN / command[0], *command[1:]],
             check=False,
             cwd=self.folder,
             env=self._environment,
@@ -106,7 +113,7 @@ class RayCluster:
         tree = yaml.safe_load(source.read_text())
         tree["http_options"]["port"] = self._ports["api"]
         for app in tree["applications"]:
-            app["args"]["redis_url"] = f"redis://:secret@127.0.0.1:{self._ports['redis']}/0"
+            app["args"]["redis_url"] = f"redis://127.0.0.1:{self._ports['redis']}/0"
             for deployment in app.get("deployments", []):
                 deployment.update(change.get(f"{app['name']}.{deployment['name']}", {}))
             app["args"].update(change.get(app["name"], {}))

@@ -4,12 +4,14 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from offbeat.deploy.run_folder import newest_checkpoint
 from offbeat.services.redis.serve_app import HEAD_NODE
+from offbeat.services.redis.url_file import read_url_file
 from offbeat.services.weights.transports.base import owner_of
 from tests.integration.ray_cluster import RayCluster
 from tests.paths import ROOT
@@ -133,6 +135,13 @@ def test_runs_survive_deployments_and_kills_and_shutdown_is_clean(cluster: RayCl
     assert view["step"] == STEPS
     assert counters["trained"] == STEPS * GROUPS_PER_STEP
     assert counters["admitted"] == counters["trained"] + gone + counters["in_flight"]
+
+    # The password of Redis was generated, and is found by who started the mesh, but in no command line.
+    password = urlsplit(read_url_file(cluster.folder / "runs/redis/url")).password
+    assert password
+    assert cluster.living(password) == []
+    audit = cluster.offbeat("audit", "one")
+    assert "PROVEN: every group" in audit
 
     # Its report is written when it ends, though its control replica was killed.
     folder = cluster.folder / "runs/one"

@@ -151,7 +151,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(engine: EngineFactory, stage:
     assert_same(weights_of(policy), weights_of(undisturbed))
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (2, "bfloat16"), (3, "float32")])
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "float32"), (2, "bfloat16"), (3, "float32")])
 def test_a_loaded_engine_goes_on_exactly(engine: EngineFactory, stage: int, dtype: str, tmp_path: Path) -> None:
     saved = engine(stage, dtype)
     saved.train(fixed_batch(), nll, HYPER)

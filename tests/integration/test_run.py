@@ -219,6 +219,7 @@ def test_a_learner_that_fails_for_good_fails_the_run_in_words(folder: Path, comm
     assert command.process.wait(240) == FAILED
     said = command.log.read_text()
     assert "The run failed: learner" in said
+    assert "Resume with" not in said
     assert "Traceback" not in said
     assert "runs/own/logs/learner.out" in said
     assert "these demonstrations are missing" in (command.run_dir / "logs/learner.out").read_text()

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from offbeat.services.messages.types import Group, StopReason, Trajectory
+from offbeat.trainer.algorithms.aggregation import NO_MASKED
 from offbeat.trainer.algorithms.normalization import RunningMoments
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.data.batch import Batch, pack
 from offbeat.trainer.data.reward_shaping import shape_rewards
-from offbeat.trainer.data.selection import carries_signal, select_most_varied
+from offbeat.trainer.data.selection import carries_signal, masked_counts, select_most_varied
 from offbeat.trainer.losses.policy_loss import critic_loss, policy_loss
 from offbeat.trainer.losses.targets import Targets, build_targets
 from tests.copying import replace
@@ -20,15 +21,16 @@ from tests.trainer.trajectories import group, trajectory
 VERSION = 4
 
 
-def rich_groups() -> list[Group]:
-    """Five groups of two tags: ragged lengths, several turns and versions, shared states, one group of equal rewards, one of
-    a single episode, episodes that were cut short or badly formed."""
+def rich_groups(first: int = 0) -> list[Group]:
+    """Six groups, numbered from `first`, of two tags: ragged lengths, several turns and versions, shared states, one group
+    of equal rewards, one of a single episode, episodes that were cut short or badly formed."""
     groups: list[Group] = []
     for n, size in enumerate((4, 3, 4, 1, 3)):
-        members = [_member(n, i) for i in range(size)]
-        groups.append(group(n, *members, tag=f"tag{n % 2}"))
-    equal = [trajectory(i, [(2, 2 + i, 0.0), (1, 1, 0.5)], base=900 + 20 * i, tag="tag0") for i in range(3)]
-    everybody = [*groups, group(5, *equal, tag="tag0")]
+        members = [_member(first + n, i) for i in range(size)]
+        groups.append(group(first + n, *members, tag=f"tag{n % 2}"))
+    base = 900 + 150 * first
+    equal = [trajectory(i, [(2, 2 + i, 0.0), (1, 1, 0.5)], base=base + 20 * i, tag="tag0") for i in range(3)]
+    everybody = [*groups, group(first + 5, *equal, tag="tag0")]
     return [replace(each, baselines=(_greedy(each),)) for each in everybody]
 
 
@@ -98,19 +100,32 @@ def inputs_of(batch: Batch, config: AlgorithmConfig) -> dict[str, Any]:
     }
 
 
-def outcome(config: AlgorithmConfig, groups: list[Group] | None = None) -> Outcome:
-    """Train on `rich_groups`, or on those given, as far as numbers go."""
-    chosen = [each for each in (groups or rich_groups()) if carries_signal(each, config)]
-    batch = pack(select_most_varied(shape_rewards(chosen, config), config.variance_filter_ratio)[0])
-    targets = build_targets(batch, config, **inputs_of(batch, config))
-    logprobs = (batch.behavior_logprobs + by_token(batch, 0.4, 0.0)).requires_grad_()
+def outcome(
+    config: AlgorithmConfig, groups: list[Group] | None = None, *, first_step: bool = False, spread: float = 1.0
+) -> Outcome:
+    """Train on `rich_groups`, or on those given, as far as numbers go.
+
+    first_step: of the batch, so that the policy and the values are those that its targets were computed with.
+    spread: of the policy's logprobs around those of what sampled.
+    """
+    groups = groups or rich_groups()
+    chosen = [each for each in groups if carries_signal(each, config)]
+    left_out = [each for each in groups if not carries_signal(each, config)]
+    masked = masked_counts(left_out, config) if config.zero_variance == "mask" else NO_MASKED
+    selected, masked = select_most_varied(shape_rewards(chosen, config), config.variance_filter_ratio, masked)
+    batch = pack(selected)
+    inputs, current = inputs_of(batch, config), batch.behavior_logprobs + spread * by_token(batch, 0.4, 0.0)
+    if first_step and inputs["old_logprobs"] is not None:
+        inputs["old_logprobs"] = current
+    targets = build_targets(batch, config, masked=masked, **inputs)
+    logprobs = current.clone().requires_grad_()
     entropy = (1.0 + by_token(batch, 0.5, 4.0)).requires_grad_()
     distance = (logprobs - batch.behavior_logprobs).square() if config.kl_in_loss_is_full else None
     loss, gauges = policy_loss(config, logprobs, entropy, targets, divergence=distance)
     gradient, of_entropy = torch.autograd.grad(loss, [logprobs, entropy], allow_unused=True)
     of_critic = None
     if config.adv_estimator == "gae":
-        values = by_token(batch, 0.6, 5.0).requires_grad_()
+        values = (inputs["values"] if first_step else by_token(batch, 0.6, 5.0)).clone().requires_grad_()
         (of_critic,) = torch.autograd.grad(critic_loss(config, values, targets)[0], values)
     unused = torch.zeros_like(entropy)
     return Outcome(

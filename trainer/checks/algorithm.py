@@ -82,13 +82,17 @@ def _check_selection(config: AlgorithmConfig, groups_per_step: int) -> Iterator[
 
 def _check_old_policy(config: AlgorithmConfig) -> Iterator[ConfigIssue]:
     has_correction = config.train_infer_correction != type(config.train_infer_correction)()
-    if config.pg_variant in ("vanilla", "gpg") and config.old_logprobs != "behavior" and not has_correction:
+    has_ratio = config.pg_variant not in ("vanilla", "gpg")
+    variant = f"pg_variant {config.pg_variant}"
+    if config.pg_variant == "topr" and not config.topr_negative_weight:
+        has_ratio, variant = False, "topr_negative_weight 0"
+    if not has_ratio and config.old_logprobs != "behavior" and not has_correction:
         if config.value_targets == "vtrace":
             return
         yield ConfigIssue(
             "old_logprobs",
-            f"{config.old_logprobs} has no effect with pg_variant {config.pg_variant}, which has no ratio: leave it out, or "
-            "add train_infer_correction.is_weight",
+            f"{config.old_logprobs} has no effect with {variant}, which has no ratio: leave it out, or add "
+            "train_infer_correction.is_weight",
         )
 
 

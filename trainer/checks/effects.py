@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterator
 
+from offbeat.trainer.checks.overruled import advantage_is_of_the_episode, check_overruled
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.learner import LearnerConfig, StrategyArgs
@@ -35,6 +36,7 @@ def check_effects(config: LearnerConfig, *, group_size: int) -> Iterator[ConfigI
     yield from _check_unit_ratio(config)
     yield from _check_selection(config, group_size)
     yield from _check_discounts(config)
+    yield from check_overruled(config)
     yield from _check_on_policy(config)
     yield from _check_strategy(config.actor_train.strategy_args)
     num_sequences, num_minibatches = config.rollout_batch_size, config.actor_train.training_args.num_minibatches
@@ -56,6 +58,11 @@ def _check_unit_ratio(config: LearnerConfig) -> Iterator[ConfigIssue]:
         )
     if config.old_logprobs != "recompute":
         return
+    if config.ratio_type == "sequence-token" or (
+        config.ratio_type in ("sequence", "turn") and advantage_is_of_the_episode(config)
+    ):
+        equal = f"{config.ratio_type} equals token"
+        yield ConfigIssue("ratio_type", f"{equal}, because the ratio is 1 with old_logprobs=recompute and {one_step}")
     keys = [
         "pg_clip",
         "pg_clip_low",
@@ -91,14 +98,10 @@ def _check_discounts(config: LearnerConfig) -> Iterator[ConfigIssue]:
     for key in ("lambd", "vtrace_c_bar"):
         if config.gamma == 0 and _is_changed(config, key):
             yield ConfigIssue(key, "has no effect with gamma=0: leave it out, or raise gamma")
+    if config.gamma > 0 and config.lambd == 0 and _is_changed(config, "vtrace_c_bar"):
+        yield ConfigIssue("vtrace_c_bar", "has no effect with lambd=0: leave it out, or raise lambd")
     if config.adv_estimator == "gigpo" and not config.step_reward_weight and _is_changed(config, "step_reward_gamma"):
         yield ConfigIssue("step_reward_gamma", "has no effect with step_reward_weight=0: leave it out")
-    if config.ratio_type == "sequence-token" and config.pg_variant in ("tis", "cispo", "topr"):
-        yield ConfigIssue(
-            "ratio_type",
-            f"sequence-token equals sequence with pg_variant={config.pg_variant}, whose weight has no gradient: take "
-            "sequence",
-        )
 
 
 def _check_on_policy(config: LearnerConfig) -> Iterator[ConfigIssue]:

@@ -235,9 +235,11 @@ class LearnerConfig(AlgorithmConfig):
     output_dir: Path = Path("runs/offbeat")
     """Folder of checkpoints, metrics and logs."""
     pretrain: str = "tiny"
-    """Local Hugging Face folder of the initial policy, or `tiny` (configured by key `tiny`)."""
+    """Local Hugging Face folder of the initial policy, a model of the hub (`ORGANIZATION/NAME`, pinned by `@REVISION`), or
+    `tiny` (configured by key `tiny`).
+    """
     reward_pretrain: str | None = Field(default=None, min_length=1)
-    """Folder of the critic's first weights, unless `critic.model_args.model_name_or_path` is set; None: the policy's."""
+    """Model of the critic's first weights, unless `critic.model_args.model_name_or_path` is set; None: the policy's."""
     tiny: TinyPolicyConfig = TinyPolicyConfig()
     warm_start: WarmStartConfig | None = None
     """Supervised fine-tuning before training; None skips it."""

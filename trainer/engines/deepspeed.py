@@ -28,6 +28,7 @@ from offbeat.trainer.engines.param_groups import (
 )
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.engines.rank_passes import OnRanks
+from offbeat.trainer.engines.state_files import load_deepspeed_state
 from offbeat.trainer.models.lora import merged_weights, unmerged_weights
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.value_head import HEAD
@@ -37,6 +38,8 @@ WRAPPER = "model."
 TAG = "state"
 STAGE_FILE = "zero_stage.json"
 """ZeRO stage of the checkpoint, and the type of its gradient sums, on which DeepSpeed's optimizer depends at stage 1."""
+SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
+"""Programs that DeepSpeed adds to its checkpoints."""
 NAME_OF_DTYPE = {"torch.bfloat16": "bf16", "torch.float32": "fp32"}
 MAX_BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's default."""
@@ -78,6 +81,7 @@ class DeepSpeedEngine(OnRanks):
         self._engine = _deepspeed().initialize(
             model=module, optimizer=self._moments, config=merge_settings(config, strategy.strategy_config)
         )[0]
+        self._engine.checkpoint_engine.load = load_deepspeed_state
 
     def train(
         self, batch: Sequence[PackedInput], loss: LossFunction[Any], hyperparameters: Hyperparameters
@@ -131,6 +135,8 @@ class DeepSpeedEngine(OnRanks):
         self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
         if self.rank == 0:
             (folder / STAGE_FILE).write_text(json.dumps({"stage": self._stage, "grad_accum": self._grad_accum}))
+            for script in SCRIPTS:
+                (folder / script).unlink(missing_ok=True)
 
     def load(self, folder: Path) -> None:
         stage, grad_accum = _layout_of(folder, default=str(self._engine.get_data_types()[0]))
@@ -143,6 +149,10 @@ class DeepSpeedEngine(OnRanks):
             raise RuntimeError(
                 f"{folder} was written with gradients summed in {grad_accum}, but this engine sums in {self._grad_accum}: "
                 f"set actor_train.strategy_args.strategy_config.data_types.grad_accum_dtype={NAME_OF_DTYPE[grad_accum]}"
+            )
+        if self._engine.load_universal_checkpoint():  # which DeepSpeed unpickles by itself
+            raise RuntimeError(
+                f"{folder} is no universal checkpoint: leave out strategy_config.checkpoint.load_universal"
             )
         path, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
         if path is None:

@@ -26,6 +26,7 @@ from offbeat.trainer.engines.param_groups import (
 )
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.engines.rank_passes import OnRanks
+from offbeat.trainer.engines.state_files import StateFileError, StatePlanner, StateReader
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.value_head import HEAD
 
@@ -108,10 +109,12 @@ class FSDP2Engine(OnRanks):
     def load(self, folder: Path) -> None:
         model, optimizer = get_state_dict(self._module, self._optimizer)
         state = {"model": model, "optimizer": optimizer}
+        reader = StateReader(folder)
         try:
-            loading.load(state, checkpoint_id=folder)
-        except (CheckpointException, KeyError, ValueError) as error:
-            raise RuntimeError(f"{folder} has no state of this engine: {error}") from error
+            reader.read_metadata()
+            loading.load(state, storage_reader=reader, planner=StatePlanner())
+        except (CheckpointException, KeyError, ValueError, FileNotFoundError) as error:
+            raise _state_file_error(error) or RuntimeError(f"{folder} has no state of this engine: {error}") from error
         set_state_dict(
             self._module, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
@@ -122,3 +125,9 @@ class FSDP2Engine(OnRanks):
 def _layers(module: nn.Module) -> list[nn.Module]:
     lists = [child for child in module.modules() if isinstance(child, nn.ModuleList) and len(child)]
     return list(max(lists, key=len)) if lists else []
+
+
+def _state_file_error(error: Exception) -> StateFileError | None:
+    """Return the refusal among the failures of the ranks."""
+    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+    return next((cause for cause, _ in failures if isinstance(cause, StateFileError)), None)

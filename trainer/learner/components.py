@@ -42,8 +42,8 @@ def build_components(
         publisher=publisher,
         trainer=trainer,
         checkpoints=checkpoints,
-        batch_log=BatchLog(run.output_dir, config.record_batches),
-        evaluations=Evaluations(buffer, sink, log, run.output_dir / EVALUATIONS, checkpoints.score),
+        batch_log=BatchLog(run.output_dir, config.record_batches, buffer.epoch),
+        evaluations=Evaluations(buffer, sink, log, run.output_dir / EVALUATIONS, checkpoints.score, epoch=buffer.epoch),
         intake=GroupIntake(
             buffer=buffer,
             config=config,

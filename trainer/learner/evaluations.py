@@ -5,6 +5,7 @@ Invariant: each evaluation is recorded once, even if the learner is replaced.
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from offbeat.services.telemetry import (
     Partial,
     mean,
 )
+from offbeat.trainer.training.fenced_folder import FencedFolder
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +95,14 @@ class Evaluations:
         log: EvaluationLog,
         folder: Path,
         score: Callable[[int, float], None] = lambda _step, _value: None,
+        *,
+        epoch: int = 0,
     ) -> None:
-        """score: receives sampled success, or reward if envs report no success."""
+        """score: receives sampled success, missing ones as failures, or reward if envs report no success. epoch: the
+        learner's lease.
+        """
+        self._epoch = epoch
+        self._files: FencedFolder | None = None
         self._score = score
         self._buffer = buffer
         self._sink = sink
@@ -155,7 +163,8 @@ class Evaluations:
         self._sink.append(MetricRecord("eval", values, step=evaluation.step, labels=labels))
         if evaluation.sampling == "sampled" and "reward" in values:
             self._score(evaluation.step, values.get("success", values["reward"]).value)
-        shown = ", ".join(f"{name} {values[name].value:.3f}" for name in ("success", "reward") if name in values)
+        names = ("success", "success_missing", "reward")
+        shown = ", ".join(f"{name} {values[name].value:.3f}" for name in names if name in values)
         logger.info("evaluation %s of %d episodes: %s", evaluation.eval_id, len(trajectories), shown)
         self._log.put(evaluation.eval_id, RECORDED)
         self._recorded.add(evaluation.eval_id)
@@ -167,20 +176,18 @@ class Evaluations:
             {"tag": t.tag, "seed": t.seed, "reward": t.reward, "metrics": t.metrics, "text": list(t.text)}
             for t in trajectories
         ]
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"{evaluation.eval_id}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        path.with_suffix(TOKENS).write_bytes(encode_trajectories(trajectories))
+        self._files = self._files or FencedFolder(self._folder, self._epoch)
+        self._files.write(f"{evaluation.eval_id}.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+        self._files.write(f"{evaluation.eval_id}{TOKENS}", encode_trajectories(trajectories))
 
 
 def _values(evaluation: Evaluation, trajectories: list[Trajectory]) -> dict[str, Partial]:
     failed = Partial("sum", float(evaluation.num_episodes - len(trajectories)))
     if not trajectories:
         return {"episodes_failed": failed}
-    success = [t.metrics["success"] for t in trajectories if "success" in t.metrics]
     versions = [span for t in trajectories if (span := t.version_range())]
     return {
-        **({"success": mean(success)} if success else {}),
+        **_success(trajectories, evaluation.num_episodes),
         "reward": mean(t.reward for t in trajectories),
         "turns": mean(float(len(t.turns)) for t in trajectories),
         "episodes": Partial("sum", float(len(trajectories))),
@@ -188,3 +195,24 @@ def _values(evaluation: Evaluation, trajectories: list[Trajectory]) -> dict[str,
         "version_min": Partial("min", float(min((low for low, _ in versions), default=evaluation.step))),
         "version_max": Partial("max", float(max((high for _, high in versions), default=evaluation.step))),
     }
+
+
+def _success(trajectories: list[Trajectory], num_episodes: int) -> dict[str, Partial]:
+    """Return mean success and the share of episodes without one, which count as failures.
+
+    Tags none of whose episodes report success have none; failed episodes count as those of other tags.
+    """
+    reported = {t.tag for t in trajectories if _reports_success(t)}
+    if not reported:
+        return {}
+    values = [t.metrics["success"] for t in trajectories if _reports_success(t)]
+    num_missing = num_episodes - len(trajectories) + sum(t.tag in reported for t in trajectories) - len(values)
+    count = float(len(values) + num_missing)
+    return {
+        "success": Partial("mean", sum(values), count),
+        "success_missing": Partial("mean", float(num_missing), count),
+    }
+
+
+def _reports_success(trajectory: Trajectory) -> bool:
+    return math.isfinite(trajectory.metrics.get("success", math.nan))

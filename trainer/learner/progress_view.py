@@ -11,18 +11,18 @@ from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 
-from offbeat.services.telemetry import Partial
+from offbeat.services.telemetry import Partial, format_rate
 
 LINE_INTERVAL_S = 10.0
 """Minimum interval of lines, except for phase changes."""
 NO_DIGITS = str.maketrans("", "", "0123456789")
 SHOWN = {
-    "reward": ("reward", "{:.2f}"),
-    "success": ("success", "{:.2f}"),
-    "staleness": ("staleness", "{:.1f}"),
-    "tokens_per_busy_s": ("tokens/s", "{:,.0f}"),
-    "time/wait_s": ("waited", "{:.1f} s"),
-    "time/train_s": ("trained", "{:.1f} s"),
+    "reward": ("reward", "{:.2f}".format),
+    "success": ("success", "{:.2f}".format),
+    "staleness": ("staleness", "{:.1f}".format),
+    "tokens_per_busy_s": ("tokens/s", format_rate),
+    "time/wait_s": ("waited", "{:.1f} s".format),
+    "time/train_s": ("trained", "{:.1f} s".format),
 }
 """Metric -> label and format."""
 
@@ -120,7 +120,7 @@ class LearnerTerminalView:
 
 def describe_step(values: Mapping[str, Partial]) -> str:
     """Return a step's main metrics."""
-    shown = ((label, form.format(values[name].value)) for name, (label, form) in SHOWN.items() if name in values)
+    shown = ((label, form(values[name].value)) for name, (label, form) in SHOWN.items() if name in values)
     return "  ".join(f"{label} {figure}" for label, figure in shown)
 
 

@@ -119,10 +119,9 @@ def step_values(
     staleness = [float(step - group.oldest_version) for group in taken.groups]
     computed = gauges.get("tokens/computed", Partial("sum", 0.0)).total
     busy_s = seconds.get("train", 0.0)
-    renamed = {name: f"actor/{name}" for name in ("mismatch_kl", "mismatch_kl_fresh", "mismatch_abs_max")}
     return {
+        "tokens_trained": Partial("sum", 0.0),
         **gauges,
-        **{name: gauges[gauge] for name, gauge in renamed.items() if gauge in gauges},
         **_consumed(taken.groups),
         "staleness": mean(staleness),
         "staleness_max": Partial("max", max(staleness)),
@@ -130,7 +129,6 @@ def step_values(
         "groups_without_signal": Partial("sum", float(len(taken.groups) - len(taken.trained))),
         "groups_trained_stale": Partial("sum", float(taken.num_stale)),
         **{f"groups_dropped/{reason}": Partial("sum", float(n)) for reason, n in taken.dropped.items()},
-        "tokens_trained": Partial("sum", computed),
         **({"tokens_per_busy_s": Partial("mean", computed, busy_s)} if computed and busy_s else {}),
         **{f"time/{name}_s": mean([value]) for name, value in seconds.items()},
     }

@@ -102,10 +102,10 @@ def batch_gauges(
         return {}
     lengths = torch.bincount(batch.trajectory, minlength=len(batch.episode_reward)).float()
     out = {
-        **_spread("critic/rewards", batch.episode_reward),
-        **_spread("critic/advantages", advantages),
+        **_spread("shaped_reward", batch.episode_reward),
+        **_spread("advantage", advantages),
         **_spread("tokens/response_length", lengths),
-        "tokens/trained": Partial("sum", float(batch.num_sampled)),
+        "tokens_trained": Partial("sum", float(batch.num_sampled)),
         "tokens/computed": Partial("sum", float(batch.num_tokens)),
     }
     if returns is not None and values is not None:

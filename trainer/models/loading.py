@@ -55,12 +55,12 @@ def _load(auto: Any, folder: Path, args: ModelArgs, seed: int) -> PreTrainedMode
     attention = _attention_implementation(args, has_vision=auto is AutoModelForImageTextToText)
     dtype = getattr(torch, args.dtype)
     if has_weights(folder):
-        model = auto.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+        model = auto.from_pretrained(folder, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
     else:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            config = AutoConfig.from_pretrained(folder)
-            model = auto.from_config(config, dtype=dtype, attn_implementation=attention)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            model = auto.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
     if args.shared_prefix and model.config.model_type not in PREFIX_SHARING_TYPES:
         raise ValueError(
             f"shared_prefix is not tested with {model.config.model_type!r}, only with {', '.join(PREFIX_SHARING_TYPES)}: "

@@ -4,12 +4,14 @@ Invariants: a new adapter changes no output; only adapters are trained; checkpoi
 Hugging Face names.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from offbeat.trainer.config.learner import ModelArgs
@@ -91,6 +93,24 @@ def unmerged_weights(module: nn.Module, wrapper: str) -> Iterator[ExportedWeight
         else:
             exported_name = name.replace(BASE, ".")
         yield ExportedWeight(exported_name, [parameter], parameter.detach)
+
+
+def save_adapter(folder: Path, factors: Mapping[str, Tensor], args: ModelArgs, base: Path) -> None:
+    """Write an adapter in PEFT's form. factors: under PEFT's names."""
+    from peft import LoraConfig  # noqa: PLC0415
+
+    layers = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in factors})
+    config = LoraConfig(
+        r=args.lora_rank,
+        lora_alpha=args.adapter_alpha,  # pyright: ignore[reportArgumentType]
+        target_modules=layers,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(base.resolve()),
+        inference_mode=True,
+    )
+    folder.mkdir()
+    config.save_pretrained(str(folder))
+    save_file(dict(factors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def _merged(name: str, layer: Any) -> ExportedWeight:

@@ -3,6 +3,7 @@
 Invariant: only the lease holder reads or writes the run; after any exit, the next learner can resume.
 """
 
+import errno
 import logging
 import os
 import socket
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +26,7 @@ from offbeat.services.telemetry import RedisMetrics
 from offbeat.services.weights.locality import check_reach
 from offbeat.services.weights.publisher import RedisWeightPublisher
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
+from offbeat.trainer.learner.checkpointing import RETRY_INTERVAL_S
 from offbeat.trainer.learner.components import build_components
 from offbeat.trainer.learner.evaluations import RedisEvaluationLog
 from offbeat.trainer.learner.loop import Learner
@@ -43,7 +46,7 @@ from offbeat.trainer.process.signals import stop_on_signals
 from offbeat.trainer.run import LearnerRun, is_ending, read_run
 from offbeat.trainer.trackers.metrics_writer import MetricsWriter
 from offbeat.trainer.trackers.supervisor import TrackerProcesses, make_start_messages
-from offbeat.trainer.training.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
+from offbeat.trainer.training.checkpoint import Checkpoint, CheckpointStore, read_checkpoint, read_epoch
 from offbeat.trainer.training.policy_trainer import PolicyTrainer, Trainer
 from offbeat.trainer.watchdog import Watchdog, kill_if_hung
 
@@ -138,7 +141,10 @@ class LearnerProcess:
         self._startup.lap("imports")
         timeout_s = self._run.config.buffer.learner_timeout_s
         owner = owner_of(os.getpid())
-        lease = LearnerLease(self._redis, self._run.run_id, owner, timeout_s, on_lost=self._lost.set)
+        newest_epoch = partial(read_epoch, self._run.checkpoints)
+        lease = LearnerLease(
+            self._redis, self._run.run_id, owner, timeout_s, on_lost=self._lost.set, newest_epoch=newest_epoch
+        )
         self._view.show_phase("loading the policy")
         with process_group(ranks, self._run.config.actor_train.backend_timeout) as ranks:
             with _as_control_error("the policy can't be built"):
@@ -171,8 +177,9 @@ class LearnerProcess:
         )
         try:
             buffer = RedisLearnerBuffer(self._redis, run.run_id, epoch, order=run.config.buffer.order)
-            learner = self._build_learner(trainer, vocab_size, publisher, buffer, ranks)
-            checkpoint = self._find_checkpoint()
+            checkpoints = self._open_checkpoints(epoch)
+            learner = self._build_learner(trainer, vocab_size, publisher, buffer, checkpoints, ranks)
+            checkpoint = self._find_checkpoint(checkpoints)
             resumed_step = 0
             if checkpoint is not None:
                 self._resume(learner, checkpoint, ranks)
@@ -235,6 +242,7 @@ class LearnerProcess:
         vocab_size: int,
         publisher: RedisWeightPublisher,
         buffer: RedisLearnerBuffer,
+        checkpoints: CheckpointStore,
         ranks: Ranks,
     ) -> Learner:
         run = self._run
@@ -244,7 +252,7 @@ class LearnerProcess:
             vocab_size=vocab_size,
             publisher=publisher,
             buffer=buffer,
-            checkpoints=CheckpointStore(run.checkpoints, run.config.max_ckpt_to_keep),
+            checkpoints=checkpoints,
             sink=self._metrics,
             log=RedisEvaluationLog(self._redis, run.run_id),
             reporter=self._reporter,
@@ -264,11 +272,22 @@ class LearnerProcess:
         check_reach(self._redis, self._run.run_id, self._run.config.weights)
         return self._stop.is_set() or self._lost.is_set() or is_ending(self._redis, self._run.run_id)
 
-    def _find_checkpoint(self) -> Checkpoint | None:
+    def _open_checkpoints(self, epoch: int) -> CheckpointStore:
+        """Take over the checkpoints, once the disk has room for a folder."""
+        while True:
+            try:
+                return CheckpointStore(self._run.checkpoints, self._run.config.max_ckpt_to_keep, epoch)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or self._should_stop():
+                    raise
+                self._reporter.set_problem(f"{self._run.checkpoints} can't be written ({error})")
+                self._reporter.set_activity("no_room", step=0)
+                time.sleep(RETRY_INTERVAL_S)
+
+    def _find_checkpoint(self, checkpoints: CheckpointStore) -> Checkpoint | None:
         """Return the run's newest checkpoint (any lineage with `true`), else the configured one."""
         requested = self._run.config.resume_from_checkpoint
-        store = CheckpointStore(self._run.checkpoints, self._run.config.max_ckpt_to_keep)
-        newest = store.newest_complete(None if requested is True else self._run.lineage)
+        newest = checkpoints.newest_complete(None if requested is True else self._run.lineage)
         return read_checkpoint(requested) if newest is None and isinstance(requested, Path) else newest
 
 

@@ -1,8 +1,10 @@
-"""`metrics.jsonl`: every metric record exactly once, across learner restarts.
+"""`metrics.jsonl`: every metric record, across learner restarts.
 
-Invariant: complete lines never move, so byte offsets stay valid.
+Invariants: complete lines never move, so byte offsets stay valid; an append is one write. A learner that was stopped and
+wakes after its replacement may append lines again; `read_records` returns each once.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from offbeat.services.jsonl import LinesFile, last_lines
 from offbeat.services.telemetry import MetricRecord
 
 METRICS_FILE = "metrics.jsonl"
@@ -20,34 +23,43 @@ class MetricsFile:
     """One JSON object per record: id, time, source, step, labels, values (null if not finite)."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.position = _last_position(path)
-        """Stream id of the last record in the file, or `0`."""
-        self._file = path.open("a", encoding="utf-8")
+        self._lines = LinesFile(path)  # first: it removes a cut last line, which must be written again
+        self.position = _newest_id(path)
+        """Stream id of the newest record in the file, or `0`."""
+        self._rows: list[dict[str, Any]] = []
 
     def write(self, entry_id: str, record: MetricRecord) -> None:
-        """Append a record."""
+        """Append a record with the next `flush`."""
         values = {name: p.value if math.isfinite(p.value) else None for name, p in record.values.items()}
         row = {"id": entry_id, "time": record.time, "source": record.source, "step": record.step}
-        self._file.write(json.dumps({**row, "labels": record.labels, "values": values}) + "\n")
+        self._rows.append({**row, "labels": record.labels, "values": values})
 
     def flush(self) -> None:
-        """Make records visible to readers."""
-        self._file.flush()
+        """Write the records. Raises OSError; repeatable."""
+        if self._rows:
+            self._lines.append(self._rows)
+            self._rows = []
 
     def close(self) -> None:
-        self._file.close()
+        """Write the records and close the file."""
+        try:
+            self.flush()
+        finally:
+            self._lines.close()
 
 
-def _last_position(path: Path) -> str:
-    """Return the last complete line's id; truncate an incomplete one."""
-    if not path.exists():
-        return "0"
-    lines = path.read_bytes().splitlines(keepends=True)
-    complete = [line for line in lines if line.endswith(b"\n")]
-    if len(complete) < len(lines):
-        path.write_bytes(b"".join(complete))
-    return str(json.loads(complete[-1])["id"]) if complete else "0"
+def _newest_id(path: Path) -> str:
+    ids = [str(row["id"]) for row in last_lines(path) if "id" in row]
+    return max(ids, key=lambda text: tuple(map(int, text.split("-"))), default="0")
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield each record once."""
+    seen: set[bytes] = set()
+    for line in read_lines(path, 0, 0):
+        if line.record is not None and line.digest not in seen:
+            seen.add(line.digest)
+            yield line.record
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +72,7 @@ class Line:
     """Byte offset of the next line."""
     record: dict[str, Any] | None
     """None without a valid record."""
+    digest: bytes = b""
 
 
 def read_lines(path: Path, number: int, offset: int) -> Iterator[Line]:
@@ -73,7 +86,7 @@ def read_lines(path: Path, number: int, offset: int) -> Iterator[Line]:
                 if not line.endswith(b"\n"):
                     return
                 number, offset = number + 1, offset + len(line)
-                yield Line(number, offset, _record(line))
+                yield Line(number, offset, _record(line), hashlib.blake2b(line, digest_size=16).digest())
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

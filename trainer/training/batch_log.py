@@ -1,9 +1,9 @@
 """Recorded batches, for `offbeat learner reproduce`.
 
-Invariants: writes are atomic, in the background; a checkpoint's batches are written before it.
+Invariants: writes are atomic, in the background, and only by the newest learner that has written any; a checkpoint's
+batches are written before it.
 """
 
-import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +11,10 @@ from typing import cast
 
 import msgpack
 
-from offbeat.services.errors import CodecError
+from offbeat.services.errors import CodecError, FencedError
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.data.step_batch import StepBatch
+from offbeat.trainer.training.fenced_folder import FencedFolder
 
 FOLDER = "batches"
 PREFIX, SKIPPED, SUFFIX = "step-", "skipped-", ".msgpack"
@@ -32,9 +33,11 @@ class RecordedBatch:
 class BatchLog:
     """Recorded batches, numbered by the version they produced."""
 
-    def __init__(self, output_dir: Path, max_kept: int = 0) -> None:
-        """max_kept: newest batches to keep; those with a non-finite gradient are always kept."""
+    def __init__(self, output_dir: Path, max_kept: int = 0, epoch: int = 0) -> None:
+        """max_kept: newest batches to keep; those with a non-finite gradient are always kept. epoch: the writer's lease."""
         self._folder = output_dir / FOLDER
+        self._epoch = epoch
+        self._files: FencedFolder | None = None
         self._max_kept = max_kept
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-log")
         self._pending: list[tuple[tuple[RecordedBatch, str, int], Future[None]]] = []
@@ -53,11 +56,14 @@ class BatchLog:
 
         Raises:
             OSError: a write failed; it is repeated, and the next call waits for it.
+            FencedError: a newer learner writes batches.
         """
         pending, self._pending = self._pending, []
         errors: list[BaseException] = []
         for arguments, write in pending:
             if error := write.exception():
+                if isinstance(error, FencedError):
+                    raise error
                 errors.append(error)
                 self._submit(*arguments)
         if errors:
@@ -91,18 +97,15 @@ class BatchLog:
         self._pending.append((arguments, self._thread.submit(self._write, *arguments)))
 
     def _write(self, recorded: RecordedBatch, prefix: str, max_kept: int) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._files = self._files or FencedFolder(self._folder, self._epoch)
         step, *body = recorded.batch.pack()
         version = cast(int, step) + 1
-        path = self._folder / f"{prefix}{version:06d}{SUFFIX}"
-        temporary = path.with_name(f".{path.name}")
-        with temporary.open("wb") as file:
-            file.write(cast(bytes, msgpack.packb([SCHEMA, version, recorded.learning_rate, *body])))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-        for old in sorted(self._folder.glob(f"{prefix}*{SUFFIX}"))[:-max_kept]:
-            old.unlink(missing_ok=True)
+        name = f"{prefix}{version:06d}{SUFFIX}"
+        self._files.write(name, cast(bytes, msgpack.packb([SCHEMA, version, recorded.learning_rate, *body])))
+        # Later ones are of steps that are being trained again
+        earlier = [path.name for path in sorted(self._folder.glob(f"{prefix}*{SUFFIX}")) if path.name < name]
+        for old in earlier[: max(0, len(earlier) - (max_kept - 1))]:
+            self._files.remove(old)
 
 
 def _is_written(write: Future[None]) -> bool:

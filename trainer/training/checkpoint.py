@@ -1,29 +1,41 @@
 """Atomic, verified checkpoints.
 
 Layout of `checkpoints/step-000020`: a Hugging Face folder (weights, configuration, tokenizer), `state/` (engine state),
-`learner.json` (`LearnerState`), `manifest.json` (size and CRC of every other file).
-
-Invariant: a `step-...` folder was complete and synced when renamed; one damaged later is skipped. `best` links to the
+`learner.json` (`LearnerState`), `manifest.json` (size and CRC of every other file). `checkpoints/manifest.json` lists the
+checkpoints in the order of writing, with their lineage, and the epoch of the learner that wrote it. `best` links to the
 step with the best evaluation, kept in addition to the newest.
+
+Invariants: a `step-...` folder was complete and synced when renamed; one damaged later is skipped. Only the learner with
+the newest lease adds, replaces or removes anything (`offbeat.trainer.training.fenced_folder`).
 """
 
 import itertools
 import json
 import logging
 import math
-import os
+import re
 import shutil
-import socket
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+
+from offbeat.services.errors import FencedError
+from offbeat.trainer.training.durable_files import sync_tree, write_json
+from offbeat.trainer.training.fenced_folder import (
+    EPOCH,
+    REMOVED,
+    FencedFolder,
+    delete,
+    entries,
+    newest_epoch_folder,
+    staged_entries,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +45,7 @@ PREFIX = "step-"
 TEMPORARY = ".writing-"
 BEST, SCORE = "best", "best.json"
 READ_SIZE = 1 << 22
-ABANDONED_AFTER_S = 3600.0
-"""Age at which another host's temporary folder is removed."""
-_WRITER = f"{socket.gethostname()}~{os.getpid()}"
-_SEQUENCE = itertools.count()
+SCHEMA = 1
 
 
 class CheckpointError(Exception):
@@ -62,6 +71,8 @@ class LearnerState:
     config: dict[str, Any] = field(default_factory=dict[str, Any])
     serial: int = field(default=0, compare=False)
     """Order of writing, which may differ from step order."""
+    epoch: int = field(default=0, compare=False)
+    """Lease epoch of the writer; 0 in checkpoints of earlier builds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +83,52 @@ class Checkpoint:
     state: LearnerState
 
 
-class CheckpointStore:
-    """Checkpoints of one folder."""
+@dataclass(frozen=True, slots=True)
+class ListedCheckpoint:
+    """Checkpoint in the manifest."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self._folder = folder
+    name: str
+    step: int
+    lineage: str
+    serial: int
+    epoch: int
+
+
+class CheckpointStore:
+    """Writer of a folder's checkpoints in one lease epoch."""
+
+    def __init__(self, folder: Path, keep: int, epoch: int) -> None:
+        """Take the folder over from earlier learners.
+
+        Raises:
+            FencedError: a learner of this or a later epoch has it.
+        """
+        if (newest := read_epoch(folder)) > epoch:
+            raise FencedError(f"{folder} was written by a learner of epoch {newest}; this learner's epoch is {epoch}")
         self._keep = keep
+        self._folder = folder
+        self._files = FencedFolder(folder, epoch)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._temporary: list[Path] = []
+        self._sequence = itertools.count()
+        self._listed = self._adopt()
+        self._remove_unfinished()
+        try:
+            self._write_manifest(self._listed)
+        except OSError as error:  # a full disk; written with the next checkpoint
+            logger.warning("%s can't be written: %s", folder / MANIFEST, error)
+
+    def _adopt(self) -> list[ListedCheckpoint]:
+        """Return the folder's checkpoints, oldest first, those that were complete but not yet named included."""
+        for path in self._files.taken_over():
+            earlier = self._folder / path.name
+            if not _is_checkpoint(path) or (earlier.exists() and _describe(earlier).serial > _describe(path).serial):
+                continue
+            with suppress(CheckpointError):
+                read_checkpoint(path)
+                self._replace(path, path.name)
+        named = {each.name: each for each in read_manifest(self._folder)}
+        paths = [path for path in entries(self._folder) if _is_checkpoint(path)]
+        return sorted((_describe(path, named.get(path.name)) for path in paths), key=_order)
 
     def save(self, state: LearnerState, write: Callable[[Path], None]) -> "Future[Path]":
         """Write a checkpoint; the future is done once it is durable and old ones are removed.
@@ -89,63 +138,73 @@ class CheckpointStore:
 
         Raises:
             UnsavedError: the write failed, here or in the future.
+            FencedError: another learner has taken the folder, here or in the future.
         """
-        target = self._folder / f"{PREFIX}{state.step:06d}"
-        temporary = self._folder / f"{TEMPORARY}{_WRITER}-{next(_SEQUENCE)}-{target.name}"
-        with _remove_if_unsaved(temporary):
-            self._folder.mkdir(parents=True, exist_ok=True)
+        name = f"{PREFIX}{state.step:06d}"
+        # Not inside the epoch's folder: a library that makes missing parents would bring that back
+        temporary = self._folder / f"{TEMPORARY}{self._files.epoch:06d}-{next(self._sequence)}-{name}"
+        serial = 1 + max((each.serial for each in self._listed), default=0)
+        state = replace(state, serial=serial, epoch=self._files.epoch)
+        self._files.check()
+        with self._unsaved_if_failing(temporary):
             temporary.mkdir()
-            self._temporary.append(temporary)
             write(temporary)
-            serial = 1 + max((_serial_of(path) for path in self._folder.glob(f"{PREFIX}*")), default=0)
-            _write_json(temporary / LEARNER, asdict(replace(state, serial=serial)))
-        return self._thread.submit(self._make_durable, temporary, target)
+            write_json(temporary / LEARNER, asdict(state))
+        listed = ListedCheckpoint(name, state.step, state.lineage, serial, state.epoch)
+        return self._thread.submit(self._make_durable, temporary, listed)
 
-    def _make_durable(self, temporary: Path, target: Path) -> Path:
-        with _remove_if_unsaved(temporary):
-            self._rename(temporary, target)
-        self._remove_old(target)
-        return target
+    def _make_durable(self, temporary: Path, new: ListedCheckpoint) -> Path:
+        with self._unsaved_if_failing(temporary):
+            digests = {str(p.relative_to(temporary)): _fingerprint(p) for p in _files(temporary)}
+            write_json(temporary / MANIFEST, digests)
+            sync_tree(temporary)
+            self._publish(temporary, new.name)
+            others = [each for each in self._listed if each.name != new.name]
+            self._listed = [*others, new]
+            retained = self._retained(others, new)
+            self._write_manifest(retained)
+        removed, self._listed = [each for each in others if each not in retained], retained
+        for each in removed:
+            try:
+                self._files.remove(each.name)
+            except OSError as error:  # it is no longer in the manifest
+                logger.warning("checkpoint %s can't be removed: %s", self._folder / each.name, error)
+        self._remove_unfinished()
+        return self._folder / new.name
 
-    def _rename(self, temporary: Path, target: Path) -> None:
-        _write_json(temporary / MANIFEST, {str(p.relative_to(temporary)): _fingerprint(p) for p in _files(temporary)})
-        _sync(temporary)
-        if target.exists():
-            self._replace_existing(target, temporary)
-        if temporary.exists():
-            temporary.rename(target)
-        _sync_folder(self._folder)
+    def _publish(self, temporary: Path, name: str) -> None:
+        """Give a complete checkpoint its name; one of that name is of another lineage, or damaged."""
+        # A successor publishes what it finds staged, so that the earlier one may go first
+        self._files.stage(temporary, name)
+        self._replace(name, name)
 
-    def _replace_existing(self, target: Path, temporary: Path) -> None:
-        """Replace a checkpoint that is damaged or of another lineage; one of the same lineage was written by a learner
-        presumed dead.
-        """
-        lineage = json.loads((temporary / LEARNER).read_text())["lineage"]
-        try:
-            same = read_checkpoint(target).state.lineage == lineage
-        except CheckpointError:
-            same = False
-        if same:
-            shutil.rmtree(temporary)
-            return
-        old = temporary.with_name(f"{temporary.name}-old")
-        target.rename(old)
-        temporary.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
+    def _replace(self, staged: str | Path, name: str) -> None:
+        earlier = self._files.take_away(name) if (self._folder / name).exists() else None
+        self._files.publish(staged, name)
+        if earlier is not None:
+            delete(earlier)
+
+    def _retained(self, others: list[ListedCheckpoint], new: ListedCheckpoint) -> list[ListedCheckpoint]:
+        """Return the newest by order of writing, the best, and `new`, oldest first."""
+        best = self._best()
+        candidates = [each for each in others if best is None or each.name != best[0]]
+        newest = candidates[len(candidates) - (self._keep - 1) :] if self._keep > 1 else []
+        return [*(each for each in others if each in newest or each not in candidates), new]
+
+    def _write_manifest(self, listed: list[ListedCheckpoint]) -> None:
+        tree = {"schema": SCHEMA, "epoch": self._files.epoch, "checkpoints": [asdict(each) for each in listed]}
+        self._files.write_json(MANIFEST, tree)
 
     def score(self, step: int, value: float) -> None:
-        """Record the score of `step` and update `best`."""
+        """Record the score of `step` and update `best`. Raises `FencedError`."""
         path = self._folder / f"{PREFIX}{step:06d}"
         best = self._best()
         # After a resume, the same step may have different weights and another score
         is_best = best is None or best[0] == path.name or best[1] <= value
         if not path.is_dir() or not math.isfinite(value) or not is_best:
             return
-        temporary = self._folder / f"{TEMPORARY}{_WRITER}-{BEST}"
-        _write_json(temporary, {"step": step, "score": value})
-        temporary.replace(self._folder / SCORE)
-        temporary.symlink_to(path.name)
-        temporary.replace(self._folder / BEST)
+        self._files.write_json(SCORE, {"step": step, "score": value})
+        self._files.link(BEST, path.name)
 
     def _best(self) -> tuple[str, float] | None:
         try:
@@ -157,50 +216,47 @@ class CheckpointStore:
 
     def newest_complete(self, lineage: str | None = None) -> Checkpoint | None:
         """Return a lineage's complete checkpoint of the highest step; without a lineage, the last written."""
-        paths = sorted(self._folder.glob(f"{PREFIX}*"), key=_step_of, reverse=True)
-        for path in paths if lineage is not None else sorted(paths, key=_serial_of, reverse=True):
-            try:
-                checkpoint = read_checkpoint(path)
-            except CheckpointError as error:
-                logger.warning("skipping checkpoint %s: %s", path, error)
-                continue
-            if lineage is None or checkpoint.state.lineage == lineage:
-                return checkpoint
-        return None
+        return newest_complete(self._folder, lineage)
 
-    def _remove_old(self, newest: Path) -> None:
-        best = self._best()
-        retained = {newest.name, best[0] if best else newest.name}
-        written = {path: path.stat().st_mtime for path in self._folder.glob(f"{PREFIX}*") if path.name not in retained}
-        # Newer ones belong to a learner that has taken over
-        older = [path for path in written if written[path] <= newest.stat().st_mtime]
-        for path in sorted(older, key=lambda p: written[p], reverse=True)[self._keep - 1 :]:
-            shutil.rmtree(path, ignore_errors=True)
-        for path in self._folder.glob(f"{TEMPORARY}*-{PREFIX}*"):
-            if path in self._temporary or _is_abandoned(path):
-                shutil.rmtree(path, ignore_errors=True)
+    def _remove_unfinished(self) -> None:
+        """Remove what dead or fenced learners, or a failed write, left behind."""
+        self._files.discard(EPOCH, REMOVED, PREFIX)
+        for path in self._folder.glob(f"{TEMPORARY}*"):
+            match = re.match(r"(\d+)-\d+-", path.name.removeprefix(TEMPORARY))
+            if match is None or int(match[1]) <= self._files.epoch:  # without an epoch: of an earlier build
+                delete(path)
+
+    @contextmanager
+    def _unsaved_if_failing(self, temporary: Path) -> Iterator[None]:
+        """Convert write errors to `UnsavedError` and remove the folder; libraries report a full disk as various errors."""
+        try:
+            yield
+        except (OSError, RuntimeError, SafetensorError) as error:
+            self._files.check()
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise UnsavedError(" ".join(str(error).split())) from error
 
 
-@contextmanager
-def _remove_if_unsaved(temporary: Path) -> Iterator[None]:
-    """Convert write errors to UnsavedError and remove the folder; libraries report a full disk as various errors."""
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise UnsavedError(" ".join(str(error).split())) from error
+def newest_complete(folder: Path, lineage: str | None = None) -> Checkpoint | None:
+    """Return a lineage's complete checkpoint of the highest step; without a lineage, the last written."""
+    # A learner that died while it replaced a checkpoint has left the new one in its epoch's folder
+    paths = (*entries(folder), *staged_entries(folder))
+    described = [(path, _describe(path)) for path in paths if _is_checkpoint(path)]
+    for path, _ in sorted(described, key=lambda pair: _order(pair[1], by_step=lineage is not None), reverse=True):
+        try:
+            checkpoint = read_checkpoint(path)
+        except CheckpointError as error:
+            logger.warning("skipping checkpoint %s: %s", path, error)
+            continue
+        if lineage is None or checkpoint.state.lineage == lineage:
+            return checkpoint
+    return None
 
 
-def _is_abandoned(temporary: Path) -> bool:
-    """Return whether the writer has exited or, on another host, is presumed dead."""
-    host, _, rest = temporary.name.removeprefix(TEMPORARY).partition("~")
-    try:
-        if host == socket.gethostname():
-            pid = int(rest.partition("-")[0])
-            return not Path(f"/proc/{pid}").exists()
-        return time.time() - temporary.stat().st_mtime > ABANDONED_AFTER_S
-    except (OSError, ValueError):
-        return False
+def last_written(folder: Path) -> ListedCheckpoint | None:
+    """Return the checkpoint that was written last, without verifying it."""
+    described = [_describe(path) for path in entries(folder) if _is_checkpoint(path)]
+    return max(described, key=_order, default=None)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -218,21 +274,46 @@ def read_checkpoint(path: Path) -> Checkpoint:
             if _fingerprint(path / name) != expected:
                 raise CheckpointError(f"{name} is damaged")
         tree = json.loads((path / LEARNER).read_text())
-        return Checkpoint(path, LearnerState(**{**tree, "entry_ids": tuple(tree["entry_ids"])}))
+        known = {each.name: tree[each.name] for each in fields(LearnerState) if each.name in tree}
+        return Checkpoint(path, LearnerState(**{**known, "entry_ids": tuple(tree["entry_ids"])}))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"not a complete checkpoint: {error}") from error
 
 
-def _step_of(path: Path) -> int:
-    digits = path.name.removeprefix(PREFIX)
-    return int(digits) if digits.isdigit() else -1
-
-
-def _serial_of(path: Path) -> int:
+def read_manifest(folder: Path) -> list[ListedCheckpoint]:
+    """Return the manifest's checkpoints, oldest first; none without a readable manifest."""
     try:
-        return int(json.loads((path / LEARNER).read_text())["serial"])
+        return [ListedCheckpoint(**each) for each in json.loads((folder / MANIFEST).read_text())["checkpoints"]]
     except (OSError, ValueError, KeyError, TypeError):
-        return 0
+        return []
+
+
+def read_epoch(folder: Path) -> int:
+    """Return the epoch of the newest learner that had the folder; 0 if none or unknown."""
+    try:
+        epoch = int(json.loads((folder / MANIFEST).read_text())["epoch"])
+    except (OSError, ValueError, KeyError, TypeError):
+        epoch = 0
+    return max(epoch, newest_epoch_folder(folder))
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return path.name.startswith(PREFIX) and path.name.removeprefix(PREFIX).isdecimal() and path.is_dir()
+
+
+def _describe(path: Path, listed: ListedCheckpoint | None = None) -> ListedCheckpoint:
+    """Return a checkpoint's own description; if unreadable, the manifest's, or one that is the first to be removed."""
+    step = int(path.name.removeprefix(PREFIX))
+    try:
+        tree = json.loads((path / LEARNER).read_text())
+        return ListedCheckpoint(path.name, step, tree["lineage"], int(tree["serial"]), int(tree.get("epoch", 0)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return listed or ListedCheckpoint(path.name, step, "", 0, 0)
+
+
+def _order(checkpoint: ListedCheckpoint, *, by_step: bool = False) -> tuple[int, int]:
+    serial, step = checkpoint.serial, checkpoint.step
+    return (step, serial) if by_step else (serial, step)
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -245,27 +326,3 @@ def _fingerprint(path: Path) -> list[int]:
         while chunk := file.read(READ_SIZE):
             crc = zlib.crc32(chunk, crc)
         return [file.tell(), crc]
-
-
-def _write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _sync(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            _sync_path(path, os.O_RDONLY)
-    for path in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
-        _sync_folder(path)
-
-
-def _sync_folder(folder: Path) -> None:
-    _sync_path(folder, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def _sync_path(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,13 +6,15 @@ reference start from the first weights, kept in the run's `start/` after a warm 
 
 import json
 import logging
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from offbeat.services.chat.append_only import load_chat_format
@@ -23,8 +25,10 @@ from offbeat.trainer.engines.base import TrainEngine
 from offbeat.trainer.engines.deepspeed import DeepSpeedEngine, DeepSpeedLogprobModel
 from offbeat.trainer.engines.frozen import AdapterFreeReference, FrozenModel, LogprobModel
 from offbeat.trainer.engines.process_group import Ranks, gather
+from offbeat.trainer.engines.state_files import load_tensors
 from offbeat.trainer.models.export import copy_model_files, export_weights
 from offbeat.trainer.models.loading import load_critic, load_policy
+from offbeat.trainer.models.lora import FACTORS, save_adapter
 from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tokenizer_check import check_same_tokens
 from offbeat.trainer.run import LearnerRun
@@ -139,9 +143,9 @@ class PolicyTrainer:
         if self._critic is not None:
             self._critic.load(folder / "state" / "critic")
         if self._reference is not None and (folder / REFERENCE).is_file():
-            self._reference.follow(load_file(folder / REFERENCE).items(), 1.0)
+            self._reference.follow(load_tensors(folder / REFERENCE).items(), 1.0)
         if self._rng_file(folder).is_file():  # there is none for a rank that the checkpoint's writer did not have
-            states = load_file(self._rng_file(folder))
+            states = load_tensors(self._rng_file(folder))
             torch.set_rng_state(states["cpu"])
             if "cuda" in states and torch.cuda.is_available():
                 torch.cuda.set_rng_state(states["cuda"])
@@ -166,6 +170,8 @@ class PolicyTrainer:
 
     def save(self, folder: Path) -> None:
         self._export(folder, self._policy)
+        if self._uses_adapters:
+            self._save_adapter(folder / "adapter")
         self._policy.save(folder / "state" / "policy")
         if self._critic is not None:
             self._critic.save(folder / "state" / "critic")
@@ -268,9 +274,8 @@ class PolicyTrainer:
         return DeepSpeedEngine(module, self._train.training_args, strategy, self._ranks)
 
     def _save_start(self, engine: TrainEngine[Any]) -> None:
-        staging = self._run.output_dir / f".{START}"
+        staging = self._start_staging()
         if self._ranks.rank == 0:
-            shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
         self._export(staging, engine)
         self._rename_to_start(staging)
@@ -278,9 +283,16 @@ class PolicyTrainer:
     def _rename_to_start(self, staging: Path) -> None:
         start = self._run.output_dir / START
         if self._ranks.rank == 0 and staging.is_dir():
-            shutil.rmtree(start, ignore_errors=True)
+            replaced = self._start_staging()
+            with suppress(FileNotFoundError):
+                start.rename(replaced)
             staging.rename(start)
+            shutil.rmtree(replaced, ignore_errors=True)
         gather(self._ranks, b"")  # barrier: all ranks read it next
+
+    def _start_staging(self) -> Path:
+        """Return a path that no other learner uses, one that was replaced while it was stopped included."""
+        return self._run.output_dir / f".{START}-{secrets.token_hex(4)}"
 
     def _find_start(self, checkpoint: Path) -> None:
         """Locate the reference's weights, also in the folder of another run's checkpoint.
@@ -291,11 +303,9 @@ class PolicyTrainer:
         if self._config.warm_start is None or not self._refers_to_start or self._uses_adapters:
             return
         own, other = self._run.output_dir / START, checkpoint.resolve().parent.parent / START
-        staging = self._run.output_dir / f".{START}"
-        if self._ranks.rank == 0:
-            shutil.rmtree(staging, ignore_errors=True)
-            if other.is_dir() and other != own.resolve():
-                shutil.copytree(other, staging)
+        staging = self._start_staging()
+        if self._ranks.rank == 0 and other.is_dir() and other != own.resolve():
+            shutil.copytree(other, staging)
         self._rename_to_start(staging)
         if not own.is_dir() and not (checkpoint / REFERENCE).is_file():
             raise RuntimeError(
@@ -310,6 +320,16 @@ class PolicyTrainer:
         else:
             for _ in engine.tensors():
                 pass
+
+    def _save_adapter(self, folder: Path) -> None:
+        tensors = self._policy.tensors(merged=False)  # on every rank: ZeRO-3 gathers them
+        factors = {
+            name: tensor.to("cpu", copy=True) for name, tensor in tensors if any(each in name for each in FACTORS)
+        }
+        start = self._run.output_dir / START
+        if self._ranks.rank == 0:
+            base = start if start.is_dir() else self._run.model_folder
+            save_adapter(folder, factors, self._train.model_args, base)
 
     def _rng_file(self, folder: Path) -> Path:
         return folder / "state" / f"rng-rank-{self._ranks.rank:05d}.safetensors"

@@ -17,7 +17,9 @@ from offbeat.benchmarks.peer.trl_worker.rollouts import EpisodeRunner
 def success(job: EvaluateJob, tokenizer: Any, folder: str) -> float:
     """Return the share of held-out tasks solved in one episode each."""
     torch.manual_seed(job.seed)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, job.dtype)).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, job.dtype), trust_remote_code=False
+    ).eval()
     player = EpisodeRunner(model, Chat(tokenizer, job.play.system_prompt), job.play, job.batch)
     parts = [job.task_seeds[i : i + job.batch] for i in range(0, len(job.task_seeds), job.batch)]
     successes = [episode.success for part in parts for episode in player.run_episodes(part)]
@@ -28,7 +30,7 @@ def main() -> None:
     job = read(Path(sys.argv[1]))
     assert isinstance(job, EvaluateJob)
     torch.set_num_threads(job.threads)
-    tokenizer = AutoTokenizer.from_pretrained(job.policy)
+    tokenizer = AutoTokenizer.from_pretrained(job.policy, trust_remote_code=False)
     successes = [success(job, tokenizer, folder) for folder in job.folders]
     Path(job.output).write_text(json.dumps(successes), encoding="utf-8")
 

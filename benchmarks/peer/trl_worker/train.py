@@ -149,8 +149,8 @@ def main() -> None:
     assert isinstance(job, TrainJob)
     torch.set_num_threads(job.threads)
     torch.manual_seed(job.seed)
-    tokenizer = AutoTokenizer.from_pretrained(job.policy)
-    model = AutoModelForCausalLM.from_pretrained(job.policy, dtype=getattr(torch, job.dtype))
+    tokenizer = AutoTokenizer.from_pretrained(job.policy, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(job.policy, dtype=getattr(torch, job.dtype), trust_remote_code=False)
     chat = Chat(tokenizer, job.play.system_prompt)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token_id = chat.pad_id

@@ -25,15 +25,14 @@ from offbeat.services.errors import RetryableError
 DONE, UNREACHABLE, REFUSED, UNKNOWN, CONFLICT, UNAUTHORIZED = 0, 1, 2, 3, 4, 5
 CODES = {401: UNAUTHORIZED, 403: UNAUTHORIZED, 404: UNKNOWN, 409: CONFLICT}
 """Exit codes of refusals; any other 4xx is REFUSED."""
-START_TIMEOUT_S = 120.0
-"""Long: the service resets the user's envs first."""
+TIMEOUT_S = 30.0
 
 
-def call(url: str, token: str | None, ask: Callable[[ControlClient], Awaitable[int]], timeout_s: float = 30.0) -> int:
+def call(url: str, token: str | None, ask: Callable[[ControlClient], Awaitable[int]]) -> int:
     """Call the service; print errors to stderr."""
 
     async def asked() -> int:
-        async with ControlClient(url, token=token, timeout_s=timeout_s) as client:
+        async with ControlClient(url, token=token, timeout_s=TIMEOUT_S) as client:
             return await ask(client)
 
     try:
@@ -96,7 +95,7 @@ def start_run(
         view = await client.create(json.dumps(tree))
         return show_answer(view, as_json=as_json, otherwise=lambda: view.id)
 
-    return call(url, token, ask, START_TIMEOUT_S)
+    return call(url, token, ask)
 
 
 def list_them(url: str, token: str | None, states: Sequence[str], name: str, limit: int, *, as_json: bool) -> int:
@@ -215,7 +214,8 @@ def delete_run(url: str, token: str | None, run_id: str, *, files: bool, as_json
 
     async def ask(client: ControlClient) -> int:
         gone = await client.delete(run_id, files=files)
-        lines = [f"{run_id} is forgotten", *(f"  removed {path}" for path in gone.files)]
+        lines = [f"{run_id} is forgotten"]
+        lines += [f"  removed {path}" for path in gone.files] + [f"  left {path}" for path in gone.left]
         return show_answer(gone, as_json=as_json, otherwise=lambda: "\n".join(lines))
 
     return call(url, token, ask)

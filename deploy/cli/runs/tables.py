@@ -8,6 +8,7 @@ from rich.table import Table
 
 from offbeat.deploy.cli.run_view import MARKS
 from offbeat.services.control.schemas import RunsView, RunView
+from offbeat.services.telemetry import format_rate
 
 
 def runs_table(listing: RunsView) -> Table:
@@ -51,7 +52,9 @@ def _rows(view: RunView) -> Iterator[tuple[str, str]]:
         yield "staleness", f"{view.staleness.mean:.2f} on average{maximum} (bound {view.staleness.bound:g})"
     if view.rates and any(view.rates.model_dump().values()):
         rates = view.rates
-        tokens = f"{rates.tokens_generated:,.0f} tokens/s generated, {rates.tokens_trained:,.0f} trained"
+        tokens = (
+            f"{format_rate(rates.tokens_generated)} tokens/s generated, {format_rate(rates.tokens_trained)} trained"
+        )
         yield "rates", f"{rates.trajectories:.1f} trajectories/s, {tokens}"
     yield from _ledger(view)
     for name, part in view.components.items():

@@ -3,28 +3,30 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from offbeat.deploy.config.checks.prompts import OnStep
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.chat.vision import FAMILIES, model_family
 from offbeat.services.rollout.tasks import train_task
 from offbeat.trainer.config.issue import ConfigIssue
 
 
-def check_episodes(config: RunConfig) -> Iterator[ConfigIssue]:
+def check_episodes(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
     """Yield invalid combinations."""
     for tag, env in config.custom_envs.items():
         if env.env_manager_cls != "TrajEnvManager" and env.agent_runner:
             yield ConfigIssue(f"custom_envs.{tag}.env_manager_cls", "an agent manages its own history: leave it out")
-    yield from _check_sampler(config)
+    yield from _check_sampler(config, on_step)
     yield from _check_vision(config)
 
 
-def _check_sampler(config: RunConfig) -> Iterator[ConfigIssue]:
+def _check_sampler(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
     """Draw one task, to report errors before the start."""
     key = "val_env_manager.task_sampler"
     if config.val_env_manager.task_sampler is not None:
         yield ConfigIssue(key, "evaluations always use the same tasks: set it in train_env_manager")
     if config.train_env_manager.task_sampler is None:
         return
+    on_step("train_env_manager.task_sampler", f"drawing a task of {config.train_env_manager.task_sampler.path}")
     try:
         train_task(config, config.seed, 0)
     except Exception as error:  # a user's class may raise anything

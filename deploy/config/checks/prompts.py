@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from offbeat.deploy.config.checks.trials import TrialError, refuse_failures, try_envs
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import MissingWordsError, collect_words
 from offbeat.envs import registry
@@ -15,7 +16,8 @@ from offbeat.envs.prompts import IMAGE, fill_template
 from offbeat.services.chat.messages import ChatMessage
 from offbeat.services.errors import RolloutError
 from offbeat.services.rollout.config import CustomEnv
-from offbeat.services.rollout.envs.runners import read_traits, render_png
+from offbeat.services.rollout.envs.runners import EnvTraits, read_traits, render_png
+from offbeat.services.rollout.envs.trial import Trial
 from offbeat.trainer.config.issue import ConfigIssue
 
 CountTokens = Callable[["FirstTexts", CustomEnv], int]
@@ -23,6 +25,14 @@ CountTokens = Callable[["FirstTexts", CustomEnv], int]
 
 Raises RolloutError if the template can't render it.
 """
+
+
+OnStep = Callable[[str, str], None]
+"""Observer of the checks that run user code: key, and what is being done."""
+
+
+def ignore_step(key: str, doing: str) -> None:
+    """Observe nothing."""
 
 
 class FirstTexts(NamedTuple):
@@ -40,19 +50,27 @@ class BrokenTokenizerError(Exception):
     """Unreadable `tokenizer.json`."""
 
 
-def check_first_prompts(config: RunConfig) -> list[ConfigIssue]:
-    """Check the chat template and each env's first prompt."""
+def check_first_prompts(config: RunConfig, on_step: OnStep = ignore_step, *, trial: bool = True) -> list[ConfigIssue]:
+    """Check the chat template and each env's first prompt.
+
+    trial: try the envs that are not Offbeat's own in processes, also their steps.
+    """
+    on_step("custom_envs", "reading the envs' vocabulary, chat template and tokenizer")
     try:
         count_tokens = _count_tokens(config)
     except (MissingWordsError, BrokenTokenizerError, RolloutError) as error:
         return [ConfigIssue("pretrain", str(error))]
     issues = [*_check_template(config), *_check_parser(config)]
+    trials = try_envs(config) if trial else {}
     for tag, env in config.custom_envs.items():
+        on_step(f"custom_envs.{tag}.env_type", f"making and resetting {env.env_type}")
         try:
-            texts = _first_texts(env, config.seed)
+            texts = _texts_of_trial(env, trials[tag]) if tag in trials else _first_texts(env, config.seed)
         except Exception as error:  # a user's env may raise anything
-            message = f"{env.env_type} can't be reset: {type(error).__name__}: {error}"
-            issues.append(ConfigIssue(f"custom_envs.{tag}.env_type", message))
+            message = (
+                str(error) if isinstance(error, TrialError) else f"can't be reset: {type(error).__name__}: {error}"
+            )
+            issues.append(ConfigIssue(f"custom_envs.{tag}.env_type", f"{env.env_type} {message}"))
             continue
         try:
             length = count_tokens(texts, env)
@@ -181,9 +199,23 @@ def _first_texts(env: CustomEnv, seed: int) -> FirstTexts:
     try:
         observation, _ = instance.reset(seed=seed)
         traits = read_traits(instance)
-        system = env.system_prompt(traits.system_prompt)
-        user = fill_template(env.agent_template, observation=str(observation), step=1, actions_left=env.max_steps)
-        image = render_png(instance) if env.shows_images else b""
-        return FirstTexts(system, user, image, tuple(traits.functions))
+        return _fill(env, traits, str(observation), render_png(instance) if env.shows_images else b"")
     finally:
         instance.close()
+
+
+def _texts_of_trial(env: CustomEnv, trial: Trial) -> FirstTexts:
+    """Return the first prompt's contents.
+
+    Raises:
+        TrialError: the env can't be used.
+    """
+    refuse_failures(env, trial)
+    assert trial.traits is not None, "an env that was not made is refused"
+    return _fill(env, trial.traits, trial.observation, trial.png)
+
+
+def _fill(env: CustomEnv, traits: EnvTraits, observation: str, png: bytes) -> FirstTexts:
+    system = env.system_prompt(traits.system_prompt)
+    user = fill_template(env.agent_template, observation=observation, step=1, actions_left=env.max_steps)
+    return FirstTexts(system, user, png, tuple(traits.functions))

@@ -1,22 +1,20 @@
 """Checks before the start; issues name the remedy."""
 
-import importlib
-import inspect
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from offbeat.deploy.config.checks.agents import check_agent, check_function
 from offbeat.deploy.config.checks.episodes import check_episodes
 from offbeat.deploy.config.checks.lora import check_lora
-from offbeat.deploy.config.checks.prompts import check_first_prompts
+from offbeat.deploy.config.checks.model import check_engine_kwargs, check_resumed_model
+from offbeat.deploy.config.checks.prompts import OnStep, check_first_prompts, ignore_step
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_folder import holds_run
-from offbeat.envs.class_path import current_path
 from offbeat.services.redis.url import address_problem
-from offbeat.services.rollout.config import AgentRunner, EnvManagerConfig
+from offbeat.services.rollout.config import EnvManagerConfig
 from offbeat.trainer.checks.algorithm import check_algorithm
 from offbeat.trainer.checks.effects import check_effects
 from offbeat.trainer.checks.learner import check_learner, check_staleness_controller
@@ -30,27 +28,50 @@ MIN_CPU_HEAD_DIM = 32
 """Of vLLM's attention on CPU."""
 
 
-def check_run(config: RunConfig, *, cores: float | None = None, gpus: float | None = None) -> list[ConfigIssue]:
-    """Return every issue.
+def check_run(
+    config: RunConfig,
+    *,
+    cores: float | None = None,
+    gpus: float | None = None,
+    on_step: OnStep = ignore_step,
+    trial: bool = True,
+) -> list[ConfigIssue]:
+    """Return every issue; runs user code (envs, agents, trackers, ...).
 
-    cores, gpus: of the machine or cluster; None: detected.
+    cores, gpus: of the machine or cluster; None: detected. on_step: told before user code runs. trial: see
+    `check_first_prompts`.
     """
+    on_step("group_filter_cls, track_with", "import of classes")
+    issues = [
+        *_check_static(config, cores, gpus),
+        *_check_env(config, on_step),
+        *check_episodes(config, on_step),
+    ]
+    return issues or check_first_prompts(config, on_step, trial=trial)
+
+
+def check_settings(config: RunConfig, *, cores: float | None = None, gpus: float | None = None) -> list[ConfigIssue]:
+    """Return the issues that are found without user code, as `check_run` does."""
+    classes = {"group_filter_cls": None, "track_with": (), "tracker_kwargs": {}}
+    return _check_static(config.model_copy(update=classes), cores, gpus)
+
+
+def _check_static(config: RunConfig, cores: float | None, gpus: float | None) -> list[ConfigIssue]:
     if cores is None:
         cores = float(len(os.sched_getaffinity(0)))
     if gpus is None:
         gpus = float(_has_gpu())
-    issues = [
+    return [
         *_check_batch(config),
-        *_check_env(config),
         *_check_cpu(config, cores),
         *_check_algorithm(config),
         *_check_device(config, gpus),
         *_check_model(config),
-        *check_episodes(config),
+        *check_engine_kwargs(config),
+        *check_resumed_model(config),
         *check_lora(config),
         *_check_paths_and_addresses(config),
     ]
-    return issues or check_first_prompts(config)
 
 
 def _check_batch(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -82,12 +103,13 @@ def _check_batch(config: RunConfig) -> Iterator[ConfigIssue]:
         )
 
 
-def _check_env(config: RunConfig) -> Iterator[ConfigIssue]:
+def _check_env(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
     from offbeat.envs.registry import check_env_config
 
     if not config.custom_envs:
         yield ConfigIssue("custom_envs", "no env: name at least one tag, `custom_envs.MyTag.env_type`")
     for tag, env in config.custom_envs.items():
+        on_step(f"custom_envs.{tag}.env_type", f"import of {env.env_type}")
         for message in check_env_config(env.env_type, env.env_config):
             key, colon, rest = message.partition(": ")
             named = bool(colon) and " " not in key and key.startswith(("env_config", "env_type"))
@@ -97,7 +119,8 @@ def _check_env(config: RunConfig) -> Iterator[ConfigIssue]:
                 else ConfigIssue(f"custom_envs.{tag}.env_type", message)
             )
         if env.agent_runner:
-            yield from _check_agent(tag, env.agent_runner)
+            on_step(f"custom_envs.{tag}.agent_runner", f"import of {env.agent_runner.path}")
+            yield from check_agent(tag, env.agent_runner)
         if env.max_tokens_per_step >= config.sequence_length:
             yield ConfigIssue(
                 f"custom_envs.{tag}.max_tokens_per_step",
@@ -115,34 +138,12 @@ def _check_env(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.warm_start:
         if config.warm_start.tag not in config.custom_envs:
             yield ConfigIssue("warm_start.tag", _no_such_tag(config.warm_start.tag, config))
-        yield from _check_function("warm_start.demos", config.warm_start.demos)
+        on_step("warm_start.demos", f"import of {config.warm_start.demos}")
+        yield from check_function("warm_start.demos", config.warm_start.demos)
 
 
 def _no_such_tag(tag: str, config: RunConfig) -> str:
     return f"no tag {tag!r} in custom_envs; there is {', '.join(sorted(config.custom_envs)) or 'none'}"
-
-
-def _check_agent(tag: str, runner: AgentRunner) -> Iterator[ConfigIssue]:
-    key = f"custom_envs.{tag}.agent_runner"
-    if runner.path:
-        yield from _check_function(f"{key}.path", runner.path)
-    elif shutil.which(runner.command[0]) is None:
-        yield ConfigIssue(f"{key}.command", f"there is no program {runner.command[0]!r} on the PATH")
-
-
-def _check_function(key: str, path: str) -> Iterator[ConfigIssue]:
-    module, _, function = current_path(path).partition(":")
-    if not module or not function:
-        yield ConfigIssue(key, f"expected `module:function`, got {path!r}")
-        return
-    try:
-        imported = importlib.import_module(module)
-    except Exception as error:  # a user's module may raise anything
-        yield ConfigIssue(key, f"can't import {module!r}: {type(error).__name__}: {error}")
-        return
-    if not callable(getattr(imported, function, None)):
-        known = [name for name, value in inspect.getmembers(imported, inspect.isfunction) if value.__module__ == module]
-        yield ConfigIssue(key, f"{module} has no function {function!r}; it has {', '.join(known) or 'none'}")
 
 
 def _check_cpu(config: RunConfig, cores: float) -> Iterator[ConfigIssue]:
@@ -231,7 +232,11 @@ def _check_model(config: RunConfig) -> Iterator[ConfigIssue]:
         return
     folder = Path(config.pretrain)
     if not folder.is_dir():
-        yield ConfigIssue("pretrain", f"no such folder: {folder}; set it to a local Hugging Face folder, or `tiny`")
+        yield ConfigIssue(
+            "pretrain",
+            f"no such folder: {folder}; set it to a local Hugging Face folder, or `tiny` (hub ids are resolved by `offbeat "
+            "train` and `offbeat runs start`)",
+        )
         return
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         yield ConfigIssue("pretrain", f"{folder} has no tokenizer (tokenizer.json or tokenizer_config.json)")
@@ -270,6 +275,8 @@ def _check_context(config: RunConfig, positions: object, source: str) -> Iterato
 
 
 def _check_paths_and_addresses(config: RunConfig) -> Iterator[ConfigIssue]:
+    if config.control.tokens and config.control.token is None:
+        yield ConfigIssue("control.tokens", "the command itself calls with control.token: set it, too")
     if config.control.read_token is not None and config.control.token is None:
         yield ConfigIssue(
             "control.read_token", "has no effect without control.token, the token of operators: set it too"

@@ -14,6 +14,8 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from offbeat.services.torch_extensions import hide_mismatched
+
 if TYPE_CHECKING:
     from offbeat.deploy.api.client import Client, connect
     from offbeat.deploy.api.episode import Episode, check_env, play, rollout
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from offbeat.trainer.trackers.base import Row, TrackedRun, Tracker
 
 __version__ = version("offbeat")
+hide_mismatched()
 
 _MODULES = {
     "AgentTask": "services.rollout.agents.task",

@@ -1,12 +1,12 @@
 """Episode of an external agent in the tag's env; the gateway captures its model calls.
 
-Invariants: the learner gets exactly the gateway's record; failed sampling or envs yield no trajectory; the key is
-revoked before the trajectory is built.
+Invariants: the learner gets exactly the gateway's record; failed sampling yields no trajectory, a failed env or agent
+only by `on_env_error` or `on_agent_error`; the key is revoked before the trajectory is built.
 """
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,18 +31,15 @@ from offbeat.services.rollout.episodes.episode import (
     Sample,
     length_metrics,
 )
+from offbeat.services.rollout.episodes.errors import error_metrics, reward_of
 
 
 class AgentRuntime:
     """Chat templates, gateway and processes shared by a worker's agents."""
 
-    def __init__(self, model_folder: Path, parsers: Iterable[str | None] = (None,)) -> None:
-        """Load a template for each parser.
-
-        Raises:
-            RolloutError: as `load_agent_template`.
-        """
-        self.templates = {name: load_agent_template(model_folder, name) for name in parsers}
+    def __init__(self, templates: Mapping[str | None, ChatTemplate]) -> None:
+        """templates: by tool call parser."""
+        self.templates = templates
         self.gateway = Gateway()
         self.pool = AgentPool()
 
@@ -71,9 +68,13 @@ def load_agent_template(model_folder: Path, tool_call_parser: str | None) -> Cha
 
 
 def runtime_for(custom_envs: Mapping[str, CustomEnv], model_folder: Path) -> AgentRuntime | None:
-    """Return the runtime, or None without agents."""
+    """Return the runtime, or None without agents.
+
+    Raises:
+        RolloutError: as `load_agent_template`.
+    """
     parsers = {env.agent_runner.tool_call_parser for env in custom_envs.values() if env.agent_runner}
-    return AgentRuntime(model_folder, parsers) if parsers else None
+    return AgentRuntime({name: load_agent_template(model_folder, name) for name in parsers}) if parsers else None
 
 
 class HttpEnvSession:
@@ -93,6 +94,8 @@ class HttpEnvSession:
         self.texts = [self._system]
         """System prompt, then observation and action in turn (`Trajectory.text`)."""
         self._observation = self._first
+        self.error: EpisodeError | None = None
+        """Error of a step."""
 
     def agent_task(self, origin: str, plan: EpisodePlan, session: EpisodeSession) -> AgentTask:
         self.session = session
@@ -131,6 +134,7 @@ class HttpEnvSession:
             try:
                 result = await self._env.step(action)
             except EpisodeError as error:
+                self.error = error
                 session.fail(error)
                 raise
             self._results.append(result)
@@ -179,16 +183,11 @@ async def play_with_agent(
         runtime.gateway.start()
         task = http_env.agent_task(runtime.gateway.origin, plan, session)
         with runtime.gateway.open_session(session):
-            outcome = await _run(runtime.pool, runner, task, session)
-            await http_env.settle()
-            if outcome.answer is not None and not http_env.over:
-                await http_env.step(outcome.answer)
-        if outcome.reward is not None:
-            session.rewards.clear()
-            session.reward(outcome.reward)
+            outcome, error = await _finish(plan.env, http_env, session, _run(runtime.pool, runner, task, session))
         captured = session.close()
     if not captured.turns:
-        raise EpisodeError("agent_silent", "the agent ended without an answer of the policy")
+        raise error or EpisodeError("agent_silent", "the agent ended without an answer of the policy")
+    metrics = http_env.metrics(outcome.metrics)
     return Trajectory(
         group_id=plan.task.group_id,
         index=plan.task.index,
@@ -197,12 +196,44 @@ async def play_with_agent(
         seed=plan.seed,
         segments=captured.segments,
         turns=captured.turns,
-        stop_reason=http_env.over or (StopReason.MAX_LENGTH if session.ran_out else StopReason.TERMINATED),
-        metrics={**http_env.metrics(outcome.metrics), **_count_metrics(captured)},
+        stop_reason=StopReason.ERROR if error else http_env.over or _end_of_agent(session),
+        metrics={**metrics, **error_metrics(plan.env, metrics, error), **_count_metrics(captured)},
         worker_id=plan.worker_id,
         duration_s=time.monotonic() - began,
         text=tuple(http_env.texts) if plan.keep_text else (),
+        error=str(error or ""),
     )
+
+
+async def _finish(
+    env: CustomEnv, http_env: HttpEnvSession, session: EpisodeSession, running: Awaitable[AgentOutcome]
+) -> tuple[AgentOutcome, EpisodeError | None]:
+    """Await the agent, reward the episode, and return the outcome or the error that ended it.
+
+    Raises:
+        EpisodeError: an error that is to be tried again.
+    """
+    try:
+        outcome = await running
+        await http_env.settle()
+        if outcome.answer is not None and not http_env.over:
+            await http_env.step(outcome.answer)
+    except EpisodeError as error:
+        await http_env.settle()
+        if error is http_env.error:
+            session.reward(reward_of(env.on_env_error, error))
+            return AgentOutcome(), error
+        outcome, failure = AgentOutcome(reward=reward_of(env.on_agent_error, error)), error
+    else:
+        failure = None
+    if outcome.reward is not None:
+        session.rewards.clear()
+        session.reward(outcome.reward)
+    return outcome, failure
+
+
+def _end_of_agent(session: EpisodeSession) -> StopReason:
+    return StopReason.MAX_LENGTH if session.ran_out else StopReason.TERMINATED
 
 
 async def _run(pool: AgentPool, runner: AgentRunner, task: AgentTask, session: EpisodeSession) -> AgentOutcome:

@@ -1,7 +1,6 @@
 """Processes of external agents: reused while healthy, killed with all descendants.
 
-Invariants: at most `num_agents` of a tag run; failed, cancelled or timed-out agents and ended commands leave no process
-behind.
+Invariants: at most `num_agents` of a tag run; cancelled or timed-out agents and ended commands leave no process behind.
 """
 
 import asyncio
@@ -12,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from offbeat.services.errors import EpisodeError
+from offbeat.services.rollout.agents.process import AgentProcess
 from offbeat.services.rollout.agents.task import AgentTask
 from offbeat.services.rollout.child_process import ChildProcess
 from offbeat.services.rollout.config import AgentRunner
 
-MODULE = "offbeat.services.rollout.agents.process_main"
+COMMAND_MODULE = "offbeat.services.rollout.agents.command_main"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class AgentPool:
     """A worker's agents."""
 
     def __init__(self) -> None:
-        self._idle: defaultdict[str, list[ChildProcess]] = defaultdict(list)
+        self._processes: defaultdict[str, list[AgentProcess]] = defaultdict(list)
         self._limiters: dict[str, asyncio.Semaphore] = {}
 
     def limiter(self, tag: str, runner: AgentRunner) -> asyncio.Semaphore:
@@ -45,31 +45,41 @@ class AgentPool:
         Raises:
             EpisodeError: `agent_error`, `agent_timeout`, `agent_crashed` or `agent_result`.
         """
-        child = self._idle[task.tag].pop() if self._idle[task.tag] else ChildProcess(MODULE, "agent_crashed")
+        if runner.command:
+            return outcome_of(await _run_command(runner, task))
+        process = self._take(runner, task.tag)
         try:
-            if child.pid is None:
-                await child.start()
-            command = ("call", runner.path) if runner.path else ("run", list(runner.command))
-            returned = await child.ask(command[0], runner.timeout_s, command[1], task.plain())
-        except EpisodeError as error:
-            await child.kill()
-            reason = {"call_error": "agent_error", "run_error": "agent_error"}.get(error.reason, error.reason)
-            reason = {"call_timeout": "agent_timeout", "run_timeout": "agent_timeout"}.get(reason, reason)
-            raise EpisodeError(reason, str(error), error.trace) from error
-        except BaseException:
-            await asyncio.shield(child.kill())
-            raise
-        if runner.path:
-            self._idle[task.tag].append(child)
-        else:
-            await child.kill()
-        return outcome_of(returned)
+            return outcome_of(await process.ask(runner.path, task.plain(), runner.timeout_s))
+        finally:
+            if not process.healthy and process in self._processes[task.tag]:
+                self._processes[task.tag].remove(process)
+
+    def _take(self, runner: AgentRunner, tag: str) -> AgentProcess:
+        """Return the fullest process with room, or a new one; the caller asks it at once."""
+        free = [process for process in self._processes[tag] if process.is_free]
+        if free:
+            return max(free, key=lambda process: process.num_episodes)
+        process = AgentProcess(runner.python, runner.episodes_per_process)
+        self._processes[tag].append(process)
+        return process
 
     async def close(self) -> None:
-        """Kill idle processes."""
-        idle = [child for children in self._idle.values() for child in children]
-        self._idle.clear()
-        await asyncio.gather(*(child.kill() for child in idle))
+        """Kill all processes."""
+        processes = [process for each in self._processes.values() for process in each]
+        self._processes.clear()
+        await asyncio.gather(*(process.kill() for process in processes))
+
+
+async def _run_command(runner: AgentRunner, task: AgentTask) -> Any:
+    child = ChildProcess(COMMAND_MODULE, "agent_crashed")
+    try:
+        await child.start()
+        return await child.ask("run", runner.timeout_s, list(runner.command), task.plain())
+    except EpisodeError as error:
+        reason = {"run_error": "agent_error", "run_timeout": "agent_timeout"}.get(error.reason, error.reason)
+        raise EpisodeError(reason, str(error), error.trace) from error
+    finally:
+        await asyncio.shield(child.kill())
 
 
 def outcome_of(returned: Any) -> AgentOutcome:

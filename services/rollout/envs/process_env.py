@@ -11,9 +11,10 @@ CLOSE_S = 2.0
 
 
 class ProcessEnv:
-    def __init__(self, spec: EnvSpec) -> None:
+    def __init__(self, spec: EnvSpec, *, quiet: bool = False) -> None:
+        """quiet: drop what the env prints."""
         self._spec = spec
-        self._child = ChildProcess("offbeat.services.rollout.envs.process_env_main", "env_crashed")
+        self._child = ChildProcess("offbeat.services.rollout.envs.process_env_main", "env_crashed", quiet=quiet)
 
     @property
     def healthy(self) -> bool:
@@ -35,6 +36,10 @@ class ProcessEnv:
 
     async def step(self, action: str) -> StepResult:
         return StepResult(*await self._child.ask("step", self._spec.step_timeout_s, action))
+
+    async def random_answer(self, seed: int) -> str:
+        """Return a plausible answer to the last observation."""
+        return str(await self._child.ask("random_answer", self._spec.step_timeout_s, seed))
 
     async def image(self) -> bytes:
         return bytes(await self._child.ask("image", self._spec.step_timeout_s))

@@ -3,6 +3,9 @@
 import resource
 from typing import Any
 
+import numpy as np
+
+from offbeat.envs.contract import random_answer
 from offbeat.envs.registry import TextEnv, make
 from offbeat.services.rollout.child_main import serve
 from offbeat.services.rollout.envs.runners import (
@@ -23,6 +26,7 @@ class EnvProcessServer:
             "make": self._make,
             "reset": lambda seed: do_reset(self._made, seed),
             "step": lambda action: do_step(self._made, action),
+            "random_answer": lambda seed: random_answer(self._made, np.random.default_rng(seed)),
             "image": lambda: render_png(self._made),
             "close": lambda: close_quietly(self._made),
         }
@@ -35,7 +39,9 @@ class EnvProcessServer:
 
     def _make(self, env_type: str, env_config: dict[str, Any], memory_bytes: int) -> Any:
         # Limits writable memory only: libraries map far more than they use
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = memory_bytes if most == resource.RLIM_INFINITY else min(memory_bytes, most)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         self._env = make(env_type, env_config)
         return read_traits(self._env)
 

@@ -216,6 +216,11 @@ class ThreadEnv:
                 logger.warning("an env of type %s hung while it was closed", self._spec.env_type)
 
     @property
+    def instance(self) -> TextEnv:
+        """The started env, for use between calls."""
+        return self._started
+
+    @property
     def _started(self) -> TextEnv:
         assert self._env is not None, "call start() first"
         return self._env

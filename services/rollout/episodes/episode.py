@@ -25,6 +25,7 @@ from offbeat.services.messages.types import (
 )
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.rollout.envs.runners import EnvTraits, StepResult
+from offbeat.services.rollout.episodes.errors import error_metrics, reward_of
 from offbeat.services.rollout.episodes.history import TurnHistory
 from offbeat.services.rollout.episodes.recorder import EpisodeRecorder, TurnMessage, make_recorder
 
@@ -71,6 +72,7 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
         step += 1
         observation, stop = await episode.turn(observation, step)
     turns, segments = recorder.record()
+    metrics = episode.metrics.values()
     return Trajectory(
         group_id=plan.task.group_id,
         index=plan.task.index,
@@ -80,10 +82,16 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
         segments=segments,
         turns=turns,
         stop_reason=stop,
-        metrics={**episode.metrics.values(), **length_metrics(turns), **_segment_metrics(segments)},
+        metrics={
+            **metrics,
+            **error_metrics(plan.env, metrics, episode.error),
+            **length_metrics(turns),
+            **_segment_metrics(segments),
+        },
         worker_id=plan.worker_id,
         duration_s=time.monotonic() - began,
         text=tuple(episode.text) if plan.keep_text else (),
+        error=str(episode.error or ""),
     )
 
 
@@ -101,6 +109,8 @@ class _Episode:
     metrics: "EpisodeMetrics"
     history: TurnHistory
     text: list[str]
+    error: EpisodeError | None = None
+    """Error of the last step, which ended the episode."""
 
     async def turn(self, observation: str, step: int) -> tuple[str, StopReason | None]:
         """Sample an answer and step the env; return the next observation and the stop reason."""
@@ -115,13 +125,23 @@ class _Episode:
             self.sample(prompt, max_new_tokens, images) if images else self.sample(prompt, max_new_tokens)
         )
         answer = recorder.add_completion(completion)
-        result = await self.env.step(answer)
+        result = await self._step(answer)
         recorder.add_reward(result.reward, blake2b(observation.encode() + message.png, digest_size=8).hexdigest())
         self.metrics.add(result.metrics)
         self.history.add(observation, answer)
         if plan.keep_text:
             self.text += [message.words, answer]
+        if self.error:
+            return result.observation, StopReason.ERROR
         return result.observation, _stop_reason(result, step, plan.env.max_steps)
+
+    async def _step(self, answer: str) -> StepResult:
+        try:
+            return await self.env.step(answer)
+        except EpisodeError as error:
+            reward = reward_of(self.plan.env.on_env_error, error)
+            self.error = error
+            return StepResult("", reward, True, False, {})
 
     async def _message(self, observation: str, step: int) -> TurnMessage:
         rules = self.plan.env

@@ -159,8 +159,18 @@ def run_folder(tmp_path: Path) -> Path:
         journal.write_step(n + 1, taken, max_staleness=1.0, skipped=False)
     rows = [(n, event, str(n)) for n in range(2) for event in ("admitted", "submitted")]
     ledger.append(life(*rows, (0, "trained", "2"), (1, "trained", "2")))
-    CheckpointStore(tmp_path / "checkpoints", 2).save(LearnerState(2, "now"), lambda _: None).result()
+    CheckpointStore(tmp_path / "checkpoints", 2, 1).save(LearnerState(2, "now"), lambda _: None).result()
     return tmp_path
+
+
+def test_the_sentence_names_groups_that_failed(run_folder: Path):
+    events = [
+        LifeEvent("2000-0", 7, 2, "admitted", "1"),
+        LifeEvent("2001-0", 8, 2, "failed", "step_error"),
+    ]
+    LedgerFile(run_folder).append(events)
+    answer = CliRunner().invoke(app, ["audit", str(run_folder)])
+    assert "nothing trained twice. 1 group(s) failed and were not trained on." in answer.output
 
 
 def test_the_command_proves_a_run_from_its_folder_alone(run_folder: Path):

@@ -100,7 +100,7 @@ def test_a_group_shares_its_task_and_groups_do_not(recorded: Path):
     episodes = read_parquet(recorded)
     assert [(episode.group, episode.member) for episode in episodes] == [(g, m) for g in range(3) for m in range(4)]
     assert len({episode.seed for episode in episodes}) == 3
-    assert len({tuple(episode.messages[:2]) for episode in episodes}) == 3
+    assert len({str(episode.messages[:2]) for episode in episodes}) == 3
 
 
 def test_training_tasks_are_others_than_those_of_evaluation(folder: Path, recorded: Path, tmp_path: Path):
@@ -108,8 +108,8 @@ def test_training_tasks_are_others_than_those_of_evaluation(folder: Path, record
     command = ("rollout", folder / "run.yaml", "--agent", "random", "--episodes", 8, "--split", "train", "--out", out)
     done = offbeat(*command)
     assert done.exit_code == 0, done.output
-    train = {tuple(episode.messages[:2]) for episode in read_parquet(out)}
-    assert not train & {tuple(episode.messages[:2]) for episode in read_parquet(recorded)}
+    train = {str(episode.messages[:2]) for episode in read_parquet(out)}
+    assert not train & {str(episode.messages[:2]) for episode in read_parquet(recorded)}
     assert all(episode.stop_reason in ("max_steps", "terminated") for episode in read_parquet(out))
 
 

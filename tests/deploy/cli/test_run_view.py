@@ -33,6 +33,7 @@ def view(state: RunState = RunState.RUNNING, learner: Health = Health.READY, pha
         phase=phase,
         error="",
         log="",
+        resumable=True,
         step=2,
         version=2,
         max_steps=10,
@@ -81,6 +82,25 @@ def test_the_live_view_shows_what_matters():
         assert part in shown, part
     for part in ("16 trained", "dropped stale 2", "timeout 1", "restarted 1x", "pause 40 ms"):
         assert part in shown, part
+
+
+def test_a_plain_line_names_failed_groups():
+    console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
+    with open_view("lake", console) as shown:
+        shown.show(view(), history())
+    assert "failed groups 1 (timeout 1)" in console.export_text()
+
+
+def test_episodes_without_success_are_shown_beside_it_and_none_is_not_nan():
+    labels = {"when": "during", "sampling": "sampled"}
+    made = history()
+    values = {"success": mean([0.25]), "success_missing": mean([0.0, 1.0]), "reward": mean([0.3])}
+    made.add([("9-0", MetricRecord("eval", values, 3, labels, 7.0))])
+    assert "evaluation 0.25 (step 3, 50% of episodes without one)" in summary(view(), made)["success"]
+    rewards_only = RunHistory()
+    step = MetricRecord("learner", {"reward": mean([0.4])}, 1, time=2.0)
+    rewards_only.add([("1-0", MetricRecord("eval", {"reward": mean([0.3])}, 0, labels, 1.0)), ("2-0", step)])
+    assert summary(view(), rewards_only) == {"reward": "0.40, evaluation 0.30 (step 0)"}
 
 
 def test_the_time_left_follows_the_pace():

@@ -1,13 +1,21 @@
+import io
+import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from offbeat.deploy.cli.train import describe_stop, resume_command
+from offbeat.deploy.cli.run_view import open_view
+from offbeat.deploy.cli.train import TrainCommand, describe_stop, resume_command
 from offbeat.deploy.config.loader import load_run
+from offbeat.services.control.run import RunState
+from offbeat.services.errors import MeshError
+from tests.deploy.cli.test_run_view import view
 from tests.paths import QUICKSTART
 
 pytestmark = pytest.mark.slow
@@ -31,10 +39,10 @@ def test_the_command_that_goes_on_says_so_once(given: str):
 def test_a_stopped_run_reports_the_step_of_its_checkpoint(tmp_path: Path):
     config = load_run(QUICKSTART, [f"output_dir={tmp_path}", "max_steps=24"])
     assert describe_stop(config, 2) == "Stopped before the first checkpoint."
-    for age, step in enumerate((7, 20)):  # step 20 is of an earlier attempt that was not gone on with
+    for serial, step in enumerate((20, 7)):  # step 20 is of an earlier attempt that was not resumed
         folder = tmp_path / "checkpoints" / f"step-{step:06d}"
         folder.mkdir(parents=True)
-        os.utime(folder, (1000 - age, 1000 - age))
+        (folder / "learner.json").write_text(json.dumps({"step": step, "lineage": str(serial), "serial": serial}))
     (tmp_path / "checkpoints" / ".writing-step-000009").mkdir()
     message = f"Stopped at step 7 of 24; checkpoint: {tmp_path}/checkpoints/step-000007"
     assert describe_stop(config, 7) == message
@@ -46,6 +54,55 @@ def test_a_folder_that_can_not_be_had_is_told_in_a_line():
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
     assert done.stderr.startswith("offbeat: output_dir /dev/null/run can't be used: ")
+
+
+def test_a_busy_port_is_told_before_anything_starts(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        command = [sys.executable, "-m", "offbeat.deploy.cli.app", "train", str(QUICKSTART), f"control.port={port}"]
+        done = subprocess.run(
+            [*command, f"output_dir={tmp_path}/run"], capture_output=True, text=True, timeout=60, check=False
+        )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(
+        f"offbeat: control.port: port {port} of 127.0.0.1 is in use by process {os.getpid()} ("
+    )
+    assert done.stderr.endswith("set another port (control.port=0 takes a free one)\n")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("has_started", "resumable", "has_checkpoint", "offered"),
+    [
+        (True, True, True, True),
+        (True, True, False, False),
+        (True, False, True, False),
+        (False, True, True, False),
+    ],
+)
+async def test_a_resume_is_offered_only_where_it_can_help(
+    tmp_path: Path, has_started: bool, resumable: bool, has_checkpoint: bool, offered: bool
+):
+    """Not after a failed start, a failure for good, or without a checkpoint."""
+    if has_checkpoint:
+        (tmp_path / "checkpoints" / "step-000007").mkdir(parents=True)
+    config = load_run(QUICKSTART, [f"output_dir={tmp_path}"])
+    output = io.StringIO()
+    command = TrainCommand(config, open_view("lake", Console(file=output)), "offbeat train again")
+    command._last = view(state=RunState.FAILED).model_copy(update={"resumable": resumable}) if has_started else None
+    command._mesh = FakeMesh()  # pyright: ignore[reportAttributeAccessIssue]
+    assert await command._end_failed(MeshError("it died")) == 1
+    assert "The run failed: it died" in output.getvalue()
+    assert ("Resume with: offbeat train again" in output.getvalue()) == offered
+
+
+class FakeMesh:
+    """A mesh that has stopped."""
+
+    redis_url = "redis://127.0.0.1:1/0"
+
+    async def stop(self, outcome: RunState) -> None:
+        assert outcome is RunState.FAILED
 
 
 TALKS = """

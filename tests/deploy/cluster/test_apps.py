@@ -9,6 +9,7 @@ from offbeat.deploy.cluster import apps
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.control.app import ControlSettings
+from offbeat.services.control.rights import Rights, TokenGrant
 from offbeat.services.generation.app import ReplicaSettings
 from offbeat.services.redis.serve_app import RedisSettings
 
@@ -45,7 +46,10 @@ def test_local_file_builds_and_listens_on_loopback_only(tmp_path: Path):
     assert schema.http_options.host == "127.0.0.1"
     assert [type(value) for value in built.values()] == [RedisSettings, ReplicaSettings, ControlSettings]
     assert built["redis"].port == 6390
-    assert {value.redis_url for name, value in built.items() if name != "redis"} == {"redis://127.0.0.1:6390/0"}
+    url = f"redis://:{built['redis'].password}@127.0.0.1:6390/0"
+    assert {value.redis_url for name, value in built.items() if name != "redis"} == {url}
+    assert len(built["redis"].password) >= 32
+    assert settings(schema)["redis"].password == built["redis"].password, "the next deployment finds it"
     assert (built["generation-local"].model / "tokenizer.json").is_file()
 
 
@@ -53,7 +57,7 @@ def test_gpu_file_builds_and_requires_a_token(tmp_path: Path):
     (tmp_path / "token").write_text("secret\n")
     schema = read("deploy.yaml", tmp_path)
     built = settings(schema)
-    assert built["control"].token == "secret"
+    assert built["control"].tokens.operate == "secret"
     big = built["generation-8b"]
     assert (big.tenant, big.config.engine.tensor_parallel_size, big.transport) == (None, 2, "nccl")
     override = next(app for app in schema.applications if app.name == "generation-8b").deployments[0]
@@ -80,6 +84,27 @@ def test_empty_or_missing_token_file_is_rejected(tmp_path: Path):
         apps.control({"redis_url": URL, "token_file": str(tmp_path / "token")})
 
 
+def test_tokens_have_rights_of_their_own(tmp_path: Path):
+    (tmp_path / "student").write_text("learn\n")
+    rights = {"allow_modules": ["offbeat.*"], "output_roots": ["students", "s3://bucket/students"]}
+    (tmp_path / "all").write_text("secret")
+    application = apps.control(
+        {
+            "redis_url": URL,
+            "working_dir": str(tmp_path),
+            "token_file": str(tmp_path / "all"),
+            "tokens": [{"token_file": str(tmp_path / "student"), **rights}, {"token": "look", "scope": "read"}],
+        }
+    )
+    (bound,) = application._bound_deployment.init_args
+    allowed = Rights(("offbeat.*",), (str(tmp_path / "students"), "s3://bucket/students"))
+    assert bound.tokens.grants == (
+        TokenGrant("secret"),
+        TokenGrant("learn", "write", allowed),
+        TokenGrant("look", "read"),
+    )
+
+
 def test_config_of_a_generation_application_overrides_its_run():
     application = apps.generation(
         {"redis_url": URL, "folder": "g", "run": "quickstart.yaml", "config": {"actor_infer": {"num_replicas": 3}}}
@@ -92,6 +117,30 @@ def test_config_of_a_generation_application_overrides_its_run():
 def test_redis_url_that_clients_could_not_reach_is_rejected(url: str, tmp_path: Path):
     with pytest.raises(ValueError, match="redis_url"):
         RedisSettings.of(url, tmp_path, RedisConfig())
+
+
+def test_redis_without_a_password_is_rejected():
+    with pytest.raises(ConfigError, match=r"redis_url: every user of this machine .* set redis_url_file"):
+        apps.redis({"redis_url": URL, "folder": "r"})
+
+
+def test_url_with_its_password_may_be_in_a_file_alone(tmp_path: Path):
+    (tmp_path / "url").write_text("rediss://:secret@redis.internal:6380/0\n")
+    (bound,) = apps.control({"redis_url_file": str(tmp_path / "url")})._bound_deployment.init_args
+    assert bound.redis_url == "rediss://:secret@redis.internal:6380/0"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({}, "redis_url: required"),
+        ({"redis_url_file": "/nowhere/url"}, "redis_url_file: .*No such file"),
+        ({"redis_url": "redis://:pw@127.0.0.1:6390/0", "redis_url_file": "u"}, "redis_url_file: has no effect"),
+    ],
+)
+def test_missing_or_double_redis_url_is_rejected(args: dict[str, str], says: str):
+    with pytest.raises(ConfigError, match=says):
+        apps.control(args)
 
 
 def test_redis_port_and_password_come_from_the_url(tmp_path: Path):

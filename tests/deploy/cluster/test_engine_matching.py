@@ -2,9 +2,10 @@ from typing import Any
 
 import pytest
 
-from offbeat.deploy.cluster.engine_matching import choose_app, load_architecture
+from offbeat.deploy.cluster.engine_matching import choose_app
 from offbeat.deploy.config.loader import compose_tree, validate_tree
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.run_setup import load_architecture
 from offbeat.services.generation.config import EngineModelArgs, GenerationConfig, app_name
 from offbeat.services.generation.tenancy import EngineOffer
 from tests.paths import QUICKSTART

@@ -7,10 +7,13 @@ from offbeat.deploy.cluster import ray_run_factory
 from offbeat.deploy.cluster.ray_run_factory import Cluster, RayRunFactory, check_cluster
 from offbeat.deploy.cluster.run_factory import CLAIM_FILE
 from offbeat.deploy.config.errors import ConfigError
-from offbeat.deploy.config.loader import compose_tree, load_document, validate_tree
+from offbeat.deploy.config.loader import compose_tree, read_document, validate_tree
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.validation import check_in_process
 from offbeat.services.control.run import RunRecord
+from offbeat.services.control.service import InvalidRunError
 from offbeat.services.errors import ControlError
+from tests.fakes_rollout import HERE
 from tests.paths import QUICKSTART
 
 URL = "redis://127.0.0.1:6390/0"
@@ -36,25 +39,40 @@ def test_shared_memory_is_rejected_with_several_hosts():
 
 
 def test_relative_paths_start_at_the_folder_of_the_mesh(tmp_path: Path):
-    config = load_document(QUICKSTART.read_text(), working_dir=tmp_path)
+    config = read_document(QUICKSTART.read_text(), working_dir=tmp_path)
     assert config.output_dir == tmp_path / "runs/quickstart"
 
 
-def test_run_is_checked_against_the_cluster_not_the_service_host():
-    text = QUICKSTART.read_text().replace("num_workers: 1", "num_workers: 40")
+async def test_run_is_checked_against_the_cluster_not_the_service_host():
+    workers = read_document(QUICKSTART.read_text().replace("num_workers: 1", "num_workers: 40"))
     with pytest.raises(ConfigError, match=r"rollout\.num_workers"):
-        load_document(text, cores=4.0, gpus=0.0)
-    assert load_document(text, cores=32.0, gpus=0.0).rollout.num_workers == 40
-    on_gpus = QUICKSTART.read_text().replace("  num_threads: 1", "  num_threads: 1\n  device: cuda")
+        await check_in_process(workers, cores=4.0, gpus=0.0)
+    await check_in_process(workers, cores=32.0, gpus=0.0)
+    on_gpus = read_document(QUICKSTART.read_text().replace("  num_threads: 1", "  num_threads: 1\n  device: cuda"))
     with pytest.raises(ConfigError, match=r"actor_train\.device"):
-        load_document(on_gpus, cores=32.0, gpus=0.0)
-    assert load_document(on_gpus, cores=32.0, gpus=8.0).actor_train.device == "cuda"
+        await check_in_process(on_gpus, cores=32.0, gpus=0.0)
+    await check_in_process(on_gpus, cores=32.0, gpus=8.0)
 
 
 @pytest.fixture
 def factory(tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> RayRunFactory:
     monkeypatch.setattr(ray_run_factory, "ensure_reaper", lambda: None)
     return RayRunFactory(AsyncRedis.from_url(redis_url), redis_url, tmp_path)
+
+
+def test_runs_over_rest_are_tried_before_they_start(factory: RayRunFactory, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Cluster, "from_ray", classmethod(lambda cls: cls(8.0, 0.0, 1)))
+    monkeypatch.setattr(ray_run_factory, "read_app_statuses", dict)
+    tree = compose_tree(QUICKSTART)
+    tree["warm_start"] = None
+    assert factory.validate(tree).run_id == "quickstart"
+    lake = tree["custom_envs"]["FrozenLake"]
+    bad = {**lake, "env_type": HERE + "BadEnv", "env_config": {"how": "raise"}}
+    with pytest.raises(InvalidRunError, match="can't be stepped: RuntimeError: broken"):
+        factory.validate({**tree, "custom_envs": {"FrozenLake": bad}})
+    silent = {**lake, "agent_runner": {"path": "tests.played_agents:silent"}}
+    with pytest.raises(InvalidRunError, match="must call the policy"):
+        factory.validate({**tree, "custom_envs": {"FrozenLake": silent}})
 
 
 def record(folder: Path) -> RunRecord:

@@ -1,16 +1,20 @@
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import (
     compose_tree,
     dump_yaml,
-    load_document,
     load_run,
+    parse_document,
+    read_document,
+    read_run,
     resolve_paths,
 )
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.run_marker import mark
 from tests.paths import CONFIGS
 
 QUICKSTART = CONFIGS / "quickstart.yaml"
@@ -103,6 +107,30 @@ def test_a_file_that_is_missing_or_no_mapping_is_refused(tmp_path: Path):
     assert refused(path=tmp_path / "broken.yaml")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: &a [*a]\n", "line 1: alias *a contains itself"),
+        ("\nseed: " + "9" * 5000 + "\n", "a value of type int has at most 400 characters"),
+        ("seed: !!int abc\n", "'abc' is no valid int"),
+    ],
+)
+def test_a_file_that_python_could_not_parse_is_refused_in_words(tmp_path: Path, text: str, message: str):
+    (tmp_path / "x.yaml").write_text(text)
+    assert message in refused(path=tmp_path / "x.yaml")[""]
+
+
+def test_an_override_of_too_many_digits_is_refused_in_words():
+    assert "digits" in refused("seed=" + "9" * 5000)[""]
+
+
+def test_numbers_dates_and_duplicate_keys_are_read_as_omegaconf_does():
+    text = "a: 1e-6\nb: 2026-01-01\nc: .5\nd: on\ne: 0x1f\nf: 1_000\ng: ~\nh: [1.5e3, -.inf]\n"
+    assert parse_document(text) == OmegaConf.to_container(OmegaConf.create(text))
+    with pytest.raises(ConfigError, match="duplicate key 'a'"):
+        parse_document("a: 1\na: 2")
+
+
 def test_a_missing_value_of_an_interpolation_is_refused(tmp_path: Path):
     (tmp_path / "x.yaml").write_text("seed: ${nowhere}\n")
     assert "nowhere" in refused(path=tmp_path / "x.yaml")[""]
@@ -117,8 +145,8 @@ def test_the_shown_configuration_loads_as_the_same_one(tmp_path: Path):
 
 def test_documents_are_accepted_as_yaml_or_tree():
     config = load_run(QUICKSTART)
-    assert load_document(dump_yaml(config)) == config
-    assert load_document(config.model_dump(mode="json")) == config
+    assert read_document(dump_yaml(config)) == config
+    assert read_document(config.model_dump(mode="json")) == config
 
 
 @pytest.mark.parametrize(
@@ -126,7 +154,7 @@ def test_documents_are_accepted_as_yaml_or_tree():
 )
 def test_a_hostile_or_broken_document_is_refused(text: str):
     with pytest.raises(ConfigError):
-        load_document(text)
+        read_document(text)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**31, 2**64])
@@ -208,3 +236,15 @@ def test_keys_that_only_other_keys_read_are_variables(tmp_path: Path):
     path.write_text(ROLL_RUN + "batch: 32\n")
     assert set(refused(path=path)) == {"batch"}
     assert set(refused("turnz=5", path=path)) == {"batch", "turnz"}
+
+
+def test_the_saved_configuration_of_a_moved_run_names_its_new_folder(tmp_path: Path):
+    config = load_run(QUICKSTART, [f"output_dir={tmp_path / 'first'}", "seed=7"])
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    (moved / "config.yaml").write_text(dump_yaml(config))
+    assert load_run(moved / "config.yaml").output_dir == tmp_path / "first", "nothing shows that it is a run's folder"
+    mark(moved, "quickstart")
+    assert load_run(moved / "config.yaml") == config.model_copy(update={"output_dir": moved})
+    assert read_run(moved / "config.yaml").output_dir == moved
+    assert load_run(moved / "config.yaml", [f"output_dir={tmp_path / 'other'}"]).output_dir == tmp_path / "other"

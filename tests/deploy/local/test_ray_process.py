@@ -20,8 +20,12 @@ def test_a_start_that_timed_out_is_cleaned_up_and_retried():
     """Runs in a separate process: the clean-up ends all its children."""
     code = f"""
         import subprocess, psutil
-        from offbeat.deploy.local.ray_process import start_with_retries
+        from offbeat.deploy.local.head_watch import HeadWatch
+        from offbeat.deploy.local.ray_process import _clean_up, start_with_retries
         children, retries = [], []
+        def on_retry():
+            retries.append(1)
+            _clean_up(HeadWatch(print))
         def start():
             assert all(child.poll() is not None for child in children), "processes of the last start are still alive"
             child = subprocess.Popen({SLEEPS!r}, stdout=subprocess.PIPE)
@@ -29,7 +33,7 @@ def test_a_start_that_timed_out_is_cleaned_up_and_retried():
             children.append(child)
             if len(children) < 3:
                 raise Exception({RAY_ERROR!r})
-        start_with_retries(start, lambda: retries.append(1))
+        start_with_retries(start, on_retry)
         assert children[-1].poll() is None
         print(len(children), len(retries))
         children[-1].kill()
@@ -40,8 +44,7 @@ def test_a_start_that_timed_out_is_cleaned_up_and_retried():
     assert done.stderr.count(TIMEOUT_MESSAGE) == 2
 
 
-def test_the_number_of_starts_is_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("offbeat.deploy.local.ray_process._clean_up", lambda: None)
+def test_the_number_of_starts_is_bounded():
     retries: list[int] = []
 
     def start() -> None:

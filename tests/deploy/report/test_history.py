@@ -58,11 +58,24 @@ def test_a_rate_is_the_amount_since_the_oldest_record_in_the_window():
     def tokens(time: float, amount: float) -> MetricRecord:
         return MetricRecord("generation", {"tokens": Partial("sum", amount)}, time=time)
 
-    assert grown().rate("generation/tokens") == 0
-    assert grown(tokens(0.0, 100)).rate("generation/tokens") == 0
+    assert grown().rate("generation/tokens") is None
+    assert grown(tokens(0.0, 100)).rate("generation/tokens") is None
     assert grown(tokens(0.0, 1e6), tokens(1.0, 50), tokens(2.0, 150)).rate("generation/tokens") == 100
     late = grown(tokens(0.0, 1e6), tokens(100.0, 1e6), tokens(100.0 + RATE_S, 30 * RATE_S))
     assert late.rate("generation/tokens") == 30
+
+
+def test_steps_longer_than_the_window_have_a_rate():
+    """It stays until the next step is overdue, and then falls: a stalled learner trains nothing."""
+
+    def rate(now: float) -> float | None:
+        return grown(step(1, 0.0), step(2, 60.0, tokens=30.0), MetricRecord("generation", {}, time=now)).rate(
+            "learner/tokens_trained"
+        )
+
+    assert grown(step(1, 0.0)).rate("learner/tokens_trained") is None
+    assert rate(60.0) == rate(119.0) == 0.5
+    assert rate(60.0 + 60.0 + 540.0) == 0.05
 
 
 def test_the_pace_is_that_of_the_newest_steps():

@@ -56,7 +56,7 @@ def records() -> list[MetricRecord]:
         values = {
             "success": mean([number / 4]),
             "staleness_max": Partial("max", float(number % 2)),
-            "mismatch_kl": Partial("mean", 0.1, 10.0),
+            "actor/mismatch_kl": Partial("mean", 0.1, 10.0),
             "trajectories": Partial("sum", 64.0),
             "tokens_trained": Partial("sum", 1000.0),
         }
@@ -130,6 +130,7 @@ def test_report_curve_and_rendered_episodes_are_written(config: RunConfig, tmp_p
     assert [float(cell) for cell in measured["reward, sampled"]] == [0.5, 1.5]
     assert measured["reward, greedy"][1].strip() == "-"
     assert "learning_curve.png" in shown
+    assert "failed groups 1 (timeout 1): an episode of each failed at every attempt with its seed" in shown
 
 
 def test_unmeasured_values_are_null_and_never_nan(config: RunConfig):

@@ -14,6 +14,12 @@ CASES = [
     ("gymnasium", "gymnasium", {"id": "CartPole-v1", "actions": ["left", "right"]}),
     ("gymnasium", "gymnasium", {"id": "FrozenLake-v1", "observation": "ansi", "success_reward": 1.0}),
     ("gymnasium", "gymnasium", {"id": "Pendulum-v1"}),
+    ("gymnasium", "gymnasium", {"id": "FrozenLake-v1", "action_pattern": "<answer>(.*?)</answer>"}),
+    (
+        "gymnasium",
+        "gymnasium",
+        {"id": "Blackjack-v1", "wrappers": [{"path": "gymnasium.wrappers:FlattenObservation"}]},
+    ),
     ("reasoning_gym", "reasoning_gym", {"dataset": "chain_sum"}),
     ("textarena", "textarena", {"id": "GuessTheNumber-v0"}),
     ("gem", "gem", {"id": "game:Mastermind-v0-easy"}),
@@ -49,6 +55,41 @@ def test_an_invalid_answer_costs_the_penalty_without_a_step():
     before, _ = env.reset(seed=1)
     observation, reward, terminated, _, info = env.step("jump")
     assert (observation, reward, terminated, info["action_is_valid"]) == (before, -0.5, False, False)
+
+
+def test_the_action_is_what_the_pattern_extracts():
+    pattern = r"<think>(.*?)</think>\s*<answer>(.*?)</answer>"
+    env = registry.make(
+        "gymnasium", {"id": "FrozenLake-v1", "actions": ["left", "down", "right", "up"], "action_pattern": pattern}
+    )
+    own = gymnasium.make("FrozenLake-v1")
+    env.reset(seed=1)
+    own.reset(seed=1)
+    for answer, action in (
+        ("<think>up?</think> <answer> Right\n</answer>", 2),
+        ("<think>\n</think><answer>down</answer>", 1),
+    ):
+        observation, reward, *_ = own.step(action)
+        assert env.step(answer)[:2] == (str(observation), reward)
+    assert env.step("right")[4]["action_is_valid"] is False
+    number = registry.make("gymnasium", {"id": "Pendulum-v1", "action_pattern": "<answer>(.*?)</answer>"})
+    number.reset(seed=1)
+    assert number.step("2 ways: <answer>1.5</answer>")[4]["action_is_valid"] is True
+
+
+def test_wrappers_are_applied_in_order():
+    wrappers = [
+        {"path": "gymnasium.wrappers:TimeLimit", "kwargs": {"max_episode_steps": 2}},
+        {"path": "gymnasium.wrappers:RecordEpisodeStatistics"},
+    ]
+    env = registry.make("gymnasium", {"id": "CartPole-v1", "wrappers": wrappers})
+    env.reset(seed=1)
+    assert env.step("0")[2:4] == (False, False)
+    assert env.step("1")[2:4] == (False, True)
+    discretized = [{"path": "gymnasium.wrappers:DiscretizeAction", "kwargs": {"bins": 3}}]
+    torques = registry.make("gymnasium", {"id": "Pendulum-v1", "wrappers": discretized, "actions": ["a", "b", "c"]})
+    torques.reset(seed=1)
+    assert torques.step("b")[4]["action_is_valid"] is True
 
 
 def test_numbers_of_a_box_are_parsed_and_clipped():
@@ -93,6 +134,15 @@ def test_a_game_shows_only_new_log_lines_and_can_be_won():
     [
         ("gymnasium", "gymnasium", {"id": "Nope-v1"}, "doesn't exist"),
         ("gymnasium", "gymnasium", {"id": "CartPole-v1", "actions": ["left"]}, "1 names of actions"),
+        ("gymnasium", "gymnasium", {"id": "CartPole-v1", "action_pattern": "x"}, "has 0 groups"),
+        ("gymnasium", "gymnasium", {"id": "CartPole-v1", "wrappers": [{"path": "gymnasium:Nope"}]}, "'gymnasium:Nope'"),
+        (
+            "gymnasium",
+            "gymnasium",
+            {"id": "CartPole-v1", "wrappers": [{"path": "gymnasium.wrappers:TimeLimit", "kwargs": {"steps": 1}}]},
+            "TimeLimit.*steps",
+        ),
+        ("gymnasium", "gymnasium", {"id": "CartPole-v1", "wrappers": [{"path": "builtins:id"}]}, "makes a int"),
         ("textarena", "textarena", {"id": "Nope-v0"}, r"textarena.make\('Nope-v0'\)"),
         ("reasoning_gym", "reasoning_gym", {"dataset": "nope"}, "not registered"),
     ],

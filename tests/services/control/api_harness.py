@@ -13,8 +13,9 @@ from redis.asyncio import Redis
 from offbeat.services.buffer.admin import BufferWatch
 from offbeat.services.buffer.api import GroupProgress, Quarantined, Snapshot
 from offbeat.services.control.api import create_api
-from offbeat.services.control.auth import Tokens
 from offbeat.services.control.client import ControlClient
+from offbeat.services.control.interfaces import Removal
+from offbeat.services.control.rights import Rights, Tokens
 from offbeat.services.control.run import RunRecord, RunSpec, RunState
 from offbeat.services.control.schemas import ProblemView
 from offbeat.services.control.service import ControlService, InvalidRunError
@@ -32,7 +33,8 @@ class FakeRunFactory:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
 
-    def validate(self, document: str | dict[str, Any]) -> RunSpec:
+    async def validate(self, document: str | dict[str, Any], rights: Rights) -> RunSpec:
+        del rights
         try:
             tree = json.loads(document) if isinstance(document, str) else document
         except ValueError as error:
@@ -43,7 +45,7 @@ class FakeRunFactory:
         folder = tree.get("output_dir", f"/runs/{name}")
         return RunSpec(name, json.dumps(tree), folder, 7, SETTINGS, claims={"folder": folder})
 
-    def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
+    async def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
         del record
         if values.get("num_workers", 0) > MOST_WORKERS:
             raise InvalidRunError([ProblemView(path="rollout.num_workers", message="there are not enough CPUs")])
@@ -51,9 +53,9 @@ class FakeRunFactory:
     async def write_report(self, record: RunRecord) -> None:
         del record
 
-    def remove_files(self, record: RunRecord) -> list[str]:
+    def remove_files(self, record: RunRecord) -> Removal:
         shutil.rmtree(Path(record.output_dir))
-        return [record.output_dir]
+        return Removal([record.output_dir], [])
 
     async def snapshot(self, run_id: str) -> Snapshot:
         return await BufferWatch(self._redis, run_id).snapshot()

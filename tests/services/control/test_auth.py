@@ -1,11 +1,20 @@
 """Who may call, and how often."""
 
+import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
+import httpx
 import pytest
+from redis.asyncio import Redis
 
+from offbeat.services.control.api import create_api
 from offbeat.services.control.auth import CALL_BURST, WRONG_TOKEN_BURST, TokenBucket
-from tests.services.control.api_harness import ApiHarness, api_harness, code
+from offbeat.services.control.rights import Rights, TokenGrant, Tokens
+from offbeat.services.control.run import RunSpec, RunState
+from offbeat.services.control.service import HEALTH_CACHE_S, ControlService
+from offbeat.services.control.store import RunStore
+from tests.services.control.api_harness import ApiHarness, FakeRunFactory, api_harness, code
 
 
 @pytest.fixture
@@ -47,6 +56,66 @@ async def test_calls_without_a_token_do_not_use_up_the_rate_of_others(redis_url:
         refused = [(await api.http.get("/runs")).status_code for _ in range(CALL_BURST + 200)]
         assert set(refused) == {401, 429}
         assert (await api.client.runs()).runs == []
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "answers"),
+    [
+        ("/docs", {}, {200, 429}),
+        ("/healthz", {}, {200}),
+        ("/runs", {"Authorization": "Bearer look"}, {200, 429}),
+        ("/runs", {"Authorization": "Bearer guess"}, {401, 429}),
+    ],
+    ids=["documentation", "health", "another token", "wrong token"],
+)
+async def test_no_calls_of_others_lock_out_a_token(
+    redis_url: str, path: str, headers: dict[str, str], answers: set[int]
+):
+    async with api_harness(redis_url, token="secret", read_token="look") as api:
+        flood = [(await api.http.get(path, headers=headers)).status_code for _ in range(CALL_BURST + 400)]
+        assert set(flood) == answers
+        assert (await api.client.runs()).runs == []
+
+
+async def test_the_health_is_asked_of_redis_at_most_twice_a_second(redis_url: str):
+    async with api_harness(redis_url) as api:
+        before = (await api.redis.info("commandstats")).get("cmdstat_exists", {"calls": 0})["calls"]
+        started = asyncio.get_running_loop().time()
+        for _ in range(200):
+            assert (await api.http.get("/healthz")).status_code == 200
+        most = 2 + (asyncio.get_running_loop().time() - started) / HEALTH_CACHE_S
+        assert (await api.redis.info("commandstats"))["cmdstat_exists"]["calls"] - before <= most
+
+
+async def test_the_rights_of_a_token_reach_the_validation(redis_url: str):
+    students = Rights(("offbeat.*",), ("/data/students",))
+    seen: list[Rights] = []
+
+    class Factory(FakeRunFactory):
+        async def validate(self, document: str | dict[str, Any], rights: Rights) -> RunSpec:
+            seen.append(rights)
+            return await super().validate(document, rights)
+
+    async with Redis.from_url(redis_url) as redis:
+        store = RunStore(redis)
+        tokens = Tokens("all", rights=Rights(("*",)), others=(TokenGrant("student", "write", students),))
+        api = create_api(ControlService(store, Factory(redis), wake=lambda: None), tokens=tokens)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://127.0.0.1") as http:
+
+            async def call(method: str, path: str, token: str, **body: object) -> httpx.Response:
+                headers = {"Authorization": f"Bearer {token}"}
+                return await http.request(method, path, headers=headers, **({"json": body} if body else {}))
+
+            assert (
+                await call("POST", "/runs", "student", exp_name="a", output_dir="/data/students/a")
+            ).status_code == 201
+            assert (await call("POST", "/runs", "all", exp_name="b", output_dir="/data/others/b")).status_code == 201
+            assert seen == [students, Rights(("*",))]
+            for run_id in ("a", "b"):
+                await store.update(run_id, state=RunState.FINISHED)
+            refused = await call("DELETE", "/runs/b?files=true", "student")
+            assert (refused.status_code, code(refused)) == (403, "not_allowed")
+            assert "output_roots" in refused.json()["error"]["problems"][0]["message"]
 
 
 def test_a_bucket_lets_its_burst_through_and_then_its_rate():

@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import uvicorn
 
@@ -234,6 +237,62 @@ async def test_too_many_watchers_are_refused_until_one_leaves(api: ApiHarness):
                 return response.status_code == httpx.codes.OK
 
         await wait_until(room)
+
+
+async def test_the_bound_on_streams_holds_for_concurrent_calls_and_clients_that_vanish(api: ApiHarness):
+    """Each round opens more at once than are allowed; the clients then vanish, half of them before an answer."""
+    await api.start("a")
+    async with served(api) as url:
+        port = int(url.rpartition(":")[2])
+        for _ in range(3):
+            opened = await asyncio.gather(*(open_stream(port) for _ in range(MAX_WATCHERS + 16)))
+            statuses = await asyncio.gather(*(read_status(reader) for reader, _ in opened))
+            assert sorted(statuses) == [200] * MAX_WATCHERS + [429] * 16
+            vanishing = await asyncio.gather(*(open_stream(port) for _ in range(8)))
+            for _, writer in [*opened, *vanishing]:
+                reset(writer)
+
+            async def has_room() -> bool:
+                reader, writer = await open_stream(port)
+                status = await read_status(reader)
+                reset(writer)
+                return status == 200
+
+            await wait_until(has_room)
+
+            async def has_all_room() -> bool:
+                again = await asyncio.gather(*(open_stream(port) for _ in range(MAX_WATCHERS)))
+                statuses = await asyncio.gather(*(read_status(reader) for reader, _ in again))
+                for _, writer in again:
+                    reset(writer)
+                return statuses == [200] * MAX_WATCHERS
+
+            await wait_until(has_all_room)
+            await wait_until(lambda: not open_sockets(port))
+
+
+async def open_stream(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /runs/a/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    await writer.drain()
+    return reader, writer
+
+
+async def read_status(reader: asyncio.StreamReader) -> int:
+    return int((await asyncio.wait_for(reader.readline(), 60)).split()[1])
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    """Close with RST instead of FIN, as a client does that is killed with unread data."""
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+def open_sockets(port: int) -> list[Any]:
+    """Connections of the server that are still established."""
+    connections = psutil.Process().net_connections("tcp")
+    return [each for each in connections if each.laddr.port == port and each.status == psutil.CONN_ESTABLISHED]
 
 
 async def test_deleting_a_run_ends_its_streams(api: ApiHarness):

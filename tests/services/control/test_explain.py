@@ -321,5 +321,10 @@ def test_episodes_that_fail_often_are_reported_with_their_error():
     (*_, link) = chain(snapshot(workers={"w0": {**report({}), "episodes": often}}))
     assert (link.component, link.state) == ("episodes", "fail")
     assert link.text == "9 of the last 20 episodes failed, in custom_envs.Hills: step_error: no slope"
+    failed = replace(BUFFER, counters=Counters(9, 3, 3, {}, {"step_error": 2, "reset_error": 1}, 6))
+    (*_, link) = chain(snapshot(buffer=failed))
+    assert (link.component, link.state) == ("groups", "failed")
+    assert link.text.startswith("failed groups 3 (step_error 2, reset_error 1): ")
+    assert "set on_env_error of the tag" in link.text
     seldom = often | {"recent_failed": 2}
     assert all(each.state != "fail" for each in chain(snapshot(workers={"w0": {**report({}), "episodes": seldom}})))

@@ -113,7 +113,7 @@ async def test_a_component_that_always_dies_fails_the_run_with_cause_and_log(
     record = await store.load("lake")
     assert record.state is RunState.FAILED
     assert record.error == "learner died 4 times without progress: it always does"
-    assert record.log == "logs/learner.log"
+    assert (record.log, record.resumable) == ("logs/learner.log", True)
     assert all(component.health is not Health.READY for component in mesh.components)
 
 
@@ -148,7 +148,9 @@ async def test_what_a_restart_cannot_mend_fails_the_run_at_once(
     await reconcile_until(reconciler, RunState.RUNNING)
     mesh["learner"].health, mesh["learner"].detail = Health.BROKEN, "the configuration does not fit the checkpoint"
     await reconcile_until(reconciler, RunState.FAILED)
-    assert (await store.load("lake")).error == "learner: the configuration does not fit the checkpoint"
+    record = await store.load("lake")
+    assert record.error == "learner: the configuration does not fit the checkpoint"
+    assert not record.resumable
 
 
 async def test_a_failed_preparation_fails_the_run_with_its_cause(
@@ -156,7 +158,9 @@ async def test_a_failed_preparation_fails_the_run_with_its_cause(
 ):
     mesh.prepare_error = OSError("disk full")
     await reconcile_until(reconciler, RunState.FAILED)
-    assert "disk full" in (await store.load("lake")).error
+    record = await store.load("lake")
+    assert "disk full" in record.error
+    assert not record.resumable
 
 
 def report_of(finished: int, failed: int, at: float, limit: int = 16) -> str:
@@ -178,6 +182,7 @@ async def test_a_run_whose_every_episode_fails_ends_with_the_traceback(
     assert record.error.startswith("all of the first 16 episodes failed: step_error: no slope\n")
     assert "custom_envs.Hills" in record.error
     assert record.error.endswith("Traceback\n  in step")
+    assert not record.resumable
 
 
 @pytest.mark.parametrize(("finished", "step", "age_s"), [(1, -1, 0.0), (0, 3, 0.0), (0, -1, 60.0)])

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from redis.asyncio import Redis
 
 from offbeat.deploy.cluster.run_factory import MeshRunFactory
 from offbeat.services.control.api import create_api
+from offbeat.services.control.rights import Rights, Tokens
 from offbeat.services.control.service import ControlService
 from offbeat.services.control.store import RunStore
 from tests.paths import QUICKSTART
@@ -25,6 +27,8 @@ pytestmark = pytest.mark.slow
 CONFIG: dict[str, Any] = yaml.safe_load(QUICKSTART.read_text().replace("4.0e-3", "0.004"))
 CONFIG["actor_train"]["training_args"]["learning_rate"] = 8e-4
 YAML, JSON = {"Content-Type": "application/yaml"}, {"Content-Type": "application/json"}
+MOST_CPU_S = 5.0
+"""For a megabyte; it was half a minute where the time grew with the square of the size."""
 FEW = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 characters = st.characters(codec=None)  # lone surrogates too
@@ -113,6 +117,20 @@ def test_any_body(http: TestClient, body: bytes, headers: dict[str, str]):
         "\x00",
         "%YAML 9.9\n---\na: 1",
         "a: 1\n---\nb: 2",
+        "a: &a [*a]",
+        "a: &a {b: *a}",
+        "a: &a 'x'\nb: [" + "*a, " * 200_000 + "]",
+        f"a: &a '{'x' * 90_000}'\nb: [{'*a, ' * 500}]",
+        f"seed: {'9' * 5000}",
+        f"seed: 0x{'f' * 5000}",
+        f"max_staleness: {'1:' * 3000}1.5",
+        "seed: 0b_",
+        "seed: !!int abc",
+        "'" * 900_000,
+        f"{'x' * 900_000}: 1",
+        '"' + '\\"' * 440_000 + '": 1',
+        "\n".join(f"key{i}: 1" for i in range(60_000)),
+        "actor_train: {" + ", ".join(f"key{i}: 1" for i in range(60_000)) + "}",
     ],
     ids=[
         "bomb",
@@ -127,10 +145,89 @@ def test_any_body(http: TestClient, body: bytes, headers: dict[str, str]):
         "nul",
         "version",
         "two",
+        "recursive list",
+        "recursive mapping",
+        "aliases",
+        "long aliases",
+        "digits",
+        "hexadecimal digits",
+        "sexagesimal digits",
+        "no digits",
+        "tag",
+        "quotes",
+        "long key",
+        "escaped quotes",
+        "keys",
+        "nested keys",
     ],
 )
 def test_yaml_that_is_meant_to_harm(http: TestClient, text: str):
-    in_words(http.post("/runs?dry_run=true", content=text.encode(), headers=YAML))
+    started = time.process_time()
+    answer = http.post("/runs?dry_run=true", content=text.encode(), headers=YAML)
+    assert time.process_time() - started < MOST_CPU_S
+    assert answer.status_code in (400, 413, 422), answer.text
+    in_words(answer)
+    assert len(answer.content) < 200_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"seed": ' + "9" * 5000 + "}",
+        '{"custom_envs": ' + '{"a": ' * 900 + "1" + "}" * 901,
+        '{"custom_envs": ' + "[" * 450_000,
+        json.dumps({"'" * 900_000: 1}),
+        json.dumps({f"key{i}": 1 for i in range(60_000)}),
+        json.dumps({**CONFIG, "train_env_manager": {"tags": [f"t{i}" for i in range(60_000)]}}),
+        json.dumps({**CONFIG, "exp_name": "'" * 900_000}),
+    ],
+    ids=["digits", "nested", "open", "quotes", "keys", "tags", "long value"],
+)
+def test_json_that_is_meant_to_harm(http: TestClient, text: str):
+    started = time.process_time()
+    answer = http.post("/runs?dry_run=true", content=text, headers=JSON)
+    assert time.process_time() - started < MOST_CPU_S
+    assert answer.status_code in (400, 422), answer.text
+    in_words(answer)
+    assert len(answer.content) < 200_000
+
+
+def test_an_integer_of_many_digits_is_refused_in_words(http: TestClient):
+    refused = http.post("/runs", content='{"seed": ' + "9" * 5000 + "}", headers=JSON)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == "the body can't be read: an integer has at most 400 digits"
+
+
+def test_a_change_of_many_unknown_keys_is_refused_soon(http: TestClient):
+    assert http.post("/runs", json=CONFIG).status_code == 201
+    started = time.process_time()
+    answer = http.patch("/runs/quickstart", json={f"key{i}": 1 for i in range(60_000)})
+    assert time.process_time() - started < MOST_CPU_S
+    assert (answer.status_code, len(answer.json()["error"]["problems"])) == (422, 100)
+
+
+@pytest.mark.parametrize(
+    ("tree", "path", "key"),
+    [
+        ({"custom_envs": {"A": {"env_type": "pathlib:Path"}}}, "custom_envs.A.env_type", "allow_modules"),
+        ({"output_dir": "/tmp/elsewhere"}, "output_dir", "output_roots"),
+    ],
+)
+def test_a_configuration_beyond_the_rights_is_refused_with_the_key_to_change(
+    redis_url: str, tmp_path: Path, tree: dict[str, Any], path: str, key: str
+):
+    redis = Redis.from_url(redis_url)
+    service = ControlService(RunStore(redis), MeshRunFactory(redis, redis_url, tmp_path), wake=lambda: None)
+    tokens = Tokens("secret", rights=Rights(("offbeat.*",), (str(tmp_path),)))
+    headers = {"Authorization": "Bearer secret"}
+    with TestClient(create_api(service, tokens=tokens), base_url="http://127.0.0.1", headers=headers) as client:
+        refused = client.post("/runs?dry_run=true", json={**CONFIG, **tree})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_allowed")
+        (problem,) = refused.json()["error"]["problems"]
+        assert problem["path"] == path
+        assert key in problem["message"]
+        assert client.post("/runs?dry_run=true", json=CONFIG).status_code == 200
+        client.portal.call(redis.aclose)  # type: ignore[union-attr]
 
 
 def test_a_misspelt_key_deep_inside_is_named_with_the_nearest(http: TestClient):
@@ -150,7 +247,8 @@ def test_a_misspelt_key_deep_inside_is_named_with_the_nearest(http: TestClient):
     )
 )
 def test_any_change_of_settings(http: TestClient, body: dict[str, Any]):
-    http.post("/runs", json=CONFIG)
+    if http.get("/runs/quickstart").status_code == 404:
+        assert http.post("/runs", json=CONFIG).status_code == 201
     in_words(http.patch("/runs/quickstart", content=json.dumps(body), headers=JSON))
 
 

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from offbeat.deploy.cluster.run_factory import MeshRunFactory
 from offbeat.services.control import auth
 from offbeat.services.control.api import create_api
-from offbeat.services.control.auth import Tokens
+from offbeat.services.control.rights import Tokens
 from offbeat.services.control.service import ControlService
 from offbeat.services.control.store import RunStore
 

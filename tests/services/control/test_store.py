@@ -257,3 +257,59 @@ async def test_all_metrics_of_a_stretch_count_however_many_workers_tell_some(sto
             pipe.xadd(RunKeys("lake").metrics, {"r": played})
         await pipe.execute()
     assert len(await store.metrics_since("lake", 1.0)) == 6_000
+
+
+async def test_a_run_started_again_while_it_is_deleted_stays(store: RunStore, monkeypatch: pytest.MonkeyPatch):
+    """The delete has read that the run is over; the start comes before it removes anything."""
+    await store.create(SPEC)
+    await store.update("lake", state=RunState.FINISHED)
+    keys_of = RunStore._keys_of
+    starts: list[RunSpec] = [replace(SPEC, resume=True)]
+
+    async def start_meanwhile(self: RunStore, run_id: str) -> list[bytes]:
+        keys = await keys_of(self, run_id)
+        if starts:
+            await store.create(starts.pop())
+        return keys
+
+    monkeypatch.setattr(RunStore, "_keys_of", start_meanwhile)
+    with pytest.raises(RunStateError, match="is preparing: stop it first"):
+        await store.delete("lake")
+    assert (await store.load("lake")).attempt == 2
+
+
+@pytest.mark.parametrize("ending", ["deleted", "over"])
+async def test_a_change_of_a_run_that_ends_meanwhile_leaves_nothing(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch, ending: str
+):
+    await store.create(SPEC)
+    load, endings = RunStore.load, [ending]
+
+    async def end_meanwhile(self: RunStore, run_id: str) -> RunRecord:
+        record = await load(self, run_id)
+        if endings:
+            await store.update(run_id, state=RunState.FINISHED)
+            if endings.pop() == "deleted":
+                await store.delete(run_id)
+        return record
+
+    monkeypatch.setattr(RunStore, "load", end_meanwhile)
+    with pytest.raises(UnknownRunError if ending == "deleted" else RunStateError):
+        await store.change("lake", {"temperature": 0.5})
+    keys = RunKeys("lake")
+    assert {key async for key in store.redis.scan_iter(match=keys.prefix + "*")} <= (
+        {keys.epoch.encode()}
+        if ending == "deleted"
+        else {keys.epoch.encode(), keys.record.encode(), keys.history.encode()}
+    )
+
+
+async def test_a_run_that_moved_to_another_folder_no_longer_holds_its_first(store: RunStore):
+    first = replace(SPEC, claims={"folder": "/tmp/shared", "app": "engine"})
+    await store.create(first)
+    await store.update("lake", state=RunState.FINISHED)
+    await store.create(replace(first, claims={"folder": "/tmp/own", "app": "engine"}))
+    await store.create(replace(first, run_id="sea", claims={"folder": "/tmp/shared", "app": "other"}))
+    for claims, kind in (({"folder": "/tmp/own"}, "folder '/tmp/own'"), ({"app": "engine"}, "app 'engine'")):
+        with pytest.raises(BusyError, match=f"{kind} is in use by run 'lake'"):
+            await store.create(replace(first, run_id="third", claims=claims))

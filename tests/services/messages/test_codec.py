@@ -277,8 +277,9 @@ TRAJECTORY_OF_VERSION_0_2 = (
 )
 
 
-def test_trajectories_without_truncation_of_turns_are_read() -> None:
+def test_trajectories_without_truncation_of_turns_or_error_are_read() -> None:
     decoded = codec.decode_trajectory(bytes.fromhex(TRAJECTORY_OF_VERSION_0_2))
+    assert decoded.error == ""
     assert decoded.turns == (Turn(0, 4, 8, 1.0, "s", is_truncated=False),)
 
 
@@ -305,4 +306,4 @@ def test_messages_have_the_bytes_of_schema_3() -> None:
         codec.encode_completions([completion]),
     )
     digests = [hashlib.sha256(blob).hexdigest()[:16] for blob in blobs]
-    assert digests == ["f498f650febcbfa6", "7f641e814f5b9638", "2d4bcfd81299a4cf", "62fee3ecc931481a"]
+    assert digests == ["7189382ac5fea384", "7f641e814f5b9638", "2d4bcfd81299a4cf", "62fee3ecc931481a"]

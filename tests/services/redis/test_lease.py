@@ -36,6 +36,13 @@ def test_each_lease_has_a_greater_epoch(redis: Redis):
     assert redis.get(RunKeys(RUN).lease) is None
 
 
+def test_an_epoch_exceeds_those_that_an_emptied_redis_has_forgotten(redis: Redis):
+    with LearnerLease(redis, RUN, "me", 10, newest_epoch=lambda: 7) as lease:
+        assert lease.acquire() == 8
+    with LearnerLease(redis, RUN, "me", 10, newest_epoch=lambda: 7) as lease:
+        assert lease.acquire() == 9
+
+
 def test_runs_have_leases_of_their_own(redis: Redis):
     with LearnerLease(redis, "a", "me", 10) as one, LearnerLease(redis, "b", "me", 10) as other:
         assert (one.acquire(), other.acquire()) == (1, 1)

@@ -1,3 +1,5 @@
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -5,6 +7,7 @@ from redis import Redis
 from redis.exceptions import ConnectionError
 
 from offbeat.services.buffer.config import RedisConfig
+from offbeat.services.errors import MeshError
 from offbeat.services.process import free_port
 from offbeat.services.redis.serve_app import RedisDeployment, RedisSettings
 
@@ -42,3 +45,10 @@ def test_the_server_ends_also_when_those_who_need_it_fail_to(tmp_path: Path):
         deployment.__del__()
     with Redis.from_url(url) as redis, pytest.raises(ConnectionError):
         redis.ping()
+
+
+def test_a_busy_port_is_told_with_its_program(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        url = f"redis://:secret@127.0.0.1:{other.getsockname()[1]}/0"
+        with pytest.raises(MeshError, match=rf"in use by process {os.getpid()} .* set another port in redis_url"):
+            RedisDeployment(RedisSettings.of(url, tmp_path, RedisConfig()))

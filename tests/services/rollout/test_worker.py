@@ -232,6 +232,35 @@ async def test_a_crashed_env_process_fails_its_episode_alone(bench, tmp_path: Pa
     assert len(b.buffer.submitted) == 2
 
 
+@pytest.mark.parametrize(
+    ("execution", "how", "reason"), [("inline", "raise", "step_error"), ("process", "crash", "env_crashed")]
+)
+async def test_an_error_of_the_env_ends_the_episode_with_the_rules_reward(bench, execution: str, how: str, reason: str):
+    """The rewards and tokens of earlier steps stay; a failing episode is trained, not repeated until it passes."""
+    rule = {"reward": -2.0, "reasons": (reason,)}
+    env = custom("BadEnv", execution, env_config={"how": how}, on_env_error=rule)
+    async with bench(*group(0, 2), custom_envs={"Bad": env}) as b:
+        await b.until_done(2)
+    assert not b.buffer.failed
+    for trajectory in b.buffer.submitted.values():
+        assert (trajectory.stop_reason, [turn.reward for turn in trajectory.turns]) == (StopReason.ERROR, [0.5, -2.0])
+        assert all(trajectory.segments[0].loss_mask[turn.start : turn.end].all() for turn in trajectory.turns)
+        assert (trajectory.metrics["ended_by_error"], trajectory.metrics["success"]) == (1.0, 0.0)
+        assert trajectory.error.startswith(f"{reason}: ")
+    counts = merge_all(record.values for record in b.metrics.records if record.labels.get("tag") == "Bad")
+    assert counts[f"error/{reason}"].value == counts["stop/error"].value == 2.0
+
+
+@pytest.mark.parametrize(("how", "when"), [("raise", "reset"), ("hang", "step")])
+async def test_errors_that_the_rule_does_not_name_are_tried_again(bench, how: str, when: str):
+    env = custom(
+        "BadEnv", "process", env_config={"how": how, "when": when}, step_timeout_s=2.0, on_env_error={"reward": -1.0}
+    )
+    async with bench(train_episode(0), custom_envs={"Bad": env}) as b:
+        await b.until_done(1)
+    assert [reason for _, reason in b.buffer.failed] == [{"reset": "reset_error", "step": "step_timeout"}[when]]
+
+
 async def test_an_episode_timeout_fails_it_and_aborts_its_turn(bench, tokenizer: Tokenizer):
     env = custom("CountingEnv", episode_timeout_s=2.0)
     slow = FakeGeneration(walker(tokenizer), delay_s=lambda _: 60.0)

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import redis
@@ -58,6 +58,29 @@ class Learner:
 
     def __exit__(self, *_: object) -> None:
         self.publisher.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "fs"])
+def test_versions_of_a_folder_that_was_copied_are_replaced(
+    server: redis.Redis, tmp_path: Path, transport: Literal["shm", "fs"]
+) -> None:
+    """Redis was copied with the folder, from a moment before the checkpoint: it names files of the original."""
+    config = WeightsConfig(transport=transport, keep_versions=2)
+    original = RedisWeightPublisher(server, RUN, config, 1, tmp_path / "original")
+    for version in (0, 1):
+        original.publish(version, version, [("w", torch.zeros(4))])
+    original.close()
+    copy = RedisWeightPublisher(server, RUN, config, 2, tmp_path / "copy")
+    for version in (2, 3, 4):
+        copy.publish(version, version, [("w", torch.ones(4))])
+    copy.close()
+    newest = copy.newest()
+    assert newest is not None
+    assert newest.version == 4
+    left = original.newest()
+    assert left is None, "Redis no longer names it"
+    assert cleanup(RUN, config, tmp_path / "original") == 2, "they are not the copy's to delete"
+    assert cleanup(RUN, config, tmp_path / "copy") == 2
 
 
 def files(config: WeightsConfig) -> list[Path]:

@@ -77,17 +77,18 @@ class LearnerHarness:
         self.buffer.moments = self.publisher.moments = moments
         self.buffer.reconnect()
         trainer = FakeTrainer(moments)
-        checkpoints = CheckpointStore(self.folder / "checkpoints", keep=2)
+        epoch = next(self.epochs)
+        checkpoints = CheckpointStore(self.folder / "checkpoints", keep=2, epoch=epoch)
         components = LearnerComponents(
             buffer=self.buffer,
             publisher=self.publisher,
             trainer=trainer,
             checkpoints=checkpoints,
-            batch_log=BatchLog(self.folder, self.config.record_batches),
-            evaluations=Evaluations(self.buffer, self.sink, self.log, self.folder / "evaluations"),
+            batch_log=BatchLog(self.folder, self.config.record_batches, epoch),
+            evaluations=Evaluations(self.buffer, self.sink, self.log, self.folder / "evaluations", epoch=epoch),
             intake=GroupIntake(self.buffer, self.config, GROUPS_PER_STEP, False, 11),
             reporter=LearnerReporter(self.sink, self.board),
-            ledger=StepLedger(self.folder, next(self.epochs)),
+            ledger=StepLedger(self.folder, epoch),
             replay=ReplayBuffer(self.config.replay, GROUPS_PER_STEP, self.config.seed),
             staleness=StalenessController(
                 self.config.staleness_controller,

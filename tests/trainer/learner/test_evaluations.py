@@ -1,9 +1,14 @@
 """Evaluations: what is recorded, and what is written down."""
 
 import json
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from msgspec import structs
+
 from offbeat.services.messages.codec import decode_trajectories
+from offbeat.services.telemetry import Partial
 from offbeat.trainer.learner.evaluations import MAX_SAVED_EPISODES, Evaluation, Evaluations
 from tests.fakes import (
     DictLog,
@@ -41,11 +46,45 @@ def test_the_record_tells_success_and_which_weights_played(tmp_path: Path) -> No
     assert not buffer.evaluations
 
 
-def test_episodes_that_failed_are_counted_not_averaged(tmp_path: Path) -> None:
+def test_episodes_that_failed_count_as_failures_in_success_alone(tmp_path: Path) -> None:
     sink, _ = evaluate(tmp_path, Evaluation("after", "greedy", 3, 8), num_done=4)
     values = sink.records[0].values
     assert (values["episodes"].total, values["episodes_failed"].total) == (4.0, 4.0)
-    assert values["success"].value == 0.25
+    assert values["success"].value == 0.125
+    assert values["success_missing"].value == 0.5
+    assert values["reward"].count == 4.0
+
+
+def test_episodes_that_report_no_success_count_as_failures(tmp_path: Path) -> None:
+    """Two of four report none, or none that is a number; the best checkpoint is chosen by the same value."""
+    values, scores = record(tmp_path, [{"success": 1.0}, {}, {"success": math.nan}, {"success": 1.0}])
+    assert (values["success"].value, values["success_missing"].value) == (0.5, 0.5)
+    assert scores == [0.5]
+
+
+def test_tags_without_success_are_not_missing_in_that_of_others(tmp_path: Path) -> None:
+    values, _ = record(tmp_path, [{"success": 1.0}, {}, {}], tags=("Walk", "Talk", "Walk"))
+    assert (values["success"].value, values["success"].count) == (0.5, 2.0)
+    values, scores = record(tmp_path, [{}, {}, {}])
+    assert "success" not in values
+    assert "success_missing" not in values
+    assert scores == [1.0]
+
+
+def record(
+    folder: Path, metrics: Sequence[dict[str, float]], tags: Sequence[str] = ("Walk", "Walk", "Walk", "Walk")
+) -> tuple[Mapping[str, Partial], list[float]]:
+    """Values and scores of an evaluation whose episodes have the reward 1 and these metrics."""
+    buffer, sink, scores = FakeLearnerBuffer(), ListSink(), []
+    evaluations = Evaluations(buffer, sink, DictLog(), folder, lambda _, score: scores.append(score))
+    evaluation = Evaluation("during", "sampled", 3, len(metrics))
+    evaluations.start(evaluation)
+    buffer.evaluations[evaluation.eval_id] = [
+        structs.replace(make_trajectory(i, reward=1.0), metrics=own, tag=tag)
+        for i, (own, tag) in enumerate(zip(metrics, tags, strict=False))
+    ]
+    evaluations.collect()
+    return sink.records[0].values, scores
 
 
 def test_an_evaluation_of_which_nothing_came_back_still_ends(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_records_tell_what_each_step_consumed(harness: LearnerHarness) -> None:
     assert last["success"] == Partial("mean", 2.0, 4.0)
     assert last["reward"] == Partial("mean", 2.0, 4.0)
     assert (last["staleness"].value, last["staleness_max"].value) == (5.0, 5.0)
-    assert last["tokens_trained"] == Partial("sum", 10.0)
+    assert last["tokens/computed"] == Partial("sum", 10.0)
     assert last["trajectories"] == Partial("sum", 4.0)
     assert {"time/wait_s", "time/train_s", "time/publish_s", "time/step_s"} <= last.keys()
 

@@ -1,5 +1,6 @@
 """What survives a learner's death at any moment, a stop, and a newer learner."""
 
+import itertools
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -68,7 +69,7 @@ def test_a_stopped_learner_leaves_a_checkpoint_of_its_last_whole_step(harness: L
 def test_a_learner_stopped_before_its_first_step_writes_nothing(harness: LearnerHarness) -> None:
     learner, _ = harness.learner(should_stop=lambda: True)
     assert not learner.run()
-    assert not (harness.folder / "checkpoints").exists()
+    assert not list((harness.folder / "checkpoints").glob("step-*"))
 
 
 def test_what_was_left_behind_never_stands_for_what_is_trained_now(tmp_path: Path) -> None:
@@ -77,10 +78,11 @@ def test_what_was_left_behind_never_stands_for_what_is_trained_now(tmp_path: Pat
     for trainer, numbers in ((left, (40, 41, 42)), (back, (50,))):
         for step, number in enumerate(numbers):
             trainer.train(StepBatch(step, (group := make_group(number),), (group,)))
-    store = CheckpointStore(tmp_path / "checkpoints", keep=9)
+    store = CheckpointStore(tmp_path / "checkpoints", keep=9, epoch=1)
     store.save(LearnerState(3, "now"), left.save).result()
     store.save(LearnerState(1, "now/2"), back.save).result()
-    harness = LearnerHarness(tmp_path, learner_config(resume_from_checkpoint=True, max_steps=4))
+    config = learner_config(resume_from_checkpoint=True, max_steps=4)
+    harness = LearnerHarness(tmp_path, config, epochs=itertools.count(2))
     learner, trainer = harness.learner()
     assert trainer.history == back.history
     assert learner.run()
@@ -99,7 +101,7 @@ def test_a_fenced_learner_neither_saves_nor_acknowledges(harness: LearnerHarness
     with pytest.raises(FencedError):
         learner.run()
     assert not harness.buffer.trained
-    assert not (harness.folder / "checkpoints").exists()
+    assert not list((harness.folder / "checkpoints").glob("step-*"))
 
 
 def test_resuming_makes_the_ledger_agree_with_the_checkpoint(harness: LearnerHarness) -> None:

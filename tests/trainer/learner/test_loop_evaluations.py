@@ -26,7 +26,7 @@ def test_evaluations_come_before_during_and_after_training(tmp_path: Path) -> No
         ("after", "greedy", 6, 0.5),
     ]
     assert not harness.buffer.evaluations
-    assert sorted(path.name for path in (tmp_path / "evaluations").iterdir())[0] == "after-greedy-6.jsonl"
+    assert sorted(path.name for path in (tmp_path / "evaluations").glob("[!.]*"))[0] == "after-greedy-6.jsonl"
 
 
 def test_the_first_weights_stay_while_they_are_evaluated(tmp_path: Path) -> None:

@@ -78,16 +78,16 @@ def test_batch_gauges_describe_the_batch():
     returns = torch.tensor([1.0, 3.0] * 5)
     got = batch_gauges(batch, advantages, returns, values + 0.5 * returns, version=2)
     expected = {
-        "critic/rewards/mean": (1.0 - 0.1 + 0.5 - 3.0) / 5,
-        "critic/rewards/min": -3.0,
-        "critic/rewards/max": 1.0,
-        "critic/advantages/mean": 0.5,
+        "shaped_reward/mean": (1.0 - 0.1 + 0.5 - 3.0) / 5,
+        "shaped_reward/min": -3.0,
+        "shaped_reward/max": 1.0,
+        "advantage/mean": 0.5,
         "critic/returns/max": 3.0,
         "critic/values/min": 0.5,
         "critic/explained_variance": 0.75,
         "tokens/response_length/mean": 2.0,
         "tokens/response_length/max": 4.0,
-        "tokens/trained": 10.0,
+        "tokens_trained": 10.0,
         "tokens/computed": float(batch.num_tokens),
         "actor/token_staleness/max": 2.0,
         "actor/token_staleness/min": 1.0,

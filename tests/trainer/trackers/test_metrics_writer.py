@@ -13,7 +13,7 @@ from offbeat.services.telemetry import (
     RedisMetrics,
     mean,
 )
-from offbeat.trainer.trackers.metrics_file import MetricsFile
+from offbeat.trainer.trackers.metrics_file import MetricsFile, read_records
 from offbeat.trainer.trackers.metrics_writer import MetricsWriter
 from tests.waiting import wait_until_sync
 
@@ -72,6 +72,22 @@ def test_truncated_last_line_is_removed(tmp_path: Path) -> None:
     assert again.position == "1-0"
     again.close()
     assert len(path.read_text().splitlines()) == 1
+
+
+def test_a_learner_that_wakes_after_its_replacement_repeats_no_record_for_readers(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    records = {number: record(number, 0.0) for number in (1, 2, 3)}
+    stopped = MetricsFile(path)
+    stopped.write("1-0", records[1])
+    stopped.flush()
+    stopped.write("2-0", records[2])
+    successor = MetricsFile(path)
+    for number in (2, 3):
+        successor.write(f"{number}-0", records[number])
+    successor.flush()
+    stopped.flush()
+    assert [row["step"] for row in read_records(path)] == [1, 2, 3]
+    assert MetricsFile(path).position == "3-0"
 
 
 def test_records_stay_in_the_stream_while_the_file_is_unwritable(

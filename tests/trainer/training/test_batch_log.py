@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.services.errors import CodecError
+from offbeat.services.errors import CodecError, FencedError
 from offbeat.trainer.algorithms.aggregation import MaskedCounts
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.data.step_batch import StepBatch
@@ -60,6 +60,23 @@ def test_the_newest_batches_and_all_skipped_ones_are_kept(tmp_path: Path) -> Non
     log.flush()
     assert log.steps() == [3, 4]
     assert [path.name for path in (tmp_path / "batches").glob("skipped*")] == ["skipped-000002.msgpack"]
+
+
+def test_a_learner_that_was_replaced_neither_writes_nor_removes_batches(tmp_path: Path) -> None:
+    stopped, successor = BatchLog(tmp_path, max_kept=2, epoch=1), BatchLog(tmp_path, max_kept=2, epoch=2)
+    for step in range(6):
+        stopped.record(batch_of(step), 1e-3)
+    stopped.flush()
+    for step in (2, 3):
+        successor.record(batch_of(step, 100 + step), 1e-3)
+        successor.flush()
+    kept = successor.steps()
+    assert {3, 4} <= set(kept), "the steps that the successor repeats are not older than those of the learner before"
+    stopped.record(batch_of(6), 1e-3)
+    with pytest.raises(FencedError):
+        stopped.flush()
+    assert successor.steps() == kept
+    assert [group.number for group in successor.read(4, CONFIG).batch.groups] == [103]
 
 
 def test_nothing_is_recorded_by_default(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -14,6 +15,7 @@ from offbeat.trainer.training.checkpoint import (
     UnsavedError,
     read_checkpoint,
 )
+from offbeat.trainer.training.durable_files import sync_tree
 
 
 def write(folder: Path) -> None:
@@ -26,9 +28,14 @@ def state(step: int, lineage: str = "now") -> LearnerState:
     return LearnerState(step, lineage, entry_ids=(f"{step}-0", f"{step}-1"), next_number=8 * step, kl_coef=0.25)
 
 
+def visible(folder: Path) -> list[str]:
+    """Return what a user sees, the manifest aside."""
+    return sorted(path.name for path in folder.glob("[!.]*") if path.name != "manifest.json")
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(tmp_path / "checkpoints", keep=2)
+    return CheckpointStore(tmp_path / "checkpoints", keep=2, epoch=1)
 
 
 def test_what_was_saved_is_found_again(store: CheckpointStore) -> None:
@@ -43,7 +50,7 @@ def test_what_was_saved_is_found_again(store: CheckpointStore) -> None:
 def test_only_the_newest_are_kept(store: CheckpointStore, tmp_path: Path) -> None:
     for step in (0, 20, 40, 60):
         store.save(state(step), write).result()
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-000040", "step-000060"]
+    assert visible(tmp_path / "checkpoints") == ["step-000040", "step-000060"]
 
 
 def test_a_write_that_breaks_off_leaves_the_older_one_newest(store: CheckpointStore, tmp_path: Path) -> None:
@@ -59,7 +66,7 @@ def test_a_write_that_breaks_off_leaves_the_older_one_newest(store: CheckpointSt
     assert found is not None
     assert found.state.step == 20
     store.save(state(40), write).result()
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-000020", "step-000040"]
+    assert visible(tmp_path / "checkpoints") == ["step-000020", "step-000040"]
 
 
 @pytest.mark.parametrize("harm", ["truncate", "flip", "remove", "no manifest", "no learner"])
@@ -112,7 +119,7 @@ def test_another_runs_checkpoints_are_passed_over(store: CheckpointStore) -> Non
 def test_a_run_reset_to_an_earlier_step_ignores_later_checkpoints(
     tmp_path: Path,
 ) -> None:
-    store = CheckpointStore(tmp_path, keep=9)
+    store = CheckpointStore(tmp_path, keep=9, epoch=1)
     for step, lineage in ((20, "first"), (40, "first"), (25, "first/2"), (30, "first")):
         store.save(state(step, lineage), write).result()
         found = store.newest_complete()
@@ -141,11 +148,10 @@ def test_the_best_is_kept_beside_the_newest_and_best_links_to_it(store: Checkpoi
         store.save(state(step), write).result()
         store.score(step, score)
     store.score(999, 1.0)
-    names = sorted(path.name for path in folder.iterdir())
-    assert names == ["best", "best.json", "step-000040", "step-000080", "step-000100"]
+    assert visible(folder) == ["best", "best.json", "step-000040", "step-000080", "step-000100"]
     assert (folder / "best" / "model.safetensors").is_file()
     assert json.loads((folder / "best.json").read_text()) == {"step": 40, "score": 0.9}
-    again = CheckpointStore(folder, keep=1)
+    again = CheckpointStore(folder, keep=1, epoch=2)
     again.score(100, 0.9)
     again.save(state(120), write).result()
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-000100", "step-000120"]
@@ -164,12 +170,10 @@ def test_the_score_of_a_step_is_that_of_the_weights_that_it_has_now(store: Check
 def test_what_is_saved_is_not_found_before_it_is_durable(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from threading import Event
-
-    from offbeat.trainer.training import checkpoint
-
-    may_go_on, sync = Event(), checkpoint._sync
-    monkeypatch.setattr(checkpoint, "_sync", lambda folder: (may_go_on.wait(), sync(folder)))
+    may_go_on = Event()
+    monkeypatch.setattr(
+        "offbeat.trainer.training.checkpoint.sync_tree", lambda folder: (may_go_on.wait(), sync_tree(folder))
+    )
     saving = store.save(state(20), write)
     assert store.newest_complete() is None
     may_go_on.set()

@@ -283,7 +283,7 @@ def test_the_filter_of_variance_leaves_groups_out_of_the_step(folder: Path) -> N
     half, engine, _ = trainer(folder, config(variance_filter_ratio=0.4))
     gauges = train_on(half, [*GROUPS, make_group(7, rewards=(0.0, 5.0, 0.0, 5.0))], 0)
     assert gauges["system/groups_left_out"].total == 2.0
-    assert gauges["critic/rewards/max"].value == 5.0
+    assert gauges["shaped_reward/max"].value == 5.0
     assert len(engine.seen) == 1
 
 
@@ -291,7 +291,7 @@ def test_shaped_rewards_are_what_is_trained_on(folder: Path) -> None:
     batches, _, _ = trainer(folder, config(reward_shaping={"response_length_penalty_coef": 0.5}))
     tokens = sum(t.num_sampled for g in GROUPS for t in g.trajectories)
     plain = sum(t.reward for g in GROUPS for t in g.trajectories)
-    assert train_on(batches, GROUPS, 0)["critic/rewards/mean"].value == pytest.approx(
+    assert train_on(batches, GROUPS, 0)["shaped_reward/mean"].value == pytest.approx(
         (plain - 0.5 * tokens) / 12, abs=1e-5
     )
 
@@ -343,7 +343,7 @@ def test_a_step_whose_episodes_are_all_left_out_moves_nothing(folder: Path) -> N
     gauges = train_on(batches, cut, 1)
     assert torch.equal(weights(engine), before)
     assert len(engine.seen) == 1
-    assert gauges["tokens/trained"].total > 0
+    assert gauges["tokens_trained"].total > 0
     train_on(batches, [GROUPS[0], *cut[1:]], 2)
     assert not torch.equal(weights(engine), before)
 

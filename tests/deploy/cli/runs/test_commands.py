@@ -21,11 +21,13 @@ from offbeat.deploy.cli.runs.calls import (
     UNKNOWN,
     UNREACHABLE,
 )
-from offbeat.services.control.run import RunState
+from offbeat.services.control.run import RunSpec, RunState
+from offbeat.services.control.schemas import ProblemView
+from offbeat.services.control.service import NotAllowedError
 from offbeat.services.keys import RunKeys
 from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, mean
 from tests.services.buffer.buffer_play import RUN, Run, limits
-from tests.services.control.api_harness import ApiHarness, api_harness
+from tests.services.control.api_harness import ApiHarness, FakeRunFactory, api_harness
 from tests.services.control.test_event_stream import served
 
 pytestmark = pytest.mark.slow
@@ -81,6 +83,38 @@ async def test_a_refused_configuration_lists_its_problems_and_exits_with_2(termi
     missing = await terminal.types("start", str(tmp_path / "nowhere.yaml"))
     assert missing.exit_code == REFUSED
     assert "no such file" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: &a [*a]\n", "line 1: alias *a contains itself"),
+        ("seed: " + "9" * 5000 + "\n", "a value of type int has at most 400 characters"),
+    ],
+)
+async def test_a_file_that_python_could_not_parse_is_refused(
+    terminal: Terminal, tmp_path: Path, text: str, message: str
+):
+    (tmp_path / "run.yaml").write_text(text)
+    refused = await terminal.types("start", str(tmp_path / "run.yaml"))
+    assert refused.exit_code == REFUSED
+    assert message in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+
+
+async def test_what_a_token_does_not_allow_is_told_with_the_key(
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async def refuse(*_: object) -> RunSpec:
+        message = "module 'evil' is not in allow_modules (offbeat.*): add it there, or use another"
+        raise NotAllowedError([ProblemView(path="custom_envs.A.env_type", message=message)])
+
+    monkeypatch.setattr(FakeRunFactory, "validate", refuse)
+    (tmp_path / "run.yaml").write_text("exp_name: lake\n")
+    refused = await terminal.types("start", str(tmp_path / "run.yaml"))
+    assert refused.exit_code == UNAUTHORIZED
+    assert "this is beyond your rights, which the service's `control` settings give" in refused.stderr
+    assert "\n  custom_envs.A.env_type: module 'evil' is not in" in refused.stderr
 
 
 async def test_runs_are_listed_and_shown_for_people_and_for_programs(terminal: Terminal):

@@ -1,11 +1,13 @@
 """A model that no conversation can be had with is refused before anything starts."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.loader import compose_tree, validate_tree
+from offbeat.deploy.config.vocabulary import collect_words
 from offbeat.envs.frozen_lake import WORDS, FrozenLakeEnv
 from tests.paths import QUICKSTART
 from tests.pretrained import FORGETTING, write_llama
@@ -49,6 +51,18 @@ def test_rewriting_template_rejects_only_the_warm_start(tmp_path: Path):
     write_llama(tmp_path, FORGETTING)
     assert "the chat template is not append-only" in problems(tmp_path)["warm_start"]
     assert problems(tmp_path, "warm_start=null") == {}
+
+
+@pytest.mark.parametrize(("words", "refused"), [([], True), ([str(cell) for cell in range(16)], False)])
+def test_gymnasium_names_its_words_for_the_tiny_policy(words: list[str], refused: bool):
+    tag = f"{{env_type: gymnasium, env_config: {{id: FrozenLake-v1, words: {json.dumps(words)}}}}}"
+    tags = ("train_env_manager.tags=[Walk]", "val_env_manager.tags=[Walk]")
+    config = ("~custom_envs.FrozenLake", f"+custom_envs.Walk={tag}", *tags, "warm_start=null")
+    found = problems(Path("tiny"), *config)
+    assert ("env_config.words" in found["pretrain"]) if refused else found == {}
+    if not refused:
+        vocabulary = collect_words(validate_tree(compose_tree(QUICKSTART, config)))
+        assert {"15", "0,", "Answer", "3"} <= set(vocabulary)
 
 
 def with_tools(folder: Path | str, *overrides: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.errors import GenerationError
 from offbeat.services.messages.types import GenerateRequest, StopReason, Trajectory
-from offbeat.services.rollout.config import AgentRunner, CustomEnv
+from offbeat.services.rollout.config import AgentRunner, CustomEnv, OnAgentError
 from offbeat.services.rollout.worker import EnvWorker
 from tests.fakes_rollout import (
     HERE,
@@ -125,6 +125,40 @@ async def test_a_number_is_the_reward_instead_of_the_envs(mesh):
 async def test_an_agents_failure_is_recorded_as_data(mesh, agent: str, reason: str):
     async with mesh(played_by(agent)) as m:
         assert await m.outcome() == reason
+
+
+@pytest.mark.parametrize(("agent", "reason"), [("raises", "agent_error"), ("nonsense", "agent_result")])
+async def test_an_agents_error_ends_the_episode_with_the_rules_reward(mesh, agent: str, reason: str):
+    async with mesh(played_by(agent, rules={"on_agent_error": {"reward": -1.0}})) as m:
+        played = await m.outcome()
+    assert (played.stop_reason, played.reward, len(played.turns)) == (StopReason.ERROR, -1.0, 1)
+    assert played.segments[0].loss_mask.any()
+    assert played.error.startswith(f"{reason}: ")
+    assert played.metrics["ended_by_error"] == 1.0
+
+
+async def test_an_error_before_the_first_answer_of_the_policy_is_tried_again(mesh):
+    async with mesh(played_by("raises_at_once", rules={"on_agent_error": {"reward": -1.0}})) as m:
+        assert await m.outcome() == "agent_error"
+
+
+async def test_failed_sampling_is_no_error_of_the_agent(mesh):
+    async with mesh(played_by("plays", rules={"on_agent_error": {"reward": -1.0}})) as m:
+        m.generation.errors = [GenerationError("too long")]
+        assert await m.outcome() == "generation_refused"
+
+
+async def test_an_env_error_under_an_agent_has_the_reward_of_its_step(mesh):
+    rules = {"env_config": {"how": "raise"}, "on_env_error": {"reward": -2.0}, "on_agent_error": {"reward": -9.0}}
+    async with mesh(played_by("plays", HERE + "BadEnv", rules=rules)) as m:
+        played = await m.outcome()
+    assert (played.stop_reason, [turn.reward for turn in played.turns]) == (StopReason.ERROR, [0.5, -2.0])
+    assert played.metrics["success"] == 0.0
+
+
+def test_errors_of_an_agent_need_an_agent():
+    with pytest.raises(ValidationError, match="on_agent_error needs an agent_runner"):
+        CustomEnv(env_type="frozen_lake", on_agent_error=OnAgentError(reward=0.0))
 
 
 async def test_an_agent_that_hangs_is_killed_with_its_children(mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

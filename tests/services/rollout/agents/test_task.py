@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.services.rollout.agents.process_main import MAX_OUTPUT_BYTES, run
+from offbeat.services.rollout.agents.command_main import MAX_OUTPUT_BYTES, run
 from offbeat.services.rollout.agents.task import AgentTask
 
 

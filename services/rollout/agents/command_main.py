@@ -1,15 +1,14 @@
-"""Process of an external agent, a function or a command."""
+"""Process that runs the command of an external agent."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import IO, Any
 
-from offbeat.envs.class_path import load_object
 from offbeat.services.rollout.agents.task import AgentTask
 from offbeat.services.rollout.child_main import serve
 
@@ -17,25 +16,6 @@ MAX_ERROR_CHARS = 2_000
 """Length of a failed command's output."""
 MAX_OUTPUT_BYTES, READ_BYTES = 1 << 20, 1 << 16
 """Retained output of a command and size of one read, bytes; the result must be within the former."""
-
-
-def find_agent(path: str) -> Callable[[AgentTask], Any]:
-    """Import `module:function`.
-
-    Raises:
-        ValueError: there is none.
-    """
-    try:
-        function: object = load_object(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"agent_runner.path {path!r}: {error}") from error
-    if not callable(function):
-        raise ValueError(f"agent_runner.path {path!r} is a {type(function).__name__}, not a function")
-    return function
-
-
-def call(path: str, plain: Mapping[str, Any]) -> Any:
-    return find_agent(path)(AgentTask.of(plain))
 
 
 def run(command: Sequence[str], plain: Mapping[str, Any]) -> Any:
@@ -83,4 +63,4 @@ def _read_tail(stream: IO[bytes]) -> str:
 
 
 if __name__ == "__main__":
-    serve({"call": call, "run": run})
+    serve({"run": run})

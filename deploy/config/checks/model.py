@@ -1,0 +1,87 @@
+"""Checks of the engine's arguments, and of a resumed run's model."""
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.vocabulary import MissingWordsError
+from offbeat.deploy.run_folder import newest_checkpoint
+from offbeat.deploy.run_setup import load_architecture
+from offbeat.services.generation.tenancy import read_architecture
+from offbeat.services.generation.vllm.engine_arguments import engine_argument_names
+from offbeat.trainer.config.issue import ConfigIssue
+
+ENGINE_KWARGS = "actor_infer.engine_kwargs"
+SHAPE_KEYS = (
+    "architectures",
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+"""Keys of `config.json` that a checkpoint's weights depend on."""
+
+
+def check_engine_kwargs(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield arguments that the installed vLLM does not have."""
+    known = engine_argument_names()
+    for name in config.actor_infer.engine_kwargs:
+        if not known or name in known:
+            continue
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"; did you mean `{near[0]}`?" if near else ": see `vllm serve --help=all`"
+        yield ConfigIssue(f"{ENGINE_KWARGS}.{name}", f"vLLM has no such engine argument{hint}", *near)
+
+
+def check_resumed_model(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield a difference between the model and the checkpoint to resume from."""
+    checkpoint = _find_checkpoint(config)
+    if checkpoint is None:
+        return
+    try:
+        saved, wanted = read_architecture(checkpoint), load_architecture(config)
+    except (OSError, ValueError, MissingWordsError):
+        return  # an unreadable model or checkpoint has its own error
+    differences = [
+        f"{key} {json.dumps(new)} instead of {json.dumps(old)}" for key, old, new in _differences(saved, wanted)
+    ]
+    if not differences:
+        return
+    is_tiny = config.pretrain == "tiny"
+    model = "the tiny policy, of these keys and the envs' words," if is_tiny else config.pretrain
+    yield ConfigIssue(
+        "tiny" if is_tiny else "pretrain",
+        f"{model} does not fit the checkpoint {checkpoint}: {', '.join(differences)}: take the checkpoint's model, or "
+        "start a new run without resume_from_checkpoint",
+    )
+
+
+def _find_checkpoint(config: RunConfig) -> Path | None:
+    resume = config.resume_from_checkpoint
+    if isinstance(resume, Path):
+        return resume
+    newest = newest_checkpoint(config.output_dir) if resume else None
+    return newest[1] if newest else None
+
+
+def _differences(
+    saved: Mapping[str, JsonValue], wanted: Mapping[str, JsonValue]
+) -> Iterator[tuple[str, JsonValue, JsonValue]]:
+    for key in SHAPE_KEYS:
+        old, new = _get(saved, key), _get(wanted, key)
+        if old is not None and new is not None and old != new:  # one may leave a default out
+            yield key, old, new
+
+
+def _get(architecture: Mapping[str, JsonValue], key: str) -> JsonValue:
+    text = architecture.get("text_config")  # models with image input nest it
+    nested = text.get(key) if isinstance(text, dict) and key not in ("architectures", "model_type") else None
+    return architecture.get(key) if nested is None else nested

@@ -1,0 +1,70 @@
+"""Trials of a configuration's envs, each in a process."""
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+from offbeat.deploy.config.run import RunConfig
+from offbeat.services.errors import EpisodeError
+from offbeat.services.rollout.config import CustomEnv
+from offbeat.services.rollout.envs.trial import Trial, try_env
+from offbeat.services.rollout.tracebacks import strip_own_frames
+
+logger = logging.getLogger(__name__)
+
+OWN_ENVS = frozenset(("frozen_lake", "sokoban", "webshop", "math", "qa", "code"))
+"""Envs whose code is Offbeat's, and checked by its tests."""
+MAX_CONCURRENT_TRIALS = 4
+FAILURES = {"make": "can't be made", "reset": "can't be reset", "step": "can't be stepped", "image": "draws no image"}
+"""First word of a reason -> what failed."""
+ON_STEP = "; a policy may cause this by answers that the env can't take: give such episodes a reward by on_env_error"
+
+
+class TrialError(Exception):
+    """An env failed in every episode of its trial."""
+
+
+def try_envs(config: RunConfig) -> dict[str, Trial]:
+    """Try the envs that are not Offbeat's own, by tag; those of a notebook can't be found by another process."""
+    envs = {
+        tag: env
+        for tag, env in config.custom_envs.items()
+        if env.env_type not in OWN_ENVS and not env.env_type.startswith("__main__:")
+    }
+    if not envs:
+        return {}
+    # The caller's thread may run an event loop.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, _try_all(envs, config.seed)).result()
+
+
+async def _try_all(envs: dict[str, CustomEnv], seed: int) -> dict[str, Trial]:
+    slots = asyncio.Semaphore(MAX_CONCURRENT_TRIALS)
+
+    async def try_one(env: CustomEnv) -> Trial:
+        async with slots:
+            return await try_env(env, seed)
+
+    return dict(zip(envs, await asyncio.gather(*map(try_one, envs.values())), strict=True))
+
+
+def refuse_failures(env: CustomEnv, trial: Trial) -> None:
+    """Raise for an env that always fails; log a failure of some episodes.
+
+    Raises:
+        TrialError: with the env's traceback. Errors that `on_env_error` gives a reward are none.
+    """
+    rule = env.on_env_error
+    failures = [error for error in trial.failures if rule is None or error.reason not in rule.reasons]
+    if not failures:
+        return
+    if trial.always_fails:
+        raise TrialError(_describe(failures[0]))
+    logger.warning("%s failed in %d of %d episodes: %s", env.env_type, len(failures), trial.num_episodes, failures[0])
+
+
+def _describe(error: EpisodeError) -> str:
+    what, _, how = error.reason.partition("_")
+    detail = str(error).removeprefix(f"{error.reason}: ")
+    trace = f"\n{strip_own_frames(error.trace)}" if error.trace else ""
+    return f"{FAILURES.get(what, 'crashes')}: {detail}{ON_STEP if (what, how) == ('step', 'error') else ''}{trace}"

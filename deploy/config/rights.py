@@ -1,0 +1,203 @@
+"""Code, programs and folders that a configuration names, compared with a caller's rights.
+
+Invariant: a key that names one of them is yielded here (tests/deploy/config/test_rights.py sorts every key that takes a
+text). Modules are compared before anything is imported; what was imported is compared again, because an allowed module's
+namespace also holds what it imports.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, cast
+
+import gymnasium
+
+from offbeat.deploy.config.checks.prompts import OnStep
+from offbeat.deploy.config.run import RunConfig
+from offbeat.envs.class_path import load_object
+from offbeat.envs.registry import BUILT_IN, entry_point_paths
+from offbeat.services.control.rights import Rights
+from offbeat.trainer.config.issue import ConfigIssue
+from offbeat.trainer.trackers.registry import TRACKERS
+
+OWN_PACKAGE = "offbeat"
+TEXT_ENGINE_KEYS = ("dtype", "kv_cache_dtype")
+"""Arguments of the engine that may be a text; others name classes, plugins, files or hosts."""
+CODE_ENGINE_KEYS = ("trust_remote_code",)
+"""Switches that make the engine run a model folder's code."""
+
+
+class CodePath(NamedTuple):
+    """Module that a key names, with `:` and the object where it names one."""
+
+    key: str
+    path: str
+
+    @property
+    def module(self) -> str:
+        return self.path.partition(":")[0]
+
+
+def check_rights(config: RunConfig, rights: Rights, table: str = "") -> Iterator[ConfigIssue]:
+    """Yield what `rights` do not cover, without importing anything.
+
+    table: of the configuration that holds the rights, such as `control`; empty: they are the service's.
+    """
+    prefix = f"{table}." if table else ""
+    if not rights.any_module:
+        yield from _check_code(config, rights, f"{prefix}allow_modules")
+    if rights.output_roots is not None:
+        roots = ", ".join(rights.output_roots) or "none"
+        for path, place in written_places(config):
+            if not rights.allows_folder(place):
+                yield ConfigIssue(
+                    path, f"{place} is in none of {prefix}output_roots ({roots}): use one of them, or add it there"
+                )
+
+
+def _check_code(config: RunConfig, rights: Rights, key: str) -> Iterator[ConfigIssue]:
+    modules = ", ".join(rights.allow_modules or ()) or "none"
+    for code in code_paths(config):
+        if not rights.allows_module(code.module):
+            yield ConfigIssue(
+                code.key,
+                f"module {code.module!r} is not in {key} ({modules}): add it there, or use another",
+            )
+        elif "." in code.path.partition(":")[2]:
+            yield ConfigIssue(code.key, f"{code.path!r} must be `module:name` of one object, with {key} set")
+    for path, what in programs(config):
+        yield ConfigIssue(path, f"{what} is not available with {key} set: leave it out")
+
+
+def check_definitions(config: RunConfig, rights: Rights, on_step: OnStep) -> Iterator[ConfigIssue]:
+    """Import what the configuration names, and yield what an allowed module has from elsewhere.
+
+    A module that can't be imported is left to the checks of its key.
+    """
+    if rights.any_module:
+        return
+    for code in code_paths(config):
+        if ":" not in code.path:
+            continue
+        on_step(code.key, f"import of {code.path}")
+        try:
+            imported = load_object(code.path)
+        except Exception:
+            continue
+        origin = inspect.getmodule(imported)
+        module = getattr(imported, "__module__", None) or (origin and origin.__name__) or ""
+        if not rights.allows_module(module):
+            yield ConfigIssue(
+                code.key, f"{code.path} is defined in {module or 'an unknown module'}, which is not in allow_modules"
+            )
+        elif code.key.endswith("env_type") and module.partition(".")[0] == OWN_PACKAGE and not _is_env(imported):
+            # Its arguments come from the configuration: any function of Offbeat's would be callable
+            yield ConfigIssue(code.key, f"{code.path} is not an env")
+
+
+def _is_env(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, gymnasium.Env)
+
+
+def code_paths(config: RunConfig) -> Iterator[CodePath]:
+    """Yield each module that the configuration names; Offbeat's own by short names are not among them."""
+    for tag, env in config.custom_envs.items():
+        yield from _env_code(f"custom_envs.{tag}", env.env_type, env.env_config)
+        if env.agent_runner and env.agent_runner.path:
+            yield CodePath(f"custom_envs.{tag}.agent_runner.path", env.agent_runner.path)
+    for name, manager in (("train_env_manager", config.train_env_manager), ("val_env_manager", config.val_env_manager)):
+        if manager.task_sampler:
+            yield CodePath(f"{name}.task_sampler.path", manager.task_sampler.path)
+    if config.warm_start:
+        yield CodePath("warm_start.demos", config.warm_start.demos)
+    if config.group_filter_cls:
+        yield CodePath("group_filter_cls", config.group_filter_cls)
+    for place, tracker in enumerate(config.track_with):
+        if tracker not in TRACKERS:
+            yield CodePath(f"track_with.{place}", tracker)
+
+
+def _env_code(key: str, env_type: str, env_config: Mapping[str, Any]) -> Iterator[CodePath]:
+    if env_type not in BUILT_IN:
+        yield CodePath(f"{key}.env_type", entry_point_paths().get(env_type, env_type))
+        return
+    name = env_config.get("id")
+    if env_type == "gymnasium" and isinstance(name, str) and ":" in name:
+        yield CodePath(f"{key}.env_config.id", name.partition(":")[0])
+    if env_type == "verifiers" and isinstance(name, str):
+        yield CodePath(f"{key}.env_config.id", name.rpartition("/")[2].replace("-", "_"))
+    wrapped, settings = env_config.get("env_type"), env_config.get("env_config", {})
+    if env_type == "tools" and isinstance(wrapped, str) and isinstance(settings, dict):
+        yield from _env_code(f"{key}.env_config", wrapped, cast(dict[str, Any], settings))
+
+
+def programs(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield keys that run programs or other libraries' plugins, and what they name."""
+    for tag, env in config.custom_envs.items():
+        if env.agent_runner and env.agent_runner.command:
+            yield f"custom_envs.{tag}.agent_runner.command", "a program"
+        yield from _env_programs(f"custom_envs.{tag}.env_config", env.env_type, env.env_config)
+    if config.redis.server is not None:
+        yield "redis.server", "a program"
+    for name, value in config.actor_infer.engine_kwargs.items():
+        is_plain = value is None or isinstance(value, bool | int | float)
+        if (name in CODE_ENGINE_KEYS and value) or (not is_plain and name not in TEXT_ENGINE_KEYS):
+            yield f"actor_infer.engine_kwargs.{name}", "this argument of vLLM, which can name code,"
+    for path, text in _texts(
+        "actor_train.strategy_args.strategy_config", config.actor_train.strategy_args.strategy_config
+    ):
+        if any(sign in text for sign in "./:\\"):
+            yield path, "a text that can name code or a file"
+
+
+def _env_programs(key: str, env_type: str, env_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if env_type == "verifiers" and env_config.get("environment"):
+        yield f"{key}.environment", "a harness"
+    if env_type == "code" and _may_lack_isolation(env_config.get("sandbox")):
+        yield f"{key}.sandbox.isolation", "running programs without isolation"
+    if env_type == "tools":
+        tools = env_config.get("tools")
+        for place, each in enumerate(cast(list[Any], tools) if isinstance(tools, list) else []):
+            tool = cast(dict[str, Any], each) if isinstance(each, dict) else {}
+            if tool.get("command"):
+                yield f"{key}.tools.{place}.command", "a program"
+            if _may_lack_isolation(tool.get("limits")):
+                yield f"{key}.tools.{place}.limits.isolation", "running programs without isolation"
+        wrapped, settings = env_config.get("env_type"), env_config.get("env_config", {})
+        if isinstance(wrapped, str) and isinstance(settings, dict):
+            yield from _env_programs(f"{key}.env_config", wrapped, cast(dict[str, Any], settings))
+
+
+def _may_lack_isolation(limits: object) -> bool:
+    return isinstance(limits, dict) and cast(dict[str, Any], limits).get("isolation", "require") != "require"
+
+
+def written_places(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield keys that name folders or URLs to write to, or a run's folder to continue, and the places."""
+    yield "output_dir", str(config.output_dir)
+    if config.weights.url:
+        yield "weights.url", config.weights.url
+    if not isinstance(config.resume_from_checkpoint, bool):
+        yield "resume_from_checkpoint", str(config.resume_from_checkpoint)
+    trees = {
+        "tracker_kwargs": config.tracker_kwargs,
+        "actor_train.strategy_args.strategy_config": config.actor_train.strategy_args.strategy_config,
+    }
+    for key, tree in trees.items():
+        for path, text in _texts(key, tree):
+            if _is_place(text):
+                yield path, text.removeprefix("sqlite:///")
+
+
+def _is_place(text: str) -> bool:
+    return ("/" in text or text in (".", "..")) and not text.startswith(("http://", "https://"))
+
+
+def _texts(key: str, value: object) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, each in cast(Mapping[str, object], value).items():
+            yield from _texts(f"{key}.{name}", each)
+    elif isinstance(value, list):
+        for place, each in enumerate(cast(list[object], value)):
+            yield from _texts(f"{key}.{place}", each)

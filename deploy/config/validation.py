@@ -1,0 +1,47 @@
+"""Checks of a run in a process of its own, which is killed at a time limit: user code may hang, crash or print."""
+
+import json
+import tempfile
+from dataclasses import asdict
+
+from offbeat.deploy.config.errors import ConfigError, RightsError
+from offbeat.deploy.config.run import RunConfig
+from offbeat.services.control.rights import UNRESTRICTED, Rights
+from offbeat.services.errors import EpisodeError
+from offbeat.services.rollout.child_process import ChildProcess
+from offbeat.trainer.config.issue import ConfigIssue
+
+CHECK_TIMEOUT_S = 120.0
+"""Covers envs that load a data set."""
+
+
+async def check_in_process(
+    config: RunConfig,
+    *,
+    cores: float | None = None,
+    gpus: float | None = None,
+    rights: Rights = UNRESTRICTED,
+    trial: bool = True,
+    timeout_s: float = CHECK_TIMEOUT_S,
+) -> None:
+    """Run the checks of a configuration that `check_rights` accepts.
+
+    Raises:
+        RightsError: it reaches code from elsewhere through an allowed module.
+        ConfigError: with every issue; or not checked within the time limit, with the key and the step.
+    """
+    child = ChildProcess("offbeat.deploy.config.validation_main", "died")
+    with tempfile.NamedTemporaryFile(prefix="offbeat-validation-") as stage:
+        try:
+            await child.start()
+            arguments = (config.model_dump_json(), json.dumps(asdict(rights)), stage.name)
+            if refused := await child.ask("check_definitions", timeout_s, *arguments):
+                raise RightsError([ConfigIssue(*issue) for issue in refused])
+            if issues := await child.ask("check", timeout_s, arguments[0], cores, gpus, stage.name, trial):
+                raise ConfigError([ConfigIssue(*issue) for issue in issues])
+        except EpisodeError as error:
+            key, _, doing = stage.read().decode().partition("\n")
+            outcome = f"did not end within {timeout_s:g} s" if error.reason.endswith("timeout") else f"failed ({error})"
+            raise ConfigError([ConfigIssue(key, f"{doing or 'the validation'} {outcome}")]) from error
+        finally:
+            await child.kill()

@@ -1,0 +1,42 @@
+"""Process of one validation (`validation`)."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from offbeat.deploy.config.checks.prompts import OnStep
+from offbeat.deploy.config.checks.run import check_run
+from offbeat.deploy.config.rights import check_definitions
+from offbeat.deploy.config.run import RunConfig
+from offbeat.services.control.rights import Rights
+from offbeat.services.rollout.child_main import serve
+from offbeat.trainer.config.issue import ConfigIssue
+
+Issue = tuple[str, str, str | None]
+
+
+def _observer(stage_file: str) -> OnStep:
+    """Write the key and the step that is running to a file, which outlives this process."""
+
+    def note(key: str, doing: str) -> None:
+        Path(stage_file).write_text(f"{key}\n{doing}", errors="replace")
+
+    return note
+
+
+def _definitions(text: str, rights_text: str, stage_file: str) -> list[Issue]:
+    rights = Rights(**{name: value and tuple(value) for name, value in json.loads(rights_text).items()})
+    return _plain(check_definitions(RunConfig.model_validate_json(text), rights, _observer(stage_file)))
+
+
+def _check(text: str, cores: float | None, gpus: float | None, stage_file: str, trial: bool) -> list[Issue]:
+    config = RunConfig.model_validate_json(text)
+    return _plain(check_run(config, cores=cores, gpus=gpus, on_step=_observer(stage_file), trial=trial))
+
+
+def _plain(issues: Iterable[ConfigIssue]) -> list[Issue]:
+    return [(issue.path, issue.message, issue.hint) for issue in issues]
+
+
+if __name__ == "__main__":
+    serve({"check_definitions": _definitions, "check": _check})

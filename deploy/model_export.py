@@ -1,0 +1,181 @@
+# pyright: basic
+"""Export of a checkpoint for serving: merged weights, or the adapter alone, with tokenizer and chat template.
+
+Invariant: a folder appears under its name once transformers has loaded it and its logits equal the checkpoint's.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.utils.logging import disable_progress_bar
+
+from offbeat.deploy.config.errors import ConfigError
+from offbeat.deploy.play.policy import policy_folder
+from offbeat.services.chat.append_only import load_chat_format
+from offbeat.services.chat.vision import model_family
+from offbeat.trainer.models.export import copy_model_files, export_weights
+
+ADAPTER = "adapter"
+"""Folder of a checkpoint."""
+ADAPTER_CONFIG = "adapter_config.json"
+OURS = ("learner.json", "manifest.json")
+"""Files of a checkpoint that no other program reads."""
+MIN_VLLM_RANK = 8
+NUM_TOKENS = 16
+MAX_DIFFERENCE = 1e-4
+"""Of logits that are computed in one type from the same weights."""
+MAX_MERGED_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5}
+"""Of the base with its adapter from the merged weights, which are rounded to this type."""
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Echo = Callable[[str], None]
+
+
+class ExportError(ValueError):
+    """Checkpoint that can't be exported."""
+
+
+def export_merged(source: Path, out: Path, dtype: Dtype | None, echo: Echo) -> None:
+    """Write a checkpoint's weights, with adapters merged. dtype: None keeps the checkpoint's.
+
+    Raises:
+        ExportError: no checkpoint, `out` is taken, or the copy computes something else.
+    """
+    checkpoint = _checkpoint(source)
+    with _Aside(out) as aside:
+        _copy_files(checkpoint, aside)
+        kept = _write_weights(checkpoint, aside, dtype)
+        difference = _compare(_load(checkpoint, kept), _load(aside, kept), aside)
+        if not difference <= MAX_DIFFERENCE:
+            raise ExportError(
+                f"the copy's logits differ from those of {checkpoint} by {difference:.3g}: nothing was written"
+            )
+    echo(
+        f"{out} holds the weights of {checkpoint} in {kept}; its logits differ by {difference:.2g} on {NUM_TOKENS} tokens."
+    )
+    echo(f"vllm serve {out}")
+
+
+def export_adapter(source: Path, out: Path, echo: Echo) -> None:
+    """Write a checkpoint's LoRA adapter in PEFT's form.
+
+    Raises:
+        ExportError: no checkpoint, no adapter, no base, `out` is taken, or base and adapter compute something else.
+    """
+    checkpoint = _checkpoint(source)
+    if not (checkpoint / ADAPTER / ADAPTER_CONFIG).is_file():
+        raise ExportError(
+            f"{checkpoint} holds no adapter: its run had no actor_train.model_args.lora_target, or was trained by a build "
+            "before 0.2; export the merged weights (--merge)"
+        )
+    settings = json.loads((checkpoint / ADAPTER / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    base = Path(settings["base_model_name_or_path"])
+    if not any(base.glob("*.safetensors")) and not any(base.glob("pytorch_model*.bin")):
+        raise ExportError(f"the adapter's base, {base}, holds no weights any more: export the merged ones (--merge)")
+    with _Aside(out) as aside:
+        for path in (checkpoint / ADAPTER).iterdir():
+            shutil.copyfile(path, aside / path.name)
+        _copy_files(checkpoint, aside, without=("config.json", "generation_config.json"))
+        dtype = _dtype_of(checkpoint)
+        difference = _compare(_load(checkpoint, dtype), _load_adapted(base, aside, dtype), aside)
+        if not difference <= MAX_MERGED_DIFFERENCE.get(dtype, MAX_MERGED_DIFFERENCE["bfloat16"]):
+            raise ExportError(
+                f"{base} with the adapter differs from {checkpoint} by {difference:.3g} in its logits: nothing was written"
+            )
+    echo(
+        f"{out} holds the adapter of {checkpoint}; on {base} its logits differ from the merged weights' by {difference:.2g}."
+    )
+    rank = max(MIN_VLLM_RANK, 1 << (int(settings["r"]) - 1).bit_length())
+    echo(f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules policy={out}")
+
+
+def _checkpoint(source: Path) -> Path:
+    try:
+        return policy_folder(source)
+    except ConfigError as error:
+        raise ExportError(str(error.issues[0])) from error
+
+
+class _Aside:
+    """A folder beside `out` that takes its name on success."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._aside = out.with_name(f".{out.name}.writing")
+
+    def __enter__(self) -> Path:
+        if self._out.exists() and (not self._out.is_dir() or any(self._out.iterdir())):
+            raise ExportError(f"{self._out} is there already: name a new folder, or remove it")
+        shutil.rmtree(self._aside, ignore_errors=True)
+        self._aside.mkdir(parents=True)
+        return self._aside
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            shutil.rmtree(self._aside, ignore_errors=True)
+            return
+        if self._out.exists():
+            self._out.rmdir()
+        self._aside.rename(self._out)
+
+
+def _copy_files(checkpoint: Path, folder: Path, without: tuple[str, ...] = ()) -> None:
+    copy_model_files(checkpoint, folder)
+    for name in (*OURS, *without):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _write_weights(checkpoint: Path, folder: Path, dtype: Dtype | None) -> str:
+    """Return the type."""
+    kept = dtype or _dtype_of(checkpoint)
+    target = getattr(torch, kept)
+    tensors = _tensors(checkpoint)
+    export_weights(
+        folder, ((name, tensor.to(target) if tensor.is_floating_point() else tensor) for name, tensor in tensors)
+    )
+    path = folder / "config.json"
+    tree = json.loads(path.read_text(encoding="utf-8"))
+    tree.pop("torch_dtype", None)
+    tree["dtype"] = kept
+    path.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+    return kept
+
+
+def _tensors(checkpoint: Path) -> Iterator[tuple[str, Any]]:
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  no mapping
+                yield name, file.get_tensor(name)
+
+
+def _dtype_of(checkpoint: Path) -> str:
+    return next(
+        str(tensor.dtype).removeprefix("torch.") for _, tensor in _tensors(checkpoint) if tensor.is_floating_point()
+    )
+
+
+def _load(folder: Path, dtype: str) -> Any:
+    disable_progress_bar()
+    auto: Any = AutoModelForCausalLM if model_family(folder) is None else AutoModelForImageTextToText
+    return auto.from_pretrained(folder, local_files_only=True, dtype=getattr(torch, dtype)).eval()
+
+
+def _load_adapted(base: Path, adapter: Path, dtype: str) -> Any:
+    return PeftModel.from_pretrained(_load(base, dtype), str(adapter)).eval()
+
+
+def _compare(one: Any, two: Any, folder: Path) -> float:
+    """Return the greatest difference of logits on tokens from the whole vocabulary, and load the tokenizer."""
+    load_chat_format(folder)
+    size = one.config.get_text_config().vocab_size
+    tokens = torch.linspace(0, size - 1, NUM_TOKENS).long()[None]
+    with torch.inference_mode():
+        logits = [model(tokens).logits.float() for model in (one, two)]
+    return float((logits[0] - logits[1]).abs().max())

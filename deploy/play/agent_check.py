@@ -1,0 +1,241 @@
+"""Contract of external agents, checked by episodes with a scripted policy (`offbeat agent check`)."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal
+
+from offbeat.deploy.config.checks.agents import check_agent as check_settings
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.play.agents import TextSampler, load_chat, make_random_agent
+from offbeat.deploy.play.target import PlayTarget, remove_token_limits
+from offbeat.envs.contract import Finding
+from offbeat.envs.registry import check_env_config
+from offbeat.services.errors import EpisodeError
+from offbeat.services.messages.types import Completion, EpisodeKind, EpisodeTask, Sampling, Trajectory
+from offbeat.services.rollout.agents.episode import AgentRuntime, play_with_agent
+from offbeat.services.rollout.agents.pool import AgentOutcome, AgentPool
+from offbeat.services.rollout.agents.task import AgentTask
+from offbeat.services.rollout.config import AgentRunner, CustomEnv
+from offbeat.services.rollout.envs.runners import EnvSpec, StepResult, ThreadEnv
+from offbeat.services.rollout.episodes.episode import EpisodePlan, PlayableEnv
+from offbeat.services.rollout.tracebacks import strip_own_frames
+from offbeat.services.threads import DaemonThreads
+from offbeat.trainer.config.issue import ConfigIssue
+
+logger = logging.getLogger(__name__)
+
+REMEDIES = {
+    "agent_silent": "it must call the policy: take task.base_url as base URL and task.api_key as key "
+    "(a command: OPENAI_BASE_URL and OPENAI_API_KEY)",
+    "agent_result": "return a number (the reward), a string (an answer for the env), None after task.step, or "
+    "{'reward': ..., 'answer': ..., 'metrics': {...}}",
+    "agent_timeout": "raise agent_runner.timeout_s, or limit its steps",
+    "agent_crashed": "its process ended by itself; its last words are above",
+    "agent_error": "it fails before its first call to the policy, whatever the policy answers",
+}
+
+
+CERTAIN = frozenset(
+    ("agent_silent", "agent_error", "agent_crashed", "path", "command", "python", "episodes_per_process")
+)
+"""Rules whose violation does not depend on the policy's answers; others may be due to their randomness."""
+TRIAL_S = 90.0
+"""Time limit of an agent's trial before a run."""
+
+
+@dataclass(slots=True)
+class AgentReport:
+    """Findings, and what the episodes did."""
+
+    findings: list[Finding] = field(default_factory=list[Finding])
+    num_calls: int = 0
+    """Calls to the policy."""
+    num_steps: int = 0
+    """Steps of the env."""
+    durations_s: list[float] = field(default_factory=list[float])
+    """Of each episode; the first includes the agent's imports."""
+    rewards: list[float] = field(default_factory=list[float])
+    """Of finished episodes."""
+
+    @property
+    def problems(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.severity == "problem"]
+
+    def add(self, severity: Literal["problem", "advice"], rule: str, message: str) -> None:
+        finding = Finding(severity, rule, message)
+        if finding not in self.findings:
+            self.findings.append(finding)
+
+
+async def check_agent(
+    tag: str, env: CustomEnv, *, num_episodes: int = 3, limit_s: float | None = None, seed: int = 0
+) -> AgentReport:
+    """Run episodes of a tag's agent against the real gateway, a policy that answers at random, and the tag's env.
+
+    limit_s: limit of an episode, at most the runner's. The first problem ends the check.
+    """
+    report, runner = AgentReport(), env.agent_runner
+    assert runner is not None, "a tag with an agent is needed"
+    for issue in check_settings(tag, runner):
+        report.add("problem", issue.path.rpartition(".")[2], issue.message)
+    for message in check_env_config(env.env_type, env.env_config):
+        report.add("problem", "env", message)
+    if report.problems:
+        return report
+    timeout_s = runner.timeout_s if limit_s is None else min(limit_s, runner.timeout_s)
+    runner = runner.model_copy(update={"timeout_s": timeout_s, "tool_call_parser": None})
+    check = _AgentCheck(tag, env.model_copy(update={"on_agent_error": None, "on_env_error": None}), runner, report)
+    try:
+        for number in range(num_episodes):
+            await check.run(seed + number)
+            if report.problems:
+                break
+    finally:
+        await check.close()
+    return report
+
+
+def try_agents(config: RunConfig) -> list[ConfigIssue]:
+    """Run an episode of each tag's agent; return what fails whatever the policy answers, and log the rest."""
+    agents = {tag: env for tag, env in config.custom_envs.items() if env.agent_runner}
+    if not agents:
+        return []
+    # The caller's thread may run an event loop.
+    with ThreadPoolExecutor(1) as thread:
+        reports = thread.submit(asyncio.run, _try_all(agents, config.seed)).result()
+    issues: list[ConfigIssue] = []
+    for tag, report in reports.items():
+        for finding in report.findings:
+            if finding.severity == "problem" and finding.rule in CERTAIN:
+                issues.append(ConfigIssue(f"custom_envs.{tag}.agent_runner", finding.message))
+            else:
+                logger.warning("agent of %s: %s", tag, finding.message)
+    return issues
+
+
+async def _try_all(agents: Mapping[str, CustomEnv], seed: int) -> dict[str, AgentReport]:
+    checks = (check_agent(tag, env, num_episodes=1, limit_s=TRIAL_S, seed=seed) for tag, env in agents.items())
+    return dict(zip(agents, await asyncio.gather(*checks), strict=True))
+
+
+class _CountingPool(AgentPool):
+    """Agents whose last outcome is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outcome: AgentOutcome | None = None
+
+    async def run(self, runner: AgentRunner, task: AgentTask) -> AgentOutcome:
+        self.outcome = await super().run(runner, task)
+        return self.outcome
+
+
+class _CountingEnv:
+    def __init__(self, env: ThreadEnv) -> None:
+        self._env = env
+        self.num_steps = 0
+
+    async def reset(self, seed: int) -> str:
+        return await self._env.reset(seed)
+
+    async def step(self, action: str) -> StepResult:
+        self.num_steps += 1
+        return await self._env.step(action)
+
+    async def image(self) -> bytes:
+        return await self._env.image()
+
+
+class _AgentCheck:
+    def __init__(self, tag: str, env: CustomEnv, runner: AgentRunner, report: AgentReport) -> None:
+        self._target = remove_token_limits(PlayTarget(tag, env, 0))
+        self._runner, self._report = runner, report
+        self._chat = load_chat(None)
+        self._runtime = AgentRuntime({None: self._chat.calling(None)})
+        self._runtime.pool = self._pool = _CountingPool()
+        self._threads = DaemonThreads(1)
+
+    async def run(self, seed: int) -> None:
+        """Run an episode and add what is wrong with it."""
+        target, report = self._target, self._report
+        rules = target.env
+        spec = EnvSpec(rules.env_type, rules.env_config, rules.reset_timeout_s, rules.step_timeout_s)
+        runner = ThreadEnv(spec, self._threads)
+        env, before, began = _CountingEnv(runner), report.num_calls, time.monotonic()
+        try:
+            traits = await runner.start()
+            sample = TextSampler(make_random_agent(runner.instance, seed), self._chat)
+
+            async def answer(prompt: tuple[int, ...], max_tokens: int) -> Completion:
+                report.num_calls += 1
+                return await sample(prompt, max_tokens)
+
+            sampling = Sampling(max_new_tokens=target.max_new_tokens, stop_token_ids=self._chat.stop_ids)
+            episode = EpisodeTask(EpisodeKind.EVAL, "check", seed, 0, 0, 0)
+            plan = EpisodePlan(episode, target.tag, seed, rules, target.sequence_length, sampling, False, "check")
+            playable: PlayableEnv = env
+            played = await play_with_agent(plan, self._runner, playable, traits, answer, self._runtime)
+        except EpisodeError as error:
+            self._explain(error, report.num_calls - before)
+        else:
+            report.rewards.append(played.reward)
+            for severity, rule, message in _read_trajectory(played, self._pool.outcome, env.num_steps):
+                report.add(severity, rule, message)
+        finally:
+            report.num_steps += env.num_steps
+            report.durations_s.append(time.monotonic() - began)
+            await runner.close()
+
+    async def close(self) -> None:
+        await self._runtime.close()
+        self._threads.close()
+
+    def _explain(self, error: EpisodeError, num_calls: int) -> None:
+        what, trace = (
+            str(error).removeprefix(f"{error.reason}: "),
+            f"\n{strip_own_frames(error.trace)}" if error.trace else "",
+        )
+        if error.reason == "agent_error" and num_calls:
+            message = (
+                f"{what} after {num_calls} call(s) to the policy, whose answers were random: where those of a real policy "
+                f"raise it, too, set on_agent_error, or such episodes are repeated until they pass{trace}"
+            )
+            self._report.add("advice", error.reason, message)
+            return
+        remedy = REMEDIES.get(error.reason, "the env failed: try it by `offbeat env check`")
+        self._report.add("problem", error.reason, f"{what}; {remedy}{trace}")
+
+
+Findings = Iterator[tuple[Literal["problem", "advice"], str, str]]
+
+
+def _read_trajectory(played: Trajectory, outcome: AgentOutcome | None, num_steps: int) -> Findings:
+    if outcome is not None and outcome.reward is None and outcome.answer is None and not num_steps:
+        yield (
+            "problem",
+            "reward",
+            "it returned None and did not step the env, so that its reward is always 0: return the reward or an answer, or "
+            "step the env by task.step",
+        )
+    metrics = played.metrics
+    if metrics.get("branches", 1.0) > 1.0:
+        yield (
+            "advice",
+            "history",
+            f"{metrics['agent_calls']:.0f} calls became {metrics['branches']:.0f} sequences, as later calls do not repeat "
+            "earlier answers: correct, but each sequence is computed by itself",
+        )
+    if metrics.get("masked_answers"):
+        yield "advice", "delivery", "it hung up before an answer had arrived: such answers are not trained"
+    if metrics.get("unverified_messages"):
+        yield (
+            "advice",
+            "history",
+            "it sends assistant messages that the policy did not write: they are context, not trained",
+        )
+    if metrics.get("ignored_parameters"):
+        yield "advice", "sampling", "it sets sampling parameters, which are the run's: they are ignored"

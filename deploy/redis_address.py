@@ -1,0 +1,41 @@
+"""Address of a run's Redis, from the files that the mesh writes."""
+
+from pathlib import Path
+
+from offbeat.deploy.run_folder import read_endpoints
+from offbeat.services.errors import MeshError
+from offbeat.services.redis.url_file import read_url_file
+
+URL_FILE = Path("redis") / "url"
+"""`redis_url_file` of `deploy/local.yaml`, from the folder that holds the runs."""
+
+
+def resolve_url(given: str | None) -> str | None:
+    """Return a URL given as such, or as a file that contains it.
+
+    Raises:
+        MeshError: the file can't be read.
+    """
+    if given is None or "://" in given:
+        return given
+    try:
+        return read_url_file(Path(given))
+    except OSError as error:
+        raise MeshError(f"--redis: expected a URL, or a file with one: {error}") from None
+
+
+def find_url(folder: Path) -> str | None:
+    """Return the URL of the Redis of an active `offbeat train`, or of the mesh deployed beside the run's folder.
+
+    Raises:
+        MeshError: the mesh's file can't be read.
+    """
+    endpoints = read_endpoints(folder)
+    if endpoints is not None:
+        return endpoints.redis_url
+    path = folder.parent / URL_FILE
+    try:
+        has_own_redis = (folder / "redis").is_dir()  # of `offbeat train`, which has ended
+        return read_url_file(path) if path.is_file() and not has_own_redis else None
+    except OSError as error:
+        raise MeshError(f"{path} can't be read: {error.strerror}; it is readable by who started the mesh") from None

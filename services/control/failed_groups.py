@@ -1,0 +1,28 @@
+"""Description of groups that failed."""
+
+from collections.abc import Mapping
+
+POLICY_CAUSED = {
+    "step_error": "on_env_error",
+    "step_timeout": "on_env_error",
+    "env_crashed": "on_env_error",
+    "agent_error": "on_agent_error",
+    "agent_result": "on_agent_error",
+    "agent_timeout": "on_agent_error",
+    "agent_crashed": "on_agent_error",
+}
+"""Reasons that a policy's answers may cause, and the key of `custom_envs` that trains them."""
+
+
+def describe_failed(failed: Mapping[str, int]) -> str:
+    """Return the number of failed groups, with their reasons."""
+    return f"{sum(failed.values())} ({', '.join(f'{reason} {count}' for reason, count in failed.items())})"
+
+
+def advise_failed(failed: Mapping[str, int]) -> str:
+    """Return a clause on groups that failed at every attempt, and the keys to set."""
+    keys = sorted({key for reason in failed if (key := POLICY_CAUSED.get(reason))})
+    advice = f"; if the policy's answers cause it, set {' and '.join(keys)} of the tag, so that it learns from them"
+    cause = "an episode of each failed at every attempt with its seed, so none is trained"
+    text = f"failed groups {describe_failed(failed)}: {cause}"
+    return text + (advice if keys else "")

@@ -1,0 +1,71 @@
+"""Trial of an env before a run: short episodes of random answers in a child process, where it may hang or crash."""
+
+import time
+from dataclasses import dataclass, field
+
+from offbeat.services.errors import EpisodeError
+from offbeat.services.rollout.config import CustomEnv
+from offbeat.services.rollout.envs.process_env import ProcessEnv
+from offbeat.services.rollout.envs.runners import EnvSpec, EnvTraits
+
+NUM_EPISODES, MAX_STEPS = 2, 3
+BUDGET_S = 10.0
+"""Time from which no further call is made."""
+UNLIMITED_GIB = float(1 << 20)
+
+
+@dataclass(slots=True)
+class Trial:
+    """What an env showed."""
+
+    traits: EnvTraits | None = None
+    observation: str = ""
+    """First one."""
+    png: bytes = b""
+    """First image, if asked for."""
+    num_episodes: int = 0
+    failures: list[EpisodeError] = field(default_factory=list[EpisodeError])
+    """One per failed episode."""
+
+    @property
+    def always_fails(self) -> bool:
+        return len(self.failures) == self.num_episodes
+
+
+async def try_env(env: CustomEnv, seed: int) -> Trial:
+    """Run `NUM_EPISODES` episodes, from `seed` on, of `MAX_STEPS` steps."""
+    trial, began = Trial(), time.monotonic()
+    memory_gib = env.memory_gib if env.execution == "process" else UNLIMITED_GIB
+    spec = EnvSpec(env.env_type, env.env_config, env.reset_timeout_s, env.step_timeout_s, memory_gib)
+    runner = ProcessEnv(spec, quiet=True)
+    try:
+        for number in range(NUM_EPISODES):
+            if not runner.healthy:
+                runner = ProcessEnv(spec, quiet=True)
+            trial.num_episodes += 1
+            try:
+                await _run_episode(runner, env, seed + number, trial, began + BUDGET_S)
+            except EpisodeError as error:
+                trial.failures.append(error)
+                if not error.reason.startswith("step"):
+                    break
+            if time.monotonic() > began + BUDGET_S:
+                break
+    finally:
+        await runner.close()
+    return trial
+
+
+async def _run_episode(runner: ProcessEnv, env: CustomEnv, seed: int, trial: Trial, deadline: float) -> None:
+    if runner.pid is None:
+        trial.traits = await runner.start()
+    observation = await runner.reset(seed)
+    if trial.num_episodes == 1:
+        trial.observation = observation
+        trial.png = await runner.image() if env.shows_images else b""
+    for step in range(MAX_STEPS):
+        if time.monotonic() > deadline:
+            return
+        result = await runner.step(await runner.random_answer(seed + step))
+        if result.terminated or result.truncated:
+            return

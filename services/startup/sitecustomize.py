@@ -1,0 +1,24 @@
+"""Hide the packages that `services.torch_extensions` found to be unusable, then run the `sitecustomize` shadowed here.
+
+Run by Python's `site` at the start of a child process, before anything of Offbeat can be imported.
+"""
+
+import os
+import sys
+
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+
+names, _, prefix = os.environ.get("OFFBEAT_HIDDEN_PACKAGES", "").partition("@")
+if prefix == sys.prefix:
+    for name in filter(None, names.split(",")):
+        sys.modules[name] = None  # type: ignore[assignment]
+
+sys.path = [path for path in sys.path if os.path.abspath(path or ".") != FOLDER]
+own = sys.modules.pop("sitecustomize", None)
+try:
+    import sitecustomize  # noqa: F401  # pyright: ignore[reportUnusedImport]
+except ModuleNotFoundError as error:
+    if error.name != "sitecustomize":
+        raise
+if own is not None:
+    sys.modules.setdefault("sitecustomize", own)

@@ -1,0 +1,105 @@
+"""Exported folders compute what the checkpoint computes, and are written only if they do."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner, Result
+
+from offbeat.deploy.cli.app import app
+from offbeat.trainer.config.learner import ModelArgs
+from offbeat.trainer.models.export import copy_model_files, export_weights
+from offbeat.trainer.models.loading import load_policy
+from offbeat.trainer.models.lora import FACTORS, merged_weights, save_adapter, unmerged_weights
+
+ARGS = ModelArgs(lora_target="all-linear", lora_rank=3, lora_alpha=5.0)
+WRAPPER = "model."
+
+
+def offbeat(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def run(folder: Path, tmp_path: Path) -> Path:
+    """A run whose newest checkpoint has an adapter on `policy`, as the learner saves it."""
+    policy = load_policy(folder / "policy", ARGS, seed=0)
+    for name, parameter in policy.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000004"
+    checkpoint.mkdir(parents=True)
+    copy_model_files(folder / "policy", checkpoint)
+    (checkpoint / "learner.json").write_text("{}")
+    export_weights(checkpoint, ((w.name.removeprefix(WRAPPER), w.tensor()) for w in merged_weights(policy)))
+    apart = {w.name: w.tensor() for w in unmerged_weights(policy, WRAPPER)}
+    factors = {name: tensor for name, tensor in apart.items() if any(each in name for each in FACTORS)}
+    save_adapter(checkpoint / "adapter", factors, ARGS, folder / "policy")
+    return tmp_path / "run"
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.arange(12)[None]).logits.float()
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
+def test_merged_weights_are_those_of_the_checkpoint(run: Path, tmp_path: Path, dtype: str | None):
+    out, checkpoint = tmp_path / "out", run / "checkpoints" / "step-000004"
+    done = offbeat("export", run, "-o", out, *(("--dtype", dtype) if dtype else ()))
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines()[-1] == f"vllm serve {out}"
+    kind = getattr(torch, dtype or "float32")
+    exported, source = (AutoModelForCausalLM.from_pretrained(path, dtype=kind) for path in (out, checkpoint))
+    assert torch.equal(logits(exported), logits(source))
+    assert AutoModelForCausalLM.from_pretrained(out, dtype="auto").dtype == kind
+    assert AutoTokenizer.from_pretrained(out).chat_template == AutoTokenizer.from_pretrained(checkpoint).chat_template
+    assert not (out / "learner.json").exists()
+
+
+def test_an_adapter_on_its_base_is_the_checkpoint(run: Path, folder: Path, tmp_path: Path):
+    out, checkpoint = tmp_path / "out", run / "checkpoints" / "step-000004"
+    done = offbeat("export", checkpoint, "-o", out, "--adapter")
+    assert done.exit_code == 0, done.output
+    served = f"vllm serve {folder / 'policy'} --enable-lora --max-lora-rank 8 --lora-modules policy={out}"
+    assert done.output.splitlines()[-1] == served
+    base = AutoModelForCausalLM.from_pretrained(folder / "policy")
+    plain, merged = logits(base), logits(AutoModelForCausalLM.from_pretrained(checkpoint))
+    adapted = logits(PeftModel.from_pretrained(base, str(out)).eval())
+    assert (adapted - plain).abs().max() > 0.01
+    torch.testing.assert_close(adapted, merged, atol=1e-4, rtol=1e-4)
+    assert {"tokenizer.json", "tokenizer_config.json"} <= {path.name for path in out.iterdir()}
+    assert not (out / "config.json").exists()
+
+
+def test_an_adapter_of_another_base_is_not_written(run: Path, folder: Path, tmp_path: Path):
+    other = tmp_path / "other"
+    other.mkdir()
+    copy_model_files(folder / "policy", other)
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(AutoModelForCausalLM.from_pretrained(folder / "policy").config).save_pretrained(
+        other
+    )
+    file = run / "checkpoints" / "step-000004" / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(other)}))
+    done = offbeat("export", run, "-o", tmp_path / "out", "--adapter")
+    assert done.exit_code == 2
+    assert "nothing was written" in done.output
+    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
+
+
+def test_what_can_not_be_exported_is_refused(run: Path, folder: Path, tmp_path: Path):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "mine").touch()
+    for arguments, says in (
+        ((tmp_path / "nowhere", "-o", tmp_path / "out"), "there is no folder"),
+        ((run, "-o", tmp_path / "taken"), "is there already"),
+        ((folder / "policy", "-o", tmp_path / "out", "--adapter"), "holds no adapter"),
+        ((run, "-o", tmp_path / "out", "--adapter", "--dtype", "float16"), "--dtype is of merged weights"),
+    ):
+        done = offbeat("export", *arguments)
+        assert (done.exit_code, says in done.output) == (2, True), done.output
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,83 @@
+"""Unknown engine arguments, and a model that differs from the checkpoint's, are found before the start."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat.deploy.config.checks.run import check_run
+from offbeat.deploy.config.loader import load_run
+from offbeat.deploy.run_setup import load_architecture
+from offbeat.services.generation.vllm.engine_arguments import engine_argument_names
+from tests.paths import QUICKSTART
+
+
+def problems(**changes: Any) -> dict[str, str]:
+    config = load_run(QUICKSTART).model_copy(update=changes)
+    return {issue.path: issue.message for issue in check_run(config, cores=2)}
+
+
+def with_engine_kwargs(**kwargs: Any) -> dict[str, str]:
+    infer = load_run(QUICKSTART).actor_infer.model_copy(update={"engine_kwargs": kwargs})
+    return problems(actor_infer=infer)
+
+
+def checkpoint(folder: Path, **changes: Any) -> Path:
+    """Write the part of a checkpoint that tells its model."""
+    path = folder / "checkpoints" / "step-000007"
+    path.mkdir(parents=True)
+    path.joinpath("config.json").write_text(json.dumps(load_architecture(load_run(QUICKSTART)) | changes))
+    return path
+
+
+def test_an_unknown_engine_argument_names_the_nearest():
+    message = "vLLM has no such engine argument; did you mean `max_num_batched_tokens`?"
+    assert with_engine_kwargs(max_num_batched_token=512) == {
+        "actor_infer.engine_kwargs.max_num_batched_token": message,
+    }
+    (only,) = with_engine_kwargs(foo=1).values()
+    assert only.startswith("vLLM has no such engine argument")
+
+
+def test_known_engine_arguments_are_accepted():
+    assert with_engine_kwargs(max_num_batched_tokens=512, enable_log_requests=True) == {}
+
+
+@pytest.mark.slow
+def test_the_names_are_those_of_the_installed_vllm():
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    fields = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    assert set(engine_argument_names()) == {name for name in fields if not name.startswith("_")}
+
+
+def test_a_run_resumes_with_the_model_of_its_checkpoint(tmp_path: Path):
+    checkpoint(tmp_path)
+    assert problems(output_dir=tmp_path, resume_from_checkpoint=True) == {}
+
+
+@pytest.mark.parametrize("by_path", [False, True])
+def test_another_model_than_the_checkpoints_is_named_with_its_differences(tmp_path: Path, by_path: bool):
+    path = checkpoint(tmp_path, hidden_size=128, vocab_size=99)
+    found = problems(output_dir=tmp_path, resume_from_checkpoint=path if by_path else True)
+    assert "hidden_size 64 instead of 128" in found["tiny"]
+    assert "instead of 99" in found["tiny"]
+    assert str(path) in found["tiny"]
+
+
+def test_a_changed_model_folder_is_named(tmp_path: Path):
+    checkpoint(tmp_path, architectures=["LlamaForCausalLM"])
+    config = load_run(QUICKSTART)
+    model = tmp_path / "model"
+    model.mkdir()
+    model.joinpath("config.json").write_text(json.dumps(load_architecture(config)))
+    found = problems(output_dir=tmp_path, resume_from_checkpoint=True, pretrain=str(model))["pretrain"]
+    assert 'architectures ["Qwen2ForCausalLM"] instead of ["LlamaForCausalLM"]' in found
+    assert found.startswith(f"{model} does not fit the checkpoint ")
+
+
+def test_a_default_that_one_side_leaves_out_is_no_difference(tmp_path: Path):
+    checkpoint(tmp_path, head_dim=32)
+    assert problems(output_dir=tmp_path, resume_from_checkpoint=True) == {}

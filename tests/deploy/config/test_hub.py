@@ -1,0 +1,151 @@
+"""Models of a hub: a small one of our own answers as Hugging Face's does, or its cache does without it."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from offbeat.deploy.config.hub import is_hub_id
+from tests.paths import ROOT
+
+pytestmark = pytest.mark.slow
+
+SHA, NAME = "a" * 40, "tiny/boxes"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The two routes of the hub that a download calls."""
+
+    folder: Path
+
+    def log_message(self, *_: Any) -> None: ...
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, *, body: bool) -> None:
+        parts = self.path.partition("?")[0].strip("/").split("/")
+        if (
+            parts[:2] == ["api", "models"]
+            and "/".join(parts[2:4]) == NAME
+            and parts[4:] in ([], ["revision", "main"], ["revision", SHA])
+        ):
+            files = [{"rfilename": path.name} for path in sorted(self.folder.iterdir())]
+            self._send(json.dumps({"id": NAME, "sha": SHA, "siblings": files}).encode(), body, "application/json")
+        elif parts[0] == "api" and "/".join(parts[2:4]) == NAME and "tree" in parts:
+            rows = [
+                {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": path.name}
+                for path in sorted(self.folder.iterdir())
+            ]
+            self._send(json.dumps(rows).encode(), body, "application/json")
+        elif "/".join(parts[:2]) == NAME and parts[2] == "resolve" and (self.folder / parts[-1]).is_file():
+            self._send((self.folder / parts[-1]).read_bytes(), body, "application/octet-stream")
+        else:
+            known = "/".join(parts[2:4]) == NAME
+            self._send(b"{}", body, "application/json", 404, "RevisionNotFound" if known else "RepoNotFound")
+
+    def _send(self, content: bytes, body: bool, kind: str, status: int = 200, error: str = "") -> None:
+        self.send_response(status)
+        headers = {
+            "Content-Type": kind,
+            "Content-Length": str(len(content)),
+            "X-Repo-Commit": SHA,
+            "ETag": f'"{hash(content):x}"',
+        }
+        for name, value in (headers | ({"X-Error-Code": error} if error else {})).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+
+@pytest.fixture
+def hub(folder: Path) -> Iterator[str]:
+    handler = type("FolderHub", (Hub,), {"folder": folder / "policy"})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def show(folder: Path, home: Path, name: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "offbeat.deploy.cli.app", "config", "show", folder / "run.yaml", f"pretrain={name}"],
+        cwd=ROOT,
+        env={**os.environ, "HF_HOME": str(home), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_an_id_is_a_snapshot_from_the_hub_and_then_from_its_cache(folder: Path, hub: str, tmp_path: Path):
+    first = show(folder, tmp_path, NAME, HF_ENDPOINT=hub)
+    assert first.returncode == 0, first.stderr
+    snapshot = Path(yaml.safe_load(first.stdout)["pretrain"])
+    assert snapshot.name == SHA
+    for path in (folder / "policy").iterdir():
+        assert (snapshot / path.name).read_bytes() == path.read_bytes()
+    for again in (
+        show(folder, tmp_path, NAME, HF_HUB_OFFLINE="1"),
+        show(folder, tmp_path, f"{NAME}@{SHA}", HF_HUB_OFFLINE="1"),
+        show(folder, tmp_path, NAME, HF_ENDPOINT="http://127.0.0.1:9"),
+    ):
+        assert again.returncode == 0, again.stderr
+        assert yaml.safe_load(again.stdout)["pretrain"] == str(snapshot)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("tiny/none", "no model tiny/none on the hub"),
+        (f"{NAME}@other", "has no revision 'other'"),
+    ],
+)
+def test_what_the_hub_does_not_have_is_named(folder: Path, hub: str, tmp_path: Path, name: str, says: str):
+    done = show(folder, tmp_path, name, HF_ENDPOINT=hub)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("environment", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
+def test_without_a_hub_an_id_is_refused_at_once(folder: Path, tmp_path: Path, environment: dict[str, str]):
+    began = time.monotonic()
+    done = show(folder, tmp_path, NAME, **environment)
+    assert done.returncode == 2
+    assert "pretrain: there is no folder tiny/boxes, and the model hub can't be reached" in done.stderr
+    assert time.monotonic() - began < 30
+
+
+def test_a_snapshot_without_weights_is_no_policy(folder: Path, tmp_path: Path):
+    model = tmp_path / "hub" / "models--tiny--boxes"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text(SHA)
+    (model / "snapshots" / SHA).mkdir(parents=True)
+    (model / "snapshots" / SHA / "config.json").write_text("{}")
+    done = show(folder, tmp_path, NAME, HF_HUB_OFFLINE="1")
+    assert done.returncode == 2
+    assert "has no weights" in done.stderr
+
+
+def test_a_folder_goes_before_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert is_hub_id("Qwen/Qwen2.5-0.5B-Instruct")
+    assert is_hub_id("Qwen/Qwen2.5-0.5B-Instruct@main")
+    Path("Qwen/Qwen2.5-0.5B-Instruct").mkdir(parents=True)
+    assert not is_hub_id("Qwen/Qwen2.5-0.5B-Instruct")
+    assert not any(is_hub_id(name) for name in ("tiny", "/models/qwen", "./models/qwen", "a/b/c", "../x"))

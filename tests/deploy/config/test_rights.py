@@ -1,0 +1,221 @@
+"""Rights: every key that names code, a program or a folder is compared with them."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import pytest
+from pydantic import BaseModel
+
+from offbeat.deploy.config.loader import validate_tree
+from offbeat.deploy.config.rights import check_rights
+from offbeat.deploy.config.run import RunConfig
+from offbeat.services.control.rights import Rights
+
+OWN = {"custom_envs": {"A": {"env_type": "frozen_lake"}}}
+
+NAMING: dict[str, tuple[dict[str, Any], str]] = {
+    "custom_envs.*.env_type": ({"custom_envs": {"A": {"env_type": "evil:Env"}}}, "custom_envs.A.env_type"),
+    "custom_envs.*.env_config": (
+        {"custom_envs": {"A": {"env_type": "gymnasium", "env_config": {"id": "evil:Env-v0"}}}},
+        "custom_envs.A.env_config.id",
+    ),
+    "custom_envs.*.agent_runner.path": (
+        {"custom_envs": {"A": {"env_type": "frozen_lake", "agent_runner": {"path": "evil:play"}}}},
+        "custom_envs.A.agent_runner.path",
+    ),
+    "custom_envs.*.agent_runner.command": (
+        {"custom_envs": {"A": {"env_type": "frozen_lake", "agent_runner": {"command": ["sh"]}}}},
+        "custom_envs.A.agent_runner.command",
+    ),
+    "train_env_manager.task_sampler.path": (
+        {"train_env_manager": {"task_sampler": {"path": "evil:Sampler"}}},
+        "train_env_manager.task_sampler.path",
+    ),
+    "val_env_manager.task_sampler.path": (
+        {"val_env_manager": {"task_sampler": {"path": "evil:Sampler"}}},
+        "val_env_manager.task_sampler.path",
+    ),
+    "warm_start.demos": ({"warm_start": {"demos": "evil:demos", "tag": "A"}}, "warm_start.demos"),
+    "group_filter_cls": (
+        {"reward_normalization": {}, "group_filter_cls": "evil:Filter"},
+        "group_filter_cls",
+    ),
+    "track_with": ({"track_with": ["tensorboard", "evil:Tracker"]}, "track_with.1"),
+    "tracker_kwargs": (
+        {"tracker_kwargs": {"tensorboard": {"log_dir": "/etc/tb"}}},
+        "tracker_kwargs.tensorboard.log_dir",
+    ),
+    "redis.server": ({"redis": {"server": "/bin/evil"}}, "redis.server"),
+    "actor_infer.engine_kwargs": (
+        {"actor_infer": {"engine_kwargs": {"worker_cls": "evil.Worker"}}},
+        "actor_infer.engine_kwargs.worker_cls",
+    ),
+    "actor_train.strategy_args.strategy_config": (
+        {"actor_train": {"strategy_args": {"strategy_config": {"compile": {"backend": "evil.backend"}}}}},
+        "actor_train.strategy_args.strategy_config.compile.backend",
+    ),
+    "output_dir": ({"output_dir": "/etc"}, "output_dir"),
+    "weights.url": ({"weights": {"url": "s3://elsewhere/w"}}, "weights.url"),
+    "resume_from_checkpoint": ({"resume_from_checkpoint": "/etc/checkpoint-1"}, "resume_from_checkpoint"),
+}
+"""Key -> a configuration that names something by it, and the key that is refused."""
+PLAIN = {
+    "teacher.*.pretrain": "read as data",
+    "teacher.*.tag_included": "tags",
+    "reward_shaping.format_metric": "a metric's name",
+    "pretrain": "read as data",
+    "warm_start.tag": "a tag",
+    "actor_train.model_args.lora_target": "names of layers",
+    "actor_train.training_args.lr_scheduler_kwargs": "numbers by the names of a fixed table",
+    "custom_envs.*.agent_system_template": "text",
+    "custom_envs.*.agent_template": "text with fixed fields",
+    "custom_envs.*.tool_call_parser": "a name in vLLM's registry",
+    "custom_envs.*.agent_runner.tool_call_parser": "a name in vLLM's registry",
+    "train_env_manager.tags": "tags",
+    "train_env_manager.task_sampler.args": "arguments of a class that `path` names",
+    "val_env_manager.tags": "tags",
+    "val_env_manager.task_sampler.args": "arguments of a class that `path` names",
+    "actor_infer.app": "a Serve application's name",
+    "exp_name": "restricted by a pattern",
+    "redis.url": "runs of a service use its Redis",
+    "control.host": "of the run's own service",
+    "control.token": "of the run's own service",
+    "control.read_token": "of the run's own service",
+    "control.allow_modules": "of the run's own service",
+    "control.output_roots": "of the run's own service",
+    "control.tokens.token": "of the run's own service",
+    "control.tokens.token_file": "of the run's own service",
+    "control.tokens.allow_modules": "of the run's own service",
+    "control.tokens.output_roots": "of the run's own service",
+}
+"""Keys that take a text and name neither code nor a place to write to, and why."""
+
+
+def text_keys(model: type[BaseModel], before: tuple[str, ...] = ()) -> set[str]:
+    """Keys that take a text, a path or any JSON value."""
+    keys: set[str] = set()
+    for name, field in model.model_fields.items():
+        if _takes_text(field.annotation):
+            keys.add(".".join((*before, name)))
+        for path, nested in _models(field.annotation, (*before, name)):
+            keys |= text_keys(nested, path)
+    return keys
+
+
+def _takes_text(annotation: Any) -> bool:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return False
+    if annotation is str or (isinstance(annotation, type) and issubclass(annotation, Path)):
+        return True
+    if "JsonValue" in str(annotation):
+        return True
+    if origin is dict:
+        return _takes_text(arguments[1])  # names that the user chooses are labels
+    return any(_takes_text(each) for each in (arguments[:1] if origin is Annotated else arguments))
+
+
+def _models(annotation: Any, path: tuple[str, ...]) -> list[tuple[tuple[str, ...], type[BaseModel]]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [(path, annotation)]
+    if get_origin(annotation) is dict:
+        return _models(get_args(annotation)[1], (*path, "*"))
+    return [found for each in get_args(annotation) for found in _models(each, path)]
+
+
+def test_every_key_that_takes_a_text_is_known_to_name_code_or_not():
+    """A new key belongs into `deploy/config/rights.py` and `NAMING`, or into `PLAIN` with a reason."""
+    assert text_keys(RunConfig) == {*NAMING, *PLAIN}
+
+
+@pytest.mark.parametrize("key", NAMING)
+def test_code_programs_and_folders_beyond_the_rights_are_refused(key: str, tmp_path: Path):
+    tree, path = NAMING[key]
+    config = validate_tree({**OWN, "output_dir": str(tmp_path / "run"), **tree})
+    assert [issue.path for issue in check_rights(config, Rights(("my_envs",), (str(tmp_path),)))] == [path]
+    assert not list(check_rights(config, Rights()))
+
+
+@pytest.mark.parametrize(
+    ("env", "path"),
+    [
+        ({"env_type": "verifiers", "env_config": {"id": "primeintellect/evil-env"}}, "env_config.id"),
+        (
+            {"env_type": "verifiers", "env_config": {"id": "my_envs", "environment": {"id": "x"}}},
+            "env_config.environment",
+        ),
+        (
+            {"env_type": "tools", "env_config": {"env_type": "evil:Env", "tools": []}},
+            "env_config.env_type",
+        ),
+        (
+            {
+                "env_type": "tools",
+                "env_config": {"env_type": "math", "tools": [{"tool_id": "mcp", "command": ["sh", "-c", "id"]}]},
+            },
+            "env_config.tools.0.command",
+        ),
+        (
+            {"env_type": "code", "env_config": {"dataset_name": "x", "sandbox": {"isolation": "warn"}}},
+            "env_config.sandbox.isolation",
+        ),
+        (
+            {
+                "env_type": "tools",
+                "env_config": {
+                    "env_type": "math",
+                    "tools": [{"tool_id": "python_code", "limits": {"isolation": "warn"}}],
+                },
+            },
+            "env_config.tools.0.limits.isolation",
+        ),
+        ({"env_type": "my_envs:sub.Env"}, "env_type"),
+        ({"env_type": "my_envs_of_others:Env"}, "env_type"),
+    ],
+)
+def test_code_within_an_envs_settings_is_refused(env: dict[str, Any], path: str, tmp_path: Path):
+    config = validate_tree({"custom_envs": {"A": env}, "output_dir": str(tmp_path)})
+    (issue,) = check_rights(config, Rights(("my_envs",)))
+    assert issue.path == f"custom_envs.A.{path}"
+
+
+def test_trusting_a_model_folders_code_is_refused(tmp_path: Path):
+    infer = {"engine_kwargs": {"trust_remote_code": True, "max_num_seqs": 8, "dtype": "float32", "seed": None}}
+    config = validate_tree({**OWN, "output_dir": str(tmp_path), "actor_infer": infer})
+    (issue,) = check_rights(config, Rights(()))
+    assert issue.path == "actor_infer.engine_kwargs.trust_remote_code"
+
+
+@pytest.mark.parametrize(
+    ("module", "allowed"),
+    [
+        ("my_envs", True),
+        ("my_envs.lake", True),
+        ("my_envs2", False),
+        ("offbeat", True),
+        ("offbeat.envs.math", True),
+        ("offbeats", False),
+        ("team_a", True),
+        ("team", False),
+        ("os", False),
+    ],
+)
+def test_a_module_covers_its_submodules(module: str, allowed: bool):
+    assert Rights(("my_envs", "offbeat.*", "team_*")).allows_module(module) is allowed
+
+
+def test_a_place_is_compared_after_links_and_dots(tmp_path: Path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/out").symlink_to("/etc")
+    rights = Rights(None, (str(tmp_path / "runs"), "s3://bucket/runs"))
+    inside = [str(tmp_path / "runs/a"), f"file://{tmp_path}/runs/a", "s3://bucket/runs/a", str(tmp_path / "runs")]
+    outside = [
+        str(tmp_path / "runs/../other"),
+        str(tmp_path / "runs/out/x"),
+        str(tmp_path / "runs2"),
+        "s3://bucket/runs2",
+        "s3://bucket/runs/../other",
+        "simplecache::s3://bucket/runs",
+        "gs://bucket/runs",
+    ]
+    assert [rights.allows_folder(place) for place in inside + outside] == [True] * 4 + [False] * 7

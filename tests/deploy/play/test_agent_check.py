@@ -1,0 +1,128 @@
+"""`offbeat agent check`: real gateway, real processes, a policy that answers at random."""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from offbeat.deploy.cli.app import app
+from offbeat.deploy.play.agent_check import AgentReport, check_agent, try_agents
+from offbeat.services.rollout.config import AgentRunner, CustomEnv
+from tests.paths import QUICKSTART
+
+pytestmark = pytest.mark.slow
+
+MODULE = """
+import json, time
+from urllib.request import Request, urlopen
+
+def ask(task, messages):
+    headers = {"Authorization": f"Bearer {task.api_key}", "Content-Type": "application/json"}
+    body = json.dumps({"model": task.model, "messages": messages, "temperature": 0.1}).encode()
+    with urlopen(Request(f"{task.base_url}/chat/completions", body, headers)) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+
+def forgets_the_reward(task):
+    ask(task, [{"role": "user", "content": task.observation}])
+
+def rewrites(task):
+    for turn in range(2):
+        ask(task, [{"role": "user", "content": f"{turn} {task.observation}"}])
+    return 1.0
+
+def hangs(task):
+    time.sleep(1000)
+
+def walks(task):
+    messages, done = [{"role": "user", "content": task.observation}], False
+    while not done:
+        answer = ask(task, messages)
+        reply = task.step(answer)
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": reply.observation}]
+        done = reply.done
+"""
+
+
+@pytest.fixture(autouse=True)
+def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "checked_agents.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def check(path: str, **runner: Any) -> AgentReport:
+    env = CustomEnv(env_type="frozen_lake", max_steps=4, agent_runner=AgentRunner(path=path, **runner))
+    return asyncio.run(check_agent("Lake", env, num_episodes=2))
+
+
+def offbeat(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["agent", "check", *arguments])
+
+
+def test_a_sound_agent_of_another_python_has_no_findings(tmp_path: Path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    report = check("checked_agents:walks", python=str(tmp_path / "venv" / "bin" / "python"))
+    assert [finding.rule for finding in report.findings] == ["sampling"]  # its temperature is the run's
+    assert report.num_calls == report.num_steps > 0
+    assert len(report.rewards) == len(report.durations_s) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "severity", "rule", "says"),
+    [
+        ("tests.played_agents:silent", "problem", "agent_silent", "task.base_url as base URL"),
+        ("tests.played_agents:nonsense", "problem", "agent_result", "return a number"),
+        ("tests.played_agents:raises_at_once", "problem", "agent_error", "before its first call"),
+        ("tests.played_agents:raises", "advice", "agent_error", "set on_agent_error"),
+        ("tests.played_agents:nowhere", "problem", "path", "has no function 'nowhere'"),
+        ("checked_agents:forgets_the_reward", "problem", "reward", "its reward is always 0"),
+        ("checked_agents:rewrites", "advice", "history", "2 calls became 2 sequences"),
+        ("checked_agents:hangs", "problem", "agent_timeout", "no answer in 3 s"),
+    ],
+)
+def test_what_is_wrong_is_named_with_a_remedy(path: str, severity: str, rule: str, says: str):
+    report = check(path, timeout_s=3.0 if "hangs" in path else 60.0)
+    found = {finding.rule: finding for finding in report.findings if finding.rule != "sampling"}
+    assert list(found) == [rule], report.findings
+    assert found[rule].severity == severity
+    assert says in found[rule].message
+    if rule == "agent_error":
+        assert "in raises" in found[rule].message
+        assert "services/rollout" not in found[rule].message
+
+
+def test_the_command_checks_agents_by_name_and_by_configuration():
+    sound = offbeat("checked_agents:walks", "--episodes", "1")
+    assert sound.exit_code == 0, sound.output
+    assert "holds the contract" in sound.output
+    broken = offbeat("tests.played_agents:silent", "size=3")
+    assert (broken.exit_code, "agent_silent" in broken.output) == (1, True)
+    configured = offbeat("foreign_agent", "--episodes", "1")
+    assert (configured.exit_code, "the agent of FrozenLake holds" in configured.output) == (0, True), configured.output
+    assert offbeat("quickstart").exit_code == 2
+    assert offbeat("checked_agents:walks", "nope=1").exit_code == 1
+
+
+def test_train_refuses_an_agent_that_never_works(tmp_path: Path):
+    def overrides(agent: str) -> list[str]:
+        return [
+            f"+custom_envs.FrozenLake.agent_runner={{path: '{agent}'}}",
+            "warm_start=null",
+            f"output_dir={tmp_path}/r",
+        ]
+
+    done = CliRunner().invoke(app, ["train", str(QUICKSTART), *overrides("tests.played_agents:raises_at_once")])
+    assert done.exit_code == 2
+    assert "custom_envs.FrozenLake.agent_runner: ConnectionError: no service" in done.output
+    assert not (tmp_path / "r").exists()
+
+
+def test_findings_that_depend_on_random_answers_do_not_refuse_a_run(caplog: pytest.LogCaptureFixture):
+    from offbeat.deploy.config.loader import load_run
+
+    agent = "+custom_envs.FrozenLake.agent_runner={path: 'tests.played_agents:raises'}"
+    assert try_agents(load_run(QUICKSTART, [agent, "warm_start=null"])) == []
+    assert "lost the thread" in caplog.text

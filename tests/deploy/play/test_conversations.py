@@ -1,0 +1,88 @@
+"""Files of `offbeat rollout` are data sets for `datasets` and TRL."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from offbeat.deploy.cli.app import app
+from offbeat.deploy.play.parquet import read_parquet
+
+pytestmark = pytest.mark.slow
+
+
+def rollout(folder: Path, out: Path, *options: str) -> None:
+    command = ["rollout", str(folder / "run.yaml"), "--agent", "random", "--episodes", "4", "--out", str(out), *options]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+
+
+def load(out: Path, cache: Path) -> Any:
+    from datasets import load_dataset
+
+    return load_dataset(
+        out.suffix.replace(".jsonl", ".json")[1:], data_files=str(out), split="train", cache_dir=str(cache)
+    )
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_an_episode_is_a_conversation_for_trl(folder: Path, tmp_path: Path, suffix: str):
+    from trl.data_utils import is_conversational, maybe_apply_chat_template
+
+    out = tmp_path / f"episodes{suffix}"
+    rollout(folder, out)
+    data, tokenizer = load(out, tmp_path), AutoTokenizer.from_pretrained(folder / "policy")
+    assert len(data) == 4
+    for row in data:
+        assert is_conversational(row)
+        roles = [message["role"] for message in row["messages"]]
+        assert roles[0] == "system"
+        assert roles[1:] == ["user", "assistant"] * (len(roles) // 2)
+        text = maybe_apply_chat_template({"messages": row["messages"]}, tokenizer)["text"]
+        assert text.count("<|im_start|>") == len(roles)
+        assert isinstance(row["reward"], float)
+
+
+def test_an_answer_is_a_prompt_and_its_completion(folder: Path, tmp_path: Path):
+    from trl.data_utils import is_conversational, maybe_apply_chat_template
+
+    episodes, answers = tmp_path / "episodes.jsonl", tmp_path / "answers.jsonl"
+    rollout(folder, episodes)
+    rollout(folder, answers, "--per", "answer")
+    data, tokenizer = load(answers, tmp_path), AutoTokenizer.from_pretrained(folder / "policy")
+    rows = iter(data)
+    for episode in load(episodes, tmp_path):
+        said = [i for i, message in enumerate(episode["messages"]) if message["role"] == "assistant"]
+        for turn, i in enumerate(said):
+            row = next(rows)
+            assert is_conversational(row)
+            assert (row["prompt"], row["completion"]) == (episode["messages"][:i], [episode["messages"][i]])
+            assert (row["turn"], row["seed"], row["reward"]) == (turn, episode["seed"], episode["reward"])
+            filled = maybe_apply_chat_template({"prompt": row["prompt"], "completion": row["completion"]}, tokenizer)
+            assert filled["completion"].startswith(row["completion"][0]["content"])
+    assert next(rows, None) is None
+
+
+def test_a_parquet_file_with_texts_instead_of_messages_is_read(folder: Path, tmp_path: Path):
+    """As builds before 0.2 wrote it."""
+    out = tmp_path / "r.parquet"
+    rollout(folder, out)
+    table, today = parquet.read_table(out), read_parquet(out)
+    texts = [[message["content"] for message in episode.messages] for episode in today]
+    column = pa.array(texts, type=pa.list_(pa.string()))
+    parquet.write_table(table.set_column(table.column_names.index("messages"), "messages", column), out)
+    assert read_parquet(out) == today
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [(("--out", "r.csv"), "must end in .parquet or .jsonl"), (("--per", "answer"), "needs a .jsonl file")],
+)
+def test_what_can_not_be_written_is_refused(folder: Path, options: tuple[str, str], says: str):
+    done = CliRunner().invoke(app, ["rollout", str(folder / "run.yaml"), "--agent", "random", *options])
+    assert done.exit_code == 2
+    assert says in done.output

@@ -1,0 +1,54 @@
+"""An env is tried in a process of its own before a run."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat.services.rollout.config import CustomEnv
+from offbeat.services.rollout.envs.trial import NUM_EPISODES, try_env
+from tests.fakes_rollout import HERE
+
+pytestmark = pytest.mark.slow
+
+
+def env(name: str = "BadEnv", **changes: Any) -> CustomEnv:
+    values = {"env_type": HERE + name, "step_timeout_s": 2.0, **changes}
+    return CustomEnv(**values)
+
+
+async def test_a_sound_env_shows_its_first_observation_and_traits():
+    trial = await try_env(env("CountingEnv"), seed=3)
+    assert trial.num_episodes == NUM_EPISODES
+    assert not trial.failures
+    assert trial.observation == (await try_env(env("CountingEnv"), seed=3)).observation
+    assert trial.traits is not None
+    assert trial.traits.system_prompt == "Walk P to G ."
+
+
+@pytest.mark.parametrize(
+    ("how", "when", "reason"),
+    [
+        ("raise", "make", "make_error"),
+        ("raise", "reset", "reset_error"),
+        ("raise", "step", "step_error"),
+        ("nan", "step", "step_error"),
+        ("no_text", "step", "step_error"),
+        ("exit", "step", "step_error"),
+        ("crash", "reset", "env_crashed"),
+        ("hang", "step", "step_timeout"),
+    ],
+)
+async def test_a_failing_env_is_contained_and_named(how: str, when: str, reason: str):
+    began = time.monotonic()
+    trial = await try_env(env(env_config={"how": how, "when": when}, execution="inline"), seed=0)
+    assert trial.always_fails
+    assert {error.reason for error in trial.failures} == {reason}
+    assert time.monotonic() - began < 30
+
+
+async def test_a_failure_of_one_episode_is_not_one_of_all(tmp_path: Path):
+    trial = await try_env(env(env_config={"how": "raise", "marker": str(tmp_path / "once")}), seed=0)
+    assert [error.reason for error in trial.failures] == ["step_error"]
+    assert not trial.always_fails

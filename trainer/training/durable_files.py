@@ -1,0 +1,49 @@
+"""Files and folders that survive a power loss once a call has returned."""
+
+import json
+import os
+from pathlib import Path
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents, each synced."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write and sync a file; its folder's entry is not synced."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write and sync a JSON file; its folder's entry is not synced."""
+    write_bytes(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def sync_tree(folder: Path) -> None:
+    """Sync a folder and everything in it."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            _sync(path, os.O_RDONLY)
+    for path in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
+        sync_folder(path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync a folder's entries."""
+    _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,168 @@
+"""Folder that only the holder of the newest lease changes.
+
+Each lease epoch has a folder of its own, `.epoch-N`, through which all its changes go: a file is written there and
+renamed into place, and removed by a rename into it. A successor first makes its `.epoch-M` and then removes the earlier
+ones, after which every rename of their owners fails.
+
+Invariants: no check precedes a change, so a process may be stopped between any two system calls and wake at any time
+later; nobody waits for a lock of a stopped process. They hold where a rename is atomic and fails if one of its folders
+was removed: local file systems and NFS.
+"""
+
+import itertools
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from offbeat.services.errors import FencedError
+from offbeat.trainer.training.durable_files import make_folder, sync_folder, write_bytes, write_json
+
+EPOCH = ".epoch-"
+REMOVED = "removed-"
+
+
+class FencedFolder:
+    """A folder's writer in one lease epoch."""
+
+    def __init__(self, path: Path, epoch: int) -> None:
+        """Take the folder over from earlier epochs; make it if it does not exist.
+
+        Raises:
+            FencedError: a learner of this or a later epoch has taken it.
+        """
+        self.path = path
+        self.epoch = epoch
+        self._own = path / f"{EPOCH}{epoch:06d}"
+        self._sequence = itertools.count()
+        make_folder(path)
+        try:
+            self._own.mkdir()
+        except FileExistsError:
+            raise self._fenced() from None
+        for number, folder in epoch_folders(path):
+            if number < epoch:
+                with suppress(FileNotFoundError):  # a later epoch has taken it, or this one
+                    folder.rename(self._own / folder.name)
+        # Made before this look: a later epoch that is not seen here finds this one, and removes it
+        if newest_epoch_folder(path) > epoch:
+            shutil.rmtree(self._own, ignore_errors=True)
+            raise self._fenced()
+
+    def taken_over(self) -> list[Path]:
+        """Return what earlier epochs staged and did not publish."""
+        return list(staged_entries(self._own))
+
+    def discard(self, *prefixes: str) -> None:
+        """Remove entries of the epoch's folder; those of earlier epochs begin with `EPOCH`."""
+        for path in entries(self._own):
+            if path.name.startswith(prefixes):
+                delete(path)
+
+    def check(self) -> None:
+        """Raise `FencedError` if a later epoch has taken the folder over."""
+        try:
+            held = self._own.is_dir()
+        except OSError:  # a stale handle of NFS
+            held = False
+        if not held:
+            raise self._fenced()
+
+    def stage(self, source: Path, name: str) -> None:
+        """Rename a file or folder into the epoch's folder. Raises `FencedError`."""
+        with self._fencing():
+            delete(self._own / name)
+            source.rename(self._own / name)
+            sync_folder(self._own)
+
+    def publish(self, staged: str | Path, name: str) -> Path:
+        """Rename what was staged to its name in the folder; a file replaces an earlier one.
+
+        Raises:
+            FencedError: a later epoch has taken the folder over.
+        """
+        target = self.path / name
+        with self._fencing():
+            (self._own / staged).replace(target)
+            sync_folder(self.path)
+        return target
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write and publish a file. Raises `FencedError`."""
+        with self._fencing():
+            write_bytes(self._own / name, content)
+        self.publish(name, name)
+
+    def write_json(self, name: str, content: object) -> None:
+        """Write and publish a JSON file. Raises `FencedError`."""
+        with self._fencing():
+            write_json(self._own / name, content)
+        self.publish(name, name)
+
+    def link(self, name: str, target: str) -> None:
+        """Publish a symbolic link. Raises `FencedError`."""
+        with self._fencing():
+            (self._own / name).unlink(missing_ok=True)
+            (self._own / name).symlink_to(target)
+        self.publish(name, name)
+
+    def take_away(self, name: str) -> Path:
+        """Rename an entry of the folder into the epoch's; return its new path. Raises `FencedError`."""
+        path = self._own / f"{REMOVED}{next(self._sequence)}-{name}"
+        with self._fencing():
+            (self.path / name).rename(path)
+        return path
+
+    def remove(self, name: str) -> None:
+        """Remove an entry of the folder, if there is one. Raises `FencedError`."""
+        if (self.path / name).exists():
+            delete(self.take_away(name))
+
+    @contextmanager
+    def _fencing(self) -> Iterator[None]:
+        """Translate the failure of a change after the epoch's folder was removed."""
+        try:
+            yield
+        except OSError:
+            self.check()
+            raise
+
+    def _fenced(self) -> FencedError:
+        newest = max(newest_epoch_folder(self.path), self.epoch)
+        return FencedError(f"{self.path} belongs to a learner of epoch {newest}; this learner's epoch is {self.epoch}")
+
+
+def delete(path: Path) -> None:
+    """Remove a file or folder as far as possible."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def entries(folder: Path) -> list[Path]:
+    """Return a folder's entries; none if it has just been removed."""
+    try:
+        return sorted(folder.iterdir())
+    except FileNotFoundError:
+        return []
+
+
+def staged_entries(folder: Path) -> Iterator[Path]:
+    """Yield what is staged in the epochs' folders below `folder`."""
+    for epoch_folder in entries(folder):
+        if epoch_folder.name.startswith(EPOCH):
+            yield from (path for path in entries(epoch_folder) if not path.name.startswith((EPOCH, REMOVED)))
+            yield from staged_entries(epoch_folder)
+
+
+def epoch_folders(folder: Path) -> list[tuple[int, Path]]:
+    """Return the epochs that have a folder of their own, in ascending order."""
+    found = ((re.fullmatch(rf"{re.escape(EPOCH)}(\d+)", path.name), path) for path in entries(folder))
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def newest_epoch_folder(folder: Path) -> int:
+    """Return the newest epoch that took the folder over; 0 for none."""
+    return max((number for number, _ in epoch_folders(folder)), default=0)
