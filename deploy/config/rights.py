@@ -135,6 +135,8 @@ def programs(config: RunConfig) -> Iterator[tuple[str, str]]:
     for tag, env in config.custom_envs.items():
         if env.agent_runner and env.agent_runner.command:
             yield f"custom_envs.{tag}.agent_runner.command", "a program"
+        if env.agent_runner and env.agent_runner.python:
+            yield f"custom_envs.{tag}.agent_runner.python", "a program"
         yield from _env_programs(f"custom_envs.{tag}.env_config", env.env_type, env.env_config)
     if config.redis.server is not None:
         yield "redis.server", "a program"

@@ -127,14 +127,13 @@ class RunStore:
                     f"stop it first, or use another {kind}"
                 )
 
-    async def _old_claims(self, spec: RunSpec) -> dict[str, list[bytes]]:
+    async def _old_claims(self, spec: RunSpec) -> dict[str, list[str]]:
         """Return what an earlier start of the run claimed and this one does not, by kind."""
-        old: dict[str, list[bytes]] = {}
+        old: dict[str, list[str]] = {}
         for kind, name in spec.claims.items():
-            holders: dict[bytes, bytes] = await cast(Any, self.redis.hgetall(claims_key(kind)))
-            names = [
-                each for each, holder in holders.items() if holder.decode() == spec.run_id and each.decode() != name
-            ]
+            raw: dict[bytes, bytes] = await cast(Any, self.redis.hgetall(claims_key(kind)))
+            held = [each.decode() for each, holder in raw.items() if holder.decode() == spec.run_id]
+            names = [each for each in held if each != name]
             old |= {kind: names} if names else {}
         return old
 

@@ -27,6 +27,14 @@ NAMING: dict[str, tuple[dict[str, Any], str]] = {
         {"custom_envs": {"A": {"env_type": "frozen_lake", "agent_runner": {"command": ["sh"]}}}},
         "custom_envs.A.agent_runner.command",
     ),
+    "custom_envs.*.agent_runner.python": (
+        {
+            "custom_envs": {
+                "A": {"env_type": "frozen_lake", "agent_runner": {"path": "my_envs:play", "python": "/bin/evil"}}
+            }
+        },
+        "custom_envs.A.agent_runner.python",
+    ),
     "train_env_manager.task_sampler.path": (
         {"train_env_manager": {"task_sampler": {"path": "evil:Sampler"}}},
         "train_env_manager.task_sampler.path",

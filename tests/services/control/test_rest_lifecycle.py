@@ -3,7 +3,7 @@ reconciler, with components that die and finish.
 
 After each step every answer is of a documented status and shape, states only move forwards, the list and the single views
 agree, and of what was deleted nothing is left. `OFFBEAT_REST_EXAMPLES` sets the number of sequences (10 by default,
-seconds; 3,000 run for about an hour).
+seconds; 2,000 run for about an hour).
 """
 
 import asyncio
