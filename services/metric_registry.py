@@ -219,7 +219,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("command", "began", "s", "Start of the command (Unix time)."),
 )
 
-RENAMED: Mapping[Source, Mapping[str, str]] = {
+RENAMED: Mapping[str, Mapping[str, str]] = {
     "learner": {
         "tokens/trained": "tokens_trained",
         "mismatch_kl": "actor/mismatch_kl",
@@ -243,6 +243,6 @@ def current_names(source: str, values: Mapping[str, Value]) -> dict[str, Value]:
 
     Records with `tokens/trained` had the tokens computed under `tokens_trained`, too: the old name's value is the right one.
     """
-    renamed = RENAMED.get(source, {})  # pyright: ignore[reportArgumentType]
+    renamed = RENAMED.get(source, {})
     old = {renamed[name]: value for name, value in values.items() if name in renamed}
     return {name: value for name, value in values.items() if name not in renamed} | old if old else dict(values)
