@@ -164,7 +164,9 @@ def _dtype_of(checkpoint: Path) -> str:
 def _load(folder: Path, dtype: str) -> Any:
     disable_progress_bar()
     auto: Any = AutoModelForCausalLM if model_family(folder) is None else AutoModelForImageTextToText
-    return auto.from_pretrained(folder, local_files_only=True, dtype=getattr(torch, dtype)).eval()
+    return auto.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False, dtype=getattr(torch, dtype)
+    ).eval()
 
 
 def _load_adapted(base: Path, adapter: Path, dtype: str) -> Any:

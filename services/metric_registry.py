@@ -47,6 +47,10 @@ METRICS: tuple[Metric, ...] = (
         "learner", "reward", "", "Mean reward of the step's trajectories, as their envs gave it.", "critic/score/mean"
     ),
     Metric("learner", "success", "", "Mean `success` of the trajectories whose envs report it.", "env/{tag}/success"),
+    Metric("learner", "reward_min", "", "Least reward of a trajectory."),
+    Metric("learner", "reward_max", "", "Greatest reward of a trajectory."),
+    Metric("learner", "episodes_truncated", "", "Share of trajectories that were cut at a limit."),
+    Metric("learner", "episodes_without_tokens", "", "Share of trajectories without a sampled token."),
     Metric("learner", "turns", "turns", "Mean number of a trajectory's turns."),
     Metric("learner", "trajectories", "trajectories", "Trajectories that the step consumed."),
     Metric("learner", "groups", "groups", "Groups that the step consumed."),
@@ -166,6 +170,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("learner", "staleness_controller/max_staleness", "versions", "Bound in force."),
     Metric("learner", "staleness_controller/num_env_groups", "groups", "Group slots in force."),
     Metric("eval", "success", "", "Mean `success` of the episodes whose envs report it.", "val/env/{tag}/success"),
+    Metric(
+        "eval", "success_missing", "", "Share of episodes without `success`, where others report it: they count as 0."
+    ),
     Metric("eval", "reward", "", "Mean reward of an episode.", "val/score/mean"),
     Metric("eval", "turns", "turns", "Mean number of an episode's turns."),
     Metric("eval", "episodes", "episodes", "Episodes that were played."),
@@ -185,6 +192,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout", "env_max_s", "s", "Longest such time."),
     Metric("rollout", "failures", "episodes", "Attempts that failed."),
     Metric("rollout", "failed/{reason}", "episodes", "The same by reason."),
+    Metric(
+        "rollout",
+        "error/{kind}",
+        "episodes",
+        "Finished episodes that an exception ended (`on_agent_error`), by its kind.",
+    ),
     Metric("rollout", "stop/{reason}", "episodes", "Finished episodes by what ended them."),
     Metric("rollout", "submitted/{result}", "episodes", "Submitted trajectories by the buffer's answer."),
     Metric("rollout", "cancelled", "episodes", "Episodes that were cancelled."),
@@ -219,7 +232,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("command", "began", "s", "Start of the command (Unix time)."),
 )
 
-RENAMED: Mapping[Source, Mapping[str, str]] = {
+RENAMED: Mapping[str, Mapping[str, str]] = {
     "learner": {
         "tokens/trained": "tokens_trained",
         "mismatch_kl": "actor/mismatch_kl",
@@ -243,6 +256,6 @@ def current_names(source: str, values: Mapping[str, Value]) -> dict[str, Value]:
 
     Records with `tokens/trained` had the tokens computed under `tokens_trained`, too: the old name's value is the right one.
     """
-    renamed = RENAMED.get(source, {})  # pyright: ignore[reportArgumentType]
+    renamed = RENAMED.get(source, {})
     old = {renamed[name]: value for name, value in values.items() if name in renamed}
     return {name: value for name, value in values.items() if name not in renamed} | old if old else dict(values)

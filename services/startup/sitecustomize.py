@@ -16,7 +16,7 @@ if prefix == sys.prefix:
 sys.path = [path for path in sys.path if os.path.abspath(path or ".") != FOLDER]
 own = sys.modules.pop("sitecustomize", None)
 try:
-    import sitecustomize  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    import sitecustomize  # noqa: F401  # pyright: ignore[reportMissingImports, reportUnusedImport]
 except ModuleNotFoundError as error:
     if error.name != "sitecustomize":
         raise
