@@ -16,6 +16,7 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.envs.class_path import load_object
 from offbeat.envs.registry import BUILT_IN, entry_point_paths
 from offbeat.services.control.rights import Rights
+from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.trackers.registry import TRACKERS
 
@@ -140,10 +141,12 @@ def programs(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from _env_programs(f"custom_envs.{tag}.env_config", env.env_type, env.env_config)
     if config.redis.server is not None:
         yield "redis.server", "a program"
-    for name, value in config.actor_infer.engine_kwargs.items():
+    for name in config.system_envs:
+        yield f"system_envs.{name}", "an environment variable, which can name code,"
+    for name, value in (config.actor_infer.engine.model_extra or {}).items():
         is_plain = value is None or isinstance(value, bool | int | float)
         if (name in CODE_ENGINE_KEYS and value) or (not is_plain and name not in TEXT_ENGINE_KEYS):
-            yield f"actor_infer.engine_kwargs.{name}", "this argument of vLLM, which can name code,"
+            yield f"{ENGINE}.{name}", "this argument of vLLM, which can name code,"
     for path, text in _texts(
         "actor_train.strategy_args.strategy_config", config.actor_train.strategy_args.strategy_config
     ):
@@ -176,6 +179,8 @@ def _may_lack_isolation(limits: object) -> bool:
 def written_places(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield keys that name folders or URLs to write to, or a run's folder to continue, and the places."""
     yield "output_dir", str(config.output_dir)
+    if config.logging_dir is not None:
+        yield "logging_dir", str(config.logging_dir)
     if config.weights.url:
         yield "weights.url", config.weights.url
     if not isinstance(config.resume_from_checkpoint, bool):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from offbeat.trainer.config.algorithm import TURN_WISE, AlgorithmConfig
 from offbeat.trainer.config.issue import ConfigIssue
-from offbeat.trainer.config.reference import TeacherConfig
+from offbeat.trainer.config.roles import TeacherConfig
 
 WITHOUT_RATIO_GRADIENT = ("tis", "cispo", "topr")
 

@@ -13,9 +13,9 @@ from offbeat.deploy.run_folder import newest_checkpoint
 from offbeat.deploy.run_setup import load_architecture
 from offbeat.services.generation.tenancy import read_architecture
 from offbeat.services.generation.vllm.engine_arguments import engine_argument_names
+from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
 
-ENGINE_KWARGS = "actor_infer.engine_kwargs"
 SHAPE_KEYS = (
     "architectures",
     "model_type",
@@ -33,12 +33,12 @@ SHAPE_KEYS = (
 def check_engine_kwargs(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield arguments that the installed vLLM does not have."""
     known = engine_argument_names()
-    for name in config.actor_infer.engine_kwargs:
+    for name in config.actor_infer.engine.model_extra or ():
         if not known or name in known:
             continue
         near = difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean `{near[0]}`?" if near else ": see `vllm serve --help=all`"
-        yield ConfigIssue(f"{ENGINE_KWARGS}.{name}", f"vLLM has no such engine argument{hint}", *near)
+        yield ConfigIssue(f"{ENGINE}.{name}", f"vLLM has no such engine argument{hint}", *near)
 
 
 def check_resumed_model(config: RunConfig) -> Iterator[ConfigIssue]:

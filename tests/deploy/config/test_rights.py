@@ -10,6 +10,7 @@ from offbeat.deploy.config.loader import validate_tree
 from offbeat.deploy.config.rights import check_rights
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.control.rights import Rights
+from offbeat.trainer.config.aliases import ENGINE
 
 OWN = {"custom_envs": {"A": {"env_type": "frozen_lake"}}}
 
@@ -54,10 +55,12 @@ NAMING: dict[str, tuple[dict[str, Any], str]] = {
         "tracker_kwargs.tensorboard.log_dir",
     ),
     "redis.server": ({"redis": {"server": "/bin/evil"}}, "redis.server"),
-    "actor_infer.engine_kwargs": (
-        {"actor_infer": {"engine_kwargs": {"worker_cls": "evil.Worker"}}},
-        "actor_infer.engine_kwargs.worker_cls",
+    ENGINE: (
+        {"actor_infer": {"strategy_args": {"strategy_config": {"worker_cls": "evil.Worker"}}}},
+        f"{ENGINE}.worker_cls",
     ),
+    "system_envs": ({"system_envs": {"PYTHONPATH": "/evil"}}, "system_envs.PYTHONPATH"),
+    "logging_dir": ({"logging_dir": "/etc/logs"}, "logging_dir"),
     "actor_train.strategy_args.strategy_config": (
         {"actor_train": {"strategy_args": {"strategy_config": {"compile": {"backend": "evil.backend"}}}}},
         "actor_train.strategy_args.strategy_config.compile.backend",
@@ -68,7 +71,11 @@ NAMING: dict[str, tuple[dict[str, Any], str]] = {
 }
 """Key -> a configuration that names something by it, and the key that is refused."""
 PLAIN = {
-    "teacher.*.pretrain": "read as data",
+    "teacher.*.model_args.model_name_or_path": "read as data",
+    "critic.model_args.model_name_or_path": "read as data",
+    "reference.model_args.model_name_or_path": "read as data",
+    "reward_pretrain": "read as data",
+    "custom_envs.*.env_instruction": "text",
     "teacher.*.tag_included": "tags",
     "reward_shaping.format_metric": "a metric's name",
     "pretrain": "read as data",
@@ -101,7 +108,7 @@ PLAIN = {
 
 def text_keys(model: type[BaseModel], before: tuple[str, ...] = ()) -> set[str]:
     """Keys that take a text, a path or any JSON value."""
-    keys: set[str] = set()
+    keys = {".".join(before)} if model.model_config.get("extra") == "allow" else set[str]()
     for name, field in model.model_fields.items():
         if _takes_text(field.annotation):
             keys.add(".".join((*before, name)))
@@ -188,10 +195,11 @@ def test_code_within_an_envs_settings_is_refused(env: dict[str, Any], path: str,
 
 
 def test_trusting_a_model_folders_code_is_refused(tmp_path: Path):
-    infer = {"engine_kwargs": {"trust_remote_code": True, "max_num_seqs": 8, "dtype": "float32", "seed": None}}
+    arguments = {"trust_remote_code": True, "max_num_seqs": 8, "kv_cache_dtype": "auto", "seed": None}
+    infer = {"strategy_args": {"strategy_config": arguments}}
     config = validate_tree({**OWN, "output_dir": str(tmp_path), "actor_infer": infer})
     (issue,) = check_rights(config, Rights(()))
-    assert issue.path == "actor_infer.engine_kwargs.trust_remote_code"
+    assert issue.path == f"{ENGINE}.trust_remote_code"
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def accepted(settings: dict[str, Any]) -> LearnerConfig | None:
         *check_effects(config, group_size=4),
         *check_learner(config),
     ]
-    return None if [issue for issue in issues if not issue.path.endswith(".pretrain")] else config
+    return None if [issue for issue in issues if not issue.path.endswith(".model_name_or_path")] else config
 
 
 def in_force(config: LearnerConfig) -> dict[str, Any]:

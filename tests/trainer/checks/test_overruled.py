@@ -34,9 +34,9 @@ def paths(settings: dict[str, Any]) -> list[str]:
             {"whiten_advantages": False},
         ),
         (
-            {"adv_estimator": "opd", "whiten_advantages": True, "teacher": {"one": {"pretrain": "x", "opd_kl_coef": 0.5}}},
+            {"adv_estimator": "opd", "whiten_advantages": True, "teacher": {"one": {"model_args": {"model_name_or_path": "x"}, "opd_kl_coef": 0.5}}},
             "teacher.one.opd_kl_coef",
-            {"teacher": {"one": {"pretrain": "x", "opd_kl_coef": 0.5}, "two": {"pretrain": "y"}}},
+            {"teacher": {"one": {"model_args": {"model_name_or_path": "x"}, "opd_kl_coef": 0.5}, "two": {"model_args": {"model_name_or_path": "y"}}}},
         ),
         ({"pg_clip_high": 0.3, **filtered(ratio_high=1.2)}, "pg_clip_high", {"pg_clip_high": 0.1}),
         ({"pg_clip_low": 0.3, **filtered(ratio_low=0.8)}, "pg_clip_low", {"pg_clip_low": 0.1}),

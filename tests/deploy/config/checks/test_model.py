@@ -10,7 +10,9 @@ import pytest
 from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.run_setup import load_architecture
+from offbeat.services.generation.config import EngineStrategy, VllmConfig
 from offbeat.services.generation.vllm.engine_arguments import engine_argument_names
+from offbeat.trainer.config.aliases import ENGINE
 from tests.paths import QUICKSTART
 
 
@@ -20,8 +22,8 @@ def problems(**changes: Any) -> dict[str, str]:
 
 
 def with_engine_kwargs(**kwargs: Any) -> dict[str, str]:
-    infer = load_run(QUICKSTART).actor_infer.model_copy(update={"engine_kwargs": kwargs})
-    return problems(actor_infer=infer)
+    strategy = EngineStrategy(strategy_config=VllmConfig.model_validate(kwargs))
+    return problems(actor_infer=load_run(QUICKSTART).actor_infer.model_copy(update={"strategy_args": strategy}))
 
 
 def checkpoint(folder: Path, **changes: Any) -> Path:
@@ -35,7 +37,7 @@ def checkpoint(folder: Path, **changes: Any) -> Path:
 def test_an_unknown_engine_argument_names_the_nearest():
     message = "vLLM has no such engine argument; did you mean `max_num_batched_tokens`?"
     assert with_engine_kwargs(max_num_batched_token=512) == {
-        "actor_infer.engine_kwargs.max_num_batched_token": message,
+        f"{ENGINE}.max_num_batched_token": message,
     }
     (only,) = with_engine_kwargs(foo=1).values()
     assert only.startswith("vLLM has no such engine argument")
