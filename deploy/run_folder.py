@@ -90,7 +90,7 @@ def move_aside(folder: Path) -> Path:
     if not others:
         folder.rename(aside)
         return aside
-    aside.mkdir()
+    aside.mkdir(mode=0o700)
     # The marker last: a move that was interrupted is completed by the next command
     for path in sorted(own, key=lambda path: path.name == MARKER):
         path.rename(aside / path.name)
@@ -156,7 +156,7 @@ def claim(folder: Path, run_id: str, *, resume: bool) -> Path | None:
             pass
         aside = move_aside(folder)
         earlier = None
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private(folder)
     if earlier is None or (earlier.run_id, bool(earlier.incarnation)) != (run_id, True):
         mark(folder, run_id)
     if problem := find_conflict(folder):  # another run claimed a folder above or below at the same time

@@ -11,7 +11,7 @@ import pytest
 
 from offbeat.deploy.cli.learner import Target, UnknownRedisError, find_target
 from offbeat.deploy.redis_address import URL_FILE
-from offbeat.deploy.run_folder import CONFIG, Endpoints, make_private, write_config, write_endpoints
+from offbeat.deploy.run_folder import CONFIG, Endpoints, claim, make_private, write_config, write_endpoints
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.process import free_port
 from offbeat.services.redis.connection import connect
@@ -112,3 +112,11 @@ def test_another_user_reads_nothing_of_a_run_or_its_redis(open_folder: Path):
         )
     assert {CONFIG, "url", "appendonly.aof", "offbeat.log", "step-000000.jsonl"} <= {path.name for path in files}
     assert (done.returncode, done.stdout.split()) == (0, ["open"]), done.stderr
+
+
+def test_a_claimed_folder_and_an_earlier_runs_are_for_their_owner_alone(tmp_path: Path):
+    folder = tmp_path / "lake"
+    for _ in range(2):
+        claim(folder, "lake", resume=False)
+        write_config(folder, "exp_name: lake\n")
+    assert [path.stat().st_mode & 0o777 for path in (folder, tmp_path / "lake.1")] == [0o700] * 2
