@@ -7,12 +7,11 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from offbeat.deploy.local.signals import raise_interrupt_on_signals
-from offbeat.services.generation.config import Dtype
 
 bench_app = typer.Typer(help="Measure: medians and ratios from one call, on the real components.", no_args_is_help=True)
 
@@ -183,7 +182,7 @@ def bench_generation(
     model: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="A Hugging Face folder. Default: the tiny policy.")
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of the engine.")] = "float32",
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the engine.")] = "float32",
     concurrency: Annotated[
         list[int] | None, typer.Option(min=1, help="Requests at a time; may be repeated. Default: 1 to 256.")
     ] = None,

@@ -21,6 +21,7 @@ from offbeat.deploy.components.serve_app import ServeApp, broker_component, gene
 from offbeat.deploy.components.serve_status import ServeStatus
 from offbeat.deploy.components.shared_generation import SharedGeneration
 from offbeat.deploy.config.checks.run import check_settings
+from offbeat.deploy.config.checks.trials import check_trials
 from offbeat.deploy.config.errors import ConfigError, RightsError
 from offbeat.deploy.config.loader import dump_yaml, read_document
 from offbeat.deploy.config.rights import check_rights
@@ -144,7 +145,7 @@ class MeshRunFactory:
         """
         try:
             config = await self.load(document, rights)
-            if self.tries_episodes and (issues := await asyncio.to_thread(try_agents, config)):
+            if self.tries_episodes and (issues := await asyncio.to_thread(_try_episodes, config)):
                 raise ConfigError(issues)
         except RightsError as error:
             raise NotAllowedError([_to_problem_view(issue) for issue in error.issues]) from error
@@ -165,7 +166,7 @@ class MeshRunFactory:
         if refused := list(check_rights(config, rights)):
             raise RightsError(refused)
         size = await self._size()
-        await check_in_process(config, cores=size.cpus, gpus=size.gpus, rights=rights, trial=self.tries_episodes)
+        await check_in_process(config, cores=size.cpus, gpus=size.gpus, rights=rights)
         return config
 
     async def _size(self) -> MachineSize:
@@ -233,6 +234,11 @@ def _apply_values(tree: dict[str, Any], values: Mapping[str, float]) -> dict[str
 
 def _to_problem_view(issue: ConfigIssue) -> ProblemView:
     return ProblemView(path=issue.path, message=issue.message, suggestion=issue.hint)
+
+
+def _try_episodes(config: RunConfig) -> list[ConfigIssue]:
+    """Try envs and agents, in processes with time limits of their own."""
+    return check_trials(config) or try_agents(config)
 
 
 def claim_folder(config: RunConfig, claim: str) -> None:

@@ -21,7 +21,6 @@ async def check_in_process(
     cores: float | None = None,
     gpus: float | None = None,
     rights: Rights = UNRESTRICTED,
-    trial: bool = True,
     timeout_s: float = CHECK_TIMEOUT_S,
 ) -> None:
     """Run the checks of a configuration that `check_rights` accepts.
@@ -37,7 +36,7 @@ async def check_in_process(
             arguments = (config.model_dump_json(), json.dumps(asdict(rights)), stage.name)
             if refused := await child.ask("check_definitions", timeout_s, *arguments):
                 raise RightsError([ConfigIssue(*issue) for issue in refused])
-            if issues := await child.ask("check", timeout_s, arguments[0], cores, gpus, stage.name, trial):
+            if issues := await child.ask("check", timeout_s, arguments[0], cores, gpus, stage.name):
                 raise ConfigError([ConfigIssue(*issue) for issue in issues])
         except EpisodeError as error:
             key, _, doing = stage.read().decode().partition("\n")

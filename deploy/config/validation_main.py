@@ -29,9 +29,9 @@ def _definitions(text: str, rights_text: str, stage_file: str) -> list[Issue]:
     return _plain(check_definitions(RunConfig.model_validate_json(text), rights, _observer(stage_file)))
 
 
-def _check(text: str, cores: float | None, gpus: float | None, stage_file: str, trial: bool) -> list[Issue]:
+def _check(text: str, cores: float | None, gpus: float | None, stage_file: str) -> list[Issue]:
     config = RunConfig.model_validate_json(text)
-    return _plain(check_run(config, cores=cores, gpus=gpus, on_step=_observer(stage_file), trial=trial))
+    return _plain(check_run(config, cores=cores, gpus=gpus, on_step=_observer(stage_file), trial=False))
 
 
 def _plain(issues: Iterable[ConfigIssue]) -> list[Issue]:

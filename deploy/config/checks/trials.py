@@ -9,6 +9,7 @@ from offbeat.services.errors import EpisodeError
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.rollout.envs.trial import Trial, try_env
 from offbeat.services.rollout.tracebacks import strip_own_frames
+from offbeat.trainer.config.issue import ConfigIssue
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,18 @@ async def _try_all(envs: dict[str, CustomEnv], seed: int) -> dict[str, Trial]:
             return await try_env(env, seed)
 
     return dict(zip(envs, await asyncio.gather(*map(try_one, envs.values())), strict=True))
+
+
+def check_trials(config: RunConfig) -> list[ConfigIssue]:
+    """Return an issue per env that fails in every episode of its trial."""
+    issues: list[ConfigIssue] = []
+    for tag, trial in try_envs(config).items():
+        try:
+            refuse_failures(config.custom_envs[tag], trial)
+        except TrialError as error:
+            key = f"custom_envs.{tag}.env_type"
+            issues.append(ConfigIssue(key, f"{config.custom_envs[tag].env_type} {error}"))
+    return issues
 
 
 def refuse_failures(env: CustomEnv, trial: Trial) -> None:

@@ -60,19 +60,19 @@ def factory(tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> 
     return RayRunFactory(AsyncRedis.from_url(redis_url), redis_url, tmp_path)
 
 
-def test_runs_over_rest_are_tried_before_they_start(factory: RayRunFactory, monkeypatch: pytest.MonkeyPatch):
+async def test_runs_over_rest_are_tried_before_they_start(factory: RayRunFactory, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Cluster, "from_ray", classmethod(lambda cls: cls(8.0, 0.0, 1)))
     monkeypatch.setattr(ray_run_factory, "read_app_statuses", dict)
     tree = compose_tree(QUICKSTART)
     tree["warm_start"] = None
-    assert factory.validate(tree).run_id == "quickstart"
+    assert (await factory.validate(tree)).run_id == "quickstart"
     lake = tree["custom_envs"]["FrozenLake"]
     bad = {**lake, "env_type": HERE + "BadEnv", "env_config": {"how": "raise"}}
     with pytest.raises(InvalidRunError, match="can't be stepped: RuntimeError: broken"):
-        factory.validate({**tree, "custom_envs": {"FrozenLake": bad}})
+        await factory.validate({**tree, "custom_envs": {"FrozenLake": bad}})
     silent = {**lake, "agent_runner": {"path": "tests.played_agents:silent"}}
     with pytest.raises(InvalidRunError, match="must call the policy"):
-        factory.validate({**tree, "custom_envs": {"FrozenLake": silent}})
+        await factory.validate({**tree, "custom_envs": {"FrozenLake": silent}})
 
 
 def record(folder: Path) -> RunRecord:

@@ -181,7 +181,11 @@ def test_relative_paths_of_a_tree_are_made_absolute():
     """Other values are left to validation."""
     path = "model_args"
     tree = {
-        "teacher": {"a": {path: {"model_name_or_path": "models/a"}}, "b": {path: {"model_name_or_path": "/b"}}, "c": 3},
+        "teacher": {
+            "a": {path: {"model_name_or_path": "./models/a"}},
+            "b": {path: {"model_name_or_path": "/b"}},
+            "c": 3,
+        },
         "pretrain": "tiny",
         "reference": {path: {"model_name_or_path": "ref"}},
         "resume_from_checkpoint": True,

@@ -5,6 +5,8 @@ import pytest
 from offbeat.trainer.checks.overruled import check_overruled
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 
+X = {"model_args": {"model_name_or_path": "x"}}
+
 TIS, CISPO = {"pg_variant": "tis", "tis_upper_bound": 1.5}, {"pg_variant": "cispo", "cispo_epsilon_high": 0.5}
 OVER_THE_BATCH = {"reward_normalization": {"norm_mean_type": "group", "norm_std_type": "batch"}}
 
@@ -34,9 +36,9 @@ def paths(settings: dict[str, Any]) -> list[str]:
             {"whiten_advantages": False},
         ),
         (
-            {"adv_estimator": "opd", "whiten_advantages": True, "teacher": {"one": {"model_args": {"model_name_or_path": "x"}, "opd_kl_coef": 0.5}}},
+            {"adv_estimator": "opd", "whiten_advantages": True, "teacher": {"one": {**X, "opd_kl_coef": 0.5}}},
             "teacher.one.opd_kl_coef",
-            {"teacher": {"one": {"model_args": {"model_name_or_path": "x"}, "opd_kl_coef": 0.5}, "two": {"model_args": {"model_name_or_path": "y"}}}},
+            {"teacher": {"one": {**X, "opd_kl_coef": 0.5}, "two": X}},
         ),
         ({"pg_clip_high": 0.3, **filtered(ratio_high=1.2)}, "pg_clip_high", {"pg_clip_high": 0.1}),
         ({"pg_clip_low": 0.3, **filtered(ratio_low=0.8)}, "pg_clip_low", {"pg_clip_low": 0.1}),
