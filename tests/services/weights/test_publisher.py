@@ -24,6 +24,7 @@ from offbeat.services.weights.publisher import RedisWeightPublisher
 from offbeat.services.weights.subscriber import RedisWeightSubscriber
 from offbeat.services.weights.transports.factory import cleanup
 from offbeat.services.weights.transports.filesystem import FilesystemTransport
+from tests.services.weights.publishing import give_lease
 from tests.waiting import wait_until
 
 RUN = "publishing"
@@ -46,6 +47,7 @@ class Learner:
 
     def __init__(self, server: redis.Redis, config: WeightsConfig, epoch: int = 1) -> None:
         self.parameter = torch.zeros(4)
+        give_lease(server, RUN, epoch)
         self.publisher = RedisWeightPublisher(server, RUN, config, epoch, Path("unused"))
 
     def publish(self, version: int, value: float | None = None) -> None:
