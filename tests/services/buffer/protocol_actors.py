@@ -141,7 +141,7 @@ class Played(RuleBasedStateMachine):
         result = learner.buffer.reconcile(self._prove(learner))
         learner.journal.write_resumed(learner.now.step, result.num_added, result.incarnation)
         if result.is_new or self.durable.step <= self.lost_to:
-            self._forget_unsaved_steps()
+            self._forget_steps(self.durable.step)
         self.newest = max(self.newest, learner.buffer.newest_version())
         self._queue_evaluations_again(learner)
 
@@ -149,13 +149,14 @@ class Played(RuleBasedStateMachine):
         assert self.has_lost
         learner.journal.write_reconciled(learner.now.step, result)
         self.lost_to = learner.now.step
+        self._forget_steps(learner.now.step)
         self._queue_evaluations_again(learner)
         if learner.published == learner.now.step:
             self._publish(learner, learner.published)
 
-    def _forget_unsaved_steps(self) -> None:
-        """Their groups may be lost: a successor repeats them on others."""
-        self.history = {step: numbers for step, numbers in self.history.items() if step < self.durable.step}
+    def _forget_steps(self, first: int) -> None:
+        """Groups of steps from `first` on may be lost: they are repeated on others."""
+        self.history = {step: numbers for step, numbers in self.history.items() if step < first}
 
     def _queue_evaluations_again(self, learner: Learner) -> None:
         for eval_id in self.evaluations:
