@@ -112,10 +112,10 @@ class RunRecord:
     ended_at: float = 0.0
     beat: float = 0.0
     """Time of the last reconciliation."""
-    uid: str = ""
-    """Unique id among runs of this name, kept by resuming; carried by every write of the run's parts."""
     report: str = ""
     """`due`, `written` or `failed`; empty if none is written."""
+    uid: str = ""
+    """Unique id among runs of this name, kept by resuming; carried by every write of the run's parts."""
 
     def encode(self) -> dict[str, str]:
         plain = {each.name: str(getattr(self, each.name)) for each in fields(self)}
