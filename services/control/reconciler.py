@@ -23,6 +23,7 @@ from offbeat.services.control.interfaces import (
     Observation,
     RunMesh,
 )
+from offbeat.services.control.lost_records import LostRecords
 from offbeat.services.control.run import (
     DesiredState,
     ForeignRecordError,
@@ -92,6 +93,7 @@ class Reconciler:
         self._reconcile_s = reconcile_s
         self._policy = policy or RestartPolicy()
         self._meshes: dict[tuple[str, float], RunMesh] = {}
+        self._lost = LostRecords(store)
         self._foreign: set[str] = set()
         self._excused_starts: set[tuple[str, str]] = set()
         """Components whose last start failed only because of Redis, and that have not failed since."""
@@ -139,6 +141,7 @@ class Reconciler:
     async def _active_runs(self) -> list[str]:
         try:
             run_ids = await self._store.unfinished()
+            run_ids += await self._lost.put_back(run_ids)
         except redis_errors.RedisError as error:
             self._note_outage(error)
             logger.warning("no run is reconciled: %s; retrying", error)
@@ -210,6 +213,7 @@ class Reconciler:
         if record.state.is_terminal:
             self._forget(run_id)
             return record.state
+        await self._lost.note(record)
         mesh = self._mesh(record)
         if record.wanted.is_final and record.state is not RunState.DRAINING:
             return await self._start_draining(record, RunState.STOPPED)

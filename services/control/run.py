@@ -114,6 +114,8 @@ class RunRecord:
     """Time of the last reconciliation."""
     report: str = ""
     """`due`, `written` or `failed`; empty if none is written."""
+    uid: str = ""
+    """Unique id among runs of this name, kept by resuming; carried by every write of the run's parts."""
 
     def encode(self) -> dict[str, str]:
         plain = {each.name: str(getattr(self, each.name)) for each in fields(self)}

@@ -7,6 +7,7 @@ alone holds its claimed resources; a run id's epoch never decreases, so isolated
 import fnmatch
 import json
 import math
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -162,8 +163,9 @@ class RunStore:
 
     def _new(self, spec: RunSpec, old: RunRecord | None) -> RunRecord:
         now = self.clock()
+        uid = old.uid if old and old.uid else secrets.token_hex(8)
         record = RunRecord(
-            spec.run_id, spec.config, spec.output_dir, spec.max_steps, spec.settings, started_at=now, beat=now
+            spec.run_id, spec.config, spec.output_dir, spec.max_steps, spec.settings, started_at=now, beat=now, uid=uid
         )
         if old is None:
             return replace(record, created_at=now)

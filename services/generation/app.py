@@ -168,9 +168,10 @@ def build(
     redis_url: str,
     output_dir: Path,
     seed: int,
+    uid: str = "",
 ) -> Application:
     """Build a run's application; a replica is ready once it holds the newest weights, if any."""
-    tenant = Tenant(run_id, output_dir, weights)
+    tenant = Tenant(run_id, output_dir, weights, uid)
     logs = output_dir / "logs"
     return deploy(ReplicaSettings(tenant, config, weights.transport, model, sequence_length, redis_url, logs, seed))
 

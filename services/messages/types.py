@@ -222,6 +222,11 @@ class Group:
         ranges = [r for t in (*self.trajectories, *self.baselines) if (r := t.version_range())]
         return min((r[0] for r in ranges), default=self.admitted_version)
 
+    @property
+    def newest_version(self) -> int:
+        ranges = [r for t in (*self.trajectories, *self.baselines) if (r := t.version_range())]
+        return max((r[1] for r in ranges), default=self.admitted_version)
+
 
 @dataclass(frozen=True, slots=True)
 class EpisodeTask:

@@ -14,6 +14,7 @@ from redis import Redis
 
 from offbeat.services.keys import RunKeys
 from offbeat.services.messages.types import Group
+from offbeat.services.redis.run_writes import RunWrites
 from offbeat.services.telemetry import (
     MetricRecord,
     MetricsSink,
@@ -37,12 +38,16 @@ class StatusBoard(Protocol):
 class RedisStatusBoard:
     """Status fields in the run's record."""
 
-    def __init__(self, redis: Redis, run_id: str) -> None:
-        self._redis = redis
+    def __init__(self, redis: Redis, run_id: str, uid: str = "") -> None:
+        self._write = RunWrites(redis, run_id, uid)
         self._key = RunKeys(run_id).record
 
+    def hold(self, epoch: int) -> None:
+        """Write only while no newer learner holds the run."""
+        self._write.epoch = epoch
+
     def show(self, **fields: str) -> None:
-        self._redis.hset(self._key, mapping={**fields})
+        self._write("HSET", self._key, *(part for field in fields.items() for part in field))
 
 
 class LearnerReporter:

@@ -10,9 +10,11 @@ from offbeat.services.control.interfaces import Health
 from offbeat.services.control.reconciler import Reconciler, RestartPolicy
 from offbeat.services.control.run import (
     DesiredState,
+    ForeignRecordError,
     RunRecord,
     RunSpec,
     RunState,
+    UnknownRunError,
 )
 from offbeat.services.control.store import RunStore
 from offbeat.services.keys import RunKeys
@@ -365,3 +367,31 @@ async def test_runs_that_are_over_cost_the_loop_no_look_and_leave_nothing_in_it(
     assert "over" not in looked
     looking.cancel()
     await asyncio.gather(looking, return_exceptions=True)
+
+
+async def test_a_record_that_redis_has_lost_is_written_again(store: RunStore, mesh: FakeMesh):
+    """It keeps its id, so that the run's parts go on; a deleted run does not come back."""
+    reconciler = Reconciler(store, lambda _: mesh, reconcile_s=0.02)
+    running = asyncio.create_task(reconciler.run())
+
+    async def is_running() -> bool:
+        try:
+            return (await store.load("lake")).state is RunState.RUNNING
+        except (UnknownRunError, ForeignRecordError):
+            return False
+
+    try:
+        await wait_until(is_running)
+        before = await store.load("lake")
+        await store.redis.flushall()
+        await wait_until(is_running)
+        after = await store.load("lake")
+        assert (after.uid, after.config, after.attempt) == (before.uid, before.config, before.attempt)
+        assert await store.run_ids() == ["lake"]
+        await store.update("lake", state=RunState.FAILED)
+        await store.delete("lake")
+        await asyncio.sleep(0.2)  # several passes
+        assert await store.run_ids() == []
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)

@@ -108,5 +108,6 @@ def test_an_evaluation_that_was_recorded_is_not_played_again(tmp_path: Path) -> 
     buffer = FakeLearnerBuffer()
     log = DictLog({"before-sampled-0": "recorded", "during-greedy-7": "16"})
     evaluations = Evaluations(buffer, ListSink(), log, tmp_path)
+    evaluations.restart()
     evaluations.start(Evaluation("before", "sampled", 0, 8))
     assert buffer.started == [("during-greedy-7", 16, "greedy", 7)]
