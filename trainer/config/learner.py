@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from offbeat.envs.config import Config
 from offbeat.trainer.config.algorithm import AlgorithmConfig
@@ -118,11 +118,19 @@ class ModelArgs(ConditionalConfig):
         return self.model_copy(update={"lora_target": None})
 
 
+TINY_LR, PRETRAINED_LR = 1e-3, 1e-6
+"""Default learning rates of all weights."""
+LORA_LR_FACTOR = 10.0
+"""Adapters' learning rate over that of all weights (TRL's documentation of PEFT)."""
+
+
 class TrainingArgs(ScheduleArgs):
     """Optimizer and micro-batches; ROLL's `training_args`."""
 
-    learning_rate: float = Field(default=1e-6, ge=0)
-    """Peak learning rate; 0 keeps the weights, to measure engine mismatch."""
+    learning_rate: float = Field(default=PRETRAINED_LR, ge=0)
+    """Peak learning rate. Unset: 1e-3 for a `tiny` policy, 1e-6 for a pretrained one, ten times that with `lora_target`.
+    0 keeps the weights, to measure engine mismatch.
+    """
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up to the peak."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -187,6 +195,14 @@ class ActorTrainConfig(Config):
     num_threads: int = Field(default=1, ge=1)
     """torch threads per process on CPU."""
 
+    def with_default_rate(self, pretrain: str) -> "ActorTrainConfig":
+        """Return a copy with a learning rate, if none is set."""
+        if "learning_rate" in self.training_args.model_fields_set:
+            return self
+        rate = TINY_LR if pretrain == "tiny" else PRETRAINED_LR
+        rate *= LORA_LR_FACTOR if self.model_args.lora_target else 1.0
+        return self.model_copy(update={"training_args": self.training_args.model_copy(update={"learning_rate": rate})})
+
 
 class CriticConfig(ConditionalConfig):
     """Value function for `adv_estimator: gae`."""
@@ -242,9 +258,14 @@ class LearnerConfig(AlgorithmConfig):
     """
     tracker_kwargs: dict[str, dict[str, JsonValue]] = Field(default_factory=dict[str, dict[str, JsonValue]])
     """Arguments by tracker: `{wandb: {project: agents}}`."""
-    actor_train: ActorTrainConfig = ActorTrainConfig()
+    actor_train: ActorTrainConfig = Field(default=ActorTrainConfig(), validate_default=True)
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
+
+    @field_validator("actor_train")
+    @classmethod
+    def _has_a_rate(cls, value: ActorTrainConfig, info: ValidationInfo) -> ActorTrainConfig:
+        return value.with_default_rate(info.data.get("pretrain", ""))
 
     @field_validator("track_with", mode="before")
     @classmethod
