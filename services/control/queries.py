@@ -11,6 +11,7 @@ from offbeat.services.control.run import ForeignRecordError, LearnerReport, RunR
 from offbeat.services.control.schemas import (
     ChangeView,
     CountersView,
+    FindingView,
     RatesView,
     RunView,
     SettingsView,
@@ -108,6 +109,7 @@ class Overview:
             settings=SettingsView.of(settings),
             changes=[ChangeView.of(change) for change in changes],
             metrics={name: finite(value) for name, value in learner.metrics.items()},
+            diagnosis=[FindingView.of(finding) for finding in learner.findings],
             paths=paths_view(record),
         )
 

@@ -78,6 +78,7 @@ class WarmStartConfig(Config):
     learning_rate: float = Field(default=4e-3, gt=0)
     warmup_steps: int = Field(default=20, ge=0)
     weight_decay: float = Field(default=0.01, ge=0)
+    """Of all weights, unless `training_args.weight_decay` exempts some."""
     final_lr_ratio: float = Field(default=0.05, ge=0, le=1)
     """Final fraction of the learning rate; linear decay over the second half."""
 
@@ -137,6 +138,9 @@ class TrainingArgs(ScheduleArgs):
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     adam_epsilon: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decay of weight matrices."""
+    decay_all_weights: bool = False
+    """Decay of norms, biases and embeddings, too."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     max_skipped_steps: int = Field(default=5, ge=1)
     """Consecutive steps with non-finite gradients until the run fails."""

@@ -98,7 +98,7 @@ class LearnerProcess:
         self._redis = connect(redis_url, patience_s=redis_outage.RETRY_TIMEOUT_S, should_retry=outage.should_retry)
         self._metrics = RedisMetrics(self._redis, run.run_id)
         board = RedisStatusBoard(self._redis, run.run_id)
-        self._reporter = LearnerReporter(self._metrics, board, self._view, self._watchdog)
+        self._reporter = LearnerReporter(self._metrics, board, self._view, self._watchdog, run.config.limits)
         self._followers = FollowerRanks()
         self._heartbeat_timeout_s = HEARTBEAT_TIMEOUTS * run.config.buffer.learner_timeout_s
         self._startup = _StartupTimer(started)
