@@ -142,7 +142,7 @@ class PathsView(View):
 
 
 class FindingView(View):
-    """RunFinding of a run's diagnosis."""
+    """Finding of a run's diagnosis."""
 
     name: str
     """`no_signal`, `truncated`, ..."""
