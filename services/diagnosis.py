@@ -121,7 +121,7 @@ def _truncated(window: StepWindow) -> RunFinding | None:
     """A policy from scratch has to learn to end its answers first."""
     newest = window.values("episodes_truncated")[-MIN_STEPS:]
     share = math.fsum(newest) / len(newest) if newest else 0.0
-    if share < (0.5 if window.has(WINDOW_STEPS) else 0.9) or len(newest) < MIN_STEPS:
+    if share < (0.5 if window.has(WINDOW_STEPS) else 0.9) or len(newest) < MIN_STEPS or _no_tokens(window):
         return None
     return RunFinding(
         "truncated",
@@ -133,7 +133,7 @@ def _truncated(window: StepWindow) -> RunFinding | None:
 
 def _constant_reward(window: StepWindow) -> RunFinding | None:
     lowest, highest = min(window.values("reward_min"), default=0.0), max(window.values("reward_max"), default=1.0)
-    if lowest < highest or not window.has(MIN_STEPS):
+    if lowest < highest or not window.has(MIN_STEPS) or _no_tokens(window):
         return None
     return RunFinding(
         "constant_reward",

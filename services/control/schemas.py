@@ -150,17 +150,17 @@ class FindingView(View):
     """What was seen, with numbers."""
     cause: str
     """Likely cause and remedy."""
-    keys: list[str]
+    keys: tuple[str, ...]
     """Configuration keys to change, most likely first."""
     is_warning: bool
     """False for hints about speed."""
 
     @classmethod
     def of(cls, finding: RunFinding) -> "FindingView":
-        return cls(**asdict(finding) | {"keys": list(finding.keys)})
+        return cls.model_validate(asdict(finding))
 
     def finding(self) -> RunFinding:
-        return RunFinding(**self.model_dump() | {"keys": tuple(self.keys)})
+        return RunFinding(self.name, self.seen, self.cause, self.keys, self.is_warning)
 
 
 class RunView(View):

@@ -47,6 +47,11 @@ def steps(count: int = 20, **changes: float) -> list[dict[str, float]]:
 SEEN: dict[str, dict[str, Any]] = {
     "not_finite": {"actor__skipped_steps": 1.0},
     "prompts_too_long": {"episodes_without_tokens": 0.5},
+    "prompts_too_long from the first turn": {
+        "episodes_without_tokens": 1.0,
+        "episodes_truncated": 1.0,
+        "reward_max": 0.0,
+    },
     "truncated": {"episodes_truncated": 0.6},
     "constant_reward": {"reward_max": 0.0, "groups_without_signal": 8.0},
     "no_signal": {"groups_without_signal": 7.5},
@@ -62,11 +67,11 @@ SEEN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("name", "changes"), SEEN.items(), ids=SEEN)
 def test_a_run_that_goes_wrong_has_this_finding_alone(name: str, changes: dict[str, float]):
-    assert names(steps(**changes)) == [name]
+    assert names(steps(**changes)) == [name.split()[0]]
 
 
 def test_every_rule_is_covered():
-    assert len(SEEN) + 1 == len(RULES) + 2  # entropy collapse below; two of no signal, two of idleness
+    assert len(SEEN) == len(RULES) + 2  # one twice; entropy collapse below; two of no signal, two of idleness
 
 
 def test_a_healthy_run_has_no_findings():

@@ -59,10 +59,10 @@ class PackedPolicy(nn.Module):
             logits = self.logits(x)
         hidden = states[0][0].index_select(0, x.valued)
         values = self.value_head(hidden.detach() if x.head_alone else hidden)
-        count = len(x.positions)
-        return self._score(x, logits)._replace(
-            values=values[:count], next_values=values[count:] if x.with_next else None
-        )
+        next_values = None
+        if x.with_next:
+            values, next_values = (half.clone() for half in values.chunk(2))  # FSDP2 hooks into outputs: no views
+        return self._score(x, logits)._replace(values=values, next_values=next_values)
 
     def _score(self, x: PackedInput, logits: Tensor) -> Sampled:
         temperature: float | Tensor = self.temperature

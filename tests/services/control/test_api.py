@@ -198,6 +198,20 @@ async def test_a_diagnosis_is_part_of_the_run_and_of_why(api: ApiHarness):
     assert why.sentence.endswith(f"diagnosis: {found}.")
 
 
+async def test_episodes_that_fail_often_are_part_of_the_diagnosis(api: ApiHarness):
+    await api.start("a", RunState.RUNNING)
+    counts = {"finished": 12, "failed": 4, "recent": 16, "recent_failed": 8, "limit": 16}
+    last = {"tag": "Hills", "error": "step_error: no slope", "trace": "Traceback"}
+    report = {"at": api.store.clock() + 1, "groups": {}, "evaluations": {}, "episodes": {**counts, **last}}
+    redis: Any = api.redis
+    await redis.hset(RunKeys("a").doing, "w0", json.dumps(report))
+    (finding,) = (await api.client.show("a")).diagnosis
+    assert (finding.name, finding.keys) == ("failing_episodes", ("custom_envs.Hills",))
+    assert finding.seen.startswith("8 of the last 16 episodes failed")
+    await api.store.update("a", state=RunState.FINISHED)
+    assert (await api.client.show("a")).diagnosis == []
+
+
 async def test_runs_are_listed_by_state_and_name_a_page_at_a_time(api: ApiHarness):
     for i in range(7):
         await api.start(f"lake-{i}", RunState.FINISHED if i % 2 else RunState.RUNNING)
