@@ -33,6 +33,7 @@ from offbeat.services.control.run import (
     UnknownRunError,
 )
 from offbeat.services.control.store import REPORT_DUE, REPORT_FAILED, REPORT_WRITTEN, RunStore
+from offbeat.services.diagnosis import describe_untrained
 from offbeat.services.redis.errors import RedisReadOnlyError
 
 logger = logging.getLogger(__name__)
@@ -255,7 +256,7 @@ class Reconciler:
             return record.state
         healths = {each.name: observations[each.name].health for each in mesh.components}
         if Health.DONE in healths.values():
-            return await self._start_draining(record, RunState.FINISHED)
+            return await self._start_draining(record, RunState.FINISHED, await self._find_untrained(record))
         for component in mesh.components:
             observation = observations[component.name]
             if reason := await self._restart_if_down(record, component, observation):
@@ -266,6 +267,11 @@ class Reconciler:
         if record.state is RunState.STARTING and any(health is not Health.READY for health in healths.values()):
             return record.state
         return await self._record_running(record)
+
+    async def _find_untrained(self, record: RunRecord) -> str:
+        """Return why a finished run learned nothing, if no step had a gradient."""
+        learner = await self._store.learner(record.run_id)
+        return "" if learner.has_trained else describe_untrained(learner.findings)
 
     async def _find_broken_env(self, record: RunRecord) -> str:
         """Return why the run is hopeless, if every episode failed before the first step."""

@@ -6,6 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, TypeVar, cast
 
+from offbeat.services.diagnosis import RunFinding
 from offbeat.services.errors import CodecError, ControlError
 from offbeat.services.live_settings import Settings, decode_settings, encode_settings
 from offbeat.services.weights.replica_reports import ReplicaReport
@@ -202,6 +203,10 @@ class LearnerReport:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     trouble: str = ""
     """Current problem, such as a failed checkpoint."""
+    findings: tuple[RunFinding, ...] = ()
+    """Diagnosis of its newest steps."""
+    has_trained: bool = True
+    """False while no step had a gradient."""
 
 
 @dataclass(frozen=True, slots=True)

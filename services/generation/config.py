@@ -13,8 +13,8 @@ class GeneratingArgs(Config):
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy, for evaluation only; the trainer divides its logits by it."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Below 1, recorded logprobs are of the truncated distribution and the trainer's of the full one, so ratios start
-    at the kept probability mass (`actor/mismatch_kl_fresh`).
+    """Below 1, recorded logprobs are of the truncated distribution and the trainer's of the full one, so a ratio to
+    them starts at the kept probability mass: needs `old_logprobs: recompute`, or a loss without ratio.
     """
     top_k: int = Field(default=-1, ge=-1)
     """-1 keeps every token; otherwise as `top_p`."""
@@ -37,6 +37,7 @@ class GenerationConfig(Config):
     cpus_per_replica: float = Field(default=1.0, gt=0)
     """Logical CPUs that Ray reserves per replica; on a CPU also the engine's OpenMP threads (rounded, at least 1)."""
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
+    """Unset in a run: the learner's `model_args.dtype`. `auto`: vLLM's choice for the model folder, bfloat16 for float32."""
     max_model_len: int | None = Field(default=None, ge=1)
     """Maximum context, tokens; None: the run's `sequence_length`."""
     max_num_seqs: int = Field(default=256, ge=1)

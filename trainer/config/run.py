@@ -2,14 +2,19 @@
 
 from collections.abc import Mapping
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from offbeat.services.buffer.config import BufferConfig
+from offbeat.services.diagnosis import DiagnosisLimits
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.live_settings import Settings, configured_settings
 from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig
 from offbeat.services.weights.config import WeightsConfig
-from offbeat.trainer.config.learner import LearnerConfig
+from offbeat.trainer.config.learner import ActorTrainConfig, LearnerConfig
+
+MISMATCH_KL = {"float32": 1e-6, "bfloat16": 1e-3}
+"""Expected KL of engine and trainer on the same weights by the trainer's type, nats per token: float32 on both sides
+measures 1e-13, bfloat16 on one side 1e-5."""
 
 
 class LearnerRunConfig(LearnerConfig):
@@ -23,7 +28,7 @@ class LearnerRunConfig(LearnerConfig):
     """Episodes per evaluation during training."""
     final_val_batch_size: int = Field(default=256, ge=1)
     """Episodes per evaluation before and after training."""
-    actor_infer: GenerationConfig = GenerationConfig()
+    actor_infer: GenerationConfig = Field(default=GenerationConfig(), validate_default=True)
     """Engines and sampling; ROLL's `actor_infer`."""
     rollout: RolloutConfig = RolloutConfig()
     """Env workers."""
@@ -31,6 +36,14 @@ class LearnerRunConfig(LearnerConfig):
     """Trajectory buffer: timeouts and retries."""
     weights: WeightsConfig = WeightsConfig()
     """Weight transport to engines."""
+
+    @field_validator("actor_infer")
+    @classmethod
+    def _has_a_dtype(cls, value: GenerationConfig, info: ValidationInfo) -> GenerationConfig:
+        train = info.data.get("actor_train")
+        if "dtype" in value.model_fields_set or not isinstance(train, ActorTrainConfig):
+            return value
+        return value.model_copy(update={"dtype": train.model_args.dtype})
 
     @property
     def groups_per_step(self) -> int:
@@ -49,6 +62,12 @@ class LearnerRunConfig(LearnerConfig):
     def temperature(self) -> float:
         """Default sampling temperature of training."""
         return self.actor_infer.generating_args.temperature
+
+    @property
+    def limits(self) -> DiagnosisLimits:
+        """What the diagnosis compares metrics with."""
+        train = self.actor_train
+        return DiagnosisLimits(MISMATCH_KL[train.model_args.dtype], train.training_args.max_grad_norm)
 
     @property
     def settings(self) -> Settings:

@@ -105,7 +105,7 @@ class LearnerProcess:
         self._known = KnownIncarnation(self._redis, run.run_id, run.uid)
         self._metrics = RedisMetrics(self._redis, run.run_id, run.uid)
         self._board = RedisStatusBoard(self._redis, run.run_id, run.uid)
-        self._reporter = LearnerReporter(self._metrics, self._board, self._view, self._watchdog)
+        self._reporter = LearnerReporter(self._metrics, self._board, self._view, self._watchdog, run.config.limits)
         self._followers = FollowerRanks()
         self._heartbeat_timeout_s = HEARTBEAT_TIMEOUTS * run.config.buffer.learner_timeout_s
         self._startup = _StartupTimer(started)

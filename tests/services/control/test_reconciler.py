@@ -1,6 +1,7 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from typing import Any, cast
 
 import pytest
 from redis.asyncio import Redis
@@ -17,6 +18,7 @@ from offbeat.services.control.run import (
     UnknownRunError,
 )
 from offbeat.services.control.store import RunStore
+from offbeat.services.diagnosis import RunFinding, encode_findings
 from offbeat.services.keys import RunKeys
 from tests.copying import replace
 from tests.services.control.control_fakes import SETTINGS, SPEC, FakeClock, FakeMesh, reconcile_until
@@ -67,6 +69,18 @@ async def test_the_run_finishes_when_the_learner_has_done_its_work(
     assert mesh["generation"].stops == [True]
     assert mesh.cleaned == 1
     assert (await store.load("lake")).ended_at > 0
+
+
+async def test_a_run_without_a_gradient_finishes_with_what_was_wrong(
+    reconciler: Reconciler, mesh: FakeMesh, store: RunStore
+):
+    await reconcile_until(reconciler, RunState.RUNNING)
+    found = RunFinding("truncated", "a token limit cut 90% of the episodes", "raise it", ("sequence_length",))
+    fields = {"learner_has_trained": "0", "learner_findings": encode_findings([found])}
+    await cast(Any, store.redis.hset(RunKeys("lake").record, mapping=fields))
+    mesh["learner"].health = Health.DONE
+    await reconcile_until(reconciler, RunState.FINISHED)
+    assert (await store.load("lake")).error == f"no token was trained: {found}"
 
 
 @pytest.mark.parametrize("name", ["learner", "env-workers", "generation"])
