@@ -172,6 +172,7 @@ class _ReplicaRun:
         weights = self._weights(config)
         num_bytes = sum(t.numel() * t.element_size() for _, t in weights)
         self._status.update(f"{self._label}: starting engines")
+        self._base.prepare(config)
         with ExitStack() as stack:
             publisher = stack.enter_context(
                 closing(RedisWeightPublisher(self._base.redis, config.exp_name, config.weights, 1, config.output_dir))

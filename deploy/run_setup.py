@@ -11,11 +11,11 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import collect_words
 from offbeat.deploy.run_folder import make_private
 from offbeat.services.buffer.admin import configure_buffer
-from offbeat.services.buffer.api import BufferLimits
 from offbeat.services.control.run import RunSpec
 from offbeat.services.generation.config import app_name
 from offbeat.services.generation.tenancy import read_architecture
 from offbeat.services.rollout.config import WorkerSettings
+from offbeat.trainer.run import buffer_limits
 
 POLICY = "policy"
 LOGS = "logs"
@@ -55,10 +55,13 @@ def generation_app(config: RunConfig) -> str:
     return config.actor_infer.app or app_name(config.exp_name)
 
 
-def worker_settings(config: RunConfig, redis_url: str, *, timeout_s: float | None = None) -> WorkerSettings:
-    """Return the env workers' settings. timeout_s: overrides `buffer.worker_timeout_s`."""
+def worker_settings(
+    config: RunConfig, redis_url: str, *, uid: str = "", timeout_s: float | None = None
+) -> WorkerSettings:
+    """Return the env workers' settings. uid: of the run's record. timeout_s: overrides `buffer.worker_timeout_s`."""
     return WorkerSettings(
         run_id=config.exp_name,
+        run_uid=uid,
         seed=config.seed,
         model_folder=model_folder(config).resolve(),
         output_dir=config.output_dir.resolve(),
@@ -73,24 +76,6 @@ def worker_settings(config: RunConfig, redis_url: str, *, timeout_s: float | Non
         generation_app=generation_app(config),
         request_timeout_s=config.actor_infer.request_timeout_s,
         worker_timeout_s=timeout_s or config.buffer.worker_timeout_s,
-    )
-
-
-def buffer_limits(config: RunConfig) -> BufferLimits:
-    """Return limits of admission and group assembly."""
-    manager = config.train_env_manager
-    groups_per_step = config.rollout_batch_size // manager.group_size
-    return BufferLimits(
-        group_size=manager.group_size,
-        redundancy=manager.group_size_redundancy,
-        groups_per_step=groups_per_step,
-        max_staleness=config.max_staleness,
-        max_groups_in_flight=manager.num_env_groups,
-        total_groups=config.max_steps * groups_per_step,
-        max_attempts=config.buffer.max_attempts,
-        worker_timeout_s=config.buffer.worker_timeout_s,
-        stale_policy=config.buffer.stale_policy,
-        baselines=config.num_baselines,
     )
 
 
@@ -121,6 +106,6 @@ def make_log_folder(config: RunConfig) -> Path:
     return logs
 
 
-def prepare_buffer(redis: Redis, config: RunConfig) -> None:
+def prepare_buffer(redis: Redis, config: RunConfig, uid: str = "") -> None:
     """Write limits and create the stream. Raises `BufferError` for another group shape."""
-    configure_buffer(redis, config.exp_name, buffer_limits(config))
+    configure_buffer(redis, config.exp_name, buffer_limits(config), uid)

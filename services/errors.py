@@ -25,6 +25,14 @@ class FencedError(MeshError):
     """Write refused, as a newer learner holds the run's lease."""
 
 
+class ForeignRunError(FencedError):
+    """Write refused, as the run was deleted or created anew under its name."""
+
+
+class ReconcileError(RetryableError):
+    """Write refused until the run's data is reconciled, as Redis may have lost acknowledged writes."""
+
+
 class RolloutError(MeshError):
     """Episode failed in the env-worker pool."""
 

@@ -47,6 +47,11 @@ class RunKeys:
         return self.key("epoch")
 
     @property
+    def incarnation(self) -> str:
+        """String: incarnation of the run's data; see `services.redis.incarnation`."""
+        return self.key("incarnation")
+
+    @property
     def progress(self) -> str:
         """Hash: `version` and `step` of the newest weights; absent before version 0."""
         return self.key("progress")

@@ -15,6 +15,7 @@ from redis.asyncio import Redis as AsyncRedis
 from offbeat.services.errors import CodecError
 from offbeat.services.keys import RunKeys
 from offbeat.services.metric_registry import current_names
+from offbeat.services.redis.run_writes import AsyncRunWrites, RunWrites
 
 MAX_METRIC_RECORDS = 200_000
 """Approximate length of a metrics stream."""
@@ -124,15 +125,21 @@ class MetricsSink(Protocol):
     def append(self, record: MetricRecord) -> None: ...
 
 
+_ENTRY = ("MAXLEN", "~", MAX_METRIC_RECORDS, "*", "r")
+"""Arguments of XADD before the record."""
+
+
 class RedisMetrics:
     """Metrics stream of a run, synchronous."""
 
-    def __init__(self, redis: Redis, run_id: str) -> None:
+    def __init__(self, redis: Redis, run_id: str, uid: str = "") -> None:
+        """uid: unique id of the run, for writers."""
         self._redis = redis
         self._key = RunKeys(run_id).metrics
+        self._write = RunWrites(redis, run_id, uid)
 
     def append(self, record: MetricRecord) -> None:
-        self._redis.xadd(self._key, {"r": encode_record(record)}, maxlen=MAX_METRIC_RECORDS, approximate=True)
+        self._write("XADD", self._key, *_ENTRY, encode_record(record))
 
     def read(
         self, after: str = "0", *, block_ms: int | None = None, count: int = 1000
@@ -147,12 +154,14 @@ class RedisMetrics:
 class AsyncRedisMetrics:
     """Metrics stream of a run, asynchronous."""
 
-    def __init__(self, redis: AsyncRedis, run_id: str) -> None:
+    def __init__(self, redis: AsyncRedis, run_id: str, uid: str = "") -> None:
+        """uid: unique id of the run, for writers."""
         self._redis = redis
         self._key = RunKeys(run_id).metrics
+        self._write = AsyncRunWrites(redis, run_id, uid)
 
     async def append(self, record: MetricRecord) -> None:
-        await self._redis.xadd(self._key, {"r": encode_record(record)}, maxlen=MAX_METRIC_RECORDS, approximate=True)
+        await self._write("XADD", self._key, *_ENTRY, encode_record(record))
 
     async def read(self, after: str = "0", *, count: int = 1000) -> list[tuple[str, MetricRecord]]:
         """Return up to `count` (id, record) after `after`."""

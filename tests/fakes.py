@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.services.buffer.api import Boundary, Counters
+from offbeat.services.buffer.api import Boundary, Counters, Proof, Reconciled
 from offbeat.services.live_settings import Change
 from offbeat.services.messages.types import (
     Group,
@@ -101,12 +101,15 @@ class FakeLearnerBuffer:
     dropped: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     evaluations: dict[str, list[Trajectory] | None] = field(default_factory=dict[str, list[Trajectory] | None])
     started: list[tuple[str, int, str, int]] = field(default_factory=list[tuple[str, int, str, int]])
-    restored: list[tuple[int, int | None]] = field(default_factory=list[tuple[int, int | None]])
+    restored: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """(groups trained, next number) of each proof."""
     boundary: Boundary = field(default_factory=Boundary)
     boundaries: list[Boundary] = field(default_factory=list[Boundary])
     """What the next boundaries say, before `boundary` does."""
     adopted_at: list[int] = field(default_factory=list[int])
     playing: int = 0
+    published: int = -1
+    """Newest version that earlier learners have published."""
     taught: list[str] = field(default_factory=list[str])
     """States of the task sampler, as they came."""
     _delivered: int = 0
@@ -164,9 +167,19 @@ class FakeLearnerBuffer:
     def num_playing(self) -> int:
         return self.playing
 
-    def restore(self, num_trained: int, next_number: int | None = None) -> int:
-        self.restored.append((num_trained, next_number))
-        return 0
+    def reconcile(self, proof: Proof) -> Reconciled:
+        self.restored.append((proof.num_trained, proof.next_number))
+        numbers = {number for _, batch in proof.saved for number in batch}
+        missing = [group.entry_id for group in self.stream if group.number in numbers]
+        if missing:
+            self.ack(missing, proof.step)
+        return Reconciled(1, is_new=False)
+
+    def newest_version(self) -> int:
+        return self.published
+
+    def prove_with(self, prove: Callable[[], Proof], on_reconciled: Callable[[Reconciled], None]) -> None:
+        self.prove, self.on_reconciled = prove, on_reconciled
 
     def start_eval(self, eval_id: str, num_episodes: int, *, sampling_name: str, min_version: int) -> None:
         self.started.append((eval_id, num_episodes, sampling_name, min_version))
@@ -182,7 +195,7 @@ class FakeLearnerBuffer:
         return self.evaluations[eval_id]
 
     def forget_eval(self, eval_id: str) -> None:
-        del self.evaluations[eval_id]
+        self.evaluations.pop(eval_id, None)
 
     def counters(self) -> Counters:
         return Counters(0, 0, len(self.trained), {}, {}, len(self.stream))

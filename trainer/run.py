@@ -10,6 +10,7 @@ from typing import cast
 from pydantic import ValidationError
 from redis import Redis
 
+from offbeat.services.buffer.api import BufferLimits
 from offbeat.services.buffer.learner_client import STOP_STATES
 from offbeat.services.control.run import RunState
 from offbeat.services.errors import ControlError
@@ -27,6 +28,8 @@ class LearnerRun:
     """Identifies the run's checkpoints in a shared folder."""
     output_dir: Path
     config: LearnerRunConfig
+    uid: str = ""
+    """Unique id of the run among those of its name."""
 
     @property
     def model_folder(self) -> Path:
@@ -53,7 +56,24 @@ def read_run(redis: Redis, run_id: str) -> LearnerRun:
         details = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
         raise ControlError(f"run {run_id!r} has a configuration that this build can't read: {details}") from error
     folder = raw.get(b"output_dir", b"").decode() or str(config.output_dir)
-    return LearnerRun(run_id, _lineage(raw, config), Path(folder).resolve(), config)
+    return LearnerRun(run_id, _lineage(raw, config), Path(folder).resolve(), config, raw.get(b"uid", b"").decode())
+
+
+def buffer_limits(config: LearnerRunConfig) -> BufferLimits:
+    """Return limits of admission and group assembly."""
+    manager = config.train_env_manager
+    return BufferLimits(
+        group_size=manager.group_size,
+        redundancy=manager.group_size_redundancy,
+        groups_per_step=config.groups_per_step,
+        max_staleness=config.max_staleness,
+        max_groups_in_flight=manager.num_env_groups,
+        total_groups=config.max_steps * config.groups_per_step,
+        max_attempts=config.buffer.max_attempts,
+        worker_timeout_s=config.buffer.worker_timeout_s,
+        stale_policy=config.buffer.stale_policy,
+        baselines=config.num_baselines,
+    )
 
 
 FINISHED = "finished"

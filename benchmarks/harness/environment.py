@@ -15,7 +15,7 @@ from redis import Redis
 from offbeat.benchmarks.harness.leftovers import clean_up_on_exit
 from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.config.run import RunConfig
-from offbeat.deploy.run_setup import buffer_limits, prepare_folder, worker_settings
+from offbeat.deploy.run_setup import prepare_folder, worker_settings
 from offbeat.services.buffer.admin import configure_buffer
 from offbeat.services.buffer.api import BufferLimits
 from offbeat.services.buffer.config import RedisConfig
@@ -28,6 +28,7 @@ from offbeat.services.rollout.config import (
     RolloutConfig,
     WorkerSettings,
 )
+from offbeat.trainer.run import buffer_limits
 
 QUICKSTART = Path(__file__).parents[2] / "deploy/configs/quickstart.yaml"
 TAG = "FrozenLake"

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from offbeat.deploy.audit.lineage import Lineage, trace
 from offbeat.services.buffer.api import Counters
 from offbeat.services.buffer.group_ledger import UNNUMBERED, LifeEvent
-from offbeat.trainer.learner.step_ledger import ResumedLine, StepLine
+from offbeat.trainer.learner.step_ledger import JournalLine
 
 TRAINED, DROPPED, FAILED = "trained", "dropped", "failed"
 OUTCOMES = (TRAINED, DROPPED, FAILED)
 REWOUND = "rewound"
+RESTORED, RECONCILED = "restored", "reconciled"
+"""Events of a reconciliation, after which Redis knows again what the journal proves."""
 SHOWN = 8
 
 
@@ -46,7 +48,7 @@ class Evidence:
     """Remains of a run."""
 
     events: Sequence[LifeEvent]
-    journal: Sequence[StepLine | ResumedLine]
+    journal: Sequence[JournalLine]
     checkpoints: dict[int, str] = field(default_factory=dict[int, str])
     """Step -> problem, or empty."""
     counters: Counters | None = None
@@ -68,6 +70,8 @@ class Audit:
     """Violations."""
     notes: list[str] = field(default_factory=list[str])
     """Remarks."""
+    num_restored: int = 0
+    """Groups that a reconciliation counted as trained again."""
 
     @property
     def proven(self) -> bool:
@@ -94,6 +98,8 @@ def audit(evidence: Evidence) -> Audit:
     surviving = _surviving_events(evidence.events, result)
     _replay_lives(surviving, result)
     _merge_lineage(result)
+    if result.num_restored:
+        result.notes.append(f"{result.num_restored} groups were counted as trained again, as Redis had forgotten them")
     result.findings += _check_numbers(result)
     result.findings += _check_steps(evidence, result)
     result.findings += _check_acknowledgements(evidence, result)
@@ -129,6 +135,9 @@ def _surviving_events(events: Sequence[LifeEvent], result: Audit) -> list[LifeEv
 
 def _replay_lives(events: Iterable[LifeEvent], result: Audit) -> None:
     for event in events:
+        if event.event in (RESTORED, RECONCILED):
+            _restore_lives(event, result)
+            continue
         life = result.groups.get(event.number)
         if event.event == "admitted":
             if life is not None:
@@ -150,6 +159,21 @@ def _replay_lives(events: Iterable[LifeEvent], result: Audit) -> None:
             if event.event == TRAINED and not life.submitted:
                 result.findings.append(f"group {event.number} was trained, though it never entered the stream")
             life.ending, life.detail = event.event, event.detail
+
+
+def _restore_lives(event: LifeEvent, result: Audit) -> None:
+    """Count groups as trained of which Redis had forgotten so."""
+    if event.event == RECONCILED:
+        return
+    step, _, numbers = event.detail.partition(":")
+    for number in map(int, numbers.split(",")):
+        life = result.groups.setdefault(number, GroupLife(number, 0))
+        if life.ending:
+            result.findings.append(
+                f"group {number} was restored at {event.id} after it had been {life.ending} ({life.detail})"
+            )
+        life.submitted, life.ending, life.detail = True, TRAINED, step
+    result.num_restored += numbers.count(",") + 1
 
 
 def _merge_lineage(result: Audit) -> None:
@@ -200,7 +224,7 @@ def _check_steps(evidence: Evidence, result: Audit) -> Iterator[str]:
                 yield f"group {each.number} was trained twice: at step {trained_at[each.number]} and at step {line.step}"
             trained_at[each.number] = line.step
             lag = line.step - 1 - each.oldest_version
-            if lag < 0:
+            if each.oldest_version > max(line.step - 1, result.lineage.newest_version.get(line.step, 0)):
                 yield f"group {each.number} of step {line.step} holds tokens of the later version {each.oldest_version}"
             if lag > math.ceil(line.max_staleness) and not evidence.train_stale:
                 bound = f"{line.max_staleness:g}"

@@ -6,7 +6,7 @@ Invariant: each step occurs once, as last trained; repetitions are compared with
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from offbeat.trainer.learner.step_ledger import ResumedLine, StepLine
+from offbeat.trainer.learner.step_ledger import JournalLine, LeaseLine, ReconciledLine, ResumedLine, StepLine
 
 
 @dataclass
@@ -24,6 +24,12 @@ class Lineage:
     """Step of the checkpoint after a rewind; the buffer had counted later steps' groups."""
     repeated: int = 0
     """Steps repeated after a learner's death."""
+    incarnation: int = 0
+    """Of the run's data in Redis."""
+    lost_to: int = -1
+    """Step after which groups that no checkpoint contained may have been lost by Redis."""
+    newest_version: dict[int, int] = field(default_factory=dict[int, int])
+    """Step -> newest version that any learner had published before, where a later one repeated steps."""
     learners: int = 0
     skipped: list[int] = field(default_factory=list[int])
     """Steps with a non-finite gradient."""
@@ -36,20 +42,26 @@ class Lineage:
         return self.first + len(self.steps) - 1
 
 
-def trace(journal: Iterable[StepLine | ResumedLine]) -> Lineage:
+def trace(journal: Iterable[JournalLine]) -> Lineage:
     """Follow the journal."""
     lineage = Lineage()
     before: dict[int, StepLine] = {}
-    epoch = fenced = 0
+    epoch = fenced = newest = 0
     for line in journal:
+        if isinstance(line, LeaseLine):
+            continue
         if line.epoch < epoch:
             fenced += 1
             continue
         epoch = line.epoch
         if isinstance(line, ResumedLine):
             _resume(lineage, line, before)
+        elif isinstance(line, ReconciledLine):
+            _reconcile(lineage, line, before)
         else:
+            lineage.newest_version[line.step] = newest
             _add(lineage, line, before)
+        newest = max(newest, line.step)
     if fenced:
         lineage.notes.append(f"{fenced} lines of a learner that had been replaced: passed over")
     if lineage.repeated:
@@ -73,12 +85,26 @@ def _resume(lineage: Lineage, line: ResumedLine, before: dict[int, StepLine]) ->
         lineage.restored_to = line.step
     if line.restored < 0:
         lineage.rewound_to = line.step
-    if line.restored:  # the groups of these steps are gone, or counted out: others come in their place
-        before.clear()
+    is_lost = line.incarnation != lineage.incarnation or line.step <= lineage.lost_to
+    lineage.incarnation = line.incarnation
+    if line.restored:
         lineage.rewound |= {each.step: [group.number for group in each.groups] for each in undone}
+    if line.restored or is_lost:  # groups of these steps are gone, or counted out: others come in their place
+        before.clear()
     else:
         before |= {each.step: each for each in undone}
     lineage.skipped = [step for step in lineage.skipped if step <= line.step]
+
+
+def _reconcile(lineage: Lineage, line: ReconciledLine, before: dict[int, StepLine]) -> None:
+    """Redis may have lost data: steps without a checkpoint may be repeated on other groups."""
+    lineage.incarnation = line.incarnation
+    lineage.lost_to = line.step
+    before.clear()
+    lineage.notes.append(
+        f"Redis was restarted or replaced at step {line.step}: its data was reconciled as incarnation {line.incarnation}, "
+        f"{line.corrected} groups corrected"
+    )
 
 
 def _add(lineage: Lineage, line: StepLine, before: dict[int, StepLine]) -> None:

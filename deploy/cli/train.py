@@ -1,7 +1,7 @@
 """`offbeat train`.
 
 Invariants: the run uses the REST API like any other; every exit ends all processes; exit codes: 0 finished, 1 failed,
-130 stopped.
+6 finished without having trained anything, 130 stopped.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ METRICS_PAGE = 2000
 REPORT_PATIENCE_S = 1.0
 """Redis' retry timeout for an unfinished run's report."""
 UNREACHABLE_S = 240.0
-FINISHED, FAILED, INTERRUPTED = 0, 1, 130
+FINISHED, FAILED, UNTRAINED, INTERRUPTED = 0, 1, 6, 130
 
 
 class TrainingFailedError(Exception):
@@ -124,6 +124,7 @@ class TrainCommand:
         self._report = ReportMaker(config, self._history)
         self._interrupted = asyncio.Event()
         self._last: RunView | None = None
+        self._warned: set[str] = set()
 
     async def run(self) -> int:
         """Run; return the exit code."""
@@ -196,9 +197,17 @@ class TrainCommand:
                 answered_at = time.monotonic()
                 self._last = view
                 self._view.show(view, self._history)
+                self._warn(view)
                 if view.state.is_terminal or _has_trained(view):
                     return view
             await asyncio.sleep(WATCH_POLL_S)
+
+    def _warn(self, view: RunView) -> None:
+        """Print each warning of the diagnosis once."""
+        for finding in view.diagnosis:
+            if finding.is_warning and finding.name not in self._warned:
+                self._warned.add(finding.name)
+                self._view.print(f"Warning: {finding.finding()}")
 
     async def _read_metrics(self, client: ControlClient) -> None:
         while True:
@@ -215,6 +224,9 @@ class TrainCommand:
         self._view.close()
         self._report.write(self._last.counters if self._last else None, ended_at=time.time())
         self._report.show()
+        if self._last is not None and self._last.error:
+            self._view.print(f"The run finished, but {self._last.error}")
+            return UNTRAINED
         return FINISHED
 
     async def _end_failed(self, error: Exception) -> int:

@@ -109,7 +109,15 @@ class RayRunFactory(MeshRunFactory):
     def build_mesh(self, record: RunRecord) -> RunComponents:
         config = RunConfig.model_validate_json(canonical_json(record.config))
         watch = BufferWatch(self._async_redis, record.run_id)
-        return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status, claim=_claim_id(record))
+        return RunComponents(
+            config,
+            self._redis,
+            watch,
+            self._redis_url,
+            self._serve_status,
+            uid=record.uid,
+            claim=_claim_id(record),
+        )
 
     async def write_report(self, record: RunRecord) -> None:
         """Run `offbeat report` in a process, because it renders the user's envs.

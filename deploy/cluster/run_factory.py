@@ -66,18 +66,20 @@ class RunComponents:
         redis_url: str,
         serve_status: ServeStatus,
         *,
+        uid: str,
         claim: str | None = None,
     ) -> None:
-        """claim: id of this start, to claim the folder; None: already claimed."""
+        """uid: of the run's record. claim: id of this start, to claim the folder; None: already claimed."""
+        self._uid = uid
         self._config = config
         self._claim = claim
         self._redis = redis
         self._watch = watch
         external = config.control.learner == "external"
         learner = ExternalLearner(config, redis) if external else ManagedLearner(config, redis, redis_url)
-        self._workers = WorkerPool(config, redis_url)
-        self._generation = _build_generation(config, redis, redis_url, serve_status)
-        broker = broker_component(config, redis_url, serve_status)
+        self._workers = WorkerPool(config, redis_url, uid)
+        self._generation = _build_generation(config, redis, redis_url, serve_status, uid)
+        broker = broker_component(config, redis_url, serve_status, uid)
         self._components: tuple[Component, ...] = (learner, self._workers, self._generation, broker)
 
     @property
@@ -88,7 +90,7 @@ class RunComponents:
         if self._claim is not None:
             await asyncio.to_thread(claim_folder, self._config, self._claim)
         await asyncio.to_thread(prepare_folder, self._config)
-        await asyncio.to_thread(prepare_buffer, self._redis, self._config)
+        await asyncio.to_thread(prepare_buffer, self._redis, self._config, self._uid)
         await asyncio.to_thread(release_all_workers, self._redis, self._config.exp_name)
         await self._watch.set_paused(False)
 
@@ -110,12 +112,12 @@ class RunComponents:
 
 
 def _build_generation(
-    config: RunConfig, redis: Redis, redis_url: str, status: ServeStatus
+    config: RunConfig, redis: Redis, redis_url: str, status: ServeStatus, uid: str
 ) -> ServeApp | SharedGeneration:
     app = generation_app(config)
     if app != app_name(config.exp_name):
         return SharedGeneration(config.exp_name, app, redis, status)
-    return generation_component(config, redis_url, model_folder(config), status)
+    return generation_component(config, redis_url, model_folder(config), status, uid)
 
 
 class MachineSize(NamedTuple):
@@ -176,7 +178,7 @@ class MeshRunFactory:
     def build_mesh(self, record: RunRecord) -> RunComponents:
         config = RunConfig.model_validate_json(canonical_json(record.config))
         watch = BufferWatch(self._async_redis, record.run_id)
-        return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status)
+        return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status, uid=record.uid)
 
     async def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
         """Check live settings, none of which depends on user code.

@@ -31,12 +31,12 @@ class WorkerPool:
 
     name = "env-workers"
 
-    def __init__(self, config: RunConfig, redis_url: str) -> None:
+    def __init__(self, config: RunConfig, redis_url: str, uid: str = "") -> None:
         self._run_id = config.exp_name
         self._num_workers = config.rollout.num_workers
         self._answered: dict[str, float] = {}
         """Worker -> monotonic time of its last answer."""
-        self._settings = worker_settings(config, redis_url)
+        self._settings = worker_settings(config, redis_url, uid=uid)
 
     @property
     def _names(self) -> list[str]:

@@ -6,6 +6,7 @@ host.
 
 import logging
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -25,7 +26,7 @@ from offbeat.services.errors import RetryableError
 from offbeat.services.keys import RunKeys
 from offbeat.services.process import bind_to_thread
 from offbeat.services.redis.connection import OutageRetry, connect
-from offbeat.services.redis.lease import free_lease_of, owner_of
+from offbeat.services.redis.lease import LEASE_NONCE, free_lease_of, owner_of
 from offbeat.trainer.cli import REDIS_VARIABLE
 from offbeat.trainer.watchdog import EXIT_HUNG
 
@@ -134,6 +135,8 @@ class LearnerHost:
         self._threads = threads
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._nonces: dict[int, str] = {}
+        """Process id -> random part of its lease's holder name."""
         self._exited = threading.Event()
         self._stopping = False
 
@@ -244,16 +247,22 @@ class LearnerHost:
 
     def _free_lease(self, redis: Redis, pid: int) -> None:
         try:
-            free_lease_of(redis, self._run_id, owner_of(pid))
+            free_lease_of(redis, self._run_id, owner_of(pid), self._nonces.pop(pid))
         except RetryableError as error:
             logger.warning("can't free the lease of learner %d, waiting for it to expire: %s", pid, error)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         log = self._output_dir / LEARNER_LOG
         log.parent.mkdir(parents=True, exist_ok=True)
-        environment = {REDIS_VARIABLE: self._redis_url, "OMP_NUM_THREADS": str(self._threads), "PYTHONUNBUFFERED": "1"}
+        nonce = secrets.token_hex(6)
+        environment = {
+            REDIS_VARIABLE: self._redis_url,
+            LEASE_NONCE: nonce,
+            "OMP_NUM_THREADS": str(self._threads),
+            "PYTHONUNBUFFERED": "1",
+        }
         with log.open("ab") as out:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 bind_to_thread(self._command),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -262,6 +271,8 @@ class LearnerHost:
                 # Own session: Ctrl-C in the terminal must reach only the command, which stops the learner gracefully.
                 start_new_session=True,
             )
+        self._nonces[process.pid] = nonce
+        return process
 
     def _send_heartbeat(self, redis: Redis, process: subprocess.Popen[bytes], incarnation: str, handled: str) -> str:
         """Write a heartbeat; execute and return a stop request."""
@@ -291,7 +302,7 @@ class LearnerHost:
 
     def _is_hung(self, holder: str, pid: int) -> bool:
         """Return True if the lease is lost for `HANG_TIMEOUT_S`."""
-        if holder.startswith(f"{owner_of(pid)} "):
+        if holder == f"{owner_of(pid)} {self._nonces[pid]}":
             self._lease_held_at = time.monotonic()
         return self._lease_held_at is not None and time.monotonic() > self._lease_held_at + HANG_TIMEOUT_S
 

@@ -91,7 +91,7 @@ def set_num_replicas(app: str, deployment: str, count: int) -> None:
     ray.get(controller.update_deployment_replicas.remote(DeploymentID(deployment, app), count), timeout=10.0)
 
 
-def generation_component(config: RunConfig, redis_url: str, model: Path, status: ServeStatus) -> ServeApp:
+def generation_component(config: RunConfig, redis_url: str, model: Path, status: ServeStatus, uid: str) -> ServeApp:
 
     def build() -> Application:
         return generation_service.build(
@@ -104,16 +104,17 @@ def generation_component(config: RunConfig, redis_url: str, model: Path, status:
             output_dir=config.output_dir.resolve(),
             seed=config.seed,
             environment=config.environment,
+            uid=uid,
         )
 
     return ServeApp("generation", app_name(config.exp_name), build, status)
 
 
-def broker_component(config: RunConfig, redis_url: str, status: ServeStatus) -> ServeApp:
+def broker_component(config: RunConfig, redis_url: str, status: ServeStatus, uid: str) -> ServeApp:
 
     def build() -> Application:
         return weights_app.build(
-            config.exp_name, config.weights, redis_url=redis_url, output_dir=config.output_dir.resolve()
+            config.exp_name, config.weights, redis_url=redis_url, output_dir=config.output_dir.resolve(), uid=uid
         )
 
     return ServeApp("weights", weights_app.app_name(config.exp_name), build, status)

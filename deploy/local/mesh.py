@@ -163,16 +163,16 @@ class LocalMesh:
         async with connect_async(self._redis_url) as async_redis:
             while True:
                 try:
-                    await RunStore(async_redis).create(run_spec(config), takeover=self._server is not None)
+                    record, _ = await RunStore(async_redis).create(run_spec(config), takeover=self._server is not None)
                     self._owns_run = True
                     break
                 except WatchError:  # the connection was lost within the transaction
                     continue
-        RedisMetrics(redis, config.exp_name).append(command_started(self._started_at))
+        RedisMetrics(redis, config.exp_name, record.uid).append(command_started(self._started_at))
         # No process of this run is alive: its files in shared memory are leftovers of a killed command.
         await asyncio.to_thread(cleanup, config.exp_name, config.weights, self._folder)
         await asyncio.to_thread(prepare_folder, config)
-        await asyncio.to_thread(prepare_buffer, redis, config)
+        await asyncio.to_thread(prepare_buffer, redis, config, record.uid)
         await asyncio.to_thread(release_all_workers, redis, config.exp_name)
         if config.control.learner == "managed" and config.actor_train.device == "cpu":
             threads = config.actor_train.num_threads

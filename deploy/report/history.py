@@ -5,9 +5,10 @@ Invariant: a repeated step counts once, with its last values.
 
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from offbeat.services.diagnosis import WINDOW_STEPS
 from offbeat.services.telemetry import MetricRecord, Partial
 
 RATE_S = 15.0
@@ -90,6 +91,8 @@ class RunHistory:
     steps: Steps = field(default_factory=Steps)
     last_step: Step | None = None
     """Newest step with all values."""
+    window: list[Mapping[str, float]] = field(default_factory=list[Mapping[str, float]])
+    """All values of the first step and of the newest `WINDOW_STEPS`, for the diagnosis."""
     evaluations: dict[tuple[str, str, int], EvaluationResult] = field(
         default_factory=dict[tuple[str, str, int], EvaluationResult]
     )
@@ -151,6 +154,9 @@ class RunHistory:
             values = {name: partial.value for name, partial in record.values.items()}
             self.last_step = Step(record.step, record.time, values)
             self.steps.add(self.last_step)
+            self.window.append(values)
+            if len(self.window) > WINDOW_STEPS + 1:
+                del self.window[1]
 
     def _add_evaluation(self, record: MetricRecord) -> None:
         values = record.values

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from offbeat.deploy.report.recorded_episodes import read_recorded_episodes
 from offbeat.deploy.run_folder import newest_checkpoint
 from offbeat.services.control.failed_groups import advise_failed
 from offbeat.services.control.schemas import CountersView
+from offbeat.services.diagnosis import diagnose
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +123,7 @@ def build_report(
         "groups_in_flight": counters.in_flight if counters else None,
         "mismatch_kl": _mean(history, "learner/actor/mismatch_kl"),
         "mismatch_abs_max": history.peaks.get("learner/actor/mismatch_abs_max"),
+        "diagnosis": [asdict(finding) for finding in diagnose(history.window, config.limits)],
         "evaluations": [
             {
                 "kind": evaluation.kind,
@@ -221,6 +224,10 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
         f"staleness at most {_format(report['max_staleness_seen'], '.0f')}",
         soft_wrap=True,
     )
+    for finding in report["diagnosis"]:
+        kind = "Warning" if finding["is_warning"] else "Hint"
+        keys = ", ".join(finding["keys"])
+        console.print(f"{kind}: {finding['seen']}: {finding['cause']} ({keys})", soft_wrap=True, markup=False)
     for label, path in _file_paths(folder):
         console.print(f"  {label:<16} {path}", soft_wrap=True)
 

@@ -1,5 +1,6 @@
 """Buffer operations of the run's owner and the control service."""
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, cast
@@ -25,15 +26,19 @@ from offbeat.services.buffer.scripts import (
 )
 
 
-def configure_buffer(redis: Redis, run_id: str, limits: BufferLimits) -> None:
-    """Write a run's limits before the first claim; idempotent.
+def configure_buffer(redis: Redis, run_id: str, limits: BufferLimits, uid: str = "") -> None:
+    """Write a run's limits before the first claim; idempotent. uid: the run's unique id.
 
     Raises:
         BufferError: the run has groups of another `group_size` or `groups_per_step`.
         RetryableError: Redis does not answer.
     """
-    fields = [part for item in asdict(limits).items() for part in item]
-    BufferScripts(redis, run_id)("configure", *fields)
+    BufferScripts(redis, run_id)("configure", uid, secrets.token_hex(4), *limit_fields(limits))
+
+
+def limit_fields(limits: BufferLimits) -> list[str | int | float]:
+    """Return the fields and values of the limits' hash."""
+    return [part for item in asdict(limits).items() for part in item]
 
 
 def release_all_workers(redis: Redis, run_id: str) -> int:

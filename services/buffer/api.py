@@ -1,6 +1,6 @@
 """Interfaces of the trajectory buffer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Protocol
@@ -183,8 +183,56 @@ class Boundary:
     ends: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What the surviving lineage of weights has trained, whatever Redis remembers."""
+
+    saved: Sequence[tuple[int, Sequence[int]]] = ()
+    """Groups of each step that the newest durable checkpoint contains, by the journal."""
+    entry_ids: Sequence[str] = ()
+    """Entries that it contains, where the journal lacks them."""
+    step: int = 0
+    """Step of the checkpoint."""
+    num_trained: int = 0
+    """Groups that it contains, those of another run's steps included."""
+    next_number: int = 0
+    """Lowest group number that was certainly not admitted; 0: one past the highest of `saved` and of held ones."""
+    incarnation: int = 0
+    """Greatest incarnation number that the journal has seen."""
+    newest_event_ms: int = 0
+    """Time of the newest copied group event, Unix ms of Redis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciled:
+    """Result of a reconciliation."""
+
+    incarnation: int
+    is_new: bool
+    """True if Redis may have lost data."""
+    num_added: int = 0
+    """Groups trained without a number that Redis had lost; negative: trained in a lineage that did not survive."""
+    num_corrected: int = 0
+    """Groups of which Redis knew less than the proof."""
+
+
 class LearnerBuffer(Protocol):
-    """Buffer interface of the learner; writes raise FencedError if a newer learner holds the run."""
+    """Buffer interface of the learner; writes raise FencedError if a newer learner holds the run.
+
+    Once `prove_with` was called, a call that meets a new incarnation of the run's data reconciles it and goes on.
+    """
+
+    def reconcile(self, proof: Proof) -> Reconciled:
+        """Make Redis agree with `proof` and with the groups that this object has delivered; idempotent."""
+        ...
+
+    def newest_version(self) -> int:
+        """Return the newest published version, -1 without any."""
+        ...
+
+    def prove_with(self, prove: Callable[[], Proof], on_reconciled: Callable[[Reconciled], None]) -> None:
+        """Reconcile by `prove`, which any thread may call; then call `on_reconciled` from the next call of a method."""
+        ...
 
     def take(self, timeout_s: float, num_groups: int = 1) -> Group | None:
         """Return the next group in the configured order, or None after the timeout; after a reconnect, unacknowledged
@@ -202,12 +250,6 @@ class LearnerBuffer(Protocol):
 
     def teach(self, state: str) -> None:
         """Publish the task sampler's state for later groups."""
-        ...
-
-    def restore(self, num_trained: int, next_number: int | None = None) -> int:
-        """Reconcile the ledger with the resumed checkpoint after its `ack`; return the groups added or, negative,
-        dropped.
-        """
         ...
 
     def drop(self, group: Group, reason: str) -> None:

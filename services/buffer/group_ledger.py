@@ -35,10 +35,13 @@ class LifeEvent:
     ordinal: int
     """1, 2, 3, ... in this Redis; 0 if written by an older version of Offbeat."""
     number: int
+    """0 of `reconciled`."""
     event: str
-    """`admitted`, `submitted`, `trained`, `dropped`, `failed`."""
+    """`admitted`, `submitted`, `trained`, `dropped`, `failed`; after a loss in Redis `restored`, `reconciled`."""
     detail: str
-    """admitted, submitted: version at admission; trained: step of the checkpoint; else the reason."""
+    """admitted, submitted: version at admission; trained: step of the checkpoint; restored: step, colon, numbers of its
+    groups that are trained, whatever was recorded of them; reconciled: incarnation; else the reason.
+    """
 
     @property
     def sort_key(self) -> tuple[int, int]:
@@ -82,6 +85,11 @@ def read_ledger(output_dir: Path) -> list[LifeEvent]:
     """Return every valid event once, in order."""
     events_by_id = {event.id: event for event in _parse_rows(output_dir / LEDGER_FILE) if event is not None}
     return sorted(events_by_id.values(), key=lambda event: event.sort_key)
+
+
+def newest_event_ms(output_dir: Path) -> int:
+    """Return the time of the newest copied event, Unix ms of Redis; 0 without any."""
+    return int(_newest_id(output_dir / LEDGER_FILE).partition("-")[0])
 
 
 def count_broken_lines(output_dir: Path) -> int:

@@ -1,32 +1,38 @@
 """The learner's buffer client.
 
-Groups are redelivered in stream order until acknowledged or dropped.
+Groups are redelivered in stream order until acknowledged or dropped. If Redis may have lost data, it is reconciled before
+the next command: with the groups of the checkpoint, and with those that this learner has taken since.
 """
 
 import heapq
 import logging
+import secrets
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import msgpack
 from redis import Redis
 
-from offbeat.services.buffer.admin import snapshot_from
-from offbeat.services.buffer.api import Boundary, Counters, Snapshot
+from offbeat.services.buffer.admin import limit_fields, snapshot_from
+from offbeat.services.buffer.api import Boundary, BufferLimits, Counters, Proof, Reconciled, Snapshot
 from offbeat.services.buffer.config import Order
 from offbeat.services.buffer.scripts import (
+    Argument,
     BufferKeys,
     BufferScripts,
     group_id_of,
     translate_errors,
 )
-from offbeat.services.errors import CodecError
+from offbeat.services.errors import CodecError, MeshError, ReconcileError
 from offbeat.services.live_settings import decode_change, encode_change
 from offbeat.services.messages.codec import decode_trajectory
 from offbeat.services.messages.types import Group, Trajectory
 from offbeat.services.redis.connection import MAX_BLOCK_S
+from offbeat.services.redis.incarnation import KnownIncarnation, number_of
+from offbeat.services.threads import Follower
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +42,46 @@ STOP_STATES = (b"stopped", b"killed")
 """Desired states that end the learner."""
 
 
+CHECK_INTERVAL_S = 1.0
+"""Interval at which a learner that computes looks for data to reconcile, as env workers wait for it."""
+
+
 class RedisLearnerBuffer:
     """`LearnerBuffer` on Redis, with the lease's `epoch` in every write.
 
     Methods raise RetryableError while Redis does not answer (repeatable); writes raise FencedError if a newer learner
-    holds the run.
+    holds the run. One thread calls them; any may call `reconcile_if_needed`.
     """
 
-    def __init__(self, redis: Redis, run_id: str, epoch: int, *, order: Order = "completion") -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        run_id: str,
+        epoch: int,
+        *,
+        order: Order = "completion",
+        known: KnownIncarnation | None = None,
+        limits: BufferLimits | None = None,
+        reclaim: Callable[[], None] = lambda: None,
+    ) -> None:
+        """limits: written if Redis has lost them. reclaim: makes Redis give back the lease, or raises FencedError."""
+        self._reclaim = reclaim
         self._redis = redis
+        self._known = known or KnownIncarnation(redis, run_id)
+        self._limits = limits
+        self._lock = threading.RLock()
+        """Held by each command until its reply is processed, so that a reconciliation sees all that was delivered."""
+        self._prove: Callable[[], Proof] | None = None
+        self._on_reconciled: Callable[[Reconciled], None] = lambda _: None
+        self._unannounced: Reconciled | None = None
+        self._held: dict[int, int] = {}
+        """Number -> version at admission, of groups taken and neither acknowledged nor dropped."""
+        self._numbers: dict[str, int] = {}
+        """Entry id as delivered -> number, of held groups."""
+        self._entries: dict[int, str] = {}
+        """Number -> entry id in this Redis, of held groups."""
+        self._changes: list[tuple[str, int]] = []
+        """Adopted changes and their steps."""
         self._run_id = run_id
         self._epoch = epoch
         self._keys = BufferKeys(run_id)
@@ -60,42 +97,107 @@ class RedisLearnerBuffer:
     def epoch(self) -> int:
         return self._epoch
 
+    def reconcile(self, proof: Proof) -> Reconciled:
+        """Make Redis agree with `proof` and with what this object has delivered; idempotent.
+
+        Without data in Redis, `proof.num_trained` groups count as admitted and trained. Groups of newer, lost
+        checkpoints are dropped as `rewound` and replaced; numbers that nobody knows as `lost`.
+        """
+        with self._lock:
+            self._reclaim()
+            numbers = [number + 1 for _, batch in proof.saved for number in batch]
+            num_known = len(numbers)
+            next_number = max([proof.next_number, *numbers, *(number + 1 for number in self._held)])
+            packed = msgpack.packb(
+                {
+                    "known": max(proof.incarnation, self._known.number),
+                    "saved": [(step, list(batch)) for step, batch in proof.saved],
+                    "entries": list(proof.entry_ids),
+                    "step": proof.step,
+                    "trained": proof.num_trained,
+                    "held": list(self._held.items()),
+                    "next": next_number or proof.num_trained,
+                    "all_known": num_known >= proof.num_trained,
+                    "changes": self._changes,
+                    "limits": [str(part) for part in limit_fields(self._limits)] if self._limits else [],
+                    "life": proof.newest_event_ms,
+                }
+            )
+            arguments = (self._epoch, self._known.uid, secrets.token_hex(4), cast(bytes, packed))
+            incarnation, is_new, added, corrected, entries = self._run("reconcile", *arguments)
+            self._known.set(incarnation.decode())
+            self._prefetched.clear()
+            self._out_of_order.clear()
+            self._last = "0-0"
+            self._entries = {int(entries[i]): entries[i + 1].decode() for i in range(0, len(entries), 2)}
+        return Reconciled(number_of(incarnation.decode()), bool(is_new), int(added), int(corrected))
+
+    def prove_with(self, prove: Callable[[], Proof], on_reconciled: Callable[[Reconciled], None]) -> None:
+        self._prove, self._on_reconciled = prove, on_reconciled
+
+    def reconcile_if_needed(self) -> None:
+        """Reconcile if another incarnation is stored or none, from any thread. Raises as any write."""
+        if self._prove is not None:
+            with self._lock:
+                try:
+                    self._run("current", incarnation=self._known.get())
+                except ReconcileError:
+                    self._recover()
+
     def take(self, timeout_s: float, num_groups: int = 1) -> Group | None:
         """Take a group; undecodable ones are quarantined and dropped as `corrupt`."""
         deadline = time.monotonic() + timeout_s
         while True:
-            if self._prefetched:
-                group = self._decode_group(self._prefetched.popleft())
-                if group is not None and not self._by_admission:
-                    return group
+            self._announce()
+            with self._lock:
+                try:
+                    group, position = self._take_next(num_groups)
+                except ReconcileError:
+                    self._recover()
+                    continue
                 if group is not None:
-                    heapq.heappush(self._out_of_order, (group.number, group))
-                continue
-            position = self._newest_notification() if self._out_of_order else ""
-            reply = self._run("take", self._epoch, self._last, min(max(num_groups, 1), MAX_PREFETCHED_GROUPS))
-            if not isinstance(reply, int):
-                self._last = reply[-1][0].decode()
-                self._prefetched.extend(reply)
-                continue
-            if self._out_of_order and (reply < 0 or self._out_of_order[0][0] < reply):
-                return heapq.heappop(self._out_of_order)[1]
+                    self._hold(group)
+                    return group
+                stream, last = self._keys.stream, self._last
+                if position:  # the awaited group may also end without entering the stream
+                    stream, last = self._keys.doorbell, position
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 return None
-            if self._out_of_order:  # the awaited group may also end without entering the stream
-                self._wait(self._keys.doorbell, position, remaining_s)
-            else:
-                self._wait(self._keys.stream, self._last, remaining_s)
+            self._wait(stream, last, remaining_s)
+
+    def _take_next(self, num_groups: int) -> tuple[Group | None, str]:
+        """Return the next group, or None and what to wait after on the doorbell (empty: the stream).
+
+        Raises ReconcileError.
+        """
+        while True:
+            while self._prefetched:
+                group = self._decode_group(self._prefetched.popleft())
+                if group is not None and not self._by_admission:
+                    return group, ""
+                if group is not None:
+                    heapq.heappush(self._out_of_order, (group.number, group))
+            position = self._newest_notification() if self._out_of_order else ""
+            limit = min(max(num_groups, 1), MAX_PREFETCHED_GROUPS)
+            reply = self._run("take", self._epoch, self._last, limit, incarnation=self._known.get())
+            if isinstance(reply, int):
+                if self._out_of_order and (reply < 0 or self._out_of_order[0][0] < reply):
+                    return heapq.heappop(self._out_of_order)[1], ""
+                return None, position
+            self._last = reply[-1][0].decode()
+            self._prefetched.extend(row for row in reply if row[1] not in self._held)
 
     def drop(self, group: Group, reason: str) -> None:
-        self._run("finish", self._epoch, "dropped", reason, "", "", group.entry_id)
+        self._call("finish", self._epoch, "dropped", reason, "", "", entry_ids=[group.entry_id])
 
     def ack(self, entry_ids: Sequence[str], step: int) -> int:
-        return int(self._run("finish", self._epoch, "trained", step, "", "", *entry_ids))
+        return int(self._call("finish", self._epoch, "trained", step, "", "", entry_ids=entry_ids))
 
     def adopt(self, step: int) -> Boundary:
-        paused, desired, flat = self._run("adopt", self._epoch, step)
-        changes = tuple(decode_change(flat[i], int(flat[i + 1])) for i in range(0, len(flat), 2))
+        paused, desired, flat = self._call("adopt", self._epoch, step)
+        self._changes = [(flat[i].decode(), int(flat[i + 1])) for i in range(0, len(flat), 2)]
+        changes = tuple(decode_change(change, step) for change, step in self._changes)
         return Boundary(changes, bool(paused), desired in STOP_STATES)
 
     def suggest(self, step: int, values: Mapping[str, float], why: str, *, if_lost: bool = False) -> bool:
@@ -104,28 +206,20 @@ class RedisLearnerBuffer:
         if_lost: only if Redis has no earlier request.
         """
         change = encode_change(values, time.time(), why)
-        return bool(self._run("suggest", self._epoch, step, change, "lost" if if_lost else ""))
+        return bool(self._call("suggest", self._epoch, step, change, "lost" if if_lost else ""))
 
     def teach(self, state: str) -> None:
-        self._run("teach", self._epoch, state)
+        self._call("teach", self._epoch, state)
+
+    def newest_version(self) -> int:
+        step = self.snapshot().step
+        return -1 if step is None else step
 
     def num_playing(self) -> int:
         return self.snapshot().playing
 
-    def restore(self, num_trained: int, next_number: int | None = None) -> int:
-        """Reconcile the ledger with the resumed checkpoint, after its `ack`.
-
-        If Redis lost its data, `num_trained` groups (step * groups_per_step) count as admitted and trained, and numbers
-        continue at `next_number` (default: `num_trained`). Groups of newer, lost checkpoints are dropped as `rewound`
-        and replaced.
-
-        Returns:
-            Groups added (positive) or dropped (negative); 0 in an ordinary restart.
-        """
-        return int(self._run("restore", self._epoch, num_trained, "" if next_number is None else next_number))
-
     def start_eval(self, eval_id: str, num_episodes: int, *, sampling_name: str, min_version: int) -> None:
-        self._run("start_eval", self._epoch, f"e:{eval_id}", num_episodes, sampling_name, min_version)
+        self._call("start_eval", self._epoch, f"e:{eval_id}", num_episodes, sampling_name, min_version)
 
     def eval_result(self, eval_id: str) -> list[Trajectory] | None:
         """Return the decodable trajectories by number.
@@ -133,7 +227,7 @@ class RedisLearnerBuffer:
         Raises:
             BufferError: no such evaluation.
         """
-        flat = self._run("eval_result", f"e:{eval_id}")
+        flat = self._call("eval_result", f"e:{eval_id}")
         if flat is None:
             return None
         trajectories: list[Trajectory] = []
@@ -155,7 +249,7 @@ class RedisLearnerBuffer:
             self._wait(self._keys.doorbell, position, remaining_s)
 
     def forget_eval(self, eval_id: str) -> None:
-        self._run("forget_eval", self._epoch, f"e:{eval_id}")
+        self._call("forget_eval", self._epoch, f"e:{eval_id}")
 
     def counters(self) -> Counters:
         return self.snapshot().counters
@@ -163,8 +257,52 @@ class RedisLearnerBuffer:
     def snapshot(self) -> Snapshot:
         return snapshot_from(self._run("snapshot"))
 
+    def _call(self, name: str, *args: Argument, entry_ids: Sequence[str] = ()) -> Any:
+        """Run a script, after reconciling if needed. entry_ids: as delivered; the groups are held no longer."""
+        while True:
+            self._announce()
+            with self._lock:
+                current = [self._entries.get(self._numbers.get(i, -1), i) for i in entry_ids]
+                try:
+                    reply = self._run(name, *args, *current, incarnation=self._known.get())
+                except ReconcileError:
+                    self._recover()
+                    continue
+                self._release(entry_ids)
+                return reply
+
+    def _hold(self, group: Group) -> None:
+        self._held[group.number] = group.admitted_version
+        self._numbers[group.entry_id] = group.number
+        self._entries[group.number] = group.entry_id
+
+    def _release(self, entry_ids: Sequence[str]) -> None:
+        for number in (self._numbers.pop(entry_id, None) for entry_id in entry_ids):
+            if number is not None:
+                self._held.pop(number, None)
+                self._entries.pop(number, None)
+
+    def _recover(self) -> None:
+        if self._prove is None:
+            raise ReconcileError("the run's data in Redis has to be reconciled by a learner with its checkpoint")
+        self._unannounced = self.reconcile(self._prove())
+        logger.warning(
+            "Redis was restarted or replaced; its data was reconciled as incarnation %d: %d groups corrected",
+            self._unannounced.incarnation,
+            self._unannounced.num_corrected,
+        )
+
+    def _announce(self) -> None:
+        result, self._unannounced = self._unannounced, None
+        if result is not None:
+            self._on_reconciled(result)
+
     def _decode_group(self, row: Sequence[Any]) -> Group | None:
-        entry_id, number, version, temperature, packed = row
+        entry_id, number, version, temperature, packed, is_lost = row
+        if is_lost:
+            logger.warning("group %d dropped, Redis has lost its trajectories", number)
+            self._finish_now("dropped", "lost", "", "", entry_id)
+            return None
         flat = msgpack.unpackb(packed, raw=True)
         members = {int(flat[i]): flat[i + 1] for i in range(0, len(flat), 2)}
         trajectories: list[Trajectory] = []
@@ -179,7 +317,7 @@ class RedisLearnerBuffer:
         if unreadable or not trajectories:
             reason = next(iter(unreadable.values()), "no trajectories")
             logger.error("group %d dropped, it can't be decoded: %s", number, reason)
-            self._run("finish", self._epoch, "dropped", "corrupt", reason, ",".join(map(str, unreadable)), entry_id)
+            self._finish_now("dropped", "corrupt", reason, ",".join(map(str, unreadable)), entry_id)
             return None
         first = trajectories[0]
         group_id = group_id_of(self._run_id, number)
@@ -194,6 +332,10 @@ class RedisLearnerBuffer:
             float(temperature) if temperature else None,
             tuple(trajectory for trajectory in trajectories if trajectory.baseline),
         )
+
+    def _finish_now(self, *args: Argument) -> None:
+        """Raises ReconcileError."""
+        self._run("finish", self._epoch, *args, incarnation=self._known.get())
 
     def _decode_member(self, number: int, index: int, blob: bytes) -> Trajectory:
         trajectory = decode_trajectory(blob)
@@ -211,3 +353,18 @@ class RedisLearnerBuffer:
         block_ms = max(1, int(min(timeout_s, MAX_BLOCK_S) * 1000))
         with translate_errors():
             self._redis.xread({stream: after}, count=1, block=block_ms)
+
+
+class IncarnationWatch(Follower):
+    """Background thread that reconciles soon after a loss, while the learner's own thread computes."""
+
+    def __init__(self, buffer: RedisLearnerBuffer) -> None:
+        self._buffer = buffer
+        super().__init__("incarnation")
+
+    def _follow(self) -> None:
+        while not self._stop.wait(CHECK_INTERVAL_S):
+            try:
+                self._buffer.reconcile_if_needed()
+            except MeshError as error:  # the learner's own thread meets it, too, and decides
+                logger.warning("the run's data could not be reconciled: %s", error)

@@ -15,15 +15,22 @@ from redis import Redis
 from redis import exceptions as redis_errors
 from redis.asyncio import Redis as AsyncRedis
 
-from offbeat.services.errors import BufferError, FencedError, MeshError
+from offbeat.services.errors import BufferError, FencedError, ForeignRunError, MeshError, ReconcileError
 from offbeat.services.keys import RunKeys
 from offbeat.services.redis.errors import retryable
+from offbeat.services.redis.incarnation import ANY
 
 Argument = str | bytes | int | float
 
 FOLDER = Path(__file__).parent / "lua"
 SHARED = ("prelude", "admission", "sweep")
 REDIS_ERRORS = (redis_errors.ConnectionError, redis_errors.TimeoutError, redis_errors.ResponseError)
+ERRORS: dict[str, type[MeshError]] = {
+    "FENCED ": FencedError,
+    "FOREIGN ": ForeignRunError,
+    "RECONCILE ": ReconcileError,
+}
+"""Error code of the scripts -> error."""
 MAX_CALLS_PER_TRIP = 32
 MAX_TRIP_BYTES = 1 << 19
 """Bytes after which a round trip takes no further call."""
@@ -54,6 +61,8 @@ def translate_errors() -> Iterator[None]:
     Raises:
         RetryableError: Redis is unreachable, loading or read-only; repeatable.
         FencedError: a newer learner holds the run.
+        ForeignRunError: the run was created anew under this name.
+        ReconcileError: the caller knows another incarnation of the run's data.
         BufferError: the command was rejected.
     """
     try:
@@ -67,7 +76,10 @@ def _translate(error: Exception) -> MeshError:
         return retryable(error)
     # Redis 7 puts ERR before a code of our own, 6 does not.
     text = str(error).removeprefix("ERR ")
-    return FencedError(text.removeprefix("FENCED ")) if text.startswith("FENCED ") else BufferError(text)
+    for code, kind in ERRORS.items():
+        if text.startswith(code):
+            return kind(text.removeprefix(code))
+    return BufferError(text)
 
 
 class BufferKeys:
@@ -90,6 +102,7 @@ class BufferKeys:
             run.adopted,
             run.record,
             run.history,
+            run.incarnation,
         ]
 
 
@@ -100,10 +113,13 @@ class BufferScripts:
         self._keys = BufferKeys(run_id).script_keys
         self._script = cache(lambda name: redis.register_script(script_source(name)))
 
-    def __call__(self, name: str, *args: Argument) -> Any:
-        """Run a script. Raises as `translate_errors`."""
+    def __call__(self, name: str, *args: Argument, incarnation: str = ANY) -> Any:
+        """Run a script. incarnation: known to the caller; the run's owner and readers carry `ANY`.
+
+        Raises as `translate_errors`.
+        """
         with translate_errors():
-            return self._script(name)(keys=self._keys, args=args)
+            return self._script(name)(keys=self._keys, args=[*args, incarnation])
 
 
 class AsyncBufferScripts:
@@ -116,18 +132,25 @@ class AsyncBufferScripts:
         self._queue: deque[_Call] = deque()
         self._senders: set[asyncio.Task[None]] = set()
 
-    async def __call__(self, name: str, *args: Argument) -> Any:
-        """Run a script. Raises as `translate_errors`."""
-        return await self._enqueue(_Call(name, args, None, 0, asyncio.get_running_loop().create_future()))
+    async def __call__(self, name: str, *args: Argument, incarnation: str = ANY) -> Any:
+        """Run a script. incarnation: as in `BufferScripts`. Raises as `translate_errors`."""
+        return await self._enqueue(_Call(name, args, None, incarnation, asyncio.get_running_loop().create_future()))
 
     async def call_merged(
-        self, name: str, shared: tuple[Argument, ...], item: tuple[Argument, ...], size: int = 0
+        self,
+        name: str,
+        shared: tuple[Argument, ...],
+        item: tuple[Argument, ...],
+        size: int = 0,
+        *,
+        incarnation: str = ANY,
     ) -> Any:
-        """Run a script, merged with concurrent calls of equal `name` and `shared`. Raises as `translate_errors`.
+        """Run a script, merged with concurrent calls of equal `name`, `shared` and `incarnation`.
 
-        The script maps a msgpack list of items to one of results. size: bytes of `item`.
+        The script maps a msgpack list of items to one of results. size: bytes of `item`. Raises as `translate_errors`.
         """
-        return await self._enqueue(_Call(name, shared, item, size, asyncio.get_running_loop().create_future()))
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        return await self._enqueue(_Call(name, shared, item, incarnation, answer, size))
 
     def _enqueue(self, call: "_Call") -> Awaitable[Any]:
         self._queue.append(call)
@@ -193,13 +216,15 @@ class _Call:
     shared: tuple[Argument, ...]
     item: tuple[Argument, ...] | None
     """None: not mergeable."""
-    size: int
+    incarnation: str
     answer: asyncio.Future[Any]
+    size: int = 0
 
     def can_merge_with(self, other: "_Call") -> bool:
         if self.item is None or other.item is None:
             return False
-        return self.name == other.name and self.shared == other.shared
+        mine, others = (self.name, self.shared, self.incarnation), (other.name, other.shared, other.incarnation)
+        return mine == others
 
     def settle(self, reply: Any) -> None:
         if self.answer.done():
@@ -228,9 +253,10 @@ class _Command:
     def arguments(self) -> tuple[Argument, ...]:
         first = self.calls[0]
         if first.item is None:
-            return first.shared
+            return *first.shared, first.incarnation
         # One argument for all: redis-py takes five times as long to pack four per call.
-        return *first.shared, cast(bytes, msgpack.packb([call.item for call in self.calls], use_bin_type=False))
+        items = cast(bytes, msgpack.packb([call.item for call in self.calls], use_bin_type=False))
+        return *first.shared, items, first.incarnation
 
     def settle(self, reply: Any) -> None:
         if isinstance(reply, Exception) or self.calls[0].item is None:

@@ -1,10 +1,12 @@
 """The env workers' buffer client.
 
 Commands may be repeated: claims carry a nonce, submits are idempotent by member, cancellations derive from the claims.
+Each carries the incarnation of the run's data; when that has changed, the client joins the new one first (join.lua).
 """
 
 import asyncio
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import msgpack
@@ -12,12 +14,13 @@ from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.services.buffer.api import SubmitResult, WorkerOrders
 from offbeat.services.buffer.scripts import (
+    Argument,
     AsyncBufferScripts,
     BufferKeys,
     group_id_of,
     translate_errors,
 )
-from offbeat.services.errors import BufferError
+from offbeat.services.errors import BufferError, ReconcileError
 from offbeat.services.messages.codec import encode_trajectory
 from offbeat.services.messages.types import EpisodeKind, EpisodeTask, Trajectory
 from offbeat.services.redis.connection import MAX_BLOCK_S
@@ -37,8 +40,10 @@ class AsyncRolloutBuffer:
     Methods raise RetryableError while Redis does not answer (repeatable).
     """
 
-    def __init__(self, redis: AsyncRedis, run_id: str) -> None:
+    def __init__(self, redis: AsyncRedis, run_id: str, run_uid: str = "") -> None:
+        """run_uid: unique id of the run, from its record."""
         self._redis = redis
+        self._run_uid = run_uid
         self._run_id = run_id
         self._run = AsyncBufferScripts(redis, run_id)
         self._notifications = BufferKeys(run_id).doorbell
@@ -47,12 +52,15 @@ class AsyncRolloutBuffer:
         self._nonces: dict[str, int] = {}
         self._position = "0-0"
         self._active: dict[str, dict[str, EpisodeTask]] = {}
+        self._submitting: dict[str, dict[str, EpisodeTask]] = {}
+        self._incarnation = ""
+        self._join_lock = asyncio.Lock()
 
     async def claim(self, worker_id: str, limit: int) -> list[EpisodeTask]:
         """Claim episodes; after a lost reply the same ones, even beyond `limit`."""
         async with self._claim_lock:
             nonce = self._nonces.setdefault(worker_id, 0)
-            position, packed = await self._run("claim", worker_id, self._session, nonce, limit)
+            position, packed = await self._call(worker_id, "claim", worker_id, self._session, nonce, limit)
             self._nonces[worker_id] += 1
         self._position = position.decode()
         tasks = [self._task(*row) for row in msgpack.unpackb(packed)] if packed else []
@@ -69,7 +77,7 @@ class AsyncRolloutBuffer:
         """Send a heartbeat, at least four per worker timeout."""
         active = dict(self._active.get(worker_id, {}))
         arguments = [part for token, task in active.items() for part in (token, task.attempt)]
-        draining, *cancelled = await self._run("heartbeat", worker_id, self._session, *arguments)
+        draining, *cancelled = await self._call(worker_id, "heartbeat", worker_id, self._session, *arguments)
         current = self._active.get(worker_id, {})
         tokens = [token for raw in cancelled if current.get(token := raw.decode()) is active[token]]
         return WorkerOrders(cancelled=tuple(current.pop(token) for token in tokens), draining=bool(draining))
@@ -89,22 +97,69 @@ class AsyncRolloutBuffer:
         unit = unit_name(task.kind, task.group_id, task.number)
         item = (unit, task.index, versions[0] if versions else "", blob)
         self._forget(worker_id, task)  # first: a heartbeat during the submit must not cancel it
-        return SubmitResult(await self._run.call_merged("submit", (worker_id,), item, len(blob)))
+        submitting, token = self._submitting.setdefault(worker_id, {}), _token(task)
+        submitting[token] = task
+        try:
+            return SubmitResult(
+                await self._joined(
+                    worker_id,
+                    lambda incarnation: self._run.call_merged(
+                        "submit", (worker_id,), item, len(blob), incarnation=incarnation
+                    ),
+                )
+            )
+        finally:
+            submitting.pop(token, None)
 
     async def fail(self, worker_id: str, task: EpisodeTask, reason: str) -> None:
         """Report a failed episode; `reason` is a short name to count by (`step_timeout`)."""
         unit = unit_name(task.kind, task.group_id, task.number)
-        await self._run("fail", worker_id, unit, task.index, task.attempt, reason[:MAX_REASON_CHARS] or "unknown")
+        reason = reason[:MAX_REASON_CHARS] or "unknown"
+        await self._call(worker_id, "fail", worker_id, unit, task.index, task.attempt, reason)
         self._forget(worker_id, task)
 
     async def task(self, number: int, drawn: str = "") -> tuple[str, str]:
-        task, state = await self._run("task", number, drawn)
+        task, state = await self._call("", "task", number, drawn)
         return task.decode(), state.decode()
 
     async def release(self, worker_id: str) -> int:
-        count = int(await self._run("release", worker_id))
+        count = int(await self._call(worker_id, "release", worker_id))
         self._active.pop(worker_id, None)
         return count
+
+    async def _call(self, worker_id: str, name: str, *args: Argument) -> Any:
+        return await self._joined(worker_id, lambda incarnation: self._run(name, *args, incarnation=incarnation))
+
+    async def _joined(self, worker_id: str, call: Callable[[str], Awaitable[Any]]) -> Any:
+        """Call with the incarnation, after joining the one that replaced it. Raises ReconcileError until it can be."""
+        while True:
+            known = self._incarnation or await self._join(worker_id, "")
+            try:
+                return await call(known)
+            except ReconcileError:
+                await self._join(worker_id, known)
+
+    async def _join(self, worker_id: str, known: str) -> str:
+        """Join the incarnation after `known`, with the episodes of every worker id."""
+        async with self._join_lock:
+            if self._incarnation == known:
+                incarnation = ""
+                for name in {worker_id, *self._active, *self._submitting} - {""}:
+                    incarnation = await self._join_as(name)
+                self._incarnation = incarnation or await self._join_as("")
+            return self._incarnation
+
+    async def _join_as(self, worker_id: str) -> str:
+        held = {**self._active.get(worker_id, {}), **self._submitting.get(worker_id, {})}
+        rows = [(token, task.attempt, task.min_version) for token, task in held.items()]
+        nonce = self._nonces.get(worker_id, 0)
+        packed = cast(bytes, msgpack.packb(rows))
+        reply = await self._run("join", worker_id, self._session, nonce, self._run_uid, packed)
+        if reply is None:
+            raise ReconcileError(
+                "Redis was restarted or replaced, and may have lost data: waiting for a learner to reconcile it"
+            )
+        return str(reply.decode())
 
     def _task(
         self, unit: str, index: int, attempt: int, min_version: int, sampling: str, temperature: str

@@ -66,7 +66,14 @@ class RunSnapshot:
 
 def chain(snapshot: RunSnapshot) -> list[Cause]:
     """Return the chain, waiting component first; never empty."""
-    return [*_refused(snapshot), *_chain(snapshot), *_failing(snapshot), *_failed(snapshot), *_unattended(snapshot)]
+    return [
+        *_refused(snapshot),
+        *_chain(snapshot),
+        *_failing(snapshot),
+        *_failed(snapshot),
+        *(Cause("training", finding.name, f"diagnosis: {finding}") for finding in snapshot.learner.findings),
+        *_unattended(snapshot),
+    ]
 
 
 def _failing(snapshot: RunSnapshot) -> list[Cause]:

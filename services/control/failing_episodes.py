@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from offbeat.services.diagnosis import RunFinding
+
 MAX_FAILED_SHARE = 0.25
 """Share of recent episodes above which failures are reported."""
 MIN_RECENT = 8
@@ -49,6 +51,15 @@ class FailingEpisodes:
             f"all of the first {self.failed} episodes failed: {self.error}\n"
             f"Fix custom_envs.{self.tag}; `offbeat env check` and `offbeat play` try it without a run.\n\n{self.trace}"
         ).rstrip()
+
+    @property
+    def finding(self) -> RunFinding | None:
+        if not self.many_fail:
+            return None
+        cause = (
+            "they are repeated, so that only those which pass are trained; `offbeat runs why --json` has the traceback"
+        )
+        return RunFinding("failing_episodes", self.describe_many(), cause, (f"custom_envs.{self.tag}",))
 
     def describe_many(self) -> str:
         return (

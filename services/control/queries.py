@@ -7,10 +7,12 @@ from typing import Protocol
 
 from offbeat.services.buffer.api import GroupProgress, Quarantined, Snapshot
 from offbeat.services.control.explain import Cause, RunSnapshot, chain
-from offbeat.services.control.run import ForeignRecordError, LearnerReport, RunRecord
+from offbeat.services.control.failing_episodes import FailingEpisodes
+from offbeat.services.control.run import ComponentReports, ForeignRecordError, LearnerReport, RunRecord
 from offbeat.services.control.schemas import (
     ChangeView,
     CountersView,
+    FindingView,
     RatesView,
     RunView,
     SettingsView,
@@ -20,6 +22,7 @@ from offbeat.services.control.schemas import (
     paths_view,
 )
 from offbeat.services.control.store import RunStore
+from offbeat.services.diagnosis import RunFinding
 from offbeat.services.errors import CodecError
 from offbeat.services.live_settings import Settings, settings_now
 from offbeat.services.telemetry import MetricRecord
@@ -72,8 +75,8 @@ class Overview:
 
     async def _view(self, record: RunRecord) -> RunView:
         store, run_id = self._store, record.run_id
-        progress, observations, restarts = await asyncio.gather(
-            store.progress(run_id), store.observations(run_id), store.restarts(run_id)
+        progress, observations, restarts, reports = await asyncio.gather(
+            store.progress(run_id), store.observations(run_id), store.restarts(run_id), store.reports(run_id)
         )
         snapshot, learner, changes, records = await asyncio.gather(
             self._buffer.snapshot(run_id),
@@ -108,6 +111,7 @@ class Overview:
             settings=SettingsView.of(settings),
             changes=[ChangeView.of(change) for change in changes],
             metrics={name: finite(value) for name, value in learner.metrics.items()},
+            diagnosis=[FindingView.of(finding) for finding in _findings(record, learner, reports)],
             paths=paths_view(record),
         )
 
@@ -135,6 +139,13 @@ class Overview:
             leased=reports.leased,
             redis_trouble=self._redis_trouble(),
         )
+
+
+def _findings(record: RunRecord, learner: LearnerReport, reports: ComponentReports) -> list[RunFinding]:
+    """Return the learner's findings, and episodes that fail often."""
+    failing = FailingEpisodes.of(reports.workers.values(), since=record.started_at).finding
+    first = [failing] if failing is not None and not record.state.is_terminal else []
+    return [*first, *learner.findings]
 
 
 def _staleness(learner: LearnerReport, settings: Settings) -> StalenessView:

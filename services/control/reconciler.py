@@ -23,6 +23,7 @@ from offbeat.services.control.interfaces import (
     Observation,
     RunMesh,
 )
+from offbeat.services.control.lost_records import LostRecords
 from offbeat.services.control.run import (
     DesiredState,
     ForeignRecordError,
@@ -32,6 +33,7 @@ from offbeat.services.control.run import (
     UnknownRunError,
 )
 from offbeat.services.control.store import REPORT_DUE, REPORT_FAILED, REPORT_WRITTEN, RunStore
+from offbeat.services.diagnosis import describe_untrained
 from offbeat.services.redis.errors import RedisReadOnlyError
 
 logger = logging.getLogger(__name__)
@@ -92,6 +94,7 @@ class Reconciler:
         self._reconcile_s = reconcile_s
         self._policy = policy or RestartPolicy()
         self._meshes: dict[tuple[str, float], RunMesh] = {}
+        self._lost = LostRecords(store)
         self._foreign: set[str] = set()
         self._excused_starts: set[tuple[str, str]] = set()
         """Components whose last start failed only because of Redis, and that have not failed since."""
@@ -139,6 +142,7 @@ class Reconciler:
     async def _active_runs(self) -> list[str]:
         try:
             run_ids = await self._store.unfinished()
+            run_ids += await self._lost.put_back(run_ids)
         except redis_errors.RedisError as error:
             self._note_outage(error)
             logger.warning("no run is reconciled: %s; retrying", error)
@@ -210,6 +214,7 @@ class Reconciler:
         if record.state.is_terminal:
             self._forget(run_id)
             return record.state
+        await self._lost.note(record)
         mesh = self._mesh(record)
         if record.wanted.is_final and record.state is not RunState.DRAINING:
             return await self._start_draining(record, RunState.STOPPED)
@@ -251,7 +256,7 @@ class Reconciler:
             return record.state
         healths = {each.name: observations[each.name].health for each in mesh.components}
         if Health.DONE in healths.values():
-            return await self._start_draining(record, RunState.FINISHED)
+            return await self._start_draining(record, RunState.FINISHED, await self._find_untrained(record))
         for component in mesh.components:
             observation = observations[component.name]
             if reason := await self._restart_if_down(record, component, observation):
@@ -262,6 +267,11 @@ class Reconciler:
         if record.state is RunState.STARTING and any(health is not Health.READY for health in healths.values()):
             return record.state
         return await self._record_running(record)
+
+    async def _find_untrained(self, record: RunRecord) -> str:
+        """Return why a finished run learned nothing, if no step had a gradient."""
+        learner = await self._store.learner(record.run_id)
+        return "" if learner.has_trained else describe_untrained(learner.findings)
 
     async def _find_broken_env(self, record: RunRecord) -> str:
         """Return why the run is hopeless, if every episode failed before the first step."""

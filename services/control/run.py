@@ -6,6 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, TypeVar, cast
 
+from offbeat.services.diagnosis import RunFinding
 from offbeat.services.errors import CodecError, ControlError
 from offbeat.services.live_settings import Settings, decode_settings, encode_settings
 from offbeat.services.weights.replica_reports import ReplicaReport
@@ -114,6 +115,8 @@ class RunRecord:
     """Time of the last reconciliation."""
     report: str = ""
     """`due`, `written` or `failed`; empty if none is written."""
+    uid: str = ""
+    """Unique id among runs of this name, kept by resuming; carried by every write of the run's parts."""
 
     def encode(self) -> dict[str, str]:
         plain = {each.name: str(getattr(self, each.name)) for each in fields(self)}
@@ -200,6 +203,10 @@ class LearnerReport:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     trouble: str = ""
     """Current problem, such as a failed checkpoint."""
+    findings: tuple[RunFinding, ...] = ()
+    """Diagnosis of its newest steps."""
+    has_trained: bool = True
+    """False while no step had a gradient."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
@@ -15,6 +16,7 @@ from offbeat.services.control.run import (
     RunRecord,
     RunState,
 )
+from offbeat.services.diagnosis import RunFinding
 from offbeat.services.live_settings import LIVE_SETTINGS, Change, LiveSetting, Settings
 
 
@@ -139,6 +141,28 @@ class PathsView(View):
     tensorboard: str
 
 
+class FindingView(View):
+    """Finding of a run's diagnosis."""
+
+    name: str
+    """`no_signal`, `truncated`, ..."""
+    seen: str
+    """What was seen, with numbers."""
+    cause: str
+    """Likely cause and remedy."""
+    keys: tuple[str, ...]
+    """Configuration keys to change, most likely first."""
+    is_warning: bool
+    """False for hints about speed."""
+
+    @classmethod
+    def of(cls, finding: RunFinding) -> "FindingView":
+        return cls.model_validate(asdict(finding))
+
+    def finding(self) -> RunFinding:
+        return RunFinding(self.name, self.seen, self.cause, self.keys, self.is_warning)
+
+
 class RunView(View):
     """State of a run."""
 
@@ -148,6 +172,7 @@ class RunView(View):
     phase: str
     """The learner's phase: `warm start`, `evaluating`, `training`."""
     error: str
+    """Why it failed, or, if it is finished, why it trained nothing."""
     log: str
     """File with details of `error`, in the run's folder."""
     resumable: bool
@@ -172,6 +197,8 @@ class RunView(View):
     """Changes of settings, oldest first."""
     metrics: dict[str, float | None] = Field(default_factory=dict[str, float | None])
     """The learner's newest metrics."""
+    diagnosis: list[FindingView] = Field(default_factory=list[FindingView])
+    """Findings about the newest steps, gravest first."""
     paths: PathsView
 
 

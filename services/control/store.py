@@ -7,6 +7,7 @@ alone holds its claimed resources; a run id's epoch never decreases, so isolated
 import fnmatch
 import json
 import math
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -34,6 +35,7 @@ from offbeat.services.control.run import (
     WeightProgress,
     decode_fields,
 )
+from offbeat.services.diagnosis import decode_findings
 from offbeat.services.keys import RUNS, RunKeys, claims_key
 from offbeat.services.live_settings import (
     Change,
@@ -162,8 +164,9 @@ class RunStore:
 
     def _new(self, spec: RunSpec, old: RunRecord | None) -> RunRecord:
         now = self.clock()
+        uid = old.uid if old and old.uid else secrets.token_hex(8)
         record = RunRecord(
-            spec.run_id, spec.config, spec.output_dir, spec.max_steps, spec.settings, started_at=now, beat=now
+            spec.run_id, spec.config, spec.output_dir, spec.max_steps, spec.settings, started_at=now, beat=now, uid=uid
         )
         if old is None:
             return replace(record, created_at=now)
@@ -372,13 +375,18 @@ class RunStore:
 
     async def learner(self, run_id: str) -> LearnerReport:
         """Return the learner's report."""
-        names = ["learner_phase", "learner_doing", "learner_metrics", "learner_trouble"]
-        phase, doing, metrics, trouble = await cast(Any, self.redis.hmget(RunKeys(run_id).record, names))
+        parts = ("phase", "doing", "metrics", "trouble", "findings", "has_trained")
+        names = [f"learner_{part}" for part in parts]
+        phase, doing, metrics, trouble, findings, trained = await cast(
+            Any, self.redis.hmget(RunKeys(run_id).record, names)
+        )
         return LearnerReport(
             phase.decode() if phase else "",
             json.loads(doing) if doing else {},
             json.loads(metrics) if metrics else {},
             trouble.decode() if trouble else "",
+            decode_findings(findings) if findings else (),
+            trained != b"0",
         )
 
     async def reports(self, run_id: str) -> ComponentReports:

@@ -174,9 +174,10 @@ def build(
     output_dir: Path,
     seed: int,
     environment: Mapping[str, str] = MappingProxyType({}),
+    uid: str = "",
 ) -> Application:
     """Build a run's application; a replica is ready once it holds the newest weights, if any."""
-    tenant = Tenant(run_id, output_dir, weights)
+    tenant = Tenant(run_id, output_dir, weights, uid)
     logs = output_dir / "logs"
     transport = weights.transport
     return deploy(

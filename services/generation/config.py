@@ -15,8 +15,8 @@ class GeneratingArgs(Config):
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy, for evaluation only; the trainer divides its logits by it."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Below 1, recorded logprobs are of the truncated distribution and the trainer's of the full one, so ratios start
-    at the kept probability mass (`actor/mismatch_kl_fresh`).
+    """Below 1, recorded logprobs are of the truncated distribution and the trainer's of the full one, so a ratio to
+    them starts at the kept probability mass: needs `old_logprobs: recompute`, or a loss without ratio.
     """
     top_k: int = Field(default=-1, ge=-1)
     """-1 keeps every token; otherwise as `top_p`."""

@@ -42,6 +42,8 @@ class Tenant:
     run_id: str
     output_dir: Path
     weights: WeightsConfig
+    uid: str = ""
+    """Unique id of the run, for what replicas report of it."""
     start: str = ""
     """Distinguishes starts of a run of one name."""
 
@@ -87,13 +89,13 @@ async def find_tenant(redis: Redis, app: str) -> Tenant | None:
     run_id = cast(bytes | None, await cast(Any, redis.hget(claims_key(APP), app)))
     if run_id is None:
         return None
-    fields = ["config", "output_dir", "created_at", "attempt"]
-    record = await cast(Any, redis.hmget(RunKeys(run_id.decode()).record, fields))
+    fields = ["config", "output_dir", "created_at", "attempt", "uid"]
+    *record, uid = await cast(Any, redis.hmget(RunKeys(run_id.decode()).record, fields))
     if None in record:
         return None
     config, output_dir, created_at, attempt = (value.decode() for value in record)
     weights = _SharingRules.model_validate_json(config).weights
-    return Tenant(run_id.decode(), Path(output_dir), weights, f"{created_at}/{attempt}")
+    return Tenant(run_id.decode(), Path(output_dir), weights, (uid or b"").decode(), f"{created_at}/{attempt}")
 
 
 class Tenancy:
@@ -114,10 +116,11 @@ class Tenancy:
             pulls=pulls,
             workers=config.engine.world_size,
             adapters=config.engine.max_lora_rank is not None,
+            run_uid=tenant.uid,
         )
         self.tenant = tenant
         self._redis, self._pulls = redis, pulls
-        self._metrics = AsyncRedisMetrics(redis, tenant.run_id)
+        self._metrics = AsyncRedisMetrics(redis, tenant.run_id, tenant.uid)
         self.replica = GenerationReplica(replica_id, engine.salted(secrets.token_hex(4)), subscriber, config)
         self._tasks: list[asyncio.Task[None]] = []
 

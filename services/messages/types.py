@@ -182,6 +182,11 @@ class Trajectory(Message, Generic[SegmentT], frozen=True):
         return self.stop_reason is StopReason.MAX_LENGTH or bool(self.turns and self.turns[-1].is_truncated)
 
     @property
+    def is_cut(self) -> bool:
+        """True if a limit ended it, of tokens, turns or the env's time, so that rewards may have been left."""
+        return self.is_truncated or self.stop_reason is not StopReason.TERMINATED
+
+    @property
     def num_tokens(self: "Trajectory[Segment]") -> int:
         return sum(len(segment.tokens) for segment in self.segments)
 
@@ -221,6 +226,11 @@ class Group:
     def oldest_version(self) -> int:
         ranges = [r for t in (*self.trajectories, *self.baselines) if (r := t.version_range())]
         return min((r[0] for r in ranges), default=self.admitted_version)
+
+    @property
+    def newest_version(self) -> int:
+        ranges = [r for t in (*self.trajectories, *self.baselines) if (r := t.version_range())]
+        return max((r[1] for r in ranges), default=self.admitted_version)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from offbeat.services.redis.errors import IN_PIPELINE, RedisReadOnlyError, find_refusal
+from offbeat.services.redis.incarnation import verify_on_connect, verify_on_connect_async
 
 T = TypeVar("T")
 ShouldRetry = Callable[[Exception], bool]
@@ -155,10 +156,12 @@ class Cancellable:
             self.socket_timeout = limit
 
 
-def connect(url: str, *, patience_s: float = 30.0, should_retry: ShouldRetry = _never) -> Redis:
+def connect(
+    url: str, *, patience_s: float = 30.0, should_retry: ShouldRetry = _never, run_id: str | None = None
+) -> Redis:
     """Return a thread-safe client; it connects at the first command.
 
-    should_retry: called in the calling thread.
+    should_retry: called in the calling thread. run_id: run whose data each connection verifies (`incarnation`).
     """
     return Redis.from_url(
         url,
@@ -166,11 +169,17 @@ def connect(url: str, *, patience_s: float = 30.0, should_retry: ShouldRetry = _
         socket_timeout=SOCKET_TIMEOUT_S,
         socket_connect_timeout=CONNECT_TIMEOUT_S,
         socket_keepalive=True,
+        redis_connect_func=None if run_id is None else verify_on_connect(run_id),
     )
 
 
-def connect_async(url: str, *, patience_s: float = 30.0, max_connections: int = 16) -> AsyncRedis:
-    """Return a client for one event loop, to be closed with `aclose()`; calls wait for a free connection."""
+def connect_async(
+    url: str, *, patience_s: float = 30.0, max_connections: int = 16, run_id: str | None = None
+) -> AsyncRedis:
+    """Return a client for one event loop, to be closed with `aclose()`; calls wait for a free connection.
+
+    run_id: run whose data each connection verifies (`incarnation`).
+    """
     pool = BlockingConnectionPool.from_url(
         url,
         max_connections=max_connections,
@@ -179,6 +188,7 @@ def connect_async(url: str, *, patience_s: float = 30.0, max_connections: int = 
         socket_timeout=SOCKET_TIMEOUT_S,
         socket_connect_timeout=CONNECT_TIMEOUT_S,
         socket_keepalive=True,
+        redis_connect_func=None if run_id is None else verify_on_connect_async(run_id),
     )
     pool.connection_class = type("CancellableConnection", (Cancellable, pool.connection_class), {})
     return AsyncRedis.from_pool(pool)

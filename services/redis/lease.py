@@ -1,12 +1,14 @@
 """Learner lease: one learner holds a run, and writes of earlier ones are refused.
 
 Invariant: each lease has a greater epoch than all before, every learner write carries it, and Redis refuses all but the
-newest. Creating or deleting a run increments it, too (`offbeat.services.control.store`). Expiry only determines when a
-waiting learner may take over; it counts only time in which the waiting learners saw Redis accept writes, so that after
-an outage the holder can renew first.
+newest. Creating or deleting a run increments it, too (`offbeat.services.control.store`). A Redis that has forgotten the
+newest lease gets it back from its holder: the greater epoch wins, and a new lease exceeds every epoch in the run's folder.
+Expiry only determines when a waiting learner may take over; it counts only time in which the waiting learners saw Redis
+accept writes, so that after an outage the holder can renew first.
 """
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -17,7 +19,7 @@ from typing import Any, Self, cast
 from redis import Redis
 from redis import exceptions as redis_errors
 
-from offbeat.services.errors import FencedError, RetryableError
+from offbeat.services.errors import FencedError, ForeignRunError, RetryableError
 from offbeat.services.keys import RunKeys
 from offbeat.services.redis.connection import RETRY_CAP_S
 from offbeat.services.redis.errors import retryable
@@ -27,13 +29,20 @@ logger = logging.getLogger(__name__)
 RENEWALS_PER_TIMEOUT = 4
 MAX_WAIT_S = 5.0
 STOP_TIMEOUT_S = 1.0
+LEASE_NONCE = "OFFBEAT_LEASE_NONCE"
+"""Environment variable: random part of a learner's holder name, chosen by the host that has to free its lease."""
+FOREIGN = 2
+"""Reply of `_ACQUIRE`."""
 
 _ACQUIRE = """
 -- KEYS: lease; epoch; last holder, since when and with which epoch, unless it gave the lease up; looks: ms since when those
--- who wait have looked, gone after a gap. ARGV: holder, and in ms: timeout, gap, time that a holder needs to renew; the
--- newest epoch that is known elsewhere.
+-- who wait have looked, gone after a gap; record. ARGV: holder, in ms: timeout, gap, time that a holder needs to renew; uid
+-- of the run, greatest epoch known to have been.
 -- Returns {1, epoch}: the caller holds the lease (again, if it held it already), or {0, ms until that may change, holder,
--- Unix time since when}: another holds it, or did until it expired and may not have been able to renew it.
+-- Unix time since when}: another holds it, or did until it expired and may not have been able to renew it; or {2}: the run
+-- was created anew.
+local uid = redis.call('HGET', KEYS[5], 'uid')
+if uid and uid ~= ARGV[5] then return {2} end
 local lease, last = redis.call('GET', KEYS[1]), redis.call('HMGET', KEYS[3], 'holder', 'since', 'epoch')
 local holder = lease or (last[3] == redis.call('GET', KEYS[2]) and last[1])
 local time = redis.call('TIME')
@@ -47,22 +56,25 @@ if holder and holder ~= ARGV[1] then
   end
 end
 if holder ~= ARGV[1] then
-  local epoch = redis.call('INCR', KEYS[2])
-  if epoch <= tonumber(ARGV[5]) then
-    epoch = tonumber(ARGV[5]) + 1
-    redis.call('SET', KEYS[2], epoch)
-  end
-  redis.call('HSET', KEYS[3], 'holder', ARGV[1], 'since', time[1], 'epoch', epoch)
+  if tonumber(redis.call('GET', KEYS[2]) or '0') < tonumber(ARGV[6]) then redis.call('SET', KEYS[2], ARGV[6]) end
+  redis.call('HSET', KEYS[3], 'holder', ARGV[1], 'since', time[1], 'epoch', redis.call('INCR', KEYS[2]))
 end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return {1, tonumber(redis.call('GET', KEYS[2]))}
 """
 
 _RENEW = """
--- KEYS: lease, epoch. ARGV: holder, timeout in ms, epoch.
--- Returns 1: renewed (also after it expired, as long as nobody else took it); 0: another holds the run, or held it since.
-local holder = redis.call('GET', KEYS[1])
-if redis.call('GET', KEYS[2]) ~= ARGV[3] or (holder and holder ~= ARGV[1]) then return 0 end
+-- KEYS: lease, epoch, last holder, looks, record. ARGV: holder, timeout in ms, epoch, uid of the run.
+-- Returns 1: renewed (also after it expired, as long as nobody else took it, and in a Redis that has forgotten it); 0:
+-- another holds the run, or held it since, or the run was created anew or deleted.
+local uid, holder = redis.call('HGET', KEYS[5], 'uid'), redis.call('GET', KEYS[1])
+local epoch, own = tonumber(redis.call('GET', KEYS[2]) or '0'), tonumber(ARGV[3])
+if uid and uid ~= ARGV[4] then return 0 end
+if epoch > own or (epoch == own and holder and holder ~= ARGV[1]) then return 0 end
+if epoch < own then
+  redis.call('SET', KEYS[2], ARGV[3])
+  redis.call('HSET', KEYS[3], 'holder', ARGV[1], 'since', redis.call('TIME')[1], 'epoch', ARGV[3])
+end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return 1
 """
@@ -78,7 +90,7 @@ return 1
 
 
 _FREE = """
--- KEYS: lease, last holder, bell. ARGV: owner of the lease, with the space behind it.
+-- KEYS: lease, last holder, bell. ARGV: holder, or owner of the lease with the space behind it.
 -- Returns 1 if the owner held it, or would again if it renewed it.
 local holder = redis.call('GET', KEYS[1]) or redis.call('HGET', KEYS[2], 'holder')
 if not holder or string.sub(holder, 1, #ARGV[1]) ~= ARGV[1] then return 0 end
@@ -89,12 +101,14 @@ return 1
 
 
 def owner_of(pid: int) -> str:
-    """Return the owner name of a process on this host."""
+    """Return the owner name of a process on this host, for messages: containers may share host names and pids."""
     return f"{socket.gethostname()}:{pid}"
 
 
-def free_lease_of(redis: Redis, run_id: str, owner: str) -> bool:
+def free_lease_of(redis: Redis, run_id: str, owner: str, nonce: str = "") -> bool:
     """Release a dead learner's lease; return False if it was not the last holder.
+
+    nonce: `LEASE_NONCE` of its process; empty: any process of that name.
 
     Raises:
         RetryableError: Redis does not answer.
@@ -102,7 +116,7 @@ def free_lease_of(redis: Redis, run_id: str, owner: str) -> bool:
     keys = RunKeys(run_id)
     touched = [keys.lease, keys.key("lease", "last"), keys.key("lease", "bell")]
     try:
-        return bool(redis.register_script(_FREE)(keys=touched, args=[f"{owner} "]))
+        return bool(redis.register_script(_FREE)(keys=touched, args=[f"{owner} {nonce}"]))
     except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
         raise retryable(error) from error
 
@@ -126,6 +140,7 @@ class LearnerLease:
         owner: name for messages, e.g. host and pid.
         timeout_s: time without renewal after which the holder may be replaced.
         on_lost: called once, from the renewing thread, when another learner has taken the run.
+        run_uid: unique id of the run.
         newest_epoch: returns the newest epoch that is known elsewhere, as in the run's folder: a Redis that was emptied or
             restored, or never had the run, has forgotten it.
     """
@@ -138,17 +153,20 @@ class LearnerLease:
         timeout_s: float,
         *,
         on_lost: Callable[[], None] | None = None,
+        run_uid: str = "",
         newest_epoch: Callable[[], int] = lambda: 0,
     ) -> None:
         keys = RunKeys(run_id)
         self._redis = redis
         last, self._bell = keys.key("lease", "last"), keys.key("lease", "bell")
-        self._keys = [keys.lease, keys.epoch, last, keys.key("lease", "looks")]
+        self._keys = [keys.lease, keys.epoch, last, keys.key("lease", "looks"), keys.record]
+        self._uid = run_uid
+        self._newest_epoch = newest_epoch
         self._keys_of_release = [keys.lease, last, self._bell]
         self._acquire = redis.register_script(_ACQUIRE)
         self._renew = redis.register_script(_RENEW)
         self._release = redis.register_script(_RELEASE)
-        self._holder = f"{owner} {uuid.uuid4().hex[:12]}"
+        self._holder = f"{owner} {os.environ.get(LEASE_NONCE) or uuid.uuid4().hex[:12]}"
         self._timeout_s = timeout_s
         self._renewal_s = timeout_s / RENEWALS_PER_TIMEOUT
         self._on_lost = on_lost
@@ -175,13 +193,17 @@ class LearnerLease:
 
         Raises:
             LeaseHeldError: another learner still holds it.
+            ForeignRunError: the run was created anew under this name.
             RetryableError: Redis does not answer.
         """
         deadline = time.monotonic() + wait_s
         while True:
             position = self._bell_position()
             asked_at = time.monotonic()
-            taken, value, *holder = self._call(self._acquire, *self._acquire_args)
+            taken, *values = self._call(self._acquire, *self._acquire_args)
+            if taken == FOREIGN:
+                raise ForeignRunError("the run was created anew under this name")
+            value, *holder = values
             if taken:
                 self._epoch = int(value)
                 self._valid_until = asked_at + self._timeout_s
@@ -197,6 +219,17 @@ class LearnerLease:
     def held(self) -> bool:
         """Return True if the lease is neither expired nor taken."""
         return self._epoch is not None and not self._lost.is_set() and time.monotonic() < self._valid_until
+
+    def reclaim(self) -> None:
+        """Renew the lease now, also in a Redis that has forgotten it.
+
+        Raises:
+            FencedError: another learner has taken the run.
+            RetryableError: Redis does not answer.
+        """
+        if not self._renewed():
+            self._lost.set()
+        self.check()
 
     def check(self) -> None:
         """Raise `FencedError` if another learner has taken the run."""
@@ -230,8 +263,11 @@ class LearnerLease:
     def _acquire_args(self) -> tuple[str | int, ...]:
         # A lease outlives an outage of half its timeout by a renewal at least; a longer one begins the looks anew.
         gap_ms = max(1, self._timeout_ms // 2)
-        patience_ms = int((self._renewal_s + RETRY_CAP_S) * 1000)
-        return self._holder, self._timeout_ms, gap_ms, patience_ms, self._newest_epoch()
+        renewal_ms = int((self._renewal_s + RETRY_CAP_S) * 1000)
+        return self._holder, self._timeout_ms, gap_ms, renewal_ms, self._uid, self._newest_epoch()
+
+    def _renewed(self) -> bool:
+        return bool(self._call(self._renew, self._holder, self._timeout_ms, self.epoch, self._uid))
 
     def _call(self, script: Any, *args: str | int) -> Any:
         try:
@@ -243,7 +279,7 @@ class LearnerLease:
         while not self._stop.wait(self._renewal_s):
             asked_at = time.monotonic()
             try:
-                renewed = self._call(self._renew, self._holder, self._timeout_ms, self.epoch)
+                renewed = self._renewed()
             except RetryableError as error:
                 # Redis restarts, say: nobody can take the lease from a Redis that is not there, nor at once from one that is
                 # back, so this one goes on.

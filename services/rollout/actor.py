@@ -22,10 +22,12 @@ from redis.asyncio import Redis
 
 from offbeat.services.buffer.worker_client import AsyncRolloutBuffer
 from offbeat.services.chat.tool_templates import load_playing_format
+from offbeat.services.errors import ForeignRunError
 from offbeat.services.generation.client import ServeGenerationClient
 from offbeat.services.keys import RunKeys
 from offbeat.services.redis.connection import connect_async
 from offbeat.services.redis.errors import retryable
+from offbeat.services.redis.run_writes import AsyncRunWrites
 from offbeat.services.rollout.config import WorkerSettings
 from offbeat.services.rollout.worker import EnvWorker, WorkerEnd
 from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, configure_logging
@@ -95,21 +97,25 @@ class EnvWorkerActor:
 
     async def _run(self) -> None:
         logger.info("%s started in process %d", self._name, os.getpid())
-        redis = connect_async(self._settings.redis_url)
+        run_id, uid = self._settings.run_id, self._settings.run_uid
+        redis = connect_async(self._settings.redis_url, run_id=run_id)
         try:
             generation = await self._find_generation()
             self._worker = EnvWorker(
                 self._settings,
                 self._name,
-                buffer=AsyncRolloutBuffer(redis, self._settings.run_id),
+                buffer=AsyncRolloutBuffer(redis, run_id, uid),
                 generation=generation,
-                metrics=_RetryableMetrics(redis, self._settings.run_id),
+                metrics=_RetryableMetrics(redis, run_id, uid),
                 chat=self._chat,
-                board=_WaitStatusWriter(redis, self._settings.run_id),
+                board=_WaitStatusWriter(redis, run_id, uid),
             )
             tune_garbage_collector(self._settings.rollout.max_env_num_per_worker)
             logger.info("%s is ready", self._name)
             end = await self._worker.run()
+        except ForeignRunError as error:
+            logger.error("%s: this worker belongs to an earlier one, and exits", error)
+            ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
         except Exception:
             logger.exception("the worker's loop failed; restarting the process")
             os._exit(1)
@@ -131,13 +137,13 @@ class EnvWorkerActor:
 class _WaitStatusWriter:
     """Writes wait status to Redis."""
 
-    def __init__(self, redis: Redis, run_id: str) -> None:
-        self._redis: Any = redis
+    def __init__(self, redis: Redis, run_id: str, uid: str) -> None:
+        self._write = AsyncRunWrites(redis, run_id, uid)
         self._key = RunKeys(run_id).doing
 
     async def show(self, worker_id: str, report: Mapping[str, Any]) -> None:
         try:
-            await self._redis.hset(self._key, worker_id, json.dumps(report))
+            await self._write("HSET", self._key, worker_id, json.dumps(report))
         except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
             raise retryable(error) from error
 
@@ -145,8 +151,8 @@ class _WaitStatusWriter:
 class _RetryableMetrics:
     """Appends metrics, with retryable connection errors."""
 
-    def __init__(self, redis: Redis, run_id: str) -> None:
-        self._metrics = AsyncRedisMetrics(redis, run_id)
+    def __init__(self, redis: Redis, run_id: str, uid: str) -> None:
+        self._metrics = AsyncRedisMetrics(redis, run_id, uid)
 
     async def append(self, record: MetricRecord) -> None:
         try:

@@ -237,6 +237,8 @@ class WorkerSettings(Config):
     """Settings of an env worker, plain values for another host."""
 
     run_id: str
+    run_uid: str = ""
+    """Unique id of the run; writes for another run of the same name are refused."""
     seed: int
     model_folder: Path
     """Tokenizer and chat template."""

@@ -22,9 +22,9 @@ def app_name(run_id: str) -> str:
 class BrokerDeployment:
     """The broker in a process of its own."""
 
-    def __init__(self, run_id: str, config: WeightsConfig, redis_url: str, output_dir: Path) -> None:
+    def __init__(self, run_id: str, config: WeightsConfig, redis_url: str, output_dir: Path, uid: str) -> None:
         configure_logging("weights", output_dir / "logs")
-        self._broker = WeightBroker(connect_async(redis_url), run_id, config, output_dir)
+        self._broker = WeightBroker(connect_async(redis_url), run_id, config, output_dir, run_uid=uid)
         self._watching = asyncio.get_running_loop().create_task(self._broker.watch())
 
     async def check_health(self) -> None:
@@ -33,8 +33,8 @@ class BrokerDeployment:
             self._watching.result()
 
 
-def build(run_id: str, config: WeightsConfig, *, redis_url: str, output_dir: Path) -> Application:
-    """Build the broker of one run; it reserves no CPU."""
+def build(run_id: str, config: WeightsConfig, *, redis_url: str, output_dir: Path, uid: str = "") -> Application:
+    """Build the broker of one run; it reserves no CPU. uid: unique id of the run."""
     deployment = serve.deployment(
         name=DEPLOYMENT,
         num_replicas=1,
@@ -43,4 +43,4 @@ def build(run_id: str, config: WeightsConfig, *, redis_url: str, output_dir: Pat
         graceful_shutdown_timeout_s=1.0,
         ray_actor_options={"num_cpus": 0},
     )(BrokerDeployment)
-    return deployment.bind(run_id, config, redis_url, output_dir)
+    return deployment.bind(run_id, config, redis_url, output_dir, uid)

@@ -44,11 +44,12 @@ class WeightBroker:
         config: WeightsConfig,
         output_dir: Path,
         *,
+        run_uid: str = "",
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._redis: Any = redis
         self._keys = RunKeys(run_id)
-        self._metrics = AsyncRedisMetrics(redis, run_id)
+        self._metrics = AsyncRedisMetrics(redis, run_id, run_uid)
         self._transport: Transport | None = None
         if leaves_files(config):
             self._transport = make_transport(config, run_id, output_dir)

@@ -1,14 +1,22 @@
 -- Announce one weight version.
--- KEYS: epoch, manifests, progress, doorbell, versions
--- ARGV: epoch of the caller, version, step, manifest, versions that stay,
+-- KEYS: epoch, manifests, progress, doorbell, versions, incarnation
+-- ARGV: epoch of the caller, version, step, manifest, versions that stay, incarnation that the caller knows,
 --       then the versions whose bytes the caller found gone
--- Returns {"fenced", current epoch} | {"exists"} | {"announced", manifest that fell out, ...}
+-- Returns {"fenced", current epoch} | {"reconcile", current incarnation} | {"exists"}
+--         | {"announced", manifest that fell out, ...}
 --
 -- `progress` never goes back. A version that is not newer is a replay and is left alone, unless every manifest from that
 -- version on is among those whose bytes are gone (or none is left).
 local epoch, version = tonumber(ARGV[1]), tonumber(ARGV[2])
 local current = tonumber(redis.call('GET', KEYS[1]) or '0')
 if epoch < current then
+  return { 'fenced', tostring(current) }
+end
+local incarnation = redis.call('GET', KEYS[6])
+if incarnation ~= ARGV[6] then
+  return { 'reconcile', incarnation or '' }
+end
+if epoch ~= current then
   return { 'fenced', tostring(current) }
 end
 
@@ -18,7 +26,7 @@ if redis.call('HGET', KEYS[2], ARGV[2]) == ARGV[4] then
 end
 
 local gone = {}
-for i = 6, #ARGV do
+for i = 7, #ARGV do
   gone[ARGV[i]] = true
 end
 local newest = tonumber(redis.call('HGET', KEYS[3], 'version') or '-1')
@@ -30,7 +38,7 @@ if version <= newest then
   end
 end
 
-for i = 6, #ARGV do
+for i = 7, #ARGV do
   redis.call('HDEL', KEYS[2], ARGV[i])
 end
 redis.call('HSET', KEYS[2], ARGV[2], ARGV[4])

@@ -2,7 +2,8 @@
 
 Invariants: versions are announced in order, one at a time; an announcement's error is raised by the next call;
 `progress.version` never decreases. Existing versions are ignored, unless their bytes and those of all newer ones are
-gone (reboot, clean stop): these are announced again, while `progress` stays.
+gone (reboot, clean stop): these are announced again, while `progress` stays. An announcement that meets another
+incarnation of the run's data is given up: the learner publishes again once it has reconciled the data.
 """
 
 import logging
@@ -15,10 +16,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from redis import Redis
 
-from offbeat.services.errors import FencedError, WeightsError
+from offbeat.services.errors import FencedError, ForeignRunError, ReconcileError, WeightsError
 from offbeat.services.keys import RunKeys
 from offbeat.services.messages.codec import decode_manifest, encode_manifest
 from offbeat.services.messages.types import Manifest, TensorSpec
+from offbeat.services.redis.incarnation import KnownIncarnation, uid_of
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.transports.base import AdapterSettings, Stored, Transport
 from offbeat.services.weights.transports.factory import make_transport
@@ -42,8 +44,10 @@ class RedisWeightPublisher:
         epoch: int,
         output_dir: Path,
         adapter: AdapterSettings | None = None,
+        known: KnownIncarnation | None = None,
     ) -> None:
         """Connect; `adapter` describes the published adapter, None for merged weights."""
+        self._known = known or KnownIncarnation(redis, run_id)
         self._redis = redis
         self._run_id = run_id
         self._keys = RunKeys(run_id)
@@ -99,6 +103,9 @@ class RedisWeightPublisher:
         except FencedError:
             self._transport.delete(stored.location)
             raise  # after any other error it may have been announced: the broker collects the bytes if it was not
+        except ReconcileError as error:
+            logger.warning("version %d is not announced: %s", version, error)
+            return
         for old in fallen_out:
             try:
                 self._transport.delete(old.location)
@@ -129,14 +136,17 @@ class RedisWeightPublisher:
 
         Raises:
             FencedError: a newer learner holds the run.
+            ReconcileError: this process knows another incarnation of the run's data.
         """
-        keys = [getattr(self._keys, name) for name in ("epoch", "manifests", "progress", "doorbell", "versions")]
+        names = ("epoch", "manifests", "progress", "doorbell", "versions", "incarnation")
+        keys = [getattr(self._keys, name) for name in names]
         arguments = [
             self._epoch,
             manifest.version,
             manifest.step,
             encode_manifest(manifest),
             self._keep_versions,
+            self._known.get(),
             *gone,
         ]
         status, *rest = cast(list[Any], self._script(keys=keys, args=arguments))
@@ -145,6 +155,11 @@ class RedisWeightPublisher:
                 return [decode_manifest(blob) for blob in rest]
             case b"exists":
                 return [manifest]
+            case b"reconcile":
+                current = rest[0].decode()
+                if current and uid_of(current) != self._known.uid:
+                    raise ForeignRunError("the run was created anew under this name")
+                raise ReconcileError("the run's data in Redis has to be reconciled first")
             case b"fenced":
                 raise FencedError(
                     f"version {manifest.version} of {self._run_id!r} is refused: this learner's epoch is {self._epoch}, "

@@ -15,6 +15,7 @@ from offbeat.services.messages.codec import decode_manifest
 from offbeat.services.messages.types import Manifest
 from offbeat.services.redis.connection import MAX_BLOCK_S
 from offbeat.services.redis.errors import retryable
+from offbeat.services.redis.run_writes import AsyncRunWrites
 from offbeat.services.weights.api import IDLE
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.locality import this_locality
@@ -45,12 +46,14 @@ class RedisWeightSubscriber:
         pulls: SyncRedis | None = None,
         workers: int = 1,
         adapters: bool = False,
+        run_uid: str = "",
     ) -> None:
-        """pulls: a connection that may block, for `ipc` and `nccl`. workers: GPUs of this replica. adapters: True if
-        adapters are published.
+        """run_uid: unique id of the run, for reports. pulls: a connection that may block, for `ipc` and `nccl`. workers:
+        GPUs of this replica. adapters: True if adapters are published.
         """
         self._redis: Any = redis
         self._keys = RunKeys(run_id)
+        self._write = AsyncRunWrites(redis, run_id, run_uid)
         self._transport: Transport = make_transport(
             config, run_id, output_dir, redis=pulls, workers=workers, adapter={} if adapters else None
         )
@@ -103,8 +106,8 @@ class RedisWeightSubscriber:
         fetching = self._reader.fetching(newer_than=version)
         report = ReplicaReport(version, time.time(), load, place.host, place.memory, fetching)
         with _retryable():
-            await self._redis.hset(self._keys.served, replica_id, encode_report(report))
+            await self._write("HSET", self._keys.served, replica_id, encode_report(report))
 
     async def retire(self, replica_id: str) -> None:
         with _retryable():
-            await self._redis.hdel(self._keys.served, replica_id)
+            await self._write("HDEL", self._keys.served, replica_id)

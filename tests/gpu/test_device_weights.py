@@ -24,6 +24,7 @@ from tests.integration.policy_weights import (
     random_policy,
     write_policy,
 )
+from tests.services.weights.publishing import give_lease
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -51,6 +52,7 @@ def learner_device(transport: str) -> str:
 @pytest.fixture
 def publisher(redis_url: str, transport: Literal["ipc", "nccl"], tmp_path: Path) -> Iterator[RedisWeightPublisher]:
     with redis.Redis.from_url(redis_url) as server:
+        give_lease(server, RUN, 1)
         publisher = RedisWeightPublisher(server, RUN, WeightsConfig(transport=transport), 1, tmp_path)
         yield publisher
         publisher.close()

@@ -21,7 +21,7 @@ from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import Sampled
 from tests.copying import replace
 
-SMOOTH = TrainingArgs(adam_epsilon=1e-3)
+SMOOTH = TrainingArgs(adam_epsilon=1e-3, weight_decay=0.1)
 """Adam with its usual epsilon makes full steps of gradients that are mere rounding, such as those of key biases."""
 
 

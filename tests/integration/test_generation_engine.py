@@ -37,6 +37,8 @@ from offbeat.services.messages.types import (
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.rollout.envs.runners import EnvSpec, InlineEnv
 from offbeat.services.rollout.episodes.episode import EpisodePlan, play
+from offbeat.trainer.models.packing import PackedInput
+from offbeat.trainer.models.policy import PackedPolicy
 from tests.integration.policy_weights import (
     mismatch,
     random_policy,
@@ -122,6 +124,32 @@ async def test_logprobs_after_an_update_are_those_of_the_new_weights(
         top_k = sampling.get("top_k")
         assert mismatch(policies.models[index], request, completion, top_k=top_k).max() < FLOAT_NOISE
         assert mismatch(policies.models[1 - index], request, completion).max() > 0.1
+
+
+def trainer_logprobs(model: Any, request: GenerateRequest, tokens: tuple[int, ...]) -> tuple[torch.Tensor, Any]:
+    """The trainer's logprobs of a completion at the request's temperature, and the logits behind them."""
+    start, end = len(request.prompt), len(request.prompt) + len(tokens)
+    packed = PackedInput.of(
+        torch.tensor(request.prompt + tokens), torch.tensor([0, end]), torch.arange(start, end, dtype=torch.int64)
+    )
+    policy = PackedPolicy(model, request.sampling.temperature)
+    with torch.no_grad():
+        return policy(packed).logprobs, policy.logits(packed)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+async def test_the_trainers_logprobs_are_the_recorded_ones_or_off_by_the_cut(
+    policies: Policies, temperature: float
+) -> None:
+    await policies.load(0)
+    for top_p in (1.0, 0.6):
+        request = policies.request(PROMPT, max_new_tokens=48, temperature=temperature, top_p=top_p)
+        completion = await policies.generate(request)
+        own, logits = trainer_logprobs(policies.models[0], request, completion.token_ids)
+        probabilities = (logits / temperature).softmax(-1).sort(-1, descending=True).values
+        kept = torch.where(probabilities.cumsum(-1) - probabilities < top_p, probabilities, 0.0).sum(-1)
+        assert (own - torch.tensor(completion.logprobs) - kept.log()).abs().max() < FLOAT_NOISE
+        assert (float(kept.max()) < 0.95) == (top_p < 1)
 
 
 async def test_a_version_that_is_loaded_in_the_pause_serves_like_a_staged_one(policies: Policies) -> None:

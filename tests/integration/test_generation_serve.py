@@ -38,6 +38,7 @@ from tests.integration.policy_weights import (
     random_policy,
     write_policy,
 )
+from tests.services.weights.publishing import give_lease
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.alone, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
@@ -54,6 +55,7 @@ class Mesh:
 
     def __init__(self, server: redis.Redis, folder: Path, output_dir: Path) -> None:
         self.redis = server
+        give_lease(server, RUN, 1)
         self.publisher = RedisWeightPublisher(server, RUN, WEIGHTS, 1, output_dir)
         self.policy: Any = random_policy(folder, 0)
         self.published: list[dict[str, torch.Tensor]] = []

@@ -21,13 +21,14 @@ from offbeat.trainer.config.learner import (
 )
 from offbeat.trainer.engines.base import Hyperparameters
 from offbeat.trainer.engines.deepspeed import STAGE_FILE, DeepSpeedEngine, merge_settings
+from offbeat.trainer.engines.param_groups import LAYOUT_FILE
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
 from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.policy import PackedCritic
 from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.integration.learner_rank import SMOOTH, fixed_batch
 from tests.paths import ROOT
-from tests.trainer.engines.comparing import assert_same, nll, weights_of
+from tests.trainer.engines.comparing import assert_same, decaying_groups, nll, weights_of
 
 NAMES = ("0", "2", "3", "fsdp2", "0-head", "1-head", "2-head", "3-head", "fsdp2-head")
 HYPER = Hyperparameters(learning_rate=1e-2, weight_decay=0.1)
@@ -104,7 +105,7 @@ def test_the_cut_into_micro_batches_does_not_change_the_step(engine: EngineFacto
 def test_a_step_is_torch_adamw_on_the_clipped_gradient(engine: EngineFactory, folder: Path) -> None:
     ours = engine(training=SMOOTH.model_copy(update={"max_grad_norm": 0.5}))
     twin = load_policy(folder, ModelArgs(), seed=1)
-    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(decaying_groups(twin, 0.1), lr=1e-2, betas=(0.9, 0.95), eps=1e-3)
     for _ in range(3):
         outcome = ours.train(fixed_batch(), nll, HYPER)
         optimizer.zero_grad()
@@ -132,6 +133,7 @@ def test_each_key_of_the_optimizer_changes_what_is_learned(engine: EngineFactory
         {"adam_epsilon": 1e-2},
         {"max_grad_norm": 0.05},
         {"decay": 0.0},
+        {"decay_all_weights": True},
     )
     for change in changes:
         assert (learned(**change) - plain).abs().max() > 1e-5, change
@@ -186,6 +188,22 @@ def test_a_state_of_another_zero_stage_is_refused_naming_the_key(
     engine(written).save(tmp_path)
     with pytest.raises(RuntimeError, match=f"zero_stage={written}"):
         engine(read).load(tmp_path)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_state_with_other_exemptions_from_decay_is_refused_naming_the_key(
+    engine: EngineFactory, stage: int, tmp_path: Path
+) -> None:
+    together = SMOOTH.model_copy(update={"decay_all_weights": True})
+    engine(stage).save(tmp_path / "apart")
+    engine(stage, training=together).save(tmp_path / "together")
+    with pytest.raises(RuntimeError, match="decay_all_weights=false"):
+        engine(stage, training=together).load(tmp_path / "apart")
+    with pytest.raises(RuntimeError, match="decay_all_weights=true"):
+        engine(stage).load(tmp_path / "together")
+    (tmp_path / "together" / LAYOUT_FILE).unlink()  # as version 0.1 did
+    engine(stage, training=together).load(tmp_path / "together")
+    engine(stage, training=SMOOTH.model_copy(update={"weight_decay": 0.0})).load(tmp_path / "together")
 
 
 def test_bfloat16_weights_gather_steps_too_small_for_them(engine: EngineFactory) -> None:

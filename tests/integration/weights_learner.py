@@ -8,11 +8,13 @@ import torch
 
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.publisher import RedisWeightPublisher
+from tests.services.weights.publishing import give_lease
 
 
 def main() -> None:
     url, run_id, folder, epoch, first = sys.argv[1:]
     server = redis.Redis.from_url(url)
+    give_lease(server, run_id, int(epoch))
     publisher = RedisWeightPublisher(server, run_id, WeightsConfig(), int(epoch), Path(folder))
     version = int(first)
     while True:

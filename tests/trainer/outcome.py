@@ -95,6 +95,7 @@ def inputs_of(batch: Batch, config: AlgorithmConfig) -> dict[str, Any]:
         "divergences": by_token(batch, 0.3, 7.0) if config.kl_in_reward_is_full else None,
         "teacher_logprobs": teacher_logprobs(batch, config) if config.teacher else None,
         "values": by_token(batch, 0.4, 3.0) if config.adv_estimator == "gae" else None,
+        "next_values": by_token(batch, 0.4, 8.0) if config.bootstrap_truncated else None,
         "version": VERSION,
         "running": running,
     }

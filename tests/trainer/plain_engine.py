@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offbeat.trainer.config.learner import TrainingArgs
 from offbeat.trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
 from offbeat.trainer.engines.param_groups import adopt, forget, parameter_groups
 from offbeat.trainer.models.lora import merged_weights, unmerged_weights
@@ -23,7 +24,11 @@ class PlainEngine:
     def __init__(self, module: nn.Module) -> None:
         torch.set_num_threads(1)
         self.module = module
-        self.optimizer = torch.optim.AdamW(parameter_groups(module), betas=(0.9, 0.95), eps=1e-3)
+        groups = parameter_groups(module, TrainingArgs())
+        self.kinds = tuple(groups)
+        self.optimizer = torch.optim.AdamW(
+            [{"params": group} for group in groups.values()], betas=(0.9, 0.95), eps=1e-3
+        )
         self.resets = 0
         self.rates: list[float] = []
         self.seen: list[list[PackedInput]] = []
@@ -34,7 +39,7 @@ class PlainEngine:
         """One clipped step, unless a gradient is not finite."""
         self.rates.append(hyperparameters.learning_rate)
         self.seen.append(list(batch))
-        adopt(self.optimizer.param_groups, hyperparameters)
+        adopt(self.optimizer.param_groups, self.kinds, hyperparameters)
         self.optimizer.zero_grad()
         sum((loss(i, self.module(x)) for i, x in enumerate(batch)), start=torch.zeros(())).backward()
         norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0))

@@ -39,6 +39,11 @@ def check_effects(config: LearnerConfig, *, group_size: int) -> Iterator[ConfigI
     yield from check_overruled(config)
     yield from _check_on_policy(config)
     yield from _check_strategy(config.actor_train.strategy_args)
+    if config.actor_train.training_args.decay_all_weights and not config.actor_train.training_args.weight_decay:
+        yield ConfigIssue(
+            "actor_train.training_args.decay_all_weights",
+            "has no effect without actor_train.training_args.weight_decay: set it, or leave this out",
+        )
     num_sequences, num_minibatches = config.rollout_batch_size, config.actor_train.training_args.num_minibatches
     if num_minibatches > num_sequences:
         yield ConfigIssue(

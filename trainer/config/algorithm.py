@@ -95,6 +95,10 @@ class AlgorithmConfig(ConditionalConfig):
     """Discount per sampled token; per turn with `agentic_reinforce` or `gae_level: turn`."""
     lambd: Annotated[float, OnlyWith(adv_estimator=("gae",))] = Field(default=0.95, ge=0, le=1)
     """GAE's lambda."""
+    bootstrap_truncated: Annotated[bool, OnlyWith(adv_estimator=("gae",))] = False
+    """Bootstrapping of episodes that a limit cut (tokens, `max_steps`, the env's time limit) with the value after their
+    last token (arXiv:1712.00378); false counts the limit as part of the task, as ROLL, verl and TRL do.
+    """
     step_reward_gamma: Annotated[float, OnlyWith(adv_estimator=TURN_WISE)] = Field(default=0.95, ge=0, le=1)
     """Discount per turn."""
     episode_reward_weight: Annotated[float, OnlyWith(adv_estimator=("gigpo",))] = Field(default=1.0, ge=0)

@@ -6,11 +6,10 @@ from typing import Annotated, Literal, cast
 from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from offbeat.envs.config import Config
-from offbeat.services.generation.config import Dtype
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.conditions import SET, ConditionalConfig, OnlyWith
 from offbeat.trainer.config.replay import ReplayConfig
-from offbeat.trainer.config.roles import AttentionName, CriticConfig, ReferenceConfig, RoleModelArgs
+from offbeat.trainer.config.roles import AttentionName, CriticConfig, ReferenceConfig, RoleModelArgs, TrainDtype
 from offbeat.trainer.config.schedule import ScheduleArgs
 from offbeat.trainer.config.staleness import StalenessControllerConfig
 
@@ -79,6 +78,7 @@ class WarmStartConfig(Config):
     learning_rate: float = Field(default=4e-3, gt=0)
     warmup_steps: int = Field(default=20, ge=0)
     weight_decay: float = Field(default=0.01, ge=0)
+    """Of all weights, unless `training_args.weight_decay` exempts some."""
     final_lr_ratio: float = Field(default=0.05, ge=0, le=1)
     """Final fraction of the learning rate; linear decay over the second half."""
 
@@ -86,7 +86,7 @@ class WarmStartConfig(Config):
 class ModelArgs(ConditionalConfig):
     """Model and adapters; ROLL's `model_args`."""
 
-    dtype: Dtype = "float32"
+    dtype: TrainDtype = "float32"
     attn_implementation: AttentionName = "auto"
     """Attention; `auto` is packed causal, padded only inside attention."""
     shared_prefix: Annotated[bool, OnlyWith(attn_implementation=("auto",))] = False
@@ -123,17 +123,28 @@ class ModelArgs(ConditionalConfig):
         return self.without_adapters.model_copy(update=role.overrides)
 
 
+TINY_LR, PRETRAINED_LR = 1e-3, 1e-6
+"""Default learning rates of all weights."""
+LORA_LR_FACTOR = 10.0
+"""Adapters' learning rate over that of all weights (TRL's documentation of PEFT)."""
+
+
 class TrainingArgs(ScheduleArgs, ConditionalConfig):
     """Optimizer and micro-batches; ROLL's `training_args`."""
 
-    learning_rate: float = Field(default=1e-6, ge=0)
-    """Peak learning rate; 0 keeps the weights, to measure engine mismatch."""
+    learning_rate: float = Field(default=PRETRAINED_LR, ge=0)
+    """Peak learning rate. Unset: 1e-3 for a `tiny` policy, 1e-6 for a pretrained one, ten times that with `lora_target`.
+    0 keeps the weights, to measure engine mismatch.
+    """
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up to the peak."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     adam_epsilon: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decay of weight matrices."""
+    decay_all_weights: bool = False
+    """Decay of norms, biases and embeddings, too."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     max_skipped_steps: int = Field(default=5, ge=1)
     """Consecutive steps with non-finite gradients until the run fails."""
@@ -201,6 +212,14 @@ class ActorTrainConfig(Config):
     """torch threads per process on CPU."""
     infer_batch_size: int | None = Field(default=None, ge=1)
     """Trajectories per process and pass without gradient, as `per_device_train_batch_size`; None: as in training."""
+
+    def with_default_rate(self, pretrain: str) -> "ActorTrainConfig":
+        """Return a copy with a learning rate, if none is set."""
+        if "learning_rate" in self.training_args.model_fields_set:
+            return self
+        rate = TINY_LR if pretrain == "tiny" else PRETRAINED_LR
+        rate *= LORA_LR_FACTOR if self.model_args.lora_target else 1.0
+        return self.model_copy(update={"training_args": self.training_args.model_copy(update={"learning_rate": rate})})
 
     def with_batch_sizes(self, rollout_batch_size: int, sequence_length: int) -> "ActorTrainConfig":
         """Return a copy with the token budget and the optimizer steps that ROLL's batch sizes imply.
@@ -275,6 +294,11 @@ class LearnerConfig(AlgorithmConfig):
     actor_train: ActorTrainConfig = Field(default=ActorTrainConfig(), validate_default=True)
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
+
+    @field_validator("actor_train")
+    @classmethod
+    def _has_a_rate(cls, value: ActorTrainConfig, info: ValidationInfo) -> ActorTrainConfig:
+        return value.with_default_rate(info.data.get("pretrain", ""))
 
     @field_validator("actor_train")
     @classmethod

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from offbeat.envs.config import Config
-from offbeat.services.generation.config import Dtype
 from offbeat.trainer.config.conditions import ConditionalConfig, OnlyWith
 
+TrainDtype = Literal["float32", "bfloat16"]
 AttentionName = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 
 UNSUPPORTED = {
@@ -27,7 +27,7 @@ class RoleModelArgs(Config):
 
     model_name_or_path: str | None = Field(default=None, min_length=1)
     """Local Hugging Face folder of the weights; None: the policy's first weights."""
-    dtype: Dtype | None = None
+    dtype: TrainDtype | None = None
     attn_implementation: AttentionName | None = None
 
     @property

@@ -5,11 +5,16 @@ from collections.abc import Mapping
 from pydantic import Field, ValidationInfo, field_validator
 
 from offbeat.services.buffer.config import BufferConfig
+from offbeat.services.diagnosis import DiagnosisLimits
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.live_settings import Settings, configured_settings
 from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.trainer.config.learner import ActorTrainConfig, LearnerConfig
+
+MISMATCH_KL = {"float32": 1e-6, "bfloat16": 1e-3}
+"""Expected KL of engine and trainer on the same weights by the trainer's type, nats per token: float32 on both sides
+measures 1e-13, bfloat16 on one side 1e-5."""
 
 
 class LearnerRunConfig(LearnerConfig):
@@ -66,6 +71,12 @@ class LearnerRunConfig(LearnerConfig):
     def temperature(self) -> float:
         """Default sampling temperature of training."""
         return self.actor_infer.generating_args.temperature
+
+    @property
+    def limits(self) -> DiagnosisLimits:
+        """What the diagnosis compares metrics with."""
+        train = self.actor_train
+        return DiagnosisLimits(MISMATCH_KL[train.model_args.dtype], train.training_args.max_grad_norm)
 
     @property
     def settings(self) -> Settings:

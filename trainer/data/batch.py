@@ -34,10 +34,10 @@ class Batch:
         tokens: [N] int64; cu_seqlens: [S + 1] int64; positions: [M] int64 into tokens; sequence, trajectory, turn: [M]
     int64 (turns are numbered across the batch); behavior_logprobs: [M] float32; versions: [M] int64; turn_reward: [M]
     float32, on a turn's last token; last: [M] bool, a trajectory's last sampled token; episode_reward: [T] float32;
-    group: [T] int64; tag: [T] int64 into `tags`; truncated: [T] bool, by a token limit; temperatures: [M] float32,
-    NaN for the default, None if all are; greedy_reward: [G] float32, mean of each group's greedy episodes, None if a
-    group has none. Per turn: owner [R] int64, its trajectory; score [R] float32, its reward; anchor [R] int64, equal
-    for a group's turns at the same state, unique without a state hash.
+    group: [T] int64; tag: [T] int64 into `tags`; truncated: [T] bool, by a token limit; cut: [T] bool, by any limit
+    instead of its end; temperatures: [M] float32, NaN for the default, None if all are; greedy_reward: [G] float32,
+    mean of each group's greedy episodes, None if a group has none. Per turn: owner [R] int64, its trajectory; score [R]
+    float32, its reward; anchor [R] int64, equal for a group's turns at the same state, unique without a state hash.
     """
 
     tokens: Tensor
@@ -55,6 +55,7 @@ class Batch:
     tag: Tensor
     tags: tuple[str, ...]
     truncated: Tensor
+    cut: Tensor
     owner: Tensor
     score: Tensor
     anchor: Tensor
@@ -194,6 +195,7 @@ def pack(groups: Sequence[Group]) -> Batch:
         tag=torch.tensor([tags.index(trajectory.tag) for _, trajectory in members], dtype=torch.int64),
         tags=tuple(tags),
         truncated=torch.tensor([t.is_truncated for _, t in members], dtype=torch.bool),
+        cut=torch.tensor([t.is_cut for _, t in members], dtype=torch.bool),
         owner=torch.tensor(columns.turn_owners, dtype=torch.int64),
         score=torch.tensor(columns.turn_rewards, dtype=torch.float32),
         anchor=torch.tensor(columns.anchors, dtype=torch.int64),

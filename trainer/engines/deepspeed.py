@@ -23,8 +23,10 @@ from offbeat.trainer.engines.base import Hyperparameters, LossFunction, StepOutc
 from offbeat.trainer.engines.param_groups import (
     adam_settings,
     adopt,
+    check_layout,
     forget,
     parameter_groups,
+    write_layout,
 )
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.engines.rank_passes import OnRanks
@@ -76,7 +78,9 @@ class DeepSpeedEngine(OnRanks):
         bf16 = next(module.parameters()).dtype == torch.bfloat16
         # bf16 needs ZeRO's sharded optimizer for its float32 master weights, even on one process
         stage = max(strategy.zero_stage, 1) if bf16 else strategy.zero_stage
-        self._moments = _adamw(module, training, clips=stage == 0)
+        groups = parameter_groups(module, training)
+        self._kinds = tuple(groups)
+        self._moments = _adamw(list(groups.values()), training, clips=stage == 0)
         config = engine_config(module, stage, bf16, 0.0 if stage == 0 else training.max_grad_norm)
         self._engine = _deepspeed().initialize(
             model=module, optimizer=self._moments, config=merge_settings(config, strategy.strategy_config)
@@ -86,7 +90,7 @@ class DeepSpeedEngine(OnRanks):
     def train(
         self, batch: Sequence[PackedInput], loss: LossFunction[Any], hyperparameters: Hyperparameters
     ) -> StepOutcome:
-        adopt(self._engine.optimizer.param_groups, hyperparameters)
+        adopt(self._engine.optimizer.param_groups, self._kinds, hyperparameters)
         self._engine.train()
         for share in self.shares(self._engine, batch, loss):
             self._engine.backward(share, scale_wrt_gas=False)
@@ -123,22 +127,25 @@ class DeepSpeedEngine(OnRanks):
         return int(self._engine.zero_optimization_stage())
 
     def _states_without_head(self) -> list[dict[str, Any]]:
-        """Return the first parameter group's states; ZeRO-3 exposes shards to AdamW only during a step."""
+        """Return the states of the model's groups; ZeRO-3 exposes shards to AdamW only during a step."""
         optimizer = self._engine.optimizer
-        parameters = self._moments.param_groups[0]["params"]
+        of_model = [number for number, kind in enumerate(self._kinds) if not kind.is_head]
+        parameters = [parameter for number in of_model for parameter in self._moments.param_groups[number]["params"]]
         if self._stage == 3:
             shards, group_of = optimizer.fp32_partitioned_groups_flat, optimizer.sub_group_to_group_id
-            parameters = [shard for number, shard in enumerate(shards) if group_of[number] == 0]
+            parameters = [shard for number, shard in enumerate(shards) if group_of[number] in of_model]
         return [self._moments.state[parameter] for parameter in parameters]
 
     def save(self, folder: Path) -> None:
         self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
         if self.rank == 0:
+            write_layout(folder, self._training)
             (folder / STAGE_FILE).write_text(json.dumps({"stage": self._stage, "grad_accum": self._grad_accum}))
             for script in SCRIPTS:
                 (folder / script).unlink(missing_ok=True)
 
     def load(self, folder: Path) -> None:
+        check_layout(folder, self._training)
         stage, grad_accum = _layout_of(folder, default=str(self._engine.get_data_types()[0]))
         if stage is not None and stage != self._stage:
             raise RuntimeError(
@@ -187,7 +194,8 @@ def _layout_of(folder: Path, default: str) -> tuple[int | None, str]:
     return (layout["stage"], layout["grad_accum"]) if isinstance(layout, dict) else (layout, default)
 
 
-def _adamw(module: nn.Module, training: TrainingArgs, *, clips: bool) -> torch.optim.AdamW:
+def _adamw(groups: Sequence[list[nn.Parameter]], training: TrainingArgs, *, clips: bool) -> torch.optim.AdamW:
+    parameters = [{"params": group} for group in groups]
     settings: dict[str, Any] = {
         "lr": training.learning_rate,
         "weight_decay": training.weight_decay,
@@ -195,8 +203,8 @@ def _adamw(module: nn.Module, training: TrainingArgs, *, clips: bool) -> torch.o
         **adam_settings(training),
     }
     if clips:
-        return ClippingAdamW(parameter_groups(module), training.max_grad_norm, **settings)
-    return torch.optim.AdamW(parameter_groups(module), **settings)
+        return ClippingAdamW(parameters, training.max_grad_norm, **settings)
+    return torch.optim.AdamW(parameters, **settings)
 
 
 def engine_config(module: nn.Module, zero_stage: int, bf16: bool, max_grad_norm: float) -> dict[str, Any]:

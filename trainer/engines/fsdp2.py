@@ -21,8 +21,10 @@ from offbeat.trainer.engines.base import Hyperparameters, LossFunction, StepOutc
 from offbeat.trainer.engines.param_groups import (
     adam_settings,
     adopt,
+    check_layout,
     forget,
     parameter_groups,
+    write_layout,
 )
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.engines.rank_passes import OnRanks
@@ -40,13 +42,15 @@ class FSDP2Engine(OnRanks):
         super().__init__(ranks)
         self._dtype = next(module.parameters()).dtype
         self._max_grad_norm = training.max_grad_norm
-        self._adam = adam_settings(training)
+        self._training = training
         self._module = self._shard(module.float().to(ranks.device))
+        groups = parameter_groups(self._module, training)
+        self._kinds = tuple(groups)
         self._optimizer = torch.optim.AdamW(
-            parameter_groups(self._module),
+            [{"params": group} for group in groups.values()],
             lr=training.learning_rate,
             weight_decay=training.weight_decay,
-            **self._adam,
+            **adam_settings(training),
         )
 
     def _shard(self, module: nn.Module) -> nn.Module:
@@ -64,14 +68,16 @@ class FSDP2Engine(OnRanks):
     def train(
         self, batch: Sequence[PackedInput], loss: LossFunction[Any], hyperparameters: Hyperparameters
     ) -> StepOutcome:
-        adopt(self._optimizer.param_groups, hyperparameters)
+        adopt(self._optimizer.param_groups, self._kinds, hyperparameters)
         self._module.train()
         for share in self.shares(self._module, batch, loss):
             share.backward()
         outcome = self._step()
         self._optimizer.zero_grad()
         if hyperparameters.head_alone:
-            forget(self._optimizer.state[parameter] for parameter in self._optimizer.param_groups[0]["params"])
+            groups = zip(self._optimizer.param_groups, self._kinds, strict=True)
+            frozen = [parameter for group, kind in groups if not kind.is_head for parameter in group["params"]]
+            forget(self._optimizer.state[parameter] for parameter in frozen)
         return outcome
 
     def _step(self) -> StepOutcome:
@@ -105,8 +111,11 @@ class FSDP2Engine(OnRanks):
     def save(self, folder: Path) -> None:
         model, optimizer = get_state_dict(self._module, self._optimizer)
         saving.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        if self.rank == 0:
+            write_layout(folder, self._training)
 
     def load(self, folder: Path) -> None:
+        check_layout(folder, self._training)
         model, optimizer = get_state_dict(self._module, self._optimizer)
         state = {"model": model, "optimizer": optimizer}
         reader = StateReader(folder)
@@ -119,7 +128,7 @@ class FSDP2Engine(OnRanks):
             self._module, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
         for group in self._optimizer.param_groups:
-            group.update(self._adam)
+            group.update(adam_settings(self._training))
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:

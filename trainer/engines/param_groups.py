@@ -1,7 +1,12 @@
-"""Optimizer parameter groups: the model's, then its value head's."""
+"""Optimizer parameter groups: the model's, then its value head's; with weight decay, those without decay apart.
 
+Without weight decay there is one group of the model, as in checkpoints of 0.1.
+"""
+
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -9,12 +14,31 @@ from offbeat.trainer.config.learner import TrainingArgs
 from offbeat.trainer.engines.base import Hyperparameters
 from offbeat.trainer.models.value_head import HEAD
 
+LAYOUT_FILE = "parameter_groups.json"
+"""Whether a checkpoint's groups are split; absent before 0.2."""
 
-def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
-    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    head = [parameter for name, parameter in trained if name.startswith(HEAD)]
-    rest = [parameter for name, parameter in trained if not name.startswith(HEAD)]
-    return [{"params": rest}, {"params": head}] if head else [{"params": rest}]
+
+class GroupKind(NamedTuple):
+    """Kind of a parameter group, in the optimizer's order."""
+
+    is_head: bool
+    decays: bool
+
+
+def splits_decay(training: TrainingArgs) -> bool:
+    return training.weight_decay > 0 and not training.decay_all_weights
+
+
+def parameter_groups(module: nn.Module, training: TrainingArgs) -> dict[GroupKind, list[nn.Parameter]]:
+    """Return the trained parameters by group; norms, biases and embeddings do not decay unless asked."""
+    embeddings = {id(p) for child in module.modules() if isinstance(child, nn.Embedding) for p in child.parameters()}
+    groups: dict[GroupKind, list[nn.Parameter]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) > 1 and id(parameter) not in embeddings
+            kind = GroupKind(name.startswith(HEAD), is_matrix or not splits_decay(training))
+            groups.setdefault(kind, []).append(parameter)
+    return {kind: groups[kind] for kind in sorted(groups, key=lambda kind: (kind.is_head, not kind.decays))}
 
 
 def adam_settings(training: TrainingArgs) -> dict[str, Any]:
@@ -22,12 +46,14 @@ def adam_settings(training: TrainingArgs) -> dict[str, Any]:
     return {"betas": (training.adam_beta1, training.adam_beta2), "eps": training.adam_epsilon}
 
 
-def adopt(groups: Sequence[dict[str, Any]], hyperparameters: Hyperparameters) -> None:
+def adopt(groups: Sequence[dict[str, Any]], kinds: Sequence[GroupKind], hyperparameters: Hyperparameters) -> None:
     """Set learning rates and weight decay."""
     model_rate, head_rate = hyperparameters.learning_rate, hyperparameters.head_learning_rate
-    rates = [0.0 if hyperparameters.head_alone else model_rate, model_rate if head_rate is None else head_rate]
-    for group, rate in zip(groups, rates, strict=False):
-        group["lr"], group["weight_decay"] = rate, hyperparameters.weight_decay
+    of_head = model_rate if head_rate is None else head_rate
+    of_model = 0.0 if hyperparameters.head_alone else model_rate
+    for group, kind in zip(groups, kinds, strict=True):
+        group["lr"] = of_head if kind.is_head else of_model
+        group["weight_decay"] = hyperparameters.weight_decay if kind.decays else 0.0
 
 
 def forget(states: Iterable[Mapping[str, Any]]) -> None:
@@ -36,3 +62,25 @@ def forget(states: Iterable[Mapping[str, Any]]) -> None:
         for value in state.values():
             if isinstance(value, Tensor):
                 value.zero_()
+
+
+def write_layout(folder: Path, training: TrainingArgs) -> None:
+    (folder / LAYOUT_FILE).write_text(json.dumps({"split": splits_decay(training)}))
+
+
+def check_layout(folder: Path, training: TrainingArgs) -> None:
+    """Raise RuntimeError if a checkpoint's groups differ from this engine's."""
+    path = folder / LAYOUT_FILE
+    was_split = path.is_file() and bool(json.loads(path.read_text())["split"])
+    if was_split == splits_decay(training) or not any(folder.iterdir()):  # the engine itself reports an empty folder
+        return
+    key = "actor_train.training_args"
+    if was_split:
+        raise RuntimeError(
+            f"{folder} was written with norms, biases and embeddings exempt from weight decay: set a positive "
+            f"{key}.weight_decay, and {key}.decay_all_weights=false"
+        )
+    raise RuntimeError(
+        f"{folder} was written with weight decay of all weights, or none: set {key}.decay_all_weights=true, or "
+        f"{key}.weight_decay=0"
+    )

@@ -63,6 +63,11 @@ class Checkpointer:
         """Monotonic time of the next try after a failed one."""
 
     @property
+    def durable_step(self) -> int:
+        """Step of the newest durable checkpoint; 0 without any."""
+        return self._durable_step
+
+    @property
     def is_pending(self) -> bool:
         return self._pending is not None
 

@@ -17,6 +17,7 @@ from offbeat.services.buffer.api import LearnerBuffer
 from offbeat.services.keys import RunKeys
 from offbeat.services.messages.codec import encode_trajectories
 from offbeat.services.messages.types import Trajectory
+from offbeat.services.redis.run_writes import RunWrites
 from offbeat.services.telemetry import (
     MetricRecord,
     MetricsSink,
@@ -70,8 +71,9 @@ class EvaluationLog(Protocol):
 class RedisEvaluationLog:
     """`EvaluationLog` in a Redis hash."""
 
-    def __init__(self, redis: Redis, run_id: str) -> None:
+    def __init__(self, redis: Redis, run_id: str, uid: str = "") -> None:
         self._redis = redis
+        self._write = RunWrites(redis, run_id, uid)
         self._key = RunKeys(run_id).key("evaluations")
 
     def load(self) -> Mapping[str, str]:
@@ -79,10 +81,10 @@ class RedisEvaluationLog:
         return {key.decode(): value.decode() for key, value in raw.items()}
 
     def put(self, eval_id: str, state: str) -> None:
-        self._redis.hset(self._key, eval_id, state)
+        self._write("HSET", self._key, eval_id, state)
 
     def remove(self, eval_id: str) -> None:
-        self._redis.hdel(self._key, eval_id)
+        self._write("HDEL", self._key, eval_id)
 
 
 class Evaluations:
@@ -110,10 +112,15 @@ class Evaluations:
         self._folder = folder
         known = log.load()
         self._recorded = {eval_id for eval_id, state in known.items() if state == RECORDED}
-        self._pending: dict[str, Evaluation] = {}
-        for eval_id, state in known.items():
-            if state != RECORDED:
-                self.start(Evaluation.parse(eval_id, int(state)))
+        unrecorded = {eval_id: int(state) for eval_id, state in known.items() if state != RECORDED}
+        self._pending = {eval_id: Evaluation.parse(eval_id, count) for eval_id, count in unrecorded.items()}
+
+    def restart(self) -> None:
+        """Queue pending evaluations again, if the buffer has lost them, and note all in the log."""
+        for eval_id in self._recorded:
+            self._log.put(eval_id, RECORDED)
+        for evaluation in list(self._pending.values()):
+            self.start(evaluation)
 
     def start(self, evaluation: Evaluation) -> None:
         """Queue an evaluation unless already recorded."""

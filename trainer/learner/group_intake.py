@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
 """Maximum delay of a stop while the buffer is empty."""
-STALE, NO_SIGNAL, MALFORMED = "stale", "no_signal", "malformed"
+STALE, NO_SIGNAL, MALFORMED, UNPUBLISHED = "stale", "no_signal", "malformed", "unpublished_version"
 
 
 @dataclass
@@ -41,6 +41,8 @@ class StepGroups:
     """Groups kept beyond `max_staleness` (`stale_policy: train`)."""
     dropped: dict[str, int] = field(default_factory=dict[str, int])
     wait_s: float = 0.0
+    newest_version: int = 0
+    """Newest version that was published; groups with later ones are dropped."""
     shaped: dict[int, Group] = field(default_factory=dict[int, Group])
     """`groups` with shaped rewards, by number."""
 
@@ -59,9 +61,14 @@ class GroupIntake:
     train_stale: bool
     vocab_size: int
 
-    def take(self, step: int, max_staleness: float, should_stop: Callable[[], bool]) -> StepGroups | None:
-        """Block until the groups of `step` (0-based) are available; return None if stopped."""
-        taken = StepGroups()
+    def take(
+        self, step: int, max_staleness: float, should_stop: Callable[[], bool], *, newest_version: int | None = None
+    ) -> StepGroups | None:
+        """Block until the groups of `step` (0-based) are available; return None if stopped.
+
+        newest_version: of this run, `step` by default; above it only while a successor repeats steps.
+        """
+        taken = StepGroups(newest_version=step if newest_version is None else newest_version)
         began = time.monotonic()
         while len(taken.groups) < self.groups_per_step:
             if should_stop():
@@ -88,6 +95,11 @@ class GroupIntake:
         if defect:
             logger.error("group %d dropped: %s", group.number, defect)
             self._drop(group, MALFORMED, taken)
+            return
+        if group.newest_version > taken.newest_version:
+            newest = f"version {group.newest_version}, and the newest is {taken.newest_version}"
+            logger.error("group %d dropped: its tokens are of %s", group.number, newest)
+            self._drop(group, UNPUBLISHED, taken)
             return
         is_stale = step - group.oldest_version >= max_staleness + 1  # a lag is a whole number of versions
         if is_stale and not self.train_stale:

@@ -1,7 +1,8 @@
 """The learner's loop: take -> train -> publish -> evaluate -> checkpoint -> acknowledge.
 
 Invariants: version v is published after v optimizer steps; groups are acknowledged only when a durable checkpoint
-contains them; a resumed learner repeats the steps after its checkpoint on the same groups.
+contains them; a resumed learner repeats the steps after its checkpoint on the same groups. A Redis that has lost data is
+told what the surviving lineage has trained (`LearnerBuffer.reconcile`).
 """
 
 import logging
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from offbeat.services.buffer.api import LearnerBuffer
+from offbeat.services.buffer.api import LearnerBuffer, Proof, Reconciled
 from offbeat.services.errors import ControlError
 from offbeat.services.live_settings import Settings, settings_at
 from offbeat.services.weights.api import WeightPublisher
@@ -89,8 +90,13 @@ class Learner:
         self._next_number = 0
         self._seconds: dict[str, float] = {}
         self._settings: Settings = run.config.settings
-        self._restored = 0
         self._num_skipped = 0
+        self._loaded: LearnerState | None = None
+        self._is_new_lineage = False
+        self._published = -1
+        """Version published last."""
+        self._newest_version = -1
+        """Newest version that earlier learners have published."""
 
     @property
     def step(self) -> int:
@@ -102,19 +108,17 @@ class Learner:
         return self._checkpointer.newest
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Resume from a checkpoint, and acknowledge its entries in case its writer died first."""
+        """Load a checkpoint; `run` acknowledges its groups, in case its writer died first."""
         state = checkpoint.state
         if self._config.resume_from_checkpoint is True:
             self._lineage = state.lineage  # differs from the run's if it was resumed from an earlier step before
         elif state.lineage != self._lineage:
-            self._evaluations.discard_after(state.step)
+            self._is_new_lineage = True
         self._trainer.load(checkpoint.path, state.kl_coef)
         self._replay.load(checkpoint.path)
         self._staleness.load(checkpoint.path, state.step)
         self._curriculum.load(checkpoint.path)
-        self._buffer.ack(state.entry_ids, state.step)
-        num_trained = state.step * self._config.groups_per_step
-        self._restored = self._buffer.restore(num_trained, state.next_number or None)
+        self._loaded = state
         self._step = state.step
         self._next_number = state.next_number
         self._checkpointer.resume_from(checkpoint)
@@ -133,8 +137,7 @@ class Learner:
             ControlError: too many consecutive non-finite gradients.
             UnsavedError: no checkpoint within the time limit.
         """
-        self._ledger.write_resumed(self._step, self._restored)
-        self._curriculum.publish()
+        self._begin()
         self._publish()
         if self._step == 0:
             self._evaluate("before", greedy=True, num_episodes=self._config.final_val_batch_size)
@@ -147,6 +150,30 @@ class Learner:
             return False
         return self._finish()
 
+    def _begin(self) -> None:
+        self._buffer.prove_with(self._prove, self._after_reconciliation)
+        result = self._buffer.reconcile(self._prove())
+        self._ledger.write_resumed(self._step, result.num_added, result.incarnation)
+        self._newest_version = self._buffer.newest_version()
+        if self._is_new_lineage:
+            self._evaluations.discard_after(self._step)
+        self._evaluations.restart()
+        self._curriculum.publish()
+
+    def _prove(self) -> Proof:
+        """Return what the newest durable checkpoint has trained. Raises FencedError."""
+        step, loaded = self._checkpointer.durable_step, self._loaded
+        entry_ids = loaded.entry_ids if loaded and loaded.step == step else ()
+        return self._ledger.prove(step, step * self._config.groups_per_step, self._next_number, entry_ids)
+
+    def _after_reconciliation(self, result: Reconciled) -> None:
+        """Give Redis again what only this process may still know."""
+        self._ledger.write_reconciled(self._step, result)
+        self._curriculum.publish()
+        self._evaluations.restart()
+        if self._published == self._step:  # else the weights are published soon
+            self._publish()
+
     def _train_step(self) -> bool:
         step = self._step
         if not self._apply_settings():
@@ -154,7 +181,8 @@ class Learner:
         began = time.monotonic()
         self._reporter.set_phase("evaluating the start" if step == 0 else "training")
         self._reporter.set_activity("taking", step=step, groups=self._config.groups_per_step)
-        taken = self._intake.take(step, self._settings.max_staleness, self._should_stop)
+        newest = max(step, self._newest_version)
+        taken = self._intake.take(step, self._settings.max_staleness, self._should_stop, newest_version=newest)
         # The first weights must not be replaced while they are being evaluated
         if taken is None or (step == 0 and not self._evaluations.wait(self._should_stop)):
             return False
@@ -222,6 +250,7 @@ class Learner:
     def _publish(self) -> None:
         with self._timed("publish"):
             self._publisher.publish(self._step, self._step, self._trainer.tensors())
+            self._published = self._step
 
     def _checkpoint(self) -> None:
         self._finish_checkpoint()

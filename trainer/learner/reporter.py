@@ -12,8 +12,10 @@ from typing import Protocol
 
 from redis import Redis
 
+from offbeat.services.diagnosis import NO_LIMITS, WINDOW_STEPS, DiagnosisLimits, RunFinding, diagnose, encode_findings
 from offbeat.services.keys import RunKeys
 from offbeat.services.messages.types import Group
+from offbeat.services.redis.run_writes import RunWrites
 from offbeat.services.telemetry import (
     MetricRecord,
     MetricsSink,
@@ -37,12 +39,16 @@ class StatusBoard(Protocol):
 class RedisStatusBoard:
     """Status fields in the run's record."""
 
-    def __init__(self, redis: Redis, run_id: str) -> None:
-        self._redis = redis
+    def __init__(self, redis: Redis, run_id: str, uid: str = "") -> None:
+        self._write = RunWrites(redis, run_id, uid)
         self._key = RunKeys(run_id).record
 
+    def hold(self, epoch: int) -> None:
+        """Write only while no newer learner holds the run."""
+        self._write.epoch = epoch
+
     def show(self, **fields: str) -> None:
-        self._redis.hset(self._key, mapping={**fields})
+        self._write("HSET", self._key, *(part for field in fields.items() for part in field))
 
 
 class LearnerReporter:
@@ -54,8 +60,12 @@ class LearnerReporter:
         board: StatusBoard,
         view: LearnerView | None = None,
         watchdog: Watchdog | None = None,
+        limits: DiagnosisLimits = NO_LIMITS,
     ) -> None:
-        """watchdog: kicked at each activity."""
+        """watchdog: kicked at each activity; limits: of the diagnosis."""
+        self._limits = limits
+        self._steps: list[Mapping[str, float]] = []
+        self._warned: set[str] = set()
         self._watchdog = watchdog
         self._view = view or SilentView()
         self._sink = sink
@@ -104,7 +114,28 @@ class LearnerReporter:
         self._view.show_step(step, finite)
         self._sink.append(MetricRecord("learner", finite, step=step))
         means = {name: partial.value for name, partial in finite.items()}
-        self._board.show(learner_step=str(step), learner_metrics=json.dumps(means))
+        had_gradient = means.get("actor/grad_norm", 0.0) > 0
+        trained = {"learner_has_trained": str(int(had_gradient))} if had_gradient or step == 1 else {}
+        findings = self._diagnose(means)
+        self._board.show(
+            learner_step=str(step),
+            learner_metrics=json.dumps(means),
+            learner_findings=encode_findings(findings),
+            **trained,
+        )
+
+    def _diagnose(self, values: Mapping[str, float]) -> list[RunFinding]:
+        """Return the current findings; warn of each once."""
+        self._steps.append(values)
+        if len(self._steps) > WINDOW_STEPS + 1:
+            del self._steps[1]  # the first step stays: later ones are compared with it
+        findings = diagnose(self._steps, self._limits)
+        for finding in findings:
+            if finding.is_warning and finding.name not in self._warned:
+                self._warned.add(finding.name)
+                logger.warning("%s", finding)
+                self._view.print(f"Warning: {finding}")
+        return findings
 
 
 def was_skipped(gauges: Mapping[str, Partial]) -> bool:
@@ -158,6 +189,10 @@ def _consumed(groups: Iterable[Group]) -> dict[str, Partial]:
         **{name: mean(values) for name, values in by_name.items()},
         **({"success": mean(success)} if success else {}),
         "reward": mean(t.reward for t in members),
+        "reward_min": Partial("min", min(t.reward for t in members)),
+        "reward_max": Partial("max", max(t.reward for t in members)),
+        "episodes_truncated": mean(float(t.is_truncated) for t in members),
+        "episodes_without_tokens": mean(float(t.num_sampled == 0) for t in members),
         "turns": mean(float(len(t.turns)) for t in members),
         "trajectories": Partial("sum", float(len(members))),
     }

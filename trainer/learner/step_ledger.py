@@ -1,17 +1,20 @@
 """On-disk ledger of optimizer steps; the buffer's ledger is `groups.jsonl`.
 
 Invariants: a step's line is durable before a checkpoint with the step; a resumed learner writes a line, then repeats
-later steps with the same groups.
+later steps with the same groups, unless Redis has lost data since (another incarnation).
 """
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offbeat.services.jsonl import LinesFile, read_lines
+from offbeat.services.buffer.api import Proof, Reconciled
+from offbeat.services.buffer.group_ledger import newest_event_ms
+from offbeat.services.errors import FencedError
+from offbeat.services.jsonl import LinesFile, last_lines, read_lines
 from offbeat.trainer.data.replay_buffer import NO_REPLAY, ReplayedGroups
 from offbeat.trainer.learner.group_intake import StepGroups
 
@@ -50,18 +53,76 @@ class ResumedLine:
     epoch: int
     restored: int
     """Change to the buffer's count of trained groups."""
+    incarnation: int = 0
+    """Number of the run's data in Redis; 0: of an older version of Offbeat."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReconciledLine:
+    """Reconciliation by a learner that went on at version `step`, as Redis may have lost data."""
+
+    step: int
+    epoch: int
+    incarnation: int
+    corrected: int
+    """Groups of which Redis had lost something."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLine:
+    """A lease, noted before its learner does anything: a Redis may forget it."""
+
+    epoch: int
+
+
+JournalLine = StepLine | ResumedLine | ReconciledLine | LeaseLine
 
 
 class StepLedger:
     """Ledger writer."""
 
     def __init__(self, output_dir: Path, epoch: int) -> None:
+        self._output_dir = output_dir
         self._lines = LinesFile(output_dir / STEPS_FILE)
         self._epoch = epoch
 
-    def write_resumed(self, step: int, restored: int = 0) -> None:
+    def write_lease(self) -> None:
+        """Append a `LeaseLine`, durably."""
+        self._write({"lease": True})
+        self.sync()
+
+    def write_resumed(self, step: int, restored: int = 0, incarnation: int = 0) -> None:
         """Append a `ResumedLine`."""
-        self._write({"resumed": step, "restored": restored})
+        self._write({"resumed": step, "restored": restored, "incarnation": incarnation})
+
+    def write_reconciled(self, step: int, result: Reconciled) -> None:
+        """Append a `ReconciledLine`."""
+        row = {"reconciled": step, "incarnation": result.incarnation, "corrected": result.num_corrected}
+        self._write(row)
+
+    def prove(self, step: int, num_trained: int, next_number: int, entry_ids: Sequence[str] = ()) -> Proof:
+        """Return what a checkpoint of `step` has trained. entry_ids: of that checkpoint, used if lines are missing.
+
+        Raises:
+            FencedError: a newer learner has written to the journal.
+        """
+        lines, _ = read_step_ledger(self._output_dir)
+        newest = max((line.epoch for line in lines), default=0)
+        if newest > self._epoch:
+            raise FencedError(f"a learner of epoch {newest} has taken the run from epoch {self._epoch}")
+        saved = [(line.step, [group.number for group in line.groups]) for line in surviving_steps(lines, step)]
+        is_complete = sum(len(numbers) for _, numbers in saved) >= num_trained
+        return Proof(
+            saved=saved,
+            entry_ids=() if is_complete else tuple(entry_ids),
+            step=step,
+            num_trained=num_trained,
+            next_number=next_number,
+            incarnation=max(
+                (line.incarnation for line in lines if isinstance(line, (ResumedLine, ReconciledLine))), default=0
+            ),
+            newest_event_ms=newest_event_ms(self._output_dir),
+        )
 
     def write_step(
         self, step: int, taken: StepGroups, *, max_staleness: float, skipped: bool, replayed: ReplayedGroups = NO_REPLAY
@@ -84,9 +145,40 @@ class StepLedger:
         self._lines.append([{**row, "epoch": self._epoch, "at": round(time.time(), 3)}])
 
 
-def read_step_ledger(output_dir: Path) -> tuple[list[StepLine | ResumedLine], int]:
+def surviving_steps(lines: Iterable[JournalLine], step: int) -> list[StepLine]:
+    """Return the steps up to `step` of the surviving lineage."""
+    steps: list[StepLine] = []
+    epoch = 0
+    for line in lines:
+        if isinstance(line, (ReconciledLine, LeaseLine)) or line.epoch < epoch:
+            continue  # or of a learner that had been replaced
+        epoch = line.epoch
+        is_step = isinstance(line, StepLine)
+        while steps and steps[-1].step > line.step - is_step:
+            steps.pop()
+        if is_step:
+            steps.append(line)
+    return [each for each in steps if each.step <= step]
+
+
+def note_lease(output_dir: Path, epoch: int) -> None:
+    """Write a `LeaseLine`."""
+    ledger = StepLedger(output_dir, epoch)
+    try:
+        ledger.write_lease()
+    finally:
+        ledger.close()
+
+
+def newest_epoch(output_dir: Path) -> int:
+    """Return the greatest epoch among the newest lines; 0 without any."""
+    lines = (_parse(row) for row in last_lines(output_dir / STEPS_FILE))
+    return max((line.epoch for line in lines if line is not None), default=0)
+
+
+def read_step_ledger(output_dir: Path) -> tuple[list[JournalLine], int]:
     """Return the lines, and the number of unreadable ones."""
-    lines: list[StepLine | ResumedLine] = []
+    lines: list[JournalLine] = []
     num_unreadable = 0
     for row in read_lines(output_dir / STEPS_FILE):
         line = None if row is None else _parse(row)
@@ -97,11 +189,15 @@ def read_step_ledger(output_dir: Path) -> tuple[list[StepLine | ResumedLine], in
     return lines, num_unreadable
 
 
-def _parse(row: Mapping[str, Any]) -> StepLine | ResumedLine | None:
+def _parse(row: Mapping[str, Any]) -> JournalLine | None:
     try:
         epoch = int(row["epoch"])
         if "resumed" in row:
-            return ResumedLine(int(row["resumed"]), epoch, int(row["restored"]))
+            return ResumedLine(int(row["resumed"]), epoch, int(row["restored"]), int(row.get("incarnation", 0)))
+        if "lease" in row:
+            return LeaseLine(epoch)
+        if "reconciled" in row:
+            return ReconciledLine(int(row["reconciled"]), epoch, int(row["incarnation"]), int(row["corrected"]))
         groups = tuple(TrainedGroup(int(n), int(v), bool(c)) for n, v, c in row["groups"])
         bound = math.inf if row["max_staleness"] is None else float(row["max_staleness"])
         return StepLine(int(row["step"]), epoch, groups, bound, bool(row["skipped"]))

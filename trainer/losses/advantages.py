@@ -46,7 +46,9 @@ class AdvantageEstimate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """Inputs of an estimator, all [M]. logprobs: at the start of the step; distilled: the teachers' advantages."""
+    """Inputs of an estimator, all [M]. logprobs: at the start of the step; distilled: the teachers' advantages;
+    bootstrapped: values of the states that followed cut episodes, 0 on other tokens.
+    """
 
     config: AlgorithmConfig
     batch: Batch
@@ -54,20 +56,27 @@ class AdvantageInputs:
     values: Tensor | None
     logprobs: Tensor | None
     distilled: Tensor | None = None
+    bootstrapped: Tensor | None = None
+
+    @property
+    def completed_rewards(self) -> Tensor:
+        """Rewards, with what a critic expects after a cut: the value after it is discounted as any other."""
+        if self.bootstrapped is None:
+            return self.rewards
+        return self.rewards + self.config.gamma * self.bootstrapped
 
 
 def _returns(inputs: AdvantageInputs) -> AdvantageEstimate:
     return AdvantageEstimate(discounted_returns(inputs.rewards, inputs.batch.last, inputs.config.gamma))
 
 
-def _turn_rewards(inputs: AdvantageInputs) -> Tensor:
-    batch = inputs.batch
-    return torch.zeros(len(batch.owner)).index_add_(0, batch.turn, inputs.rewards)
+def _turn_rewards(batch: Batch, rewards: Tensor) -> Tensor:
+    return torch.zeros(len(batch.owner)).index_add_(0, batch.turn, rewards)
 
 
 def _turn_returns(inputs: AdvantageInputs) -> AdvantageEstimate:
     batch = inputs.batch
-    returns = discounted_returns(_turn_rewards(inputs), batch.last_turn, inputs.config.gamma)
+    returns = discounted_returns(_turn_rewards(batch, inputs.rewards), batch.last_turn, inputs.config.gamma)
     return AdvantageEstimate(returns[batch.turn])
 
 
@@ -82,7 +91,7 @@ def _gae(inputs: AdvantageInputs) -> AdvantageEstimate:
             raise ValueError("vtrace needs the learner's own logprobs")
         ratio = token_ratio(inputs.logprobs, batch.behavior_logprobs)
         result = vtrace(
-            inputs.rewards,
+            inputs.completed_rewards,
             values,
             ratio,
             batch.last,
@@ -92,7 +101,7 @@ def _gae(inputs: AdvantageInputs) -> AdvantageEstimate:
             c_bar=config.vtrace_c_bar,
         )
         return AdvantageEstimate(result.advantages, result.targets)
-    advantages = generalized_advantages(inputs.rewards, values, batch.last, config.gamma, config.lambd)
+    advantages = generalized_advantages(inputs.completed_rewards, values, batch.last, config.gamma, config.lambd)
     return AdvantageEstimate(advantages, advantages + values)
 
 
@@ -100,7 +109,7 @@ def _turn_gae(inputs: AdvantageInputs, values: Tensor) -> AdvantageEstimate:
     """Estimate GAE over turns with tokens; other turns' rewards are on a neighbour's token."""
     config, batch = inputs.config, inputs.batch
     first = batch.turn.diff(prepend=batch.turn.new_full((1,), -1)) != 0
-    rewards = _turn_rewards(inputs)[batch.turn[first]]
+    rewards = _turn_rewards(batch, inputs.completed_rewards)[batch.turn[first]]
     owners = batch.trajectory[first]
     last_turn = owners.diff(append=owners.new_full((1,), -1)) != 0
     by_turn = turn_advantages(rewards, values[first], last_turn, config.gamma, config.lambd)
@@ -164,16 +173,18 @@ def estimate(
     logprobs: Tensor | None = None,
     trained: Tensor | None = None,
     distilled: Tensor | None = None,
+    bootstrapped: Tensor | None = None,
 ) -> AdvantageEstimate:
     """Compute advantages from token rewards [M], whitened and clipped as configured.
 
-    trained: [M] bool, tokens to whiten; distilled: [M], the teachers' advantages for `use_opd`.
+    trained: [M] bool, tokens to whiten; distilled: [M], the teachers' advantages for `use_opd`; bootstrapped: as
+    `bootstrap` returns it.
 
     Raises:
         ValueError: `gae` without values, or `vtrace` without logprobs.
     """
     result = ESTIMATORS.get(config.adv_estimator, _returns)(
-        AdvantageInputs(config, batch, rewards, values, logprobs, distilled)
+        AdvantageInputs(config, batch, rewards, values, logprobs, distilled, bootstrapped)
     )
     advantages = result.advantages
     if config.whitens_advantages:
@@ -183,6 +194,21 @@ def estimate(
     if config.advantage_clip is not None:
         advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
     return result._replace(advantages=advantages)
+
+
+def bootstrap(config: AlgorithmConfig, batch: Batch, next_values: Tensor | None) -> Tensor | None:
+    """Return the value after each cut episode's last token, 0 elsewhere, [M], or None if limits count as ends.
+
+    The value after the token stands for that of the next observation, which a cut episode does not have.
+
+    Raises:
+        ValueError: `bootstrap_truncated` without values.
+    """
+    if not config.bootstrap_truncated:
+        return None
+    if next_values is None:
+        raise ValueError("bootstrap_truncated needs the critic's values after tokens")
+    return torch.where(batch.last & batch.cut[batch.trajectory], next_values, 0.0)
 
 
 def _whiten_trained(advantages: Tensor, trained: Tensor | None) -> Tensor:

@@ -256,5 +256,6 @@ def values_of(output: Sampled) -> Tensor:
 
 
 def all_of(output: Sampled) -> Tensor:
-    """Stack logprobs, divergences and values, if present: [1 to 3, M]."""
-    return torch.stack([row for row in (output.logprobs, output.divergences, output.values) if row is not None])
+    """Stack logprobs, divergences, values and those after the tokens, if present: [1 to 4, M]."""
+    rows = (output.logprobs, output.divergences, output.values, output.next_values)
+    return torch.stack([row for row in rows if row is not None])

@@ -22,6 +22,7 @@ from offbeat.trainer.data.batch import Batch
 from offbeat.trainer.data.selection import episode_weights, trained_episodes
 from offbeat.trainer.losses.advantages import (
     AdvantageEstimate,
+    bootstrap,
     estimate,
     scale_rewards,
     token_rewards,
@@ -83,6 +84,7 @@ def build_targets(
     divergences: Tensor | None = None,
     teacher_logprobs: Tensor | None = None,
     values: Tensor | None = None,
+    next_values: Tensor | None = None,
     version: int | None = None,
     num_minibatches: int = 1,
     running: RunningMoments | None = None,
@@ -91,7 +93,8 @@ def build_targets(
     """Compute the constants of the losses.
 
     old_logprobs: [M], the learner's at the start of the step, or None for the engine's; old_is_present: they are the
-    only pass's own; ref_logprobs, values: [M]; divergences: [M], KL to the reference over the vocabulary at the start;
+    only pass's own; ref_logprobs, values: [M]; next_values: [M], those after the tokens, for `bootstrap_truncated`;
+    divergences: [M], KL to the reference over the vocabulary at the start;
     teacher_logprobs: [K, M], ordered as `config.teacher`, ignored outside `teacher_mask`; version: the learner's at the
     start; num_minibatches: optimizer steps per pass; running: for `norm_mean_type: running`; masked: counted in
     denominators.
@@ -110,7 +113,9 @@ def build_targets(
         rewards = scale_rewards(rewards)
     trained = trained_episodes(batch, config)[batch.trajectory]
     distilled = _distilled(config, batch, old, teacher_logprobs)
-    estimated = estimate(config, batch, rewards, values, old_logprobs, trained, distilled)
+    estimated = estimate(
+        config, batch, rewards, values, old_logprobs, trained, distilled, bootstrap(config, batch, next_values)
+    )
     steps = max(1, min(num_minibatches, batch.num_sequences))
     share = steps / batch.num_sampled if batch.num_sampled else 0.0
     return Targets(

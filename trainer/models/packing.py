@@ -60,7 +60,7 @@ class PackedInput:
 
     tokens: [N] int64; positions: [M] int64, tokens to score, never a sequence's first; temperatures: [M] float32, NaN
     for the default, None if all are; reference: for a full KL; images: in token order; head_alone: detach values from
-    the policy.
+    the policy; with_next: also return the values after `positions`.
     """
 
     tokens: Tensor
@@ -70,6 +70,7 @@ class PackedInput:
     reference: ReferenceStates | None = None
     images: tuple[PromptImage, ...] = ()
     head_alone: bool = False
+    with_next: bool = False
 
     @classmethod
     def of(
@@ -94,6 +95,11 @@ class PackedInput:
         return cls(tokens, packing, positions, temperatures, images=images)
 
     @property
+    def valued(self) -> Tensor:
+        """Tokens whose hidden states give values, [M] or, with those after `positions`, [2 M] int64."""
+        return torch.cat([self.predictors, self.positions]) if self.with_next else self.predictors
+
+    @property
     def predictors(self) -> Tensor:
         """Tokens that predict those at `positions`, [M] int64."""
         branches = self.packing.branches
@@ -114,4 +120,6 @@ class PackedInput:
             None if self.reference is None else ReferenceStates(self.reference.hidden.to(device), self.reference.head)
         )
         tokens, positions = self.tokens.to(device), self.positions.to(device)
-        return PackedInput(tokens, packing, positions, temperatures, reference, self.images, self.head_alone)
+        return PackedInput(
+            tokens, packing, positions, temperatures, reference, self.images, self.head_alone, self.with_next
+        )

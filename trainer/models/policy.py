@@ -23,6 +23,7 @@ class Sampled(NamedTuple):
     entropies: Tensor
     divergences: Tensor | None = None
     values: Tensor | None = None
+    next_values: Tensor | None = None
 
 
 def packed_kwargs(packing: Packing) -> dict[str, Any]:
@@ -56,9 +57,12 @@ class PackedPolicy(nn.Module):
             return self._score(x, self.logits(x))
         with last_hidden_states(self.model) as states:
             logits = self.logits(x)
-        hidden = states[0][0].index_select(0, x.predictors)
+        hidden = states[0][0].index_select(0, x.valued)
         values = self.value_head(hidden.detach() if x.head_alone else hidden)
-        return self._score(x, logits)._replace(values=values)
+        next_values = None
+        if x.with_next:
+            values, next_values = (half.clone() for half in values.chunk(2))  # FSDP2 hooks into outputs: no views
+        return self._score(x, logits)._replace(values=values, next_values=next_values)
 
     def _score(self, x: PackedInput, logits: Tensor) -> Sampled:
         temperature: float | Tensor = self.temperature
@@ -105,6 +109,7 @@ class PackedCritic(nn.Module):
         self.value_head = ValueHead(backbone.config.get_text_config().hidden_size)
 
     def forward(self, x: PackedInput) -> Tensor:
-        """Return the values before `x.positions`, [M] float32."""
+        """Return the values before `x.positions`, [M] float32, or before and after, [2, M]."""
         hidden = self.model(x.tokens[None], **packed_kwargs(x.packing)).last_hidden_state[0]
-        return self.value_head(hidden.index_select(0, x.predictors))
+        values = self.value_head(hidden.index_select(0, x.valued))
+        return values.view(2, -1) if x.with_next else values

@@ -12,15 +12,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from offbeat.services.buffer.group_ledger import LedgerThread
-from offbeat.services.buffer.learner_client import RedisLearnerBuffer
+from offbeat.services.buffer.learner_client import IncarnationWatch, RedisLearnerBuffer
 from offbeat.services.errors import CodecError, ControlError, RetryableError
 from offbeat.services.redis.connection import connect
+from offbeat.services.redis.incarnation import KnownIncarnation
 from offbeat.services.redis.lease import LearnerLease, owner_of
 from offbeat.services.telemetry import RedisMetrics
 from offbeat.services.weights.locality import check_reach
@@ -32,6 +32,7 @@ from offbeat.trainer.learner.evaluations import RedisEvaluationLog
 from offbeat.trainer.learner.loop import Learner
 from offbeat.trainer.learner.progress_view import LearnerView, SilentView
 from offbeat.trainer.learner.reporter import LearnerReporter, RedisStatusBoard
+from offbeat.trainer.learner.step_ledger import newest_epoch, note_lease
 from offbeat.trainer.process import redis_outage
 from offbeat.trainer.process.heartbeat import start_heartbeats
 from offbeat.trainer.process.lease_wait import wait_for_lease
@@ -43,7 +44,7 @@ from offbeat.trainer.process.ranks import (
     start_followers,
 )
 from offbeat.trainer.process.signals import stop_on_signals
-from offbeat.trainer.run import LearnerRun, is_ending, read_run
+from offbeat.trainer.run import LearnerRun, buffer_limits, is_ending, read_run
 from offbeat.trainer.trackers.metrics_writer import MetricsWriter
 from offbeat.trainer.trackers.supervisor import TrackerProcesses, make_start_messages
 from offbeat.trainer.training.checkpoint import Checkpoint, CheckpointStore, read_checkpoint, read_epoch
@@ -95,10 +96,16 @@ class LearnerProcess:
         self._stop = threading.Event()
         self._lost = threading.Event()
         outage = redis_outage.RedisOutage((self._stop, self._lost), self._watchdog, self._view)
-        self._redis = connect(redis_url, patience_s=redis_outage.RETRY_TIMEOUT_S, should_retry=outage.should_retry)
-        self._metrics = RedisMetrics(self._redis, run.run_id)
-        board = RedisStatusBoard(self._redis, run.run_id)
-        self._reporter = LearnerReporter(self._metrics, board, self._view, self._watchdog)
+        self._redis = connect(
+            redis_url,
+            patience_s=redis_outage.RETRY_TIMEOUT_S,
+            should_retry=outage.should_retry,
+            run_id=run.run_id,
+        )
+        self._known = KnownIncarnation(self._redis, run.run_id, run.uid)
+        self._metrics = RedisMetrics(self._redis, run.run_id, run.uid)
+        self._board = RedisStatusBoard(self._redis, run.run_id, run.uid)
+        self._reporter = LearnerReporter(self._metrics, self._board, self._view, self._watchdog, run.config.limits)
         self._followers = FollowerRanks()
         self._heartbeat_timeout_s = HEARTBEAT_TIMEOUTS * run.config.buffer.learner_timeout_s
         self._startup = _StartupTimer(started)
@@ -141,9 +148,14 @@ class LearnerProcess:
         self._startup.lap("imports")
         timeout_s = self._run.config.buffer.learner_timeout_s
         owner = owner_of(os.getpid())
-        newest_epoch = partial(read_epoch, self._run.checkpoints)
         lease = LearnerLease(
-            self._redis, self._run.run_id, owner, timeout_s, on_lost=self._lost.set, newest_epoch=newest_epoch
+            self._redis,
+            self._run.run_id,
+            owner,
+            timeout_s,
+            on_lost=self._lost.set,
+            run_uid=self._run.uid,
+            newest_epoch=lambda: max(read_epoch(self._run.checkpoints), newest_epoch(self._run.output_dir)),
         )
         self._view.show_phase("loading the policy")
         with process_group(ranks, self._run.config.actor_train.backend_timeout) as ranks:
@@ -168,15 +180,25 @@ class LearnerProcess:
 
     def _train(self, trainer: Trainer, vocab_size: int, lease: LearnerLease, ranks: Ranks) -> LearnerResult:
         run, epoch = self._run, lease.epoch
+        note_lease(run.output_dir, epoch)
         self._check_unchanged()
         if self._should_stop():
             return LearnerResult(interrupted=self._stop.is_set())
+        self._board.hold(epoch)
         self._reporter.set_activity("resume", step=0)
         publisher = RedisWeightPublisher(
-            self._redis, run.run_id, run.config.weights, epoch, run.output_dir, run.config.adapter_settings
+            self._redis, run.run_id, run.config.weights, epoch, run.output_dir, run.config.adapter_settings, self._known
         )
         try:
-            buffer = RedisLearnerBuffer(self._redis, run.run_id, epoch, order=run.config.buffer.order)
+            buffer = RedisLearnerBuffer(
+                self._redis,
+                run.run_id,
+                epoch,
+                order=run.config.buffer.order,
+                known=self._known,
+                limits=buffer_limits(run.config),
+                reclaim=lease.reclaim,
+            )
             checkpoints = self._open_checkpoints(epoch)
             learner = self._build_learner(trainer, vocab_size, publisher, buffer, checkpoints, ranks)
             checkpoint = self._find_checkpoint(checkpoints)
@@ -192,6 +214,7 @@ class LearnerProcess:
                 TrackerProcesses(make_start_messages(run, resumed_step), self._view.print, self._metrics) as trackers,
                 MetricsWriter(self._redis, run.run_id, run.output_dir, names, resumed_step, kwargs),
                 LedgerThread(self._redis, run.run_id, run.output_dir),
+                IncarnationWatch(buffer),
             ):
                 finished = learner.run()
                 trackers.ending = "finished" if finished else "stopped"
@@ -254,7 +277,7 @@ class LearnerProcess:
             buffer=buffer,
             checkpoints=checkpoints,
             sink=self._metrics,
-            log=RedisEvaluationLog(self._redis, run.run_id),
+            log=RedisEvaluationLog(self._redis, run.run_id, run.uid),
             reporter=self._reporter,
             should_stop=self._should_stop,
         )

@@ -5,7 +5,7 @@ Invariant: groups and their order determine the weights, for any number of ranks
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,6 +72,15 @@ class StepPreview:
     targets: Targets
     logprobs: Tensor
     """Policy's logprobs of the sampled tokens, [M]."""
+
+
+class InitialOutputs(NamedTuple):
+    """Outputs at the start of a step, [M] each; None if not needed."""
+
+    logprobs: Tensor | None
+    values: Tensor | None
+    next_values: Tensor | None
+    divergences: Tensor | None
 
 
 class BatchTrainer:
@@ -189,25 +198,26 @@ class BatchTrainer:
 
         reference, full = self._models.reference, self._config.kl_in_reward_is_full
         policy_inputs = [_to_input(micro, states) for micro in micro_batches] if full else inputs
-        old_logprobs, values, divergences = self._infer_initial(batch, policy_inputs, scatter)
+        initial = self._infer_initial(batch, policy_inputs, scatter)
         targets = build_targets(
             batch,
             self._config,
             kl_coef=self.kl.coef,
-            old_logprobs=old_logprobs,
+            old_logprobs=initial.logprobs,
             old_is_present=self._trains_on_initial_pass,
             ref_logprobs=self._score(reference, batch, self._config.reference.infer_batch_size)
             if reference and self._config.needs_ref_logprobs
             else None,
-            divergences=divergences,
+            divergences=initial.divergences,
             teacher_logprobs=self._teacher_logprobs(batch),
-            values=values,
+            values=initial.values,
+            next_values=initial.next_values,
             version=step,
             num_minibatches=self._args.num_minibatches,
             running=self._running,
             masked=masked,
         )
-        return targets, values
+        return targets, initial.values
 
     @property
     def _trains_on_initial_pass(self) -> bool:
@@ -218,19 +228,33 @@ class BatchTrainer:
 
     def _infer_initial(
         self, batch: Batch, inputs: Sequence[PackedInput], scatter: Callable[[Sequence[Tensor]], Tensor]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    ) -> InitialOutputs:
         policy, critic = self._models.policy, self._models.critic
         recompute = self._config.old_logprobs == "recompute" and not self._trains_on_initial_pass
         has_head, full = self._config.has_value_head, self._config.kl_in_reward_is_full
-        values = self._score(critic, batch, self._config.critic.infer_batch_size) if critic else None
+        bootstraps = self._config.bootstrap_truncated
+        valued = [replace(x, with_next=True) for x in inputs] if bootstraps else inputs
+        values, next_values = (None, None) if critic is None else self._infer_values(critic, batch)
         if not recompute and not has_head:
-            return None, values, None
-        outputs = policy.infer(inputs, all_of)
-        return (
-            scatter([rows[0] for rows in outputs]) if recompute else None,
-            scatter([rows[-1] for rows in outputs]) if has_head else values,
-            scatter([rows[1] for rows in outputs]) if full else None,
+            return InitialOutputs(None, values, next_values, None)
+        outputs = policy.infer(valued if has_head else inputs, all_of)
+        return InitialOutputs(
+            _row(outputs, 0, scatter) if recompute else None,
+            _row(outputs, -2 if bootstraps else -1, scatter) if has_head else values,
+            _row(outputs, -1, scatter) if has_head and bootstraps else next_values,
+            _row(outputs, 1, scatter) if full else None,
         )
+
+    def _infer_values(self, critic: TrainEngine[Tensor], batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Return the critic's values, [M], and with `bootstrap_truncated` those after each token."""
+        micro_batches = self._cut_for_inference(batch, self._config.critic.infer_batch_size)
+        bootstraps = self._config.bootstrap_truncated
+        outputs = critic.infer([replace(_to_input(micro), with_next=bootstraps) for micro in micro_batches])
+
+        def scatter(parts: Sequence[Tensor]) -> Tensor:
+            return _scatter(batch, micro_batches, parts)
+
+        return (_row(outputs, 0, scatter), _row(outputs, 1, scatter)) if bootstraps else (scatter(outputs), None)
 
     def _teacher_logprobs(self, batch: Batch) -> Tensor | None:
         """Return the teachers' logprobs, [K, M]; zeros for sequences not taught."""
@@ -321,6 +345,10 @@ def _group_weights(step_batch: StepBatch, selected: Sequence[Group]) -> list[flo
     weights = zip(step_batch.groups, step_batch.weights, strict=True)
     weight_by_number = {group.number: weight for group, weight in weights}
     return [weight_by_number[group.number] for group in selected]
+
+
+def _row(outputs: Sequence[Tensor], row: int, scatter: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+    return scatter([rows[row] for rows in outputs])
 
 
 def _scatter(batch: Batch, micro_batches: Sequence[MicroBatch], parts: Sequence[Tensor]) -> Tensor:

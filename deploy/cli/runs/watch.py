@@ -17,7 +17,7 @@ from offbeat.services.control.run import RunState
 from offbeat.services.control.schemas import RunView
 
 KINDS = ("run", "metrics", "history")
-FAILED = 1
+FAILED, UNTRAINED = 1, 6
 
 
 def watch_run(url: str, token: str | None, run_id: str, *, as_json: bool) -> int:
@@ -36,13 +36,13 @@ def watch_run(url: str, token: str | None, run_id: str, *, as_json: bool) -> int
 
 
 async def _print_events(client: ControlClient, run_id: str, kinds: Sequence[str] = ()) -> int:
-    state = RunState.RUNNING
+    code = DONE
     async for message in client.events(run_id, kinds=kinds, from_start=True):
         data = json.loads(message.data)
         if message.event == "run":
-            state = RunState(data["state"])
+            code = _exit_code(RunView.model_validate(data))
         print(json.dumps({"event": message.event, "id": message.id, "data": data}), flush=True)  # noqa: T201
-    return _exit_code(state)
+    return code
 
 
 async def _show_events(client: ControlClient, run_id: str) -> int:
@@ -61,7 +61,7 @@ async def _show_events(client: ControlClient, run_id: str) -> int:
                     _print_event(shown, HistoryView.model_validate_json(message.data), view.started_at)
         shown.close()
         shown.print(_describe_end(view))
-    return _exit_code(view.state)
+    return _exit_code(view)
 
 
 def _print_event(shown: LiveView, event: HistoryView, since: float) -> None:
@@ -82,12 +82,15 @@ def _print_event(shown: LiveView, event: HistoryView, since: float) -> None:
 
 
 def _describe_end(view: RunView) -> str:
-    why = f": {view.error}\nRead {view.paths.output_dir}/{view.log}" if view.error else ""
+    why = f": {view.error}" if view.error else ""
+    why += f"\nRead {view.paths.output_dir}/{view.log}" if view.error and view.log else ""
     return f"{view.id} is {view.state} at step {max(view.step, 0)} of {view.max_steps}{why}"
 
 
-def _exit_code(state: RunState) -> int:
-    return FAILED if state is RunState.FAILED else DONE
+def _exit_code(view: RunView) -> int:
+    if view.state is RunState.FINISHED and view.error:
+        return UNTRAINED
+    return FAILED if view.state is RunState.FAILED else DONE
 
 
 def _format_values(values: Mapping[str, float]) -> str:

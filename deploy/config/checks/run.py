@@ -11,6 +11,7 @@ from offbeat.deploy.config.checks.episodes import check_episodes
 from offbeat.deploy.config.checks.lora import check_lora
 from offbeat.deploy.config.checks.model import check_engine_kwargs, check_resumed_model
 from offbeat.deploy.config.checks.prompts import OnStep, check_first_prompts, ignore_step
+from offbeat.deploy.config.checks.sampling import check_sampling
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_folder import holds_run
 from offbeat.services.redis.url import address_problem
@@ -69,6 +70,7 @@ def _check_static(config: RunConfig, cores: float | None, gpus: float | None) ->
         *_check_model(config),
         *check_engine_kwargs(config),
         *check_resumed_model(config),
+        *check_sampling(config),
         *check_lora(config),
         *_check_paths_and_addresses(config),
     ]
@@ -168,11 +170,6 @@ def _check_cpu(config: RunConfig, cores: float) -> Iterator[ConfigIssue]:
 
 
 def _check_algorithm(config: RunConfig) -> Iterator[ConfigIssue]:
-    if config.actor_infer.generating_args.temperature == 0:
-        yield ConfigIssue(
-            "actor_infer.generating_args.temperature",
-            "0 (greedy) has no probabilities to train on: take a positive one; evaluations are greedy in any case",
-        )
     tags = config.train_env_manager.tags or tuple(config.custom_envs)
     envs = [config.custom_envs[tag] for tag in tags if tag in config.custom_envs]
     one_sequence = all(env.env_manager_cls == "TrajEnvManager" and env.agent_runner is None for env in envs)

@@ -1,7 +1,11 @@
 -- Shared by every script of the buffer; `offbeat.services.buffer.scripts` puts it in front of them, with admission.lua and sweep.lua.
 --
--- KEYS  1 root of the buffer's keys, 2 progress, 3 epoch, 4 doorbell, 5 changes, 6 adopted, 7 record, 8 history: one run,
---       one hash tag, one slot. All other keys are made from the root:
+-- KEYS  1 root of the buffer's keys, 2 progress, 3 epoch, 4 doorbell, 5 changes, 6 adopted, 7 record, 8 history,
+--       9 incarnation: one run, one hash tag, one slot. All other keys are made from the root.
+-- ARGV  the last one is the incarnation that the caller knows (`offbeat.services.redis.incarnation`), or `*` for the run's
+--       owner and for readers; the headers of the scripts count the others. Errors: RECONCILE, FOREIGN.
+--
+-- Keys made from the root:
 --   limits            hash    what `configure` wrote, `paused`, and `temperature` once a change has set it
 --   ledger            hash    admitted, submitted, trained, dropped, failed, dropped:<reason>, failed:<reason>, next, events
 --   assembling        zset    number of each group being played -> version at its admission
@@ -23,8 +27,23 @@
 --
 -- Invariants: admitted = trained + dropped + failed + ZCARD assembling + XLEN stream. A member of a live unit is exactly
 -- one of: in a queue, claimed by one worker, submitted, failed. Time is Redis's own.
+
+-- Why a call is refused whose caller knows another incarnation.
+local function refuse_incarnation(current, known)
+  local uid = string.match(known, '^[^/]*')
+  local owner = current and string.match(current, '^[^/]*') or redis.call('HGET', KEYS[7], 'uid')
+  if owner and owner ~= uid then return redis.error_reply('FOREIGN the run was created anew under this name') end
+  if not owner and redis.call('TTL', KEYS[3]) > 0 then return redis.error_reply('FOREIGN the run was deleted') end
+  return redis.error_reply('RECONCILE the run is at incarnation ' .. (current or 'none') .. ', the caller at ' .. known)
+end
+
 local ROOT, PROGRESS, EPOCH, DOORBELL = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local CHANGES, ADOPTED, RECORD, HISTORY = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
+local CHANGES, ADOPTED, RECORD, HISTORY, INCARNATION = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
+local KNOWN = table.remove(ARGV)
+if KNOWN ~= '*' then
+  local current = redis.call('GET', INCARNATION)
+  if current ~= KNOWN then return refuse_incarnation(current, KNOWN) end
+end
 local LIMITS, LEDGER, ASSEMBLING = ROOT .. ':limits', ROOT .. ':ledger', ROOT .. ':assembling'
 local STREAM, WORKERS, LIFE, QUARANTINE = ROOT .. ':stream', ROOT .. ':workers', ROOT .. ':life', ROOT .. ':quarantine'
 local QUEUE_TRAIN, QUEUE_EVAL = ROOT .. ':queue:t', ROOT .. ':queue:e'
@@ -41,6 +60,26 @@ local function is_group(unit) return string.sub(unit, 1, 1) == 't' end
 local function queue_of(unit) return is_group(unit) and QUEUE_TRAIN or QUEUE_EVAL end
 local function is_baseline(index, members, baselines) return tonumber(index) >= members - (baselines or 0) end
 local function split_token(token) return string.match(token, '^(.*):(%d+)$') end
+
+-- Identity of this server's process: another one may hold older data.
+local function server_id()
+  local info = redis.pcall('INFO', 'server')
+  return type(info) == 'string' and string.match(info, 'run_id:(%x+)') or 'unknown'
+end
+local function make_incarnation(uid, number, nonce)
+  return uid .. '/' .. number .. '/' .. string.sub(server_id(), 1, 12) .. '/' .. nonce
+end
+local function uid_of(incarnation) return string.match(incarnation, '^[^/]*') end
+local function number_of(incarnation) return tonumber(string.match(incarnation, '^[^/]*/(%d+)/')) or 0 end
+local function is_pending(incarnation) return string.sub(incarnation, -1) == '?' end
+-- A uid that this Redis has for the run, or nil: it knows nothing of it.
+local function owner_uid()
+  local uid = redis.call('HGET', RECORD, 'uid')
+  if uid then return uid end
+  local incarnation = redis.call('GET', INCARNATION)
+  return incarnation and uid_of(incarnation) or nil
+end
+local function foreign_reply() return redis.error_reply('FOREIGN the run was created anew under this name') end
 
 -- Run a command over a list of any length: `redis.call(..., unpack(list))`.
 local function call_in_parts(list, ...)

@@ -1,7 +1,8 @@
 -- Deliver the next groups to the learner: first those that were delivered before and not acknowledged, in stream order.
 --
 -- ARGV     1 epoch, 2 last entry id delivered to this learner (0-0: none), 3 maximum number
--- Returns  {entry id, number, version at admission, temperature or nothing, msgpack of {member, blob, ...}} ..., or when there
+-- Returns  {entry id, number, version at admission, temperature or nothing, msgpack of {member, blob, ...}, 1 if Redis has
+--          lost its trajectories} ..., or when there
 --          is none the lowest number of the active groups, -1 without any; FENCED
 -- Invariants  the same arguments give the same first entry until it is acknowledged or dropped, and no entry is passed over,
 --          so a lost reply can be requested again; a replaced learner takes nothing.
@@ -43,6 +44,7 @@ local reply = {}
 for i, entry in ipairs(entries) do
   local number, version, temperature = entry[2][2], entry[2][4], entry[2][6]
   local blobs = cmsgpack.pack(redis.call('HGETALL', blobs_key('t:' .. number)))
-  reply[i] = {entry[1], tonumber(number), tonumber(version), temperature or '', blobs}
+  local is_lost = entry[2][7] == 'lost' and 1 or 0
+  reply[i] = {entry[1], tonumber(number), tonumber(version), temperature or '', blobs, is_lost}
 end
 return reply

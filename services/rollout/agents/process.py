@@ -122,21 +122,22 @@ class AgentProcess:
 
     async def _start(self) -> asyncio.subprocess.Process:
         async with self._starting:
-            if self._child is None:
-                if not self.healthy:
-                    raise EpisodeError("agent_crashed", "its process was killed")
-                starting = asyncio.ensure_future(self._execute())
-                try:
-                    self._child = await asyncio.shield(starting)
-                except asyncio.CancelledError:
-                    self._child = await starting
-                    await self.kill()
-                    raise
-                self._chores = [
-                    asyncio.create_task(forward_output(self._child), name="agent output"),
-                    asyncio.create_task(self._read(self._child), name="agent answers"),
-                ]
-            return self._child
+            if self._child is not None:
+                return self._child
+            if not self.healthy:
+                raise EpisodeError("agent_crashed", "its process was killed")
+            starting = asyncio.ensure_future(self._execute())
+            try:
+                self._child = child = await asyncio.shield(starting)
+            except asyncio.CancelledError:
+                self._child = await starting
+                await self.kill()
+                raise
+            self._chores = [
+                asyncio.create_task(forward_output(child), name="agent output"),
+                asyncio.create_task(self._read(child), name="agent answers"),
+            ]
+            return child
 
     async def _execute(self) -> asyncio.subprocess.Process:
         pipe = asyncio.subprocess.PIPE

@@ -23,7 +23,7 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 TASK_MODULE = "offbeat_agent_task"
-Requests = "queue.SimpleQueue[dict[str, Any]]"
+Requests = queue.SimpleQueue[dict[str, Any]]
 
 
 def load_task_class() -> Any:

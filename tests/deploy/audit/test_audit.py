@@ -14,6 +14,7 @@ from offbeat.services.buffer.api import Counters
 from offbeat.services.buffer.group_ledger import LedgerFile, LifeEvent
 from offbeat.trainer.learner.group_intake import StepGroups
 from offbeat.trainer.learner.step_ledger import (
+    ReconciledLine,
     ResumedLine,
     StepLedger,
     StepLine,
@@ -216,3 +217,76 @@ def test_where_there_is_nothing_to_audit_it_says_so(tmp_path: Path, monkeypatch,
     answer = CliRunner().invoke(app, ["audit", run])
     assert answer.exit_code == 2
     assert says in answer.output
+
+
+def reconciled(*rows: tuple[int, str, str], since: int) -> list[LifeEvent]:
+    """Events of a Redis that came back with the first `since`, and went on."""
+    return [
+        LifeEvent(f"{2000 + i}-0", since + 1 + i, number, event, detail)
+        for i, (number, event, detail) in enumerate(rows)
+    ]
+
+
+LOST_JOURNAL = [
+    ResumedLine(0, 1, 0, 1),
+    step(1, 0),
+    ReconciledLine(1, 1, 2, 2),
+    step(2, 2),
+    step(3, 3),
+    ResumedLine(2, 2, 0, 2),
+    step(3, 3, epoch=2),
+]
+
+
+def test_a_redis_that_lost_events_and_was_reconciled_is_proven():
+    """Redis had kept the admissions alone; group 2 was held by the learner, group 5 known to nobody."""
+    after = reconciled(
+        (0, "restored", "1:0"),
+        (2, "submitted", "0"),
+        (0, "reconciled", "2"),
+        (3, "admitted", "1"),
+        (3, "submitted", "1"),
+        (4, "admitted", "1"),
+        (4, "dropped", "lost"),
+        (2, "trained", "2"),
+        since=3,
+    )
+    events = [*EVENTS, *after]
+    evidence = Evidence(events, LOST_JOURNAL, {2: ""}, Counters(5, 2, 2, {"lost": 1}, {}, 2), 1, 9)
+    found = audit(evidence)
+    assert found.proven, found.findings
+    assert [found.groups[number].state for number in range(5)] == [
+        "trained",
+        "being played",
+        "trained",
+        "in the stream",
+        "dropped",
+    ]
+    assert any("reconciled as incarnation 2" in note for note in found.notes)
+    assert any("1 groups were counted as trained again" in note for note in found.notes)
+
+
+def test_an_emptied_redis_whose_groups_the_journal_restored_is_proven():
+    after = reconciled(
+        (0, "restored", "1:0"), (2, "restored", "2:2"), (1, "admitted", "0"), (1, "dropped", "lost"), since=0
+    )
+    journal = [*JOURNAL, ResumedLine(2, 2, 0, 2), step(3, 7, epoch=2)]
+    after += reconciled((3, "admitted", "0"), (3, "dropped", "lost"), since=4)
+    after += reconciled(*((n, "admitted", "2") for n in (4, 5, 6, 7)), (7, "submitted", "2"), since=6)
+    events = [replace(event, id=f"{2000 + i}-0") for i, event in enumerate(after)]
+    found = audit(Evidence([*EVENTS, *events], journal, {2: ""}, Counters(8, 3, 2, {"lost": 2}, {}, 4), 1, 9))
+    assert found.proven, found.findings
+
+
+def test_a_reconciliation_hides_no_violation():
+    twice = [*LOST_JOURNAL[:4], step(3, 0)]
+    assert any("group 0 was trained twice" in each for each in audit(replace(GOOD, journal=twice)).findings)
+    events = [*EVENTS, *reconciled((0, "restored", "1:0"), since=len(EVENTS))]
+    assert any(
+        "restored" in each and "after it had been trained" in each
+        for each in audit(replace(GOOD, events=events)).findings
+    )
+    unpublished = [*JOURNAL[:3], step(3, 3, version=9)]
+    assert any("of the later version 9" in each for each in audit(replace(GOOD, journal=unpublished)).findings)
+    changed = [*JOURNAL, ResumedLine(2, 2, 0, 0), step(3, 5, epoch=2)]
+    assert any("step 3 was repeated" in each for each in audit(replace(GOOD, journal=changed)).findings)

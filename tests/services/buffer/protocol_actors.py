@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis.stateful import RuleBasedStateMachine
 from redis import Redis
 
-from offbeat.services.buffer.api import SubmitResult
+from offbeat.services.buffer.api import Proof, Reconciled, SubmitResult
 from offbeat.services.buffer.group_ledger import LedgerFile
 from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.buffer.worker_client import AsyncRolloutBuffer
@@ -17,9 +17,10 @@ from offbeat.services.keys import RunKeys
 from offbeat.services.messages.codec import encode_manifest
 from offbeat.services.messages.types import EpisodeTask, Group, Manifest
 from offbeat.services.redis.connection import connect_async
+from offbeat.services.redis.incarnation import KnownIncarnation
 from offbeat.services.redis.lease import LearnerLease
 from offbeat.services.weights.publisher import PUBLISH
-from offbeat.trainer.learner.step_ledger import StepLedger
+from offbeat.trainer.learner.step_ledger import StepLedger, newest_epoch
 from tests.copying import replace
 from tests.services.buffer.buffer_play import (
     RUN,
@@ -70,6 +71,8 @@ class Learner:
     start_up: list[Callable[[], object]] = field(default_factory=list[Callable[[], object]])
     undecided: Group | None = None
     batch: list[Group] = field(default_factory=list[Group])
+    published: int = -1
+    """Version that it published last."""
 
 
 class Played(RuleBasedStateMachine):
@@ -95,28 +98,88 @@ class Played(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.ledger = LedgerFile(self.folder)
         self.publisher = self.redis.register_script(PUBLISH)
+        self.known: dict[int, KnownIncarnation] = {}
         self.durable = Checkpoint()
+        self.evaluations: set[str] = set()
+        self.history: dict[int, tuple[int, ...]] = {}
+        """Groups of each step, which a successor repeats."""
+        self.lost_to = -1
+        """Step of the last reconciliation by a learner that went on."""
+        self.newest = -1
+        """Newest version that any learner has published."""
+        self.limits = replace(LIMITS, max_staleness=float(self.max_staleness))
         self.learner = self._new_learner()
         self.zombie: Learner | None = None
         self.published = -1
-        self.history: dict[int, tuple[int, ...]] = {}
-        self.evaluations: set[str] = set()
+        """Newest version in Redis."""
+        self.snapshots: list[dict[bytes, tuple[int, bytes]]] = [{}]
+        """Earlier states of Redis: key -> time to live (ms; 0: none) and dump; at first that of an emptied one."""
+        self.has_lost = False
+        self.learner.start_up.pop()()
 
     def _new_learner(self) -> Learner:
-        lease = LearnerLease(self.redis, RUN, "learner", 3600.0)
-        buffer = self.run.learner = RedisLearnerBuffer(self.redis, RUN, lease.acquire())
+        lease = LearnerLease(self.redis, RUN, "learner", 3600.0, newest_epoch=lambda: newest_epoch(self.folder))
+        known = KnownIncarnation(self.redis, RUN)
+        buffer = self.run.learner = RedisLearnerBuffer(
+            self.redis, RUN, lease.acquire(), known=known, limits=self.limits, reclaim=lease.reclaim
+        )
+        self.known[buffer.epoch] = known
         journal = StepLedger(self.folder, buffer.epoch)
-        journal.write_resumed(self.durable.step)
+        journal.write_lease()
         self.leases.append(lease)
-        return Learner(lease, buffer, journal, self.durable)
+        learner = Learner(lease, buffer, journal, self.durable, start_up=[])
+        learner.start_up = [lambda: self._starts(learner)]
+        return learner
+
+    def _prove(self, learner: Learner) -> Proof:
+        step = self.durable.step
+        return learner.journal.prove(step, step * GROUPS_PER_STEP, 0)
+
+    def _starts(self, learner: Learner) -> None:
+        """What `trainer.learner.loop` does first."""
+        learner.buffer.prove_with(lambda: self._prove(learner), lambda result: self._reconciled(learner, result))
+        result = learner.buffer.reconcile(self._prove(learner))
+        learner.journal.write_resumed(learner.now.step, result.num_added, result.incarnation)
+        if result.is_new or self.durable.step <= self.lost_to:
+            self._forget_steps(self.durable.step)
+        self.newest = max(self.newest, learner.buffer.newest_version())
+        self._queue_evaluations_again(learner)
+
+    def _reconciled(self, learner: Learner, result: Reconciled) -> None:
+        assert self.has_lost
+        learner.journal.write_reconciled(learner.now.step, result)
+        self.lost_to = learner.now.step
+        self._forget_steps(learner.now.step)
+        self._queue_evaluations_again(learner)
+        if learner.published == learner.now.step:
+            self._publish(learner, learner.published)
+
+    def _forget_steps(self, first: int) -> None:
+        """Groups of steps from `first` on may be lost: they are repeated on others."""
+        self.history = {step: numbers for step, numbers in self.history.items() if step < first}
+
+    def _queue_evaluations_again(self, learner: Learner) -> None:
+        for eval_id in self.evaluations:
+            learner.buffer.start_eval(eval_id, 3, sampling_name="sampled", min_version=int(eval_id.partition("-")[2]))
 
     def _publish(self, learner: Learner, step: int) -> bytes:
         keys = RunKeys(RUN)
         epoch = learner.buffer.epoch
         manifest = Manifest(RUN, step, step, epoch, "fs", f"/v{step}", "", 0, (), 0.0)
-        names = [keys.epoch, keys.manifests, keys.progress, keys.doorbell, keys.versions]
-        reply: list[bytes] = self.publisher(keys=names, args=[epoch, step, step, encode_manifest(manifest), 4])  # type: ignore[assignment]
+        names = [keys.epoch, keys.manifests, keys.progress, keys.doorbell, keys.versions, keys.incarnation]
+        known = self.known[epoch]._value or "none"
+        args = [epoch, step, step, encode_manifest(manifest), 4, known]
+        reply: list[bytes] = self.publisher(keys=names, args=args)  # type: ignore[assignment]
+        if reply[0] in (b"announced", b"exists"):
+            learner.published = step
+            self.published = max(self.published, step)
+            self.newest = max(self.newest, step)
         return reply[0]
+
+    def _is_pending(self) -> bool:
+        """Return whether a learner has to reconcile the data first."""
+        incarnation: bytes | None = self.redis.get(RunKeys(RUN).incarnation)  # type: ignore[assignment]
+        return incarnation is None or incarnation.endswith(b"?")
 
     def _hand_in(self, name: str, buffer: AsyncRolloutBuffer, task: EpisodeTask, lag: int) -> SubmitResult:
         version = max(task.min_version, self.published - lag)

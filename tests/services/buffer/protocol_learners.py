@@ -6,8 +6,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from offbeat.services.buffer.learner_client import RedisLearnerBuffer
-from offbeat.services.errors import FencedError
+from offbeat.services.errors import FencedError, ReconcileError
+from offbeat.services.keys import RunKeys
 from offbeat.services.messages.types import Group
 from offbeat.services.redis.lease import LearnerLease, LeaseHeldError, free_lease_of
 from offbeat.trainer.learner.group_intake import StepGroups
@@ -53,8 +53,12 @@ class LearnerRules(Played):
     @precondition(lambda self: not self.learner.start_up and self.learner.now.step > self.published)
     @rule()
     def publish(self) -> None:
-        assert self._publish(self.learner, self.learner.now.step) == b"announced"
-        self.published = self.learner.now.step
+        reply = self._publish(self.learner, self.learner.now.step)
+        if reply == b"reconcile":  # given up; the next command reconciles
+            assert self.has_lost
+            self.learner.buffer.adopt(self.learner.now.step)
+        else:
+            assert reply == b"announced"
 
     def _may_take(self) -> bool:
         learner = self.learner
@@ -111,18 +115,15 @@ class LearnerRules(Played):
 
     @rule()
     def learner_crashes(self) -> None:
-        self.zombie, durable = self.learner, self.durable
+        self.zombie = self.learner
         free_lease_of(self.redis, RUN, "learner")
         self.learner = self._new_learner()
-        buffer = self.learner.buffer
-        self.learner.start_up = [
-            lambda: buffer.ack(durable.consumed, durable.step),
-            lambda: self._restores_nothing(buffer, durable),
-        ]
 
-    def _restores_nothing(self, buffer: RedisLearnerBuffer, durable: Checkpoint) -> None:
-        assert buffer.restore(durable.step * GROUPS_PER_STEP) == 0
+    def is_leased(self) -> bool:
+        """Return whether Redis has not lost the lease."""
+        return bool(self.redis.exists(RunKeys(RUN).lease))
 
+    @precondition(is_leased)
     @rule()
     def a_second_learner_waits(self) -> None:
         with pytest.raises(LeaseHeldError):
@@ -134,18 +135,44 @@ class LearnerRules(Played):
         zombie = self.zombie
         assert zombie is not None
         if write > 4:
-            assert self._publish(zombie, self.published + write - 4) == b"fenced"
+            refused = self._publish(zombie, self.published + write - 4)
+            assert refused == b"fenced" or (self.has_lost and refused == b"reconcile")
             return
         group = Group("1-1", "run-0", 0, "lake", 0, 0, ())
         writes: list[Callable[[], object]] = [
             lambda: zombie.buffer.take(0),
             lambda: zombie.buffer.drop(zombie.batch[0] if zombie.batch else group, "stale"),
             lambda: zombie.buffer.ack(zombie.now.consumed, zombie.now.step),
-            lambda: zombie.buffer.restore(0),
+            lambda: zombie.buffer.reconcile(self._prove(zombie)),
             lambda: zombie.buffer.start_eval("zombie", 1, sampling_name="greedy", min_version=0),
         ]
-        with pytest.raises(FencedError):
+        with pytest.raises((FencedError, ReconcileError) if self.has_lost else FencedError):
             writes[write]()
+
+    # Redis comes back
+
+    @rule()
+    def redis_is_copied(self) -> None:
+        """A state that Redis may come back at."""
+        dumps: dict[bytes, tuple[int, bytes]] = {}
+        for key in self.redis.scan_iter():
+            dumps[key] = (max(0, self.redis.pttl(key)), self.redis.dump(key))  # type: ignore[arg-type,assignment]
+        self.snapshots.append(dumps)
+
+    @rule(pick=st.integers(0, 99))
+    def redis_comes_back_at_an_earlier_state(self, pick: int) -> None:
+        """Whatever it acknowledged since is lost; the first connection to the new process says so (verify.lua)."""
+        self.has_lost = True
+        self.redis.flushall()
+        self.snapshots = self.snapshots[: 1 + pick % len(self.snapshots)]  # later ones are of a past that is gone
+        for key, (time_to_live_ms, dump) in self.snapshots[-1].items():
+            self.redis.restore(key, time_to_live_ms, dump)
+        keys = RunKeys(RUN)
+        incarnation: bytes | None = self.redis.get(keys.incarnation)  # type: ignore[assignment]
+        if incarnation is not None and not incarnation.endswith(b"?"):
+            self.redis.set(keys.incarnation, incarnation + b"?")
+        version: bytes | None = self.redis.hget(keys.progress, "version")  # type: ignore[assignment]
+        self.published = -1 if version is None else int(version)
 
     @precondition(lambda self: not self.learner.start_up)
     @rule()

@@ -51,7 +51,7 @@ class Protocol(WorkerRules, LearnerRules):
         gone = sum(counters.dropped.values()) + sum(counters.failed.values())
         assert counters.admitted == counters.trained + gone + counters.in_flight
         assert snapshot.playing <= LIMITS.max_groups_in_flight
-        bound = math.ceil((self.published + self.max_staleness + 1) * GROUPS_PER_STEP) if self.published >= 0 else 0
+        bound = math.ceil((self.newest + self.max_staleness + 1) * GROUPS_PER_STEP) if self.newest >= 0 else 0
         assert counters.admitted - gone <= min(bound, LIMITS.total_groups)
 
     @invariant()
@@ -83,6 +83,8 @@ class Protocol(WorkerRules, LearnerRules):
 
     def teardown(self) -> None:
         try:
+            while self.learner.start_up:
+                self.learner.start_up.pop(0)()
             for _ in range(200):
                 results = [self.run.learner.eval_result(eval_id) for eval_id in self.evaluations]
                 if None not in results and self.run.learner.counters().trained == LIMITS.total_groups:
@@ -101,7 +103,7 @@ class Protocol(WorkerRules, LearnerRules):
         for name, worker in self.workers.items():
             self.heartbeat(name)
             self.claim(name, 50, answer_lost=False)
-            while worker.held:
+            while worker.held and not self._is_pending():
                 self.submit(name, 0, 0)
         for _ in range(8):
             self._next_command()()

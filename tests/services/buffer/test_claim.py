@@ -4,7 +4,7 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from offbeat.services.errors import BufferError
+from offbeat.services.errors import BufferError, ReconcileError
 from offbeat.services.messages.types import EpisodeKind
 from tests.services.buffer.buffer_play import (
     Run,
@@ -23,8 +23,11 @@ async def test_nothing_is_admitted_before_the_first_weights(redis: Redis, async_
 
 async def test_an_unconfigured_run_hands_out_nothing(async_redis: AsyncRedis, redis: Redis):
     run = Run(redis, async_redis, *[None] * 3)  # type: ignore[arg-type]
-    assert await run.other_worker().claim("w", 5) == []
-    assert (await run.other_worker().heartbeat("w")).cancelled == ()
+    with pytest.raises(ReconcileError):
+        await run.other_worker().claim("w", 5)
+    with pytest.raises(ReconcileError):
+        await run.other_worker().heartbeat("w")
+    assert redis.keys("*") == []
 
 
 @pytest.mark.parametrize(

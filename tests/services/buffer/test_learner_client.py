@@ -4,6 +4,7 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
+from offbeat.services.buffer.api import Proof
 from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.buffer.scripts import BufferKeys
 from offbeat.services.errors import BufferError, FencedError
@@ -87,9 +88,10 @@ async def test_a_learner_that_restarts_gets_the_same_groups_in_the_same_order(ru
 async def test_a_take_whose_answer_got_lost_is_given_again(run: Run):
     await run.complete_groups(2)
     lost = run.learner.take(0)
-    run.learner._last = "0-0"
-    again = run.learner.take(0)
     assert lost is not None
+    run.learner._last = "0-0"
+    run.learner._release([lost.entry_id])
+    again = run.learner.take(0)
     assert again is not None
     assert again.entry_id == lost.entry_id
     assert [g.number for g in take_all(run.learner)] == [1]
@@ -148,7 +150,7 @@ async def test_every_write_of_a_replaced_learner_is_refused(run: Run):
         lambda: old.take(0),
         lambda: old.drop(group, "stale"),
         lambda: old.ack([group.entry_id], 1),
-        lambda: old.restore(5),
+        lambda: old.reconcile(Proof(num_trained=5)),
         lambda: old.start_eval("f", 1, sampling_name="greedy", min_version=0),
         lambda: old.forget_eval("e"),
     ):
@@ -253,8 +255,8 @@ async def test_a_dead_workers_evaluation_episodes_are_played_by_another(run: Run
 
 async def test_a_fresh_redis_goes_on_where_the_checkpoint_stands(redis: Redis, async_redis: AsyncRedis):
     run = Run.begin(redis, async_redis, limits(max_staleness=0.0), step=5)
-    assert run.learner.restore(10) == 10
-    assert run.learner.restore(10) == 0
+    assert run.learner.reconcile(Proof(num_trained=10)).num_added == 10
+    assert run.learner.reconcile(Proof(num_trained=10)).num_added == 0
     counters = run.learner.counters()
     assert (counters.admitted, counters.trained, counters.in_flight) == (10, 10, 0)
     assert {t.number for t in await run.buffer.claim("w", 100)} == {10, 11}
@@ -262,14 +264,14 @@ async def test_a_fresh_redis_goes_on_where_the_checkpoint_stands(redis: Redis, a
 
 async def test_a_fresh_redis_gives_no_number_twice_that_the_checkpoint_knows(redis: Redis, async_redis: AsyncRedis):
     run = Run.begin(redis, async_redis, limits(max_staleness=0.0), step=5)
-    run.learner.restore(10, next_number=13)
+    run.learner.reconcile(Proof(num_trained=10, next_number=13))
     assert {t.number for t in await run.buffer.claim("w", 100)} == {13, 14}
 
 
 async def test_groups_acknowledged_past_the_checkpoint_are_replaced(run: Run):
     await run.complete_groups(4)
     run.learner.ack([g.entry_id for g in take_all(run.learner)], 2)
-    assert run.learner.restore(2) == -2
+    assert run.learner.reconcile(Proof(num_trained=2)).num_added == -2
     counters = run.learner.counters()
     assert (counters.admitted, counters.trained, counters.dropped) == (4, 2, {"rewound": 2})
     assert {t.number for t in await run.buffer.claim("w", 100)} == {4, 5}
@@ -280,5 +282,5 @@ async def test_restoring_an_ordinary_checkpoint_changes_nothing(run: Run, redis:
     run.learner.ack([g.entry_id for g in take_all(run.learner)[:2]], 1)
     publish(redis, 1)
     before = run.learner.snapshot()
-    assert run.learner.restore(2) == 0
+    assert run.learner.reconcile(Proof(num_trained=2)).num_added == 0
     assert run.learner.snapshot() == before

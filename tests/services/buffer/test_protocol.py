@@ -34,7 +34,8 @@ def test_nothing_is_lost_and_nothing_trained_twice_whatever_dies_when(redis_url:
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 @pytest.mark.parametrize("seed", range(5))
-def test_long_lives_full_of_deaths_end_complete(redis_url: str, seed: int, max_staleness: int):
+@pytest.mark.parametrize("losses", [0, 2], ids=["", "with losses of Redis"])
+def test_long_lives_full_of_deaths_end_complete(redis_url: str, seed: int, max_staleness: int, losses: int):
     """The same machine, driven by a seeded walk that gets further into a run than hypothesis does."""
     walk = random.Random(seed)
     with connect(redis_url) as redis:
@@ -60,7 +61,9 @@ def test_long_lives_full_of_deaths_end_complete(redis_url: str, seed: int, max_s
             (1, lambda: machine.learner.start_up or machine.acknowledge()),
             (1, lambda: machine.learner.start_up or machine.evaluate()),
             (1, machine.learner_crashes),
-            (1, machine.a_second_learner_waits),
+            (1, lambda: machine.is_leased() and machine.a_second_learner_waits()),
+            (losses, machine.redis_is_copied),
+            (losses, lambda: machine.redis_comes_back_at_an_earlier_state(pick())),
             (1, lambda: machine.ledger_is_copied(walk.randrange(40))),
             (1, lambda: machine.a_replaced_learner_writes(walk.randrange(7)) if machine.zombie else None),
         ]

@@ -176,8 +176,8 @@ async def test_an_episode_that_is_being_handed_in_is_not_called_off(run: Run, mo
     (task,) = await run.buffer.claim("w", 1)
     send, stored, released = run.buffer._run.call_merged, asyncio.Event(), asyncio.Event()
 
-    async def slowly(*args: Any) -> Any:
-        answer = await send(*args)
+    async def slowly(*args: Any, **options: Any) -> Any:
+        answer = await send(*args, **options)
         stored.set()
         await released.wait()
         return answer

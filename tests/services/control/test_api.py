@@ -12,6 +12,7 @@ from offbeat.services.control.client import ControlRefusedError
 from offbeat.services.control.interfaces import Health, Observation
 from offbeat.services.control.rights import Rights
 from offbeat.services.control.run import RunSpec, RunState
+from offbeat.services.diagnosis import RunFinding, encode_findings
 from offbeat.services.errors import RetryableError
 from offbeat.services.keys import RunKeys
 from offbeat.services.redis.connection import connect_async
@@ -184,6 +185,31 @@ async def test_rates_of_steps_longer_than_the_window_are_those_of_the_last_step(
     tokens_per_s, steps_per_s = await rates(since=600.0)
     assert tokens_per_s == pytest.approx(0.05, rel=0.1)
     assert steps_per_s == pytest.approx(1 / 600, rel=0.1)
+
+
+async def test_a_diagnosis_is_part_of_the_run_and_of_why(api: ApiHarness):
+    await api.start("a", RunState.FINISHED)
+    found = RunFinding("truncated", "a token limit cut 90% of the episodes", "raise it", ("sequence_length",))
+    redis: Any = api.redis
+    await redis.hset(RunKeys("a").record, mapping={"learner_findings": encode_findings([found])})
+    assert [each.finding() for each in (await api.client.show("a")).diagnosis] == [found]
+    why = await api.client.why("a")
+    assert (why.chain[-1].who, why.chain[-1].state) == ("training", "truncated")
+    assert why.sentence.endswith(f"diagnosis: {found}.")
+
+
+async def test_episodes_that_fail_often_are_part_of_the_diagnosis(api: ApiHarness):
+    await api.start("a", RunState.RUNNING)
+    counts = {"finished": 12, "failed": 4, "recent": 16, "recent_failed": 8, "limit": 16}
+    last = {"tag": "Hills", "error": "step_error: no slope", "trace": "Traceback"}
+    report = {"at": api.store.clock() + 1, "groups": {}, "evaluations": {}, "episodes": {**counts, **last}}
+    redis: Any = api.redis
+    await redis.hset(RunKeys("a").doing, "w0", json.dumps(report))
+    (finding,) = (await api.client.show("a")).diagnosis
+    assert (finding.name, finding.keys) == ("failing_episodes", ("custom_envs.Hills",))
+    assert finding.seen.startswith("8 of the last 16 episodes failed")
+    await api.store.update("a", state=RunState.FINISHED)
+    assert (await api.client.show("a")).diagnosis == []
 
 
 async def test_runs_are_listed_by_state_and_name_a_page_at_a_time(api: ApiHarness):

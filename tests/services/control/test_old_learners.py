@@ -11,11 +11,13 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.services.buffer.admin import configure_buffer
+from offbeat.services.buffer.api import Proof
 from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.control.run import RunSpec, RunState
 from offbeat.services.control.store import EPOCH_TTL_S, RunStore
 from offbeat.services.errors import FencedError
 from offbeat.services.keys import RunKeys
+from offbeat.services.redis.incarnation import KnownIncarnation
 from offbeat.services.redis.lease import LearnerLease
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.publisher import RedisWeightPublisher
@@ -34,16 +36,19 @@ class Learner:
     """All that a learner writes with."""
 
     lease: LearnerLease
+    known: KnownIncarnation
     buffer: RedisLearnerBuffer
     publisher: RedisWeightPublisher
 
     @classmethod
     def start(cls, redis: Redis, folder: Path) -> "Learner":
-        lease = LearnerLease(redis, RUN, "me", 2.0)
+        uid = uid_of(redis)
+        lease = LearnerLease(redis, RUN, "me", 2.0, run_uid=uid)
+        known = KnownIncarnation(redis, RUN, uid)
         epoch = lease.acquire()
         weights = WeightsConfig(transport="fs", url=str(folder))
-        publisher = RedisWeightPublisher(redis, RUN, weights, epoch, folder)
-        return cls(lease, RedisLearnerBuffer(redis, RUN, epoch), publisher)
+        publisher = RedisWeightPublisher(redis, RUN, weights, epoch, folder, known=known)
+        return cls(lease, known, RedisLearnerBuffer(redis, RUN, epoch, known=known), publisher)
 
     def publish(self, version: int) -> None:
         self.publisher.publish(version, version, [("w", torch.zeros(4))])
@@ -54,7 +59,7 @@ class Learner:
         for call in (
             lambda: self.buffer.take(0),
             lambda: self.buffer.ack(["1-1"], 1),
-            lambda: self.buffer.restore(0),
+            lambda: self.buffer.reconcile(Proof()),
             lambda: self.publish(7),
         ):
             with pytest.raises(FencedError):
@@ -75,7 +80,11 @@ async def make_anew(store: RunStore, redis: Redis, *, delete: bool) -> None:
     if delete:
         await store.delete(RUN)
     await store.create(SPEC)
-    configure_buffer(redis, RUN, limits())
+    configure_buffer(redis, RUN, limits(), uid_of(redis))
+
+
+def uid_of(redis: Redis) -> str:
+    return cast(bytes, redis.hget(KEYS.record, "uid")).decode()
 
 
 @pytest.mark.parametrize("delete", [False, True], ids=["created anew", "deleted first"])
@@ -84,7 +93,7 @@ async def test_a_learner_of_the_run_before_is_fenced(
     store: RunStore, redis: Redis, tmp_path: Path, delete: bool, when: str
 ):
     await store.create(SPEC)
-    configure_buffer(redis, RUN, limits())
+    configure_buffer(redis, RUN, limits(), uid_of(redis))
     old = Learner.start(redis, tmp_path)
     await make_anew(store, redis, delete=delete)
     with old.lease:

@@ -1,6 +1,7 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from typing import Any, cast
 
 import pytest
 from redis.asyncio import Redis
@@ -10,11 +11,14 @@ from offbeat.services.control.interfaces import Health
 from offbeat.services.control.reconciler import Reconciler, RestartPolicy
 from offbeat.services.control.run import (
     DesiredState,
+    ForeignRecordError,
     RunRecord,
     RunSpec,
     RunState,
+    UnknownRunError,
 )
 from offbeat.services.control.store import RunStore
+from offbeat.services.diagnosis import RunFinding, encode_findings
 from offbeat.services.keys import RunKeys
 from tests.copying import replace
 from tests.services.control.control_fakes import SETTINGS, SPEC, FakeClock, FakeMesh, reconcile_until
@@ -65,6 +69,18 @@ async def test_the_run_finishes_when_the_learner_has_done_its_work(
     assert mesh["generation"].stops == [True]
     assert mesh.cleaned == 1
     assert (await store.load("lake")).ended_at > 0
+
+
+async def test_a_run_without_a_gradient_finishes_with_what_was_wrong(
+    reconciler: Reconciler, mesh: FakeMesh, store: RunStore
+):
+    await reconcile_until(reconciler, RunState.RUNNING)
+    found = RunFinding("truncated", "a token limit cut 90% of the episodes", "raise it", ("sequence_length",))
+    fields = {"learner_has_trained": "0", "learner_findings": encode_findings([found])}
+    await cast(Any, store.redis.hset(RunKeys("lake").record, mapping=fields))
+    mesh["learner"].health = Health.DONE
+    await reconcile_until(reconciler, RunState.FINISHED)
+    assert (await store.load("lake")).error == f"no token was trained: {found}"
 
 
 @pytest.mark.parametrize("name", ["learner", "env-workers", "generation"])
@@ -365,3 +381,31 @@ async def test_runs_that_are_over_cost_the_loop_no_look_and_leave_nothing_in_it(
     assert "over" not in looked
     looking.cancel()
     await asyncio.gather(looking, return_exceptions=True)
+
+
+async def test_a_record_that_redis_has_lost_is_written_again(store: RunStore, mesh: FakeMesh):
+    """It keeps its id, so that the run's parts go on; a deleted run does not come back."""
+    reconciler = Reconciler(store, lambda _: mesh, reconcile_s=0.02)
+    running = asyncio.create_task(reconciler.run())
+
+    async def is_running() -> bool:
+        try:
+            return (await store.load("lake")).state is RunState.RUNNING
+        except (UnknownRunError, ForeignRecordError):
+            return False
+
+    try:
+        await wait_until(is_running)
+        before = await store.load("lake")
+        await store.redis.flushall()
+        await wait_until(is_running)
+        after = await store.load("lake")
+        assert (after.uid, after.config, after.attempt) == (before.uid, before.config, before.attempt)
+        assert await store.run_ids() == ["lake"]
+        await store.update("lake", state=RunState.FAILED)
+        await store.delete("lake")
+        await asyncio.sleep(0.2)  # several passes
+        assert await store.run_ids() == []
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)

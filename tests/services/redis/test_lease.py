@@ -5,10 +5,11 @@ from typing import cast
 import pytest
 from redis import Redis
 
-from offbeat.services.errors import FencedError, RetryableError
+from offbeat.services.errors import FencedError, ForeignRunError, RetryableError
 from offbeat.services.keys import RunKeys
 from offbeat.services.redis.connection import RETRY_CAP_S, connect
 from offbeat.services.redis.lease import (
+    LEASE_NONCE,
     RENEWALS_PER_TIMEOUT,
     LearnerLease,
     LeaseHeldError,
@@ -232,13 +233,60 @@ def test_a_lease_that_expired_with_nobody_waiting_goes_on(redis: Redis):
         lease.check()
 
 
-def test_a_redis_that_lost_its_data_fences_the_learner(redis: Redis):
-    heard = threading.Event()
-    with LearnerLease(redis, RUN, "me", 0.2, on_lost=heard.set) as lease:
-        lease.acquire()
+def test_a_redis_that_lost_its_data_gives_the_learner_its_lease_back(redis: Redis):
+    keys = RunKeys(RUN)
+    redis.set(keys.epoch, 6)
+    with LearnerLease(redis, RUN, "me", 0.2) as lease:
+        assert lease.acquire() == 7
         redis.flushall()
-        assert heard.wait(30)
-        assert not lease.held()
+        wait_until_sync(lambda: redis.get(keys.epoch) == b"7")
+        lease.reclaim()
+        assert lease.held()
+        with pytest.raises(LeaseHeldError):
+            LearnerLease(redis, RUN, "another", 10).acquire()
+
+
+def test_in_a_redis_that_forgot_the_newest_lease_the_greater_epoch_wins(redis: Redis):
+    """The older learner holds the lease again, as far as Redis knows."""
+    old = LearnerLease(redis, RUN, "old", 60.0)
+    old.acquire()
+    copy = redis.dump(RunKeys(RUN).lease), redis.dump(RunKeys(RUN).key("lease", "last"))
+    assert free_lease_of(redis, RUN, "old")
+    with LearnerLease(redis, RUN, "new", 60.0) as new:
+        new.acquire()
+        redis.set(RunKeys(RUN).epoch, old.epoch)
+        for key, blob in zip((RunKeys(RUN).lease, RunKeys(RUN).key("lease", "last")), copy, strict=True):
+            redis.restore(key, 0, blob, replace=True)  # type: ignore[arg-type]
+        old.reclaim()
+        new.reclaim()
+        with pytest.raises(FencedError):
+            old.reclaim()
+        new.check()
+
+
+def test_a_new_lease_exceeds_every_epoch_that_the_folder_knows(redis: Redis):
+    with LearnerLease(redis, RUN, "me", 60.0, newest_epoch=lambda: 41) as lease:
+        assert lease.acquire() == 42
+
+
+def test_a_learner_of_another_run_of_that_name_gets_no_lease(redis: Redis):
+    redis.hset(RunKeys(RUN).record, "uid", "new")
+    with pytest.raises(ForeignRunError):
+        LearnerLease(redis, RUN, "me", 60.0, run_uid="old").acquire()
+    with LearnerLease(redis, RUN, "me", 60.0, run_uid="new") as lease:
+        lease.acquire()
+        redis.hset(RunKeys(RUN).record, "uid", "newest")
+        with pytest.raises(FencedError):
+            lease.reclaim()
+
+
+def test_a_process_of_the_same_name_in_another_container_keeps_its_lease(redis: Redis, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(LEASE_NONCE, "there")
+    with LearnerLease(redis, RUN, "host:7", 60.0) as lease:
+        lease.acquire()
+        assert not free_lease_of(redis, RUN, "host:7", "here")
+        assert lease.held()
+        assert free_lease_of(redis, RUN, "host:7", "there")
 
 
 def test_a_redis_that_is_away_gives_no_lease_and_says_try_again():

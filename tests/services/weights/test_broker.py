@@ -19,6 +19,7 @@ from offbeat.services.weights.publisher import RedisWeightPublisher
 from offbeat.services.weights.subscriber import RedisWeightSubscriber
 from offbeat.services.weights.transports.base import StoredFile, file_name, owner_of
 from offbeat.services.weights.transports.factory import cleanup
+from tests.services.weights.publishing import give_lease
 from tests.waiting import wait_until
 
 RUN = "broker"
@@ -42,6 +43,7 @@ def files(folder: Path) -> set[Path]:
 
 def publish(redis_url: str, config: WeightsConfig, versions: int) -> None:
     with redis.Redis.from_url(redis_url) as server:
+        give_lease(server, RUN, 1)
         publisher = RedisWeightPublisher(server, RUN, config, 1, Path("unused"))
         for version in range(versions):
             publisher.publish(version, version, [("w", torch.ones(1))])

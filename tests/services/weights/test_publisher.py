@@ -24,6 +24,7 @@ from offbeat.services.weights.publisher import RedisWeightPublisher
 from offbeat.services.weights.subscriber import RedisWeightSubscriber
 from offbeat.services.weights.transports.factory import cleanup
 from offbeat.services.weights.transports.filesystem import FilesystemTransport
+from tests.services.weights.publishing import give_lease
 from tests.waiting import wait_until
 
 RUN = "publishing"
@@ -46,6 +47,7 @@ class Learner:
 
     def __init__(self, server: redis.Redis, config: WeightsConfig, epoch: int = 1) -> None:
         self.parameter = torch.zeros(4)
+        give_lease(server, RUN, epoch)
         self.publisher = RedisWeightPublisher(server, RUN, config, epoch, Path("unused"))
 
     def publish(self, version: int, value: float | None = None) -> None:
@@ -66,10 +68,12 @@ def test_versions_of_a_folder_that_was_copied_are_replaced(
 ) -> None:
     """Redis was copied with the folder, from a moment before the checkpoint: it names files of the original."""
     config = WeightsConfig(transport=transport, keep_versions=2)
+    give_lease(server, RUN, 1)
     original = RedisWeightPublisher(server, RUN, config, 1, tmp_path / "original")
     for version in (0, 1):
         original.publish(version, version, [("w", torch.zeros(4))])
     original.close()
+    give_lease(server, RUN, 2)
     copy = RedisWeightPublisher(server, RUN, config, 2, tmp_path / "copy")
     for version in (2, 3, 4):
         copy.publish(version, version, [("w", torch.ones(4))])

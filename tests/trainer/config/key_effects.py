@@ -54,6 +54,10 @@ EFFECTS: dict[str, list[Change]] = {
     "vtrace_c_bar": [(GAE | RECOMPUTE | {"value_targets": "vtrace"}, {"vtrace_c_bar": 0.8})],
     "gamma": [({}, {"gamma": 0.9}), (GAE, {"gamma": 0.9}), ({"adv_estimator": "agentic_reinforce"}, {"gamma": 0.9})],
     "lambd": [(GAE, {"lambd": 0.5}), (GAE | {"gae_level": "turn"}, {"lambd": 0.5})],
+    "bootstrap_truncated": [
+        (GAE | more, {"bootstrap_truncated": True})
+        for more in ({}, {"gae_level": "turn"}, RECOMPUTE | {"value_targets": "vtrace"})
+    ],
     "step_reward_gamma": [
         ({"adv_estimator": name}, {"step_reward_gamma": 0.5}) for name in ("gigpo", "step_reinforce")
     ],

@@ -102,7 +102,7 @@ def trained(folder: Path, critic: dict[str, Any]) -> torch.Tensor:
 
 @pytest.mark.parametrize(("key", "value"), OF_THE_ROLES.items(), ids=OF_THE_ROLES)
 def test_a_role_has_the_policys_model_but_for_its_own_keys(key: str, value: object) -> None:
-    args = ModelArgs(dtype="float16", lora_target="all-linear", attn_implementation="sdpa")
+    args = ModelArgs(dtype="float32", lora_target="all-linear", attn_implementation="sdpa")
     assert args.of_role(CriticModelArgs()) == args.without_adapters
     assert args.of_role(CriticModelArgs(**{key: value})) == args.without_adapters.model_copy(update={key: value})
 

@@ -24,7 +24,7 @@ from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of
 from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.integration.learner_rank import SMOOTH, fixed_batch
-from tests.trainer.engines.comparing import assert_same, nll, weights_of
+from tests.trainer.engines.comparing import assert_same, decaying_groups, nll, weights_of
 from tests.trainer.learner.harness import learner_config
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ def engine(folder: Path, ranks: Ranks, dtype: str = "float32", training: Trainin
 def test_a_step_is_torch_adamw_on_the_clipped_gradient(folder: Path, ranks: Ranks) -> None:
     ours = engine(folder, ranks, training=SMOOTH.model_copy(update={"max_grad_norm": 0.5}))
     twin = load_policy(folder, ModelArgs(), seed=1)
-    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(decaying_groups(twin, 0.1), lr=1e-2, betas=(0.9, 0.95), eps=1e-3)
     for _ in range(3):
         outcome = ours.train(fixed_batch(), nll, HYPER)
         optimizer.zero_grad()
@@ -101,6 +101,12 @@ def test_loaded_engine_keeps_its_current_settings(folder: Path, ranks: Ranks, tm
         fresh.load(tmp_path)
         fresh.train(fixed_batch(), nll, HYPER)
         assert not torch.equal(weights_of(fresh)[name], weights_of(saved)[name]), told
+
+
+def test_a_state_with_other_exemptions_from_decay_is_refused(folder: Path, ranks: Ranks, tmp_path: Path) -> None:
+    engine(folder, ranks).save(tmp_path)
+    with pytest.raises(RuntimeError, match="decay_all_weights=false"):
+        engine(folder, ranks, training=SMOOTH.model_copy(update={"decay_all_weights": True})).load(tmp_path)
 
 
 def test_a_folder_without_a_state_is_refused(folder: Path, ranks: Ranks, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_episodes_that_report_no_success_count_as_failures(tmp_path: Path) -> No
 def test_tags_without_success_are_not_missing_in_that_of_others(tmp_path: Path) -> None:
     values, _ = record(tmp_path, [{"success": 1.0}, {}, {}], tags=("Walk", "Talk", "Walk"))
     assert (values["success"].value, values["success"].count) == (0.5, 2.0)
-    values, scores = record(tmp_path, [{}, {}, {}])
+    values, scores = record(tmp_path / "rewards", [{}, {}, {}])
     assert "success" not in values
     assert "success_missing" not in values
     assert scores == [1.0]
@@ -108,5 +108,6 @@ def test_an_evaluation_that_was_recorded_is_not_played_again(tmp_path: Path) -> 
     buffer = FakeLearnerBuffer()
     log = DictLog({"before-sampled-0": "recorded", "during-greedy-7": "16"})
     evaluations = Evaluations(buffer, ListSink(), log, tmp_path)
+    evaluations.restart()
     evaluations.start(Evaluation("before", "sampled", 0, 8))
     assert buffer.started == [("during-greedy-7", 16, "greedy", 7)]

@@ -13,11 +13,18 @@ from tests.fakes import FakeLearnerBuffer, make_group
 
 
 def take(
-    groups: list[Group], step: int = 0, *, bound: float = 1.0, train_stale: bool = False, **config: str
+    groups: list[Group],
+    step: int = 0,
+    *,
+    bound: float = 1.0,
+    train_stale: bool = False,
+    newest_version: int | None = None,
+    **config: str,
 ) -> tuple[StepGroups | None, FakeLearnerBuffer]:
     buffer = FakeLearnerBuffer(stream=list(groups))
     intake = GroupIntake(buffer, AlgorithmConfig.model_validate(config), 2, train_stale, 11)
-    return intake.take(step, bound, lambda: not buffer.stream[buffer._delivered :]), buffer
+    ended = lambda: not buffer.stream[buffer._delivered :]  # noqa: E731
+    return intake.take(step, bound, ended, newest_version=newest_version), buffer
 
 
 @pytest.mark.parametrize("bound", [1.0, 0.5])
@@ -57,9 +64,18 @@ def test_stale_groups_may_be_trained_and_are_counted() -> None:
 
 
 def test_a_group_of_newer_weights_than_the_replayed_step_is_trained() -> None:
-    taken, _ = take([make_group(0, version=6), make_group(1, version=5)], step=4)
+    taken, _ = take([make_group(0, version=6), make_group(1, version=5)], step=4, newest_version=6)
     assert taken is not None
     assert len(taken.trained) == 2
+
+
+def test_a_group_of_weights_that_this_run_never_published_is_dropped() -> None:
+    """A worker of an earlier run of the same name has filled it."""
+    taken, buffer = take([make_group(0, version=99), make_group(1), make_group(2)], step=0)
+    assert taken is not None
+    assert [group.number for group in taken.trained] == [1, 2]
+    assert buffer.dropped == [(0, "unpublished_version")]
+    assert taken.dropped == {"unpublished_version": 1}
 
 
 @pytest.mark.parametrize(

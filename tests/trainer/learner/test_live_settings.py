@@ -41,6 +41,7 @@ def test_a_resumed_learner_repeats_each_step_at_its_first_learning_rate(
 
 def test_a_lower_bound_drops_groups_at_consumption_from_its_step_on(harness: LearnerHarness) -> None:
     harness.buffer.boundary = Boundary((Change({"max_staleness": 1.0}, step=3),))
+    harness.buffer.published = 9
     versions = iter([*[0] * 6, *[0] * 3, *[9] * 100])
     numbers = iter(range(1000))
     harness.buffer.on_empty = lambda buffer: buffer.stream.append(make_group(next(numbers), version=next(versions)))

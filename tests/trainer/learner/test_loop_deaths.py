@@ -107,8 +107,9 @@ def test_a_fenced_learner_neither_saves_nor_acknowledges(harness: LearnerHarness
 def test_resuming_makes_the_ledger_agree_with_the_checkpoint(harness: LearnerHarness) -> None:
     learner, trainer = harness.learner(should_stop=lambda: len(trainer.history) >= 3)
     learner.run()
-    harness.learner()
-    assert harness.buffer.restored == [(3 * GROUPS_PER_STEP, 6)]
+    resumed, _ = harness.learner()
+    assert resumed.run()
+    assert harness.buffer.restored == [(0, 0), (3 * GROUPS_PER_STEP, 6)]
 
 
 def test_the_journal_holds_every_step_of_every_life_and_its_groups(harness: LearnerHarness) -> None:

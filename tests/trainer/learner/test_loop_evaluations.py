@@ -71,8 +71,8 @@ def test_a_run_resumed_from_an_earlier_step_evaluates_anew(tmp_path: Path) -> No
     before = len(harness.sink.of("eval"))
     learner, trainer = harness.learner()
     assert len(trainer.history) == 3
-    assert pending not in harness.log.states
     assert learner.run()
+    assert pending not in harness.log.states
     assert [(r.labels["when"], r.step) for r in harness.sink.of("eval")[before:]] == [
         ("during", 4),
         ("after", 6),

@@ -193,6 +193,7 @@ def test_a_run_is_steered_by_what_its_steps_measure(tmp_path: Path) -> None:
     )
     learner, trainer = harness.learner()
     trainer.gauges |= {"actor/mismatch_kl": Partial("mean", 1.0, 1.0), "actor/ess": Partial("last", 0.3)}
+    harness.buffer.published = 99
     harness.buffer.on_empty = lambda buffer: buffer.stream.append(make_group(next(numbers), version=99))
     numbers = iter(range(1000))
     assert learner.run()

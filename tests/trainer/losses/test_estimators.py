@@ -6,11 +6,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from offbeat.services.messages.types import Group, Trajectory
+from offbeat.services.messages.types import Group, StopReason, Trajectory
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.rewards import RewardNormalization
 from offbeat.trainer.data.batch import pack
 from offbeat.trainer.losses.targets import Targets, build_targets
+from tests.copying import replace
 from tests.trainer.outcome import by_token, inputs_of, rich_groups
 
 Advantages = dict[int, float]
@@ -204,6 +205,88 @@ def test_vtrace_uses_ratio_of_learner_to_behavior():
             correction = min(1.1, ratios[token]) * delta + 0.9 * 0.8 * min(1.0, ratios[token]) * correction
             value_after = values[token]
             assert taught[token] == pytest.approx(values[token] + correction, abs=1e-5)
+
+
+CUTS = (
+    {"stop_reason": StopReason.MAX_LENGTH},
+    {"stop_reason": StopReason.MAX_STEPS},
+    {"stop_reason": StopReason.TRUNCATED},
+)
+GAMMA, LAMBDA = 0.9, 0.8
+
+
+def cut_groups() -> list[Group]:
+    """`rich_groups` in which every limit cuts an episode, by index: tokens, turns, time, or its last answer alone."""
+
+    def cut(trajectory: Trajectory) -> Trajectory:
+        if trajectory.index < len(CUTS):
+            return replace(trajectory, **CUTS[trajectory.index])
+        *turns, last = trajectory.turns
+        return replace(trajectory, stop_reason=StopReason.TERMINATED, turns=(*turns, last._replace(is_truncated=True)))
+
+    everybody = rich_groups()
+    ended, *others = everybody[0].trajectories
+    first = replace(everybody[0], trajectories=(ended, *map(cut, others)))
+    return [first, *(replace(g, trajectories=tuple(map(cut, g.trajectories))) for g in everybody[1:])]
+
+
+def gae_by_hand(rewards: list[float], values: list[float], after: float) -> list[float]:
+    """In float64. after: value after the last action."""
+    out: list[float] = []
+    following = 0.0
+    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
+        following = reward + GAMMA * after - value + GAMMA * LAMBDA * following
+        out.insert(0, following)
+        after = value
+    return out
+
+
+@pytest.mark.parametrize("level", ["token", "turn", "vtrace"])
+@pytest.mark.parametrize("bootstraps", [True, False])
+def test_cut_episodes_are_bootstrapped_with_the_value_after_their_last_token(level: str, bootstraps: bool):
+    settings = {"value_targets": "vtrace", "old_logprobs": "recompute"} if level == "vtrace" else {"gae_level": level}
+    config = AlgorithmConfig.model_validate(
+        {"adv_estimator": "gae", "gamma": GAMMA, "lambd": LAMBDA, "bootstrap_truncated": bootstraps, **settings}
+    )
+    groups = cut_groups()
+    batch = pack(groups)
+    given = inputs_of(batch, config)
+    if level == "vtrace":
+        given["old_logprobs"] = batch.behavior_logprobs  # with a ratio of 1 it is GAE
+    targets = build_targets(batch, config, **given)
+    ids = batch.tokens[batch.positions].tolist()
+    got = dict(zip(ids, targets.advantages.tolist(), strict=True))
+    assert targets.returns is not None
+    taught = dict(zip(ids, targets.returns.tolist(), strict=True))
+    values = dict(zip(ids, by_token(batch, 0.4, 3.0).double().tolist(), strict=True))
+    later = dict(zip(ids, by_token(batch, 0.4, 8.0).double().tolist(), strict=True))
+    num_ended = 0
+    for trajectory in (t for g in groups for t in g.trajectories):
+        tokens, last = turn_tokens(trajectory), trajectory.turns[-1]
+        ended = trajectory.stop_reason is StopReason.TERMINATED and not last.is_truncated
+        num_ended += ended
+        after = later[tokens[-1][-1]] if bootstraps and not ended else 0.0
+        if level == "turn":
+            rewards, firsts = [turn.reward for turn in trajectory.turns], [each[0] for each in tokens]
+            expected = gae_by_hand(rewards, [values[token] for token in firsts], after)
+            assert [got[token] for token in firsts] == pytest.approx(expected, abs=1e-5)
+            continue
+        flat = [token for each in tokens for token in each]
+        rewards = [0.0] * len(flat)
+        for turn, each in zip(trajectory.turns, tokens, strict=True):
+            rewards[flat.index(each[-1])] = turn.reward
+        expected = gae_by_hand(rewards, [values[token] for token in flat], after)
+        assert [got[token] for token in flat] == pytest.approx(expected, abs=1e-5)
+        returns = [advantage + values[token] for advantage, token in zip(expected, flat, strict=True)]
+        assert [taught[token] for token in flat] == pytest.approx(returns, abs=1e-5)
+    assert num_ended == 1
+
+
+def test_bootstrapping_needs_the_values_after_the_tokens():
+    config = AlgorithmConfig(adv_estimator="gae", bootstrap_truncated=True)
+    batch = pack(rich_groups())
+    with pytest.raises(ValueError, match="values after tokens"):
+        build_targets(batch, config, values=by_token(batch, 0.4, 3.0))
 
 
 def test_states_are_compared_within_group_and_unknown_ones_never():

@@ -21,6 +21,7 @@ from offbeat.deploy.cli.runs.calls import (
     UNKNOWN,
     UNREACHABLE,
 )
+from offbeat.deploy.cli.runs.watch import UNTRAINED
 from offbeat.services.control.run import RunSpec, RunState
 from offbeat.services.control.schemas import ProblemView
 from offbeat.services.control.service import NotAllowedError
@@ -206,6 +207,16 @@ async def test_watching_ends_with_the_run_and_says_how_it_went(terminal: Termina
     lines = (await terminal.types("watch", "lake", "--json")).stdout.splitlines()
     events = [json.loads(line) for line in lines]
     assert {"metrics", "history", "run"} <= {event["event"] for event in events}
+
+
+async def test_watching_a_run_that_trained_nothing_ends_with_a_code_of_its_own(terminal: Terminal):
+    await terminal.api.start("lake")
+    await terminal.api.store.update("lake", state=RunState.FINISHED, error="no token was trained: ...")
+    watched = await terminal.types("watch", "lake")
+    assert watched.exit_code == UNTRAINED
+    assert "lake is finished at step 0 of 7: no token was trained: ..." in watched.stdout
+    assert "Read" not in watched.stdout
+    assert (await terminal.types("watch", "lake", "--json")).exit_code == UNTRAINED
 
 
 async def test_what_happens_meanwhile_is_seen(terminal: Terminal):

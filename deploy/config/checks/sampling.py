@@ -1,0 +1,42 @@
+"""Checks of training episodes' sampling: recorded logprobs must be those that the trainer computes."""
+
+from collections.abc import Iterator
+
+from offbeat.deploy.config.run import RunConfig
+from offbeat.trainer.config.aliases import ENGINE
+from offbeat.trainer.config.issue import ConfigIssue
+
+WITHOUT_RATIO = ("vanilla", "gpg")
+"""Losses that do not read recorded logprobs."""
+PROCESSORS = ("logits_processors", "logprobs_mode", "generation_config", "override_generation_config")
+"""vLLM's engine arguments that change the sampled distribution or what is recorded of it."""
+
+
+def check_sampling(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield settings under which the ratio of the same weights is not 1."""
+    args = config.actor_infer.generating_args
+    if args.temperature == 0:
+        yield ConfigIssue(
+            "actor_infer.generating_args.temperature",
+            "0 (greedy) has no probabilities to train on: take a positive one; evaluations are greedy in any case",
+        )
+    cuts = {"top_p": args.top_p < 1, "top_k": args.top_k > 0}
+    for key in (name for name, is_set in cuts.items() if is_set and not _ignores_cuts(config)):
+        yield ConfigIssue(
+            f"actor_infer.generating_args.{key}",
+            f"{getattr(args, key)} records logprobs of the cut distribution, the trainer's are of the whole one, so ratios "
+            "start at the kept probability mass: leave it out, or set old_logprobs=recompute, whose ratio is between the "
+            "trainer's own logprobs (add train_infer_correction.is_weight to weight by the kept mass)",
+        )
+    for key in PROCESSORS:
+        if key in (config.actor_infer.engine.model_extra or {}):
+            yield ConfigIssue(
+                f"{ENGINE}.{key}",
+                "changes which distribution is sampled or recorded, and the trainer does not know it: leave it out",
+            )
+
+
+def _ignores_cuts(config: RunConfig) -> bool:
+    if config.old_logprobs == "recompute":
+        return True
+    return config.pg_variant in WITHOUT_RATIO and not config.train_infer_correction.filters

@@ -1,0 +1,161 @@
+-- Make this Redis agree with what the surviving lineage of weights has trained, whatever Redis has forgotten.
+--
+-- ARGV     1 epoch, 2 uid of the run, 3 nonce, 4 msgpack of
+--          known     greatest incarnation number that the learner or its journal has seen
+--          saved     {{step, {number, ...}}, ...}: groups of each step that the newest durable checkpoint contains
+--          entries   entry ids that it contains, where `saved` does not list them
+--          step      step of that checkpoint
+--          trained   how many groups that checkpoint contains; steps of another run, whose numbers `saved` lacks, included
+--          held      {{number, version}, ...}: groups that this learner took and has neither saved nor dropped
+--          next      lowest number that was certainly not given out
+--          all_known whether `saved` lists all that are trained
+--          changes   {{change, step}, ...}: changes of settings that the learner has adopted, in order
+--          limits    {field, value, ...}, for a Redis that has none
+--          life      milliseconds of the newest event that was copied
+-- Returns  {incarnation, 1 if it is new, groups added (Redis had lost them and their numbers) or, negative, given up, groups
+--          corrected, {number, entry id, ...} of held groups}; FENCED, FOREIGN
+-- Invariants  afterwards no saved group is in the stream, played or queued; each held one is in the stream, without blobs if
+--          they are lost (a successor drops it as `lost`); numbers that nobody knows are dropped as `lost`; trained is
+--          what the checkpoint says; the identity of the ledger holds, and events tell of every correction. Repeating it
+--          changes nothing.
+local epoch, uid, nonce, proof = ARGV[1], ARGV[2], ARGV[3], cmsgpack.unpack(ARGV[4])
+if is_fenced(epoch) then return fenced_reply(epoch) end
+local owner = owner_uid()
+if owner and owner ~= uid then return foreign_reply() end
+
+local function restore_limits()
+  if redis.call('EXISTS', LIMITS) == 0 and #proof.limits > 0 then redis.call('HSET', LIMITS, unpack(proof.limits)) end
+  redis.pcall('XGROUP', 'CREATE', STREAM, LEARNER, '0', 'MKSTREAM')
+  local known = {}
+  for _, change in ipairs(redis.call('LRANGE', CHANGES, 0, -1)) do known[change] = true end
+  for _, row in ipairs(proof.changes) do
+    if not known[row[1]] then
+      local place = redis.call('RPUSH', CHANGES, row[1]) - 1
+      redis.call('HSET', ADOPTED, place, row[2])
+      apply_change(row[1])
+    end
+  end
+end
+
+local corrected = 0
+local function count(...)
+  for _, field in ipairs({...}) do redis.call('HINCRBY', LEDGER, field, 1) end
+end
+
+-- Ids of events grow with the server's clock, and a promoted replica's may be behind.
+local function lift_events()
+  local newest = redis.call('XREVRANGE', LIFE, '+', '-', 'COUNT', 1)[1]
+  local at = newest and tonumber(string.match(newest[1], '^%d+')) or 0
+  if at >= proof.life then return end
+  local id = string.format('%.0f-0', proof.life + 1)
+  local ordinal = redis.call('HINCRBY', LEDGER, 'events', 1)
+  redis.call('XADD', LIFE, 'MAXLEN', '~', LIFE_KEPT, id, 'n', 0, 'e', 'reconciled', 'd', 'clock', 'i', ordinal)
+end
+
+local streamed, next_number = {}, tonumber(redis.call('HGET', LEDGER, 'next') or 0)
+for _, entry in ipairs(redis.call('XRANGE', STREAM, '-', '+')) do streamed[tonumber(entry[2][2])] = entry end
+local first_new = next_number
+
+-- Take a group out of assembly; true if it was there.
+local function stop_assembly(number)
+  if not redis.call('ZSCORE', ASSEMBLING, number) then return false end
+  local unit = 't:' .. number
+  vacate(unit, tonumber(redis.call('HGET', meta_key(unit), 'members')))
+  redis.call('DEL', meta_key(unit), blobs_key(unit))
+  redis.call('ZREM', ASSEMBLING, number)
+  return true
+end
+
+local touched = {}
+local function save(step, numbers)
+  local restored = {}
+  for _, number in ipairs(numbers) do
+    local entry = streamed[number]
+    touched[number] = true
+    if entry then
+      redis.call('XACK', STREAM, LEARNER, entry[1])
+      redis.call('XDEL', STREAM, entry[1])
+      redis.call('DEL', blobs_key('t:' .. number))
+      streamed[number] = nil
+      count('trained')
+    elseif stop_assembly(number) then
+      count('submitted', 'trained')
+    elseif number >= first_new then
+      count('admitted', 'submitted', 'trained')
+    else
+      number = nil
+    end
+    if number then restored[#restored + 1] = number end
+  end
+  if #restored > 0 then
+    corrected = corrected + #restored
+    record(restored[1], 'restored', step .. ':' .. table.concat(restored, ','))
+  end
+end
+
+-- Entries of a checkpoint whose journal is of an older build, or gone.
+local function save_entries(step, ids)
+  for _, id in ipairs(ids) do
+    local entry = redis.call('XRANGE', STREAM, id, id)[1]
+    if entry then save(step, {tonumber(entry[2][2])}) end
+  end
+end
+
+local function hold(number, version)
+  if touched[number] then return nil end
+  touched[number] = true
+  if streamed[number] then return streamed[number][1] end
+  if stop_assembly(number) then
+    count('submitted')
+  elseif number >= first_new then
+    count('admitted', 'submitted')
+    record(number, 'admitted', version)
+  else
+    return nil
+  end
+  corrected = corrected + 1
+  record(number, 'submitted', version)
+  return redis.call('XADD', STREAM, '*', 'n', number, 'v', version, 't', '', 'lost', 1)
+end
+
+restore_limits()
+lift_events()
+for _, row in ipairs(proof.saved) do save(row[1], row[2]) end
+save_entries(proof.step, proof.entries)
+local entries = {}
+for _, row in ipairs(proof.held) do
+  local entry = hold(row[1], row[2])
+  if entry then
+    entries[#entries + 1] = row[1]
+    entries[#entries + 1] = entry
+  end
+end
+for number = first_new, (proof.all_known and proof.next or 0) - 1 do
+  if not touched[number] then
+    count('admitted')
+    record(number, 'admitted', 0)
+    count_out(number, 'dropped', 'lost')
+    corrected = corrected + 1
+  end
+end
+if proof.next > next_number then redis.call('HSET', LEDGER, 'next', proof.next) end
+
+local missing = proof.trained - (redis.call('HGET', LEDGER, 'trained') or 0)
+if missing ~= 0 then redis.call('HINCRBY', LEDGER, 'trained', missing) end
+if missing > 0 then
+  redis.call('HINCRBY', LEDGER, 'admitted', missing)
+  redis.call('HINCRBY', LEDGER, 'submitted', missing)
+elseif missing < 0 then -- the newest checkpoints are gone: their groups were trained in a lineage that did not survive
+  redis.call('HINCRBY', LEDGER, 'dropped', -missing)
+  redis.call('HINCRBY', LEDGER, 'dropped:rewound', -missing)
+end
+
+local incarnation, is_new = redis.call('GET', INCARNATION), 0
+if not incarnation or is_pending(incarnation) or uid_of(incarnation) ~= uid or number_of(incarnation) < proof.known then
+  local number = math.max(incarnation and number_of(incarnation) or 0, proof.known) + 1
+  incarnation, is_new = make_incarnation(uid, number, nonce), 1
+  redis.call('SET', INCARNATION, incarnation)
+  record(0, 'reconciled', tostring(number))
+end
+ring('restore')
+return {incarnation, is_new, missing, corrected, entries}

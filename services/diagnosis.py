@@ -1,0 +1,289 @@
+"""Findings about a run's training, from the learner's step metrics alone.
+
+Invariant: the same steps give the same findings, wherever they are read: learner, REST API or report.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from offbeat.services.errors import CodecError
+
+WINDOW_STEPS = 20
+"""Newest steps that findings are about."""
+MIN_STEPS = 5
+"""Fewest steps for a finding about shares."""
+MANY_STEPS = 10
+"""Fewest steps for a finding about speed and sizes."""
+ANSWER_KEYS = (
+    "custom_envs.TAG.max_tokens_per_step",
+    "actor_infer.generating_args.max_new_tokens",
+    "sequence_length",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFinding:
+    """What was seen, its likely cause, and the keys to change."""
+
+    name: str
+    seen: str
+    """Clause with numbers."""
+    cause: str
+    """Clause: likely cause and remedy."""
+    keys: tuple[str, ...]
+    """Configuration keys, most likely first."""
+    is_warning: bool = True
+    """False for hints about speed."""
+
+    def __str__(self) -> str:
+        return f"{self.seen}: {self.cause} ({', '.join(self.keys)})"
+
+
+@dataclass(frozen=True, slots=True)
+class DiagnosisLimits:
+    """A run's settings that metrics are compared with."""
+
+    mismatch_kl: float = math.inf
+    """Of engine and trainer on the same weights, nats per token."""
+    max_grad_norm: float = math.inf
+
+
+NO_LIMITS = DiagnosisLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class StepWindow:
+    """Metrics of successive steps, oldest first."""
+
+    steps: Sequence[Mapping[str, float]]
+    first: Mapping[str, float]
+    """The run's first known step."""
+    limits: DiagnosisLimits
+
+    def values(self, name: str) -> list[float]:
+        return [step[name] for step in self.steps if name in step]
+
+    def sum(self, name: str) -> float:
+        return math.fsum(self.values(name))
+
+    def mean(self, name: str, default: float = math.nan) -> float:
+        """Return the mean of the steps that have the metric; NaN compares false with every limit."""
+        values = self.values(name)
+        return math.fsum(values) / len(values) if values else default
+
+    def share(self, name: str, of: str) -> float:
+        whole = self.sum(of)
+        return self.sum(name) / whole if whole else math.nan
+
+    def has(self, num_steps: int) -> bool:
+        return len(self.steps) >= num_steps
+
+
+def diagnose(steps: Sequence[Mapping[str, float]], limits: DiagnosisLimits = NO_LIMITS) -> list[RunFinding]:
+    """Return the findings about the newest `WINDOW_STEPS` steps, gravest first.
+
+    steps: metric -> value of the learner's steps, oldest first; the first one may be of any age.
+    """
+    if not steps:
+        return []
+    window = StepWindow(steps[-WINDOW_STEPS:], steps[0], limits)
+    return [finding for rule in RULES if (finding := rule(window)) is not None]
+
+
+def _not_finite(window: StepWindow) -> RunFinding | None:
+    skipped, bad = window.sum("actor/skipped_steps"), window.sum("not_finite")
+    if not skipped and not bad:
+        return None
+    seen = f"{skipped:.0f} of the last {len(window.steps)} steps had gradients that are not finite"
+    return RunFinding(
+        "not_finite",
+        seen if skipped else f"{bad:.0f} metrics of the last {len(window.steps)} steps were not finite",
+        "the update is too large for the weights: lower the learning rate, or train in float32",
+        ("actor_train.training_args.learning_rate", "actor_train.model_args.dtype"),
+    )
+
+
+def _no_tokens(window: StepWindow) -> RunFinding | None:
+    share = window.mean("episodes_without_tokens")
+    if not share >= 0.5:
+        return None
+    return RunFinding(
+        "prompts_too_long",
+        f"{share:.0%} of the episodes have no sampled token",
+        "their first prompt leaves no room for an answer",
+        ("sequence_length", "custom_envs.TAG.agent_system_template"),
+    )
+
+
+def _truncated(window: StepWindow) -> RunFinding | None:
+    """A policy from scratch has to learn to end its answers first."""
+    newest = window.values("episodes_truncated")[-MIN_STEPS:]
+    share = math.fsum(newest) / len(newest) if newest else 0.0
+    if share < (0.5 if window.has(WINDOW_STEPS) else 0.9) or len(newest) < MIN_STEPS or _no_tokens(window):
+        return None
+    return RunFinding(
+        "truncated",
+        f"a token limit cut {share:.0%} of the episodes",
+        "answers or conversations do not fit: raise the limit that they reach",
+        ANSWER_KEYS,
+    )
+
+
+def _constant_reward(window: StepWindow) -> RunFinding | None:
+    lowest, highest = min(window.values("reward_min"), default=0.0), max(window.values("reward_max"), default=1.0)
+    if lowest < highest or not window.has(MIN_STEPS) or _no_tokens(window):
+        return None
+    return RunFinding(
+        "constant_reward",
+        f"every reward of the last {len(window.steps)} steps was {lowest:g}",
+        "the policy never reaches another reward, or the env gives none: check the env, start from a policy that "
+        "succeeds sometimes (warm_start, an easier task), or reward parts of the way",
+        ("custom_envs.TAG.env_config", "warm_start", "reward_shaping"),
+    )
+
+
+def _no_signal(window: StepWindow) -> RunFinding | None:
+    share = window.share("groups_without_signal", "groups")
+    if not share >= 0.9 or not window.has(MIN_STEPS) or _constant_reward(window):
+        return None
+    seen = f"{share:.0%} of the groups had no signal: all rewards of a group are equal"
+    if window.mean("success") >= 0.95:
+        return RunFinding(
+            "solved", seen, "the task is solved: take harder tasks, or fewer steps", ("max_steps",), False
+        )
+    return RunFinding(
+        "no_signal",
+        seen,
+        "its members answer alike, or the task is too hard or too easy: raise the temperature, the group size or the "
+        "entropy bonus (with zero_variance=train it reaches these groups, too)",
+        (
+            "train_env_manager.group_size",
+            "actor_infer.generating_args.temperature",
+            "entropy_loss_coef",
+            "zero_variance",
+        ),
+    )
+
+
+def _entropy_collapse(window: StepWindow) -> RunFinding | None:
+    before, now = window.first.get("actor/entropy", math.nan), window.mean("actor/entropy")
+    silent = window.share("groups_without_signal", "groups")
+    if not now < min(0.1 * before, 0.3) or not silent >= 0.5 or window.mean("success", 0.0) >= 0.9:
+        return None
+    return RunFinding(
+        "entropy_collapse",
+        f"the policy's entropy fell from {before:.2g} to {now:.2g} nats, and {silent:.0%} of the groups have no signal",
+        "it no longer explores: raise the entropy bonus, or lower the learning rate",
+        ("entropy_loss_coef", "actor_train.training_args.learning_rate", "zero_variance"),
+    )
+
+
+def _mismatch(window: StepWindow) -> RunFinding | None:
+    name, limit = "actor/mismatch_kl_fresh", window.limits.mismatch_kl
+    worst = max([*window.values(name), window.first.get(name, 0.0)])
+    if not worst > limit:
+        return None
+    return RunFinding(
+        "mismatch",
+        f"on the same weights the engine's logprobs differ from the trainer's by a KL of {worst:.1g} nats per token (at "
+        f"most {limit:g} is expected)",
+        "they compute in different types, or differently",
+        (
+            "actor_infer.model_args.dtype",
+            "actor_train.model_args.dtype",
+            "actor_infer.strategy_args.strategy_config",
+            "train_infer_correction",
+        ),
+    )
+
+
+def _clipped(window: StepWindow) -> RunFinding | None:
+    limit = window.limits.max_grad_norm
+    norms = window.values("actor/grad_norm")
+    if len(norms) < MANY_STEPS or min(norms) <= 10 * limit:
+        return None
+    return RunFinding(
+        "clipped",
+        f"every gradient norm was above {10 * limit:g}, ten times max_grad_norm (mean {window.mean('actor/grad_norm'):.2g})",
+        "gradients are always clipped to a fraction: scale rewards down, or raise the limit",
+        ("reward_normalization.method", "actor_train.training_args.max_grad_norm"),
+    )
+
+
+def _no_effect(window: StepWindow) -> RunFinding | None:
+    """Weights one version apart sample alike. On-policy data says nothing."""
+    rate, kl = window.mean("actor/lr"), window.mean("actor/mismatch_kl")
+    is_visible = window.mean("staleness") >= 0.5 and len(window.values("actor/mismatch_kl")) >= MANY_STEPS
+    if not is_visible or not rate > 0 or not kl < 1e-8:
+        return None
+    return RunFinding(
+        "no_effect",
+        f"a step at learning rate {rate:.1g} changes nothing that can be seen (KL between versions {kl:.1g})",
+        "the learning rate is too small",
+        ("actor_train.training_args.learning_rate", "actor_train.training_args.warmup_steps"),
+    )
+
+
+def _stale(window: StepWindow) -> RunFinding | None:
+    dropped, kept = window.sum("groups_dropped/stale"), window.sum("groups")
+    if dropped <= 0.2 * (dropped + kept) or not window.has(MIN_STEPS):
+        return None
+    return RunFinding(
+        "stale",
+        f"{dropped / (dropped + kept):.0%} of the groups were dropped as stale",
+        "quicker groups overtake them: train in order of admission, or allow more lag",
+        ("buffer.order", "max_staleness", "buffer.stale_policy"),
+    )
+
+
+def _idle(window: StepWindow) -> RunFinding | None:
+    share = window.share("time/wait_s", "time/step_s")
+    if not window.has(MANY_STEPS) or 0.02 <= share <= 0.7 or math.isnan(share):
+        return None
+    if share > 0.7:
+        cause = "rollouts are the bottleneck: run more episodes at a time, or let them run further ahead"
+        keys = ("train_env_manager.num_env_groups", "rollout.num_workers", "actor_infer.num_replicas", "max_staleness")
+        return RunFinding("idle_learner", f"the learner waits {share:.0%} of its time for groups", cause, keys, False)
+    cause = "training is the bottleneck, engines and envs may wait for it: give the learner more compute"
+    keys = (
+        "actor_train.num_processes",
+        "actor_train.num_threads",
+        "actor_train.training_args.max_tokens_per_microbatch",
+    )
+    return RunFinding("idle_rollouts", f"the learner waits {share:.1%} of its time for groups", cause, keys, False)
+
+
+RULES: tuple[Callable[[StepWindow], RunFinding | None], ...] = (
+    _not_finite,
+    _no_tokens,
+    _truncated,
+    _constant_reward,
+    _no_signal,
+    _entropy_collapse,
+    _mismatch,
+    _clipped,
+    _no_effect,
+    _stale,
+    _idle,
+)
+
+
+def describe_untrained(findings: Sequence[RunFinding]) -> str:
+    """Return the message of a run that took all its steps without a gradient."""
+    causes = "; ".join(str(finding) for finding in findings if finding.is_warning)
+    return f"no token was trained: {causes or 'no step had a gradient'}"
+
+
+def encode_findings(findings: Sequence[RunFinding]) -> str:
+    """Encode as JSON."""
+    return json.dumps([asdict(finding) for finding in findings])
+
+
+def decode_findings(text: str | bytes) -> tuple[RunFinding, ...]:
+    """Decode `encode_findings`. Raises `CodecError`."""
+    try:
+        return tuple(RunFinding(**{**row, "keys": tuple(row["keys"])}) for row in json.loads(text))
+    except (ValueError, TypeError, KeyError) as error:
+        raise CodecError(f"malformed findings: {error}") from error

@@ -1,0 +1,68 @@
+"""Single writes of a run's parts: refused for a run that was deleted or created anew under its name.
+
+Invariant: a late write of an earlier run neither changes the run of that name nor brings back its keys. A refused write is
+dropped and logged once, since its part ends by the buffer's refusal.
+"""
+
+import logging
+from typing import Any, cast
+
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from offbeat.services.keys import RunKeys
+
+logger = logging.getLogger(__name__)
+
+_WRITE = """
+-- KEYS: record, epoch, key to write. ARGV: uid of the caller's run, epoch that it holds (empty: any), command, argument, ...
+-- Returns 1, or 0: the record is another run's or, unless the caller knows of none, gone; or a newer learner holds the run.
+if (redis.call('HGET', KEYS[1], 'uid') or '') ~= ARGV[1] then return 0 end
+if ARGV[2] ~= '' and redis.call('GET', KEYS[2]) ~= ARGV[2] then return 0 end
+redis.call(ARGV[3], KEYS[3], unpack(ARGV, 4))
+return 1
+"""
+
+
+class _Refusals:
+    def __init__(self, run_id: str, uid: str) -> None:
+        self._keys = RunKeys(run_id)
+        self._uid = uid
+        self._warned = False
+        self.epoch: int | None = None
+        """Epoch that the writer's lease must still have; None: any."""
+
+    def _keys_of(self, key: str) -> list[str]:
+        return [self._keys.record, self._keys.epoch, key]
+
+    def _arguments(self, command: str, arguments: tuple[Any, ...]) -> list[Any]:
+        return [self._uid, "" if self.epoch is None else self.epoch, command, *arguments]
+
+    def _note(self, accepted: object) -> None:
+        if not accepted and not self._warned:
+            self._warned = True
+            logger.warning(
+                "run %s was deleted or created anew, or its record is lost: writes are dropped", self._keys.run_id
+            )
+
+
+class RunWrites(_Refusals):
+    """Synchronous writes. uid: unique id of the run; empty for one without a record."""
+
+    def __init__(self, redis: Redis, run_id: str, uid: str = "") -> None:
+        super().__init__(run_id, uid)
+        self._script = redis.register_script(_WRITE)
+
+    def __call__(self, command: str, key: str, *arguments: Any) -> None:
+        self._note(self._script(keys=self._keys_of(key), args=self._arguments(command, arguments)))
+
+
+class AsyncRunWrites(_Refusals):
+    """Asynchronous `RunWrites`."""
+
+    def __init__(self, redis: AsyncRedis, run_id: str, uid: str = "") -> None:
+        super().__init__(run_id, uid)
+        self._script = redis.register_script(_WRITE)
+
+    async def __call__(self, command: str, key: str, *arguments: Any) -> None:
+        self._note(await cast(Any, self._script(keys=self._keys_of(key), args=self._arguments(command, arguments))))

@@ -1,0 +1,151 @@
+"""Findings by what the steps of a run look like."""
+
+from typing import Any
+
+import pytest
+
+from offbeat.services.diagnosis import (
+    RULES,
+    DiagnosisLimits,
+    RunFinding,
+    decode_findings,
+    describe_untrained,
+    diagnose,
+    encode_findings,
+)
+from offbeat.services.errors import CodecError
+
+HEALTHY: dict[str, float] = {
+    "groups": 8.0,
+    "groups_without_signal": 4.0,
+    "success": 0.4,
+    "reward_min": 0.0,
+    "reward_max": 1.0,
+    "episodes_truncated": 0.1,
+    "episodes_without_tokens": 0.0,
+    "staleness": 1.0,
+    "actor/entropy": 0.8,
+    "actor/grad_norm": 1.4,
+    "actor/skipped_steps": 0.0,
+    "actor/lr": 1e-3,
+    "actor/mismatch_kl": 1e-3,
+    "actor/mismatch_kl_fresh": 1e-13,
+    "time/wait_s": 0.3,
+    "time/step_s": 1.0,
+}
+LIMITS = DiagnosisLimits(mismatch_kl=1e-6, max_grad_norm=1.0)
+
+
+def names(steps: list[dict[str, float]]) -> list[str]:
+    return [finding.name for finding in diagnose(steps, LIMITS)]
+
+
+def steps(count: int = 20, **changes: float) -> list[dict[str, float]]:
+    return [HEALTHY | {name.replace("__", "/"): value for name, value in changes.items()} for _ in range(count)]
+
+
+SEEN: dict[str, dict[str, Any]] = {
+    "not_finite": {"actor__skipped_steps": 1.0},
+    "prompts_too_long": {"episodes_without_tokens": 0.5},
+    "prompts_too_long from the first turn": {
+        "episodes_without_tokens": 1.0,
+        "episodes_truncated": 1.0,
+        "reward_max": 0.0,
+    },
+    "truncated": {"episodes_truncated": 0.6},
+    "constant_reward": {"reward_max": 0.0, "groups_without_signal": 8.0},
+    "no_signal": {"groups_without_signal": 7.5},
+    "solved": {"groups_without_signal": 8.0, "success": 1.0},
+    "mismatch": {"actor__mismatch_kl_fresh": 1e-5},
+    "clipped": {"actor__grad_norm": 11.0},
+    "no_effect": {"actor__mismatch_kl": 1e-10},
+    "stale": {"groups_dropped__stale": 4.0},
+    "idle_learner": {"time__wait_s": 0.8},
+    "idle_rollouts": {"time__wait_s": 0.001},
+}
+
+
+@pytest.mark.parametrize(("name", "changes"), SEEN.items(), ids=SEEN)
+def test_a_run_that_goes_wrong_has_this_finding_alone(name: str, changes: dict[str, float]):
+    assert names(steps(**changes)) == [name.split()[0]]
+
+
+def test_every_rule_is_covered():
+    assert len(SEEN) == len(RULES) + 2  # one twice; entropy collapse below; two of no signal, two of idleness
+
+
+def test_a_healthy_run_has_no_findings():
+    assert names(steps()) == []
+    assert names([]) == []
+    assert names([{}] * 20) == []
+
+
+@pytest.mark.parametrize("name", ["truncated", "constant_reward", "no_signal", "stale", "clipped", "no_effect"])
+def test_a_few_steps_prove_nothing(name: str):
+    assert name not in names(steps(4, **SEEN[name]))
+
+
+@pytest.mark.parametrize("name", ["not_finite", "prompts_too_long", "mismatch"])
+def test_the_first_step_proves_what_more_would_not_change(name: str):
+    assert names(steps(1, **SEEN[name])) == [name]
+
+
+def test_the_window_forgets_all_but_the_first_step():
+    assert names(steps(5, episodes_truncated=1.0) + steps(20)) == []
+    assert names(steps(1, actor__mismatch_kl_fresh=1e-2) + steps(30)) == ["mismatch"]
+
+
+def test_answers_that_become_shorter_are_no_finding_yet():
+    assert names(steps(8, episodes_truncated=0.8)) == []
+    assert names(steps(5, episodes_truncated=0.95)) == ["truncated"]
+    assert names(steps(15, episodes_truncated=0.9) + steps(5, episodes_truncated=0.3)) == []
+
+
+def test_entropy_that_fell_while_groups_are_silent_is_a_collapse():
+    fallen = steps(actor__entropy=0.02, groups_without_signal=6.0)
+    assert names(steps(1) + fallen) == ["entropy_collapse"]
+    assert names(fallen) == []  # it was never higher
+    assert names(steps(1) + steps(actor__entropy=0.02, groups_without_signal=6.0, success=0.95)) == []
+
+
+def test_without_a_learning_rate_nothing_is_expected_to_change():
+    assert names(steps(actor__mismatch_kl=1e-13, actor__lr=0.0)) == []
+    assert names(steps(actor__mismatch_kl=1e-13, staleness=0.0)) == []
+
+
+def test_a_finding_says_what_was_seen_why_and_which_key_to_change():
+    (finding,) = diagnose(steps(episodes_truncated=0.75), LIMITS)
+    assert str(finding).startswith("a token limit cut 75% of the episodes: ")
+    assert "custom_envs.TAG.max_tokens_per_step" in str(finding)
+    assert describe_untrained([finding]) == f"no token was trained: {finding}"
+    assert describe_untrained([]) == "no token was trained: no step had a gradient"
+
+
+def test_findings_are_sent_as_json():
+    found = diagnose(steps(episodes_truncated=0.75, time__wait_s=0.9), LIMITS)
+    assert len(found) == 2
+    assert decode_findings(encode_findings(found)) == tuple(found)
+    for malformed in ("{", "[1]", '[{"name": "x"}]', "7"):
+        with pytest.raises(CodecError):
+            decode_findings(malformed)
+
+
+def test_keys_of_findings_exist():
+    found = [finding for changes in SEEN.values() for finding in diagnose(steps(**changes), LIMITS)]
+    assert {key for finding in found for key in finding.keys} <= set(known_keys())
+    assert all(isinstance(finding, RunFinding) and finding.keys for finding in found)
+
+
+def known_keys() -> list[str]:
+    from offbeat.deploy.config.run import RunConfig
+    from offbeat.services.rollout.config import CustomEnv
+
+    def walk(model: Any, prefix: str) -> list[str]:
+        keys: list[str] = []
+        for name, field in model.model_fields.items():
+            keys.append(f"{prefix}{name}")
+            if hasattr(field.annotation, "model_fields"):
+                keys += walk(field.annotation, f"{prefix}{name}.")
+        return keys
+
+    return [*walk(RunConfig, ""), *walk(CustomEnv, "custom_envs.TAG.")]

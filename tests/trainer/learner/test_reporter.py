@@ -1,0 +1,51 @@
+import json
+from dataclasses import dataclass, field
+
+from offbeat.services.diagnosis import DiagnosisLimits
+from offbeat.services.telemetry import Partial
+from offbeat.trainer.learner.progress_view import SilentView
+from offbeat.trainer.learner.reporter import LearnerReporter
+from tests.fakes import DictBoard, ListSink
+
+SILENT = {"groups": Partial("sum", 8.0), "groups_without_signal": Partial("sum", 8.0)}
+GRADIENT = {"groups": Partial("sum", 8.0), "actor/grad_norm": Partial("last", 0.5)}
+BREAKS = {"actor/mismatch_kl_fresh": Partial("mean", 1e-2)}
+
+
+@dataclass
+class ListView(SilentView):
+    lines: list[str] = field(default_factory=list[str])
+
+    def print(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def test_a_finding_is_shown_while_it_holds_and_warned_of_once():
+    board, view = DictBoard(), ListView()
+    reporter = LearnerReporter(ListSink(), board, view)
+    for step in range(1, 8):
+        reporter.record_step(step, SILENT)
+    assert [row["name"] for row in json.loads(board.fields["learner_findings"])] == ["no_signal"]
+    assert [line.split(":")[0] for line in view.lines] == ["Warning"]
+    for step in range(8, 40):
+        reporter.record_step(step, GRADIENT)
+    assert json.loads(board.fields["learner_findings"]) == []
+    assert len(view.lines) == 1
+
+
+def test_a_run_has_trained_once_a_step_had_a_gradient():
+    board = DictBoard()
+    LearnerReporter(ListSink(), board).record_step(1, SILENT)
+    assert board.fields["learner_has_trained"] == "0"
+    LearnerReporter(ListSink(), board).record_step(2, GRADIENT)
+    assert board.fields["learner_has_trained"] == "1"
+    LearnerReporter(ListSink(), board).record_step(3, SILENT)  # of a learner that took over
+    assert board.fields["learner_has_trained"] == "1"
+
+
+def test_the_first_steps_mismatch_is_compared_with_the_runs_limit():
+    loose, strict = ListView(), ListView()
+    for view, limit in ((loose, 1.0), (strict, 1e-6)):
+        LearnerReporter(ListSink(), DictBoard(), view, limits=DiagnosisLimits(limit)).record_step(1, GRADIENT | BREAKS)
+    assert not loose.lines
+    assert "actor_infer.model_args.dtype" in strict.lines[0]
