@@ -1,6 +1,6 @@
 """Landlock: restricts files, TCP ports and signals of this process and its children.
 
-Needs Linux 5.13; later kernels restrict more (docs.kernel.org/userspace-api/landlock.html).
+Needs Linux 5.13; later kernels restrict more (docs.kernel.org/userspace-api/landlock.html), none modes, owners and times.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ READ = EXECUTE | READ_FILE | READ_DIR
 FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
 """Rights that apply to files."""
 RIGHTS_OF_ABI = ((1, (1 << 13) - 1), (2, 1 << 13), (3, TRUNCATE), (5, IOCTL_DEV))
-TCP_SINCE, SCOPES_SINCE = 4, 6
+TRUNCATE_SINCE, TCP_SINCE, SCOPES_SINCE = 3, 4, 6
 BIND_AND_CONNECT, SOCKETS_AND_SIGNALS = 0b11, 0b11
 
 
@@ -29,13 +29,15 @@ def abi() -> int:
         return 0
 
 
-def restrict(*, readable: Iterable[str], writable: Iterable[str]) -> None:
+def restrict(*, readable: Iterable[str], writable: Iterable[str], max_abi: int | None = None) -> int:
     """Allow reading and executing below `readable`, everything below `writable`, and no other files.
+
+    max_abi: use no more than an older kernel would have. Returns: the version used.
 
     Raises:
         KernelError: no Landlock.
     """
-    version = abi()
+    version = abi() if max_abi is None else min(abi(), max_abi)
     handled = sum(rights for since, rights in RIGHTS_OF_ABI if version >= since)
     fields = [handled, BIND_AND_CONNECT if version >= TCP_SINCE else 0, SOCKETS_AND_SIGNALS]
     supported = fields[: 3 if version >= SCOPES_SINCE else 2 if version >= TCP_SINCE else 1]
@@ -48,6 +50,7 @@ def restrict(*, readable: Iterable[str], writable: Iterable[str]) -> None:
         call(RESTRICT_SELF, ruleset, 0)
     finally:
         os.close(ruleset)
+    return version
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:

@@ -87,10 +87,19 @@ def _confine(folder: Path, request: dict[str, Any], layers: list[str], program_i
     syscalls.drop_capabilities()
     _set_limits(request)
     allowed = [work, *namespaces.DEVICES]
-    if "landlock" in requested and _apply(lambda: landlock.restrict(readable=readable, writable=allowed)):
+    files = seccomp.Files(metadata="mounts" in layers, truncation="mounts" in layers)
+
+    def restrict_files() -> None:
+        nonlocal files
+        abi = landlock.restrict(readable=readable, writable=allowed, max_abi=request["max_landlock_abi"])
+        files = files._replace(truncation=files.truncation or abi >= landlock.TRUNCATE_SINCE)
+
+    if "landlock" in requested and _apply(restrict_files):
         layers.append("landlock")
     syscalls.die_with_parent()
-    if "seccomp" in requested and _apply(lambda: seccomp.restrict(one_process=one_process, own_pid=own_pid)):
+    if "seccomp" in requested and _apply(
+        lambda: seccomp.restrict(one_process=one_process, own_pid=own_pid, files=files)
+    ):
         layers.append("seccomp")
 
 

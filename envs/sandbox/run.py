@@ -42,7 +42,7 @@ STOP_POLL_S = 0.01
 REQUIREMENTS = {
     "the network": "user namespaces or seccomp",
     "other processes": "user namespaces or seccomp",
-    "files that are not theirs": "mounts in a user namespace, or Landlock",
+    "files that are not theirs": "mounts in a user namespace, or Landlock with seccomp",
 }
 
 
@@ -102,11 +102,12 @@ def run_python(
     layers: tuple[Layer, ...] = LAYERS,
     pass_fds: tuple[int, ...] = (),
     stop: threading.Event | None = None,
+    max_landlock_abi: int | None = None,
 ) -> ProgramResult:
     """Run a program until it exits or times out.
 
     layers: requested; those that the kernel offers are used. pass_fds: handed to the program and closed here. stop: kills
-    it when set.
+    it when set. max_landlock_abi: Landlock as an older kernel has it.
 
     Raises:
         IsolationError: a required guarantee is missing.
@@ -117,7 +118,7 @@ def run_python(
         (folder / "work").mkdir()
         (folder / "main.py").write_text(code, encoding="utf-8", errors="surrogateescape")
         (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
-        _run(folder, limits, layers, pass_fds, stop)
+        _run(folder, limits, layers, pass_fds, stop, max_landlock_abi)
         out, err = (_read(folder / name, limits.max_output_chars) for name in ("stdout", "stderr"))
         if not (folder / "outcome.json").is_file():
             return ProgramResult(out, err, -signal.SIGKILL, True, ())
@@ -184,8 +185,10 @@ def _run(
     layers: tuple[Layer, ...],
     pass_fds: tuple[int, ...],
     stop: threading.Event | None,
+    max_landlock_abi: int | None,
 ) -> None:
     request = limits.model_dump() | {"layers": layers, "parent": os.getpid(), "required": limits.isolation == "require"}
+    request["max_landlock_abi"] = max_landlock_abi
     command = [sys.executable, "-I", "-c", SUPERVISOR_CODE, str(folder), json.dumps(request)]
     environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with (

@@ -136,7 +136,7 @@ def _layers(module: nn.Module) -> list[nn.Module]:
     return list(max(lists, key=len)) if lists else []
 
 
-def _state_file_error(error: Exception) -> StateFileError | None:
+def _state_file_error(error: BaseException) -> StateFileError | None:
     """Return the refusal among the failures of the ranks."""
     failures = error.failures.values() if isinstance(error, CheckpointException) else ()
     return next((cause for cause, _ in failures if isinstance(cause, StateFileError)), None)

@@ -1,6 +1,7 @@
 """Programs that try to get out. Each is first run without the sandbox, where it must succeed, unless the
 machine itself forbids it, as Yama does ptrace: no attack is a straw man."""
 
+import ctypes
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from offbeat.envs.sandbox import Limits, platform_isolation, run_python
+from offbeat.envs.sandbox import IsolationError, Limits, platform_isolation, run_python
 from offbeat.envs.sandbox.run import LAYERS, Layer
 from tests.envs.sandbox.needs import needs_sandbox
 from tests.waiting import wait_until_sync
@@ -85,9 +86,9 @@ def held(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
     return layers
 
 
-def attack(program: str, layers: tuple[Layer, ...] = FULL, limits: Limits | None = None) -> str:
+def attack(program: str, layers: tuple[Layer, ...] = FULL, limits: Limits | None = None, abi: int | None = None) -> str:
     """Return the program's output, or the name of the error that ended it."""
-    outcome = run_python(program, layers=held(layers), limits=limits or Limits())
+    outcome = run_python(program, layers=held(layers), limits=limits or Limits(), max_landlock_abi=abi)
     assert outcome.layers == layers
     return outcome.stdout.strip() or outcome.error
 
@@ -122,8 +123,8 @@ def assert_succeed_outside(attacks: dict[str, str]) -> None:
     assert possible == dict.fromkeys(possible, "SUCCEEDED"), "not an attack at all"
 
 
-def assert_refused(attacks: dict[str, str], layers: tuple[Layer, ...]) -> None:
-    output = attack(TRIES.format(attacks=attacks), layers).split("\n")
+def assert_refused(attacks: dict[str, str], layers: tuple[Layer, ...], abi: int | None = None) -> None:
+    output = attack(TRIES.format(attacks=attacks), layers, abi=abi).split("\n")
     assert len(output) == len(attacks), output
     for line in output:
         assert line.split(" -> ")[1].startswith(REFUSALS), line
@@ -210,6 +211,107 @@ def test_dropped_privileges_cannot_be_regained(layers: tuple[Layer, ...]):
     attacks["another root"] = "import os; os.chroot('.')"
     attacks["more memory"] = "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))"
     assert_refused(attacks, layers)
+
+
+METADATA = {
+    "chmod": "import os; os.chmod({secret!r}, 0o777)",
+    "fchmod": "import os; os.fchmod(os.open({secret!r}, os.O_RDONLY), 0o777)",
+    "lchown": "import os; os.lchown({secret!r}, os.getuid(), os.getgid())",
+    "chown": "import os; os.chown({secret!r}, os.getuid(), os.getgid())",
+    "utimensat": "import os; os.utime({secret!r}, (1, 1))",
+    "utimes": CALL + "check(libc.utimes({secret!r}.encode(), None) == 0)",
+    "setxattr": "import os; os.setxattr({secret!r}, 'user.x', b'1')",
+    "removexattr": "import os; os.removexattr({secret!r}, 'user.y')",
+    "truncate": "import os; os.truncate({secret!r}, 0)",
+    "O_RDONLY and O_TRUNC": "import os; os.open({secret!r}, os.O_RDONLY | os.O_TRUNC)",
+    "its flags": "import fcntl, os, struct\nf = os.open({secret!r}, os.O_RDONLY)\n"
+    "fcntl.ioctl(f, 0x40086602, fcntl.ioctl(f, 0x80086601, bytes(8)))",
+    "its lease": "import fcntl, os; fcntl.fcntl(os.open({secret!r}, os.O_RDONLY), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
+    "a datagram to a path": "import socket; socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'x', {path!r})",
+    "a datagram from a pair": "import socket\n"
+    "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', {path!r})",
+    "SIGIO": "import fcntl, os; r, w = os.pipe(); fcntl.fcntl(r, fcntl.F_SETOWN, {victim})\n"
+    "fcntl.fcntl(r, fcntl.F_SETSIG, 23)\n"
+    "fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC); os.write(w, b'x')",
+    "SIGIO by ioctl": "import fcntl, socket, struct\n"
+    "fcntl.ioctl(socket.socketpair()[0], 0x8901, struct.pack('i', {victim}))",
+    "shared memory": CALL
+    + "libc.shmat.restype = ctypes.c_void_p; check(libc.shmat({segment}, None, 0) != (1 << 64) - 1)",
+}
+"""What Landlock governs late or not at all."""
+READABLE = {"O_RDONLY and O_TRUNC": METADATA["O_RDONLY and O_TRUNC"], "truncate": METADATA["truncate"]}
+
+
+@pytest.fixture
+def segment() -> Iterator[int]:
+    """System V shared memory of another program."""
+    libc = ctypes.CDLL(None)
+    number = libc.shmget(0, 4096, 0o1600)
+    yield number
+    libc.shmctl(number, 0, None)
+
+
+@pytest.mark.parametrize("abi", [None, 1, 2], ids=["", "Landlock 1", "Landlock 2"])
+@pytest.mark.parametrize("layers", [FULL, CONTAINER, NO_FILTERS], ids="+".join)
+def test_what_landlock_leaves_out_is_refused(
+    layers: tuple[Layer, ...], abi: int | None, victim: int, segment: int, tmp_path: Path
+):
+    secret, path = tmp_path / "secret", str(tmp_path / "datagrams")
+    secret.write_text(SECRET)
+    os.setxattr(secret, "user.y", b"1")
+    library = str(Path(os.__file__).with_name("LICENSE.txt"))
+    names = {"secret": str(secret), "path": path, "victim": victim, "segment": segment}
+    attacks = {how: code.format(**names) for how, code in METADATA.items()}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
+        server.bind(path)
+        assert_succeed_outside(attacks)
+        secret.write_text(SECRET)
+        os.setxattr(secret, "user.y", b"1")
+        before = secret.stat()
+        server.setblocking(False)
+        while received(server):
+            pass
+        # What may be read, Landlock 1 and 2 let a program empty
+        readable = {f"{how} of a library": code.format(secret=library) for how, code in READABLE.items()}
+        assert_refused(attacks | readable, layers, abi)
+        assert not received(server)
+    after = secret.stat()
+    assert (after.st_mode, after.st_mtime_ns, after.st_ctime_ns) == (
+        before.st_mode,
+        before.st_mtime_ns,
+        before.st_ctime_ns,
+    )
+    assert secret.read_text() == SECRET
+
+
+def received(server: socket.socket) -> bool:
+    try:
+        return bool(server.recv(8))
+    except BlockingIOError:
+        return False
+
+
+@pytest.mark.parametrize("abi", [None, 1], ids=["", "Landlock 1"])
+@pytest.mark.parametrize("layers", [FULL, CONTAINER], ids="+".join)
+def test_ordinary_programs_work_in_every_set_of_layers(layers: tuple[Layer, ...], abi: int | None):
+    code = """
+import asyncio, os, tempfile
+async def answer(): return 42
+with tempfile.TemporaryDirectory() as folder:
+    with open(folder + "/x", "w") as file: file.write("1")
+    with open(folder + "/x", "w") as file: file.write("23")
+    os.truncate(folder + "/x", 1) if {truncates} else None
+    os.chmod(folder + "/x", 0o600) if {mounts} else None
+    print(asyncio.run(answer()), open(folder + "/x").read()[0])
+"""
+    program = code.format(mounts="mounts" in layers, truncates="mounts" in layers or abi is None)
+    outcome = run_python(program, layers=held(layers), max_landlock_abi=abi)
+    assert (outcome.stdout, outcome.error) == ("42 2\n", "")
+
+
+def test_landlock_without_filters_of_calls_is_not_enough():
+    with pytest.raises(IsolationError, match=r"files that are not theirs .*Landlock with seccomp"):
+        run_python("", layers=("namespaces", "landlock"))
 
 
 LEAVES = """

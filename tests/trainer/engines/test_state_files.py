@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from offbeat.trainer.config.learner import ModelArgs, StrategyArgs, TinyPolicyConfig
 from offbeat.trainer.engines.base import TrainEngine
