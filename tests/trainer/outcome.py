@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from offbeat.services.messages.types import Group, StopReason, Trajectory
-from offbeat.trainer.algorithms.aggregation import NO_MASKED
+from offbeat.trainer.algorithms.aggregation import NO_MASKED, MaskedCounts
 from offbeat.trainer.algorithms.normalization import RunningMoments
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.data.batch import Batch, pack
@@ -68,6 +68,8 @@ class Outcome:
     entropy_gradient: Tensor
     critic_gradient: Tensor | None
     gauges: dict[str, float]
+    masked: MaskedCounts
+    """Groups that count in the loss's denominators alone."""
 
     def numbers(self) -> Tensor:
         """Everything that is trained with, as one vector."""
@@ -137,4 +139,5 @@ def outcome(
         unused if of_entropy is None else of_entropy,
         of_critic,
         {name: gauge.value for name, gauge in gauges.items()},
+        masked,
     )

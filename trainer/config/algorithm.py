@@ -358,14 +358,19 @@ class AlgorithmConfig(ConditionalConfig):
         return self.use_opd or self.adv_estimator in DISTILLING
 
     @property
+    def penalizes_kl(self) -> bool:
+        """Whether rewards have a KL penalty."""
+        return bool(self.add_token_level_kl and self.init_kl_coef)
+
+    @property
     def needs_reference(self) -> bool:
-        return (self.use_kl_loss and self.kl_loss_coef > 0) or (self.add_token_level_kl and self.init_kl_coef > 0)
+        return (self.use_kl_loss and self.kl_loss_coef > 0) or self.penalizes_kl
 
     @property
     def needs_ref_logprobs(self) -> bool:
         """Whether logprobs of sampled tokens are needed."""
         in_loss = self.use_kl_loss and self.kl_loss_type != "full"
-        return self.needs_reference and (in_loss or (self.add_token_level_kl and self.kl_penalty != "full"))
+        return self.needs_reference and (in_loss or (self.penalizes_kl and self.kl_penalty != "full"))
 
     @property
     def full_kls(self) -> tuple[str, ...]:
@@ -375,7 +380,7 @@ class AlgorithmConfig(ConditionalConfig):
 
     @property
     def kl_in_reward_is_full(self) -> bool:
-        return self.add_token_level_kl and self.init_kl_coef > 0 and self.kl_penalty == "full"
+        return self.penalizes_kl and self.kl_penalty == "full"
 
     @property
     def kl_in_loss_is_full(self) -> bool:

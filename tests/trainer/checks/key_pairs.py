@@ -115,6 +115,8 @@ def in_force(config: LearnerConfig) -> dict[str, Any]:
         estimator = "reinforce"
     filters = config.difficulty_mask or config.group_filter_cls
     selection = config.zero_variance if config.compares_siblings or filters else "train"
+    if selection == "mask" and config.variance_filter_ratio < 1:
+        selection = "train"  # the filter leaves out groups of equal rewards first
     scopes = (config.mean_over, config.std_over, config.reward_normalization.grouping)
     resolved = {"adv_estimator": estimator, "clip": (low, high), "whiten_advantages": config.whitens_advantages}
     settings = config.model_dump(exclude={"pg_clip", "pg_clip_low", "pg_clip_high", "reward_normalization"})

@@ -82,7 +82,7 @@ def test_the_gradient_is_the_same_however_the_batch_is_cut(name: str):
     logprobs = (batch.behavior_logprobs + by_token(batch, 0.4, 0.0)).requires_grad_()
     entropy, values = 1.0 + by_token(batch, 0.5, 4.0), by_token(batch, 0.6, 5.0).requires_grad_()
     for count, budget in ((1, 12), (3, 30)):
-        targets = build_targets(batch, config, num_minibatches=count, **inputs_of(batch, config))
+        targets = build_targets(batch, config, num_minibatches=count, masked=whole.masked, **inputs_of(batch, config))
         parts = minibatches(batch, count)
         loss, of_critic, gauges = torch.zeros(()), torch.zeros(()), []
         for part in parts:
