@@ -1,7 +1,6 @@
-"""`offbeat bench async`: synchronous against asynchronous training.
+"""`offbeat bench async`: synchronous against asynchronous training, without Ray.
 
-`--work real`: vLLM and DeepSpeed on the tiny policy; `emulated`: scripted answers, sleep for training. All else is
-real, without Ray.
+`--work real`: vLLM and DeepSpeed on the tiny policy; `emulated`: scripted answers, sleep for training.
 
 Invariant: a distribution's settings are measured in one call.
 """
@@ -54,8 +53,6 @@ class AsyncOptions:
 
 @dataclass(frozen=True, slots=True)
 class ProgressPoint:
-    """Progress after a step."""
-
     trajectories: int
     seconds: float
     reward: float
@@ -89,13 +86,10 @@ class UnboundedRates:
 
     @property
     def ideal(self) -> float:
-        """Rate of the slower side."""
         return min(self.rollout, self.training)
 
 
 class AsyncBench:
-    """Settings measured on one engine."""
-
     def __init__(
         self,
         options: AsyncOptions,
@@ -196,7 +190,6 @@ def _busy_s(records: Sequence[MetricRecord]) -> float:
 
 
 def run(options: AsyncOptions) -> dict[str, Any]:
-    """Measure, print and return the result."""
     with console().status("starting") as status, _bench(options, status) as bench:
         results = [_distribution(bench, options, name, status) for name in options.distributions]
     for result in results:
@@ -264,7 +257,7 @@ LAST_POINTS = 4
 
 
 def reward_until(curve: Sequence[ProgressPoint], within: Callable[[ProgressPoint], bool]) -> float | None:
-    """Return the mean reward of the last steps within a limit."""
+    """Return the last steps' mean reward within a limit."""
     last = [point.reward for point in curve if within(point)][-LAST_POINTS:]
     return sum(last) / len(last) if last else None
 

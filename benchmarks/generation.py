@@ -1,7 +1,6 @@
-"""`offbeat bench generation`: the generation service against a bare vLLM engine.
+"""`offbeat bench generation`: the generation service against a bare vLLM engine, in turn.
 
-The service is called with coalesced turns, as by an env worker; over HTTP by `generation_http`. Sides are measured in
-turn.
+The service is called with coalesced turns, as by an env worker; over HTTP by `generation_http`.
 
 Invariant: equal prompts, new to the prefix cache; exactly `tokens` sampled tokens each.
 """
@@ -33,7 +32,7 @@ from offbeat.services.messages.types import GenerateRequest
 
 SEQUENCE_LENGTH = 512
 SATURATION_SHARE = 0.9
-"""Share of the bare engine's best rate that counts as saturation."""
+"""Share of the bare engine's best rate."""
 
 RoundMeasure = Callable[[int, int], Awaitable[RoundLoad]]
 """(concurrent requests, total requests) -> result."""
@@ -96,8 +95,6 @@ class BareEngine:
 
 
 class Service:
-    """Service as called by an env worker."""
-
     def __init__(self, run_id: str, options: GenerationOptions, vocab_size: int) -> None:
         from offbeat.services.generation.client import ServeGenerationClient
         from offbeat.services.generation.config import app_name
@@ -114,7 +111,6 @@ class Service:
 
 
 def run(options: GenerationOptions) -> dict[str, Any]:
-    """Measure, print and return the result."""
     with console().status("starting") as status, bench_environment() as base:
         config = _run_config(base, options)
         model = options.model or config.output_dir / "policy"
@@ -151,7 +147,7 @@ def _run_config(base: BenchEnvironment, options: GenerationOptions) -> RunConfig
 
 
 def _publish_start(base: BenchEnvironment, config: RunConfig, model: Path) -> int:
-    """Publish version 0; return the vocabulary size."""
+    """Return the vocabulary size."""
     from offbeat.services.weights.publisher import RedisWeightPublisher
     from offbeat.trainer.config.learner import ModelArgs
     from offbeat.trainer.models.loading import load_policy

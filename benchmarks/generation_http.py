@@ -1,4 +1,4 @@
-"""Generation service over HTTP: OpenAI completions at an env worker's gateway, which has its own process."""
+"""Generation service over HTTP: OpenAI completions at an env worker's gateway, in its own process."""
 
 import itertools
 import ssl
@@ -36,7 +36,6 @@ class GatewayHost:
         self.serve(ServeGenerationClient(app_name(self._run_id)))
 
     def serve(self, client: "GenerationClient") -> None:
-        """Serve on the running loop."""
         from offbeat.services.chat.template import load_chat_template
         from offbeat.services.gateway.server import Gateway
         from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
@@ -74,8 +73,6 @@ class GatewayHost:
 
 
 class Agents:
-    """HTTP clients."""
-
     def __init__(self, host: ProcessActor, vocab_size: int, tokens: int) -> None:
         self._host = host
         self._tokens = tokens

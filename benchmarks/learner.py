@@ -1,6 +1,7 @@
-"""`offbeat bench learner`: tokens/s and peak memory of an optimizer step, against a bare loop and TRL.
+"""`offbeat bench learner`: tokens/s (without padding) and peak memory of an optimizer step, against a bare loop and
+TRL.
 
-Invariant: sides train one model on one batch in separate processes, in turn. Padding is not counted.
+Invariant: sides train one model on one batch in separate processes, in turn.
 """
 
 import importlib.util
@@ -50,7 +51,7 @@ class LearnerSideError(Exception):
 
 
 def run(options: LearnerOptions) -> dict[str, Any]:
-    """Measure equal, ragged and long-prompt sequences; print and return the result."""
+    """Measure equal, ragged and long-prompt sequences."""
     sides = ["offbeat", "bare", *(["trl"] if importlib.util.find_spec("trl") else [])]
     with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
         model = str(options.model) if options.model else _make_model(Path(folder) / "model", options)
@@ -180,7 +181,7 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def check(options: LearnerOptions) -> str:
-    """Return the reason why the options are invalid, or ""."""
+    """Return why the options are invalid, or ""."""
     if options.sequences % GROUP:
         return f"{options.sequences} sequences are no whole number of groups of {GROUP}"
     if options.longest < SHORTEST:

@@ -41,8 +41,6 @@ class BackendTask:
 
 
 class Pace:
-    """Step control by the benchmark."""
-
     def __init__(self, device: str) -> None:
         self._cuda = device == "cuda"
         if not self._cuda:  # what imports took and gave back is no part of a step
@@ -60,7 +58,6 @@ class Pace:
         self._began = time.perf_counter()
 
     def after(self) -> None:
-        """Print the step's cost."""
         seconds = time.perf_counter() - self._began
         print(STEP, json.dumps({"seconds": seconds, "bytes": self._peak() - self._start}), flush=True)  # noqa: T201
 
@@ -95,7 +92,6 @@ class Data:
 
 
 def data_of(task: BackendTask, vocab_size: int) -> Data:
-    """Return the batch of all sides."""
     import numpy as np
 
     rng = np.random.default_rng(task.seed)
@@ -107,12 +103,10 @@ def data_of(task: BackendTask, vocab_size: int) -> Data:
 
 
 def shared(task: BackendTask) -> None:
-    """Run `ours` with `shared_prefix`."""
     ours(task, shared_prefix=True)
 
 
 def ours(task: BackendTask, *, shared_prefix: bool = False) -> None:
-    """Run the learner's step on DeepSpeed."""
     import torch
 
     from offbeat.trainer.config.learner import LearnerConfig, StrategyArgs
@@ -220,7 +214,6 @@ def _bare_loss(model: Any, task: BackendTask, data: Data, rows: list[int]) -> An
 
 
 def trl(task: BackendTask) -> None:
-    """Run TRL's GRPOTrainer on the fixed batch."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback

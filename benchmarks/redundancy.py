@@ -1,6 +1,4 @@
-"""`offbeat bench redundancy`: time to collect a batch without its slowest episodes.
-
-Policy and training are emulated.
+"""`offbeat bench redundancy`: time to collect a batch without its slowest episodes; policy and training are emulated.
 
 Invariant: every setting collects `num_groups` groups of `group_size`, in one call.
 """
@@ -47,7 +45,6 @@ class RedundancyOptions:
 
 
 def run(options: RedundancyOptions) -> dict[str, Any]:
-    """Measure, print and return the result."""
     grid = ((options.num_groups, options.group_size), *options.over)
     with console().status("starting") as status, bench_environment() as base:
         first = base.run_config("bench-first", custom_envs={TAG: slow_lake({})})

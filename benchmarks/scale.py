@@ -1,9 +1,9 @@
-"""`offbeat bench scale`: cost of an episode at 16 to 4,096 concurrent episodes in one env worker.
+"""`offbeat bench scale`: cost of an episode at 16 to 4,096 concurrent ones in an env worker, with a scripted policy.
 
-The policy is scripted. CPU time: the worker's process and Redis, without the consumer.
+CPU time: the worker's process and Redis, without the consumer.
 
-Invariant: windows are in steady state, over many generations of episodes. Rounds alternate over concurrencies, so drift
-of the machine's speed cancels out.
+Windows are in steady state, over many generations of episodes; rounds alternate over concurrencies, so that drift of
+the machine's speed cancels out.
 """
 
 import itertools
@@ -56,8 +56,6 @@ class ScaleOptions:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Totals at a moment."""
-
     at: float
     trajectories: int
     worker_cpu_s: float
@@ -66,8 +64,6 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Result of one window."""
-
     trajectories_per_s: float
     worker_cpu_ms: float
     """Per trajectory."""
@@ -83,7 +79,6 @@ class Window:
 
 
 def run(options: ScaleOptions) -> dict[str, Any]:
-    """Measure, print and return the result."""
     with console().status("starting") as status, bench_environment() as base:
         first = base.run_config("bench-first", custom_envs={TAG: slow_lake({})})
         base.prepare(first)

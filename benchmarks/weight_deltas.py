@@ -47,7 +47,6 @@ class _Way:
 
 
 def measure(base: BenchEnvironment, options: DeltaOptions, echo: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Return a row per learning rate."""
     lake = CustomEnv(env_type="frozen_lake", max_steps=12, max_tokens_per_step=4, execution="inline")
     changes = {"custom_envs": {TAG: lake}, "train_env_manager": manager(GROUPS, GROUP_SIZE), "max_steps": options.steps}
     config = base.run_config("bench-deltas", old_logprobs="recompute", **changes)

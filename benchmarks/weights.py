@@ -1,6 +1,6 @@
 """`offbeat bench weights`: time from `publish` until the last replica serves the version.
 
-Replicas run vLLM under load in their own processes, without Ray. Weights: random Qwen2 of the given size.
+Replicas run vLLM under load in their own processes, without Ray, on random Qwen2 weights.
 
 Invariant: references (copies, an engine step under load) use the same bytes, in the same call.
 """
@@ -63,8 +63,6 @@ class WeightOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSeen:
-    """Measurements of one replica."""
-
     step_s: float
     """Median engine step without updates."""
     pauses_s: tuple[float, ...]
@@ -143,7 +141,6 @@ class _Timed:
 
 
 def run(options: WeightOptions) -> dict[str, Any]:
-    """Measure, print and return the result."""
     rows: list[dict[str, Any]] = []
     with console().status("starting") as status, bench_environment() as base:
         for size in options.sizes:

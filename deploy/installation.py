@@ -26,15 +26,12 @@ MIN_SHARED_GIB = 1.0
 
 @dataclass(frozen=True, slots=True)
 class InstallationFinding:
-    """Result of one check."""
-
     subject: str
     state: Literal["ok", "advice", "problem"]
     detail: str
 
 
 def check_installation() -> Iterator[InstallationFinding]:
-    """Yield a finding per library and resource."""
     yield InstallationFinding("python", "ok", f"{sys.version.split()[0]} in {sys.prefix}")
     yield from check_libraries()
     for name, reason in find_mismatched().items():
@@ -47,7 +44,6 @@ def check_installation() -> Iterator[InstallationFinding]:
 
 
 def check_libraries() -> Iterator[InstallationFinding]:
-    """Yield a finding per library that every run needs."""
     for name in LIBRARIES:
         versions = [found for each in DISTRIBUTIONS.get(name, (name,)) if (found := _installed(each))]
         missing = f"not installed: {INSTALL}"

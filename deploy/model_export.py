@@ -1,7 +1,7 @@
 # pyright: basic
 """Export of a checkpoint for serving: merged weights, or the adapter alone, with tokenizer and chat template.
 
-Invariant: a folder appears under its name once transformers has loaded it and its logits equal the checkpoint's.
+Invariant: a folder gets its name once transformers has loaded it and its logits equal the checkpoint's.
 """
 
 import json
@@ -26,13 +26,13 @@ ADAPTER = "adapter"
 """Folder of a checkpoint."""
 ADAPTER_CONFIG = "adapter_config.json"
 OURS = ("learner.json", "manifest.json")
-"""Files of a checkpoint that no other program reads."""
+"""Files that no other program reads."""
 MIN_VLLM_RANK = 8
 NUM_TOKENS = 16
 MAX_DIFFERENCE = 1e-4
-"""Of logits that are computed in one type from the same weights."""
+"""Between logits of the same weights and type."""
 MAX_MERGED_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5}
-"""Of the base with its adapter from the merged weights, which are rounded to this type."""
+"""Between the base with its adapter and weights merged into this type."""
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Echo = Callable[[str], None]
@@ -67,7 +67,7 @@ def export_adapter(source: Path, out: Path, echo: Echo) -> None:
     """Write a checkpoint's LoRA adapter in PEFT's form.
 
     Raises:
-        ExportError: no checkpoint, no adapter, no base, `out` is taken, or base and adapter compute something else.
+        ExportError: no checkpoint, adapter or base, `out` is taken, or base and adapter compute something else.
     """
     checkpoint = _checkpoint(source)
     if not (checkpoint / ADAPTER / ADAPTER_CONFIG).is_file():
@@ -104,7 +104,7 @@ def _checkpoint(source: Path) -> Path:
 
 
 class _Aside:
-    """A folder beside `out` that takes its name on success."""
+    """Folder beside `out` that takes its name on success."""
 
     def __init__(self, out: Path) -> None:
         self._out = out
@@ -174,7 +174,7 @@ def _load_adapted(base: Path, adapter: Path, dtype: str) -> Any:
 
 
 def _compare(one: Any, two: Any, folder: Path) -> float:
-    """Return the greatest difference of logits on tokens from the whole vocabulary, and load the tokenizer."""
+    """Return the greatest difference of logits on tokens from the whole vocabulary; load the tokenizer."""
     load_chat_format(folder)
     size = one.config.get_text_config().vocab_size
     tokens = torch.linspace(0, size - 1, NUM_TOKENS).long()[None]

@@ -1,4 +1,4 @@
-"""Address of a run's Redis, from the files that the mesh writes."""
+"""Address of a run's Redis, from the mesh's files."""
 
 from pathlib import Path
 
@@ -7,15 +7,11 @@ from offbeat.services.errors import MeshError
 from offbeat.services.redis.url_file import read_url_file
 
 URL_FILE = Path("redis") / "url"
-"""`redis_url_file` of `deploy/local.yaml`, from the folder that holds the runs."""
+"""`redis_url_file` of `deploy/local.yaml`, below the folder of runs."""
 
 
 def resolve_url(given: str | None) -> str | None:
-    """Return a URL given as such, or as a file that contains it.
-
-    Raises:
-        MeshError: the file can't be read.
-    """
+    """Return the URL itself or in a file. Raises `MeshError` if the file can't be read."""
     if given is None or "://" in given:
         return given
     try:
@@ -25,10 +21,9 @@ def resolve_url(given: str | None) -> str | None:
 
 
 def find_url(folder: Path) -> str | None:
-    """Return the URL of the Redis of an active `offbeat train`, or of the mesh deployed beside the run's folder.
+    """Return the Redis URL of an active `offbeat train`, or of the mesh deployed beside the folder.
 
-    Raises:
-        MeshError: the mesh's file can't be read.
+    Raises `MeshError` if the mesh's file can't be read.
     """
     endpoints = read_endpoints(folder)
     if endpoints is not None:

@@ -1,8 +1,7 @@
 """Run folder.
 
-Layout: `config.yaml`, `report.json`, `checkpoints/`, `ledger/`, `batches/`, `evaluations/`, `metrics.jsonl`,
-`tensorboard/`, `trackers/`, `logs/`, `redis/` (AOF), `policy/` (tiny policy's files), `start/` (warm-started weights),
-`episodes.gif` and `.html`, `learning_curve.png`, `endpoints.json` while running.
+Layout: `WRITTEN`, with the tiny policy's files in `policy/` and warm-started weights in `start/`; `redis/` (AOF);
+`endpoints.json` while running.
 
 Invariants: at most one command runs in a folder; only a run's own files are moved or removed (`offbeat.deploy.run_marker`),
 and none while it runs.
@@ -51,38 +50,35 @@ WRITTEN = {
     ".report.json.part": (),
     ".start-*": (),
 }
-"""Files and folders of runs and reports -> what they write in a folder; nothing: all of it."""
+"""Files and folders -> what runs and reports write in a folder; nothing: all."""
 OWN = (*WRITTEN, REDIS, ENDPOINTS, f"{MARKER}*", LOCK)
 """Everything that a run writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Addresses of a run's services."""
-
     pid: int
     redis_url: str
     control_url: str
 
 
 def holds_run(folder: Path) -> bool:
-    """Return True if the folder has a run's files."""
     return any((folder / mark).exists() for mark in MARKS)
 
 
 def make_private(folder: Path) -> None:
-    """Make a run's folder, which holds prompts and trajectories, for its owner alone; an existing one keeps its mode."""
+    """Make a run's folder owner-only, because it holds prompts and trajectories; an existing one keeps its mode."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def newest_checkpoint(folder: Path) -> tuple[int, Path] | None:
-    """Return the step and folder of the checkpoint that was written last, if any."""
+    """Return step and folder of the checkpoint written last."""
     newest = last_written(folder / "checkpoints")
     return (newest.step, folder / "checkpoints" / newest.name) if newest else None
 
 
 def move_aside(folder: Path) -> Path:
-    """Move the run to the first free `<folder>.1`, `<folder>.2`, ...; return it. Files of others stay."""
+    """Move the run to the first free `<folder>.1`, `<folder>.2`, ...; return it. Other files stay."""
     number = 1
     while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
@@ -98,7 +94,7 @@ def move_aside(folder: Path) -> Path:
 
 
 def split_entries(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the folder's entries with names of a run, and the others."""
+    """Return the entries with a run's names, and the others."""
     own: list[Path] = []
     others: list[Path] = []
     for path in sorted(folder.iterdir()):
@@ -109,11 +105,7 @@ def split_entries(folder: Path) -> tuple[list[Path], list[Path]]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock the folder until the context or process ends.
-
-    Raises:
-        FolderInUseError: locked by another process.
-    """
+    """Lock the folder until the context or process ends. Raises `FolderInUseError`."""
     make_private(folder)
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -132,7 +124,6 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def running_pid(folder: Path) -> int | None:
-    """Return the pid of a running run."""
     lock = folder / LOCK
     try:
         process = psutil.Process(int(lock.read_text()))
@@ -143,10 +134,9 @@ def running_pid(folder: Path) -> int | None:
 
 
 def claim(folder: Path, run_id: str, *, resume: bool) -> Path | None:
-    """Mark a folder as the run's; an earlier run in it is moved aside unless resumed. Return its new path.
+    """Mark a folder as the run's, moving an earlier run aside unless resumed; return that one's new path.
 
-    Raises:
-        FolderInUseError: it is running, or the folder is not the run's alone.
+    Raises `FolderInUseError` if it is running, or the folder is not the run's alone.
     """
     if problem := find_problem(folder):
         raise FolderInUseError(problem)
@@ -167,7 +157,7 @@ def claim(folder: Path, run_id: str, *, resume: bool) -> Path | None:
 
 
 def find_problem(folder: Path) -> str:
-    """Return why a run can't have the folder; empty if it can."""
+    """Return why a run can't have the folder, or an empty text."""
     if problem := find_conflict(folder):
         return problem
     if not folder.is_dir() or identify(folder) is not None:
@@ -182,7 +172,7 @@ def find_problem(folder: Path) -> str:
 
 
 def write_config(folder: Path, text: str) -> None:
-    """Write a configuration, readable by its owner alone: it may contain passwords."""
+    """Write a configuration, owner-only: it may contain passwords."""
     path = folder / CONFIG
     path.touch(mode=0o600)
     path.chmod(0o600)
@@ -190,7 +180,6 @@ def write_config(folder: Path, text: str) -> None:
 
 
 def write_endpoints(folder: Path, endpoints: Endpoints) -> None:
-    """Write addresses for this host's processes."""
     path = folder / ENDPOINTS
     path.touch(mode=0o600)  # the URL holds the password of Redis
     path.write_text(json.dumps(asdict(endpoints), indent=2) + "\n")
@@ -207,17 +196,12 @@ def read_endpoints(folder: Path) -> Endpoints | None:
 
 
 def remove_endpoints(folder: Path) -> None:
-    """Remove the addresses."""
     with suppress(FileNotFoundError):
         (folder / ENDPOINTS).unlink()
 
 
 def remove_run_files(folder: Path, run_id: str) -> Removal:
-    """Remove what the run has written, and the folder if nothing else is in it.
-
-    Raises:
-        FolderInUseError: the run is running.
-    """
+    """Remove what a run has written, and the folder if then empty. Raises `FolderInUseError` while it runs."""
     if not folder.is_dir():
         return Removal([], [])
     marker = identify(folder)
@@ -237,7 +221,7 @@ def remove_run_files(folder: Path, run_id: str) -> Removal:
 
 
 def _remove_written(path: Path, patterns: Sequence[str]) -> bool:
-    """Remove a file or folder, of a folder only `patterns` if there are any; return whether it is gone."""
+    """Remove a file or folder, or only `patterns` in it; return whether it is gone."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
         return True

@@ -1,7 +1,7 @@
 """Marker of a run's folder, and folders that a run may not use.
 
-Invariant: nothing in a folder is moved or removed unless it carries the marker, or files that only a run writes (runs of
-earlier builds have no marker).
+Invariant: nothing in a folder is moved or removed without the marker or files that only a run writes (earlier
+builds wrote no marker).
 """
 
 import itertools
@@ -21,15 +21,15 @@ CONFIG_KEYS = (
     *("exp_name", "output_dir", "custom_envs", "sequence_length", "rollout_batch_size", "max_ckpt_to_keep"),
     *("actor_train", "actor_infer", "rollout", "buffer", "weights", "redis", "control", "final_val_batch_size"),
 )
-"""Keys of every saved configuration; one that a user has written leaves some to their defaults."""
+"""Keys of every saved configuration; users' own leave some to defaults."""
 CONFIG_CHARS = 1 << 16
 EVIDENCE = ("ledger/steps.jsonl", "ledger/groups.jsonl", "checkpoints/step-*/learner.json")
 """Files that only a run writes."""
 BESIDE_CONFIG = ("ledger", "logs", "metrics.jsonl", "report.json", ".claim")
-"""Files of a run, if there is a saved configuration."""
+"""A run's files, beside a saved configuration."""
 REDIS_FILES = ("redis.lock", "appendonly.aof", "appendonlydir")
 MAX_DEPTH, MAX_FOLDERS = 4, 20_000
-"""Limits of the search for other runs below a folder."""
+"""Limits of the search for other runs below."""
 
 
 class FolderInUseError(Exception):
@@ -38,18 +38,16 @@ class FolderInUseError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RunMarker:
-    """Run that a folder belongs to."""
-
     run_id: str
     """Empty if unknown."""
     incarnation: str = ""
-    """Differs between runs of one name; empty for runs of earlier builds."""
+    """Unique among runs of one name; empty for earlier builds."""
     created_at: float = 0.0
     """Unix time, s."""
 
 
 def identify(folder: Path) -> RunMarker | None:
-    """Return the run that a folder belongs to, by its marker or by what an earlier build wrote; None if to none."""
+    """Return the folder's run, by its marker or an earlier build's files."""
     try:
         tree = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         return RunMarker(str(tree["run_id"]), str(tree["incarnation"]), float(tree["created_at"]))
@@ -67,7 +65,6 @@ def identify(folder: Path) -> RunMarker | None:
 
 
 def mark(folder: Path, run_id: str) -> None:
-    """Write the marker of a new run."""
     marker = RunMarker(run_id, secrets.token_hex(8), time.time())
     temporary = folder / f"{MARKER}.{marker.incarnation}"
     temporary.write_text(json.dumps(asdict(marker)) + "\n", encoding="utf-8")
@@ -75,7 +72,7 @@ def mark(folder: Path, run_id: str) -> None:
 
 
 def find_conflict(folder: Path) -> str:
-    """Return why a run in `folder` would touch another run's or a Redis' files; empty if it would not."""
+    """Return why a run in `folder` would touch another run's or a Redis' files, or an empty text."""
     folder = folder.resolve()
     for parent in folder.parents:
         if what := _describe(parent):
@@ -106,7 +103,7 @@ def _holds_redis(folder: Path) -> bool:
 
 
 def _folders_below(folder: Path, depth: int) -> Iterator[Path]:
-    """Yield folders, those of one parent together; links are not followed."""
+    """Yield folders, grouped by parent, without following links."""
     if depth == 0:
         return
     try:

@@ -22,7 +22,6 @@ LOGS = "logs"
 
 
 def run_spec(config: RunConfig) -> RunSpec:
-    """Return the control service's part."""
     return RunSpec(
         run_id=config.exp_name,
         config=config.model_dump_json(),
@@ -40,7 +39,6 @@ def model_folder(config: RunConfig) -> Path:
 
 
 def load_architecture(config: RunConfig) -> dict[str, JsonValue]:
-    """Return the `config.json` of the run's model."""
     if config.pretrain != "tiny":
         return read_architecture(Path(config.pretrain))
     from offbeat.trainer.models.tiny import write_tiny_policy  # noqa: PLC0415
@@ -51,14 +49,13 @@ def load_architecture(config: RunConfig) -> dict[str, JsonValue]:
 
 
 def generation_app(config: RunConfig) -> str:
-    """Return the run's generation application."""
     return config.actor_infer.app or app_name(config.exp_name)
 
 
 def worker_settings(
     config: RunConfig, redis_url: str, *, uid: str = "", timeout_s: float | None = None
 ) -> WorkerSettings:
-    """Return the env workers' settings. uid: of the run's record. timeout_s: overrides `buffer.worker_timeout_s`."""
+    """uid: of the run's record. timeout_s: overrides `buffer.worker_timeout_s`."""
     return WorkerSettings(
         run_id=config.exp_name,
         run_uid=uid,
@@ -82,8 +79,7 @@ def worker_settings(
 def prepare_folder(config: RunConfig) -> None:
     """Make the run's folder, with the tiny policy's files if needed.
 
-    Raises:
-        MissingWordsError: with `pretrain: tiny`, an env does not declare its words.
+    Raises `MissingWordsError` if an env for `pretrain: tiny` does not declare its words.
     """
     make_private(config.output_dir)
     make_log_folder(config)
@@ -94,7 +90,7 @@ def prepare_folder(config: RunConfig) -> None:
 
 
 def make_log_folder(config: RunConfig) -> Path:
-    """Make the folder of the run's logs, a link to `logging_dir` if that is set; return it."""
+    """Make and return the folder of logs, a link to `logging_dir` if set."""
     logs, target = config.output_dir / LOGS, config.logging_dir
     if target is None or target.resolve() == logs.resolve():
         logs.mkdir(parents=True, exist_ok=True)

@@ -18,16 +18,13 @@ RENAMED_PATHS = MappingProxyType(
         "deploy.agents.walker:play": "offbeat.deploy.agents.walker:play",
     }
 )
-"""Paths of 0.1, as in stored runs, and their successors."""
+"""Paths of 0.1, as in stored runs -> successors."""
 
 
 def load_object(path: str) -> Any:
     """Import an object.
 
-    Raises:
-        ValueError: not `module:attribute`.
-        ImportError: no such module.
-        AttributeError: no such attribute.
+    Raises ValueError if not `module:attribute`, ImportError or AttributeError if missing.
     """
     module, _, attribute = path.partition(":")
     if not module or not attribute:

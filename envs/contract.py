@@ -20,10 +20,10 @@ ODD_ANSWERS = ("", " ", "<answer>", "no such action", "\x00\u00e9\u4e2d\U0001f60
 """Odd answers that an env must accept."""
 
 MAX_ENV_BYTES = 1 << 20
-"""Memory per env beyond which the check advises sharing data; a worker holds one env per episode slot."""
+"""Advice to share data above this; a worker holds one env per episode slot."""
 
 Call = Callable[[str], None]
-"""Callback with each call's name before it is made, to name a hanging one."""
+"""Callback before each call, to name a hanging one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class ContractReport:
     reset_s: float = 0.0
     step_s: float = 0.0
     mean_s: float = 0.0
-    """Mean duration of resets and steps."""
+    """Of resets and steps."""
     bytes_per_env: int = 0
     sandbox: str = ""
     """Isolation of the env's programs; empty without any."""
     digest: str = ""
-    """Digest of observations and rewards."""
+    """Of observations and rewards."""
 
     @property
     def problems(self) -> list[Finding]:
@@ -63,7 +63,7 @@ def check_contract(
     max_turns: int = 20,
     on_call: Call = lambda _: None,
 ) -> ContractReport:
-    """Run an env on `num_seeds` seeds, at most `max_turns` each, and report violations."""
+    """Run an env on `num_seeds` seeds, at most `max_turns` each; report violations."""
     report = ContractReport()
     if problems := registry.check_env_config(env_type, env_config):
         report.findings += [Finding("problem", "settings", message) for message in problems]
@@ -86,7 +86,7 @@ def check_contract(
 
 
 def random_answer(env: TextEnv, rng: np.random.Generator) -> str:
-    """Return the env's own random answer, one of its `words`, or a common one."""
+    """Return the env's own, one of its `words`, or a common answer."""
     inner = env.unwrapped
     own_answer = cast(Callable[[np.random.Generator], str] | None, getattr(inner, "random_answer", None))
     if own_answer is not None:
@@ -132,7 +132,7 @@ class _EpisodeRunner:
         return result
 
     def run_episode(self, env: TextEnv, seed: int) -> list[object]:
-        """Return observations and rewards; answers depend on `seed` alone."""
+        """Return observations and rewards for answers that depend on `seed` alone."""
         rng = np.random.default_rng(seed)
         transcript: list[object] = [self.reset(env, seed)[0]]
         for _ in range(self.max_turns):
@@ -143,7 +143,7 @@ class _EpisodeRunner:
         return transcript
 
     def measure_bytes(self) -> int:
-        """Measure an env's memory; untimed, because tracing is slow."""
+        """Measure an env's memory, untimed: tracing is slow."""
         self._announce("make")
         tracemalloc.start(1)
         try:

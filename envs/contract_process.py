@@ -1,7 +1,7 @@
 """Contract checks in a child process, killed if the env hangs.
 
-JSON request on stdin (`env_type`, `env_config`, `num_seeds`, `limit_s`), JSON report as the last line of stdout. A call
-beyond `limit_s` ends the process with a traceback on stderr.
+JSON request on stdin (`env_type`, `env_config`, `num_seeds`, `limit_s`), JSON report as stdout's last line. A call beyond
+`limit_s` ends the process with a traceback on stderr.
 """
 
 import faulthandler
@@ -27,10 +27,7 @@ def check_in_processes(
     num_seeds: int = 8,
     limit_s: float = 30.0,
 ) -> ContractReport:
-    """Compare an env's episodes in two processes with different string hashes.
-
-    limit_s: timeout per call.
-    """
+    """Compare an env's episodes in two processes with different string hashes. limit_s: per call."""
     request = {"env_type": env_type, "env_config": dict(env_config), "num_seeds": num_seeds, "limit_s": limit_s}
     report = _run(request, hash_seed="1")
     if report.digest and not report.problems:

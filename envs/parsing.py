@@ -47,11 +47,7 @@ class ActionParser(Generic[A]):
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Compile an action pattern; `.` matches newlines.
-
-    Raises:
-        ValueError: invalid, or not one or two groups.
-    """
+    """Compile an action pattern; `.` matches newlines. Raises ValueError unless valid, with one or two groups."""
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as error:

@@ -9,7 +9,7 @@ def fill_template(
 ) -> str:
     """Render a turn's user message; placeholders in observations and other braces are kept.
 
-    step: from 1. actions_left: includes this turn.
+    step: from 1. actions_left: including this turn.
     """
     if template == "{observation}":
         return observation

@@ -10,7 +10,7 @@ An env is a `gymnasium.Env` with these conventions:
   `action_is_effective`, `format_penalty`, ...) are means unless `metrics_agg_mode: dict[str, str]` sets `sum`, `mean`,
   `min`, `max`, `first` or `last`.
 - Optional `config_class`: pydantic model of `env_config`, the constructor's only argument (if frozen, shared by a
-  tag's envs). Without it, `env_config` is passed as keyword arguments.
+  tag's envs); otherwise `env_config` becomes keyword arguments.
 - Optional setting `split`: `"held_out"` in evaluation; its tasks never occur in training.
 - Optional `task_id(seed)`: equal for equal tasks; evaluation runs each once.
 - Optional `random_answer(rng)`: plausible answer, for random agents and the contract check.
@@ -51,19 +51,16 @@ BUILT_IN = {
 }
 
 MAX_REPEATS = 2_000
-"""Consecutive seeds without a new task that end the search."""
+"""Consecutive seeds without a new task before the search ends."""
 
 TextEnv = gymnasium.Env[Any, Any]
 EnvFactory = Callable[..., object]
 
 
 def make(env_type: str, env_config: Mapping[str, JsonValue]) -> TextEnv:
-    """Build an env.
+    """Build an env. Raises ValueError for an unknown one or invalid settings.
 
     env_type: built-in name, entry point of group `offbeat.envs`, or `module:Class`.
-
-    Raises:
-        ValueError: unknown env or invalid settings.
     """
     problems = check_env_config(env_type, env_config)
     if problems:
@@ -86,7 +83,7 @@ def _shared_config(model: type[BaseModel], text: str) -> BaseModel:
 
 
 def check_env_config(env_type: str, env_config: Mapping[str, JsonValue]) -> list[str]:
-    """Return all problems, each with a correction."""
+    """Return all problems, with corrections."""
     try:
         factory = find_factory(env_type)
     except ValueError as error:
@@ -98,11 +95,7 @@ def check_env_config(env_type: str, env_config: Mapping[str, JsonValue]) -> list
 
 
 def find_factory(env_type: str) -> EnvFactory:
-    """Return the env's constructor.
-
-    Raises:
-        ValueError: unknown name, or failed import.
-    """
+    """Raises ValueError for an unknown name or failed import."""
     path = BUILT_IN.get(env_type) or (env_type if ":" in env_type else _entry_point_path(env_type))
     try:
         factory: object = load_object(path)
@@ -122,12 +115,12 @@ def list_names() -> list[str]:
 
 
 def describe(env_type: str) -> str:
-    """Return the first line of the docstring. Raises ValueError for an unknown env."""
+    """Return the docstring's first line. Raises ValueError for an unknown env."""
     return (inspect.getdoc(find_factory(env_type)) or "").partition("\n")[0]
 
 
 def setting_names(env_type: str) -> list[str]:
-    """Return the setting names. Raises ValueError for an unknown env."""
+    """Raises ValueError for an unknown env."""
     return _setting_names(find_factory(env_type))[0]
 
 
@@ -139,7 +132,7 @@ def held_out_config(env_type: str, env_config: Mapping[str, JsonValue]) -> dict[
 
 
 def distinct_seeds(n: int, start: int, env_type: str, env_config: Mapping[str, JsonValue]) -> list[int]:
-    """Return `n` seeds from `start` with distinct tasks; too few are repeated in order."""
+    """Return `n` seeds from `start` with distinct tasks, repeated in order if too few."""
     env = make(env_type, env_config)
     try:
         task_id = cast(Callable[[int], object] | None, getattr(env.unwrapped, "task_id", None))
@@ -159,7 +152,7 @@ def distinct_seeds(n: int, start: int, env_type: str, env_config: Mapping[str, J
 
 
 def entry_point_paths() -> dict[str, str]:
-    """Return `module:Class` of the envs that installed packages register, by name."""
+    """Return `module:Class` of installed packages' envs, by name."""
     return {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
 
 
@@ -179,7 +172,7 @@ def _config_class(factory: EnvFactory) -> type[BaseModel] | None:
 
 
 def _setting_names(factory: EnvFactory) -> tuple[list[str], bool]:
-    """Return the setting names, and whether others are accepted."""
+    """Return the names, and whether others are accepted."""
     model = _config_class(factory)
     if model is not None:
         return list(model.model_fields), model.model_config.get("extra") == "allow"

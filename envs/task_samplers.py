@@ -1,7 +1,7 @@
 """Task samplers, which choose the next training group's tag and seed from earlier results.
 
-`train_env_manager.task_sampler` names a class, constructed with the tags and `args` on the learner, which reports
-trained groups and checkpoints the state, and on every worker, which draws from it.
+The class `train_env_manager.task_sampler` is constructed with the tags and `args` on the learner, which reports trained
+groups and checkpoints the state, and on every worker, which draws from it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class TaskSampler(Protocol):
         ...
 
     def learn(self, tag: str, seed: int, rewards: Sequence[float], successes: Sequence[float]) -> None:
-        """Update the state with a trained group: each episode's reward and `success`."""
+        """Learn from a trained group: each episode's reward and `success`."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -45,11 +45,9 @@ class Levels:
     """Curriculum over tags in order: mastering the newest unlocks the next."""
 
     def __init__(self, tags: Sequence[str], *, at: float = 0.8, window: int = 16, review: float = 0.2) -> None:
-        """at: mean success over the newest tag's last `window` groups that unlocks the next. review: share of earlier
-        tags.
+        """at: mean success over the newest tag's last `window` groups that unlocks the next. review: share of earlier tags.
 
-        Raises:
-            ValueError: a setting is out of range.
+        Raises ValueError for a setting out of range.
         """
         if not 0 < at <= 1 or window < 1 or not 0 <= review < 1:
             raise ValueError(

@@ -1,1 +1,1 @@
-"""Services of the mesh: long-running, asynchronous, with shared state in Redis."""
+"""Long-running, asynchronous services with shared state in Redis."""

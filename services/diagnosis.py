@@ -1,6 +1,6 @@
 """Findings about a run's training, from the learner's step metrics alone.
 
-Invariant: the same steps give the same findings, wherever they are read: learner, REST API or report.
+Invariant: the same steps give the same findings in learner, REST API and report.
 """
 
 import json
@@ -25,8 +25,6 @@ ANSWER_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class RunFinding:
-    """What was seen, its likely cause, and the keys to change."""
-
     name: str
     seen: str
     """Clause with numbers."""
@@ -43,7 +41,7 @@ class RunFinding:
 
 @dataclass(frozen=True, slots=True)
 class DiagnosisLimits:
-    """A run's settings that metrics are compared with."""
+    """Settings that metrics are compared with."""
 
     mismatch_kl: float = math.inf
     """Of engine and trainer on the same weights, nats per token."""
@@ -69,7 +67,7 @@ class StepWindow:
         return math.fsum(self.values(name))
 
     def mean(self, name: str, default: float = math.nan) -> float:
-        """Return the mean of the steps that have the metric; NaN compares false with every limit."""
+        """Return the mean over steps with the metric; NaN compares false with every limit."""
         values = self.values(name)
         return math.fsum(values) / len(values) if values else default
 
@@ -84,7 +82,7 @@ class StepWindow:
 def diagnose(steps: Sequence[Mapping[str, float]], limits: DiagnosisLimits = NO_LIMITS) -> list[RunFinding]:
     """Return the findings about the newest `WINDOW_STEPS` steps, gravest first.
 
-    steps: metric -> value of the learner's steps, oldest first; the first one may be of any age.
+    steps: metrics by name, oldest first; the first may be of any age.
     """
     if not steps:
         return []
@@ -271,13 +269,12 @@ RULES: tuple[Callable[[StepWindow], RunFinding | None], ...] = (
 
 
 def describe_untrained(findings: Sequence[RunFinding]) -> str:
-    """Return the message of a run that took all its steps without a gradient."""
+    """Return the message of a run without a gradient in any step."""
     causes = "; ".join(str(finding) for finding in findings if finding.is_warning)
     return f"no token was trained: {causes or 'no step had a gradient'}"
 
 
 def encode_findings(findings: Sequence[RunFinding]) -> str:
-    """Encode as JSON."""
     return json.dumps([asdict(finding) for finding in findings])
 
 

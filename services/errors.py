@@ -6,7 +6,7 @@ class MeshError(Exception):
 
 
 class RetryableError(MeshError):
-    """The service can't answer now (starting, overloaded, being replaced); the call may be repeated."""
+    """Service unavailable (starting, overloaded, being replaced); the call may be repeated."""
 
 
 class GenerationError(MeshError):
@@ -30,7 +30,7 @@ class ForeignRunError(FencedError):
 
 
 class ReconcileError(RetryableError):
-    """Write refused until the run's data is reconciled, as Redis may have lost acknowledged writes."""
+    """Write refused until reconciliation, as Redis may have lost acknowledged writes."""
 
 
 class RolloutError(MeshError):
@@ -46,9 +46,9 @@ class ControlError(MeshError):
 
 
 class EpisodeError(RolloutError):
-    """Episode without a trajectory.
+    """Episode without trajectory.
 
-    reason: short name to count by (`step_timeout`). trace: traceback in another process.
+    reason: name to count by (`step_timeout`). trace: another process's traceback.
     """
 
     def __init__(self, reason: str, detail: str = "", trace: str = "") -> None:

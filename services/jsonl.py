@@ -1,7 +1,7 @@
-"""JSON Lines files that successive processes append to.
+"""JSON Lines files appended to by successive processes.
 
-Each append is one write. A partial last line is removed by the next process; one cut off by a full disk gets its own
-line, which readers skip.
+Each append is one write. The next process removes a partial last line; one cut off by a full disk stays, and readers
+skip it.
 """
 
 import errno
@@ -33,7 +33,6 @@ class LinesFile:
         self._cut = False
 
     def sync(self) -> None:
-        """Sync to disk."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:

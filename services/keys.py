@@ -41,14 +41,14 @@ class RunKeys:
 
     @property
     def epoch(self) -> str:
-        """Integer: fencing epoch, incremented by each lease, creation and deletion; outlives the run's other keys, with
-        an expiry after deletion.
+        """Integer: fencing epoch, incremented by each lease, creation and deletion; outlives the other keys, with an
+        expiry after deletion.
         """
         return self.key("epoch")
 
     @property
     def incarnation(self) -> str:
-        """String: incarnation of the run's data; see `services.redis.incarnation`."""
+        """String: see `services.redis.incarnation`."""
         return self.key("incarnation")
 
     @property
@@ -73,7 +73,7 @@ class RunKeys:
 
     @property
     def doorbell(self) -> str:
-        """Stream, trimmed: notification of new work, weights or results."""
+        """Stream, trimmed: new work, weights or results."""
         return self.key("doorbell")
 
     @property

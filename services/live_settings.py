@@ -1,9 +1,7 @@
-"""Settings that may change during a run.
+"""Settings that may change during a run; REST bodies and CLI help are generated from the fields of `Settings`.
 
-REST bodies, configuration paths and CLI help are generated from the fields of `Settings`.
-
-Invariants: changes are only appended, and an adopted one keeps its step, so that a repeated step trains with its
-original settings.
+Invariants: changes are only appended; an adopted one keeps its step, so a repeated step trains with its original
+settings.
 """
 
 import json
@@ -34,8 +32,6 @@ class SettingInfo:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Live settings."""
-
     num_workers: Annotated[
         int,
         SettingInfo(
@@ -78,7 +74,6 @@ class Settings:
     ]
 
     def changed(self, values: Mapping[str, float]) -> "Settings":
-        """Return a copy with `values`."""
         return replace(self, **{name: LIVE_SETTINGS[name].type(value) for name, value in values.items()})
 
 
@@ -102,31 +97,25 @@ def _table() -> dict[str, LiveSetting]:
 
 
 LIVE_SETTINGS = _table()
-"""Live settings by name."""
 AT_ONCE = frozenset(name for name, setting in LIVE_SETTINGS.items() if setting.info.applied_by == "reconciler")
-"""Settings applied by the reconciler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Requested change."""
-
     values: dict[str, float] = field(default_factory=dict[str, float])
     at: float = 0.0
     """Unix time, s."""
     step: int | None = None
-    """First optimizer batch (0-based) with the change; None until adopted."""
+    """First optimizer batch (0-based); None until adopted."""
     why: str = ""
     """Reason of the learner's controller, if any."""
 
 
 def configured_settings(config: object) -> Settings:
-    """Return the live settings of a configuration."""
     return Settings(**{name: attrgetter(setting.info.path)(config) for name, setting in LIVE_SETTINGS.items()})
 
 
 def encode_settings(settings: Settings) -> str:
-    """Encode as JSON."""
     return json.dumps(asdict(settings))
 
 
@@ -144,7 +133,7 @@ def encode_change(values: Mapping[str, float], at: float, why: str = "") -> str:
 
 
 def decode_change(blob: str | bytes, step: int | None) -> Change:
-    """Decode `encode_change`; `step` is that of its adoption. Raises `CodecError`."""
+    """Decode `encode_change`, adopted at `step`. Raises `CodecError`."""
     try:
         tree = json.loads(blob)
         values = {str(name): value for name, value in tree["values"].items()}

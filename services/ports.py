@@ -24,7 +24,6 @@ def find_port_problem(host: str, port: int) -> str:
 
 
 def _describe_holder(port: int) -> str:
-    """Return the listening process, if this user may see it."""
     try:
         listeners = (each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN)
         pid = next((each.pid for each in listeners if each.laddr[1:2] == (port,)), None)

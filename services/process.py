@@ -24,7 +24,7 @@ if os.getppid() == int(sys.argv[1]):
 def die_with_parent(parent: int | None = None, *, by: signal.Signals = signal.SIGKILL) -> None:
     """Signal this process when the thread that started it ends (Linux only).
 
-    parent: expected parent pid; if it has ended, exit with code 1.
+    parent: expected pid; exit with code 1 if it has ended.
 
     Raises:
         OSError: the kernel refuses.
@@ -69,7 +69,7 @@ class JsonLines:
         self._sink = sink
 
     def send(self, message: Mapping[str, Any]) -> bool:
-        """Send a message; return False if the peer has closed its end."""
+        """Send a message; return False if the peer has closed."""
         try:
             self._sink.write(json.dumps(message).encode() + b"\n")
             self._sink.flush()
@@ -78,7 +78,7 @@ class JsonLines:
         return True
 
     def receive(self) -> dict[str, Any] | None:
-        """Wait for a message; return None once the peer has closed its end.
+        """Wait for a message; return None once the peer has closed.
 
         Raises:
             ValueError: not a JSON object.

@@ -18,7 +18,6 @@ from offbeat.services.metric_registry import current_names
 from offbeat.services.redis.run_writes import AsyncRunWrites, RunWrites
 
 MAX_METRIC_RECORDS = 200_000
-"""Approximate length of a metrics stream."""
 
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
@@ -75,13 +74,11 @@ def format_rate(rate: float) -> str:
 
 
 def mean(values: Iterable[float]) -> Partial:
-    """Return a mergeable mean."""
     values = list(values)
     return Partial("mean", float(sum(values)), float(len(values)))
 
 
 def merge_all(parts: Iterable[dict[str, Partial]]) -> dict[str, Partial]:
-    """Merge by metric."""
     out: dict[str, Partial] = {}
     for part in parts:
         for name, partial in part.items():
@@ -104,7 +101,6 @@ class MetricRecord:
 
 
 def encode_record(record: MetricRecord) -> bytes:
-    """Pack a record."""
     values = {name: [p.kind, p.total, p.count] for name, p in record.values.items()}
     return cast(bytes, msgpack.packb([record.source, values, record.step, record.labels, record.time]))
 
@@ -120,8 +116,6 @@ def decode_record(blob: bytes) -> MetricRecord:
 
 
 class MetricsSink(Protocol):
-    """Synchronous destination of metric records."""
-
     def append(self, record: MetricRecord) -> None: ...
 
 
@@ -130,10 +124,7 @@ _ENTRY = ("MAXLEN", "~", MAX_METRIC_RECORDS, "*", "r")
 
 
 class RedisMetrics:
-    """Metrics stream of a run, synchronous."""
-
     def __init__(self, redis: Redis, run_id: str, uid: str = "") -> None:
-        """uid: unique id of the run, for writers."""
         self._redis = redis
         self._key = RunKeys(run_id).metrics
         self._write = RunWrites(redis, run_id, uid)
@@ -152,10 +143,7 @@ class RedisMetrics:
 
 
 class AsyncRedisMetrics:
-    """Metrics stream of a run, asynchronous."""
-
     def __init__(self, redis: AsyncRedis, run_id: str, uid: str = "") -> None:
-        """uid: unique id of the run, for writers."""
         self._redis = redis
         self._key = RunKeys(run_id).metrics
         self._write = AsyncRunWrites(redis, run_id, uid)
@@ -164,6 +152,6 @@ class AsyncRedisMetrics:
         await self._write("XADD", self._key, *_ENTRY, encode_record(record))
 
     async def read(self, after: str = "0", *, count: int = 1000) -> list[tuple[str, MetricRecord]]:
-        """Return up to `count` (id, record) after `after`."""
+        """Return (id, record) after `after`."""
         entries = await self._redis.xrange(self._key, min=f"({after}" if after != "0" else "-", count=count)
         return [(entry_id.decode(), decode_record(fields[b"r"])) for entry_id, fields in entries]

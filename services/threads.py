@@ -50,13 +50,13 @@ class DaemonThreads:
         self._idle: list[_Thread] = []
         self._closed = False
         self.num_hung = 0
-        """Threads left behind whose call has not returned to this moment."""
+        """Abandoned threads whose call has not returned yet."""
 
     async def run(self, call: Callable[[], T], timeout_s: float, on_start: Callable[[], None] | None = None) -> T:
-        """Run `call` in a thread and raise what it raises; the timeout starts when a thread is free.
+        """Run `call` in a thread; the timeout starts when a thread is free.
 
-        A cancelled caller leaves the call running, with its thread busy. `on_start` is called on the loop when the call
-        gets a thread.
+        A cancelled caller leaves the call running and its thread busy. on_start: called on the loop when the call gets
+        a thread.
 
         Raises:
             HungError: no return within `timeout_s`.
@@ -111,7 +111,7 @@ FINAL_ROUND_TIMEOUT_S = 10.0
 
 
 class Follower(ABC):
-    """Background thread that follows a Redis stream; on exit it processes the rest."""
+    """Thread that follows a Redis stream; on exit it processes the rest."""
 
     def __init__(self, name: str) -> None:
         self._stop = threading.Event()

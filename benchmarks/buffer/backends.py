@@ -1,7 +1,4 @@
-"""Trajectory buffer and plain redis-py on one server.
-
-Plain redis-py moves encoded bytes through a stream; with the codec, trajectories, as the buffer does.
-"""
+"""Trajectory buffer and plain redis-py (encoded bytes in a stream; with the codec, trajectories) on one server."""
 
 import asyncio
 import time
@@ -73,7 +70,7 @@ def offbeat_side(redis: Redis, url: str) -> Side:
 
 
 def raw_side(redis: Redis, url: str, *, pipelined: bool, codec: bool = False) -> Side:
-    """Return a stream of trajectories. pipelined: one pipeline per group, one read per batch. codec: encode, decode and
+    """Return a stream of trajectories. pipelined: one pipeline per group, one read per batch. codec: encode, decode,
     check.
     """
 

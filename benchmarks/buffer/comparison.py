@@ -1,8 +1,6 @@
-"""`offbeat bench buffer`: groups/s of the trajectory buffer, plain redis-py and Reverb.
+"""`offbeat bench buffer`: groups/s of the trajectory buffer, plain redis-py and Reverb (in memory).
 
-Redis syncs its append-only file every second; Reverb is in memory.
-
-Invariant: a round counts only if everything came out intact.
+Redis syncs its append-only file every second. Invariant: a round counts only if everything came out intact.
 """
 
 import gc
@@ -44,7 +42,6 @@ class BufferOptions:
 
 
 def run(options: BufferOptions) -> dict[str, Any]:
-    """Measure, print and return the result."""
     with console().status("starting") as status, ExitStack() as stack:
         base = stack.enter_context(bench_environment())
         on_redis: dict[str, Side] = {
@@ -104,7 +101,7 @@ def _bytes_per_group(load: GroupLoad) -> float:
 
 
 def summary(rates: dict[str, list[Rates]]) -> dict[str, Any]:
-    """Return each side's spread, and ratios within rounds."""
+    """Return spreads, and ratios within rounds."""
     sides = {name: {part: _spread(rounds, part) for part in PARTS} for name, rounds in rates.items()}
     for name, rounds in rates.items():
         spent = [rates.cpu_us for rates in rounds if rates.cpu_us is not None]

@@ -23,8 +23,6 @@ WORDS = ("You walk on a lake.", *("Row 1: S . # ." if i % 2 == 0 else "right" fo
 
 @dataclass(frozen=True, slots=True)
 class GroupLoad:
-    """Trajectories by group, and their bytes."""
-
     trajectories: list[list[Trajectory]]
     blobs: list[list[bytes]]
     in_hand: int
@@ -50,7 +48,7 @@ class Rates:
     into: float
     out: float
     cpu_us: float | None = None
-    """Per trajectory, client and server; None if not measured."""
+    """Per trajectory, client and server; None: not measured."""
 
     @property
     def both(self) -> float:
@@ -72,7 +70,6 @@ def make_load(*, groups: int, group_size: int, tokens: int, in_hand: int, batch:
 
 
 def expect(count: int, expected: int, unit: str) -> None:
-    """Raise `LostError` unless both are equal."""
     if count != expected:
         raise LostError(f"{count} {unit} came out of {expected}")
 

@@ -20,8 +20,6 @@ class ReverbError(Exception):
 
 
 class Reverb:
-    """Server and client."""
-
     def __init__(self, python: Path, log: Path) -> None:
         self._command = [str(python), str(GUEST)]
         self._log = log

@@ -8,15 +8,13 @@ from pathlib import Path
 
 SIZE_BYTES = 48 * 2**20
 SPARE_BYTES = 64 * 1024
-"""Bytes left free: too few to finish a file."""
+"""Too few to finish a file."""
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_REC, MS_PRIVATE = 0x4000, 1 << 18
 CHECKPOINTS, BALLAST = "checkpoints", "ballast"
 
 
 class SmallDisk:
-    """Tmpfs next to the run's folder."""
-
     def __init__(self, output_dir: Path) -> None:
         """Mount it; requires a single thread. Failures are in `refusal`."""
         self._output_dir = output_dir
@@ -36,7 +34,7 @@ class SmallDisk:
         return not self.refusal
 
     def attach(self) -> None:
-        """Redirect the checkpoints, before the first is written."""
+        """Redirect checkpoints, before the first is written."""
         if self.is_there:
             (self._output_dir / CHECKPOINTS).symlink_to(self._place / CHECKPOINTS)
 

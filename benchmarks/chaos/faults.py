@@ -42,7 +42,6 @@ class Fault:
 
     @property
     def has_victim(self) -> bool:
-        """True if it signals a process."""
         return self.act in (FaultKind.KILL, FaultKind.STOP, FaultKind.HANG)
 
 
@@ -90,7 +89,7 @@ FAULTS = (
 
 
 def plan(kills: int, seed: int) -> list[Fault]:
-    """Return faults; counts of kinds differ by at most one."""
+    """Plan faults; counts of kinds differ by at most one."""
     rng = random.Random(seed)
     order: list[Fault] = []
     while len(order) < kills:

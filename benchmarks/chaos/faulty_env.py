@@ -1,7 +1,4 @@
-"""FrozenLake that misbehaves on request.
-
-Invariant: an order is a file, executed once, by the env that removes it.
-"""
+"""FrozenLake that misbehaves on request: an order is a file, executed once, by the env that removes it."""
 
 import os
 import signal
@@ -16,8 +13,6 @@ BLOCK_BYTES = 64 * 2**20
 
 
 class FaultyLakeConfig(FrozenLakeConfig):
-    """`env_config` of the tag."""
-
     orders: Path
 
 
@@ -46,8 +41,6 @@ MISDEEDS: dict[str, Callable[[], None]] = {"hang": _hang, "crash": _crash, "floo
 
 
 class FaultyLakeEnv(FrozenLakeEnv):
-    """FrozenLake with orders executed in `step`."""
-
     config_class: ClassVar[type[FrozenLakeConfig]] = FaultyLakeConfig
     words: ClassVar[tuple[str, ...]] = WORDS
 

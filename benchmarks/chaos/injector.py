@@ -1,7 +1,4 @@
-"""Injection of faults.
-
-Invariant: temporary faults are reverted, also when interrupted.
-"""
+"""Injection of faults; temporary ones are reverted, also when interrupted."""
 
 import random
 from collections.abc import Callable
@@ -26,7 +23,7 @@ DELAY_S = (0.02, 0.2)
 """Delay per chunk and direction."""
 CONNECTION_FAULT_S = (2.0, 8.0)
 WRITES_REFUSED_S = (4.0, 40.0)
-"""Exceeds the timeout of a call."""
+"""Exceeds a call's timeout."""
 ORDER_TIMEOUT_S = 20.0
 DISK_FULL_S = (1.0, 4.0)
 """Time after the learner noticed."""
@@ -42,8 +39,6 @@ class MissedError(Exception):
 
 
 class FaultInjector:
-    """Injector of one run's faults."""
-
     def __init__(
         self,
         run: RunUnderChaos,
@@ -64,7 +59,6 @@ class FaultInjector:
         self._wait = wait
 
     def victims(self, fault: Fault) -> list[psutil.Process]:
-        """Return processes that a fault may hit."""
         if fault.target == RAYLET:
             return processes_of([self._node.root] if self._node.root else [], RAYLET)
         candidates = processes_of([psutil.Process()], fault.target)

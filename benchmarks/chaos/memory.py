@@ -1,7 +1,4 @@
-"""Memory of processes over time, and its growth.
-
-Invariant: only private memory (unique set size) is compared.
-"""
+"""Private memory (unique set size) of processes over time, and its growth."""
 
 import math
 import time
@@ -17,7 +14,7 @@ from offbeat.benchmarks.chaos.faults import PROCESSES
 
 MIB = 2**20
 SETTLING_SHARE = 1 / 3
-"""Share left out, while caches and pools fill."""
+"""Left out, while caches and pools fill."""
 OTHERS = {
     "train command": "offbeat.deploy.cli.app",
     "Ray's holder": "offbeat.deploy.local.ray_process",
@@ -41,8 +38,6 @@ MIN_RISE_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Growth over time."""
-
     per_hour: float
     """Mean difference of successive pieces."""
     error: float
@@ -50,8 +45,8 @@ class Growth:
     late: float
     """Per hour in the second half, after caches filled."""
     lifted: float
-    """Growth per hour of both minimum and maximum, less `MIN_RISE_SHARE` of their range: oscillation cancels out, a
-    leak does not.
+    """Growth per hour of both minimum and maximum, less `MIN_RISE_SHARE` of their range: unlike a leak, oscillation
+    cancels out.
     """
 
     def exceeds(self, limit: float) -> bool:
@@ -61,8 +56,6 @@ class Growth:
 
 @dataclass
 class Series:
-    """Measurements of one process."""
-
     kind: str
     pid: int
     hours: list[float] = field(default_factory=list[float])
@@ -71,13 +64,12 @@ class Series:
     """Open file descriptors."""
 
     def after_settling(self, duration_h: float) -> tuple[Sequence[float], Sequence[float]]:
-        """Return hours and memory after settling."""
         first = next((i for i, hours in enumerate(self.hours) if hours >= SETTLING_SHARE * duration_h), len(self.hours))
         return self.hours[first:], self.mib[first:]
 
 
 def growth(hours: Sequence[float], values: Sequence[float]) -> Growth | None:
-    """Return the growth; None below three values per piece."""
+    """Return None below three values per piece."""
     t, y = np.asarray(hours, dtype=np.float64), np.asarray(values, dtype=np.float64)
     edges = np.linspace(t[0], t[-1], NUM_PIECES + 1)
     pieces = [y[piece] for piece in np.split(np.arange(len(t)), np.searchsorted(t, edges[1:-1]))]
@@ -98,8 +90,6 @@ def growth(hours: Sequence[float], values: Sequence[float]) -> Growth | None:
 
 
 class MemoryLog:
-    """Memory samples of one run."""
-
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._series: dict[tuple[int, float], Series] = {}
@@ -110,7 +100,7 @@ class MemoryLog:
         return self._total.hours[-1] if self._total.hours else 0.0
 
     def sample(self, roots: Sequence[psutil.Process]) -> None:
-        """Measure `roots` and their descendants."""
+        """Measure `roots` and descendants."""
         hours, total, files = (time.monotonic() - self._began) / 3600, 0.0, 0
         for root in roots:
             for process in (root, *root.children(recursive=True)):
@@ -137,7 +127,6 @@ class MemoryLog:
 
 
 def kind_of(cmdline: Sequence[str]) -> str:
-    """Return a process's kind."""
     line = " ".join(cmdline)
     for kind, mark in {**PROCESSES, **OTHERS}.items():
         if mark in line and kind != "raylet of the second node":
@@ -146,7 +135,6 @@ def kind_of(cmdline: Sequence[str]) -> str:
 
 
 def draw_memory(path: Path, title: str, series: Sequence[Series], duration_h: float) -> None:
-    """Plot memory per process over minutes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5), dpi=120, layout="constrained")

@@ -28,7 +28,6 @@ Overrides = Annotated[
 
 
 def write_report(path: Path | None, tree: dict[str, Any]) -> None:
-    """Write the report as JSON, if a file is named."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")

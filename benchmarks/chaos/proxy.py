@@ -1,9 +1,7 @@
 """Proxy that disturbs connections to redis-server.
 
 A program for `redis.server` starts it on the run's port and becomes the real server on another; the kernel ends both
-together.
-
-Invariant: a connection's bytes arrive in order and unchanged, or it is cut.
+together. Invariant: a connection's bytes arrive in order and unchanged, or it is cut.
 """
 
 import asyncio
@@ -56,18 +54,14 @@ def become_server(server: str, orders: str) -> None:
 
 @dataclass
 class NetworkConditions:
-    """State of the connections."""
-
     delay_s: float = 0.0
     silent_until: float = 0.0
     """Monotonic, s."""
     torn: bool = False
-    """True to cut connections in their next reply."""
+    """Cut connections in their next reply."""
 
 
 class Proxy:
-    """Byte forwarder."""
-
     def __init__(self, port: int, orders: Path) -> None:
         self._port = port
         self._orders = orders

@@ -13,7 +13,7 @@ class InjectedFault:
     step: int
     lasted_s: float = 0.0
     back_s: float | None = None
-    """Until the process, or checkpoints, were back; None: not applicable."""
+    """Until the process or checkpoints were back; None: not applicable."""
     next_step_s: float | None = None
     """Until two more published steps."""
     missed: str = ""

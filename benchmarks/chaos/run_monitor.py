@@ -1,7 +1,4 @@
-"""External view of a run under chaos.
-
-Invariants: `close` leaves no process behind; a run ends with its monitor.
-"""
+"""External view of a run under chaos, which ends with its monitor; `close` leaves no process behind."""
 
 import json
 import os
@@ -29,8 +26,6 @@ FOLDER_S = 60.0
 
 
 class RunUnderChaos:
-    """One `offbeat train`."""
-
     def __init__(
         self, config: Path, output_dir: Path, run_id: str, overrides: Sequence[str], environment: Mapping[str, str]
     ) -> None:
@@ -40,9 +35,9 @@ class RunUnderChaos:
         self.log = output_dir.with_name(f"{output_dir.name}.log")
         self._shm_before = {path.name for path in SHARED_MEMORY.iterdir()}
         self.processes: dict[int, float] = {}
-        """Every process of the run observed so far: pid -> start time."""
+        """Every process seen: pid -> start time."""
         self.complaints: list[str] = []
-        """Violations observed, e.g. a version that decreased."""
+        """Violations, e.g. a decreased version."""
         self._highest = -1
         command = [sys.executable, "-m", "offbeat.deploy.cli.app", "train", str(config), f"output_dir={output_dir}"]
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +96,6 @@ class RunUnderChaos:
         return step
 
     def stage(self) -> str:
-        """Return the learner's stage."""
         raw = self._field(self._keys.record, "learner_doing")
         return str(cast(dict[str, Any], json.loads(raw)).get("stage", "")) if raw else ""
 
@@ -134,7 +128,7 @@ class RunUnderChaos:
             return False
 
     def wait(self, timeout_s: float) -> int | None:
-        """Return the exit code, or None on timeout."""
+        """Return the exit code; None on timeout."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:

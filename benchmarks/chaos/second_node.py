@@ -22,7 +22,6 @@ GCS = "--gcs-address="
 
 
 def cluster_environment() -> dict[str, str]:
-    """Return the environment of run and node."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16), **SPREAD}
 
 
@@ -34,11 +33,10 @@ class SecondNode:
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
         self.processes: set[psutil.Process] = set()
-        """Every process of the node observed so far; children of a killed raylet lose their parent."""
+        """Every process seen; children of a killed raylet lose their parent."""
 
     @property
     def root(self) -> psutil.Process | None:
-        """Root of the node's processes, if any."""
         with suppress(psutil.NoSuchProcess):
             return psutil.Process(self._process.pid) if self._process is not None else None
         return None
@@ -64,7 +62,6 @@ class SecondNode:
             )
 
     def close(self) -> None:
-        """Kill the node's processes."""
         if self._process is None:
             return
         if self._process.poll() is None:

@@ -49,8 +49,6 @@ CHAOS_OVERRIDES = (
 
 
 class Chaos:
-    """One run and its faults."""
-
     def __init__(
         self, run: RunUnderChaos, seed: int, overlap: float, patience_s: float, echo: Callable[[str], None]
     ) -> None:
@@ -222,7 +220,6 @@ def run_chaos(
     echo: Callable[[str], None],
     overrides: Sequence[str],
 ) -> ChaosReport:
-    """Run `steps` steps under up to `kills` faults in `minutes`."""
     folder = folder.resolve()
     disk = SmallDisk(folder)
     adopt_orphans()

@@ -21,8 +21,6 @@ Serve = Callable[..., Coroutine[Any, Any, None]]
 
 
 class Child:
-    """Parent's end."""
-
     def __init__(self, serve: Serve, arguments: tuple[Any, ...], *, log: Path, goodbye: Any) -> None:
         """goodbye: message that ends the process."""
         context = multiprocessing.get_context("spawn")

@@ -1,7 +1,4 @@
-"""Environment of a benchmark: folder, redis-server, tiny policy.
-
-Invariant: nothing is left afterwards, in `/dev/shm` neither.
-"""
+"""Environment of a benchmark: folder, redis-server, tiny policy; nothing is left afterwards, in `/dev/shm` neither."""
 
 import tempfile
 from collections.abc import Iterator
@@ -37,8 +34,6 @@ WORKER_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class BenchEnvironment:
-    """Redis and folder."""
-
     folder: Path
     redis_url: str
     redis: Redis
@@ -57,7 +52,6 @@ class BenchEnvironment:
         return int(self.redis.incr(RunKeys(config.exp_name).epoch))  # pyright: ignore[reportArgumentType]
 
     def worker_settings(self, config: RunConfig) -> WorkerSettings:
-        """Return the env worker's settings."""
         return worker_settings(config, self.redis_url, timeout_s=WORKER_TIMEOUT_S)
 
 

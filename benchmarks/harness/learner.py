@@ -1,7 +1,4 @@
-"""Learner in the benchmark's process.
-
-Invariant: only `train` may differ from a run.
-"""
+"""Learner in the benchmark's process; only `train` may differ from a run."""
 
 import math
 import time
@@ -66,8 +63,6 @@ class TimedTrainer:
 
 
 class Records:
-    """Learner's metric records."""
-
     def __init__(self, on_step: Callable[[int], None]) -> None:
         self._on_step = on_step
         self.steps: list[MetricRecord] = []
@@ -84,7 +79,7 @@ class Records:
 
 
 class BenchLearner:
-    """Learner; call `publish_start`, then `run`."""
+    """Call `publish_start`, then `run`."""
 
     def __init__(
         self,
@@ -128,11 +123,9 @@ class BenchLearner:
         self._learner = Learner(run, components)
 
     def publish_start(self) -> None:
-        """Publish version 0."""
         self._publisher.publish(0, 0, self._trainer.tensors())
 
     def run(self) -> list[MetricRecord]:
-        """Train `max_steps`; return records."""
         try:
             self._learner.run()
         finally:
@@ -145,7 +138,6 @@ class BenchLearner:
 
 
 def learner_config(config: RunConfig, *, evaluates: bool = False) -> LearnerRunConfig:
-    """Return the learner's configuration."""
     return config if evaluates else config.model_copy(update={"eval_steps": 0, "final_val_batch_size": 0})
 
 

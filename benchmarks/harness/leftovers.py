@@ -15,8 +15,8 @@ CLEAN = b"clean"
 
 @contextmanager
 def clean_up_on_exit(folder: Path) -> Iterator[Path]:
-    """Yield `folder` (a subfolder per run); at the end, remove it, the runs' shared memory and any with the folder's
-    name as prefix.
+    """Yield `folder` (a subfolder per run); at the end, remove it and shared memory of the runs or with its name as
+    prefix.
     """
     with subprocess.Popen(
         [sys.executable, "-m", "offbeat.benchmarks.harness.leftovers", str(folder)],

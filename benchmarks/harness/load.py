@@ -13,21 +13,17 @@ from offbeat.services.messages.types import GenerateRequest, Sampling
 PROMPT_TOKENS = 64
 
 Call = Callable[[GenerateRequest], Awaitable[int]]
-"""Request -> number of generated tokens."""
+"""Returns the number of generated tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundLoad:
-    """Result of a round."""
-
     tokens_per_s: float
     p50_s: float
     p99_s: float
 
 
 class Prompts:
-    """Generator of unique requests."""
-
     def __init__(self, vocab_size: int, tokens: int, seed: int) -> None:
         self._random = random.Random(seed)
         self._vocab_size = vocab_size
@@ -43,7 +39,6 @@ class Prompts:
 
 
 async def under_load(call: Call, requests: Sequence[GenerateRequest], concurrency: int) -> RoundLoad:
-    """Send requests, `concurrency` at a time."""
     waiting = iter(requests)
     latencies: list[float] = []
     tokens = 0

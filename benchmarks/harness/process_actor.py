@@ -17,8 +17,6 @@ class ActorObject(Protocol):
 
 
 class ProcessActor(Child):
-    """Parent's end."""
-
     def __init__(self, served: ActorObject, log: Path) -> None:
         super().__init__(_serve, (served,), log=log, goodbye=None)
 

@@ -19,8 +19,6 @@ PIPED_WIDTH = 140
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median and range."""
-
     median: float
     low: float
     high: float
@@ -28,13 +26,12 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Spread":
-        """Return the spread of at least one value."""
+        """Require at least one value."""
         ordered = sorted(values)
         return cls(statistics.median(ordered), ordered[0], ordered[-1], len(ordered))
 
 
 def write_json(path: Path, bench: str, options: Mapping[str, Any], result: Mapping[str, Any]) -> None:
-    """Write result and machine as JSON."""
     document = {
         "bench": bench,
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -47,7 +44,6 @@ def write_json(path: Path, bench: str, options: Mapping[str, Any], result: Mappi
 
 
 def machine() -> dict[str, Any]:
-    """Return machine and load."""
     return {
         "cpus": len(os.sched_getaffinity(0)),
         "load": [round(value, 2) for value in os.getloadavg()],
@@ -57,7 +53,6 @@ def machine() -> dict[str, Any]:
 
 
 def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a table."""
     table = Table(*columns, title=title, title_justify="left", header_style="bold")
     for row in rows:
         table.add_row(*(cell(value) for value in row))

@@ -21,15 +21,13 @@ LOAD_TIMEOUT_S = 20.0
 LOG = "rollouts.log"
 POLL_INTERVAL_S = 0.02
 SAMPLE_INTERVAL_S = 0.1
-"""Interval between samples, which cost the worker CPU time."""
+"""Sampling costs the worker CPU time."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySpec:
-    """Policy of the worker."""
-
     kind: Literal["vllm", "engine", "client"]
-    """`vllm`: real engine and replica. `engine`: scripted engine in a real replica. `client`: scripted policy without
+    """`vllm`: real engine and replica. `engine`: scripted engine in a real replica. `client`: scripted policy, no
     replica.
     """
     delay_s: float = 0.0
@@ -38,8 +36,6 @@ class PolicySpec:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Resources of a run."""
-
     wall_s: float
     cpu_s: float
     """With descendants."""
@@ -51,13 +47,10 @@ class Usage:
 
 
 class RolloutProcess(Child):
-    """Parent's end."""
-
     def __init__(self, policy: PolicySpec, model: Path, *, sequence_length: int) -> None:
         super().__init__(_serve, (policy, model, sequence_length), log=model.parent / LOG, goodbye=("end",))
 
     def start_run(self, settings: WorkerSettings) -> None:
-        """Start a run's rollouts."""
         self._ask(("play", settings))
 
     def stop(self) -> Usage:

@@ -21,8 +21,6 @@ LOGPROB = -1.4
 
 
 class ScriptedPolicy:
-    """Random walk."""
-
     def __init__(self, chat: ChatFormat, seed: int) -> None:
         self._answers = [(*chat.encode(word), chat.end_id) for word in ACTIONS]
         self._random = random.Random(seed)
@@ -35,8 +33,6 @@ class ScriptedPolicy:
 
 
 class ScriptedEngine:
-    """`PolicyEngine` without a model."""
-
     def __init__(self, policy: ScriptedPolicy, delay_s: float) -> None:
         self._policy = policy
         self._delay_s = delay_s
@@ -58,8 +54,6 @@ class ScriptedEngine:
 
 
 class ScriptedGeneration:
-    """`GenerationClient` without a service."""
-
     def __init__(self, policy: ScriptedPolicy, delay_s: float) -> None:
         self._policy = policy
         self._delay_s = delay_s

@@ -1,6 +1,6 @@
 """FrozenLake with random step latency.
 
-Invariant: envs have their own generators, seeded by order of creation: siblings differ, runs are reproducible.
+Envs have their own generators, seeded by order of creation: siblings differ, runs are reproducible.
 """
 
 import itertools
@@ -20,8 +20,6 @@ Distribution = Literal["normal", "lognormal"]
 
 
 class Latency(Config):
-    """Distribution of step latency."""
-
     distribution: Distribution = "normal"
     """`normal`: cut off at 0. `lognormal`: with the latency's own `mean_s` and `std_s`."""
     mean_s: float = Field(default=0.0, ge=0)
@@ -38,8 +36,6 @@ class Latency(Config):
 
 
 class SlowLakeConfig(FrozenLakeConfig):
-    """`env_config` of `SlowLake`."""
-
     latency: Latency = Latency()
     latency_seed: int = 0
 

@@ -1,7 +1,4 @@
-"""Venvs of compared programs.
-
-Invariant: the marker with the pins is written last.
-"""
+"""Venvs of compared programs; the marker with the pins is written last."""
 
 import os
 import shutil
@@ -27,12 +24,11 @@ class GuestVenv:
         return f"offbeat-{self.name}.txt"
 
     def default_folder(self) -> Path:
-        """Return the folder in the user's cache."""
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return cache / "offbeat" / f"{self.name}-venv"
 
     def python_of(self, folder: Path) -> Path | None:
-        """Return a venv's interpreter if its pins match."""
+        """Return the interpreter if its pins match."""
         marker, python = folder / self.marker, folder / "bin" / "python"
         complete = marker.is_file() and marker.read_text(encoding="utf-8").split() == list(self.pins)
         return python if complete and python.exists() else None

@@ -1,7 +1,4 @@
-"""`offbeat bench peer`: runs, evaluates and compares both sides.
-
-Invariant: existing runs in the folder are reused by default.
-"""
+"""`offbeat bench peer`: runs, evaluates and compares both sides; existing runs are reused by default."""
 
 import json
 import shutil
@@ -39,21 +36,18 @@ from offbeat.benchmarks.peer.venv import TRL_VENV
 from offbeat.deploy.config.run import RunConfig
 
 TARGETS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
-"""Success rates; compared at the highest that both sides reach."""
+"""Success rates, compared at the highest that both sides reach."""
 SUCCESSES = "successes.json"
 DONE = "done"
 
 
 class PeerBench:
-    """Missing measurements are run, existing ones read."""
-
     def __init__(self, options: PeerOptions, echo: Callable[[str], None]) -> None:
         self._options = options
         self._log = echo
         self._guest = TRL_VENV.python_of(options.venv)
 
     def measure(self, setting: PeerSetting, seed: int, side: str) -> SideRun:
-        """Return one run with evaluated snapshots."""
         name = f"{TRL}-together" if side == TRL and self._options.together else side
         folder = self._options.folder / f"{setting.name}-{seed}" / name
         config = self.config(setting, seed, folder.resolve() / "run")
@@ -115,7 +109,6 @@ class PeerBench:
 
 
 def run(options: PeerOptions) -> dict[str, Any]:
-    """Measure, print, plot and return the result."""
     settings = [with_overrides(SETTINGS[name], options.overrides) for name in options.settings]
     with console().status("starting") as status:
         bench = PeerBench(options, status.update)
@@ -137,7 +130,7 @@ def _setting(bench: PeerBench, options: PeerOptions, setting: PeerSetting) -> di
 def compare(runs: dict[str, dict[int, SideRun]], batch: int) -> dict[str, Any]:
     """Return medians over seeds, ratios of the sides, and each run.
 
-    The ratio of times to equal success is the median over seeds, because the success reached differs.
+    The time ratio at equal success is a median over seeds, because the success reached differs.
     """
     seeds = {seed for by_seed in runs.values() for seed in by_seed}
     targets = {seed: common_target([by_seed[seed] for by_seed in runs.values() if seed in by_seed]) for seed in seeds}
@@ -155,7 +148,6 @@ def compare(runs: dict[str, dict[int, SideRun]], batch: int) -> dict[str, Any]:
 
 
 def common_target(runs: Sequence[SideRun]) -> float | None:
-    """Return the highest of `TARGETS` that every run reaches."""
     return next((t for t in TARGETS if runs and all(run.seconds_to(t) is not None for run in runs)), None)
 
 

@@ -57,7 +57,7 @@ class CpuMeter:
 
 
 def kind_of(command: list[str]) -> str:
-    """Return a process's kind: `ray::EnvWorkerActor`, `VLLM::EngineCore`, `redis-server`, `offbeat.trainer.cli`."""
+    """Return a kind such as `ray::EnvWorkerActor`, `VLLM::EngineCore`, `redis-server` or `offbeat.trainer.cli`."""
     if not command:
         return OTHER
     if named := re.match(r"(ray|VLLM)::[A-Za-z]+(:[a-z]+)?", command[0]):

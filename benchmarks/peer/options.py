@@ -33,7 +33,7 @@ class PeerOptions:
     threads: int = 2
     """Of TRL; Offbeat's are configured."""
     together: bool = False
-    """True if TRL's turns wait for all episodes."""
+    """TRL's turns wait for all episodes."""
     max_seconds: float = 330.0
     """Limit of TRL's training."""
     fresh: bool = False

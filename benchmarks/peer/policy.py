@@ -14,7 +14,6 @@ from offbeat.trainer.training.policy_trainer import PolicyTrainer
 
 
 def make_policy(config_file: Path, out: Path) -> None:
-    """Warm-start a run's policy; save it in `out`."""
     config = load_run(config_file)
     torch.set_num_threads(config.actor_train.num_threads)
     torch.manual_seed(config.seed)

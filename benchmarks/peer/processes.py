@@ -20,8 +20,8 @@ BIG = str(1 << 32)
 
 
 def guest_environment(folder: Path, threads: int) -> dict[str, str]:
-    """Return the environment of TRL's venv: our packages by links, to hide all others, and malloc settings that keep
-    memory between steps.
+    """Return the environment of TRL's venv: only our packages, by links, and malloc settings that keep memory between
+    steps.
     """
     links = folder / "path"
     links.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,6 @@ def run_trl(python: Path, job: jobs.TrainJob, folder: Path, timeout_s: float) ->
 
 
 def evaluate(python: Path, job: jobs.EvaluateJob, folder: Path, timeout_s: float) -> list[float]:
-    """Return the success of each folder."""
     jobs.write(folder / "evaluate.json", job)
     command = [str(python), "-m", f"{GUEST}.evaluate", str((folder / "evaluate.json").resolve())]
     _run(command, folder / "evaluate.log", timeout_s, guest_environment(folder, job.threads))
@@ -55,14 +54,12 @@ def evaluate(python: Path, job: jobs.EvaluateJob, folder: Path, timeout_s: float
 
 
 def run_offbeat(config: RunConfig, folder: Path, timeout_s: float) -> None:
-    """Run `offbeat train`."""
     log = folder / "offbeat.log"
     command = [sys.executable, "-m", "offbeat.deploy.cli.app", "train", str(_written(config, log))]
     _run(command, log, timeout_s, dict(os.environ), folder / CPU)
 
 
 def make_policy(config: RunConfig, out: Path, timeout_s: float) -> None:
-    """Warm-start a policy into `out`."""
     log = out.with_suffix(".log")
     command = [sys.executable, "-m", "offbeat.benchmarks.peer.policy", str(_written(config, log)), str(out)]
     _run(command, log, timeout_s, dict(os.environ))
@@ -76,13 +73,7 @@ def _written(config: RunConfig, log: Path) -> Path:
 
 
 def _run(command: list[str], log: Path, timeout_s: float, environment: dict[str, str], cpu: Path | None = None) -> None:
-    """Run to the end; interrupt, then kill on timeout.
-
-    cpu: file for CPU times.
-
-    Raises:
-        PeerSideError: it failed or timed out.
-    """
+    """Run to the end; interrupt, then kill on timeout. cpu: file for CPU times."""
     with log.open("wb") as out:
         mortal = bind_to_thread(command, by=signal.SIGTERM)
         process = subprocess.Popen(mortal, stdout=out, stderr=subprocess.STDOUT, env=environment)

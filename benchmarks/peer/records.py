@@ -20,8 +20,6 @@ REPORT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class PeerStep:
-    """Optimizer step."""
-
     step: int
     seconds: float
     """Since the policy was first available."""
@@ -33,8 +31,6 @@ class PeerStep:
 
 @dataclass(frozen=True, slots=True)
 class PolicySnapshot:
-    """Weights for later evaluation."""
-
     step: int
     seconds: float
     folder: Path
@@ -54,7 +50,6 @@ class SideRun:
     """At the times of `cpu`."""
 
     def with_successes(self, successes: Sequence[float]) -> "SideRun":
-        """Return the run with its snapshots' successes."""
         pairs = zip(self.snapshots, successes, strict=True)
         return replace(self, snapshots=tuple(replace(snapshot, success=success) for snapshot, success in pairs))
 
@@ -86,7 +81,7 @@ class SideRun:
         return float(ended - began) / (last.step - first.step)
 
     def seconds_to(self, target: float) -> float | None:
-        """Return the interpolated time at which held-out success reached `target`; None: never."""
+        """Interpolate the time at which held-out success reached `target`; None: never."""
         rated = [snapshot for snapshot in self.snapshots if snapshot.success is not None]
         before: PolicySnapshot | None = None
         for snapshot in rated:
@@ -101,7 +96,6 @@ class SideRun:
 
 
 def read_trl(folder: Path) -> SideRun:
-    """Read files of `trl_worker.train`."""
     records = _lines(folder / "steps.jsonl")
     steps = tuple(PeerStep(r["step"], r["seconds"], r["success"], r["time"]) for r in records if "step" in r)
     seconds = {0: 0.0} | {step.step: step.seconds for step in steps}

@@ -1,6 +1,5 @@
-"""Settings of the comparison.
-
-Invariant: TRL's job is derived from Offbeat's configuration, so task, seeds, algorithm and batch are equal.
+"""Settings of the comparison; TRL's job is derived from Offbeat's configuration, so task, seeds, algorithm and batch
+are equal.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,6 @@ CONFIGS = Path(__file__).parents[2] / "deploy" / "configs"
 TAG = "FrozenLake"
 SLOW_LAKE = "offbeat.benchmarks.harness.slow_lake:SlowLake"
 LEARNER_MEASURES = ("eval_steps=0", "final_val_batch_size=1", "max_ckpt_to_keep=100000")
-"""Disable evaluation during training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +64,15 @@ SETTINGS = {
 
 
 def with_overrides(setting: PeerSetting, overrides: Sequence[str]) -> PeerSetting:
-    """Return the setting with overrides; keys unknown to TRL apply to Offbeat alone."""
+    """Apply overrides; keys unknown to TRL apply to Offbeat alone."""
     return replace(setting, overrides=(*setting.overrides, *overrides))
 
 
 def warm_config(setting: PeerSetting, seed: int, output: Path) -> RunConfig:
-    """Return the run that warm-starts both sides' policy."""
     return load_run(CONFIGS / setting.config, [f"seed={seed}", f"exp_name=peer-warm-{seed}", f"output_dir={output}"])
 
 
 def offbeat_config(setting: PeerSetting, seed: int, steps: int, policy: Path, output: Path) -> RunConfig:
-    """Return Offbeat's configuration."""
     return load_run(
         CONFIGS / setting.config,
         [
@@ -94,7 +90,6 @@ def offbeat_config(setting: PeerSetting, seed: int, steps: int, policy: Path, ou
 
 
 def play_rules(config: RunConfig, env_threads: int, *, together: bool = False) -> Play:
-    """Return the rules of episodes."""
     env = config.custom_envs[TAG]
     default = str(getattr(registry.make(env.env_type, env.env_config).unwrapped, "system_prompt", ""))
     return Play(
@@ -146,7 +141,7 @@ def train_job(
 def evaluate_job(
     setting: PeerSetting, config: RunConfig, folders: list[Path], output: Path, *, threads: int
 ) -> EvaluateJob:
-    """Return the evaluation on held-out maps, without latency."""
+    """Evaluate on held-out maps, without latency."""
     settings: dict[str, Any] = dict(config.custom_envs[TAG].env_config)
     settings.pop("latency", None)
     held_out = registry.held_out_config("frozen_lake", settings)

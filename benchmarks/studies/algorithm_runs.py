@@ -29,8 +29,6 @@ SAMPLINGS = ("sampled", "greedy")
 
 
 class SharedEngine:
-    """Engine, Redis and env worker."""
-
     def __init__(self, base: BenchEnvironment, rollouts: RolloutProcess, ranks: Ranks, policy: Path) -> None:
         self._bench_env = base
         self._rollouts = rollouts
@@ -111,7 +109,6 @@ def _load() -> float:
 
 @contextmanager
 def shared_engine(file: Path, overrides: list[str], policy: Path) -> Iterator[SharedEngine]:
-    """Yield an engine that serves `policy`."""
     config = load_run(file, overrides)
     torch.set_num_threads(config.actor_train.num_threads)
     spec = PolicySpec("vllm", config=config.actor_infer)

@@ -83,7 +83,6 @@ class StudyRun:
         return RECIPES[self.name] if self.staleness is None else QUICKSTART
 
     def overrides(self, folder: Path, policy: Path) -> list[str]:
-        """Overrides of `config`."""
         return [
             f"output_dir={folder}", f"exp_name={self.label.replace('_', '-')}", f"pretrain={policy}", "warm_start=null",
             f"seed={self.seed}", f"max_steps={self.steps}", "final_val_batch_size=128", "eval_steps=0",
@@ -102,7 +101,6 @@ Play = Callable[[StudyRun, Path], dict[str, Any]]
 
 
 def start(folder: Path, seed: int, timeout_s: float) -> Path:
-    """Return a seed's initial policy."""
     policy = folder / "policies" / f"seed-{seed}"
     if not (policy / "model.safetensors").exists():
         shutil.rmtree(policy, ignore_errors=True)
@@ -112,7 +110,6 @@ def start(folder: Path, seed: int, timeout_s: float) -> Path:
 
 
 def on_mesh(run: StudyRun, folder: Path, policy: Path, timeout_s: float) -> dict[str, Any]:
-    """Run `offbeat train`."""
     command = [str(Path(sys.executable).with_name("offbeat")), "train", str(run.config), *run.overrides(folder, policy)]
     folder.mkdir(parents=True, exist_ok=True)
     load, log_path = os.getloadavg()[0], folder / "said.log"
@@ -135,7 +132,6 @@ def on_mesh(run: StudyRun, folder: Path, policy: Path, timeout_s: float) -> dict
 
 
 def measure(run: StudyRun, folder: Path, play: Play) -> dict[str, Any]:
-    """Return a run's row."""
     row = {"name": run.name, "seed": run.seed, "staleness": run.staleness}
     result_path = folder / RESULT
     if result_path.is_file():
@@ -150,7 +146,6 @@ def measure(run: StudyRun, folder: Path, play: Play) -> dict[str, Any]:
 
 @contextmanager
 def study_runner(out: Path, seed: int, *, mesh: bool, needed: bool, timeout_s: float) -> Iterator[Play]:
-    """Yield the function that runs a study."""
     policy = start(out, seed, timeout_s)
     if mesh or not needed:
         yield lambda run, folder: on_mesh(run, folder, policy, timeout_s)
@@ -180,7 +175,6 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def share(successes: float, episodes: int) -> str:
-    """Return a share with its standard error."""
     return f"{successes:.3f} ± {math.sqrt(successes * (1 - successes) / episodes):.3f}"
 
 

@@ -19,13 +19,11 @@ Row = dict[str, Any]
 
 
 def load(folder: Path, kind: str) -> list[Row]:
-    """Return successful rows."""
     file = folder / f"results-{kind}.json"
     return [row for row in json.loads(file.read_text()) if "failed" not in row] if file.exists() else []
 
 
 def error(row: Row) -> float:
-    """Return the final success's standard error."""
     share = row["success_after"]
     return math.sqrt(share * (1 - share) / row["eval_episodes"])
 
@@ -64,7 +62,6 @@ def staleness(axes: Axes, rows: list[Row]) -> None:
 
 
 def draw(folder: Path, plot: Path) -> None:
-    """Plot panels that have data."""
     plots = [(algorithms, load(folder, "algorithms")), (staleness, load(folder, "staleness"))]
     panels = [(paint, rows) for paint, rows in plots if rows]
     if not panels:

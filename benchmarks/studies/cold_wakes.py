@@ -19,7 +19,6 @@ ROUNDS = 3
 
 
 def work(trajectories: Sequence[Trajectory], count: int) -> None:
-    """Process one trajectory."""
     for i in range(count):
         trajectory = trajectories[i % len(trajectories)]
         decode_trajectory(encode_trajectory(trajectory))
@@ -41,7 +40,6 @@ def cpu_us(trajectories: Sequence[Trajectory], burst: int, wakes: int, pause_s: 
 
 
 def main() -> None:
-    """Print each round."""
     load = make_load(groups=8, group_size=8, tokens=256, in_hand=64, batch=1)
     trajectories = [trajectory for row in load.trajectories for trajectory in row]
     work(trajectories, 1000)

@@ -42,8 +42,6 @@ PROMPT_TOKENS = 100
 
 
 class NoBroker:
-    """Broker without versions."""
-
     async def newest(self) -> Manifest | None:
         return None
 
@@ -82,8 +80,6 @@ async def spread(call: Callable[[list[GenerateRequest]], Any], turns: int, token
 
 
 class HostedReplica:
-    """Request handling of both hosts."""
-
     _replica: GenerationReplica
 
     async def _ready(self, llm: Any) -> None:

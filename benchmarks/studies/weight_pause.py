@@ -45,7 +45,6 @@ async def keep_running(engine: VllmEngine, place: int, steps: list[float]) -> No
 
 
 async def measure(folder: Path, files: list[Path], options: argparse.Namespace) -> None:
-    """Update an engine; print the cost."""
     config = GenerationConfig.model_validate({"dtype": "bfloat16", "kv_cache_gib": 0.25})
     engine = await VllmEngine.start(config, folder, sequence_length=SEQUENCE_LENGTH, seed=0)
     steps: list[float] = []
@@ -77,7 +76,6 @@ def median(values: list[float]) -> float:
 
 
 def show(options: argparse.Namespace, step_s: float, times: dict[str, list[LoadTimes]]) -> None:
-    """Print a row per way."""
     title = f"{options.size} parameters, {options.running} requests running, load {os.getloadavg()[0]:.0f}"
     table = Table(
         "loading", "pause, ms (median)", "longest", "loading, ms", "engine step, ms", "pause in steps", title=title
@@ -95,7 +93,6 @@ def show(options: argparse.Namespace, step_s: float, times: dict[str, list[LoadT
 
 
 def main() -> None:
-    """Measure two versions of a policy."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=list(SHAPES), default="1M")
     parser.add_argument("--rounds", type=int, default=7)

@@ -1,8 +1,6 @@
-"""Check that no group was lost or trained twice.
+"""Proof that no group was lost or trained twice.
 
-The ledgers of buffer (`ledger/groups.jsonl`) and learner (`ledger/steps.jsonl`) are compared with each other,
-checkpoints and counters.
-
+Sources: the ledgers of buffer (`ledger/groups.jsonl`) and learner (`ledger/steps.jsonl`), checkpoints and counters.
 Invariant: violations name their group, step or file.
 """
 
@@ -20,7 +18,7 @@ TRAINED, DROPPED, FAILED = "trained", "dropped", "failed"
 OUTCOMES = (TRAINED, DROPPED, FAILED)
 REWOUND = "rewound"
 RESTORED, RECONCILED = "restored", "reconciled"
-"""Events of a reconciliation, after which Redis knows again what the journal proves."""
+"""Reconciliation events after which Redis again knows what the journal proves."""
 SHOWN = 8
 
 
@@ -39,14 +37,11 @@ class GroupLife:
 
     @property
     def state(self) -> str:
-        """State in one word."""
         return self.ending or ("in the stream" if self.submitted else "being played")
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Remains of a run."""
-
     events: Sequence[LifeEvent]
     journal: Sequence[JournalLine]
     checkpoints: dict[int, str] = field(default_factory=dict[int, str])
@@ -62,14 +57,11 @@ class Evidence:
 
 @dataclass
 class Audit:
-    """Result."""
-
     groups: dict[int, GroupLife]
     lineage: Lineage
     findings: list[str] = field(default_factory=list[str])
     """Violations."""
     notes: list[str] = field(default_factory=list[str])
-    """Remarks."""
     num_restored: int = 0
     """Groups that a reconciliation counted as trained again."""
 
@@ -92,7 +84,6 @@ class Audit:
 
 
 def audit(evidence: Evidence) -> Audit:
-    """Compare all evidence."""
     lineage = trace(evidence.journal)
     result = Audit({}, lineage, list(lineage.findings), list(lineage.notes))
     surviving = _surviving_events(evidence.events, result)
@@ -162,7 +153,7 @@ def _replay_lives(events: Iterable[LifeEvent], result: Audit) -> None:
 
 
 def _restore_lives(event: LifeEvent, result: Audit) -> None:
-    """Count groups as trained of which Redis had forgotten so."""
+    """Count as trained what Redis had forgotten."""
     if event.event == RECONCILED:
         return
     step, _, numbers = event.detail.partition(":")
@@ -292,7 +283,7 @@ def _end(evidence: Evidence, result: Audit) -> Iterator[str]:
 
 
 def name_numbers(what: str, numbers: Sequence[int], *, past: bool = True) -> str:
-    """`group 3 was`, or `groups 3, 4, 5 and 17 more were`."""
+    """Return `group 3 was`, or `groups 3, 4, 5 and 17 more were`."""
     shown = ", ".join(map(str, numbers[:SHOWN]))
     more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
     verb = ("was" if len(numbers) == 1 else "were") if past else ("is" if len(numbers) == 1 else "are")

@@ -1,7 +1,4 @@
-"""Surviving lineage of weights.
-
-Invariant: each step occurs once, as last trained; repetitions are compared with the first.
-"""
+"""Surviving lineage of weights: each step once, as last trained; repetitions are compared with the first."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,25 +8,23 @@ from offbeat.trainer.learner.step_ledger import JournalLine, LeaseLine, Reconcil
 
 @dataclass
 class Lineage:
-    """Steps behind the weights, in order."""
-
     steps: list[StepLine] = field(default_factory=list[StepLine])
     first: int = 1
     """Above 1 if resumed from another run's checkpoint."""
     restored_to: int = 0
     """Step up to which Redis lost data."""
     rewound: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    """Step -> groups trained by it in a lineage without checkpoints."""
+    """Step -> its groups, in a lineage without checkpoints."""
     rewound_to: int | None = None
-    """Step of the checkpoint after a rewind; the buffer had counted later steps' groups."""
+    """Checkpoint's step after a rewind; the buffer had counted later groups."""
     repeated: int = 0
     """Steps repeated after a learner's death."""
     incarnation: int = 0
     """Of the run's data in Redis."""
     lost_to: int = -1
-    """Step after which groups that no checkpoint contained may have been lost by Redis."""
+    """Step after which Redis may have lost groups that no checkpoint contained."""
     newest_version: dict[int, int] = field(default_factory=dict[int, int])
-    """Step -> newest version that any learner had published before, where a later one repeated steps."""
+    """Step -> newest version published before a later learner repeated steps."""
     learners: int = 0
     skipped: list[int] = field(default_factory=list[int])
     """Steps with a non-finite gradient."""
@@ -38,12 +33,11 @@ class Lineage:
 
     @property
     def last(self) -> int:
-        """Newest step; `first - 1` without any."""
+        """Newest step, or `first - 1`."""
         return self.first + len(self.steps) - 1
 
 
 def trace(journal: Iterable[JournalLine]) -> Lineage:
-    """Follow the journal."""
     lineage = Lineage()
     before: dict[int, StepLine] = {}
     epoch = fenced = newest = 0
@@ -97,7 +91,7 @@ def _resume(lineage: Lineage, line: ResumedLine, before: dict[int, StepLine]) ->
 
 
 def _reconcile(lineage: Lineage, line: ReconciledLine, before: dict[int, StepLine]) -> None:
-    """Redis may have lost data: steps without a checkpoint may be repeated on other groups."""
+    """Allow repetition of steps without a checkpoint on other groups, as Redis may have lost data."""
     lineage.incarnation = line.incarnation
     lineage.lost_to = line.step
     before.clear()

@@ -73,7 +73,6 @@ def _describe(report: Any) -> str:
 
 
 def _agents(target: str, settings: list[str] | None, env: str, python: str) -> dict[str, Any]:
-    """Return the envs with agents, by tag; exit on a user's mistake."""
     from pydantic import ValidationError
 
     from offbeat.deploy.config.errors import ConfigError

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from offbeat.trainer.config.issue import ConfigIssue
 
 EXIT_CONFIG = 2
-"""Invalid configuration or request."""
 TRAIN, PLAY, VERIFY = "Train", "Envs and episodes", "Inspect and verify"
 
 app = typer.Typer(
@@ -52,7 +51,7 @@ Overrides = Annotated[
 
 
 WITH_OVERRIDES = {"ignore_unknown_options": True}
-"""Context of commands with overrides, so that `--key value` is answered with how to write it."""
+"""Context of commands with overrides, to answer `--key value` with how to write it."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -348,7 +347,6 @@ def _refuse(path: Path, issues: "Sequence[ConfigIssue]") -> NoReturn:
 
 
 def main() -> None:
-    """Run the `offbeat` script."""
     # Until a command handles it, Ctrl-C ends this process without a traceback; nothing has been started yet.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # As with `python -m`: a user's own env may be a module in the current folder.

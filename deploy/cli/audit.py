@@ -53,12 +53,9 @@ class AuditError(Exception):
 def audit_run(
     run: str, *, console: Console, as_json: bool = False, group: int | None = None, redis_url: str | None = None
 ) -> int:
-    """Audit a run by name or folder; return 0 if proven, else 1.
+    """Audit a run by name or folder; return 0 if proven, else 1. group: also print its life.
 
-    group: also print its life.
-
-    Raises:
-        AuditError: no such run, or no ledger.
+    Raises `AuditError` without run or ledger.
     """
     folder = find_folder(run)
     result, evidence = examine(folder, redis_url)
@@ -72,10 +69,7 @@ def audit_run(
 
 
 def examine(folder: Path, redis_url: str | None = None) -> tuple[Audit, Evidence]:
-    """Audit a run's folder. Raises `AuditError`.
-
-    redis_url: overrides the folder's.
-    """
+    """Audit a run's folder. redis_url: overrides the folder's. Raises `AuditError`."""
     try:
         config = read_run(folder / run_folder.CONFIG).model_copy(update={"output_dir": folder})
     except (ConfigError, OSError) as error:
@@ -101,7 +95,7 @@ def examine(folder: Path, redis_url: str | None = None) -> tuple[Audit, Evidence
 
 
 def find_folder(run: str) -> Path:
-    """Return the folder of a path or a name under `runs/`. Raises `AuditError`."""
+    """Return the folder of a path or name under `runs/`. Raises `AuditError`."""
     for folder in (Path(run), RUNS / run):
         if (folder / run_folder.CONFIG).is_file():
             return folder.resolve()
@@ -111,7 +105,7 @@ def find_folder(run: str) -> Path:
 def _read_events(
     folder: Path, config: RunConfig, redis_url: str | None
 ) -> tuple[list[LifeEvent], Counters | None, str]:
-    """Return ledger, counters, and the reason if Redis is unreadable."""
+    """Return ledger, counters, and why Redis is unreadable."""
     events = read_ledger(folder)
     try:
         url = resolve_url(redis_url) or config.redis.url or find_url(folder)
@@ -129,7 +123,7 @@ def _read_events(
 
 
 def _with_newest(redis: Redis, run_id: str, events: list[LifeEvent]) -> tuple[list[LifeEvent], Counters | None]:
-    """Return events and counters of one moment; no counters if the run is too fast."""
+    """Return events and simultaneous counters; None if the run is too fast."""
     scripts = BufferScripts(redis, run_id)
     for _ in range(20):
         while page := read_events_after(redis, run_id, events[-1].id if events else "0"):
@@ -154,7 +148,7 @@ def _checkpoints(folder: Path) -> dict[int, str]:
 
 
 def as_tree(result: Audit, evidence: Evidence, group: int | None = None) -> dict[str, Any]:
-    """Return JSON values, with each life or the requested one."""
+    """Return JSON values, with one life or all."""
     lives = [result.groups[group]] if group is not None else [result.groups[n] for n in sorted(result.groups)]
     return {
         "proven": result.proven,

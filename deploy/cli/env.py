@@ -6,10 +6,9 @@ from typing import Annotated, Any
 import typer
 
 EXIT_FOUND, EXIT_USAGE = 1, 2
-"""The env violates the contract; the command line is invalid."""
 
 INLINE_S, THREAD_S = 0.002, 0.5
-"""Longest mean call for which inline execution, or a thread, is recommended."""
+"""Longest mean calls for which inline execution or a thread is advised."""
 
 env_app = typer.Typer(help="List, check and create environments.", no_args_is_help=True)
 

@@ -117,5 +117,4 @@ def write_template(folder: Path, name: str) -> list[Path]:
 
 
 def class_name(name: str) -> str:
-    """Convert `word_game` to `WordGame`."""
     return "".join(part.capitalize() for part in name.split("_"))

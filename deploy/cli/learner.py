@@ -19,19 +19,14 @@ class UnknownRedisError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Run and Redis URL."""
-
     run_id: str
     redis_url: str
 
 
 def find_target(run: str, redis_url: str | None) -> Target:
-    """Find a run by name or folder; one of this host needs no URL.
+    """Find a run by name or folder. redis_url: URL or its file; not needed on the run's host.
 
-    redis_url: URL, or a file with it.
-
-    Raises:
-        UnknownRedisError: no URL, and no such active run.
+    Raises `UnknownRedisError` without URL or such an active run.
     """
     try:
         return _find_target(run, resolve_url(redis_url))
@@ -55,11 +50,7 @@ def _find_target(run: str, redis_url: str | None) -> Target:
 
 
 def attach_learner(run: str, redis_url: str | None, num_processes: int | None) -> None:
-    """Train a run, exiting with the learner's code.
-
-    Raises:
-        UnknownRedisError: see `find_target`.
-    """
+    """Train a run, exiting with the learner's code. Raises `UnknownRedisError`."""
     target = find_target(run, redis_url)
 
     command = ["offbeat", "learner", "attach", run]

@@ -28,8 +28,7 @@ class ModelError(Exception):
 def write_smollm2(folder: Path, echo: Echo) -> None:
     """Write SmolLM2-135M-Instruct to a new folder, atomically.
 
-    Raises:
-        ModelError: no extra, or the folder is taken.
+    Raises `ModelError` without the extra, or if the folder is taken.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ModelError(f"{folder} is there already: name a new folder, or remove it")
@@ -66,7 +65,7 @@ def _gguf_file() -> Path:
 
 
 def _convert(source: Path, folder: Path) -> int:
-    """Return the number of parameters, tied ones once."""
+    """Return the parameter count, tied ones once."""
     # accelerate imports DeepSpeed, which would search for a GPU and complain
     os.environ |= {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
     import torch

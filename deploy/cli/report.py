@@ -32,10 +32,7 @@ REDIS_TIMEOUT_S = 3.0
 
 
 def remake_report(run: str, redis_url: str | None = None) -> int:
-    """Write and print a run's report; return the exit code.
-
-    redis_url: overrides the folder's, for deployed meshes.
-    """
+    """Write and print a run's report; return the exit code. redis_url: overrides the folder's."""
     try:
         folder = find_folder(run)
         config = load_config(folder / CONFIG).model_copy(update={"output_dir": folder})
@@ -58,11 +55,7 @@ def remake_report(run: str, redis_url: str | None = None) -> int:
 
 
 def read_history(redis: Redis, run_id: str) -> tuple[RunHistory, CountersView]:
-    """Read metric records and the buffer's counters.
-
-    Raises:
-        MeshError: no such run.
-    """
+    """Read metric records and the buffer's counters. Raises `MeshError` for an unknown run."""
     history = RunHistory()
     counters = update_history(redis, run_id, history)
     if not history.attempts:  # only `offbeat train` records them
@@ -71,11 +64,7 @@ def read_history(redis: Redis, run_id: str) -> tuple[RunHistory, CountersView]:
 
 
 def update_history(redis: Redis, run_id: str, history: RunHistory) -> CountersView:
-    """Add newer records; return the buffer's counters.
-
-    Raises:
-        MeshError: no such run.
-    """
+    """Add newer records; return the buffer's counters. Raises `MeshError` for an unknown run."""
     if not redis.exists(RunKeys(run_id).record):
         raise MeshError(f"this Redis has no run {run_id!r}: set another one with --redis")
     metrics = RedisMetrics(redis, run_id)
@@ -119,7 +108,7 @@ def _redis_of(folder: Path, config: RunConfig, url: str | None) -> Iterator[Redi
 
 
 def _earlier_report(folder: Path) -> dict[str, Any]:
-    """Return the report of `offbeat train`, which alone has startup times."""
+    """Return `offbeat train`'s report, the only one with startup times."""
     try:
         return json.loads((folder / REPORT).read_text(encoding="utf-8"))
     except (OSError, ValueError):

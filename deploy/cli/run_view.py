@@ -34,19 +34,13 @@ MARKS = {
 
 
 class LiveView(Protocol):
-    """View of a run."""
-
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
 
-    def print(self, text: str) -> None:
-        """Print a permanent line."""
-        ...
+    def print(self, text: str) -> None: ...
 
-    def starting(self, up: Collection[str]) -> None:
-        """Show started parts."""
-        ...
+    def starting(self, up: Collection[str]) -> None: ...
 
     def show(self, view: RunView, history: RunHistory) -> None: ...
 
@@ -63,8 +57,6 @@ def open_view(run_id: str, console: Console | None = None, *, began: float | Non
 
 
 class RunLineView:
-    """Plain lines, for logs and pipes."""
-
     def __init__(self, console: Console, began: float) -> None:
         self._console = console
         self._last_kind = ""
@@ -83,7 +75,6 @@ class RunLineView:
     def starting(self, up: Collection[str]) -> None: ...
 
     def show(self, view: RunView, history: RunHistory) -> None:
-        """Print a line on a change or after `LINE_EVERY_S`."""
         state = describe_state(view)
         now = time.monotonic()
         kind = state.translate(NO_DIGITS)  # that a count goes up is no change
@@ -180,7 +171,6 @@ def _parts(view: RunView) -> list[str]:
 
 
 def describe_state(view: RunView) -> str:
-    """Describe the current activity."""
     if view.state is RunState.RUNNING:
         return view.phase or "running"
     if view.state is RunState.STARTING:
@@ -195,7 +185,7 @@ def describe_state(view: RunView) -> str:
 
 
 def eta_s(view: RunView, history: RunHistory) -> float | None:
-    """Return the seconds left at the newest pace."""
+    """Estimate from the newest pace."""
     pace, last = history.seconds_per_step(), history.last_step
     if pace is None or last is None or last.number >= view.max_steps:
         return None
@@ -203,7 +193,6 @@ def eta_s(view: RunView, history: RunHistory) -> float | None:
 
 
 def summary(view: RunView, history: RunHistory) -> dict[str, str]:
-    """Return the main metrics."""
     out: dict[str, str] = {}
     last = history.last_step
     evaluations = [evaluation for evaluation in history.curve() if not math.isnan(evaluation.success)]
@@ -236,7 +225,7 @@ def summary(view: RunView, history: RunHistory) -> dict[str, str]:
 
 
 def _evaluated_reward(history: RunHistory) -> str:
-    """Describe the newest evaluation by its reward, where the envs report no success."""
+    """Return the newest evaluation's reward, for envs without success."""
     newest = next(iter(history.curve()[-1:]), None)
     return (
         "" if newest is None or math.isnan(newest.reward) else f", evaluation {newest.reward:.2f} (step {newest.step})"

@@ -58,10 +58,7 @@ class TrainingFailedError(Exception):
 
 
 def train(config: RunConfig, config_path: Path, overrides: Sequence[str]) -> int:
-    """Run `config` and exit the process: Ray's threads may never end.
-
-    config_path, overrides: for the resuming command.
-    """
+    """Run `config` and exit the process: Ray's threads may never end. The other arguments are for the resuming command."""
     if missing := [finding for finding in check_libraries() if finding.state == "problem"]:
         for finding in missing:
             print(f"offbeat: {finding.subject}: {finding.detail}", file=sys.stderr)  # noqa: T201
@@ -88,7 +85,6 @@ def train(config: RunConfig, config_path: Path, overrides: Sequence[str]) -> int
 
 
 def resume_command(config_path: Path, overrides: Sequence[str]) -> str:
-    """Return the command that resumes a run."""
     retained = (override for override in overrides if override.lstrip("+~").partition("=")[0] != RESUME)
     return shlex.join(["offbeat", "train", str(config_path), *retained, f"{RESUME}=true"])
 
@@ -113,8 +109,6 @@ def _train(config: RunConfig, resume: str, aside: Path | None) -> int:
 
 
 class TrainCommand:
-    """One run on its own mesh."""
-
     def __init__(self, config: RunConfig, view: LiveView, resume_command: str) -> None:
         self._config = config
         self._view = view
@@ -127,7 +121,6 @@ class TrainCommand:
         self._warned: set[str] = set()
 
     async def run(self) -> int:
-        """Run; return the exit code."""
         self._catch_signals()
         try:
             await self._run_until_interrupted(self._run_to_its_end())
@@ -144,7 +137,6 @@ class TrainCommand:
         return await self._end_finished()
 
     def kill(self) -> None:
-        """Kill everything."""
         self._mesh.kill()
 
     async def _run_until_interrupted(self, work: Coroutine[Any, Any, None]) -> None:
@@ -203,7 +195,7 @@ class TrainCommand:
             await asyncio.sleep(WATCH_POLL_S)
 
     def _warn(self, view: RunView) -> None:
-        """Print each warning of the diagnosis once."""
+        """Print each warning once."""
         for finding in view.diagnosis:
             if finding.is_warning and finding.name not in self._warned:
                 self._warned.add(finding.name)
@@ -250,7 +242,6 @@ class TrainCommand:
         return INTERRUPTED
 
     def _is_resumable(self) -> bool:
-        """Return True if the run has started, has a checkpoint, and may go on from it."""
         was_resumable = self._last is not None and self._last.resumable
         return was_resumable and run_folder.newest_checkpoint(self._config.output_dir) is not None
 

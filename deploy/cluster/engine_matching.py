@@ -17,18 +17,15 @@ from offbeat.trainer.config.issue import ConfigIssue
 
 APP_KEY = "actor_infer.app"
 IGNORED_ARCHITECTURE_KEYS = {"_name_or_path", "transformers_version", "initializer_range", "dtype", "torch_dtype"}
-"""Keys of `config.json` without effect on an engine with the broker's weights."""
+"""`config.json` keys without effect on an engine with the broker's weights."""
 RUN_SPECIFIC_KEYS = {"app", "generating_args", "request_timeout_s", "update_timeout_s", "cpus_per_replica"}
-"""Keys of `actor_infer` that may differ."""
+"""`actor_infer` keys that may differ."""
 
 
 def choose_app(
     config: RunConfig, offers: Mapping[str, EngineOffer], is_free: Callable[[str], bool]
 ) -> tuple[str | None, list[ConfigIssue]]:
-    """Return the run's application (None: its own) and the issues against it.
-
-    is_free: unclaimed by other active runs.
-    """
+    """Return the run's application (None: its own) and issues against it. is_free: no other active run claims it."""
     named = config.actor_infer.app
     if named == app_name(config.exp_name):
         return None, []

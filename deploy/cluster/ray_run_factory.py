@@ -1,5 +1,5 @@
 # pyright: basic
-"""Run factory under `serve deploy`; runs are checked against the cluster, not the host."""
+"""Run factory under `serve deploy`, checking runs against the cluster instead of the host."""
 
 import asyncio
 import os
@@ -67,7 +67,7 @@ class RayRunFactory(MeshRunFactory):
         return MachineSize(cluster.cpus, cluster.gpus)
 
     def _place(self, config: RunConfig) -> RunConfig:
-        """Choose the generation application. Raises `ConfigError`."""
+        """Choose the generation application."""
         active = self._find_active_run(config.exp_name)
         if config.actor_infer.app is None and active is not None:
             app, problems = active.actor_infer.app, []
@@ -120,12 +120,9 @@ class RayRunFactory(MeshRunFactory):
         )
 
     async def write_report(self, record: RunRecord) -> None:
-        """Run `offbeat report` in a process, because it renders the user's envs.
+        """Run `offbeat report` in a process, because it renders the user's envs; raises `ControlError`.
 
         The Redis URL is in the environment: it may contain a password.
-
-        Raises:
-            ControlError: not written.
         """
         folder = Path(record.output_dir)
         if not holds_claim(folder, _claim_id(record)):

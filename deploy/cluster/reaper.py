@@ -72,7 +72,7 @@ def wait_for_shutdown() -> None:
 
 
 def stop_learners(redis_url: str) -> None:
-    """Stop the learners if Serve is shutting down, not just replacing Redis."""
+    """Stop learners if Serve is shutting down, not just replacing Redis."""
     if not is_serve_shutting_down():
         return
     with connect(redis_url, patience_s=1.0) as redis:
@@ -93,7 +93,7 @@ def is_serve_shutting_down() -> bool:
 
 
 def is_serve_running() -> bool:
-    """Return True if Serve's controller exists, even while restarting."""
+    """Return True if Serve's controller exists, even restarting."""
     try:
         ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
     except ValueError:
@@ -107,7 +107,6 @@ def list_actor_names() -> list[str]:
 
 
 def ensure_reaper() -> None:
-    """Keep a reaper running, in the background."""
     threading.Thread(target=_ensure_reaper, name="reaper starter", daemon=True).start()
 
 

@@ -69,7 +69,7 @@ class RunComponents:
         uid: str,
         claim: str | None = None,
     ) -> None:
-        """uid: of the run's record. claim: id of this start, to claim the folder; None: already claimed."""
+        """uid: of the run's record. claim: id of this start, for the folder; None: already claimed."""
         self._uid = uid
         self._config = config
         self._claim = claim
@@ -121,7 +121,7 @@ def _build_generation(
 
 
 class MachineSize(NamedTuple):
-    """What a machine or cluster has; None: this machine's."""
+    """Resources of a machine or cluster; None: this machine's."""
 
     cpus: float | None = None
     gpus: float | None = None
@@ -139,12 +139,7 @@ class MeshRunFactory:
         self._serve_status = ServeStatus()
 
     async def validate(self, document: str | dict[str, Any], rights: Rights = UNRESTRICTED) -> RunSpec:
-        """Return a document's run.
-
-        Raises:
-            InvalidRunError: with all issues.
-            NotAllowedError: with all issues.
-        """
+        """Return a document's run. Raises `InvalidRunError` or `NotAllowedError` with all issues."""
         try:
             config = await self.load(document, rights)
             if self.tries_episodes and (issues := await asyncio.to_thread(_try_episodes, config)):
@@ -158,11 +153,9 @@ class MeshRunFactory:
         return run_spec(config)
 
     async def load(self, document: str | dict[str, Any], rights: Rights = UNRESTRICTED) -> RunConfig:
-        """Return a document's configuration, after checks in a process of its own.
+        """Return a document's configuration, checked in another process.
 
-        Raises:
-            RightsError: beyond the sender's rights.
-            ConfigError: with all issues.
+        Raises `RightsError` beyond the sender's rights, `ConfigError` with all issues.
         """
         config = await asyncio.to_thread(read_document, document, working_dir=self._working_dir)
         if refused := list(check_rights(config, rights)):
@@ -172,7 +165,6 @@ class MeshRunFactory:
         return config
 
     async def _size(self) -> MachineSize:
-        """Return what runs may use."""
         return MachineSize()
 
     def build_mesh(self, record: RunRecord) -> RunComponents:
@@ -181,11 +173,7 @@ class MeshRunFactory:
         return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status, uid=record.uid)
 
     async def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
-        """Check live settings, none of which depends on user code.
-
-        Raises:
-            InvalidRunError: with all issues.
-        """
+        """Check live settings, which never depend on user code. Raises `InvalidRunError` with all issues."""
         before, size = json.loads(record.config), await self._size()
         old = await asyncio.to_thread(self._setting_issues, before, size)
         new = await asyncio.to_thread(self._setting_issues, _apply_values(before, values), size)
@@ -196,11 +184,7 @@ class MeshRunFactory:
         """Do nothing: `offbeat train` writes it."""
 
     def remove_files(self, record: RunRecord) -> Removal:
-        """Remove what a run has written.
-
-        Raises:
-            BusyError: the folder is in use.
-        """
+        """Remove what a run has written. Raises `BusyError` if the folder is in use."""
         try:
             return remove_run_files(Path(record.output_dir), record.run_id)
         except FolderInUseError as error:
@@ -239,17 +223,13 @@ def _to_problem_view(issue: ConfigIssue) -> ProblemView:
 
 
 def _try_episodes(config: RunConfig) -> list[ConfigIssue]:
-    """Try envs and agents, in processes with time limits of their own."""
     return check_trials(config) or try_agents(config)
 
 
 def claim_folder(config: RunConfig, claim: str) -> None:
-    """Claim the run's folder; an earlier run is moved aside unless resumed.
+    """Claim the run's folder, moving an earlier run aside unless resumed. claim: id of this start, for idempotence.
 
-    claim: id of this start, for idempotence.
-
-    Raises:
-        FolderInUseError: `offbeat train` runs there, or the folder is not the run's alone.
+    Raises `FolderInUseError` if `offbeat train` runs there, or the folder is not the run's alone.
     """
     if holds_claim(config.output_dir, claim):
         return

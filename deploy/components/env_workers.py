@@ -21,9 +21,9 @@ from offbeat.services.rollout import actor as rollout_app
 logger = logging.getLogger(__name__)
 
 PING_TIMEOUT_S = 2.0
-"""An unresponsive actor then counts as starting; a dead one fails at once."""
+"""Limit before an unresponsive actor counts as starting; dead ones fail at once."""
 HANG_TIMEOUT_S = 60.0
-"""An unresponsive started worker is then replaced."""
+"""Limit before an unresponsive started worker is replaced."""
 
 
 class WorkerPool:
@@ -35,7 +35,7 @@ class WorkerPool:
         self._run_id = config.exp_name
         self._num_workers = config.rollout.num_workers
         self._answered: dict[str, float] = {}
-        """Worker -> monotonic time of its last answer."""
+        """Monotonic time of each worker's last answer."""
         self._settings = worker_settings(config, redis_url, uid=uid)
 
     @property
@@ -43,7 +43,7 @@ class WorkerPool:
         return [rollout_app.worker_name(self._run_id, index) for index in range(self._num_workers)]
 
     async def resize(self, num_workers: int) -> None:
-        """Set the number of workers: `ensure` starts missing ones, surplus ones exit."""
+        """Set the number: `ensure` starts missing workers, surplus ones exit."""
         self._num_workers = num_workers
         for index in itertools.count(num_workers):
             actor = await asyncio.to_thread(find_actor, rollout_app.worker_name(self._run_id, index))

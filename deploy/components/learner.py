@@ -51,7 +51,7 @@ class ManagedLearner:
         self._run_id = config.exp_name
         self._actor_name = ray_actors.learner_host_name(self._run_id)
         self._reported_death = ""
-        """Last incarnation whose replacement by the standby was reported to the reconciler."""
+        """Last incarnation reported as replaced by the standby."""
 
     async def ensure(self) -> None:
         """Start a missing learner, unless Serve is shutting down."""

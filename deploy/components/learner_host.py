@@ -1,7 +1,6 @@
 """Host of `offbeat.trainer.cli`, with an optional standby.
 
-Invariants: the learner dies with its host, even on SIGKILL; Redis is the only interface, so any process can be the
-host.
+Invariants: the learner dies with its host, even on SIGKILL; Redis is the only interface, so any process can be host.
 """
 
 import logging
@@ -35,10 +34,10 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_INTERVAL_S = 0.2
 REDIS_RETRY_TIMEOUT_S = 0.5
 HEARTBEAT_TTL_S = 6.0
-"""A host and its learner then count as dead."""
+"""Time until a host and its learner count as dead."""
 KILL_TIMEOUT_S = 2.0
 HANG_TIMEOUT_S = 30.0
-"""A learner without lease is then killed."""
+"""Time until a learner without lease is killed."""
 STANDBY_START_INTERVAL_S = 5.0
 """Minimum interval: the active learner has to catch up."""
 FINAL_EXIT_CODES = (0, 2, 4)
@@ -51,7 +50,6 @@ def learner_key(run_id: str) -> str:
 
 
 def alive_key(run_id: str) -> str:
-    """Return the key of the heartbeat."""
     return RunKeys(run_id).key("learner", "alive")
 
 
@@ -121,7 +119,6 @@ class LearnerHost:
         threads: int = 1,
         standby: bool = False,
     ) -> None:
-        """standby: `control.standby_learner`."""
         self._is_standby_enabled = standby
         self._standby: subprocess.Popen[bytes] | None = None
         self._next_standby_at = 0.0
@@ -136,13 +133,12 @@ class LearnerHost:
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._nonces: dict[int, str] = {}
-        """Process id -> random part of its lease's holder name."""
+        """Process id -> random part of its lease holder's name."""
         self._exited = threading.Event()
         self._stopping = False
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the learner and its standby."""
         return [process.pid for process in (self._process, self._standby) if process is not None]
 
     def start(self) -> None:
@@ -208,7 +204,7 @@ class LearnerHost:
             self._exited.set()
 
     def _ensure_standby(self, redis: Redis, *, required: bool) -> None:
-        """Start a standby once the run has weights; kill it if not `required`."""
+        """Start a standby once the run has weights, or kill one not `required`."""
         if self._standby is not None and not required:
             self._standby.kill()  # it has no state to save
             self._standby.wait()
@@ -301,7 +297,6 @@ class LearnerHost:
         return request
 
     def _is_hung(self, holder: str, pid: int) -> bool:
-        """Return True if the lease is lost for `HANG_TIMEOUT_S`."""
         if holder == f"{owner_of(pid)} {self._nonces[pid]}":
             self._lease_held_at = time.monotonic()
         return self._lease_held_at is not None and time.monotonic() > self._lease_held_at + HANG_TIMEOUT_S

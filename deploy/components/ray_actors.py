@@ -24,7 +24,6 @@ def kill_actor(name: str) -> None:
 
 
 def last_line(text: str) -> str:
-    """Return a traceback's last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "no reason given"
 

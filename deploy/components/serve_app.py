@@ -51,7 +51,7 @@ class ServeApp:
         await asyncio.to_thread(serve.delete, self._app, _blocking=False)
 
     async def resize(self, num_replicas: int) -> None:
-        """Set the number of replicas, keeping running ones."""
+        """Set the number, keeping running replicas."""
         app = (await self._status()).get(self._app)
         if num_replicas == self._requested_replicas or app is None or app.status not in SCALABLE_STATES:
             return
@@ -81,7 +81,7 @@ class ServeApp:
 
 
 def set_num_replicas(app: str, deployment: str, count: int) -> None:
-    """Set a deployment's size; redeployment would replace running replicas."""
+    """Resize without redeployment, which would replace running replicas."""
     from ray.serve._private.common import DeploymentID  # noqa: PLC0415
     from ray.serve.context import _get_global_client  # noqa: PLC0415
 

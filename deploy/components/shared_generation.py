@@ -24,11 +24,7 @@ class SharedGeneration:
         self._serve_app = ServeApp(self.name, app, _reject_deployment, status)
 
     async def ensure(self) -> None:
-        """Claim the application.
-
-        Raises:
-            ControlError: claimed by another run.
-        """
+        """Claim the application. Raises `ControlError` if taken."""
         await asyncio.to_thread(self._redis.hsetnx, claims_key(APP), self._app, self._run_id)
         holder = await asyncio.to_thread(self._holder)
         if holder != self._run_id:

@@ -15,9 +15,9 @@ from offbeat.trainer.config.issue import ConfigIssue
 MIN_SIMILARITY = 0.6
 """Similarity of a misspelling."""
 MAX_ISSUES = 50
-"""Issues that are described; each unknown key costs milliseconds."""
+"""Issues described; each unknown key costs milliseconds."""
 MAX_KEY_CHARS = 100
-"""Longest key that is shown and compared: the comparison's time grows with the length."""
+"""Longest key shown and compared: comparison time grows with length."""
 
 
 class ConfigError(Exception):
@@ -135,7 +135,7 @@ def all_keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[t
 
 
 def nearest_keys(path: str, model: type[BaseModel]) -> tuple[str, ...]:
-    """Return up to three keys similar to `path`, first in its table, then elsewhere, then the table's closest."""
+    """Return up to three similar keys: in `path`'s table, elsewhere, then the table's closest."""
     parts = tuple(path.split("."))
     parent, leaf = parts[:-1], parts[-1].lower()
     keys = [tuple(_fill_names(key, parts)) for key in all_keys(model)]

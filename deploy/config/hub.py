@@ -1,7 +1,7 @@
-"""Models of the Hugging Face hub: `ORGANIZATION/NAME`, or `ORGANIZATION/NAME@REVISION`, becomes the folder of a snapshot.
+"""Models of the Hugging Face hub: `ORGANIZATION/NAME` or `ORGANIZATION/NAME@REVISION` becomes a snapshot's folder.
 
-Invariant: an id is resolved once, where a run's configuration is read, so that engine, learner and workers see one folder.
-The hub's own environment variables hold (HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE).
+Invariant: an id is resolved once, where a configuration is read, so that engine, learner and workers see one folder. The
+hub's environment variables hold (HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE).
 """
 
 import copy
@@ -17,15 +17,15 @@ from offbeat.trainer.config.issue import ConfigIssue
 HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 WEIGHTS = ["*.bin"]
-"""Taken from a repository without safetensors."""
+"""For repositories without safetensors."""
 MODEL_KEYS = (
     "pretrain",
     "reward_pretrain",
     *(f"{role}.model_args.model_name_or_path" for role in ("critic", "reference", "teacher.*")),
 )
-"""Keys of models; `*` stands for any name."""
+"""Models' keys; `*` stands for any name."""
 TIMEOUT_S = 5.0
-"""Of the hub's first answer; its client would wait for minutes."""
+"""Limit of the hub's first answer; its client would wait for minutes."""
 
 
 class HubError(ValueError):
@@ -33,12 +33,12 @@ class HubError(ValueError):
 
 
 def is_hub_id(name: str, folder: Path = Path()) -> bool:
-    """Return whether `name` may be a model of the hub: one in `folder` goes before it."""
+    """Return True if `name` may be a hub model rather than one in `folder`."""
     return HUB_ID.fullmatch(name) is not None and not (folder / name).exists()
 
 
 def resolve_models(tree: dict[str, Any]) -> tuple[dict[str, Any], list[ConfigIssue]]:
-    """Return a canonical tree with folders instead of hub ids, and an issue per id that could not be resolved."""
+    """Return a canonical tree with folders for hub ids, and an issue per unresolved id."""
     resolved = copy.deepcopy(tree)
     folders: dict[str, str] = {}
     issues: list[ConfigIssue] = []
@@ -57,10 +57,10 @@ def resolve_models(tree: dict[str, Any]) -> tuple[dict[str, Any], list[ConfigIss
 
 
 def download(name: str) -> Path:
-    """Return the folder of a model's snapshot, from the cache if the hub can't be reached.
+    """Return a snapshot's folder, from the cache if the hub can't be reached.
 
     Raises:
-        HubError: no such model or revision, no access, no connection, or a snapshot without weights.
+        HubError: no such model or revision, no access, no connection, or no weights.
     """
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (

@@ -1,4 +1,4 @@
-"""Loading of configurations from YAML and `key=value` overrides.
+"""Configurations from YAML and `key=value` overrides.
 
 Invariant: a `ConfigError` lists all issues, before the start.
 """
@@ -23,20 +23,15 @@ from offbeat.trainer.config.aliases import KEYS, NEUTRAL, canonicalize, find_key
 from offbeat.trainer.config.issue import ConfigIssue
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-"""Packaged configurations."""
 MAX_DOCUMENT_CHARS = 1_000_000
 JSON_NUL = "\\u0000"
 TINY = "tiny"
 PATH_KEYS = ("output_dir", "logging_dir", "resume_from_checkpoint", *MODEL_KEYS)
-"""Keys of local paths; `*` stands for any name."""
+"""Local paths' keys; `*` stands for any name."""
 
 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Compose, validate and check a run.
-
-    Raises:
-        ConfigError: with every issue.
-    """
+    """Compose, validate and check a run. Raises `ConfigError` with every issue."""
     tree, issues = resolve_models(_compose_saved(path, overrides))
     if issues:
         raise ConfigError(issues, str(path))
@@ -47,16 +42,12 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def read_run(path: Path) -> RunConfig:
-    """Read a saved configuration, without checks of this machine.
-
-    Raises:
-        ConfigError: the file can't be read.
-    """
+    """Read a saved configuration, without checks of this machine. Raises `ConfigError`."""
     return validate_tree(_compose_saved(path), source=str(path))
 
 
 def _compose_saved(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Compose a file; the `output_dir` of a run's saved configuration is its folder, wherever that was moved or copied."""
+    """Compose a file; a saved configuration's `output_dir` becomes its folder, even moved or copied."""
     tree = compose_tree(path, overrides)
     given = any(each.lstrip("+").startswith("output_dir=") for each in overrides)
     if path.name == CONFIG and not given and identify(path.parent) is not None:
@@ -65,14 +56,12 @@ def _compose_saved(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def read_document(document: str | dict[str, Any], *, working_dir: Path | None = None) -> RunConfig:
-    """Validate the keys of a YAML text or tree, without checks of this machine and without user code.
-
-    Interpolations are rejected: they would resolve in the service's environment.
+    """Validate a YAML text or tree, without checks of this machine and user code.
 
     working_dir: base of relative paths; None keeps them.
 
     Raises:
-        ConfigError: with every issue.
+        ConfigError: with every issue; interpolations are one, because they would resolve in the service's environment.
     """
     if isinstance(document, str):
         tree = parse_document(document)
@@ -87,11 +76,7 @@ def read_document(document: str | dict[str, Any], *, working_dir: Path | None = 
 
 
 def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Compose a YAML file and overrides with Hydra.
-
-    Raises:
-        ConfigError: invalid file or override.
-    """
+    """Compose a YAML file and overrides with Hydra. Raises `ConfigError`."""
     import yaml
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
@@ -129,9 +114,9 @@ def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 def _without_variables(
     tree: dict[Any, Any], in_files: Container[str], own: Container[str], text: str
 ) -> dict[str, Any]:
-    """Drop unknown top-level keys that only other keys read: `${name}`, or those of files in the defaults list.
+    """Drop unknown top-level keys read only by `${name}` in others, and those of files in the defaults list.
 
-    in_files: keys without overrides. own: keys of the file itself. text: the composed file, unresolved.
+    in_files: keys without overrides. own: the file's own. text: composed, unresolved.
     """
 
     def is_variable(key: str) -> bool:
@@ -142,16 +127,12 @@ def _without_variables(
 
 
 def is_known(key: str) -> bool:
-    """Return True for a top-level key of a configuration, in any spelling."""
+    """Return True for a top-level key, in any spelling."""
     return key in RunConfig.model_fields or any(key == alias.partition(".")[0] for alias in (*KEYS, *NEUTRAL))
 
 
 def find_config(path: Path) -> Path:
-    """Return a configuration's file; a name (`quickstart`, `recipes/ppo`) that is no file is a packaged one.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the file, or else the packaged configuration (`recipes/ppo`). Raises `ConfigError`."""
     if path.is_file():
         return path
     for packaged in (CONFIGS / path, CONFIGS / f"{path}.yaml"):
@@ -161,7 +142,7 @@ def find_config(path: Path) -> Path:
 
 
 def packaged_configs() -> dict[str, str]:
-    """Return the names of packaged configurations, each with its file's first comment."""
+    """Return packaged names, each with its file's first comment."""
     files = {str(file.relative_to(CONFIGS).with_suffix("")): file for file in sorted(CONFIGS.rglob("*.yaml"))}
     return {name: _first_comment(file) for name, file in files.items()}
 
@@ -174,11 +155,7 @@ def _first_comment(file: Path) -> str:
 
 
 def parse_document(text: str) -> dict[str, Any]:
-    """Parse a YAML text.
-
-    Raises:
-        ConfigError: no mapping, a limit exceeded, or interpolations.
-    """
+    """Parse a YAML text. Raises `ConfigError` for no mapping, an exceeded limit, or interpolations."""
     from yaml import YAMLError
 
     if len(text) > MAX_DOCUMENT_CHARS:
@@ -194,11 +171,7 @@ def parse_document(text: str) -> dict[str, Any]:
 
 
 def validate_tree(tree: dict[str, Any], source: str = "") -> RunConfig:
-    """Validate a tree strictly as JSON.
-
-    Raises:
-        ConfigError: with every rejected key.
-    """
+    """Validate a tree strictly as JSON. Raises `ConfigError` with every rejected key."""
     try:
         text = json.dumps(tree)
         if JSON_NUL in text:
@@ -213,7 +186,7 @@ def validate_tree(tree: dict[str, Any], source: str = "") -> RunConfig:
 
 
 def resolve_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a canonical tree with its relative paths resolved against `folder`."""
+    """Return a canonical tree, relative paths resolved against `folder`."""
     resolved = {"output_dir": str(RunConfig.model_fields["output_dir"].default), **copy.deepcopy(tree)}
     for pattern in PATH_KEYS:
         for path, table in find_keys(resolved, pattern):
@@ -224,7 +197,6 @@ def resolve_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """Serialize a configuration for `load_run`."""
     import yaml
 
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
@@ -247,11 +219,7 @@ def _quote_url(override: str) -> str:
 
 
 def canonical_tree(tree: Any, source: str = "") -> dict[str, Any]:
-    """Return the tree with canonical keys and values.
-
-    Raises:
-        ConfigError: no mapping, or keys in two spellings.
-    """
+    """Return the tree with canonical keys and values. Raises `ConfigError` for no mapping, or keys in two spellings."""
     if not isinstance(tree, dict):
         raise ConfigError([ConfigIssue("", "expected a mapping of keys to values")], source)
     canonical, issues = canonicalize({str(key): value for key, value in tree.items()})

@@ -1,8 +1,7 @@
 """Code, programs and folders that a configuration names, compared with a caller's rights.
 
-Invariant: a key that names one of them is yielded here (tests/deploy/config/test_rights.py sorts every key that takes a
-text). Modules are compared before anything is imported; what was imported is compared again, because an allowed module's
-namespace also holds what it imports.
+Invariant: every such key is yielded here (tests/deploy/config/test_rights.py sorts all that take a text). Modules are
+compared before and after import: an allowed module's namespace also holds what it imports.
 """
 
 import inspect
@@ -22,13 +21,13 @@ from offbeat.trainer.trackers.registry import TRACKERS
 
 OWN_PACKAGE = "offbeat"
 TEXT_ENGINE_KEYS = ("dtype", "kv_cache_dtype")
-"""Arguments of the engine that may be a text; others name classes, plugins, files or hosts."""
+"""Engine arguments that may be texts; others name classes, plugins, files or hosts."""
 CODE_ENGINE_KEYS = ("trust_remote_code",)
 """Switches that make the engine run a model folder's code."""
 
 
 class CodePath(NamedTuple):
-    """Module that a key names, with `:` and the object where it names one."""
+    """Module that a key names, and `:` with its object, if any."""
 
     key: str
     path: str
@@ -39,9 +38,9 @@ class CodePath(NamedTuple):
 
 
 def check_rights(config: RunConfig, rights: Rights, table: str = "") -> Iterator[ConfigIssue]:
-    """Yield what `rights` do not cover, without importing anything.
+    """Yield what `rights` do not cover, without imports.
 
-    table: of the configuration that holds the rights, such as `control`; empty: they are the service's.
+    table: configuration table of the rights, such as `control`; empty: the service's.
     """
     prefix = f"{table}." if table else ""
     if not rights.any_module:
@@ -70,9 +69,9 @@ def _check_code(config: RunConfig, rights: Rights, key: str) -> Iterator[ConfigI
 
 
 def check_definitions(config: RunConfig, rights: Rights, on_step: OnStep) -> Iterator[ConfigIssue]:
-    """Import what the configuration names, and yield what an allowed module has from elsewhere.
+    """Import what the configuration names; yield what allowed modules have from elsewhere.
 
-    A module that can't be imported is left to the checks of its key.
+    A module that can't be imported is left to its key's checks.
     """
     if rights.any_module:
         return
@@ -100,7 +99,7 @@ def _is_env(value: object) -> bool:
 
 
 def code_paths(config: RunConfig) -> Iterator[CodePath]:
-    """Yield each module that the configuration names; Offbeat's own by short names are not among them."""
+    """Yield the configuration's modules, without Offbeat's own by short names."""
     for tag, env in config.custom_envs.items():
         yield from _env_code(f"custom_envs.{tag}", env.env_type, env.env_config)
         if env.agent_runner and env.agent_runner.path:
@@ -132,7 +131,7 @@ def _env_code(key: str, env_type: str, env_config: Mapping[str, Any]) -> Iterato
 
 
 def programs(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield keys that run programs or other libraries' plugins, and what they name."""
+    """Yield keys that run programs or foreign plugins, and their values."""
     for tag, env in config.custom_envs.items():
         if env.agent_runner and env.agent_runner.command:
             yield f"custom_envs.{tag}.agent_runner.command", "a program"
@@ -177,7 +176,7 @@ def _may_lack_isolation(limits: object) -> bool:
 
 
 def written_places(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield keys that name folders or URLs to write to, or a run's folder to continue, and the places."""
+    """Yield keys of places to write to or runs to continue, and the places."""
     yield "output_dir", str(config.output_dir)
     if config.logging_dir is not None:
         yield "logging_dir", str(config.logging_dir)

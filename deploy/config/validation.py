@@ -1,4 +1,4 @@
-"""Checks of a run in a process of its own, which is killed at a time limit: user code may hang, crash or print."""
+"""Checks of a run in a process with a time limit: user code may hang, crash or print."""
 
 import json
 import tempfile
@@ -23,11 +23,11 @@ async def check_in_process(
     rights: Rights = UNRESTRICTED,
     timeout_s: float = CHECK_TIMEOUT_S,
 ) -> None:
-    """Run the checks of a configuration that `check_rights` accepts.
+    """Check a configuration that `check_rights` accepts.
 
     Raises:
-        RightsError: it reaches code from elsewhere through an allowed module.
-        ConfigError: with every issue; or not checked within the time limit, with the key and the step.
+        RightsError: it reaches foreign code through an allowed module.
+        ConfigError: with every issue; or, past the time limit, the key and the step.
     """
     child = ChildProcess("offbeat.deploy.config.validation_main", "died")
     with tempfile.NamedTemporaryFile(prefix="offbeat-validation-") as stage:

@@ -13,11 +13,7 @@ class MissingWordsError(Exception):
 
 
 def collect_words(config: RunConfig) -> tuple[str, ...]:
-    """Return the envs' distinct words in a stable order.
-
-    Raises:
-        MissingWordsError: an env declares none.
-    """
+    """Return the envs' distinct words in a stable order. Raises `MissingWordsError`."""
     return tuple(dict.fromkeys(_words(config)))
 
 
@@ -41,7 +37,7 @@ def _words(config: RunConfig) -> Iterator[str]:
 
 
 def _words_of_instance(env: CustomEnv) -> tuple[str, ...] | None:
-    """Return the words of an env that depend on its settings, if it has any."""
+    """Return the words that depend on an env's settings, if any."""
     try:
         instance = registry.make(env.env_type, env.env_config)
     except Exception:  # a user's env may raise anything, which the check of its first prompt reports

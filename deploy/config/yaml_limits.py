@@ -1,5 +1,5 @@
 """YAML of bounded cost: limits on depth and size, aliases counted but not expanded (a few lines can yield billions of
-values), and libyaml's parser where PyYAML has it.
+values), libyaml's parser if available.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ class Loader(FastLoader):
         return super().construct_mapping(node, deep=deep)
 
     def construct_scalar_safely(self, node: yaml.ScalarNode) -> object:
-        """Construct a number or another typed scalar, whose constructors raise whatever Python raises."""
+        """Construct a typed scalar, converting arbitrary errors into YAML's."""
         kind = node.tag.rpartition(":")[2]
         if len(node.value) > MAX_NUMBER_CHARS:
             raise yaml.constructor.ConstructorError(
@@ -56,11 +56,7 @@ for _kind in ("int", "float", "bool", "null", "timestamp"):
 
 
 def load_yaml(text: str) -> object:
-    """Parse a YAML text that `check_yaml_limits` accepts.
-
-    Raises:
-        yaml.YAMLError: invalid YAML.
-    """
+    """Parse a YAML text that `check_yaml_limits` accepts. Raises `yaml.YAMLError`."""
     loader = Loader(text)
     try:
         return loader.get_single_data()
@@ -69,11 +65,7 @@ def load_yaml(text: str) -> object:
 
 
 def check_yaml_limits(text: str) -> ConfigIssue | None:
-    """Return the exceeded limit, if any.
-
-    Raises:
-        yaml.YAMLError: invalid YAML.
-    """
+    """Return the exceeded limit, if any. Raises `yaml.YAMLError`."""
     sizes: dict[str, tuple[int, int]] = {}
     open_collections: list[tuple[str | None, int, int]] = [(None, 0, 0)]  # (anchor, values and characters so far)
     for event in _events(text):
@@ -107,7 +99,7 @@ def check_yaml_limits(text: str) -> ConfigIssue | None:
 
 
 def check_tree_limits(tree: object) -> ConfigIssue | None:
-    """Return the limit of depth or size that a tree without cycles exceeds, if any."""
+    """Return the limit that a tree without cycles exceeds, if any."""
     level, values = [tree], 0
     for _ in range(MAX_DEPTH + 1):
         values += len(level)

@@ -1,4 +1,4 @@
-"""Watch of Ray's head processes: Ray itself notices a dead one after half a minute or more."""
+"""Watch of Ray's head processes; Ray itself takes half a minute or more to notice a death."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ CHECK_INTERVAL_S = 0.2
 
 
 class HeadWatch:
-    """Thread that calls `on_death(reason)` when a head process, a child of this process, has died."""
+    """Thread that calls `on_death(reason)` when a head process, our child, has died."""
 
     def __init__(self, on_death: Callable[[str], object]) -> None:
         self._on_death = on_death

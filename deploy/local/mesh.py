@@ -1,7 +1,7 @@
 """Mesh of one command: Redis, Ray with Serve, control service, learner.
 
-Invariants: all processes are descendants and die with this one; `stop` works in any state and leaves no process and no
-shared memory.
+Invariants: all processes are descendants and die with this one; `stop` works in any state, leaving no process or shared
+memory.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ class LocalMesh:
     def __init__(
         self, config: RunConfig, *, started_at: float, on_progress: Callable[[str], None] = lambda _: None
     ) -> None:
-        """started_at: Unix time of the command's start."""
+        """started_at: Unix time of the command."""
         self._on_progress = on_progress
         self._config = config
         self._started_at = started_at
@@ -89,10 +89,10 @@ class LocalMesh:
         self._ray: RayHead | None = None
         self._launched = asyncio.Event()
         self._owns_run = False
-        """False for a run of that name on the external Redis, of another mesh."""
+        """False if another mesh has the run on the external Redis."""
         self._shared_memory: set[Path] = set()
         self.timings: dict[str, float] = {}
-        """Seconds from the command's start until each part was up."""
+        """Seconds from the command's start to each part's."""
 
     @property
     def redis_url(self) -> str:
@@ -137,11 +137,7 @@ class LocalMesh:
         return client
 
     async def supervise(self) -> None:
-        """Replace dead parts, from the first process that `start` starts on, until cancelled.
-
-        Raises:
-            MeshError: a part can't be replaced.
-        """
+        """Replace dead parts, from `start`'s first process on, until cancelled. Raises `MeshError`."""
         await self._launched.wait()
         assert self._ray is not None
         redis = [] if self._server is None else [self._server.supervise()]
@@ -157,7 +153,7 @@ class LocalMesh:
         self._record_timing("redis")
 
     async def _start_learner_early(self) -> None:
-        """Start a CPU learner, because its warm-up is longest."""
+        """Start a CPU learner first: its warm-up is longest."""
         config, redis = self._config, self._redis
         assert redis is not None
         async with connect_async(self._redis_url) as async_redis:
@@ -203,7 +199,7 @@ class LocalMesh:
         return RayHead(settings, logs / RAY_LOG, end_processes=self._end_ray, on_progress=self._on_progress)
 
     def _end_ray(self) -> None:
-        """End everything but Redis and the learner, which are no processes of Ray."""
+        """End everything but Redis and the learner."""
         terminate_descendants(EXIT_GRACE_S, excluding=[*self._redis_pids(), *self._learner_pids()])
 
     def _redis_pids(self) -> list[int]:

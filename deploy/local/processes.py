@@ -1,7 +1,4 @@
-"""Termination of descendants, and removal of their shared memory.
-
-Invariant: only descendants are signalled, by pid.
-"""
+"""Termination of descendants, signalled only by pid, and removal of their shared memory."""
 
 import ctypes
 import logging
@@ -40,10 +37,7 @@ def descendants(excluding: Collection[int] = ()) -> list[psutil.Process]:
 
 
 def terminate_descendants(grace_s: float, excluding: Collection[int] = ()) -> int:
-    """Terminate descendants, kill the rest after `grace_s`; return the number killed.
-
-    excluding: pids spared with descendants.
-    """
+    """Terminate descendants, kill the rest after `grace_s`; return the number killed. excluding: spared with descendants."""
     held = find_shared_memory()
     for process in descendants(excluding):
         _signal(process, kill=False)
@@ -72,7 +66,6 @@ def terminate_descendants(grace_s: float, excluding: Collection[int] = ()) -> in
 
 
 def find_shared_memory() -> set[Path]:
-    """Return descendants' files in shared memory."""
     return _split_by_use(descendants())[0]
 
 
@@ -82,15 +75,15 @@ def find_orphaned_shared_memory() -> set[Path]:
 
 
 def remove_orphaned_shared_memory(held: Collection[Path]) -> None:
-    """Remove unused files in `held`."""
     if held:
         for path in find_orphaned_shared_memory().intersection(held):
             path.unlink(missing_ok=True)
 
 
 def _split_by_use(processes: Iterable[psutil.Process]) -> tuple[set[Path], set[Path]]:
-    """Return multiprocessing's files mapped by the processes, and the others, by inode: a semaphore is mapped before it
-    is named.
+    """Return multiprocessing's files mapped by the processes, and the others.
+
+    By inode: a semaphore is mapped before it is named.
     """
     # Listed first: otherwise files created meanwhile would seem unused
     files = {path for pattern in MULTIPROCESSING_PATTERNS for path in SHARED_MEMORY.glob(pattern)}

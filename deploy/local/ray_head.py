@@ -1,6 +1,6 @@
-"""Process of Ray, Serve and the control service, started again when it or Ray's head is killed.
+"""Process of Ray, Serve and the control service, restarted when it or Ray's head is killed.
 
-Invariant: nothing of a killed Ray is left when the next one starts.
+Invariant: nothing of a killed Ray is left at the next start.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ STARTUP_TIMEOUT_S = 600.0
 SHUTDOWN_TIMEOUT_S = 3.0
 EXIT_CHECK_INTERVAL_S = 0.5
 MAX_STARTS = 3
-"""Starts in a row, each ended by a killed process."""
+"""Consecutive starts, each ended by a killed process."""
 SLOW_START_MESSAGE = "Ray did not start within its 30 s, probably because the machine is busy; retrying."
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -49,7 +49,7 @@ ENVIRONMENT = {
 
 
 class RayDiedError(MeshError):
-    """A process of Ray's head ended; another start may succeed."""
+    """Death of a process of Ray's head; another start may succeed."""
 
 
 class RayHead:
@@ -61,7 +61,7 @@ class RayHead:
         end_processes: Callable[[], object],
         on_progress: Callable[[str], object],
     ) -> None:
-        """log: file of the process's stderr. end_processes: ends what is left of a dead Ray."""
+        """log: the process's stderr. end_processes: ends a dead Ray's remains."""
         self._settings = settings
         self._log = log
         self._end_processes = end_processes
@@ -99,11 +99,7 @@ class RayHead:
         self._started.set()
 
     async def supervise(self) -> None:
-        """Start a dead Ray and its control service again, until cancelled.
-
-        Raises:
-            MeshError: it can't be started.
-        """
+        """Restart a dead Ray and its control service until cancelled. Raises `MeshError`."""
         await self._started.wait()
         while True:
             try:
@@ -113,7 +109,7 @@ class RayHead:
                 await self._reach([UP, CONTROL])
 
     def stop(self) -> None:
-        """Ask a started Ray to exit; while it starts, it reads no requests."""
+        """Ask a started Ray to exit; one still starting reads no requests."""
         if self._process is None or self._process.stdin is None or not self._started.is_set():
             return
         with suppress(BrokenPipeError):
@@ -122,7 +118,7 @@ class RayHead:
             self._process.wait(SHUTDOWN_TIMEOUT_S)
 
     async def _reach(self, states: list[str]) -> None:
-        """Wait for `states` in turn; start again if a process was killed."""
+        """Wait for `states` in turn, restarting after a kill."""
         for attempt in range(1, MAX_STARTS + 1):
             try:
                 for state in states:
@@ -148,12 +144,6 @@ class RayHead:
         self._pipe.send(asdict(message))  # if the process has exited, `_receive` raises
 
     async def _receive(self, expected: str) -> None:
-        """Wait for state `expected`.
-
-        Raises:
-            RayDiedError: a process of Ray was killed.
-            MeshError: Ray failed or timed out.
-        """
         try:
             async with asyncio.timeout(STARTUP_TIMEOUT_S if expected else None):
                 while (answer := await self._next_answer()) == {STATE: RETRYING}:
@@ -171,7 +161,7 @@ class RayHead:
             raise MeshError(f"unexpected answer of Ray's process: {answer}; see {self._log}")
 
     async def _next_answer(self) -> dict[str, Any] | None:
-        """Return the next answer, or None if the process or its guard has ended."""
+        """Return the next answer, or None once the process or its guard has ended."""
         assert self._pipe is not None
         assert self._process is not None
         receiving = asyncio.create_task(asyncio.to_thread(self._pipe.receive))

@@ -69,11 +69,7 @@ def start_ray(settings: RaySettings) -> None:
 
 
 def start_with_retries(start: Callable[[], None], on_retry: Callable[[], object]) -> None:
-    """Start Ray; after a timeout, call `on_retry` and retry.
-
-    Raises:
-        Exception: Ray's last error.
-    """
+    """Start Ray; after a timeout, call `on_retry` and retry. Raises Ray's last error."""
     for number in range(1, MAX_STARTS + 1):
         try:
             start()

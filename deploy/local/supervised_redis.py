@@ -1,7 +1,4 @@
-"""Embedded Redis of a mesh, restarted when it dies or hangs.
-
-Invariant: acknowledged writes are kept; port and password stay.
-"""
+"""Embedded Redis of a mesh, restarted when it dies or hangs; acknowledged writes, port and password stay."""
 
 import asyncio
 import logging
@@ -19,7 +16,7 @@ CHECK_INTERVAL_S = 0.2
 PING_INTERVAL_S, HANG_TIMEOUT_S = 2.0, 15.0
 """Interval, and time without an answer until a kill; a restart fits into clients' retry timeout."""
 RESTART_TIMEOUT_S = 60.0
-"""Time of failed restarts after which the run ends."""
+"""Limit of failed restarts before the run ends."""
 
 
 class SupervisedRedis:
@@ -44,11 +41,7 @@ class SupervisedRedis:
         self._started.set()
 
     async def supervise(self) -> None:
-        """Restart the server from its first start on, until cancelled.
-
-        Raises:
-            MeshError: it can't be restarted.
-        """
+        """Restart the server, once started, until cancelled. Raises `MeshError`."""
         await self._started.wait()
         last_answer_at = last_ping_at = time.monotonic()
         while True:

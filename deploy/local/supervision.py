@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 async def run_beside(work: Coroutine[Any, Any, T], supervisors: Sequence[Coroutine[Any, Any, object]]) -> T:
-    """Run `work` while `supervisors` run, which never return; raise the first error of any."""
+    """Run `work` beside never-returning `supervisors`; raise the first error of any."""
     working = asyncio.create_task(work, name="work")
     tasks = [working, *(asyncio.create_task(each, name=each.__qualname__) for each in supervisors)]
     try:

@@ -42,22 +42,20 @@ REMEDIES = {
 CERTAIN = frozenset(
     ("agent_silent", "agent_error", "agent_crashed", "path", "command", "python", "episodes_per_process")
 )
-"""Rules whose violation does not depend on the policy's answers; others may be due to their randomness."""
+"""Rules whose violation can't be due to random answers."""
 TRIAL_S = 90.0
-"""Time limit of an agent's trial before a run."""
+"""Limit of an agent's trial before a run."""
 
 
 @dataclass(slots=True)
 class AgentReport:
-    """Findings, and what the episodes did."""
-
     findings: list[Finding] = field(default_factory=list[Finding])
     num_calls: int = 0
     """Calls to the policy."""
     num_steps: int = 0
     """Steps of the env."""
     durations_s: list[float] = field(default_factory=list[float])
-    """Of each episode; the first includes the agent's imports."""
+    """Per episode; the first includes the agent's imports."""
     rewards: list[float] = field(default_factory=list[float])
     """Of finished episodes."""
 
@@ -74,9 +72,9 @@ class AgentReport:
 async def check_agent(
     tag: str, env: CustomEnv, *, num_episodes: int = 3, limit_s: float | None = None, seed: int = 0
 ) -> AgentReport:
-    """Run episodes of a tag's agent against the real gateway, a policy that answers at random, and the tag's env.
+    """Run episodes of an agent with the real gateway and env, and random answers; stop at the first problem.
 
-    limit_s: limit of an episode, at most the runner's. The first problem ends the check.
+    limit_s: per episode, at most the runner's.
     """
     report, runner = AgentReport(), env.agent_runner
     assert runner is not None, "a tag with an agent is needed"
@@ -100,7 +98,7 @@ async def check_agent(
 
 
 def try_agents(config: RunConfig) -> list[ConfigIssue]:
-    """Run an episode of each tag's agent; return what fails whatever the policy answers, and log the rest."""
+    """Run an episode of each agent; return what fails whatever the policy answers, log the rest."""
     agents = {tag: env for tag, env in config.custom_envs.items() if env.agent_runner}
     if not agents:
         return []
@@ -123,8 +121,6 @@ async def _try_all(agents: Mapping[str, CustomEnv], seed: int) -> dict[str, Agen
 
 
 class _CountingPool(AgentPool):
-    """Agents whose last outcome is kept."""
-
     def __init__(self) -> None:
         super().__init__()
         self.outcome: AgentOutcome | None = None
@@ -160,7 +156,6 @@ class _AgentCheck:
         self._threads = DaemonThreads(1)
 
     async def run(self, seed: int) -> None:
-        """Run an episode and add what is wrong with it."""
         target, report = self._target, self._report
         rules = target.env
         spec = EnvSpec(rules.env_type, rules.env_config, rules.reset_timeout_s, rules.step_timeout_s)

@@ -1,6 +1,6 @@
-"""Episodes as conversations, in the conversational formats of TRL and `datasets`.
+"""Episodes in TRL's conversational formats (https://huggingface.co/docs/trl/dataset_formats).
 
-https://huggingface.co/docs/trl/dataset_formats: `messages` for a whole episode, `prompt` and `completion` for one answer.
+`messages` for a whole episode, `prompt` and `completion` for one answer.
 """
 
 import json
@@ -15,14 +15,13 @@ Per = Literal["episode", "answer"]
 
 
 def to_messages(texts: Sequence[str]) -> Messages:
-    """Return the messages of `Trajectory.text`."""
     system, *turns = texts or [""]
     messages = [{"role": "system", "content": system}] if system else []
     return messages + [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
 
 
 def write_conversations(path: Path, trajectories: Sequence[Trajectory], per: Per) -> None:
-    """Write JSON lines atomically; images are left out."""
+    """Write JSON lines atomically, without images."""
     temporary = path.with_name(f".{path.name}.part")
     with temporary.open("w", encoding="utf-8") as file:
         for trajectory in trajectories:

@@ -1,4 +1,4 @@
-"""Rendering of recorded episodes, as coloured tokens or a conversation."""
+"""Recorded episodes as coloured tokens or a conversation."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -25,11 +25,7 @@ GREY = (130, 130, 130)
 
 
 def render_episodes(path: Path, *, colour: Colour, episode: int | None, limit: int) -> Iterator[str]:
-    """Yield the lines of episodes in a parquet file or run.
-
-    Raises:
-        ValueError: no episodes.
-    """
+    """Yield the lines of episodes in a parquet file or run. Raises ValueError without episodes."""
     if path.is_dir():
         episodes, source = _load_newest_evaluation(path)
         if not episodes:

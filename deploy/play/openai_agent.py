@@ -21,12 +21,9 @@ class OpenAISampler:
     """Answers of an endpoint, with zero logprobs."""
 
     def __init__(self, url: str, model: str, chat: ChatFormat, temperature: float | None) -> None:
-        """Connect to the endpoint.
+        """url: base, such as `http://localhost:8000/v1`. model: empty for the first. chat: byte-level.
 
-        url: base, such as `http://localhost:8000/v1`. model: empty for the first. chat: byte-level.
-
-        Raises:
-            ValueError: no answer, or no model.
+        Raises ValueError without an answer or model.
         """
         key = os.environ.get(API_KEY_VARIABLE, "")
         self._chat, self._temperature = chat, temperature

@@ -70,7 +70,6 @@ def decode_episode(trajectory: Trajectory, chat: ChatFormat) -> RecordedTokens:
 
 
 def write_parquet(path: Path, episodes: Sequence[RecordedTokens]) -> None:
-    """Write the episodes atomically."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -91,11 +90,7 @@ def write_parquet(path: Path, episodes: Sequence[RecordedTokens]) -> None:
 
 
 def read_parquet(path: Path) -> list[RecordedTokens]:
-    """Read a file of `write_parquet`.
-
-    Raises:
-        ValueError: another format.
-    """
+    """Read a file of `write_parquet`. Raises ValueError for another format."""
     import pyarrow as pa
     from pyarrow import parquet
 

@@ -19,11 +19,7 @@ CHECKPOINTS = "checkpoints"
 
 
 def policy_folder(path: Path) -> Path:
-    """Return the model folder of a Hugging Face folder, checkpoint, or run.
-
-    Raises:
-        ConfigError: no model folder.
-    """
+    """Return the model folder of a Hugging Face folder, checkpoint, or run. Raises `ConfigError` without one."""
     if (path / "config.json").is_file():
         if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
             raise ConfigError([ConfigIssue("", f"{path} holds a model's configuration but no weights")])
@@ -108,7 +104,7 @@ class TransformersPolicy:
 def build_completion(
     tokens: Sequence[int], logprobs: Sequence[float], stop_ids: Sequence[int], version: int
 ) -> Completion:
-    """Build a completion up to the first stop token."""
+    """Truncate at the first stop token."""
     end = next((i + 1 for i, token in enumerate(tokens) if token in stop_ids), None)
     length = end or len(tokens)
     return Completion(
@@ -121,8 +117,6 @@ def build_completion(
 
 
 class BatchingSampler:
-    """Sampler of all ready turns in one batch."""
-
     def __init__(self, policy: Policy, params: SamplingParams, *, max_new_tokens: int) -> None:
         self._policy = policy
         self._params = params

@@ -88,7 +88,7 @@ async def run_episodes(
     progress: Progress,
     runtime: AgentRuntime | None = None,
 ) -> EpisodeResult:
-    """Run the requested episodes. sample: None for random answers. runtime: for external agents."""
+    """sample: None for random answers. runtime: for external agents."""
     result, slots = EpisodeResult(), asyncio.Semaphore(request.concurrency)
     pool = EnvPool(config.custom_envs, min(request.concurrency, 32))
     tasks = build_tasks(config, request)
@@ -170,8 +170,7 @@ def read_success(trajectory: Trajectory) -> bool | None:
 def pass_at_k(groups: Sequence[Sequence[bool]], k: int) -> float:
     """Return mean unbiased pass@k: 1 - C(n-c, k) / C(n, k) (arXiv:2107.03374).
 
-    Raises:
-        ValueError: a group has fewer than `k` episodes.
+    Raises ValueError for a group of fewer than `k` episodes.
     """
     if not groups or any(len(group) < k for group in groups):
         raise ValueError(f"pass@{k} needs groups of at least {k} episodes")

@@ -21,7 +21,7 @@ RANDOM = "random"
 
 
 async def run_episode(target: PlayTarget, agent: str | Path, *, seed: int, write: Callable[[str], None]) -> Trajectory:
-    """Run one episode. agent: `random`, or a policy's folder."""
+    """agent: `random`, or a policy's folder."""
     folder = None if agent == RANDOM else policy_folder(Path(agent))
     chat = load_chat(folder)
     check_rendering(target.env, chat)
@@ -50,7 +50,7 @@ class CollectedEpisodes:
 async def collect(
     config: RunConfig, request: EpisodeRequest, agent: str | Path | None, progress: Callable[[int, int], None]
 ) -> CollectedEpisodes:
-    """Collect the requested episodes. agent: `random`, or as in `find_policy`."""
+    """agent: `random`, or as in `find_policy`."""
     folder = None if agent == RANDOM else find_policy(config, agent)
     chat = load_chat(folder)
     for env in config.custom_envs.values():
@@ -64,8 +64,7 @@ async def collect(
 def find_policy(config: RunConfig, agent: str | Path | None = None) -> Path:
     """Return the model folder of `agent`, the newest checkpoint, or `pretrain`.
 
-    Raises:
-        ValueError: no checkpoint, and the policy is built in.
+    Raises ValueError without a checkpoint of a built-in policy.
     """
     default = config.output_dir if (config.output_dir / CHECKPOINTS).is_dir() else Path(config.pretrain)
     if agent is None and str(default) == "tiny":

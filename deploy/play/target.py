@@ -33,11 +33,7 @@ class PlayTarget:
 
 
 def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
-    """Load a configuration, without checks of resources.
-
-    Raises:
-        ConfigError: with all issues.
-    """
+    """Load a configuration, without checks of resources. Raises `ConfigError` with all issues."""
     from offbeat.deploy.config.loader import compose_tree, validate_tree
 
     config = validate_tree(compose_tree(path, overrides or []), source=str(path))
@@ -74,11 +70,7 @@ def build_target(config: RunConfig, tag: str) -> PlayTarget:
 
 
 def check_rendering(env: CustomEnv, chat: ChatFormat) -> None:
-    """Check that a chat format supports the env's images and tools.
-
-    Raises:
-        RolloutError: it does not.
-    """
+    """Raise `RolloutError` unless a chat format supports the env's images and tools."""
     if env.shows_images:
         _ = chat.image_tokens
     instance = registry.make(env.env_type, env.env_config)
@@ -101,8 +93,7 @@ def find_target(
 
     template: overrides `agent_template`; `{image}` makes the env draw.
 
-    Raises:
-        ConfigError: no such env, tag or setting.
+    Raises `ConfigError` for an unknown env, tag or setting.
     """
     if env.endswith((".yaml", ".yml")):
         config = load_config(Path(env))

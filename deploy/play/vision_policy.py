@@ -34,11 +34,7 @@ from offbeat.trainer.models.vision import rope_positions
 
 class VisionPolicy:
     def __init__(self, folder: Path, stop_ids: Sequence[int], *, seed: int) -> None:
-        """Load the policy.
-
-        Raises:
-            RolloutError: no image processor.
-        """
+        """Load the policy. Raises `RolloutError` without an image processor."""
         disable_progress_bar()
         self._reader = ImageProcessor(folder)
         self._model = (

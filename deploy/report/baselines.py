@@ -11,7 +11,7 @@ from offbeat.services.rollout.tasks import EvalTasks
 
 
 def run_baselines(config: RunConfig) -> dict[str, float]:
-    """Mean success of each baseline on the final evaluation's tasks; empty unless every env has baselines."""
+    """Return baselines' mean success on the final evaluation's tasks; empty unless every env has them."""
     tasks = EvalTasks(config, config.seed)
     seeds: dict[str, list[int]] = {}
     for number in range(config.final_val_batch_size):

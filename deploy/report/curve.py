@@ -12,8 +12,6 @@ SMOOTHED_STEPS = 9
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """Measured success."""
-
     step: int
     seconds: float
     """Since the run's start."""
@@ -29,7 +27,6 @@ def draw_learning_curve(
     baselines: Mapping[str, float],
     metric: str = "success",
 ) -> None:
-    """Write a PNG of sampled success over steps and seconds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), dpi=120, layout="constrained")

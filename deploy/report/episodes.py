@@ -1,7 +1,4 @@
-"""Recorded episodes, replayed as GIF and HTML.
-
-Envs without `rgb_array` rendering are shown as text.
-"""
+"""Recorded episodes, replayed as GIF and HTML, as text without `rgb_array` rendering."""
 
 import base64
 import html
@@ -37,8 +34,6 @@ figcaption, pre { font: 13px/1.35 ui-monospace, monospace; white-space: pre-wrap
 
 @dataclass(frozen=True, slots=True)
 class RecordedEpisode:
-    """Inputs of a replay."""
-
     title: str
     """`before training`, `after training`, ..."""
     tag: str
@@ -51,8 +46,6 @@ class RecordedEpisode:
 
 @dataclass(frozen=True, slots=True)
 class PlayedEpisode:
-    """Replayed episode."""
-
     recorded: RecordedEpisode
     observations: tuple[str, ...]
     """One more than answers."""
@@ -61,7 +54,6 @@ class PlayedEpisode:
 
 
 def play_again(config: RunConfig, recorded: RecordedEpisode) -> PlayedEpisode:
-    """Replay the recorded seed and answers."""
     custom = config.custom_envs[recorded.tag]
     settings = dict(custom.env_config)
     if recorded.held_out:
@@ -90,7 +82,6 @@ def make_rendered(env_type: str, settings: dict[str, Any]) -> registry.TextEnv:
 
 
 def render_frame(env: registry.TextEnv) -> Frame | None:
-    """Return the rendering, if any."""
     try:
         drawn: Any = env.render()
     except NotImplementedError:  # gymnasium's default
@@ -101,10 +92,7 @@ def render_frame(env: registry.TextEnv) -> Frame | None:
 
 
 def write_gif(path: Path, episodes: Sequence[PlayedEpisode], *, columns: int = 4) -> bool:
-    """Write all episodes with images; return False without any.
-
-    Frames are gray while running, then green or red by success.
-    """
+    """Write episodes with images; return False without any. Frames are gray, finally green or red by success."""
     from PIL import Image
 
     drawable = [episode for episode in episodes if episode.frames]
@@ -138,7 +126,7 @@ def _add_title(title: str, frame: Frame) -> Frame:
 
 
 def _mosaic(episodes: Sequence[PlayedEpisode], at: int, columns: int) -> Frame:
-    """Return a frame of all episodes, [height, width, 3]; ended ones in a border."""
+    """Return a frame of all episodes, [height, width, 3]; ended ones have a border."""
     height, width = (
         max(frame.shape[axis] for episode in episodes for frame in episode.frames) + 2 * BORDER for axis in (0, 1)
     )

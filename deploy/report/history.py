@@ -1,7 +1,4 @@
-"""History of a run.
-
-Invariant: a repeated step counts once, with its last values.
-"""
+"""History of a run; a repeated step counts once, with its last values."""
 
 from array import array
 from collections import deque
@@ -19,14 +16,12 @@ NOT_SEEN = float("nan")
 
 
 def command_started(began: float) -> MetricRecord:
-    """Return a command's first record. began: Unix time."""
+    """began: Unix time."""
     return MetricRecord("command", {"began": Partial("last", began)})
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Optimizer batch."""
-
     number: int
     time: float
     """Unix time at its end, s."""
@@ -45,7 +40,7 @@ class Steps:
         self._values = {name: array("d") for name in OF_EVERY_STEP}
 
     def add(self, step: Step) -> None:
-        """Add a step; a repeated one replaces all from there on."""
+        """Add a step, dropping all from its number on."""
         while self._numbers and self._numbers[-1] >= step.number:
             for column in (self._numbers, self._times, *self._values.values()):
                 column.pop()
@@ -75,7 +70,7 @@ class EvaluationResult:
     step: int
     time: float
     success: float
-    """Mean over all episodes, those without a success as failures."""
+    """Mean over all episodes; those without a success count as failures."""
     reward: float
     episodes: int
     success_missing: float = 0.0
@@ -84,15 +79,13 @@ class EvaluationResult:
 
 @dataclass
 class RunHistory:
-    """Incremental history."""
-
     position: str = "0"
     """Last record's id."""
     steps: Steps = field(default_factory=Steps)
     last_step: Step | None = None
     """Newest step with all values."""
     window: list[Mapping[str, float]] = field(default_factory=list[Mapping[str, float]])
-    """All values of the first step and of the newest `WINDOW_STEPS`, for the diagnosis."""
+    """All values of the first step and the newest `WINDOW_STEPS`, for the diagnosis."""
     evaluations: dict[tuple[str, str, int], EvaluationResult] = field(
         default_factory=dict[tuple[str, str, int], EvaluationResult]
     )
@@ -108,7 +101,6 @@ class RunHistory:
     _now: float = 0.0
 
     def add(self, records: Iterable[tuple[str, MetricRecord]]) -> None:
-        """Add records in order."""
         for entry_id, record in records:
             self.position = entry_id
             self._now = max(self._now, record.time)
@@ -173,13 +165,13 @@ class RunHistory:
         self.evaluations[result.kind, result.sampling, result.step] = result
 
     def seconds(self, time: float) -> float:
-        """Return running time until the Unix time `time`, without pauses between attempts."""
+        """Return running time until a Unix time, without pauses between attempts."""
         return sum(min(max(time - began, 0.0), last - began) for began, last in self.attempts[:-1]) + sum(
             max(time - began, 0.0) for began, _ in self.attempts[-1:]
         )
 
     def evaluation(self, kind: str, sampling: str) -> EvaluationResult | None:
-        """Return the newest evaluation of a kind."""
+        """Return the newest evaluation."""
         results = [result for result in self.evaluations.values() if (result.kind, result.sampling) == (kind, sampling)]
         return max(results, key=lambda result: (result.step, result.time), default=None)
 
@@ -193,10 +185,7 @@ class RunHistory:
         return self.totals.get(key, 0.0)
 
     def rate(self, key: str) -> float | None:
-        """Return a sum's rate over the newest records, per second, or None before there are two.
-
-        It falls once the next record is overdue.
-        """
+        """Return a sum's rate per second over the newest records, falling once the next is overdue; None before two."""
         recent = self._lately(key)
         if len(recent) < 2 or recent[-1][0] <= recent[0][0]:
             return None
@@ -206,7 +195,6 @@ class RunHistory:
         return amount / (span_s + max(overdue_s, 0.0))
 
     def seconds_per_step(self, over: int = 20) -> float | None:
-        """Mean time of the newest steps."""
         steps = self.steps.newest(over + 1)
         if len(steps) < 2:
             return None

@@ -28,7 +28,6 @@ SECTIONS = {
 
 
 def render_page() -> str:
-    """Return the page."""
     return "\n".join([HEAD, *_sections(), *_renamed()]) + "\n"
 
 

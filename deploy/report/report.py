@@ -1,7 +1,4 @@
-"""Report: `report.json`, learning curve, rendered episodes, table.
-
-Invariant: made from the run's records and folder alone.
-"""
+"""Report from a run's records and folder alone: `report.json`, learning curve, rendered episodes, table."""
 
 import json
 import logging
@@ -41,7 +38,7 @@ SHOWN_EPISODES = 8
 
 
 class ReportMaker:
-    """Report: call `make_artifacts`, which may take minutes, then `write`."""
+    """Maker of the report: `make_artifacts`, which may take minutes, then `write`."""
 
     def __init__(self, config: RunConfig, history: RunHistory) -> None:
         self._config = config
@@ -52,7 +49,6 @@ class ReportMaker:
         self.timings: Mapping[str, float] = {}
 
     def make_artifacts(self) -> None:
-        """Draw the curve and render episodes."""
         self._baselines = run_baselines(self._config)
         draw_curve(self._folder / CURVE, self._config, self._history, self._baselines)
         render_episodes(self._folder, self._config)
@@ -74,7 +70,6 @@ class ReportMaker:
         return self._report
 
     def show(self, console: Console | None = None) -> None:
-        """Print results and paths."""
         show_report(self._report, self._folder, console or Console(highlight=False))
 
 
@@ -171,7 +166,7 @@ def phases(history: RunHistory, ended_at: float) -> dict[str, float]:
 
 
 def draw_curve(path: Path, config: RunConfig, history: RunHistory, baselines: Mapping[str, float]) -> None:
-    """Draw `learning_curve.png` of success, else reward."""
+    """Draw success, else reward."""
     steps = history.steps.newest()
     metric = "success" if any("success" in step.values for step in steps) else "reward"
     draw_learning_curve(
@@ -185,7 +180,6 @@ def draw_curve(path: Path, config: RunConfig, history: RunHistory, baselines: Ma
 
 
 def render_episodes(folder: Path, config: RunConfig) -> None:
-    """Render some recorded evaluation episodes."""
     episodes: list[PlayedEpisode] = []
     for recorded in read_recorded_episodes(folder, SHOWN_EPISODES):
         try:
@@ -199,7 +193,6 @@ def render_episodes(folder: Path, config: RunConfig) -> None:
 
 
 def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> None:
-    """Print results and paths."""
     table = Table(
         title=f"{report['exp_name']} after {report['steps']} steps, {report['wall_s']:.0f} s", title_justify="left"
     )

@@ -15,14 +15,12 @@ INSTALL = (
 
 
 class GemConfig(Config):
-    """`env_config` for `env_type: gem`."""
-
     id: str
     """Id, such as `game:GuessTheNumber-v0`."""
     kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Arguments of `gem.make`."""
     success_reward: float = 1.0
-    """Minimum last reward that counts as success."""
+    """Minimum last reward of a success."""
 
 
 class GemEnv(TextEnv):

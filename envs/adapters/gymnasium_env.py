@@ -18,8 +18,6 @@ NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE]-?\d+)?")
 
 
 class WrapperConfig(Config):
-    """Wrapper of an env."""
-
     path: str
     """`module:Class`, such as `gymnasium.wrappers:TimeLimit`."""
     kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
@@ -27,8 +25,6 @@ class WrapperConfig(Config):
 
 
 class GymnasiumConfig(Config):
-    """`env_config` for `env_type: gymnasium`."""
-
     id: str
     """Id, such as `CartPole-v1` or `module:Env-v0`."""
     kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
@@ -44,13 +40,13 @@ class GymnasiumConfig(Config):
     digits: int = Field(default=3, ge=0)
     """Decimals of numbers in observations."""
     success_reward: float | None = None
-    """Minimum return that counts as success; None uses the env's own `success`, if any."""
+    """Minimum return of a success; None uses the env's own `success`, if any."""
     format_penalty: float = Field(default=-0.1, le=0)
     """Reward of an answer without an action; the env is not stepped."""
     system_prompt: str = ""
     """System prompt; empty lists the valid answers."""
     words: tuple[str, ...] = ()
-    """Words of observations, for the tiny policy's tokenizer; those of prompt and actions are added."""
+    """Observations' words, for the tiny policy's tokenizer; prompt's and actions' are added."""
 
     @field_validator("action_pattern")
     @classmethod
@@ -109,7 +105,6 @@ class GymnasiumEnv(TextEnv):
         return self._observe(), float(reward), bool(terminated), bool(truncated), step_info
 
     def random_answer(self, rng: np.random.Generator) -> str:
-        """Return a random action, in tags where the pattern has them."""
         action = self._random_action(rng)
         forms = (action, f"<answer>{action}</answer>", f"<think></think><answer>{action}</answer>")
         return next((form for form in forms if self._extract(form) == action), action)
@@ -140,7 +135,6 @@ class GymnasiumEnv(TextEnv):
         return "Answer with text."
 
     def _extract(self, answer: str) -> str | None:
-        """Return the text of the action, None if the pattern has no match."""
         if self._pattern is None:
             return answer.strip()
         match = self._pattern.search(answer)
@@ -183,11 +177,6 @@ class GymnasiumEnv(TextEnv):
 
 
 def _wrap(env: gymnasium.Env[Any, Any], wrapper: WrapperConfig) -> gymnasium.Env[Any, Any]:
-    """Wrap an env.
-
-    Raises:
-        ValueError: the wrapper can't be imported or constructed, or makes no env.
-    """
     try:
         wrapped: object = load_object(wrapper.path)(env, **wrapper.kwargs)
     except Exception as error:  # a wrapper may raise anything

@@ -14,25 +14,23 @@ REJECTION_CODES = ("VALIDATION_ERROR", "INVALID_JSON")
 
 
 class ActionRejectedError(ValueError):
-    """The server rejected the action."""
+    """Rejection of an action by the server."""
 
 
 class OpenEnvConfig(Config):
-    """`env_config` for `env_type: openenv`."""
-
     base_url: str
     """Server URL, such as `http://localhost:8000`."""
     reset: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Arguments of `reset`, besides the seed."""
     action_field: str = ""
-    """Action field of the answer; empty: the answer is the whole action, as JSON."""
+    """Answer's field of the action; empty: the answer is the action, as JSON."""
     action: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Other fields of the action."""
     observation_field: str = ""
     """Observation field to show; empty: all, as JSON."""
     system_prompt: str = ""
     success_reward: float = 1.0
-    """Minimum last reward that counts as success."""
+    """Minimum last reward of a success."""
     format_penalty: float = Field(default=-0.1, le=0)
     """Reward of a rejected answer; the env is not stepped."""
     timeout_s: float = Field(default=60.0, gt=0)
@@ -40,8 +38,6 @@ class OpenEnvConfig(Config):
 
 
 class OpenEnvEnv(TextEnv):
-    """Session with an OpenEnv server."""
-
     config_class: ClassVar[type[OpenEnvConfig]] = OpenEnvConfig
 
     def __init__(self, config: OpenEnvConfig) -> None:
@@ -55,9 +51,7 @@ class OpenEnvEnv(TextEnv):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Start an episode.
 
-        Raises:
-            ConnectionError: the server is unreachable or closed the session.
-            RuntimeError: the server failed.
+        Raises ConnectionError if the server is unreachable or closed the session, RuntimeError if it failed.
         """
         super().reset(seed=seed, options=options)
         arguments = {**self.config.reset, "seed": int(self.np_random.integers(2**31))}
@@ -95,7 +89,7 @@ class OpenEnvEnv(TextEnv):
             client.close()
 
     def _reset_new_session(self, arguments: dict[str, Any]) -> Any:
-        """Reset in a new session, because servers close idle ones; a server that closes it is full."""
+        """Reset in a new session: servers close idle ones, or any when full."""
         try:
             return self._request("reset", **arguments)
         except self._closed_error as error:

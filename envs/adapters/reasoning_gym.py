@@ -17,15 +17,13 @@ HELD_OUT_FROM = 1 << 30
 
 
 class ReasoningGymConfig(Config):
-    """`env_config` for `env_type: reasoning_gym`."""
-
     dataset: str
     """Data set, such as `chain_sum`."""
     dataset_config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Data set settings."""
     answer_pattern: str = "<answer>(.*?)</answer>"
     split: Literal["train", "held_out"] = "train"
-    """Split; seeds are disjoint."""
+    """Split, disjoint in seeds."""
     format_penalty: float = Field(default=0.0, le=0)
 
 

@@ -54,7 +54,6 @@ class PrivateRandomState:
 
     @contextmanager
     def __call__(self) -> Generator[None]:
-        """Activate the private state."""
         saved = random.getstate(), np.random.get_state()
         if self._states is not None:
             random.setstate(self._states[0])

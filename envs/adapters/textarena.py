@@ -10,8 +10,6 @@ from offbeat.envs.optional_imports import require
 
 
 class TextArenaConfig(Config):
-    """`env_config` for `env_type: textarena`."""
-
     id: str
     """Single-player game, such as `GuessTheNumber-v0`."""
     kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
@@ -19,7 +17,7 @@ class TextArenaConfig(Config):
 
 
 class TextArenaEnv(TextEnv):
-    """Single-player game of TextArena; the reward is final, `success` a reward of at least 1.
+    """Single-player game of TextArena; the reward is final, `success` means at least 1.
 
     Not for threads: games use Python's global generator.
     """

@@ -1,7 +1,6 @@
 """Adapter for single-answer tasksets of verifiers (Prime Intellect, `verifiers.v1`).
 
-Tasks with tools, containers or simulated users need `played_by: agent` and `offbeat.deploy.agents.verifiers_env` as
-`agent_runner`.
+Tools, containers or simulated users need `played_by: agent` and `offbeat.deploy.agents.verifiers_env` as `agent_runner`.
 """
 
 import asyncio
@@ -23,8 +22,6 @@ AGENT_HINT = "set agent_runner.path: offbeat.deploy.agents.verifiers_env:play an
 
 
 class VerifiersConfig(Config):
-    """`env_config` for `env_type: verifiers`."""
-
     id: str
     """Installed taskset package, such as `gsm8k` or `primeintellect/gsm8k`."""
     taskset: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
@@ -32,17 +29,17 @@ class VerifiersConfig(Config):
     num_tasks: int | None = Field(default=None, ge=2)
     """Number of tasks; required for an unbounded taskset."""
     split: Literal["train", "held_out", "any"] = "train"
-    """Split; one task in eight is held out, by key digest."""
+    """One task in eight is held out, by key digest."""
     played_by: Literal["policy", "agent"] = "policy"
     """`policy`: one answer ends the episode; `agent`: verifiers runs it, the env only selects the task."""
     environment: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """With `played_by: agent`: verifiers' `[env]` block without taskset (id, agents, harness, runtime)."""
     success_reward: float = 1.0
-    """Minimum reward that counts as success."""
+    """Minimum reward of a success."""
 
 
 class VerifiersEnv(TextEnv):
-    """Task of a verifiers taskset; the reward is the weighted sum of its rewards, info has its metrics."""
+    """Task of a verifiers taskset, rewarded by the weighted sum of its rewards, with its metrics in info."""
 
     config_class: ClassVar[type[VerifiersConfig]] = VerifiersConfig
 
@@ -89,7 +86,7 @@ class VerifiersEnv(TextEnv):
         }
 
     def _index(self, seed: int | None, rng: Any) -> int:
-        """Return the task's index; evaluation enumerates, training draws."""
+        """Enumerate in evaluation, draw in training."""
         if self.config.split == "held_out" and seed is not None:
             return seed % len(self._tasks)
         return int(rng.integers(len(self._tasks)))
@@ -112,12 +109,9 @@ class VerifiersEnv(TextEnv):
 
 @lru_cache(maxsize=8)
 def load_tasks(taskset_id: str, settings: str, num_tasks: int | None, split: str, played_by: str) -> tuple[Any, ...]:
-    """Return the tasks of a split, read-only, shared per process.
+    """Return a split's read-only tasks, shared per process. settings: JSON.
 
-    settings: JSON.
-
-    Raises:
-        ValueError: unknown taskset, or multi-answer tasks.
+    Raises ValueError for an unknown taskset, or multi-answer tasks.
     """
     vf = require("verifiers.v1", "verifiers")
     try:
@@ -137,7 +131,7 @@ def load_tasks(taskset_id: str, settings: str, num_tasks: int | None, split: str
 
 
 def _extra_requirement(vf: Any, taskset_id: str, taskset: Any, task: Any) -> str:
-    """Return the requirement beyond one answer, or an empty string."""
+    """Return the requirement beyond one answer, or an empty text."""
     kind, loader = cast(Any, type(task)), cast(Any, type(taskset))
     if vf.environment_class(taskset_id) is not vf.SingleAgentEnv:
         return "an Env of its own"

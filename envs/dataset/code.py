@@ -21,9 +21,7 @@ FENCED = r"```(?:python|py)?[ \t]*\n(.*?)```"
 
 
 class CodeConfig(QuestionsConfig):
-    """`env_config` for `env_type: code`.
-
-    `answer_key` names the column of tests: `assert` lines (MBPP) or `{"inputs": [...], "outputs": [...]}` of stdin and
+    """`answer_key` names the column of tests: `assert` lines (MBPP) or `{"inputs": [...], "outputs": [...]}` of stdin and
     stdout (APPS), as a value or JSON text.
     """
 
@@ -35,7 +33,7 @@ class CodeConfig(QuestionsConfig):
     sandbox: Limits = Limits()
     """Limits per test."""
     max_tests: int | None = Field(default=None, ge=1)
-    """Maximum tests to run, from the first."""
+    """Maximum tests, from the first."""
 
     @field_validator("answer_pattern")
     @classmethod
@@ -78,11 +76,7 @@ class CodeEnv(QuestionEnv[CodeConfig]):
 
 
 def read_tests(tests: Any) -> list[tuple[str, str, str | None]]:
-    """Return (code after the program, stdin, expected stdout) per test.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Return (code after the program, stdin, expected stdout) per test. Raises ValueError without any."""
     if isinstance(tests, str):
         try:
             tests = json.loads(tests)

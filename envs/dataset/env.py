@@ -25,8 +25,6 @@ CHARSET = "".join(map(chr, (9, 10, 13, *range(32, 0xD800))))
 
 
 class QuestionsConfig(Config):
-    """Data settings of a tag."""
-
     dataset_name: Path
     """A .jsonl, .json, .csv or .parquet file, or a `datasets` folder."""
     val_dataset_name: Path | None = None
@@ -37,7 +35,7 @@ class QuestionsConfig(Config):
     prompt: str = "{question}"
     """Observation template, with `{question}`."""
     split: Literal["train", "held_out", "any"] = "train"
-    """Split; training never uses held-out questions."""
+    """Training never uses held-out questions."""
     format_penalty: float = Field(default=0.0, le=0)
     """Reward of a response without an answer."""
 
@@ -89,11 +87,7 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
 
     @property
     def row(self) -> Row:
-        """Current row.
-
-        Raises:
-            RuntimeError: not reset.
-        """
+        """Raises RuntimeError before `reset`."""
         if self._row is None:
             raise RuntimeError("call reset() before step() and render()")
         return self._row
@@ -131,7 +125,7 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
 
 
 def last_group(pattern: str, text: str) -> str | None:
-    """Return the last match of `pattern`, or None; of two groups, the second is the answer."""
+    """Return the last match or None; of two groups, the second is the answer."""
     matches = list(compile_pattern(pattern).finditer(text))
     return (matches[-1][matches[-1].re.groups] or "").strip() if matches else None
 

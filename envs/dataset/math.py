@@ -18,8 +18,6 @@ from offbeat.envs.parsing import compile_pattern
 
 
 class MathConfig(QuestionsConfig):
-    """`env_config` for `env_type: math`."""
-
     answer_pattern: str | None = None
     r"""Regular expression of the answer (last match); None takes the last `\boxed{}`."""
     correct_reward: float = Field(default=1.0, gt=0)
@@ -63,7 +61,7 @@ class MathEnv(QuestionEnv[MathConfig]):
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the last `\boxed{...}` with balanced braces, or None."""
+    r"""Return the last `\boxed{...}` with balanced braces, if any."""
     start = text.rfind("\\boxed{")
     depth = 0
     for end in range(max(start, 0), len(text)):

@@ -1,8 +1,8 @@
 # pyright: basic
 """Calls between two processes that do not trust each other, as JSON lines over pipes.
 
-Invariant: what crosses is a plain value, or a handle of an object that stays where it is. So the other side chooses values,
-never how they are compared. Imports only the standard library, because this source runs in the sandbox, too.
+Invariant: only plain values and handles of objects that stay put cross, so the other side chooses values, never how they
+are compared. Imports only the standard library, because this source also runs in the sandbox.
 """
 
 import ast
@@ -21,15 +21,15 @@ from typing import Any
 
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_ITEMS = 100_000
-"""Longest iteration over an object of the other side."""
+"""Longest iteration over a remote object."""
 SEQUENCES: dict[str, Any] = {"l": list, "t": tuple, "s": set, "f": frozenset, "q": collections.deque}
 ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor")
 HIDDEN_ERRORS = ("StopIteration", "StopAsyncIteration", "GeneratorExit")
-"""Errors that would end a loop of the caller as if it were complete."""
+"""Errors that would end a caller's loop as if complete."""
 
 
 class Remote:
-    """Object of the other side; its truth and equality are undefined, because the other side would decide them."""
+    """Object of the other side, without truth and equality, as that side would decide them."""
 
     def __init__(self, peer: "Peer", number: int) -> None:
         self.__dict__.update(_peer=peer, _number=number)
@@ -85,10 +85,8 @@ for _name in ARITHMETIC:
 
 
 class Peer:
-    """One end of the connection."""
-
     def __init__(self, read_fd: int, write_fd: int, *, exposes_all: bool) -> None:
-        """exposes_all: the other side may do more with our objects than call those that it was given."""
+        """exposes_all: the other side may do more with our objects than call those given."""
         self._read_fd, self._write_fd = read_fd, write_fd
         self._exposes_all = exposes_all
         self._objects: list[Any] = []
@@ -97,10 +95,9 @@ class Peer:
         self.namespace: dict[str, Any] = {}
 
     def request(self, action: str, *args: Any, kwargs: dict[str, Any] | None = None) -> Any:
-        """Return the other side's answer, answering its own requests meanwhile.
+        """Return the other side's answer, answering its requests meanwhile.
 
-        Raises:
-            EOFError: it ended. TimeoutError: `deadline` has passed. Exception: what it raised, by name.
+        Raises EOFError if it ended, TimeoutError past `deadline`, Exception for what it raised, by name.
         """
         self._send(["request", action, self.encode(args), self.encode(kwargs or {})])
         while True:
@@ -112,7 +109,6 @@ class Peer:
             self._answer(*body)
 
     def serve(self) -> None:
-        """Answer requests until the other side ends."""
         while True:
             try:
                 _, *body = self.receive()
@@ -185,7 +181,7 @@ class Peer:
         return builtin[action](target, *rest)
 
     def encode(self, value: Any) -> Any:
-        """Return a value for JSON: scalars as they are, all else as {kind: content}."""
+        """Encode for JSON: scalars as they are, all else as {kind: content}."""
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         if isinstance(value, Remote):
@@ -232,7 +228,7 @@ def _error_of(name: str, text: str) -> Exception:
 
 
 def serve_program(source: str, read_fd: int, write_fd: int) -> None:
-    """Run a program, then answer calls of what it defined."""
+    """Run a program, then answer calls of its definitions."""
     peer = Peer(read_fd, write_fd, exposes_all=True)
     peer.namespace.update(__name__="__main__", __builtins__=builtins)
     peer.hello()
@@ -241,7 +237,7 @@ def serve_program(source: str, read_fd: int, write_fd: int) -> None:
 
 
 def connect(read_fd: int, write_fd: int, timeout_s: float, startup_timeout_s: float) -> Peer:
-    """Return the peer of a program that has started, which has `timeout_s` from now on."""
+    """Return a started program's peer, with `timeout_s` left."""
     peer = Peer(read_fd, write_fd, exposes_all=False)
     peer.deadline = time.monotonic() + startup_timeout_s
     if peer.receive() != ["hello"]:
@@ -253,7 +249,7 @@ def connect(read_fd: int, write_fd: int, timeout_s: float, startup_timeout_s: fl
 def bind(peer: Peer, test: str) -> dict[str, Any]:
     """Return the program's names that a test uses.
 
-    A program that defines `all` or `sorted` does not thereby change the test, unless the test uses nothing else of it.
+    Its own `all` or `sorted` does not change a test that also uses something else of it.
     """
     nodes = list(ast.walk(ast.parse(test)))
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
@@ -270,7 +266,7 @@ def bind(peer: Peer, test: str) -> dict[str, Any]:
 
 
 def run_test(test: str, read_fd: int, write_fd: int, timeout_s: float, startup_timeout_s: float) -> None:
-    """Run a test with the program's names; raise if it fails or uses none of them."""
+    """Run a test with the program's names; raise if it fails or uses none."""
     peer = connect(read_fd, write_fd, timeout_s, startup_timeout_s)
     namespace = bind(peer, test)
     if all(isinstance(value, types.ModuleType) for value in namespace.values()):

@@ -1,7 +1,7 @@
 """Verdicts on untrusted programs.
 
-A program runs in one sandbox, its test in another, connected by `peer`: the program can't see the expected values, nor end,
-patch or compare anything on the test's side, so only correct values pass.
+A program and its test run in two sandboxes, connected by `peer`: the program can't see the expected values, nor end, patch
+or compare anything on the test's side, so only correct values pass.
 """
 
 import ast
@@ -22,7 +22,7 @@ END_TIMEOUT_S = 2.0
 
 
 def check_program(program: str, test: str, limits: Limits) -> str:
-    """Return why a test's statements fail after a program; empty if they pass."""
+    """Return why a test fails after a program, or an empty text."""
     with _started(program, limits) as (running, read_fd, write_fd):
         equation = _equation_of(test)
         if equation is None:
@@ -52,7 +52,7 @@ def _started(program: str, limits: Limits) -> Generator[tuple["Future[ProgramRes
 
 
 def _own_error(running: "Future[ProgramResult]") -> str:
-    """Return the error of a program that has ended by itself."""
+    """Return the error of a program that ended by itself."""
     try:
         return running.result(END_TIMEOUT_S).error
     except TimeoutError:
@@ -60,7 +60,7 @@ def _own_error(running: "Future[ProgramResult]") -> str:
 
 
 def _run_test(test: str, read_fd: int, write_fd: int, limits: Limits) -> str:
-    """Return the error of a test in its own sandbox."""
+    """Return the error; empty if passed."""
     call = f"run_test({test!r}, {read_fd}, {write_fd}, {limits.timeout_s}, {STARTUP_TIMEOUT_S})"
     patient = limits.model_copy(update={"timeout_s": limits.timeout_s + STARTUP_TIMEOUT_S})
     error = run_python(f"{_peer_source()}\n{call}", limits=patient, pass_fds=(read_fd, write_fd)).error
@@ -73,7 +73,7 @@ def _peer_source() -> str:
 
 
 def _equation_of(test: str) -> tuple[str, list[Any], dict[str, Any], Any] | None:
-    """Return (function, arguments, keywords, value) of a test `assert f(literals) == literal`, which needs no sandbox."""
+    """Return (function, arguments, keywords, value) of `assert f(literals) == literal`, which needs no sandbox."""
     try:
         match ast.parse(test).body:
             case [ast.Assert(ast.Compare(ast.Call(ast.Name(name), args, keywords), [ast.Eq()], [expected]))]:

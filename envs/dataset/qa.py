@@ -19,10 +19,7 @@ from offbeat.envs.parsing import WHOLE_PATTERN, compile_pattern
 
 
 class QAConfig(QuestionsConfig):
-    """`env_config` for `env_type: qa`."""
-
     metric: Literal["exact_match", "f1"] = "exact_match"
-    """Reward metric."""
     answer_pattern: str = WHOLE_PATTERN
     """Regular expression of the answer, such as `<answer>(.*?)</answer>`."""
 
@@ -49,7 +46,7 @@ class QAEnv(QuestionEnv[QAConfig]):
 
 
 def normalize(text: str) -> str:
-    """Lowercase `text`; remove punctuation, articles and repeated spaces."""
+    """Lowercase; remove punctuation, articles and repeated spaces."""
     bare = "".join(char for char in text.lower() if char not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 

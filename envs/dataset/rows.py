@@ -13,14 +13,12 @@ from offbeat.envs.optional_imports import require
 
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 HELD_OUT_SHARE = 8
-"""Without a validation file, one question in this many is held out, by its text's digest."""
+"""Inverse share of questions, by digest, held out without a validation file."""
 
 Row = Mapping[str, Any]
 
 
 class Rows:
-    """Rows of a split; each maps columns to values."""
-
     def __init__(self, path: Path, table: Any, indices: tuple[int, ...] | None = None) -> None:
         self._path = path
         self._table = table
@@ -42,11 +40,7 @@ class Rows:
 
 @lru_cache(maxsize=8)
 def load_rows(path: Path, question_key: str, answer_key: str, split: str) -> Rows:
-    """Load the rows of a split: `train`, `held_out` or `any`.
-
-    Raises:
-        ValueError: unreadable file, missing column, or empty split.
-    """
+    """Load a split: `train`, `held_out` or `any`. Raises ValueError for an unreadable file, missing column or no rows."""
     table = read_table(path)
     for key, column in (("question_key", question_key), ("answer_key", answer_key)):
         if column not in table.column_names:
@@ -61,11 +55,7 @@ def load_rows(path: Path, question_key: str, answer_key: str, split: str) -> Row
 
 
 def read_table(path: Path) -> Any:
-    """Load a `datasets.Dataset`.
-
-    Raises:
-        ValueError: it can't be read.
-    """
+    """Load a `datasets.Dataset`. Raises ValueError if unreadable."""
     datasets = require("datasets", "data")
     if path.is_dir():
         try:

@@ -1,4 +1,4 @@
-"""Success of random, scripted and optimal policies on given maps; exact, by dynamic programming."""
+"""Exact success of random, scripted and optimal policies, by dynamic programming."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -13,7 +13,7 @@ Array = npt.NDArray[np.float64]
 
 
 class LakeBaselines(NamedTuple):
-    """Mean probability of reaching the goal within an episode."""
+    """Mean probability of reaching the goal."""
 
     random: float
     scripted: float
@@ -22,11 +22,7 @@ class LakeBaselines(NamedTuple):
 
 
 def baselines(seeds: Iterable[int], config: FrozenLakeConfig | None = None, *, max_steps: int = 12) -> LakeBaselines:
-    """Compute the baselines on the maps of `seeds`.
-
-    Raises:
-        ValueError: no seeds.
-    """
+    """Average over the maps of `seeds`. Raises ValueError without seeds."""
     env = FrozenLakeEnv(config)
     rows: list[LakeBaselines] = []
     for seed in seeds:
@@ -46,7 +42,7 @@ def map_baselines(lake: LakeMap, max_steps: int, *, is_slippery: bool = False) -
 
 
 def transitions(lake: LakeMap, *, is_slippery: bool) -> Array:
-    """Return [action, cell, next cell] probabilities; holes and the goal are absorbing."""
+    """Return [action, cell, next cell] probabilities; holes and goal are absorbing."""
     cells = lake.size**2
     moves = np.zeros((len(ACTIONS), cells, cells))
     for index in range(cells):

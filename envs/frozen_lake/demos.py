@@ -1,4 +1,4 @@
-"""Warm-start demonstrations: a random walk around holes that ignores the goal."""
+"""Warm-start demonstrations: a random walk around holes, ignoring the goal."""
 
 import numpy as np
 
@@ -15,7 +15,7 @@ def careful_wandering(
     system_prompt: str | None = None,
     agent_template: str = "{observation}",
 ) -> list[dict[str, str]]:
-    """Return an episode as chat messages, in a rollout's format; depends on `rng` alone."""
+    """Return an episode as a rollout's chat messages, depending on `rng` alone."""
     observation, _ = env.reset(seed=int(rng.integers(2**31)))
     messages = [{"role": "system", "content": env.system_prompt if system_prompt is None else system_prompt}]
     for turn in range(max_turns):

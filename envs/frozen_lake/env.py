@@ -35,8 +35,6 @@ MAX_ANSWER_CHARS = 100_000
 
 
 class FrozenLakeConfig(Config):
-    """`env_config` for `env_type: frozen_lake`."""
-
     size: int = Field(default=4, ge=2, le=32)
     """Rows and columns."""
     p: float = Field(default=0.7, gt=0, le=1)
@@ -46,13 +44,13 @@ class FrozenLakeConfig(Config):
     start_goal: Literal["corners", "random"] = "corners"
     """Start top left and goal bottom right, or both random."""
     split: Split = "train"
-    """Split; training never uses held-out maps."""
+    """Training never uses held-out maps."""
     format_penalty: float = Field(default=-0.1, le=0)
     """Reward of an answer without a direction; the agent does not move."""
     action_pattern: str = WHOLE_PATTERN
-    """Regular expression of an answer; its last group is the direction."""
+    """Regular expression; the last group is the direction."""
     show_grid: Literal["first", "always"] = "first"
-    """First turn only, or every turn; other turns show the four neighbours."""
+    """Turns with the grid; others show the four neighbours."""
     render_mode: Literal["ansi", "rgb_array"] | None = None
 
     @field_validator("action_pattern")
@@ -86,11 +84,7 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
 
     @property
     def lake(self) -> LakeMap:
-        """Current map.
-
-        Raises:
-            RuntimeError: not reset.
-        """
+        """Raises RuntimeError before `reset`."""
         if self._lake is None:
             raise RuntimeError("call reset() before step() and render()")
         return self._lake

@@ -73,12 +73,9 @@ class LakeMap:
 def draw_map(
     rng: np.random.Generator, size: int, p: float, placement: Literal["corners", "random"], split: Split
 ) -> LakeMap:
-    """Return a random solvable map of the split.
+    """Return a random solvable map. p, placement: as `FrozenLakeConfig.p` and `start_goal`.
 
-    p, placement: as `FrozenLakeConfig.p` and `start_goal`.
-
-    Raises:
-        RuntimeError: none in 10,000 draws.
+    Raises RuntimeError after 10,000 draws.
     """
     for _ in range(MAX_DRAWS):
         start, goal = (0, 0), (size - 1, size - 1)

@@ -1,1 +1,1 @@
-"""Kernel isolation of programs; imports only the standard library, because every sandboxed process imports it."""
+"""Kernel isolation; imports only the standard library, because every sandboxed process imports it."""

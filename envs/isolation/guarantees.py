@@ -12,7 +12,7 @@ GUARANTEES: dict[str, tuple[set[str], ...]] = {
 
 
 def missing_guarantees(layers: Collection[str], *, one_process: bool) -> list[str]:
-    """Return the missing guarantees; seccomp alone confines only one process."""
+    """Return what is missing; seccomp alone confines only one process."""
     return [
         guarantee
         for guarantee, alternatives in GUARANTEES.items()

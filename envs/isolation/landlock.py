@@ -15,14 +15,13 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE, IOCTL_DEV = 1, 2, 4, 8, 1 << 14, 1 << 15
 READ = EXECUTE | READ_FILE | READ_DIR
 FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
-"""Rights that apply to files."""
 RIGHTS_OF_ABI = ((1, (1 << 13) - 1), (2, 1 << 13), (3, TRUNCATE), (5, IOCTL_DEV))
 TRUNCATE_SINCE, TCP_SINCE, SCOPES_SINCE = 3, 4, 6
 BIND_AND_CONNECT, SOCKETS_AND_SIGNALS = 0b11, 0b11
 
 
 def abi() -> int:
-    """Return the kernel's Landlock version; 0 without."""
+    """Return the kernel's Landlock version, or 0."""
     try:
         return call(CREATE_RULESET, None, 0, 1)
     except KernelError:
@@ -30,12 +29,9 @@ def abi() -> int:
 
 
 def restrict(*, readable: Iterable[str], writable: Iterable[str], max_abi: int | None = None) -> int:
-    """Allow reading and executing below `readable`, everything below `writable`, and no other files.
+    """Allow reading and executing below `readable`, everything below `writable`, no other files; return the version used.
 
-    max_abi: use no more than an older kernel would have. Returns: the version used.
-
-    Raises:
-        KernelError: no Landlock.
+    max_abi: version of an older kernel to emulate. Raises `KernelError` without Landlock.
     """
     version = abi() if max_abi is None else min(abi(), max_abi)
     handled = sum(rights for since, rights in RIGHTS_OF_ABI if version >= since)

@@ -24,20 +24,17 @@ BIND, RECURSIVE, PRIVATE, NOSUID, NODEV = 4096, 16384, 1 << 18, 2, 4
 MOUNT_SETATTR, PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
 AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV = -100, 0x8000, 1, 2, 4
 PROGRAM_ID = 1000
-"""The program's user and group id inside."""
+"""User and group id inside."""
 FIRST_OUTSIDE_ID = 1 << 30
-"""Base of the outside user id (if started by root), plus the supervisor's process id."""
+"""Base of the outside user id under root, plus the supervisor's pid."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 WORK = "/sandbox"
 
 
 def enter() -> int:
-    """Move this process into new namespaces, its children into a process namespace.
+    """Enter new namespaces; return the user and group id inside, or 0 without its own.
 
-    Returns: the program's user and group id inside, or 0 without its own.
-
-    Raises:
-        OSError: the kernel refused.
+    The process namespace is for children. Raises OSError if the kernel refuses.
     """
     uid, gid, pid = os.getuid(), os.getgid(), os.getpid()
     if uid or not _is_world_readable(os.__file__):
@@ -64,8 +61,7 @@ def enter() -> int:
 def new_root(folder: Path, readable: Iterable[str], *, program_id: int, disk_mib: int, max_files: int) -> None:
     """Switch to a new root: read-only `readable`, four devices, and an empty, bounded `/sandbox`.
 
-    Raises:
-        OSError: a mount was refused; earlier ones are private to this process.
+    Raises OSError if a mount is refused; earlier ones are private to this process.
     """
     syscalls.unshare(NEW_NS)
     syscalls.mount("none", "/", "none", RECURSIVE | PRIVATE)
@@ -91,7 +87,6 @@ def new_root(folder: Path, readable: Iterable[str], *, program_id: int, disk_mib
 
 
 def switch_user(program_id: int) -> None:
-    """Switch to the program's user."""
     os.setgroups([])
     os.setresgid(program_id, program_id, program_id)
     os.setresuid(program_id, program_id, program_id)

@@ -1,8 +1,8 @@
 """Irrevocable seccomp filter of system calls that computations do not need.
 
 Blocked: sockets, other processes, mounts and namespaces, unlimited memory (memfd, System V), other programs' System V and
-POSIX queues, io_uring, keys, BPF, modules, clocks, all but harmless ioctls; with `one_process` also new processes (not
-threads); without mounts also what Landlock does not govern of files (`Files`).
+POSIX queues, io_uring, keys, BPF, modules, clocks, all but harmless ioctls; with `one_process` new processes (not threads);
+without mounts file operations beyond Landlock (`Files`).
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from offbeat.envs.isolation.syscalls import KernelError, call, machine
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT, ARGUMENT_SIZE = 0, 4, 16, 8
-"""Offsets in struct seccomp_data; for the argument, of its low half."""
+"""Offsets in struct seccomp_data; of the argument's low half."""
 CLONE_THREAD, NEW_NAMESPACES = 0x00010000, 0x7E020080
 X32 = 0x40000000
 """Bit of x86-64's second ABI, which would bypass the numbers."""
@@ -130,12 +130,12 @@ METADATA: dict[str, tuple[int | None, int | None]] = {
     "connect": (42, 203),
     "bind": (49, 200),
 }
-"""Calls on files by path or open file that Landlock does not govern; Unix sockets are reached by paths, too."""
+"""Calls on paths or open files that Landlock does not govern; Unix sockets have paths, too."""
 TRUNCATE, OPEN, OPENAT, OPENAT2, O_TRUNC = (76, 45), (2, None), (257, 56), (437, 437), 0x200
 SOCKETPAIR, FCNTL, IOCTL = (53, 199), (72, 25), (16, 29)
 SOCKET_TYPE, STREAM = 0xF, 1
 BLOCKED_FCNTL = {"F_SETOWN": 8, "F_SETSIG": 10, "F_SETOWN_EX": 15, "F_SETLEASE": 1024, "F_NOTIFY": 1026}
-"""Signals to any process of the user; leases, which hold up who opens a file."""
+"""Signals to any process of the user; leases, which delay others' opening a file."""
 ALLOWED_IOCTL = {
     "TCGETS": 0x5401,
     "TCGETS2": 0x802C542A,
@@ -164,12 +164,12 @@ PR_SET_PDEATHSIG = 1
 
 
 class Files(NamedTuple):
-    """What another layer confines to the program's own files."""
+    """Confinement to the program's own files by another layer."""
 
     metadata: bool
     """Modes, owners, times, attributes, and sockets by path."""
     truncation: bool
-    """Truncation by path; Landlock before its version 3 does not."""
+    """Truncation by path; Landlock before version 3 does not confine it."""
 
 
 def restrict(*, one_process: bool, own_pid: int | None, files: Files) -> None:
@@ -177,8 +177,7 @@ def restrict(*, one_process: bool, own_pid: int | None, files: Files) -> None:
 
     own_pid: only allowed target of signals and limits; None if a namespace confines them.
 
-    Raises:
-        KernelError: no seccomp filters, or neither x86-64 nor 64-bit ARM.
+    Raises `KernelError` without seccomp filters, or on neither x86-64 nor 64-bit ARM.
     """
     if machine not in ARCHITECTURES:
         raise KernelError(errno.ENOSYS, f"no list of system calls for {machine}")

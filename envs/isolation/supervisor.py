@@ -67,7 +67,7 @@ def _enter_namespaces(request: dict[str, Any], layers: list[str]) -> int:
 
 
 def _confine(folder: Path, request: dict[str, Any], layers: list[str], program_id: int) -> None:
-    """Apply the requested layers that the kernel offers, outermost first."""
+    """Apply requested layers that the kernel offers, outermost first."""
     requested, work = request["layers"], str(folder / "work")
     readable, one_process = _readable_paths(), request["max_processes"] == 1
     own_pid = None if "namespaces" in layers else os.getpid()

@@ -1,4 +1,4 @@
-"""System calls without a Python binding."""
+"""System calls without a Python binding; refusal raises `KernelError`."""
 
 import ctypes
 import os
@@ -14,33 +14,28 @@ machine = platform.machine()
 
 
 class KernelError(OSError):
-    """The kernel refused a call."""
+    """Refusal of a call by the kernel."""
 
 
 def call(number: int, *arguments: object) -> int:
-    """Make a system call; raises `KernelError`."""
     return _check(_libc.syscall(ctypes.c_long(number), *(_as_argument(argument) for argument in arguments)))
 
 
 def prctl(option: int, value: int) -> None:
-    """Set a process property; raises `KernelError`."""
     _check(_libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)))
 
 
 def unshare(flags: int) -> None:
-    """Enter new namespaces; raises `KernelError`."""
     _check(_libc.unshare(flags))
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """Call mount(2); raises `KernelError`."""
     _check(
         _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode() or None)
     )
 
 
 def detach(target: str) -> None:
-    """Detach a mount; raises `KernelError`."""
     _check(_libc.umount2(target.encode(), 2))
 
 
@@ -50,7 +45,6 @@ def die_with_parent() -> None:
 
 
 def drop_capabilities() -> None:
-    """Drop all capabilities; raises `KernelError`."""
     header = (ctypes.c_uint32 * 2)(CAPABILITIES_V3, 0)
     _check(_libc.capset(header, (ctypes.c_uint32 * 6)()))
 

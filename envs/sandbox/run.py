@@ -35,7 +35,7 @@ SUPERVISOR_CODE = (
     "from offbeat.envs.isolation.supervisor import main; del sys.path[0]; main()"
 )
 STARTUP_TIMEOUT_S = 30.0
-"""Supervisor startup, not counted in the program's time."""
+"""Supervisor startup, outside the program's time."""
 STOP_POLL_S = 0.01
 
 
@@ -47,12 +47,10 @@ REQUIREMENTS = {
 
 
 class IsolationError(ValueError):
-    """A required guarantee is missing; nothing was run."""
+    """Missing required guarantee; nothing was run."""
 
 
 class Limits(Config):
-    """Resource limits."""
-
     timeout_s: float = Field(default=5.0, gt=0)
     cpu_s: int = Field(default=5, ge=1)
     memory_mib: int = Field(default=512, ge=64)
@@ -79,7 +77,6 @@ class ProgramResult:
     """Negative: signal number."""
     timed_out: bool
     layers: tuple[Layer, ...]
-    """Active layers."""
 
     @property
     def ok(self) -> bool:
@@ -106,8 +103,8 @@ def run_python(
 ) -> ProgramResult:
     """Run a program until it exits or times out.
 
-    layers: requested; those that the kernel offers are used. pass_fds: handed to the program and closed here. stop: kills
-    it when set. max_landlock_abi: Landlock as an older kernel has it.
+    layers: requested, used if the kernel offers them. pass_fds: passed and closed here. stop: kills the program when set.
+    max_landlock_abi: emulates an older kernel's Landlock.
 
     Raises:
         IsolationError: a required guarantee is missing.
@@ -155,11 +152,7 @@ def describe_missing(layers: tuple[Layer, ...]) -> list[str]:
 
 
 def check_isolation(limits: Limits, layers: tuple[Layer, ...] | None = None) -> None:
-    """Raise, or warn once, if programs can't be isolated. layers: None probes the kernel.
-
-    Raises:
-        IsolationError: a required guarantee is missing.
-    """
+    """Raise `IsolationError`, or warn once, if programs can't be isolated. layers: None probes the kernel."""
     layers = platform_isolation() if layers is None else layers
     if limits.isolation == "require" and missing_guarantees(layers, one_process=True):
         raise IsolationError(

@@ -1,4 +1,4 @@
-"""Success of random, scripted and optimal policies in given rooms; exact, by dynamic programming."""
+"""Exact success of random, scripted and optimal policies, by dynamic programming."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -15,7 +15,7 @@ MAX_POSITIONS = 20_000
 
 
 class RoomBaselines(NamedTuple):
-    """Mean probability of solving a room within an episode."""
+    """Mean probability of solving a room."""
 
     random: float
     scripted: float
@@ -26,11 +26,7 @@ class RoomBaselines(NamedTuple):
 def baselines(
     seeds: Iterable[int], config: SokobanConfig | None = None, *, max_steps: int = 12
 ) -> RoomBaselines | None:
-    """Compute the baselines in the rooms of `seeds`; None if a room exceeds 20,000 positions.
-
-    Raises:
-        ValueError: no seeds.
-    """
+    """Return the baselines; None if a room exceeds 20,000 positions. Raises ValueError without seeds."""
     env = SokobanEnv(config)
     rows: list[RoomBaselines] = []
     for seed in seeds:

@@ -19,7 +19,7 @@ def clumsy_solving(
     system_prompt: str | None = None,
     agent_template: str = "{observation}",
 ) -> list[dict[str, str]]:
-    """Return an episode as chat messages, in a rollout's format; depends on `rng` alone."""
+    """Return an episode as a rollout's chat messages, depending on `rng` alone."""
     observation, _ = env.reset(seed=int(rng.integers(2**31)))
     remaining = distances(env.room)
     messages = [{"role": "system", "content": env.system_prompt if system_prompt is None else system_prompt}]

@@ -29,8 +29,6 @@ MAX_ANSWER_CHARS = 100_000
 
 
 class SokobanConfig(Config):
-    """`env_config` for `env_type: sokoban`."""
-
     dim_room: tuple[int, int] = (6, 6)
     """Rows and columns, including walls."""
     num_boxes: int = Field(default=1, ge=1, le=8)
@@ -39,7 +37,7 @@ class SokobanConfig(Config):
     max_steps: int | None = Field(default=None, ge=1)
     """Turns until truncation; None: the tag's `max_steps`."""
     split: Split = "train"
-    """Split; training never uses held-out rooms."""
+    """Training never uses held-out rooms."""
     grid_lookup: dict[int, str] = Field(default_factory=lambda: dict(enumerate(SYMBOLS)))
     """Cell symbols: 0 wall, 1 empty, 2 target, 3 box on target, 4 box, 5 player, 6 player on target."""
     grid_vocab: dict[str, str] = Field(default_factory=dict[str, str])
@@ -51,9 +49,9 @@ class SokobanConfig(Config):
     with distances to the boxes, and from these to the targets.
     """
     show_grid: Literal["first", "always"] = "always"
-    """With `grid_coord`: rows on the first turn only, or on every turn."""
+    """With `grid_coord`: turns with rows."""
     action_pattern: str = WHOLE_PATTERN
-    """Regular expression of an answer; its last group is the direction."""
+    """Regular expression; the last group is the direction."""
     format_penalty: float = Field(default=0.0, le=0)
     """Added reward of an answer without a direction; the player does not move."""
     penalty_for_step: float = -0.1
@@ -126,11 +124,7 @@ class SokobanEnv(gymnasium.Env[str, str]):
 
     @property
     def room(self) -> Room:
-        """Current position.
-
-        Raises:
-            RuntimeError: not reset.
-        """
+        """Raises RuntimeError before `reset`."""
         if self._room is None:
             raise RuntimeError("call reset() before step() and render()")
         return self._room
@@ -174,8 +168,8 @@ class SokobanEnv(gymnasium.Env[str, str]):
         return " ".join([f"{symbol[5]} {row} {column}", *self._neighbours(), *rest])
 
     def relative_text(self) -> str:
-        """Return `Up # Down _ Left X Right _ X 0 Down 1 Left O 2 Down 1 Right`: neighbours, distances to boxes, and of
-        each target from the nearest box.
+        """Return `Up # Down _ Left X Right _ X 0 Down 1 Left O 2 Down 1 Right`: neighbours, distances to boxes, and of each
+        target from the nearest box.
         """
         room, symbol = self.room, self.config.grid_lookup
         boxes = [f"{symbol[4]} {self._describe_offset(room.player, box)}" for box in sorted(room.boxes)]

@@ -37,12 +37,9 @@ class _SearchState(NamedTuple):
 def make_room(
     rng: np.random.Generator, dim_room: tuple[int, int], num_boxes: int, search_depth: int, split: Split
 ) -> Room:
-    """Return a random room of the split, no box on a target.
+    """Return a random room with no box on a target. dim_room: includes walls. search_depth: maximum reverse moves.
 
-    dim_room: includes walls. search_depth: maximum reverse moves.
-
-    Raises:
-        RuntimeError: none in 2,000 draws.
+    Raises RuntimeError after 2,000 draws.
     """
     for _ in range(MAX_DRAWS):
         floor = dig(rng, dim_room)
@@ -85,7 +82,7 @@ def dig(rng: np.random.Generator, dim_room: tuple[int, int]) -> frozenset[Cell]:
 def search_backwards(
     rng: np.random.Generator, floor: frozenset[Cell], solved: State, width: int, search_depth: int
 ) -> State | None:
-    """Search breadth first from the solved position for the farthest without boxes on targets; None if there is none.
+    """Search breadth first from the solved position for the farthest without boxes on targets.
 
     Farthest: most pulls times box distances (gym-sokoban); ties are random.
     """

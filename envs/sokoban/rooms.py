@@ -20,12 +20,9 @@ Cell = int
 
 @dataclass(frozen=True)
 class Room:
-    """Position of player, boxes, targets and walls."""
-
     height: int
     width: int
     floor: frozenset[Cell]
-    """Cells without walls."""
     targets: frozenset[Cell]
     boxes: frozenset[Cell]
     player: Cell
@@ -46,7 +43,7 @@ class Room:
         return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
 
     def code(self, cell: Cell) -> int:
-        """Return 0 wall, 1 empty, 2 target, 3 box on target, 4 box, 5 player, 6 player on target."""
+        """Return a cell's number, as in `SokobanConfig.grid_lookup`."""
         if cell not in self.floor:
             return 0
         on_target = cell in self.targets
@@ -94,8 +91,7 @@ def pulls(
 def parse_room(text: str) -> Room:
     """Parse lines of `#` wall, `_` empty, `O` target, `√` box on target, `X` box, `P` player, `S` player on target.
 
-    Raises:
-        ValueError: unequal rows, unknown symbols, or not exactly one player.
+    Raises ValueError for unequal rows, unknown symbols, or not exactly one player.
     """
     rows = [line.split() for line in text.strip().splitlines()]
     if len({len(row) for row in rows}) != 1:

@@ -11,11 +11,7 @@ MAX_POSITIONS = 500_000
 
 
 def solve(room: Room, *, max_moves: int | None = None) -> list[int] | None:
-    """Return a shortest solution's actions; None if none within `max_moves`.
-
-    Raises:
-        RuntimeError: undecided after 500,000 positions.
-    """
+    """Return a shortest solution within `max_moves`, if any. Raises RuntimeError if undecided after 500,000 positions."""
     if room.is_solved:
         return []
     predecessors: dict[tuple[int, frozenset[int]], tuple[Room, int] | None] = {(room.player, room.boxes): None}
@@ -40,11 +36,7 @@ def solve(room: Room, *, max_moves: int | None = None) -> list[int] | None:
 
 
 def distances(room: Room) -> dict[tuple[Cell, frozenset[Cell]], int]:
-    """Return the moves to the solution from each solvable position (player, boxes).
-
-    Raises:
-        RuntimeError: more than 500,000 positions.
-    """
+    """Return the moves to the solution by solvable (player, boxes). Raises RuntimeError beyond 500,000 positions."""
     distance_by_state = {(player, room.targets): 0 for player in room.floor - room.targets}
     level, depth = list(distance_by_state), 0
     while level:

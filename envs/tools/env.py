@@ -1,7 +1,4 @@
-"""Tool wrapper for any env.
-
-Invariant: the wrapped env never sees a call; its rewards and end are unchanged.
-"""
+"""Tool wrapper for any env, which never sees a call; its rewards and end are unchanged."""
 
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -19,15 +16,13 @@ from offbeat.envs.tools.tool_calls import AnyTool, OpenTool, ToolResult
 
 
 class ToolEnvConfig(Config):
-    """`env_config` for `env_type: tools`; reward keys are ROLL's."""
+    """`env_config` of `tools`; reward keys are ROLL's."""
 
     env_type: str
     """Wrapped env."""
     env_config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     tools: tuple[AnyTool, ...] = Field(min_length=1)
-    """Tools, each `tool_id: python_code | search | mcp` with settings; of several called in an answer, the first listed
-    is used.
-    """
+    """Tools, each `tool_id: python_code | search | mcp` with settings; only the first listed of those called is used."""
     function_calling: Literal["prompt", "template"] = "prompt"
     """Tools described and called by `instruction` and `pattern`, or as functions in the chat template's format."""
     max_tool_uses: int = Field(default=10, ge=1)
@@ -88,7 +83,6 @@ class ToolEnv(gymnasium.Env[str, str]):
         return self._env.reset(seed=seed, options=options)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Run the calls, or step the wrapped env."""
         if self._by_name and (function_calls := read_calls(action)):
             results = [self._count_use(partial(self._call_function, call)) for call in function_calls]
             return self._respond(
@@ -112,7 +106,7 @@ class ToolEnv(gymnasium.Env[str, str]):
             raise ValueError(f"tools: two functions share a name: {names}")
 
     def _count_use(self, call: Callable[[], ToolResult]) -> ToolResult | None:
-        """Count and make a call; None at the maximum."""
+        """Make a call; None at the maximum."""
         self._uses += 1
         return call() if self._uses <= self.config.max_tool_uses else None
 

@@ -1,7 +1,7 @@
 """Functions for the policy, and the text form of calls and results between an episode and its env.
 
-An env's `functions` lists them in OpenAI's format for the chat template; `step` gets each call as `<tool_call>` and
-returns a `<tool_response>` for each, in order.
+An env's `functions` are in OpenAI's format, for the chat template; `step` gets each call as `<tool_call>` and returns
+a `<tool_response>` each, in order.
 """
 
 import json
@@ -35,13 +35,11 @@ class Call(NamedTuple):
 
 
 def write_calls(text: str, calls: Sequence[Call]) -> str:
-    """Render an answer with calls."""
     lines = [f"<tool_call>\n{json.dumps(call._asdict(), ensure_ascii=False)}\n</tool_call>" for call in calls]
     return "\n".join([*([text] if text else []), *lines])
 
 
 def read_calls(answer: str) -> list[Call]:
-    """Parse calls written by `write_calls`."""
     calls: list[Call] = []
     for match in CALL.findall(answer):
         try:
@@ -64,12 +62,11 @@ def read_call(text: str) -> Call:
 
 
 def write_results(results: Sequence[str]) -> str:
-    """Render an observation."""
     return OPENING + BETWEEN.join(results) + CLOSING
 
 
 def read_results(observation: str, count: int) -> list[str]:
-    """Split an observation into `count` results; without separators, it is the first."""
+    """Split into `count` results; without separators, the observation is the first."""
     inner = observation.removeprefix(OPENING).removesuffix(CLOSING)
     parts = inner.split(BETWEEN) if observation.startswith(OPENING) else [observation]
     return parts if len(parts) == count else [inner, *[""] * (count - 1)]

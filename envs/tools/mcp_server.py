@@ -14,14 +14,14 @@ from offbeat.envs.tools.functions import Call, Function, read_call
 
 T = TypeVar("T")
 CONNECT_TIMEOUT_S = 60.0
-"""Connection timeout, including server startup."""
+"""Includes server startup."""
 CLOSE_TIMEOUT_S = 3.0
 PROBE_TIMEOUT_S = 2.0
-"""Timeout of the probe after a timed-out call."""
+"""For the probe after a timed-out call."""
 
 
 class McpAddress(NamedTuple):
-    """A command to start, or a URL."""
+    """Command to start, or URL."""
 
     command: tuple[str, ...]
     url: str
@@ -58,9 +58,7 @@ class McpServer:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _run(self, request: Callable[[Any], Awaitable[T]]) -> T:
-        """Run a request. Raises ValueError for any failure; reconnects later, unless a probe after a timeout is
-        answered.
-        """
+        """Run a request. Raises ValueError for any failure; reconnects later, unless a probe after a timeout is answered."""
         return asyncio.run_coroutine_threadsafe(self._run_with_timeout(request), self._loop).result()
 
     async def _run_with_timeout(self, request: Callable[[Any], Awaitable[T]]) -> T:
@@ -87,7 +85,7 @@ class McpServer:
             return self._client
 
     async def _disconnect_if_dead(self) -> None:
-        """Disconnect unless the server answers a probe, because other calls may be running."""
+        """Disconnect unless the server answers a probe: other calls may be running."""
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 await _list_functions(self._client)
@@ -96,7 +94,7 @@ class McpServer:
             await self._disconnect()
 
     async def _keep_connection(self, ready: "asyncio.Future[Any]", close_requested: asyncio.Event) -> None:
-        """Hold the connection open, because only the task that opened it may close it."""
+        """Hold the connection open: only the task that opened it may close it."""
         mcp = require("mcp", "mcp")
         address = self._address
         command = address.command
@@ -145,7 +143,7 @@ class SharedServers:
             return server
 
     def release(self, address: McpAddress) -> None:
-        """Release a connection; the last release closes it."""
+        """Release a connection, closing it with the last."""
         with self._lock:
             server, users = self._servers.pop(address)
             if users > 1:
@@ -161,11 +159,7 @@ class McpSession:
     """A server's functions offered to one env."""
 
     def __init__(self, address: McpAddress, offered: tuple[str, ...], instruction: str) -> None:
-        """offered: names; empty: all.
-
-        Raises:
-            ValueError: unreachable, or without such a function.
-        """
+        """offered: names; empty: all. Raises ValueError if unreachable or without such a function."""
         self._address = address
         self._server = SHARED.acquire(address)
         known = {function.name: function for function in self._server.functions}

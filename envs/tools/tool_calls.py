@@ -42,17 +42,13 @@ class ToolResult(NamedTuple):
 
 
 class OpenTool(Protocol):
-    """Tool of one env."""
-
     @property
     def instruction(self) -> str: ...
 
-    def find_call(self, answer: str) -> str | None:
-        """Return the call's text, or None."""
-        ...
+    def find_call(self, answer: str) -> str | None: ...
 
     def accepts(self, text: str) -> bool:
-        """Return whether the call is for this tool, for tools with equal patterns."""
+        """Return whether the call is for this tool, as several may have equal patterns."""
         ...
 
     def use(self, text: str) -> ToolResult:
@@ -72,8 +68,6 @@ class OpenTool(Protocol):
 
 
 class Tool(Config):
-    """Entry of `tools`."""
-
     pattern: str
     """Regular expression of a call, its group the text; the last match counts."""
     instruction: str
@@ -94,8 +88,6 @@ class Tool(Config):
 
 
 class StatelessTool(Tool):
-    """Tool without resources."""
-
     def open(self) -> OpenTool:
         return self
 
@@ -126,8 +118,6 @@ def _text_function(name: str, description: str, argument: str) -> tuple[Function
 
 
 class PythonTool(StatelessTool):
-    """Python program in the sandbox."""
-
     tool_id: Literal["python_code"]
     pattern: str = FENCED
     instruction: str = "You may run Python in a fenced block (```python) and will see what it prints."
@@ -151,8 +141,6 @@ class PythonTool(StatelessTool):
 
 
 class SearchTool(StatelessTool):
-    """BM25 search in a corpus on disk."""
-
     tool_id: Literal["search"]
     corpus: Path
     """A .jsonl, .json, .csv, .parquet or .txt file, or a `datasets` folder; a row is a passage."""
@@ -177,9 +165,7 @@ class SearchTool(StatelessTool):
 
 
 class McpTool(Tool):
-    """MCP server functions in the format of Qwen's and Hermes' chat templates (`<tools>`, `<tool_call>`,
-    `<tool_response>`).
-    """
+    """MCP server functions in Qwen's and Hermes' template format (`<tools>`, `<tool_call>`, `<tool_response>`)."""
 
     tool_id: Literal["mcp"]
     command: tuple[str, ...] = ()

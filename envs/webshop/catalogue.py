@@ -11,8 +11,6 @@ PRICE_STEPS = tuple(10.0 * i for i in range(1, 100))
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Product, with WebShop's fields."""
-
     asin: str
     title: str
     query: str
@@ -33,8 +31,6 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Customer's goal and its product."""
-
     instruction: str
     product: Product
     attributes: tuple[str, ...]

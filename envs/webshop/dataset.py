@@ -2,7 +2,7 @@
 `reviews.json`.
 
 Goal order (`random.seed(233)`) and splits (first 500 for testing, from 1,500 for training) are the original's; price
-ranges and limits are seeded, so that all workers see the same shop.
+ranges and limits are seeded, so all workers see one shop.
 """
 
 import itertools
@@ -29,11 +29,7 @@ Row = dict[str, Any]
 
 
 def load_catalogue(folder: Path, num_products: int | None, *, human_goals: bool) -> Catalogue:
-    """Load a shop.
-
-    Raises:
-        ValueError: a file is missing or malformed.
-    """
+    """Load a shop. Raises ValueError if a file is missing or malformed."""
     items_file = "items_shuffle.json" if (folder / "items_shuffle.json").is_file() else "items_shuffle_1000.json"
     attributes: dict[str, Row] = _read(folder / "items_ins_v2.json")
     instructions: dict[str, list[Row]] = _read(folder / "items_human_ins.json") if human_goals else {}

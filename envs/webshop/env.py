@@ -52,8 +52,6 @@ MAX_CHARS = 100_000
 
 
 class WebShopConfig(Config):
-    """`env_config` for `env_type: webshop`."""
-
     data_dir: Path | None = None
     """WebShop's data folder; None generates a shop."""
     num_products: int = Field(default=500, ge=10)
@@ -63,13 +61,13 @@ class WebShopConfig(Config):
     catalogue_seed: int = Field(default=0, ge=0)
     """Seed of the generated shop."""
     split: Literal["train", "held_out", "any"] = "train"
-    """Split; training never uses held-out goals."""
+    """Training never uses held-out goals."""
     show_instruction: Literal["first", "always"] = "always"
-    """On the first page only, or on every page."""
+    """Pages with the instruction."""
     show_actions: bool = False
     """Append the clickable elements to each page."""
     action_pattern: str = WHOLE_PATTERN
-    """Regular expression of an answer; its last group is the action."""
+    """Regular expression; the last group is the action."""
     format_penalty: float = Field(default=0.0, le=0)
     """Reward of an answer that is neither a search nor a click on the page."""
     max_steps: int | None = Field(default=None, ge=1)
@@ -122,11 +120,7 @@ class WebShopEnv(gymnasium.Env[str, str]):
 
     @property
     def goal(self) -> Goal:
-        """Current goal.
-
-        Raises:
-            RuntimeError: not reset.
-        """
+        """Raises RuntimeError before `reset`."""
         if self._goal is None:
             raise RuntimeError("call reset() before step() and render()")
         return self._goal

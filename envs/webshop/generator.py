@@ -1,7 +1,4 @@
-"""Generated shop, without third-party data.
-
-Invariant: equal seed and size give equal shops; texts use only `SHOP_WORDS`.
-"""
+"""Generated shop, without third-party data, equal for equal seed and size; texts use only `SHOP_WORDS`."""
 
 from typing import NamedTuple
 

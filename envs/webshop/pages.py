@@ -19,8 +19,6 @@ class SearchPage:
 
 @dataclass(frozen=True, slots=True)
 class ResultsPage:
-    """Ten results of a search."""
-
     results: Sequence[Product]
     number: int = 1
 

@@ -2,8 +2,8 @@
 
 reward = r_type * (attributes met + options met + price met) / (attributes + options of the goal + 1), in [0, 1].
 
-Unlike the published code, title nouns are found by stop words instead of spaCy, and chosen options must match the
-goal's, not its title.
+Unlike the published code, title nouns are found by stop words, not spaCy, and chosen options must match the goal's, not
+its title.
 """
 
 import re

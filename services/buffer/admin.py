@@ -27,7 +27,7 @@ from offbeat.services.buffer.scripts import (
 
 
 def configure_buffer(redis: Redis, run_id: str, limits: BufferLimits, uid: str = "") -> None:
-    """Write a run's limits before the first claim; idempotent. uid: the run's unique id.
+    """Write a run's limits before the first claim; idempotent.
 
     Raises:
         BufferError: the run has groups of another `group_size` or `groups_per_step`.
@@ -37,17 +37,16 @@ def configure_buffer(redis: Redis, run_id: str, limits: BufferLimits, uid: str =
 
 
 def limit_fields(limits: BufferLimits) -> list[str | int | float]:
-    """Return the fields and values of the limits' hash."""
     return [part for item in asdict(limits).items() for part in item]
 
 
 def release_all_workers(redis: Redis, run_id: str) -> int:
-    """Requeue all episodes without counting an attempt; return their number. Requires that no worker is alive."""
+    """Requeue all episodes, attempts uncounted; return their number. No worker may be alive."""
     return int(BufferScripts(redis, run_id)("release"))
 
 
 class BufferWatch:
-    """Reader and pause of one run's buffer; raises RetryableError while Redis does not answer."""
+    """Reader and pause of a run's buffer; raises RetryableError without Redis."""
 
     def __init__(self, redis: AsyncRedis, run_id: str) -> None:
         self._redis = redis
@@ -65,7 +64,7 @@ class BufferWatch:
         await self._run("pause", int(paused))
 
     async def groups(self, count: int = 1000) -> list[GroupProgress]:
-        """Return up to `count` active groups, oldest version first."""
+        """Return active groups, oldest version first."""
         return [GroupProgress(*map(int, row)) for row in await self._run("groups", count)]
 
     async def life(self, count: int = 1000) -> list[tuple[int, str, str]]:
@@ -83,7 +82,6 @@ class BufferWatch:
 
 
 def snapshot_from(reply: Sequence[Any]) -> Snapshot:
-    """Decode the reply of snapshot.lua."""
     ledger, progress = _decode_hash(reply[0]), _decode_hash(reply[2])
     playing, streamed, delivered, queued_train, queued_eval, quarantined = reply[3:9]
     clock, workers, epoch = float(reply[9]), reply[10], int(reply[11])

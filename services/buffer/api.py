@@ -22,17 +22,15 @@ class SubmitResult(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerOrders:
-    """Reply to a heartbeat."""
-
     cancelled: tuple[EpisodeTask, ...] = ()
     """Redundant, expired or reassigned episodes."""
     draining: bool = False
-    """True if no more may be claimed."""
+    """No more may be claimed."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferLimits:
-    """Limits of admission and assembly; `group_size` and `groups_per_step` are fixed for a run."""
+    """`group_size` and `groups_per_step` are fixed for a run."""
 
     group_size: int
     redundancy: int
@@ -41,7 +39,7 @@ class BufferLimits:
     max_staleness: float
     max_groups_in_flight: int
     total_groups: int
-    """Maximum number of groups ever admitted (`max_steps * groups_per_step`)."""
+    """Maximum groups ever admitted (`max_steps * groups_per_step`)."""
     max_attempts: int
     worker_timeout_s: float
     stale_policy: Literal["drop", "train"]
@@ -54,13 +52,13 @@ class RolloutBuffer(Protocol):
     """Buffer interface of env workers."""
 
     async def claim(self, worker_id: str, limit: int) -> list[EpisodeTask]:
-        """Claim up to `limit` episodes: evaluations, retries, members of admitted groups, then new groups within the
-        staleness bound (C3).
+        """Claim episodes: evaluations, retries, members of admitted groups, then new groups within the staleness bound
+        (C3).
         """
         ...
 
     async def wait_for_work(self, after: str, timeout_s: float) -> str:
-        """Wait for work after the position `after` (`"$"`: now); return the next position."""
+        """Wait for work after `after` (`"$"`: now); return the next position."""
         ...
 
     async def heartbeat(self, worker_id: str) -> WorkerOrders: ...
@@ -70,19 +68,17 @@ class RolloutBuffer(Protocol):
         ...
 
     async def fail(self, worker_id: str, task: EpisodeTask, reason: str) -> None:
-        """Requeue a failed episode with the same seed; after `max_attempts` it fails, and for the same reason a group
-        that it leaves incomplete.
-        """
+        """Requeue an episode with its seed; after `max_attempts` it fails, as does a group that it leaves incomplete."""
         ...
 
     async def task(self, number: int, drawn: str = "") -> tuple[str, str]:
-        """Return a group's task (empty: unset) and the task sampler's state (empty: none yet). The first non-empty
-        `drawn` sets the task.
+        """Return a group's task and the task sampler's state (empty: none yet); the first non-empty `drawn` sets the
+        task.
         """
         ...
 
     async def release(self, worker_id: str) -> int:
-        """Requeue a worker's episodes without counting an attempt; return their number."""
+        """Requeue a worker's episodes, attempts uncounted; return their number."""
         ...
 
 
@@ -123,7 +119,7 @@ class WorkerState:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """State of the buffer, read atomically."""
+    """Buffer state, read atomically."""
 
     counters: Counters
     playing: int
@@ -146,8 +142,6 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class GroupProgress:
-    """Progress of an active group."""
-
     number: int
     size: int
     """Episodes needed."""
@@ -188,42 +182,40 @@ class Proof:
     """What the surviving lineage of weights has trained, whatever Redis remembers."""
 
     saved: Sequence[tuple[int, Sequence[int]]] = ()
-    """Groups of each step that the newest durable checkpoint contains, by the journal."""
+    """Groups of each step in the newest durable checkpoint, by the journal."""
     entry_ids: Sequence[str] = ()
-    """Entries that it contains, where the journal lacks them."""
+    """Its entries, where the journal lacks them."""
     step: int = 0
     """Step of the checkpoint."""
     num_trained: int = 0
-    """Groups that it contains, those of another run's steps included."""
+    """Its groups, another run's included."""
     next_number: int = 0
-    """Lowest group number that was certainly not admitted; 0: one past the highest of `saved` and of held ones."""
+    """Lowest number certainly not admitted; 0: one past the highest of `saved` and held groups."""
     incarnation: int = 0
-    """Greatest incarnation number that the journal has seen."""
+    """Greatest incarnation number in the journal."""
     newest_event_ms: int = 0
-    """Time of the newest copied group event, Unix ms of Redis."""
+    """Newest copied event, Unix ms of Redis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reconciled:
-    """Result of a reconciliation."""
-
     incarnation: int
     is_new: bool
     """True if Redis may have lost data."""
     num_added: int = 0
-    """Groups trained without a number that Redis had lost; negative: trained in a lineage that did not survive."""
+    """Groups without a number that Redis had lost; negative: trained in a lost lineage."""
     num_corrected: int = 0
     """Groups of which Redis knew less than the proof."""
 
 
 class LearnerBuffer(Protocol):
-    """Buffer interface of the learner; writes raise FencedError if a newer learner holds the run.
+    """Learner's buffer interface; writes raise FencedError if a newer learner holds the run.
 
-    Once `prove_with` was called, a call that meets a new incarnation of the run's data reconciles it and goes on.
+    After `prove_with`, a call that meets a new incarnation of the data reconciles it and goes on.
     """
 
     def reconcile(self, proof: Proof) -> Reconciled:
-        """Make Redis agree with `proof` and with the groups that this object has delivered; idempotent."""
+        """Make Redis agree with `proof` and the groups delivered by this object; idempotent."""
         ...
 
     def newest_version(self) -> int:
@@ -231,19 +223,19 @@ class LearnerBuffer(Protocol):
         ...
 
     def prove_with(self, prove: Callable[[], Proof], on_reconciled: Callable[[Reconciled], None]) -> None:
-        """Reconcile by `prove`, which any thread may call; then call `on_reconciled` from the next call of a method."""
+        """Reconcile by `prove`, called from any thread; `on_reconciled` is called within the next method call."""
         ...
 
     def take(self, timeout_s: float, num_groups: int = 1) -> Group | None:
-        """Return the next group in the configured order, or None after the timeout; after a reconnect, unacknowledged
-        groups first.
+        """Return the next group in the configured order, or None after the timeout; unacknowledged ones first after a
+        reconnect.
 
-        num_groups: groups about to be taken, for prefetching; prefetched ones count as delivered.
+        num_groups: groups about to be taken; prefetched ones count as delivered.
         """
         ...
 
     def adopt(self, step: int) -> Boundary:
-        """Apply requested changes from batch `step` (0-based) on, atomically with admission; never to a batch with
+        """Apply requested changes from batch `step` (0-based), atomically with admission; never to a batch with
         published weights.
         """
         ...
@@ -257,11 +249,11 @@ class LearnerBuffer(Protocol):
         ...
 
     def ack(self, entry_ids: Sequence[str], step: int) -> int:
-        """Remove groups contained in the durable checkpoint of `step`; return their number. Idempotent."""
+        """Remove groups in the durable checkpoint of `step`; return their number; idempotent."""
         ...
 
     def start_eval(self, eval_id: str, num_episodes: int, *, sampling_name: str, min_version: int) -> None:
-        """Queue evaluation episodes ahead of training; idempotent by `eval_id`."""
+        """Queue evaluation episodes before training; idempotent by `eval_id`."""
         ...
 
     def eval_result(self, eval_id: str) -> list[Trajectory] | None:

@@ -25,9 +25,8 @@ class BufferConfig(Config):
     """Order, staleness and retries."""
 
     order: Order = "completion"
-    """Order in which the learner consumes groups. `completion` never waits, but favors short episodes; long ones exceed
-    `max_staleness` more often. `admission` waits for the slowest episode, and keeps the length distribution of
-    sampling.
+    """Order of consumption. `completion` never waits, but favors short episodes; long ones exceed `max_staleness` more
+    often. `admission` waits for the slowest, and keeps the length distribution of sampling.
     """
     stale_policy: Literal["drop", "train"] = "drop"
     """Groups that exceed `max_staleness` when consumed are replaced, or trained with the off-policy correction; both

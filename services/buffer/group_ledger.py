@@ -1,7 +1,7 @@
-"""File with all group events, copied from Redis, which keeps only the newest.
+"""File of all group events, of which Redis keeps only the newest.
 
-Invariants: an append is one write, and the next writer removes a partial last line; the file has every event up to its
-newest id. Concurrent writers (a learner and its replacement) write equal lines, deduplicated when read.
+Invariants: an append is one write, and the next writer removes a partial last line; no event before the newest is
+missing. Lines of concurrent writers (a learner and its replacement) are equal, and deduplicated when read.
 """
 
 import logging
@@ -31,16 +31,16 @@ UNNUMBERED = 0
 @dataclass(frozen=True, slots=True)
 class LifeEvent:
     id: str
-    """Stream id: Unix time in ms and sequence number."""
+    """Stream id: Unix ms and sequence number."""
     ordinal: int
-    """1, 2, 3, ... in this Redis; 0 if written by an older version of Offbeat."""
+    """1, 2, ... in this Redis; 0 from an older Offbeat."""
     number: int
     """0 of `reconciled`."""
     event: str
     """`admitted`, `submitted`, `trained`, `dropped`, `failed`; after a loss in Redis `restored`, `reconciled`."""
     detail: str
     """admitted, submitted: version at admission; trained: step of the checkpoint; restored: step, colon, numbers of its
-    groups that are trained, whatever was recorded of them; reconciled: incarnation; else the reason.
+    trained groups, overriding earlier events; reconciled: incarnation; else the reason.
     """
 
     @property
@@ -50,7 +50,6 @@ class LifeEvent:
 
 
 def read_events_after(redis: Redis, run_id: str, after: str, *, block_ms: int | None = None) -> list[LifeEvent]:
-    """Return a page of events after the id `after`."""
     reply = redis.xread({BufferKeys(run_id).life: after}, count=PAGE_SIZE, block=block_ms)
     streams = cast(list[Any], reply or [])
     return [_decode_event(entry_id, fields) for _, entries in streams for entry_id, fields in entries]
@@ -66,7 +65,7 @@ class LedgerFile:
         path = output_dir / LEDGER_FILE
         self._lines = LinesFile(path)  # first: it removes a cut last line, which must be copied again
         self.position = _newest_id(path)
-        """Id of the newest event in the file, `0` if empty."""
+        """Newest id in the file, `0` if empty."""
 
     def append(self, events: Sequence[LifeEvent]) -> None:
         """Append events. Raises OSError; repeatable."""
@@ -88,12 +87,11 @@ def read_ledger(output_dir: Path) -> list[LifeEvent]:
 
 
 def newest_event_ms(output_dir: Path) -> int:
-    """Return the time of the newest copied event, Unix ms of Redis; 0 without any."""
+    """Return the newest event's time, Unix ms of Redis; 0 without any."""
     return int(_newest_id(output_dir / LEDGER_FILE).partition("-")[0])
 
 
 def count_broken_lines(output_dir: Path) -> int:
-    """Return the number of invalid lines."""
     return sum(event is None for event in _parse_rows(output_dir / LEDGER_FILE))
 
 
@@ -117,8 +115,6 @@ def _newest_id(path: Path) -> str:
 
 
 class LedgerThread(Follower):
-    """Background copy of group events to the ledger file."""
-
     def __init__(self, redis: Redis, run_id: str, output_dir: Path) -> None:
         self._redis = redis
         self._run_id = run_id
@@ -164,7 +160,7 @@ class LedgerThread(Follower):
 
 
 def _sync(file: LedgerFile) -> None:
-    """Flush to disk; on a full disk the write may fail only here."""
+    """Sync; on a full disk the write may fail only here."""
     try:
         file.sync()
     except OSError as error:

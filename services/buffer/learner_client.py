@@ -1,7 +1,7 @@
-"""The learner's buffer client.
+"""Learner's buffer client.
 
-Groups are redelivered in stream order until acknowledged or dropped. If Redis may have lost data, it is reconciled before
-the next command: with the groups of the checkpoint, and with those that this learner has taken since.
+Groups are redelivered in stream order until acknowledged or dropped. If Redis may have lost data, the next command
+first reconciles it with the checkpoint's groups and those taken since.
 """
 
 import heapq
@@ -39,18 +39,17 @@ logger = logging.getLogger(__name__)
 MAX_PREFETCHED_GROUPS = 16
 """Groups per round trip."""
 STOP_STATES = (b"stopped", b"killed")
-"""Desired states that end the learner."""
 
 
 CHECK_INTERVAL_S = 1.0
-"""Interval at which a learner that computes looks for data to reconcile, as env workers wait for it."""
+"""Interval of checks for lost data while the learner computes and env workers wait."""
 
 
 class RedisLearnerBuffer:
-    """`LearnerBuffer` on Redis, with the lease's `epoch` in every write.
+    """`LearnerBuffer` on Redis; every write carries the lease's `epoch`.
 
-    Methods raise RetryableError while Redis does not answer (repeatable); writes raise FencedError if a newer learner
-    holds the run. One thread calls them; any may call `reconcile_if_needed`.
+    Methods raise RetryableError while Redis does not answer (repeatable); one thread calls all but
+    `reconcile_if_needed`.
     """
 
     def __init__(
@@ -64,18 +63,18 @@ class RedisLearnerBuffer:
         limits: BufferLimits | None = None,
         reclaim: Callable[[], None] = lambda: None,
     ) -> None:
-        """limits: written if Redis has lost them. reclaim: makes Redis give back the lease, or raises FencedError."""
+        """limits: restored if lost. reclaim: recovers the lease, or raises FencedError."""
         self._reclaim = reclaim
         self._redis = redis
         self._known = known or KnownIncarnation(redis, run_id)
         self._limits = limits
         self._lock = threading.RLock()
-        """Held by each command until its reply is processed, so that a reconciliation sees all that was delivered."""
+        """Held until a command's reply is processed, so that a reconciliation sees all delivered groups."""
         self._prove: Callable[[], Proof] | None = None
         self._on_reconciled: Callable[[Reconciled], None] = lambda _: None
         self._unannounced: Reconciled | None = None
         self._held: dict[int, int] = {}
-        """Number -> version at admission, of groups taken and neither acknowledged nor dropped."""
+        """Number -> version at admission of groups neither acknowledged nor dropped."""
         self._numbers: dict[str, int] = {}
         """Entry id as delivered -> number, of held groups."""
         self._entries: dict[int, str] = {}
@@ -89,19 +88,19 @@ class RedisLearnerBuffer:
         self._last = "0-0"
         self._by_admission = order == "admission"
         self._prefetched: deque[list[Any]] = deque()
-        """Prefetched groups, in stream order."""
+        """In stream order."""
         self._out_of_order: list[tuple[int, Group]] = []
-        """Heap by number of groups that wait for active groups with lower numbers."""
+        """Heap by number of groups that wait for active, lower ones."""
 
     @property
     def epoch(self) -> int:
         return self._epoch
 
     def reconcile(self, proof: Proof) -> Reconciled:
-        """Make Redis agree with `proof` and with what this object has delivered; idempotent.
+        """Make Redis agree with `proof` and what this object has delivered; idempotent.
 
         Without data in Redis, `proof.num_trained` groups count as admitted and trained. Groups of newer, lost
-        checkpoints are dropped as `rewound` and replaced; numbers that nobody knows as `lost`.
+        checkpoints are dropped as `rewound` and replaced; unknown numbers as `lost`.
         """
         with self._lock:
             self._reclaim()
@@ -136,7 +135,7 @@ class RedisLearnerBuffer:
         self._prove, self._on_reconciled = prove, on_reconciled
 
     def reconcile_if_needed(self) -> None:
-        """Reconcile if another incarnation is stored or none, from any thread. Raises as any write."""
+        """Reconcile, from any thread, if another incarnation or none is stored; raises as writes."""
         if self._prove is not None:
             with self._lock:
                 try:
@@ -167,10 +166,7 @@ class RedisLearnerBuffer:
             self._wait(stream, last, remaining_s)
 
     def _take_next(self, num_groups: int) -> tuple[Group | None, str]:
-        """Return the next group, or None and what to wait after on the doorbell (empty: the stream).
-
-        Raises ReconcileError.
-        """
+        """Return the next group, or None and the doorbell position to wait after (empty: the stream)."""
         while True:
             while self._prefetched:
                 group = self._decode_group(self._prefetched.popleft())
@@ -201,7 +197,7 @@ class RedisLearnerBuffer:
         return Boundary(changes, bool(paused), desired in STOP_STATES)
 
     def suggest(self, step: int, values: Mapping[str, float], why: str, *, if_lost: bool = False) -> bool:
-        """Request settings before `adopt(step)`; return False if the step was decided before or its weights exist.
+        """Request settings before `adopt(step)`; return False if the step is decided or its weights exist.
 
         if_lost: only if Redis has no earlier request.
         """
@@ -258,7 +254,7 @@ class RedisLearnerBuffer:
         return snapshot_from(self._run("snapshot"))
 
     def _call(self, name: str, *args: Argument, entry_ids: Sequence[str] = ()) -> Any:
-        """Run a script, after reconciling if needed. entry_ids: as delivered; the groups are held no longer."""
+        """Run a script, after reconciling if needed. entry_ids: groups held no longer, as delivered."""
         while True:
             self._announce()
             with self._lock:
@@ -334,7 +330,6 @@ class RedisLearnerBuffer:
         )
 
     def _finish_now(self, *args: Argument) -> None:
-        """Raises ReconcileError."""
         self._run("finish", self._epoch, *args, incarnation=self._known.get())
 
     def _decode_member(self, number: int, index: int, blob: bytes) -> Trajectory:
@@ -356,7 +351,7 @@ class RedisLearnerBuffer:
 
 
 class IncarnationWatch(Follower):
-    """Background thread that reconciles soon after a loss, while the learner's own thread computes."""
+    """Thread that reconciles after a loss while the learner computes."""
 
     def __init__(self, buffer: RedisLearnerBuffer) -> None:
         self._buffer = buffer

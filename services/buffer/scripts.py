@@ -1,4 +1,4 @@
-"""The buffer's Lua scripts, one atomic command each; the header of each file is its contract."""
+"""Lua scripts of the buffer, one atomic command each; a file's header is its contract."""
 
 import asyncio
 import hashlib
@@ -30,7 +30,6 @@ ERRORS: dict[str, type[MeshError]] = {
     "FOREIGN ": ForeignRunError,
     "RECONCILE ": ReconcileError,
 }
-"""Error code of the scripts -> error."""
 MAX_CALLS_PER_TRIP = 32
 MAX_TRIP_BYTES = 1 << 19
 """Bytes after which a round trip takes no further call."""
@@ -50,7 +49,6 @@ def script_source(name: str) -> str:
 
 @cache
 def script_digest(name: str) -> str:
-    """Return the SHA-1 for EVALSHA."""
     return hashlib.sha1(script_source(name).encode(), usedforsecurity=False).hexdigest()
 
 
@@ -83,7 +81,7 @@ def _translate(error: Exception) -> MeshError:
 
 
 class BufferKeys:
-    """Key names of a run's buffer; see prelude.lua."""
+    """Key names; see prelude.lua."""
 
     def __init__(self, run_id: str) -> None:
         run = RunKeys(run_id)
@@ -107,23 +105,21 @@ class BufferKeys:
 
 
 class BufferScripts:
-    """Blocking calls of scripts."""
-
     def __init__(self, redis: Redis, run_id: str) -> None:
         self._keys = BufferKeys(run_id).script_keys
         self._script = cache(lambda name: redis.register_script(script_source(name)))
 
     def __call__(self, name: str, *args: Argument, incarnation: str = ANY) -> Any:
-        """Run a script. incarnation: known to the caller; the run's owner and readers carry `ANY`.
+        """Run a script; raises as `translate_errors`.
 
-        Raises as `translate_errors`.
+        incarnation: known to the caller; `ANY` for the run's owner and readers.
         """
         with translate_errors():
             return self._script(name)(keys=self._keys, args=[*args, incarnation])
 
 
 class AsyncBufferScripts:
-    """Async calls of scripts; concurrent ones share a round trip."""
+    """Async `BufferScripts`; concurrent calls share a round trip."""
 
     def __init__(self, redis: AsyncRedis, run_id: str, *, max_round_trips: int = MAX_ROUND_TRIPS) -> None:
         self._redis = redis
@@ -133,7 +129,6 @@ class AsyncBufferScripts:
         self._senders: set[asyncio.Task[None]] = set()
 
     async def __call__(self, name: str, *args: Argument, incarnation: str = ANY) -> Any:
-        """Run a script. incarnation: as in `BufferScripts`. Raises as `translate_errors`."""
         return await self._enqueue(_Call(name, args, None, incarnation, asyncio.get_running_loop().create_future()))
 
     async def call_merged(
@@ -147,7 +142,7 @@ class AsyncBufferScripts:
     ) -> Any:
         """Run a script, merged with concurrent calls of equal `name`, `shared` and `incarnation`.
 
-        The script maps a msgpack list of items to one of results. size: bytes of `item`. Raises as `translate_errors`.
+        The script maps a msgpack list of items to one of results. size: bytes of `item`.
         """
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         return await self._enqueue(_Call(name, shared, item, incarnation, answer, size))
@@ -241,8 +236,6 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Command:
-    """One command for one call or several merged ones."""
-
     calls: list[_Call]
 
     @property
@@ -268,7 +261,6 @@ class _Command:
 
 
 def _merge_calls(calls: Iterable[_Call]) -> list[_Command]:
-    """Merge consecutive compatible calls."""
     commands: list[_Command] = []
     for call in calls:
         if commands and call.can_merge_with(commands[-1].calls[0]):

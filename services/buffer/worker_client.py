@@ -1,7 +1,7 @@
-"""The env workers' buffer client.
+"""Env workers' buffer client.
 
-Commands may be repeated: claims carry a nonce, submits are idempotent by member, cancellations derive from the claims.
-Each carries the incarnation of the run's data; when that has changed, the client joins the new one first (join.lua).
+Commands are repeatable: claims carry a nonce, submits are idempotent by member, cancellations derive from claims. Each
+carries the data's incarnation; after a change, the client first joins the new one (join.lua).
 """
 
 import asyncio
@@ -29,19 +29,17 @@ MAX_REASON_CHARS = 64
 
 
 def unit_name(kind: EpisodeKind, group_id: str, number: int) -> str:
-    """Return the scripts' name of a group or evaluation."""
     return f"t:{number}" if kind is EpisodeKind.TRAIN else f"e:{group_id}"
 
 
 class AsyncRolloutBuffer:
-    """`RolloutBuffer` on Redis, one object per worker process: a second one replaces the first of the same worker id
-    and has its episodes reassigned.
+    """`RolloutBuffer` on Redis, one per worker process: a second one of the same worker id reassigns the first's
+    episodes.
 
     Methods raise RetryableError while Redis does not answer (repeatable).
     """
 
     def __init__(self, redis: AsyncRedis, run_id: str, run_uid: str = "") -> None:
-        """run_uid: unique id of the run, from its record."""
         self._redis = redis
         self._run_uid = run_uid
         self._run_id = run_id
@@ -112,7 +110,7 @@ class AsyncRolloutBuffer:
             submitting.pop(token, None)
 
     async def fail(self, worker_id: str, task: EpisodeTask, reason: str) -> None:
-        """Report a failed episode; `reason` is a short name to count by (`step_timeout`)."""
+        """Report a failure, counted by `reason` (`step_timeout`)."""
         unit = unit_name(task.kind, task.group_id, task.number)
         reason = reason[:MAX_REASON_CHARS] or "unknown"
         await self._call(worker_id, "fail", worker_id, unit, task.index, task.attempt, reason)
@@ -131,7 +129,7 @@ class AsyncRolloutBuffer:
         return await self._joined(worker_id, lambda incarnation: self._run(name, *args, incarnation=incarnation))
 
     async def _joined(self, worker_id: str, call: Callable[[str], Awaitable[Any]]) -> Any:
-        """Call with the incarnation, after joining the one that replaced it. Raises ReconcileError until it can be."""
+        """Call with the incarnation, after joining a new one; raises ReconcileError until possible."""
         while True:
             known = self._incarnation or await self._join(worker_id, "")
             try:

@@ -1,8 +1,7 @@
-"""Chat template as token pieces, for policies that answer an env without rendering each turn; external agents use
-`template.ChatTemplate`.
+"""Chat template as token pieces, for policies that answer an env; external agents use `template.ChatTemplate`.
 
-Invariant: first prompt + answer + piece + answer + ... equals the template's tokens of the conversation, if the
-template is append-only (determined at load, as is whether it keeps thoughts).
+Invariant: first prompt + answer + piece + answer + ... equals the template's tokens, if the template is append-only
+(determined at load, as is whether it keeps thoughts).
 """
 
 from collections.abc import Callable, Sequence
@@ -27,23 +26,18 @@ FunctionTemplate = Callable[[str | None], ChatTemplate]
 """tool_call_parser -> template for function calls."""
 
 MARKS = tuple(f"offbeat{i}mark{i}" for i in range(6))
-"""Content markers for the analysis."""
 MAX_CACHED_TEXTS = 2_048
 MAX_CACHED_CHARS = 512
-"""Longest cached text; longer ones rarely repeat."""
+"""Longer texts rarely repeat."""
 
 
 class _Pieces(NamedTuple):
-    """Template text around contents."""
-
     head: str
     between: str
     tail: str
 
 
 class ChatFormat:
-    """Converts observations to tokens and tokens to answers without rendering."""
-
     def __init__(
         self,
         render: Render,
@@ -55,9 +49,9 @@ class ChatFormat:
     ) -> None:
         """Analyze and check the template.
 
-        extra_stop_ids: besides the template's; reader: creates the image reader, None without images; template: creates
-        the renderer for templates that rewrite history, None rejects these; calling: creates the renderer of function
-        calls, None supports none.
+        extra_stop_ids: besides the template's; reader: creates the image reader, None without images; template: creates the
+        renderer for templates that rewrite history, None rejects these; calling: creates that of function calls, None
+        supports none.
 
         Raises:
             RolloutError: no special token ends an answer, or the template is unusable.
@@ -73,9 +67,9 @@ class ChatFormat:
             self._first[True] = _split_first(render, MARKS[0])
         self._next: _Pieces | None = None
         self.rewriting: ChatTemplate | None = None
-        """Conversation renderer, for templates that rewrite earlier turns."""
+        """Renderer, for templates that rewrite earlier turns."""
         self.rewrites = ""
-        """Description of what the template rewrites; empty if append-only."""
+        """What the template rewrites; empty if append-only."""
         try:
             self._next = _analyze_later_turns(render)
         except NotAppendOnlyError as error:
@@ -91,11 +85,7 @@ class ChatFormat:
 
     @cached_property
     def image_tokens(self) -> ImageTokens:
-        """Image support.
-
-        Raises:
-            RolloutError: the model reads no images, or its template writes none.
-        """
+        """Image support; raises RolloutError if the model or template has none."""
         if self._reader is None:
             raise RolloutError("images need a model folder with an image processor, and none is given")
         return ImageTokens(_image_placeholder(self._render), self._reader())
@@ -104,7 +94,7 @@ class ChatFormat:
         """Return the renderer of function calls; thread-safe, loaded once.
 
         Raises:
-            RolloutError: as `offbeat.services.chat.tool_templates.load_function_template`.
+            RolloutError: as `load_function_template`.
         """
         if self._calling is None:
             raise RolloutError("this chat format offers no functions")
@@ -139,11 +129,10 @@ class ChatFormat:
         return self._decode(token_ids) if len(token_ids) <= MAX_CACHED_CHARS else self._decode_now(token_ids)
 
     def token_text(self, token_id: int) -> str:
-        """Decode one token, special ones by name."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Encode a rendered text with its special tokens; adds none."""
+        """Encode a rendered text, adding no special tokens."""
         return self._encode(text) if len(text) <= MAX_CACHED_CHARS else self._encode_now(text)
 
     def _content(self, text: str) -> str:
@@ -203,7 +192,6 @@ def _turns(contents: Sequence[str], system: str | None = None) -> list[ChatMessa
 
 
 def _strips_content(render: Render) -> bool:
-    """Return whether contents are stripped. Raises RolloutError if roles differ."""
     padded = [f" {mark} " for mark in MARKS]
     text = render(_turns(padded[1:4], padded[0] if _supports_system(render) else None), True)
     preserved = [padded[i] in text for i in range(4) if MARKS[i] in text and i != 2]
@@ -237,14 +225,13 @@ def _image_placeholder(render: Render) -> str:
 
 
 def _split_first(render: Render, system: str | None) -> _Pieces:
-    """Split around the system message and first observation."""
     text, user = render(_turns(MARKS[1:2], system), True), MARKS[1]
     head, rest = ("", text) if system is None else _split(text, system)
     return _Pieces(head, *_split(rest, user))
 
 
 def _split_next(render: Render, system: str | None) -> _Pieces:
-    """Split around a later observation; verify that turns are equal."""
+    """Verify that turns are equal."""
     user, answer, reply, second_answer, second_reply = MARKS[1:]
     short = render(_turns((user,), system), True)
     long = render(_turns((user, answer, reply), system), True)
@@ -259,7 +246,7 @@ def _split_next(render: Render, system: str | None) -> _Pieces:
 
 
 def _analyze_later_turns(render: Render) -> _Pieces:
-    """Split around later observations. Raises NotAppendOnlyError if earlier turns change."""
+    """Split around later observations, if earlier turns persist."""
     pieces = _split_next(render, None)
     if _supports_system(render) and (with_system := _split_next(render, MARKS[0])) != pieces:
         raise _not_append_only(str(pieces), str(with_system))
@@ -294,7 +281,6 @@ def _not_append_only(expected: str, actual: str) -> NotAppendOnlyError:
 
 
 def _check_tokens(chat: ChatFormat, render: Render) -> None:
-    """Verify that encoded pieces equal the encoded whole."""
     observations = ("P _\n_ G", "0 1 Left _", "You see: 3 apples.\n\nGo on?")
     first = chat.first_prompt("", observations[0])
     short = render(_turns((*observations[:1], "Down", *observations[1:2])), True)

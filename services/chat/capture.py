@@ -1,6 +1,6 @@
 """Conversion of a call tree to trajectory segments.
 
-Invariants: each delivered sampled token is trained in exactly one segment, and is context in others; segments equal the
+Invariants: each delivered sampled token is trained in exactly one segment, and context in others; segments equal the
 engine's input and output, token by token; undelivered completions are never trained.
 """
 
@@ -24,8 +24,6 @@ class Reward(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """Trained part of an episode."""
-
     segments: tuple[Segment, ...]
     turns: tuple[Turn, ...]
     """Trained answers, in sampling order."""
@@ -38,8 +36,8 @@ class Captured:
 def capture(tree: TokenTree, rewards: Sequence[Reward] = ()) -> Captured:
     """Cut the tree into a segment per branch.
 
-    A reward belongs to the last trained answer before it, or else the first one; without any, rewards are lost, which
-    the caller must check.
+    A reward belongs to the last trained answer before it, else the first; without any it is lost, which the caller must
+    check.
     """
     nodes = tree.nodes
     parents = {node.prompt.parent for node in nodes if node.delivered}
@@ -69,7 +67,7 @@ def capture(tree: TokenTree, rewards: Sequence[Reward] = ()) -> Captured:
 
 
 def _segment(tree: TokenTree, leaf: int, own: Sequence[int]) -> Segment:
-    """Return a leaf's sequence; the answers `own` are trained."""
+    """Train the answers `own`."""
     tokens = np.array(tree.nodes[leaf].tokens, dtype=np.int32)
     mask = np.zeros(len(tokens), dtype=np.bool_)
     logprobs = np.zeros(len(tokens), dtype=np.float32)

@@ -8,19 +8,17 @@ from offbeat.services.messages.types import PromptImage
 
 
 class ImageReader(Protocol):
-    """Counts image tokens (`vision.ImageProcessor`)."""
+    """Interface of `vision.ImageProcessor`."""
 
     image_token_id: int
 
     def count(self, png: bytes, /) -> int:
-        """Return an image's token count. Raises ValueError if unreadable."""
+        """Count tokens; raise ValueError if unreadable."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """Expands image placeholders to image tokens."""
-
     mark: str
     """Placeholder in a message."""
     reader: ImageReader

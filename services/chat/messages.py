@@ -1,7 +1,7 @@
 """API-independent chat messages.
 
-Invariant: equality of assistant messages ignores surrounding whitespace and JSON spacing of tool calls, which agents
-and frameworks change.
+Invariant: equality of assistant messages ignores surrounding whitespace and JSON spacing of tool calls, as agents
+change them.
 """
 
 import json
@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One function call."""
-
     name: str
     arguments: str
     """JSON, keys sorted, without spaces."""
@@ -24,8 +22,6 @@ class ToolCall:
 
 
 class CallStyle(NamedTuple):
-    """Form of tool calls in a template."""
-
     text_arguments: bool = False
     """Arguments as JSON text, not an object."""
     no_content: bool = False
@@ -45,11 +41,10 @@ class ChatMessage:
     """`reasoning_content`, for templates that render it."""
 
     def is_same_answer(self, other: "ChatMessage") -> bool:
-        """Return whether a returned assistant message equals a sent one."""
         return self.content.strip() == other.content.strip() and self.tool_calls == other.tool_calls
 
     def with_call_ids(self, number: int) -> "ChatMessage":
-        """Set call ids of the answer's number and position: nine letters and digits, for Mistral's templates."""
+        """Set call ids by the answer's number and position: nine letters and digits, for Mistral's templates."""
         calls = (replace(call, call_id=f"c{number:04d}{i:04d}") for i, call in enumerate(self.tool_calls))
         return replace(self, tool_calls=tuple(calls))
 

@@ -1,7 +1,6 @@
 """Chat template of arbitrary conversations, with roles, tools and tool results.
 
-For external agents: `token_tree` detects call by call whether the template is append-only. Other episodes use
-`append_only.ChatFormat`.
+For external agents: `token_tree` detects per call whether it is append-only. Others use `append_only.ChatFormat`.
 """
 
 import json
@@ -31,9 +30,8 @@ RenderAny = Callable[[Sequence[dict[str, Any]], Sequence[Any], bool], str]
 
 MAX_CACHED_TEXTS = 4_096
 MAX_CACHED_CHARS = 512
-"""Longest cached text; longer ones rarely repeat."""
+"""Longer texts rarely repeat."""
 NAME, KEY, VALUE = "offbeatname", "offbeatkey", "offbeatvalue"
-"""Markers of a call for the analysis."""
 
 
 class UnusableError(Exception):
@@ -50,8 +48,6 @@ class ToolFormat(NamedTuple):
 
 
 class ChatTemplate:
-    """Renders conversations, parses answers."""
-
     def __init__(
         self,
         render: RenderAny,
@@ -101,7 +97,6 @@ class ChatTemplate:
         return self._tokenizer.decode(words, skip_special_tokens=False)
 
     def token_text(self, token_id: int) -> str:
-        """Decode one token, special ones by name."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def message_of(self, text: str, *, tools: Tools) -> ChatMessage:
@@ -115,7 +110,7 @@ class ChatTemplate:
         return ChatMessage("assistant", words.strip(), calls) if calls else ChatMessage("assistant", text)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Encode a rendered text with its special tokens; adds none."""
+        """Encode a rendered text, adding no special tokens."""
         return self._encode(text) if len(text) <= MAX_CACHED_CHARS else self._encode_now(text)
 
     def _encode_now(self, text: str) -> tuple[int, ...]:
@@ -123,10 +118,12 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: Path, parser_for: Callable[[Any], CallParser] | None = None) -> ChatTemplate:
-    """Load a Hugging Face folder's template; parser_for: creates the call parser (`tool_parsers`).
+    """Load a Hugging Face folder's template.
+
+    parser_for: creates the call parser (`tool_parsers`).
 
     Raises:
-        RolloutError: no tokenizer or chat template, or an undetermined end of answers.
+        RolloutError: no tokenizer or chat template, or an unknown end of answers.
     """
     tokenizer = load_tokenizer(folder)
     if tokenizer.chat_template is None:
@@ -182,7 +179,6 @@ def _call_style(render: RenderAny) -> CallStyle:
 
 
 def _tool_format(render: RenderAny, tokenizer: Tokenizer, end_text: str, style: CallStyle) -> ToolFormat | None:
-    """Return the JSON format of calls, if any."""
     try:
         before = render([USER], [OFFERED], True)
         after = render([USER, CALLING.for_template(style)], [OFFERED], False)
@@ -215,13 +211,11 @@ def _common_suffix(one: str, other: str) -> str:
 
 
 def _survives_decoding(tokenizer: Tokenizer, mark: str) -> bool:
-    """Return whether decoding without special tokens keeps a marker."""
     ids = tokenizer.encode(mark, add_special_tokens=False).ids
     return tokenizer.decode(ids, skip_special_tokens=True).strip() == mark
 
 
 def _extract_calls(text: str, tools: ToolFormat) -> tuple[str, tuple[ToolCall, ...]]:
-    """Return (remaining text, calls)."""
     words: list[str] = []
     calls: list[ToolCall] = []
     position = 0

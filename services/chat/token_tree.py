@@ -1,7 +1,7 @@
-"""An episode's calls as a tree of token sequences.
+"""An episode's calls as a tree of token sequences; a node is a completion with its prompt.
 
-A node is a completion with its prompt. A call that renders to a node's text plus a suffix continues it: the node's own
-tokens are sent, and only the suffix is encoded. Any other call starts a sequence.
+A call rendered as a node's text plus a suffix continues it: the node's tokens are sent, and only the suffix is
+encoded. Other calls start sequences.
 
 Invariants: nodes record what was sent and sampled, token by token; sampled tokens are never re-encoded; a node's tokens
 start with its parent's.
@@ -15,7 +15,6 @@ from offbeat.services.chat.template import ChatTemplate
 from offbeat.services.messages.types import Completion, FinishReason
 
 ROOT = -1
-"""Parent of roots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,41 +22,35 @@ class Prompt:
     tokens: tuple[int, ...]
     parent: int = ROOT
     text: str = ""
-    """Rendered prompt, or without a template the agent's text."""
+    """Rendered prompt, or the agent's text."""
     unverified: int = 0
-    """Assistant messages not known to be sampled: context, never trained."""
+    """Assistant messages not known to be sampled, never trained."""
     is_chat: bool = True
     anchor: str = ""
-    """State that is answered, if known."""
+    """Answered state, if known."""
 
 
 @dataclass(slots=True)
 class Node:
-    """One answer."""
-
     prompt: Prompt
     message: ChatMessage
     completion: Completion
     num_kept: int
-    """Completion tokens that count: all, or up to the stop word's end."""
+    """Completion tokens that count: all, or to the stop word's end."""
     delivered: bool = False
     """Whether the agent is known to have it."""
 
     @property
     def is_truncated(self) -> bool:
-        """True if the answer reached its token limit."""
         return self.completion.finish_reason is FinishReason.LENGTH
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Prompt and answer."""
         return self.prompt.tokens + self.completion.token_ids[: self.num_kept]
 
 
 @dataclass(slots=True)
 class TokenTree:
-    """Plans prompts and records completions."""
-
     template: ChatTemplate
     nodes: list[Node] = field(default_factory=list[Node])
     _by_text: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
@@ -66,7 +59,7 @@ class TokenTree:
         """Return a conversation's prompt.
 
         Raises:
-            UnusableError: it can't be rendered.
+            UnusableError: rendering failed.
         """
         full_text = self.template.render(messages, tools, prompt=True)
         anchor = messages[-1].content if messages else ""
@@ -80,7 +73,7 @@ class TokenTree:
         return Prompt(self.template.encode(full_text), ROOT, full_text, len(answer_indexes), anchor=anchor)
 
     def plan_text(self, text: str) -> Prompt:
-        """Return a text call's prompt, which continues the longest known text."""
+        """Return a prompt that continues the longest known text."""
         best, known = ROOT, ""
         for number, node in enumerate(self.nodes):
             text_so_far = node.prompt.text + self._plain_text(node)
@@ -91,13 +84,13 @@ class TokenTree:
         return Prompt(before + self.template.encode(new), best, text, is_chat=False, anchor=new)
 
     def plan_tokens(self, tokens: tuple[int, ...]) -> Prompt:
-        """Return a token-id call's prompt, which continues its longest known prefix."""
+        """Return a prompt that continues the longest known prefix."""
         fits = [n for n, node in enumerate(self.nodes) if tokens[: len(node.tokens)] == node.tokens]
         parent = max(fits, key=lambda n: len(self.nodes[n].tokens), default=ROOT)
         return Prompt(tokens, parent, is_chat=False)
 
     def record(self, prompt: Prompt, message: ChatMessage, completion: Completion, num_kept: int) -> int:
-        """Record an answer; return its number."""
+        """Return the answer's number."""
         number = len(self.nodes)
         self.nodes.append(Node(prompt, message, completion, num_kept))
         if prompt.is_chat:
@@ -107,7 +100,6 @@ class TokenTree:
         return number
 
     def path(self, number: int) -> Iterator[int]:
-        """Yield a node, then its ancestors."""
         while number != ROOT:
             yield number
             number = self.nodes[number].prompt.parent
@@ -115,7 +107,7 @@ class TokenTree:
     def _find_continuation(
         self, messages: Sequence[ChatMessage], tools: Tools, index: int, full_text: str
     ) -> tuple[int, tuple[int, ...]] | None:
-        """Return the node of the assistant message at `index` and the tokens to send, if continued."""
+        """Return the node of the assistant message at `index`, if continued, and the tokens to send."""
         before = self.template.render(messages[:index], tools, prompt=True)
         candidates = self._by_text.get(before, ())
         same = [n for n in candidates if self.nodes[n].message.is_same_answer(messages[index])]
@@ -145,7 +137,6 @@ class TokenTree:
         return None
 
     def _plain_text(self, node: Node) -> str:
-        """Return an answer's text with its stop token."""
         ids = node.completion.token_ids[: node.num_kept]
         end = self.template.token_text(ids[-1]) if ids[-1] in self.template.stop_ids else ""
         return self.template.text_of(ids) + end

@@ -1,8 +1,5 @@
 # pyright: basic
-"""vLLM's parsers of tool calls.
-
-Invariant: unparsable calls stay text.
-"""
+"""vLLM's parsers of tool calls; unparsable calls stay text."""
 
 import logging
 from collections.abc import Sequence
@@ -21,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def parser_names() -> Sequence[str]:
-    """Return valid names. Imports vLLM (seconds)."""
+    """Import vLLM (seconds)."""
     from vllm.tool_parsers import ToolParserManager
 
     return sorted({*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers})

@@ -1,7 +1,4 @@
-"""Probe function and calls, rendered to analyze a chat template.
-
-Invariant: no parsing, so rendering needs no vLLM.
-"""
+"""Probe function and calls, rendered to analyze a chat template without parsing or vLLM."""
 
 from offbeat.services.chat.messages import (
     ChatMessage,
@@ -32,7 +29,6 @@ ASKED = ChatMessage("user", "offbeatasked")
 
 
 def can_render_results(template: ChatTemplate) -> bool:
-    """Return whether the role `tool` is rendered."""
     result = ChatMessage("tool", "offbeatresult", tool_call_id=CALL.call_id)
     try:
         text = template.write((ASKED, ChatMessage("assistant", "", (CALL,)), result), PROBE, prompt=True)

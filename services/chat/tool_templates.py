@@ -1,6 +1,6 @@
 """Chat templates with vLLM's tool call parsers.
 
-Invariant: a returned template describes functions, and its parser read back its own call.
+Invariant: a template describes functions, and its parser reads its own call.
 """
 
 from collections.abc import Iterator
@@ -55,8 +55,8 @@ CANDIDATES = (
 def load_function_template(folder: Path, tool_call_parser: str | None = None) -> ChatTemplate:
     """Load a Hugging Face folder's template with a call parser.
 
-    tool_call_parser: vLLM's name; None: the detected JSON format, else the first of `CANDIDATES` that reads a call,
-    preferably several per answer.
+    tool_call_parser: vLLM's; None: the detected JSON format, else the first of `CANDIDATES` to read a call, preferably
+    several per answer.
 
     Raises:
         RolloutError: the template describes no functions, writes no calls, or no parser reads them.
@@ -84,7 +84,7 @@ def render_call(template: ChatTemplate, calls: tuple[ToolCall, ...] = (CALL,)) -
     """Render calls of `PROBE` functions.
 
     Raises:
-        RolloutError: functions are not described, or calls not written.
+        RolloutError: functions or calls are not written.
     """
     prompt_text = _render(template, (ASKED,), prompt=True)
     if OFFERED not in prompt_text:
@@ -101,7 +101,6 @@ def render_call(template: ChatTemplate, calls: tuple[ToolCall, ...] = (CALL,)) -
 
 
 def can_parse_own_calls(template: ChatTemplate) -> bool:
-    """Return whether a rendered call is parsed back."""
     return _parse(template, render_call(template)) == (CALL,)
 
 
@@ -115,7 +114,7 @@ def _can_parse_several(template: ChatTemplate) -> bool:
 
 
 def _check_end(template: ChatTemplate, written: str) -> None:
-    """Raise RolloutError if calls and other answers end differently: sampling would not stop."""
+    """Require calls and other answers to end alike, or sampling would not stop."""
     result = ChatMessage("tool" if can_render_results(template) else "user", "offbeatresult", tool_call_id=CALL.call_id)
     full_text = _render(template, (ASKED, ChatMessage("assistant", "", (CALL,)), result), prompt=True)
     _, separator, suffix = full_text.partition(written)
@@ -151,7 +150,7 @@ def _load_with_parser(folder: Path, name: str) -> ChatTemplate:
 
 
 def _parse(template: ChatTemplate, written: str) -> tuple[ToolCall, ...]:
-    """Parse without special tokens, as after sampling, unless a parser needs them."""
+    """Parse as after sampling: without special tokens, unless needed."""
     return template.message_of(template.text_of(template.encode(written)), tools=PROBE).tool_calls
 
 
@@ -163,5 +162,5 @@ def _render(template: ChatTemplate, messages: tuple[ChatMessage, ...], *, prompt
 
 
 def load_playing_format(folder: Path) -> ChatFormat:
-    """Load the chat format with functions. Raises as `load_chat_format`."""
+    """Load as `load_chat_format`."""
     return load_chat_format(folder, partial(load_function_template, folder))

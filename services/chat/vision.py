@@ -1,8 +1,5 @@
 # pyright: basic
-"""Image preprocessing.
-
-Invariant: engine and learner share this code, on NumPy and Pillow alone, so that their pixels are bitwise equal.
-"""
+"""Image preprocessing, on NumPy and Pillow alone; engine and learner share it, so that pixels are bitwise equal."""
 
 import io
 import json
@@ -22,7 +19,7 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 MAX_CACHED_IMAGES = 32
 """Up to 20 MB each."""
 MAX_CACHED_COUNTS = 16_384
-"""Token counts by image digest."""
+"""By image digest."""
 
 
 class Pixels(NamedTuple):
@@ -33,7 +30,6 @@ class Pixels(NamedTuple):
 
 
 def model_family(folder: Path) -> str | None:
-    """Return the `model_type` if supported."""
     try:
         family = json.loads((folder / "config.json").read_text()).get("model_type")
     except (OSError, ValueError):
@@ -42,8 +38,6 @@ def model_family(folder: Path) -> str | None:
 
 
 class ImageProcessor:
-    """A model's image processor."""
-
     def __init__(self, folder: Path) -> None:
         """Raises RolloutError without image support or defined preprocessing."""
         if model_family(folder) is None:
@@ -62,7 +56,7 @@ class ImageProcessor:
         self._counts: dict[bytes, int] = {}
 
     def count(self, png: bytes) -> int:
-        """Return an image's token count. Raises ValueError if unreadable."""
+        """Count tokens; raise ValueError if unreadable."""
         digest = blake2b(png, digest_size=16).digest()
         if digest not in self._counts:
             if len(self._counts) >= MAX_CACHED_COUNTS:
@@ -84,7 +78,7 @@ class ImageProcessor:
 
 
 def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """Encode [height, width, 3] uint8 as PNG. Raises ValueError for other arrays."""
+    """Encode [height, width, 3] uint8. Raises ValueError for other arrays."""
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
         raise ValueError(f"a frame of {pixels.dtype} {pixels.shape}, not of uint8 [height, width, 3]")
     from PIL import Image

@@ -1,6 +1,6 @@
-"""The control service as a Ray Serve application.
+"""Ray Serve application of the control service.
 
-Validation and components of runs are imported by name: no dependency on trainer or CLI.
+Runs' validation and components are imported by name: no dependency on trainer or CLI.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class ControlDeployment:
             _refuse_other_hosts()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Apply `ControlTuning`; Serve calls it at startup, too."""
+        """Apply `ControlTuning`, also at startup."""
         tuning = ControlTuning.model_validate_json(json.dumps(user_config))
         assert self._reconciler is not None
         policy = RestartPolicy(max_restarts=tuning.max_restarts, drain_timeout_s=tuning.drain_timeout_s)
@@ -93,7 +93,7 @@ class ControlDeployment:
 
 
 def _refuse_other_hosts() -> None:
-    """Raise `ControlError` if other machines reach Serve's proxies."""
+    """Raise if other machines reach Serve's proxies."""
     client = _get_global_client()
     host = client.http_config.host if client else LOOPBACK
     if host and host not in LOOPBACK_NAMES:

@@ -1,7 +1,7 @@
-"""Authentication, rate limits and size limits of the API.
+"""Authentication, rate and size limits of the API.
 
-Without tokens, programs on this machine may call, but no web page of another origin. A refused call does no work, and
-uses up no rate but its own kind's.
+Without tokens, local programs may call, but no web page of another origin. A refused call does no work, and counts only
+against its own kind's rate.
 """
 
 import hmac
@@ -42,14 +42,13 @@ LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 OPEN_PATHS = ("/healthz",)
 """Paths without authentication, for health checks."""
 DOCS_PATHS = ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
-"""Paths without a token: a browser can't send one before the page is loaded."""
+"""No token: a browser can't send one before the page loads."""
 
 
 READ_METHODS = ("GET", "HEAD", "OPTIONS")
 CALLS_PER_S, CALL_BURST = 200.0, 1000
-"""Rate limit of each token; without tokens, of all callers together."""
+"""Per token; without tokens, for all callers together."""
 WRONG_TOKENS_PER_S, WRONG_TOKEN_BURST = 1.0, 30
-"""Rate limit of calls with a wrong token."""
 MAX_BODY_BYTES = 1_000_000
 
 
@@ -57,8 +56,6 @@ Refusal = tuple[int, str, str]
 
 
 class AuthMiddleware:
-    """ASGI middleware for authentication, rate limits and the size of bodies."""
-
     def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
         self._app = app
         self._grants = tokens.grants
@@ -112,7 +109,7 @@ def _matches(given: bytes, token: str) -> bool:
 
 
 def _oversized(request: Request) -> Refusal | None:
-    """Refuse a declared length before anything is read, even the token."""
+    """Refuse a declared length before reading anything, even the token."""
     length = request.headers.get("content-length", "")
     return TOO_LARGE if length.isdecimal() and int(length[:20]) > MAX_BODY_BYTES else None
 
@@ -121,7 +118,7 @@ TOO_LARGE: Refusal = (413, "too_large", f"a body has at most {MAX_BODY_BYTES:,} 
 
 
 def _limited(receive: Receive, send: Send) -> tuple[Receive, Send]:
-    """Count a body's bytes while it arrives: one sent in chunks declares no length."""
+    """Count bytes on arrival: a chunked body declares no length."""
     received, responded = 0, False
 
     async def receive_limited() -> Message:
@@ -143,7 +140,7 @@ def _limited(receive: Receive, send: Send) -> tuple[Receive, Send]:
 
 
 def _is_from_this_host(request: Request) -> bool:
-    """Return False for a web page of another origin, also of this host's other ports or by DNS rebinding."""
+    """Return False for web pages of other origins, including this host's other ports and DNS rebinding."""
     address = request.headers.get("host", "")
     if _host(f"//{address}") not in LOOPBACK_NAMES:
         return False

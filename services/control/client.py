@@ -25,8 +25,6 @@ from offbeat.services.errors import ControlError, RetryableError
 
 @dataclass(frozen=True, slots=True)
 class StreamEvent:
-    """Server-sent event."""
-
     id: str
     event: str
     data: str
@@ -49,10 +47,10 @@ async def messages(lines: AsyncIterator[str]) -> AsyncIterator[StreamEvent]:
 
 JSON = {"Content-Type": "application/json"}
 VALIDATION_TIMEOUT_S = 150.0
-"""Timeout of a validation, which makes and resets the user's envs; exceeds the service's own limit."""
+"""Exceeds the service's own limit; a validation makes and resets the user's envs."""
 RECONNECT_INTERVAL_S = 1.0
 STREAM_TIMEOUT_S = 30.0
-"""Read timeout of an event stream; keep-alives come every 15 s."""
+"""Keep-alives come every 15 s."""
 
 
 class ControlRefusedError(ControlError):
@@ -64,10 +62,7 @@ class ControlRefusedError(ControlError):
 
 
 class ControlClient:
-    """REST client.
-
-    Methods raise `ControlRefusedError` on a 4xx, and `RetryableError` on an outage or a 5xx.
-    """
+    """REST client; raises `ControlRefusedError` on a 4xx, `RetryableError` on an outage or a 5xx."""
 
     def __init__(
         self,
@@ -93,7 +88,6 @@ class ControlClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
     async def create(self, config: str) -> RunView:
@@ -101,7 +95,6 @@ class ControlClient:
         return RunView.model_validate(await self._submit(config))
 
     async def validate(self, config: str) -> None:
-        """Validate a JSON configuration."""
         await self._submit(config, dry_run="true")
 
     async def _submit(self, config: str, **params: str) -> Any:
@@ -120,7 +113,6 @@ class ControlClient:
         return RunView.model_validate(await self._call("GET", f"/runs/{run_id}"))
 
     async def stop(self, run_id: str, *, now: bool = False) -> RunView:
-        """Stop a run, gracefully or now."""
         params = {"now": "true" if now else "false"}
         return RunView.model_validate(await self._call("POST", f"/runs/{run_id}/stop", params=params))
 
@@ -128,7 +120,6 @@ class ControlClient:
         return RunView.model_validate(await self._call("POST", f"/runs/{run_id}/pause"))
 
     async def resume(self, run_id: str) -> RunView:
-        """Resume a paused run."""
         return RunView.model_validate(await self._call("POST", f"/runs/{run_id}/resume"))
 
     async def change(self, run_id: str, values: Mapping[str, float]) -> RunView:
@@ -136,20 +127,16 @@ class ControlClient:
         return RunView.model_validate(await self._call("PATCH", f"/runs/{run_id}", json=dict(values)))
 
     async def why(self, run_id: str) -> WhyView:
-        """Explain the run's wait."""
         return WhyView.model_validate(await self._call("GET", f"/runs/{run_id}/why"))
 
     async def quarantine(self, run_id: str) -> QuarantineView:
-        """Return undecodable trajectories."""
         return QuarantineView.model_validate(await self._call("GET", f"/runs/{run_id}/quarantine"))
 
     async def delete(self, run_id: str, *, files: bool = False) -> DeletedView:
-        """Delete an ended run."""
         params = {"files": "true" if files else "false"}
         return DeletedView.model_validate(await self._call("DELETE", f"/runs/{run_id}", params=params))
 
     async def metrics(self, run_id: str, after: str = "0", limit: int = 1000) -> MetricsView:
-        """Return metric records after `after`."""
         params = {"after": after, "limit": str(limit)}
         return MetricsView.model_validate(await self._call("GET", f"/runs/{run_id}/metrics", params=params))
 
@@ -164,8 +151,8 @@ class ControlClient:
     ) -> AsyncIterator[StreamEvent]:
         """Yield events until the run is over, resuming broken streams.
 
-        patience_s: outage after which `RetryableError` is raised; parting_s: outage after which a draining run counts
-        as over, as `offbeat train` ends the service with its run.
+        patience_s: outage before `RetryableError`; parting_s: outage after which a draining run counts as over, as
+        `offbeat train` ends the service with its run.
         """
         clock = asyncio.get_running_loop().time
         heard_at, last_id, ending = clock(), "", False

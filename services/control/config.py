@@ -20,7 +20,7 @@ class RightsConfig(Config):
     """Folders and URLs below which they may write; None: any."""
 
     def to_rights(self, base: Path | None = None) -> Rights:
-        """Convert to `Rights`, local roots made absolute from `base` (None: the current folder)."""
+        """Convert to `Rights`; local roots become absolute from `base` (None: current folder)."""
         folder = base or Path.cwd()
         roots = self.output_roots
         absolute = None if roots is None else tuple(r if "://" in r else str(folder / r) for r in roots)
@@ -67,8 +67,7 @@ class ControlConfig(RightsConfig):
     read_token: str | None = None
     """Second token, for read access."""
     tokens: tuple[TokenConfig, ...] = ()
-    """More tokens, each with its own rights, beside `token`; `allow_modules` and `output_roots` above are those of
-    `token`."""
+    """Further tokens, each with its own rights; `allow_modules` and `output_roots` above belong to `token`."""
     learner: Literal["managed", "external"] = "managed"
     """`managed`: the mesh starts and replaces the learner; `external`: it waits for `offbeat learner attach`."""
     standby_learner: bool = False

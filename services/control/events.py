@@ -1,6 +1,6 @@
 """Resumable event stream of a run.
 
-A reconnected watcher gets every retained event after its last id once. Idle watchers hold no Redis connection.
+A reconnected watcher gets each retained event after its last id once; idle ones hold no Redis connection.
 """
 
 import asyncio
@@ -71,8 +71,6 @@ class Event:
 
 
 class Feed:
-    """Events of one run."""
-
     def __init__(
         self,
         redis: Redis,
@@ -90,7 +88,6 @@ class Feed:
         self._shown_at = float("-inf")
 
     async def newest(self) -> Position:
-        """Return the position after all events."""
         ids: dict[str, str] = {}
         for name, key in self._streams.items():
             entries = await self._redis.xrevrange(key, count=1)

@@ -1,6 +1,5 @@
-"""Explanation of a run's wait: a chain from the learner to the busy component.
-
-Links are current reports; unknown states are reported as unknown.
+"""Explanation of a run's wait: a chain of current reports from the learner to the busy component; unknown states stay
+unknown.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,13 +14,10 @@ from offbeat.services.control.run import LearnerReport, RunRecord, RunState
 from offbeat.services.weights.replica_reports import ReplicaReport
 
 MAX_REPORT_AGE_S = 5.0
-"""Age from which a report is ignored."""
 UNATTENDED_AFTER_S = 15.0
-"""Age of the last reconciliation from which a run is unattended."""
+"""Age of the last reconciliation."""
 MIN_REPORTED_WAIT_S = 0.05
-"""Shortest wait whose duration is reported."""
 SLOW_FETCH_AFTER_S = 30.0
-"""Duration from which any weight fetch is reported."""
 EVALUATING = "evaluating"
 
 
@@ -30,8 +26,7 @@ class Cause:
     """Component and what it waits for."""
 
     component: str
-    """`learner`, `group 41`, `episodes`, `env workers`, `generation`, `env`, `agent`, `run`, `redis`, or a component's
-    name.
+    """`learner`, `group 41`, `episodes`, `env workers`, `generation`, `env`, `agent`, `run`, `redis`, or a component.
     """
     state: str
     """One word: `waits`, `trains`, `loads`, `samples`, `absent`, ..."""
@@ -40,13 +35,12 @@ class Cause:
     waits_for: str | None = None
     """Next link; None if busy."""
     since_s: float | None = None
-    """Duration, if known."""
     detail: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
 class RunSnapshot:
-    """State that the chain is built from."""
+    """Input of `chain`."""
 
     now: float
     record: RunRecord
@@ -77,7 +71,7 @@ def chain(snapshot: RunSnapshot) -> list[Cause]:
 
 
 def _failing(snapshot: RunSnapshot) -> list[Cause]:
-    """Report episodes that fail often; they are repeated, so that only those which pass are trained."""
+    """Report episodes that often fail: as they are retried, only passing ones are trained."""
     failing = FailingEpisodes.of(snapshot.workers.values(), since=snapshot.record.started_at)
     if snapshot.record.state.is_terminal or not failing.many_fail:
         return []
@@ -86,7 +80,7 @@ def _failing(snapshot: RunSnapshot) -> list[Cause]:
 
 
 def _failed(snapshot: RunSnapshot) -> list[Cause]:
-    """Report groups that failed at every attempt: the survivors are a biased sample."""
+    """Report failed groups: the survivors are a biased sample."""
     counters = snapshot.buffer.counters
     if snapshot.record.state.is_terminal or not counters.failed:
         return []
@@ -94,7 +88,7 @@ def _failed(snapshot: RunSnapshot) -> list[Cause]:
 
 
 def _refused(snapshot: RunSnapshot) -> list[Cause]:
-    """Report refused writes first, as they outdate other reports."""
+    """Report refused writes first: they outdate other reports."""
     if not snapshot.redis_trouble or snapshot.record.state.is_terminal:
         return []
     text = f"{snapshot.redis_trouble}: everything waits for it and resumes on its own; what follows was reported before"
@@ -134,7 +128,6 @@ def _chain(snapshot: RunSnapshot) -> list[Cause]:
 
 
 def sentence(links: Sequence[Cause]) -> str:
-    """Join the chain into one sentence."""
     clauses = "; ".join(link.text for link in links)
     return f"{clauses[:1].upper()}{clauses[1:]}."
 
@@ -313,7 +306,6 @@ def _group(snapshot: RunSnapshot, group: GroupProgress) -> list[Cause]:
 def _episodes(
     snapshot: RunSnapshot, waits: Mapping[str, tuple[int, float]], longest: str | None, still: int
 ) -> list[Cause]:
-    """Explain by the longest wait of the `still` running episodes."""
     if longest is None:
         silent = [worker for worker in snapshot.buffer.workers if worker.silent_s > MAX_REPORT_AGE_S]
         about = (

@@ -11,16 +11,15 @@ POLICY_CAUSED = {
     "agent_timeout": "on_agent_error",
     "agent_crashed": "on_agent_error",
 }
-"""Reasons that a policy's answers may cause, and the key of `custom_envs` that trains them."""
+"""Reasons caused by a policy's answers, and `custom_envs` keys that train them."""
 
 
 def describe_failed(failed: Mapping[str, int]) -> str:
-    """Return the number of failed groups, with their reasons."""
     return f"{sum(failed.values())} ({', '.join(f'{reason} {count}' for reason, count in failed.items())})"
 
 
 def advise_failed(failed: Mapping[str, int]) -> str:
-    """Return a clause on groups that failed at every attempt, and the keys to set."""
+    """Return a clause with the keys to set."""
     keys = sorted({key for reason in failed if (key := POLICY_CAUSED.get(reason))})
     advice = f"; if the policy's answers cause it, set {' and '.join(keys)} of the tag, so that it learns from them"
     cause = "an episode of each failed at every attempt with its seed, so none is trained"

@@ -27,7 +27,7 @@ class FailingEpisodes:
 
     @classmethod
     def of(cls, reports: Iterable[Mapping[str, Any]], since: float) -> "FailingEpisodes":
-        """Sum the reports made since a Unix time."""
+        """Sum reports made since a Unix time."""
         outcomes = [report["episodes"] for report in reports if "episodes" in report and report["at"] >= since]
         if not outcomes:
             return cls()
@@ -46,7 +46,6 @@ class FailingEpisodes:
         return self.recent >= MIN_RECENT and self.recent_failed > MAX_FAILED_SHARE * self.recent
 
     def describe_all(self) -> str:
-        """Describe an env or agent that never works, with its traceback."""
         return (
             f"all of the first {self.failed} episodes failed: {self.error}\n"
             f"Fix custom_envs.{self.tag}; `offbeat env check` and `offbeat play` try it without a run.\n\n{self.trace}"

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 MAX_PROBLEMS = 100
 MAX_TEXT_CHARS = 10_000
-"""Longest text of an error: some quote a value."""
+"""Some errors quote a value."""
 STATUS_DESCRIPTIONS = {
     400: "The body is malformed.",
     401: "The bearer token is missing or wrong.",
@@ -76,7 +76,7 @@ def error_response(
 ) -> JSONResponse:
     """Build an error response; lone surrogates become `?`.
 
-    close: end the connection instead of reading what is left of the request.
+    close: end the connection without reading the rest of the request.
     """
     shown = [_clean(problem) for problem in problems[:MAX_PROBLEMS]]
     if (more := len(problems) - MAX_PROBLEMS) > 0:
@@ -99,8 +99,6 @@ def _clean(problem: ProblemView) -> ProblemView:
 
 
 def answer_errors(api: FastAPI) -> None:
-    """Install the exception handlers."""
-
     @api.exception_handler(InvalidRunError)
     async def invalid(_: Request, error: InvalidRunError) -> Response:
         return error_response(422, "invalid_config", "the configuration was refused", error.problems)

@@ -10,15 +10,13 @@ from offbeat.services.live_settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Paths that were removed, and that were left because the run did not write them."""
+    """Removed paths, and those left because the run did not write them."""
 
     removed: list[str]
     left: list[str]
 
 
 class Health(StrEnum):
-    """Health of a component."""
-
     ABSENT = "absent"
     """Never started, or stopped on purpose."""
     STARTING = "starting"
@@ -33,8 +31,6 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Observed state of a component."""
-
     health: Health
     detail: str = ""
     """Clause: `exit code 1`, `waits for version 0`."""
@@ -45,13 +41,11 @@ class Observation:
 
 
 class Component(Protocol):
-    """Component of a run."""
-
     @property
     def name(self) -> str: ...
 
     async def ensure(self) -> None:
-        """Start the component unless it is running, without waiting until it is ready; idempotent."""
+        """Start unless running, without waiting for readiness; idempotent."""
         ...
 
     async def stop(self, *, now: bool) -> None:
@@ -64,8 +58,6 @@ class Component(Protocol):
 
 
 class RunMesh(Protocol):
-    """Components of one run."""
-
     @property
     def components(self) -> Sequence[Component]:
         """Return the components in stop order."""
@@ -76,9 +68,7 @@ class RunMesh(Protocol):
         ...
 
     async def apply_settings(self, settings: Settings, *, paused: bool) -> None:
-        """Set the numbers of workers and replicas that `ensure` and `observe` use, and admit episodes unless `paused`;
-        idempotent.
-        """
+        """Set the process numbers for `ensure` and `observe`, and admit episodes unless `paused`; idempotent."""
         ...
 
     async def drain(self) -> None:
@@ -86,5 +76,5 @@ class RunMesh(Protocol):
         ...
 
     async def clean_up(self) -> None:
-        """Free resources that outlive the components (weights in shared memory)."""
+        """Free what outlives the components (weights in shared memory)."""
         ...

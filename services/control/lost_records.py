@@ -1,4 +1,4 @@
-"""Records of active runs that a Redis has lost, written again by the reconciler that attends them."""
+"""Restoration of active runs' records that Redis has lost, by their reconciler."""
 
 import logging
 from collections.abc import Sequence
@@ -20,20 +20,17 @@ Claims = dict[str, list[str]]
 
 
 class LostRecords:
-    """Active runs and their claims, as last seen."""
-
     def __init__(self, store: RunStore) -> None:
         self._redis = store.redis
         self._known: dict[str, tuple[RunRecord, Claims]] = {}
 
     async def note(self, record: RunRecord) -> None:
-        """Remember an active run."""
         known = self._known.get(record.run_id)
         same = known is not None and known[0].started_at == record.started_at
         self._known[record.run_id] = record, known[1] if known and same else await self._claims_of(record.run_id)
 
     async def put_back(self, active: Sequence[str]) -> list[str]:
-        """Write the records that are gone; return their runs. active: those that Redis knows."""
+        """Restore lost records; return their runs. active: runs that Redis knows."""
         written: list[str] = []
         for run_id in [run_id for run_id in self._known if run_id not in active]:
             record, claims = self._known[run_id]

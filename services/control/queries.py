@@ -37,7 +37,7 @@ RATE_METRICS = {
 
 @contextmanager
 def reading(run_id: str) -> Iterator[None]:
-    """Translate what this version can't decode to `ForeignRecordError`."""
+    """Translate decoding errors to `ForeignRecordError`."""
     try:
         yield
     except CodecError as error:
@@ -45,15 +45,9 @@ def reading(run_id: str) -> Iterator[None]:
 
 
 class BufferReader(Protocol):
-    """Read access to a run's trajectory buffer."""
+    async def snapshot(self, run_id: str) -> Snapshot: ...
 
-    async def snapshot(self, run_id: str) -> Snapshot:
-        """Return a consistent snapshot."""
-        ...
-
-    async def groups(self, run_id: str) -> list[GroupProgress]:
-        """Return active groups."""
-        ...
+    async def groups(self, run_id: str) -> list[GroupProgress]: ...
 
     async def quarantine(self, run_id: str) -> list[Quarantined]:
         """Return undecodable trajectories, newest first."""
@@ -61,8 +55,6 @@ class BufferReader(Protocol):
 
 
 class Overview:
-    """Builder of run views."""
-
     def __init__(self, store: RunStore, buffer: BufferReader, redis_trouble: Callable[[], str]) -> None:
         self._redis_trouble = redis_trouble
         self._store = store
@@ -142,7 +134,6 @@ class Overview:
 
 
 def _findings(record: RunRecord, learner: LearnerReport, reports: ComponentReports) -> list[RunFinding]:
-    """Return the learner's findings, and episodes that fail often."""
     failing = FailingEpisodes.of(reports.workers.values(), since=record.started_at).finding
     first = [failing] if failing is not None and not record.state.is_terminal else []
     return [*first, *learner.findings]

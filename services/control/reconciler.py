@@ -4,7 +4,7 @@ All state between passes is in Redis, so any control replica continues.
 
     preparing -> starting -> running <-> paused -> draining -> finished | stopped | failed
 
-The report of an ended run is written once, in the background.
+An ended run's report is written once, in the background.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ from offbeat.services.redis.errors import RedisReadOnlyError
 logger = logging.getLogger(__name__)
 
 RECONCILE_TIMEOUT_S = 900.0
-"""Timeout of one pass over a run."""
+"""Limit of one pass over a run."""
 OUTAGE_GRACE_S = 3.0
-"""Time after a Redis outage in which nothing counts as dead."""
+"""Time after an outage in which nothing counts as dead."""
 REPORT_RETRY_S = 5.0
 STOPPED_STATES = (Health.ABSENT, Health.DEAD, Health.DONE)
 
@@ -51,12 +51,10 @@ class RestartPolicy:
     """Restart limits, counted since the run last progressed."""
 
     max_restarts: int = 5
-    """Deaths without progress before the run fails."""
     backoff_s: float = 0.25
     """Delay before the second restart, doubled for each further one."""
     max_backoff_s: float = 15.0
     drain_timeout_s: float = 60.0
-    """Timeout of a graceful stop; the run is then killed."""
 
     def delay_s(self, count: int) -> float:
         """Return the delay before restart `count` (1-based)."""
@@ -64,15 +62,12 @@ class RestartPolicy:
 
 
 def _redis_outage(error: BaseException | None) -> redis_errors.RedisError | None:
-    """Return the Redis outage behind `error`, if any."""
     while error is not None and not isinstance(error, (redis_errors.ConnectionError, redis_errors.TimeoutError)):
         error = error.__cause__
     return error
 
 
 class Reconciler:
-    """Reconciler of all runs in one Redis."""
-
     def __init__(
         self,
         store: RunStore,
@@ -83,11 +78,11 @@ class Reconciler:
         own_log: str = "logs/control.log",
         write_report: Callable[[RunRecord], Awaitable[None]] | None = None,
     ) -> None:
-        """own_log: this process's log; absolute, or relative to a run's folder."""
+        """own_log: this process's log, absolute or relative to a run's folder."""
         self._write_report = write_report
         self._reporting = asyncio.Lock()
         self._scan_reports = write_report is not None
-        """True if a report may be due: at the start, and when a run has ended."""
+        """A report may be due: at the start, and when a run has ended."""
         self._own_log = own_log
         self._store = store
         self._build_mesh = build_mesh
@@ -97,9 +92,9 @@ class Reconciler:
         self._lost = LostRecords(store)
         self._foreign: set[str] = set()
         self._excused_starts: set[tuple[str, str]] = set()
-        """Components whose last start failed only because of Redis, and that have not failed since."""
+        """Components whose last failure was a start that failed only because of Redis."""
         self._outage_at = float("-inf")
-        """Monotonic time at which Redis last could not be used."""
+        """Monotonic time of the last Redis failure."""
         self.redis_trouble = ""
         """Error of a Redis that refuses writes; empty otherwise."""
         self._wake = asyncio.Event()
@@ -162,7 +157,7 @@ class Reconciler:
             return []
 
     async def _report(self, run_id: str) -> None:
-        """Write a run's report, one at a time; only a Redis outage is retried."""
+        """Write reports one at a time; only a Redis outage is retried."""
         assert self._write_report is not None
         try:
             async with self._reporting:
@@ -209,7 +204,6 @@ class Reconciler:
             self.redis_trouble = str(error)
 
     async def reconcile(self, run_id: str) -> RunState:
-        """Take the next step towards the desired state."""
         record = await self._store.load(run_id)
         if record.state.is_terminal:
             self._forget(run_id)
@@ -362,7 +356,7 @@ class Reconciler:
         return RunState.DRAINING
 
     async def _drain(self, record: RunRecord, mesh: RunMesh) -> RunState:
-        """Stop the components, in a graceful stop the first (the learner) before the others, then clean up."""
+        """Stop the components, gracefully the learner first, then clean up."""
         now = record.wanted is DesiredState.KILLED or record.outcome is not RunState.STOPPED
         now = now or self._store.clock() > record.draining_at + self._policy.drain_timeout_s
         if not now:

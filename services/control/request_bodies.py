@@ -17,11 +17,10 @@ YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yam
 JSON_TYPE = "application/json"
 MAX_ID_PART = 2**64 - 1
 MAX_INTEGER_CHARS = 400
-"""Longest integer in JSON; Python refuses more than 4,300 digits with advice for programmers."""
+"""Python refuses more than 4,300 digits with advice for programmers."""
 MIN_SIMILARITY = 0.6
 """Similarity (0 to 1) that counts as misspelt."""
 ALIASES = {alias: name for name, row in LIVE_SETTINGS.items() for alias in (row.info.path, *row.info.aliases)}
-"""Other names of settings -> their names."""
 
 
 async def read_document(request: Request) -> str | dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rights of a caller: what it may do, and which code and folders its runs may name."""
+"""Rights of a caller, and code and folders that its runs may name."""
 
 import fnmatch
 from collections.abc import Mapping
@@ -45,8 +45,6 @@ UNRESTRICTED = Rights()
 
 @dataclass(frozen=True, slots=True)
 class TokenGrant:
-    """Bearer token and what it allows."""
-
     token: str
     scope: Scope = "write"
     rights: Rights = UNRESTRICTED
@@ -54,14 +52,14 @@ class TokenGrant:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Bearer tokens of the API; without any, programs on this machine may call."""
+    """Bearer tokens; without any, local programs may call."""
 
     operate: str | None = None
     """Token to read and write, with `rights`."""
     read: str | None = None
     """Token to read."""
     rights: Rights = UNRESTRICTED
-    """Rights of `operate`, and of callers without a token where none is required."""
+    """Of `operate`, and of callers where no token is required."""
     others: tuple[TokenGrant, ...] = ()
 
     @property
@@ -75,7 +73,7 @@ NO_TOKENS = Tokens()
 
 
 def rights_of(scope: Mapping[str, Any]) -> Rights:
-    """Return the caller's rights, as `AuthMiddleware` found them."""
+    """Return the rights set by `AuthMiddleware`."""
     return scope.get(RIGHTS, UNRESTRICTED)
 
 

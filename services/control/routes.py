@@ -41,7 +41,7 @@ from offbeat.services.errors import MeshError
 logger = logging.getLogger(__name__)
 
 MAX_WATCHERS = 32
-"""Maximum number of event streams; each polls Redis."""
+"""Maximum event streams; each polls Redis."""
 RETRY_MS = 1000
 """Reconnection delay of an EventSource."""
 
@@ -200,7 +200,7 @@ def _add_events(routes: APIRouter, service: ControlService) -> None:
 
 
 def _as_json(refusal: dict[str, Any]) -> dict[str, Any]:
-    """Set an error's media type to JSON instead of the route's."""
+    """Set an error's media type to JSON."""
     schema = {"$ref": f"#/components/schemas/{refusal['model'].__name__}"}
     return {"description": refusal["description"], "content": {JSON_TYPE: {"schema": schema}}}
 

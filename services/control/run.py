@@ -15,8 +15,6 @@ T = TypeVar("T")
 
 
 class DesiredState(StrEnum):
-    """Desired state of a run."""
-
     RUNNING = "running"
     PAUSED = "paused"
     """Start no episode and no step; processes stay."""
@@ -31,8 +29,6 @@ class DesiredState(StrEnum):
 
 
 class RunState(StrEnum):
-    """Actual state of a run."""
-
     PREPARING = "preparing"
     STARTING = "starting"
     RUNNING = "running"
@@ -69,8 +65,6 @@ class ForeignRecordError(ControlError):
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """Validated run."""
-
     run_id: str
     config: str
     """Complete configuration as JSON."""
@@ -102,12 +96,11 @@ class RunRecord:
     log: str = ""
     """File with details of `error`."""
     resumable: bool = True
-    """False if it failed for a reason that a resume does not remove."""
+    """False if a resume would fail again."""
     attempt: int = 1
     """Number of starts, resumes included."""
     created_at: float = 0.0
     started_at: float = 0.0
-    """Start of the attempt."""
     running_at: float = 0.0
     draining_at: float = 0.0
     ended_at: float = 0.0
@@ -116,7 +109,7 @@ class RunRecord:
     report: str = ""
     """`due`, `written` or `failed`; empty if none is written."""
     uid: str = ""
-    """Unique id among runs of this name, kept by resuming; carried by every write of the run's parts."""
+    """Id unique among runs of this name, kept by resuming, carried by every write."""
 
     def encode(self) -> dict[str, str]:
         plain = {each.name: str(getattr(self, each.name)) for each in fields(self)}
@@ -158,12 +151,12 @@ def _foreign(raw: Mapping[bytes, bytes], what: str) -> ForeignRecordError:
 
 
 def decode_fields(kind: type[T], text: str | bytes, **kinds: Callable[[Any], Any]) -> T:
-    """Decode a dataclass of JSON values; fields that a later version added are left out.
+    """Decode a dataclass of JSON values, ignoring fields of later versions.
 
     kinds: conversions by field.
 
     Raises:
-        CodecError: a field is missing or of another type.
+        CodecError: a field is missing or mistyped.
     """
     try:
         tree = json.loads(text)
@@ -194,8 +187,6 @@ class WeightProgress:
 
 @dataclass(frozen=True, slots=True)
 class LearnerReport:
-    """Learner's report."""
-
     phase: str = ""
     """For humans: `warming up 120/300`, `training`."""
     doing: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -204,7 +195,6 @@ class LearnerReport:
     trouble: str = ""
     """Current problem, such as a failed checkpoint."""
     findings: tuple[RunFinding, ...] = ()
-    """Diagnosis of its newest steps."""
     has_trained: bool = True
     """False while no step had a gradient."""
 

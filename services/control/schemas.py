@@ -90,7 +90,6 @@ class SettingsView(create_model("SettingsView", __base__=View, **_view_fields)):
         return cls.model_validate(settings, from_attributes=True)
 
     def to_settings(self) -> Settings:
-        """Convert to `Settings`."""
         return Settings(**self.model_dump())
 
 
@@ -319,7 +318,6 @@ def finite(value: float) -> float | None:
 
 
 def paths_view(record: RunRecord) -> PathsView:
-    """Return a run's paths."""
     folder = record.output_dir
     return PathsView(
         output_dir=folder,

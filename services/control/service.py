@@ -1,6 +1,6 @@
 """Commands and queries on runs, independent of HTTP.
 
-A command sets the desired state and wakes the reconciler; it never acts on a run itself.
+A command only sets the desired state and wakes the reconciler.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ MAX_CONCURRENT_VALIDATIONS = 4
 VALIDATION_WAIT_S = 5.0
 """Time that a call waits for its turn."""
 HEALTH_CACHE_S = 0.5
-"""Anybody may ask for the health: more calls cause no more work."""
+"""Anybody may ask: more calls cause no more work."""
 
 
 class InvalidRunError(ControlError):
@@ -68,10 +68,8 @@ class InvalidPlaceError(ControlError):
 
 
 class RunFactory(BufferReader, Protocol):
-    """Validation, reports and files of runs."""
-
     async def validate(self, document: str | dict[str, Any], rights: Rights) -> RunSpec:
-        """Validate a configuration within a time limit. Raises `InvalidRunError`, `NotAllowedError` with every problem."""
+        """Validate within a time limit; raises `InvalidRunError`, `NotAllowedError` with every problem."""
         ...
 
     async def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
@@ -108,7 +106,7 @@ class ControlService:
 
     @asynccontextmanager
     async def _validation_slot(self) -> AsyncIterator[None]:
-        """Bound the validations, each of which may take a process for minutes. Raises `TooManyValidationsError`."""
+        """Limit concurrent validations: each may take a process for minutes."""
         try:
             async with asyncio.timeout(VALIDATION_WAIT_S):
                 await self._slots.acquire()
@@ -128,7 +126,7 @@ class ControlService:
 
         Raises:
             InvalidRunError: invalid configuration.
-            NotAllowedError: configuration beyond the caller's rights.
+            NotAllowedError: beyond the caller's rights.
             TooManyValidationsError: try again.
             RunExistsError: active with another configuration.
             BusyError: another run has claimed a resource.
@@ -191,11 +189,9 @@ class ControlService:
         return await self.view(run_id)
 
     async def why(self, run_id: str) -> WhyView:
-        """Explain the run's wait."""
         return WhyView.of(run_id, await self._overview.why(await self.store.load(run_id)))
 
     async def quarantine(self, run_id: str) -> QuarantineView:
-        """Return undecodable trajectories."""
         await self.store.load(run_id)
         trajectories = await self._factory.quarantine(run_id)
         return QuarantineView(
@@ -215,10 +211,10 @@ class ControlService:
         """Delete an ended run, and with `files` its files.
 
         Raises:
-            NotAllowedError: its files are outside of the caller's folders.
+            NotAllowedError: its files are outside the caller's folders.
             RunStateError: the run is not over.
             BusyError: its files are in use.
-            ForeignRecordError: its folder can't be read from the record.
+            ForeignRecordError: its record does not yield the folder.
         """
         removal = Removal([], [])
         if files:
@@ -234,7 +230,6 @@ class ControlService:
         return DeletedView(id=run_id, files=removal.removed, left=removal.left)
 
     async def metrics(self, run_id: str, after: str, limit: int) -> MetricsView:
-        """Return metric records after `after`."""
         await self.store.load(run_id)
         with reading(run_id):
             entries = await AsyncRedisMetrics(self.store.redis, run_id).read(after, count=limit)

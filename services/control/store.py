@@ -1,7 +1,7 @@
 """Run records in Redis.
 
-Invariants: only the API writes `wanted`, only the reconciler `state`; a run id names at most one active run, which
-alone holds its claimed resources; a run id's epoch never decreases, so isolated learners stay fenced.
+Invariants: only the API writes `wanted`, only the reconciler `state`; a run id names at most one active run, sole
+holder of its claims; its epoch never decreases, so isolated learners stay fenced.
 """
 
 import fnmatch
@@ -48,7 +48,7 @@ from offbeat.services.telemetry import MetricRecord, decode_record
 from offbeat.services.weights.replica_reports import decode_report
 
 ORPHANED_AFTER_S = 30.0
-"""Time since the last reconciliation after which a run is inactive."""
+"""Time without reconciliation after which a run is inactive."""
 ATTEMPT_FIELDS = ("restarts", "components", "learner", "doing")
 """Fields cleared at each start."""
 MAX_HISTORY = 1000
@@ -59,21 +59,16 @@ EPOCH_TTL_S = 7 * 24 * 3600
 
 @dataclass(frozen=True, slots=True)
 class RunStore:
-    """Run records in one Redis."""
-
     redis: Redis
     clock: Callable[[], float] = field(default=time.time)
     orphaned_after_s: float = ORPHANED_AFTER_S
     """Infinite where this service alone attends all runs."""
 
     async def create(self, spec: RunSpec, *, takeover: bool = False) -> tuple[RunRecord, bool]:
-        """Record a run; a repeated call changes nothing.
+        """Record a run; return the record, and whether it is new. Idempotent.
 
         An ended run of that name is resumed if `spec.resume`, keeping settings that the configuration does not
         override; else deleted and its learners fenced. takeover: treat an active run as inactive.
-
-        Returns:
-            the record, and whether it is new.
 
         Raises:
             RunExistsError: active with another configuration.
@@ -130,7 +125,7 @@ class RunStore:
                 )
 
     async def _old_claims(self, spec: RunSpec) -> dict[str, list[str]]:
-        """Return what an earlier start of the run claimed and this one does not, by kind."""
+        """Return an earlier start's claims that this one lacks, by kind."""
         old: dict[str, list[str]] = {}
         for kind, name in spec.claims.items():
             raw: dict[bytes, bytes] = await cast(Any, self.redis.hgetall(claims_key(kind)))
@@ -292,11 +287,9 @@ class RunStore:
         return [decode_change(blob, steps.get(place)) for place, blob in enumerate(blobs)]
 
     async def settings(self, record: RunRecord) -> Settings:
-        """Return the current settings."""
         return settings_now(record.settings, await self.changes(record.run_id))
 
     async def update(self, run_id: str, **changes: str | float) -> None:
-        """Write fields of a record."""
         mapping = {name: str(value) for name, value in changes.items()}
         async with self.redis.pipeline() as pipe:
             pipe.hset(RunKeys(run_id).record, mapping=cast(dict[Any, Any], mapping))
@@ -343,12 +336,10 @@ class RunStore:
             raise RunStateError(f"run {run_id!r} is {record.state}: stop it first")
 
     async def progress(self, run_id: str) -> WeightProgress:
-        """Return the newest published version and step."""
         raw = await cast(Any, self.redis.hgetall(RunKeys(run_id).progress))
         return WeightProgress(int(raw.get(b"version", -1)), int(raw.get(b"step", -1)))
 
     async def restarts(self, run_id: str) -> dict[str, Restarts]:
-        """Return the deaths of each component."""
         raw = await cast(Any, self.redis.hgetall(RunKeys(run_id).key("restarts")))
         return {name.decode(): decode_fields(Restarts, value) for name, value in raw.items()}
 
@@ -369,12 +360,10 @@ class RunStore:
             await pipe.execute()
 
     async def observations(self, run_id: str) -> dict[str, Observation]:
-        """Return the components' last states."""
         raw = await cast(Any, self.redis.hgetall(RunKeys(run_id).key("components")))
         return {name.decode(): decode_fields(Observation, value, health=Health) for name, value in raw.items()}
 
     async def learner(self, run_id: str) -> LearnerReport:
-        """Return the learner's report."""
         parts = ("phase", "doing", "metrics", "trouble", "findings", "has_trained")
         names = [f"learner_{part}" for part in parts]
         phase, doing, metrics, trouble, findings, trained = await cast(
@@ -390,7 +379,6 @@ class RunStore:
         )
 
     async def reports(self, run_id: str) -> ComponentReports:
-        """Return the latest reports of workers and replicas."""
         keys = RunKeys(run_id)
         async with self.redis.pipeline(transaction=False) as pipe:
             pipe.hgetall(keys.doing)

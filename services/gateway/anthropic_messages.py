@@ -57,7 +57,7 @@ def _tools(value: list[Any]) -> Tools:
 
 
 def _read(message: Any, where: str) -> list[ChatMessage]:
-    """Convert a message; tool results become messages before its text."""
+    """Convert a message; tool results precede its text."""
     require(isinstance(message, Mapping), f"{where} is no message")
     role, content = str(message.get("role")), message.get("content")
     require(role in ("user", "assistant", "system"), f"{where}: role {role!r} is not known")

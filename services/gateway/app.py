@@ -1,7 +1,6 @@
 """HTTP routes of all APIs.
 
-Invariants: a key opens only its own episode; an answer is delivered only if the client received it; disconnecting
-cancels sampling.
+Invariants: a key opens only its own episode; an answer is delivered only once received; disconnecting cancels sampling.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Sessions = dict[str, EpisodeSession]
-"""Open sessions by key."""
+"""By key."""
 Handler = Callable[[Request, EpisodeSession, dict[str, Any]], Awaitable[Response]]
 CLIENT_LEFT = 499
 MAX_BODY_BYTES = 64 << 20
@@ -40,7 +39,7 @@ class CallerLeftError(Exception):
 
 
 def build(sessions: Sessions) -> FastAPI:
-    """Return the application; sessions may change while it serves."""
+    """Return the application; sessions may change meanwhile."""
     app = FastAPI(title="Offbeat gateway", docs_url=None, redoc_url=None, openapi_url=None)
     for path, handler in (
         ("/v1/chat/completions", _chat),
@@ -56,8 +55,6 @@ def build(sessions: Sessions) -> FastAPI:
 
 
 def _with_session(sessions: Sessions, handler: Handler) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """Look up the client's session; render errors in its API's form."""
-
     async def call(request: Request) -> Response:
         session = sessions.get(_key(request))
         if session is None:
@@ -100,7 +97,7 @@ async def _body(request: Request) -> dict[str, Any]:
 
 
 def _error_response(request: Request, status: int, message: str, kind: str) -> Response:
-    """Return an error; `x-should-retry` prevents OpenAI's and Anthropic's clients from retrying."""
+    """Return an error; `x-should-retry` stops OpenAI's and Anthropic's clients from retrying."""
     if request.url.path == "/v1/messages":
         body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
     else:
@@ -109,7 +106,7 @@ def _error_response(request: Request, status: int, message: str, kind: str) -> R
 
 
 async def _run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`; raises CallerLeftError if the client disconnects."""
+    """Raise CallerLeftError if the client disconnects."""
     task = asyncio.ensure_future(work)
     disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
@@ -138,7 +135,7 @@ def _send(
     render: Callable[[], Any],
     stream: Iterator[str],
 ) -> Response:
-    """Return JSON or events; delivered once the last part is consumed."""
+    """Return JSON or events, delivered once the last part is consumed."""
     if not body.get("stream"):
         session.deliver(replies)
         return JSONResponse(render())

@@ -27,7 +27,7 @@ from offbeat.services.gateway.session import InvalidCallError, ModelReply, Model
 
 SYSTEM_ROLES = ("system", "developer")
 TOKEN_IDS = range(1 << 31)
-"""Valid ids; others would fail a generation call shared with other episodes."""
+"""Other ids would fail a generation call shared with other episodes."""
 
 
 def read_chat(body: Body) -> ModelRequest:
@@ -115,7 +115,7 @@ def write_chat(body: Body, replies: Sequence[ModelReply], answer_id: str, model:
 
 
 def stream_chat(body: Body, replies: Sequence[ModelReply], answer_id: str, model: str) -> Iterator[str]:
-    """Yield server-sent events, the text in one chunk."""
+    """Yield server-sent events, text in one chunk."""
     head = _head("chat.completion.chunk", answer_id, model)
 
     def chunk(index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> str:
@@ -159,12 +159,11 @@ def stream_completion(body: Body, replies: Sequence[ModelReply], answer_id: str,
 
 
 def event(data: Mapping[str, Any]) -> str:
-    """Return an unnamed server-sent event."""
     return f"data: {json.dumps(data)}\n\n"
 
 
 def usage(replies: Sequence[ModelReply]) -> dict[str, int]:
-    """Return a call's token counts; the prompt counts once."""
+    """Return token counts; the prompt counts once."""
     prompt, sampled = replies[0].prompt_tokens, sum(len(reply.token_ids) for reply in replies)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 

@@ -26,7 +26,7 @@ from offbeat.services.gateway.session import InvalidCallError, ModelReply, Model
 
 
 def read_responses(body: Body, earlier: Sequence[ChatMessage]) -> ModelRequest:
-    """Convert a request; `earlier`: conversation of `previous_response_id`."""
+    """Convert a request; `earlier`: of `previous_response_id`."""
     items = body.get("input")
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items
     require(isinstance(items, list), "input: a text or a list of items is needed")
@@ -46,7 +46,7 @@ def read_responses(body: Body, earlier: Sequence[ChatMessage]) -> ModelRequest:
 
 
 def without_instructions(body: Body, request: ModelRequest) -> tuple[ChatMessage, ...]:
-    """Return the messages for a later `previous_response_id`."""
+    """Return messages for a later `previous_response_id`."""
     return request.messages[1:] if body.get("instructions") else request.messages
 
 
@@ -61,7 +61,7 @@ def _tools(value: list[Any]) -> Tools:
 
 
 def _messages(items: Sequence[Any]) -> list[ChatMessage]:
-    """Convert items; an assistant's text and following calls become one message."""
+    """Convert items; an assistant's text and following calls form one message."""
     messages: list[ChatMessage] = []
     for position, item in enumerate(items):
         where = f"input[{position}]"

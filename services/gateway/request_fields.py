@@ -19,7 +19,6 @@ def require(condition: bool, message: str) -> None:
 
 
 def read_list(body: Body, key: str) -> list[Any]:
-    """Return a required list."""
     value = body.get(key)
     if not isinstance(value, list):
         raise InvalidCallError(f"{key} is {value!r}: a list is needed")
@@ -27,7 +26,6 @@ def read_list(body: Body, key: str) -> list[Any]:
 
 
 def read_object(body: Body, key: str) -> Body:
-    """Return an optional object."""
     value = body.get(key)
     if value is None:
         return {}
@@ -37,7 +35,6 @@ def read_object(body: Body, key: str) -> Body:
 
 
 def read_items(body: Body, key: str) -> list[Any]:
-    """Return an optional list."""
     return [] if body.get(key) is None else read_list(body, key)
 
 
@@ -52,7 +49,7 @@ def number(body: Body, *keys: str) -> int | None:
 
 
 def words(value: Any, where: str) -> str:
-    """Return a content's text: a string, or parts joined by newlines."""
+    """Return a content's text; parts are joined by newlines."""
     if value is None:
         return ""
     if isinstance(value, str):

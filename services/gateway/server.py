@@ -1,6 +1,6 @@
 """Gateway of one env worker: an HTTP server on a free loopback port.
 
-It shares the worker's event loop, which saves a hop; if the worker dies, episodes run again elsewhere.
+Sharing the worker's event loop saves a hop; if the worker dies, episodes rerun elsewhere.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from offbeat.services.gateway.session import EpisodeSession
 
 HOST = "127.0.0.1"
 KEEP_ALIVE_S = 120
-"""Idle timeout, s; exceeds clients' (httpx: 5 s), because closing a connection about to be used breaks the call."""
+"""Idle timeout, s; exceeds clients' (httpx: 5 s), as closing a connection about to be used breaks the call."""
 
 
 class _Server(uvicorn.Server):
@@ -27,14 +27,12 @@ class _Server(uvicorn.Server):
 
 
 class Gateway:
-    """Serves from `start` to `close`."""
-
     def __init__(self) -> None:
         self._sessions: Sessions = {}
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.origin = ""
-        """`http://host:port`: Anthropic's base URL; OpenAI's is that and `/v1`."""
+        """`http://host:port`, Anthropic's base URL; OpenAI's adds `/v1`."""
 
     def start(self) -> None:
         """Start on the running event loop; idempotent.
@@ -65,7 +63,7 @@ class Gateway:
 
     @contextlib.contextmanager
     def open_session(self, session: EpisodeSession) -> Generator[None, None, None]:
-        """Accept the session's key inside the context."""
+        """Accept the session's key inside."""
         self._sessions[session.key] = session
         try:
             yield

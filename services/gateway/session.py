@@ -1,6 +1,6 @@
-"""Session of one episode: its key and calls.
+"""Session of one episode.
 
-Invariants: completions use the run's sampling parameters; they are recorded before delivery; a closed session answers
+Invariants: completions use the run's sampling parameters and are recorded before delivery; a closed session answers
 nothing.
 """
 
@@ -25,9 +25,9 @@ MAX_ANSWERS_PER_CALL = 16
 
 
 class InvalidCallError(Exception):
-    """A call invalid by the agent's mistake.
+    """Mistake of the agent.
 
-    kind: machine-readable name, OpenAI's if any.
+    kind: machine-readable, OpenAI's name if any.
     """
 
     def __init__(self, message: str, kind: str = "invalid_request_error") -> None:
@@ -37,8 +37,6 @@ class InvalidCallError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """Length limits."""
-
     sequence_length: int
     """Prompt and answer, tokens."""
     max_new_tokens: int
@@ -54,12 +52,12 @@ class ModelRequest:
     messages: tuple[ChatMessage, ...] = ()
     tools: Tools = ()
     prompt: str | tuple[int, ...] | None = None
-    """Text or token ids instead of messages."""
+    """Instead of messages."""
     max_tokens: int | None = None
     num_answers: int = 1
     stop: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
-    """Ignored sampling parameters, to be counted."""
+    """Ignored sampling parameters, for counting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +74,6 @@ class ModelReply:
 
 
 class EpisodeEnv(Protocol):
-    """Env stepped over HTTP."""
-
     @property
     def task(self) -> dict[str, Any]:
         """Observation, system prompt, seed, tag, ..."""
@@ -94,8 +90,6 @@ class EpisodeEnv(Protocol):
 
 @dataclass
 class EpisodeSession:
-    """An episode's calls."""
-
     template: ChatTemplate
     sample: Sample
     bounds: SessionLimits
@@ -104,12 +98,12 @@ class EpisodeSession:
     key: str = field(default_factory=lambda: f"offbeat-{secrets.token_urlsafe(24)}")
     env: EpisodeEnv | None = None
     conversations: dict[str, tuple[ChatMessage, ...]] = field(default_factory=dict[str, tuple[ChatMessage, ...]])
-    """Conversations to continue, by their last response's id."""
+    """By their last response's id."""
     ignored_parameters: int = 0
     ran_out: bool = False
     """Whether a call left no room within `sequence_length`."""
     failure: Exception | None = None
-    """Sampling or env error that ended capture."""
+    """Error that ended capture."""
 
     def __post_init__(self) -> None:
         self.tree = TokenTree(self.template)
@@ -156,12 +150,10 @@ class EpisodeSession:
                 self.tree.nodes[reply.node].delivered = True
 
     def fail(self, error: Exception) -> None:
-        """Mark the episode as not capturable."""
         self.failure = self.failure or error
         self.failed.set()
 
     def reward(self, value: float) -> None:
-        """Reward the completions so far."""
         self.rewards.append(Reward(len(self.tree.nodes), value))
 
     def close(self) -> Captured:
@@ -235,7 +227,7 @@ class EpisodeSession:
 
 
 def _check(completion: Completion) -> None:
-    """Raise ValueError unless finite logprobs and versions match the tokens one to one."""
+    """Require finite logprobs and versions matching the tokens."""
     count, covered = len(completion.token_ids), 0
     for span in completion.versions:
         if span.start != covered or span.end <= span.start:

@@ -36,16 +36,16 @@ from offbeat.services.weights.config import WeightsConfig
 logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 0.5
-"""Between checks for the run that claims the application."""
+"""Between checks for a claiming run."""
 TENANT_TIMEOUT_S = 20.0
-"""Timeout of calls to an application that no run has claimed."""
+"""Timeout of calls to an unclaimed application."""
 MAX_ONGOING_CALLS = 4096
-"""Concurrent calls per replica; each carries several turns, which the engine queues."""
+"""Per replica; each carries several turns, queued by the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """Picklable settings of a replica."""
+    """Settings of a replica; picklable."""
 
     tenant: Tenant | None
     """Run to serve; None: whichever claims the application."""
@@ -58,12 +58,10 @@ class ReplicaSettings:
     log_dir: Path
     seed: int
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Environment variables of the replica and its engine."""
+    """Of the replica and its engine."""
 
 
 class GenerationDeployment:
-    """One replica in a process of its own."""
-
     async def __init__(self, settings: ReplicaSettings) -> None:
         context = serve.get_replica_context()
         self._settings = s = settings
@@ -90,7 +88,7 @@ class GenerationDeployment:
         self._watching = None if s.tenant else asyncio.create_task(self._serve_whoever_claims())
 
     async def generate(self, blob: bytes) -> AsyncIterator[bytes]:
-        """Sample completions, yielded encoded as they finish."""
+        """Yield encoded completions as they finish."""
         tenancy = self._tenancy or await self._wait_for_tenant()
         async for completions in tenancy.replica.generate(decode_requests(blob)):
             yield encode_completions(completions)
@@ -100,7 +98,7 @@ class GenerationDeployment:
             await self._tenancy.replica.abort(request_ids)
 
     async def status(self) -> ReplicaStatus | None:
-        """Return the replica's status; None without a run."""
+        """Return the status; None without a run."""
         return self._tenancy.replica.status() if self._tenancy else None
 
     async def check_health(self) -> None:
@@ -176,7 +174,7 @@ def build(
     environment: Mapping[str, str] = MappingProxyType({}),
     uid: str = "",
 ) -> Application:
-    """Build a run's application; a replica is ready once it holds the newest weights, if any."""
+    """Build a run's application; replicas are ready once they hold the newest weights, if any."""
     tenant = Tenant(run_id, output_dir, weights, uid)
     logs = output_dir / "logs"
     transport = weights.transport

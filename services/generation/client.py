@@ -18,8 +18,7 @@ class GenerationClient(Protocol):
     """Token ids in, token ids out."""
 
     def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
-        """Sample every request; yield each completion exactly once, as they finish. Refused requests yield a completion
-        with `error`.
+        """Sample every request; yield each completion once, as they finish, with `error` if refused.
 
         Raises:
             RetryableError: the replica died or left routing; resend the requests not yielded.
@@ -27,18 +26,17 @@ class GenerationClient(Protocol):
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort requests, which then yield `error`; unknown ids are ignored."""
+        """Abort requests, which then yield `error`; ignore unknown ids."""
         ...
 
 
 class ServeGenerationClient:
-    """`GenerationClient` over a Serve handle: one streaming call carries many turns to one replica.
+    """`GenerationClient` over a Serve handle: a streaming call carries many turns to one replica.
 
-    Calls wait for an application that is not deployed yet. Raises `RayServeException` if Serve is not running.
+    Calls wait until the application is deployed. Raises `RayServeException` if Serve is not running.
     """
 
     def __init__(self, app: str) -> None:
-        """app: name of the application."""
         self._handle = serve.get_deployment_handle(DEPLOYMENT, app)
         self._generate = self._handle.options(method_name="generate", stream=True)
 
@@ -57,7 +55,7 @@ class ServeGenerationClient:
                 call.cancel()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort on every replica, since the client does not know which one has a request."""
+        """Abort on every replica, as the holder is unknown."""
         try:
             await self._handle.broadcast("abort", list(request_ids)).results_async()
         except (RayError, RayServeException) as error:
@@ -65,7 +63,7 @@ class ServeGenerationClient:
 
 
 def _translate(error: Exception) -> MeshError:
-    """Convert Ray's wrapper to the service's error; a dead or full replica is retryable."""
+    """Convert Ray's wrapper to the service's error; dead or full replicas are retryable."""
     if not isinstance(error, RayTaskError):
         return RetryableError(f"no replica answered: {error}")
     cause = error.cause

@@ -76,15 +76,13 @@ class GenerationConfig(Config):
     """Engines, each with all of the weights."""
     device: Literal["cpu", "cuda"] = "cpu"
     cpus_per_replica: float = Field(default=1.0, gt=0)
-    """Logical CPUs that Ray reserves per replica; on a CPU also the engine's OpenMP threads (rounded, at least 1)."""
+    """Logical CPUs reserved per replica in Ray; on a CPU also the engine's OpenMP threads (rounded, at least 1)."""
     kv_cache_gib: float = Field(default=1.0, gt=0)
     """KV cache on a CPU, GiB per replica."""
     on_weight_update: Literal["keep", "recompute"] = "keep"
-    """Whether running requests keep their KV cache under new weights or recompute it. New requests never reuse older
-    entries.
-    """
+    """Whether running requests keep or recompute their KV cache under new weights; new requests reuse no older entries."""
     request_timeout_s: float = Field(default=60.0, gt=0)
-    """Time after which a turn is aborted and its episode retried."""
+    """Time until a turn is aborted and its episode retried."""
     update_timeout_s: float = Field(default=120.0, gt=0)
     """Time of loading weights after which a replica leaves routing. Reading is limited by `weights.fetch_timeout_s`."""
 
@@ -94,5 +92,4 @@ class GenerationConfig(Config):
 
 
 def app_name(run_id: str) -> str:
-    """Return the name of a run's own Serve application."""
     return f"generation-{run_id}"

@@ -6,8 +6,6 @@ from offbeat.services.telemetry import MetricRecord, Partial, mean
 
 
 class Counts:
-    """Adds up until it is taken."""
-
     def __init__(self) -> None:
         self._sums = dict.fromkeys(("tokens", "requests", "errors", "resampled", "refused_weights"), 0)
         self._loads: list[LoadTimes] = []
@@ -27,7 +25,7 @@ class Counts:
         self._loads.append(times)
 
     def take(self, *, replica_id: str, version: int, running: int, waiting: int) -> MetricRecord:
-        """Return and reset the counts as a record."""
+        """Return and reset the counts."""
         values = {name: Partial("sum", value) for name, value in self._sums.items()}
         values |= {
             "weight_updates": Partial("sum", len(self._loads)),

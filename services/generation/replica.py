@@ -1,7 +1,7 @@
 """A replica: holds requests until it serves the version that they need, and follows the broker.
 
-Invariants: a request enters the engine only under committed weights of at least its `min_version`; the version of a
-completion's first token holds for the KV cache of its prompt; nothing is served after a failed update.
+Invariants: requests enter the engine only under committed weights of at least `min_version`; the version of a
+completion's first token holds for its prompt's KV cache; nothing is served after a failed update.
 """
 
 import asyncio
@@ -23,27 +23,23 @@ from offbeat.services.weights.replica_reports import ReplicaLoad
 logger = logging.getLogger(__name__)
 
 FOLLOW_TIMEOUT_S = 30.0
-"""Longest wait for an announcement per call."""
+"""Longest wait per call."""
 RETRY_INTERVAL_S = 1.0
-"""Pause after weights could not be fetched or the broker not reached."""
+"""After failed fetches or calls."""
 
 
 class ReplicaStatus(TypedDict):
-    """Response of `status`."""
-
     replica_id: str
     version: int
     running: int
-    """Unanswered requests, including `waiting` ones."""
+    """Unanswered, including `waiting`."""
     waiting: int
-    """Requests that wait for newer weights or an update."""
+    """Those waiting for newer weights or an update."""
     broken: str
     """Reason for not serving; empty if healthy."""
 
 
 class GenerationReplica:
-    """Samples token ids from token ids under the newest weights."""
-
     def __init__(
         self, replica_id: str, engine: PolicyEngine, subscriber: WeightSubscriber, config: GenerationConfig
     ) -> None:
@@ -63,10 +59,10 @@ class GenerationReplica:
         self._counts = Counts()
 
     async def catch_up(self) -> None:
-        """Load the newest version before the replica is ready, unless it can't be fetched yet.
+        """Load the newest version, if fetchable.
 
         Raises:
-            GenerationError: it could not be loaded.
+            GenerationError: loading failed.
         """
         try:
             manifest = await self._subscriber.newest()
@@ -79,7 +75,7 @@ class GenerationReplica:
             logger.warning("starting without weights: %s", error)
 
     async def follow(self) -> None:
-        """Load new versions as they are announced, until cancelled.
+        """Load versions as announced, until cancelled.
 
         Raises:
             GenerationError: an update failed; the replica is broken.
@@ -107,7 +103,7 @@ class GenerationReplica:
         await self.report()
 
     async def report(self) -> None:
-        """Report to the broker. Raises `RetryableError` while it does not answer."""
+        """Raise `RetryableError` while the broker does not answer."""
         loading, since = self._loading or (None, 0.0)
         load = ReplicaLoad(len(self._running), self._waiting, loading, since)
         await self._subscriber.report(self._replica_id, self._version, load)
@@ -138,12 +134,11 @@ class GenerationReplica:
         await self.retire(reason)
 
     async def settle(self) -> None:
-        """Wait until no update is in progress."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._broken or not self._updating)
 
     async def retire(self, reason: str) -> None:
-        """Stop serving; running requests fail with `RetryableError(reason)`."""
+        """Stop serving; running requests raise `RetryableError(reason)`."""
         async with self._changed:
             self._broken = reason
             self._changed.notify_all()
@@ -151,7 +146,7 @@ class GenerationReplica:
             task.cancel()
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
-        """Sample every request; yield completions as they finish.
+        """Yield completions as they finish.
 
         Raises:
             RetryableError: this replica no longer serves.
@@ -207,12 +202,12 @@ class GenerationReplica:
 
     def _spans_update(self, completion: Completion, version: int) -> bool:
         """Return True if an update fell between submission and first token: part of the prompt may have older weights,
-        which no version span shows, so the turn is sampled again.
+        unseen in spans, so the turn is resampled.
         """
         return self._keeps_cache and bool(completion.versions) and completion.versions[0].version != version
 
     async def _serving(self, min_version: int) -> int:
-        """Wait until a version of at least `min_version` is served and no update is in progress; return it."""
+        """Wait until at least `min_version` is served and no update runs; return the version."""
         if not self._ready(min_version):
             self._waiting += 1
             try:
@@ -228,7 +223,7 @@ class GenerationReplica:
         return not self._broken and not self._updating and self._version >= max(min_version, 0)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort requests; unknown ids are ignored."""
+        """Abort requests; ignore unknown ids."""
         for request_id in request_ids:
             if task := self._running.get(request_id):
                 task.cancel()
@@ -249,7 +244,6 @@ class GenerationReplica:
         )
 
     def take_metrics(self) -> MetricRecord:
-        """Return the metrics since the last call."""
         return self._counts.take(
             replica_id=self._replica_id, version=self._version, running=len(self._running), waiting=self._waiting
         )

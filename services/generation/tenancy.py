@@ -1,7 +1,7 @@
 """The run that an engine samples for: its own, or whichever claims the application.
 
-Invariant: nothing computed with one run's weights reaches the next run. Each tenancy has its own replica object,
-starting without a version, and prefix-cache salt.
+Invariant: no result of one run's weights reaches the next run: each tenancy has its own replica object, starting
+without a version, and prefix-cache salt.
 """
 
 import asyncio
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 1.0
 APP = "app"
-"""Kind of claim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +42,12 @@ class Tenant:
     output_dir: Path
     weights: WeightsConfig
     uid: str = ""
-    """Unique id of the run, for what replicas report of it."""
+    """Unique id, for replicas' reports."""
     start: str = ""
-    """Distinguishes starts of a run of one name."""
+    """Distinguishes starts of one name."""
 
 
 class EngineOffer(BaseModel):
-    """Capabilities of an application that serves whichever run claims it."""
-
     architecture: dict[str, JsonValue]
     """`config.json` of its model."""
     sequence_length: int
@@ -61,31 +58,26 @@ class EngineOffer(BaseModel):
 
 
 class _SharingRules(BaseModel):
-    """Sharing-related part of a run's configuration."""
-
     model_config = ConfigDict(extra="ignore")
 
     weights: WeightsConfig
 
 
 def read_architecture(model: Path) -> dict[str, JsonValue]:
-    """Return a model folder's `config.json`."""
     return json.loads((model / "config.json").read_text())
 
 
 async def make_offer(redis: Redis, app: str, offer: EngineOffer) -> None:
-    """Publish the application's capabilities for the control service."""
     await cast(Any, redis.hset(OFFERS, app, offer.model_dump_json()))
 
 
 def read_offers(redis: SyncRedis) -> dict[str, EngineOffer]:
-    """Return every application ever offered, running or not."""
+    """Return every application ever offered."""
     raw = cast(dict[bytes, bytes], redis.hgetall(OFFERS))
     return {name.decode(): EngineOffer.model_validate_json(blob) for name, blob in raw.items()}
 
 
 async def find_tenant(redis: Redis, app: str) -> Tenant | None:
-    """Return the run that has claimed the application."""
     run_id = cast(bytes | None, await cast(Any, redis.hget(claims_key(APP), app)))
     if run_id is None:
         return None
@@ -99,8 +91,6 @@ async def find_tenant(redis: Redis, app: str) -> Tenant | None:
 
 
 class Tenancy:
-    """Service of one engine to one run, from `begin` to `end`."""
-
     def __init__(
         self, tenant: Tenant, replica_id: str, engine: VllmEngine, config: GenerationConfig, redis_url: str
     ) -> None:
@@ -135,7 +125,7 @@ class Tenancy:
         self._tasks = [asyncio.create_task(self.replica.follow()), reporting]
 
     async def end(self) -> None:
-        """Stop answering; wait until the engine holds no request of the run and no half-loaded update."""
+        """Stop answering; wait until the engine holds no request of the run or half-loaded update."""
         await self.replica.settle()
         for task in self._tasks:
             task.cancel()
@@ -147,7 +137,7 @@ class Tenancy:
         self._pulls.close()
 
     async def check(self) -> None:
-        """Raise the error that requires the replica's replacement, if any."""
+        """Raise the error that requires replacement, if any."""
         for task in self._tasks:
             if task.done():
                 task.result()

@@ -1,7 +1,4 @@
-"""Messages as msgpack, each with its kind and schema version.
-
-Violations of the schema raise `CodecError`. Token arrays are packed.
-"""
+"""Messages as msgpack, each with its kind and schema version; violations raise `CodecError`."""
 
 import math
 from collections.abc import Sequence
@@ -42,10 +39,10 @@ TRAJECTORIES = MessageFormat("trajectories", list[bytes])
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """Validate and pack a trajectory, exact to the bit.
+    """Validate and pack, exact to the bit.
 
     Raises:
-        CodecError: it violates an invariant of `offbeat.services.messages.types`.
+        CodecError: a violated invariant of `services.messages.types`.
     """
     t = trajectory
     try:
@@ -72,10 +69,10 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
 
 
 def decode_trajectory(blob: bytes) -> Trajectory:
-    """Unpack and validate a trajectory.
+    """Unpack and validate.
 
     Raises:
-        CodecError: truncated, of another schema, or violates an invariant of `offbeat.services.messages.types`.
+        CodecError: truncated, of another schema, or an invariant is violated.
     """
     packed = TRAJECTORY.unpack(blob)
     try:
@@ -88,12 +85,10 @@ def decode_trajectory(blob: bytes) -> Trajectory:
 
 
 def encode_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
-    """Pack trajectories. Raises `CodecError`."""
     return TRAJECTORIES.pack([encode_trajectory(trajectory) for trajectory in trajectories])
 
 
 def decode_trajectories(blob: bytes) -> list[Trajectory]:
-    """Unpack `encode_trajectories`. Raises `CodecError`."""
     return [decode_trajectory(part) for part in TRAJECTORIES.unpack(blob)]
 
 
@@ -111,8 +106,6 @@ def _check_turns(turns: Sequence[Turn], segments: Sequence[Segment]) -> None:
 
 
 class PackedRequest(Message, frozen=True):
-    """Packed `GenerateRequest`."""
-
     request_id: str
     prompt: bytes
     temperature: float
@@ -138,7 +131,6 @@ COMPLETIONS = MessageFormat("completions", list[PackedCompletion])
 
 
 def encode_requests(requests: Sequence[GenerateRequest]) -> bytes:
-    """Pack requests."""
     rows = [
         PackedRequest(
             r.request_id,
@@ -157,7 +149,6 @@ def encode_requests(requests: Sequence[GenerateRequest]) -> bytes:
 
 
 def decode_requests(blob: bytes) -> list[GenerateRequest]:
-    """Unpack `encode_requests`. Raises `CodecError`."""
     rows = REQUESTS.unpack(blob)
     try:
         return [_decode_request(row) for row in rows]
@@ -179,7 +170,6 @@ def _decode_request(row: PackedRequest) -> GenerateRequest:
 
 
 def encode_completions(completions: Sequence[Completion]) -> bytes:
-    """Pack completions."""
     rows = [
         PackedCompletion(
             c.request_id,
@@ -195,7 +185,6 @@ def encode_completions(completions: Sequence[Completion]) -> bytes:
 
 
 def decode_completions(blob: bytes) -> list[Completion]:
-    """Unpack `encode_completions`. Raises `CodecError`."""
     rows = COMPLETIONS.unpack(blob)
     try:
         return [_decode_completion(row) for row in rows]
@@ -220,7 +209,6 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(blob: bytes) -> Manifest:
-    """Unpack `encode_manifest`. Raises `CodecError`."""
     manifest = MANIFEST.unpack(blob)
     try:
         check_finite(manifest.published_at, "published_at")

@@ -15,34 +15,31 @@ from offbeat.services.errors import CodecError
 from offbeat.services.messages.types import SCHEMA_VERSION, VersionSpan
 
 MAX_TOKENS = 1 << 24
-"""Maximum tokens of a segment, checked before allocation."""
+"""Maximum per segment, checked before allocation."""
 MAX_MESSAGE_BYTES = 1 << 30
 NARROW = 2
 """Bytes per token if all ids are below 65,536."""
 UINT16, UINT32, INT32, FLOAT32 = np.dtype("<u2"), np.dtype("<u4"), np.dtype("<i4"), np.dtype("<f4")
 MALFORMED = (ValueError, TypeError, AttributeError, OverflowError, LookupError)
-"""Exceptions of an invalid body."""
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, MemoryError)
 
 Body = TypeVar("Body")
 
 
 class MessageFormat(Generic[Body]):
-    """Codec of one message kind."""
-
     def __init__(self, kind: str, body: type[Body]) -> None:
         self._kind = kind
         self._decoder: msgspec.msgpack.Decoder[tuple[str, int, Body]] = msgspec.msgpack.Decoder(tuple[str, int, body])
 
     def pack(self, body: Any) -> bytes:
-        """Encode a body. Raises `CodecError`."""
+        """Encode, or raise `CodecError`."""
         try:
             return ENCODER.encode((self._kind, SCHEMA_VERSION, body))
         except MALFORMED as error:
             self.refuse(error)
 
     def unpack(self, blob: bytes) -> Body:
-        """Decode a body. Raises `CodecError`, also for another kind or schema version."""
+        """Decode, or raise `CodecError`, also for another kind or schema version."""
         if len(blob) > MAX_MESSAGE_BYTES:
             raise CodecError(f"{self._kind} message of {len(blob)} bytes, more than {MAX_MESSAGE_BYTES}")
         try:
@@ -54,7 +51,6 @@ class MessageFormat(Generic[Body]):
         return body
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Raise `CodecError` from `error`."""
         raise CodecError(f"malformed {self._kind} message: {error}") from error
 
     def _decode_envelope(self, blob: bytes) -> tuple[str, int]:
@@ -104,7 +100,7 @@ def check_count(value: Any, name: str) -> int:
 
 
 def check_finite(value: Any, name: str) -> float:
-    """Return a finite float, or raise one of `MALFORMED`."""
+    """Return a float, or raise one of `MALFORMED`."""
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{name} {number}")
@@ -112,7 +108,7 @@ def check_finite(value: Any, name: str) -> float:
 
 
 def read_tokens(data: bytes, width: int = 4) -> npt.NDArray[np.int32]:
-    """Decode token ids of `width` bytes. Raises ValueError."""
+    """Decode, or raise ValueError."""
     if width == NARROW:
         return np.frombuffer(data, dtype=UINT16).astype(np.int32)
     tokens = np.frombuffer(data, dtype=INT32).astype(np.int32, copy=False)
@@ -122,7 +118,7 @@ def read_tokens(data: bytes, width: int = 4) -> npt.NDArray[np.int32]:
 
 
 def read_logprobs(data: bytes) -> npt.NDArray[np.float32]:
-    """Decode finite logprobs. Raises ValueError."""
+    """Decode finite logprobs, or raise ValueError."""
     logprobs = np.frombuffer(data, dtype=FLOAT32).astype(np.float32, copy=False)
     if b"\0" in np.isfinite(logprobs).tobytes():  # four times as fast as `all`
         raise ValueError("a logprob that is not finite")

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from offbeat.services.messages.types import PromptImage, Segment
 
 MAX_IMAGE_BYTES = 1 << 20
-"""Maximum of one image; a trajectory of a hundred turns then fits into Redis."""
+"""Per image; a trajectory of a hundred turns then fits into Redis."""
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def check_images(images: Sequence[PromptImage], length: int) -> None:
-    """Raise ValueError or TypeError unless the images fit `length` tokens."""
+    """Raise ValueError or TypeError unless the images fit."""
     position = 0
     for image in images:
         start, count, png = image.start, image.count, image.png

@@ -1,4 +1,4 @@
-"""Packed segments: narrow tokens where ids fit, logprobs of sampled tokens only, and the loss mask from version spans.
+"""Packed segments: narrow tokens where ids fit, logprobs of sampled tokens only, loss mask from version spans.
 
 The round trip is exact to the bit; invariants of `services.messages.types` are checked both ways.
 """
@@ -33,7 +33,7 @@ class PackedSegment(Message, frozen=True):
 
 
 def pack_segment(segment: Segment) -> PackedSegment:
-    """Encode a segment. Raises TypeError or ValueError."""
+    """Encode, or raise TypeError or ValueError."""
     tokens, versions, length = segment.tokens, segment.versions, len(segment.tokens)
     _check_arrays(segment)
     check_spans(versions, length)
@@ -69,7 +69,7 @@ def _check_arrays(segment: Segment) -> None:
 
 
 def unpack_segment(row: PackedSegment) -> Segment:
-    """Decode `pack_segment`. Raises one of `offbeat.services.messages.envelope.MALFORMED`."""
+    """Decode, or raise one of `services.messages.envelope.MALFORMED`."""
     length, data, versions = row.length, row.tokens, row.versions
     if length > MAX_TOKENS:
         raise ValueError(f"segment of {length} tokens")
@@ -92,7 +92,6 @@ def unpack_segment(row: PackedSegment) -> Segment:
 
 
 def _place_sampled(spans: Sequence[VersionSpan], sampled: bytes, length: int) -> tuple[bytearray, bytearray]:
-    """Return loss mask and logprobs of all tokens."""
     mask, logprobs, position = bytearray(length), bytearray(4 * length), 0
     for start, end, _ in spans:
         mask[start:end] = b"\1" * (end - start)

@@ -21,7 +21,6 @@ Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-"""Non-negative 64-bit integer."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -42,7 +41,7 @@ class StopReason(StrEnum):
     MAX_LENGTH = "max_length"
     """The next prompt would fill `sequence_length`."""
     ERROR = "error"
-    """The env or agent raised, and `on_env_error` or `on_agent_error` gave the reward."""
+    """`on_env_error` or `on_agent_error` gave the reward."""
 
 
 class FinishReason(StrEnum):
@@ -60,7 +59,7 @@ class VersionSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters; `temperature=0` is greedy."""
+    """Parameters; `temperature=0` is greedy."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -78,7 +77,6 @@ class PromptImage(Message, frozen=True):
 
     @property
     def digest(self) -> str:
-        """Digest of the image."""
         return blake2b(self.png, digest_size=16).hexdigest()
 
 
@@ -93,7 +91,7 @@ class GenerateRequest:
     min_version: int = 0
     """Minimum weight version; the replica waits for it."""
     images: tuple[PromptImage, ...] = ()
-    """Images, by position."""
+    """By position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +109,7 @@ class Completion:
 
 
 class Turn(NamedTuple):
-    """Completion at tokens `[start, end)` of a segment, with its reward."""
+    """Completion at tokens `[start, end)` of a segment."""
 
     segment: int
     start: int
@@ -120,15 +118,15 @@ class Turn(NamedTuple):
     state_hash: str = ""
     """Digest of the observation (anchor state of GiGPO)."""
     is_truncated: bool = False
-    """True if the answer reached its token limit before an end token."""
+    """True if the token limit came before an end token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Token sequence in one context.
 
-    tokens: [T] int32; loss_mask: [T] bool; logprobs: [T] float32, 0 for unsampled tokens; versions: spans over sampled
-    tokens; images: by position, on unsampled tokens.
+    tokens: [T] int32; loss_mask: [T] bool; logprobs: [T] float32, 0 if unsampled; versions: spans over sampled tokens;
+    images: by position, on unsampled tokens.
     """
 
     tokens: Int32Array
@@ -138,7 +136,7 @@ class Segment:
     images: tuple[PromptImage, ...] = ()
 
     def token_versions(self) -> Int32Array:
-        """Return the version of each token, [T] int32; -1: unsampled."""
+        """Return versions, [T] int32; -1: unsampled."""
         out = np.full(len(self.tokens), -1, dtype=np.int32)
         for start, end, version in self.versions:
             out[start:end] = version
@@ -149,7 +147,7 @@ SegmentT = TypeVar("SegmentT", default=Segment)
 
 
 class Trajectory(Message, Generic[SegmentT], frozen=True):
-    """Episode; encoded with packed segments (`services.messages.segments`)."""
+    """Episode, encoded with packed segments."""
 
     group_id: str
     index: Count
@@ -161,15 +159,15 @@ class Trajectory(Message, Generic[SegmentT], frozen=True):
     turns: tuple[Turn, ...]
     stop_reason: StopReason
     metrics: dict[str, float] = msgspec.field(default_factory=dict[str, float])
-    """Env metrics over all turns (`success`, `action_is_valid`, ...)."""
+    """Over all turns (`success`, `action_is_valid`, ...)."""
     worker_id: str = ""
     duration_s: float = 0.0
     text: tuple[str, ...] = ()
-    """System prompt, then observations and answers alternately; for display only."""
+    """System prompt, then observations and answers alternately; for display."""
     baseline: bool = False
-    """Greedy episode (ReMax): only its reward is used."""
+    """Greedy episode (ReMax), used only for its reward."""
     error: str = ""
-    """Reason and message of the error that ended it (`StopReason.ERROR`)."""
+    """Reason and message (`StopReason.ERROR`)."""
 
     @property
     def reward(self) -> float:
@@ -178,12 +176,12 @@ class Trajectory(Message, Generic[SegmentT], frozen=True):
 
     @property
     def is_truncated(self) -> bool:
-        """True if a token limit ended it: its last answer is cut, or the next prompt would leave no room."""
+        """True if a token limit cut the last answer, or left no room for a prompt."""
         return self.stop_reason is StopReason.MAX_LENGTH or bool(self.turns and self.turns[-1].is_truncated)
 
     @property
     def is_cut(self) -> bool:
-        """True if a limit ended it, of tokens, turns or the env's time, so that rewards may have been left."""
+        """True if a limit of tokens, turns or the env's time ended it, so that rewards may be missing."""
         return self.is_truncated or self.stop_reason is not StopReason.TERMINATED
 
     @property
@@ -195,7 +193,7 @@ class Trajectory(Message, Generic[SegmentT], frozen=True):
         return sum(int(segment.loss_mask.sum()) for segment in self.segments)
 
     def version_range(self: "Trajectory[Segment]") -> tuple[int, int] | None:
-        """Return the oldest and newest version, or None."""
+        """Return the oldest and newest version, if any."""
         versions = [span.version for span in self._spans()]
         return (min(versions), max(versions)) if versions else None
 
@@ -206,10 +204,8 @@ class Trajectory(Message, Generic[SegmentT], frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Trajectories of one task and seed."""
-
     entry_id: str
-    """Redis stream id, for acknowledgement."""
+    """Redis stream id, to acknowledge."""
     group_id: str
     number: int
     """Admission number, 0-based; determines tag and seed, unless a task sampler does."""
@@ -218,9 +214,8 @@ class Group:
     admitted_version: int
     trajectories: tuple[Trajectory, ...]
     temperature: float | None = None
-    """Sampling temperature, if changed during the run."""
+    """Set if changed during the run."""
     baselines: tuple[Trajectory, ...] = ()
-    """Greedy episodes."""
 
     @property
     def oldest_version(self) -> int:
@@ -243,7 +238,7 @@ class EpisodeTask:
     index: int
     attempt: int
     min_version: int
-    """Minimum version of completions."""
+    """Of completions."""
     sampling_name: str = "train"
     """`train`, or for evaluation `sampled` or `greedy`."""
     temperature: float | None = None
@@ -251,7 +246,6 @@ class EpisodeTask:
 
     @property
     def is_baseline(self) -> bool:
-        """True for a greedy episode of a training group."""
         return self.kind is EpisodeKind.TRAIN and self.sampling_name != "train"
 
 
@@ -277,14 +271,13 @@ class Manifest(Message, frozen=True):
     run_id: str
     version: Count
     step: Count
-    """Optimizer batches trained in its lineage."""
+    """Batches trained in its lineage."""
     epoch: Count
     """Fencing epoch of the learner."""
     transport: str
     location: str
     """Path or URL."""
     digest: str
-    """Digest by the transport."""
     num_bytes: Count
     tensors: tuple[TensorSpec, ...]
     published_at: float

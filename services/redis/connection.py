@@ -1,7 +1,6 @@
 """Redis clients that retry through restarts and refused writes.
 
-A command is repeated for about `patience_s` after an outage or a refused write, so it must be idempotent, like every
-script of the buffer, the lease and the broker.
+Commands are repeated for about `patience_s`, so they must be idempotent, like every script of buffer, lease and broker.
 """
 
 import asyncio
@@ -22,10 +21,10 @@ from offbeat.services.redis.incarnation import verify_on_connect, verify_on_conn
 
 T = TypeVar("T")
 ShouldRetry = Callable[[Exception], bool]
-"""Called before each retry after a call's patience is over; True continues."""
+"""Called before each retry once patience is over; True continues."""
 
 SOCKET_TIMEOUT_S = 15.0
-"""Socket timeout; exceeds `MAX_BLOCK_S`."""
+"""Exceeds `MAX_BLOCK_S`."""
 CONNECT_TIMEOUT_S = 5.0
 RETRY_BASE_S = 0.02
 RETRY_CAP_S = 0.5
@@ -36,7 +35,6 @@ MAX_BLOCK_S = 5.0
 
 
 def _raise_first_error(answer: T) -> T:
-    """Raise the first refused write among a pipeline's results."""
     for each in cast(list[object], answer) if isinstance(answer, list) else ():
         if isinstance(each, redis_errors.ResponseError) and find_refusal(each):
             raise each
@@ -54,14 +52,14 @@ class _RetryState:
         self.failures = 0
 
     def delay_s(self, error: Exception) -> float:
-        """Return the delay before the next try; raise `error` if there is none."""
+        """Return the delay before the next try, or raise `error`."""
         over = time.monotonic() > self._deadline or self.failures > MAX_RETRIES
         if over and (isinstance(error, redis_errors.AuthenticationError) or not self._should_retry(error)):
             raise error
         return min(RETRY_CAP_S, RETRY_BASE_S * 2 ** min(self.failures, 10))
 
     def count_refusal(self, error: redis_errors.ResponseError) -> RedisReadOnlyError:
-        """Count a refused write. Raises any other error, and a transaction's at once, as its keys are unwatched."""
+        """Count a refused write; raise other errors, and a transaction's, as its keys are unwatched."""
         refusal = find_refusal(error)
         if refusal is None:
             raise error
@@ -136,9 +134,9 @@ class AsyncOutageRetry(AsyncRetry):
 
 
 class Cancellable:
-    """Mixin for redis-py connections that delivers cancellations during a send.
+    """Mixin that delivers cancellations during a send.
 
-    redis-py's `asyncio.wait_for` loses them before Python 3.12 if the send has just completed
+    Before Python 3.12, redis-py's `asyncio.wait_for` loses them if the send has just completed
     (https://github.com/python/cpython/issues/86296).
     """
 
@@ -159,7 +157,7 @@ class Cancellable:
 def connect(
     url: str, *, patience_s: float = 30.0, should_retry: ShouldRetry = _never, run_id: str | None = None
 ) -> Redis:
-    """Return a thread-safe client; it connects at the first command.
+    """Return a thread-safe client that connects at the first command.
 
     should_retry: called in the calling thread. run_id: run whose data each connection verifies (`incarnation`).
     """
@@ -176,9 +174,8 @@ def connect(
 def connect_async(
     url: str, *, patience_s: float = 30.0, max_connections: int = 16, run_id: str | None = None
 ) -> AsyncRedis:
-    """Return a client for one event loop, to be closed with `aclose()`; calls wait for a free connection.
-
-    run_id: run whose data each connection verifies (`incarnation`).
+    """Return a client for one event loop, to be closed with `aclose()`; calls wait for a free connection. run_id: as in
+    `connect`.
     """
     pool = BlockingConnectionPool.from_url(
         url,

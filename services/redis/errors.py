@@ -1,7 +1,4 @@
-"""Errors of a Redis that refuses writes.
-
-A refused command had no effect, so it may be repeated.
-"""
+"""Errors of a Redis that refuses writes, without effect and so repeatable."""
 
 import re
 
@@ -29,7 +26,7 @@ KINDS = {
 }
 """redis-py errors without the code in their text."""
 REFUSAL = re.compile(rf"(?:^|: -?)(?P<code>{'|'.join(REMEDIES)}) (?P<why>.*)", re.DOTALL)
-"""Redis 7 starts a script's error with the code; Redis 6 with the place in the script."""
+"""Redis 7 starts a script's error with the code, Redis 6 with the place."""
 IN_PIPELINE = " of pipeline caused error: "
 """redis-py's prefix to an error in a pipeline."""
 AS_TUPLE = re.compile(r"""^\(['"](.*)['"],\)$""", re.DOTALL)
@@ -41,7 +38,6 @@ class RedisReadOnlyError(redis_errors.ConnectionError):
 
 
 def complaint(error: Exception) -> str:
-    """Describe an error of Redis."""
     return str(error) if isinstance(error, RedisReadOnlyError) else f"Redis does not answer: {error}"
 
 

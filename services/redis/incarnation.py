@@ -1,9 +1,9 @@
-"""Incarnation of a run's data: whether a Redis still holds all writes that it acknowledged.
+"""Incarnation of a run's data: whether Redis still holds all acknowledged writes.
 
-Every write of a run carries the incarnation that its process knows, `<uid>/<number>/<server>/<nonce>`: the run's unique id,
-a number that grows with each reconciliation, the server process, and a random part. A connection compares the server with
-the stored one before its first command; if they differ (restart, failover), or the key is missing, writes are refused
-until a learner has reconciled the data (`offbeat.services.buffer`, reconcile.lua) and each worker has joined it (join.lua).
+Every write carries the incarnation known to its process, `<uid>/<number>/<server>/<nonce>`: the run's unique id, a
+number that grows with each reconciliation, the server process, a random part. Before its first command, a connection
+compares the server with the stored one; if they differ (restart, failover) or the key is missing, writes are refused
+until a learner has reconciled the data (reconcile.lua) and each worker has joined it (join.lua).
 """
 
 import threading
@@ -21,13 +21,12 @@ from offbeat.services.redis.errors import retryable
 ANY = "*"
 """Carried by the run's owner, and by readers."""
 PENDING = "?"
-"""Suffix of an incarnation that a learner has to reconcile."""
+"""Suffix of an incarnation to reconcile."""
 
 _VERIFY = files("offbeat.services.redis").joinpath("verify.lua").read_text(encoding="utf-8")
 
 
 def uid_of(incarnation: str) -> str:
-    """Return the run's unique id."""
     return incarnation.partition("/")[0]
 
 
@@ -50,7 +49,6 @@ def verify_on_connect(run_id: str) -> Callable[[Any], None]:
 
 
 def verify_on_connect_async(run_id: str) -> Callable[[Any], Awaitable[None]]:
-    """Return the asynchronous `verify_on_connect`."""
     key = RunKeys(run_id).incarnation
 
     async def connected(connection: Any) -> None:
@@ -62,7 +60,7 @@ def verify_on_connect_async(run_id: str) -> Callable[[Any], Awaitable[None]]:
 
 
 class KnownIncarnation:
-    """Incarnation that this process knows, shared by its clients; thread-safe."""
+    """Incarnation known to this process, shared by its clients; thread-safe."""
 
     def __init__(self, redis: Redis, run_id: str, uid: str = "") -> None:
         self._redis = redis
@@ -82,8 +80,8 @@ class KnownIncarnation:
         """Return the incarnation, read from Redis at first.
 
         Raises:
-            ReconcileError: the data has to be reconciled first.
-            ForeignRunError: it is of a run that was created anew under this name.
+            ReconcileError: the data must be reconciled first.
+            ForeignRunError: the run was created anew under this name.
             RetryableError: Redis does not answer.
         """
         with self._lock:

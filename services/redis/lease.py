@@ -1,10 +1,10 @@
-"""Learner lease: one learner holds a run, and writes of earlier ones are refused.
+"""Learner lease: one learner holds a run; writes of earlier ones are refused.
 
-Invariant: each lease has a greater epoch than all before, every learner write carries it, and Redis refuses all but the
-newest. Creating or deleting a run increments it, too (`offbeat.services.control.store`). A Redis that has forgotten the
-newest lease gets it back from its holder: the greater epoch wins, and a new lease exceeds every epoch in the run's folder.
-Expiry only determines when a waiting learner may take over; it counts only time in which the waiting learners saw Redis
-accept writes, so that after an outage the holder can renew first.
+Invariant: epochs grow with each lease and a run's creation or deletion (`offbeat.services.control.store`), every
+learner write carries one, and Redis refuses all but the newest. A Redis that forgot the newest lease gets it back from
+its holder: the greater epoch wins, and a new lease exceeds every epoch in the run's folder. Expiry only determines when
+a waiting learner may take over; it counts only time in which waiting learners saw Redis accept writes, so that the
+holder can renew first after an outage.
 """
 
 import logging
@@ -30,7 +30,7 @@ RENEWALS_PER_TIMEOUT = 4
 MAX_WAIT_S = 5.0
 STOP_TIMEOUT_S = 1.0
 LEASE_NONCE = "OFFBEAT_LEASE_NONCE"
-"""Environment variable: random part of a learner's holder name, chosen by the host that has to free its lease."""
+"""Environment variable: random part of a holder's name, chosen by the host that frees its lease."""
 FOREIGN = 2
 """Reply of `_ACQUIRE`."""
 
@@ -101,7 +101,7 @@ return 1
 
 
 def owner_of(pid: int) -> str:
-    """Return the owner name of a process on this host, for messages: containers may share host names and pids."""
+    """Return a local process's owner name, for messages: containers may share host names and pids."""
     return f"{socket.gethostname()}:{pid}"
 
 
@@ -125,7 +125,7 @@ class LeaseHeldError(RetryableError):
     """Another learner holds the run."""
 
     def __init__(self, owner: str, since: float) -> None:
-        """owner: holder's name. since: Unix time, s."""
+        """since: Unix time, s."""
         self.owner = owner
         self.since = since
         super().__init__(
@@ -137,12 +137,10 @@ class LearnerLease:
     """Lease of a run, renewed by a thread; one object per learner process.
 
     Args:
-        owner: name for messages, e.g. host and pid.
+        owner: name for messages.
         timeout_s: time without renewal after which the holder may be replaced.
         on_lost: called once, from the renewing thread, when another learner has taken the run.
-        run_uid: unique id of the run.
-        newest_epoch: returns the newest epoch that is known elsewhere, as in the run's folder: a Redis that was emptied or
-            restored, or never had the run, has forgotten it.
+        newest_epoch: newest epoch known elsewhere (run's folder), forgotten by an emptied, restored or new Redis.
     """
 
     def __init__(
@@ -179,11 +177,7 @@ class LearnerLease:
 
     @property
     def epoch(self) -> int:
-        """Epoch for this learner's writes.
-
-        Raises:
-            FencedError: the lease was never acquired.
-        """
+        """Epoch for this learner's writes. Raises `FencedError` if never acquired."""
         if self._epoch is None:
             raise FencedError("the lease is not acquired")
         return self._epoch

@@ -1,6 +1,6 @@
-"""Single writes of a run's parts: refused for a run that was deleted or created anew under its name.
+"""Single writes of a run's parts.
 
-Invariant: a late write of an earlier run neither changes the run of that name nor brings back its keys. A refused write is
+Invariant: a late write of a run since deleted or created anew neither changes the new run nor brings back keys. It is
 dropped and logged once, since its part ends by the buffer's refusal.
 """
 
@@ -47,7 +47,7 @@ class _Refusals:
 
 
 class RunWrites(_Refusals):
-    """Synchronous writes. uid: unique id of the run; empty for one without a record."""
+    """Synchronous writes. uid: empty for a run without a record."""
 
     def __init__(self, redis: Redis, run_id: str, uid: str = "") -> None:
         super().__init__(run_id, uid)

@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RedisSettings:
-    """Settings of the server."""
-
     port: int
     password: str
     """May be empty."""
@@ -54,8 +52,6 @@ class RedisSettings:
 
 
 class RedisDeployment:
-    """Single replica with the server."""
-
     def __init__(self, settings: RedisSettings) -> None:
         configure_logging(DEPLOYMENT, settings.folder)
         self._before_end = settings.before_end
@@ -65,7 +61,6 @@ class RedisDeployment:
         logger.info("redis-server %s listens on port %d", self._server.pid, settings.port)
 
     async def check_health(self) -> None:
-        """Raise if the server has died."""
         if not self._server.is_alive():
             raise RetryableError("redis-server has died")
 

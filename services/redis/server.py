@@ -1,7 +1,7 @@
 """Embedded redis-server with its state in a folder.
 
 Invariants: acknowledged writes survive its death and the run's (append-only file); one server at a time uses a folder;
-the server ends with the process that started it; it listens on loopback, with a password.
+it ends with the process that started it, and listens on loopback, with a password.
 """
 
 import fcntl
@@ -40,7 +40,7 @@ START_ATTEMPTS = 5
 class EmbeddedRedis:
     """redis-server with its state in `folder`, as a context manager.
 
-    Start it from a long-lived thread: Linux ends the server with the thread that started it.
+    Start it from a long-lived thread: Linux ends the server with it.
     """
 
     def __init__(self, folder: Path, config: RedisConfig, *, port: int = 0, password: str | None = None) -> None:
@@ -61,11 +61,9 @@ class EmbeddedRedis:
 
     @property
     def pid(self) -> int | None:
-        """Process id, or None."""
         return self._process.pid if self._process is not None and self.is_alive() else None
 
     def is_alive(self) -> bool:
-        """Return True if the process is running."""
         return self._process is not None and self._process.poll() is None
 
     def answers(self, timeout_s: float = 5.0) -> bool:
@@ -131,7 +129,6 @@ class EmbeddedRedis:
                     raise
 
     def _was_killed(self) -> bool:
-        """Return True if a signal has ended the process."""
         return self._process is not None and (self._process.poll() or 0) < 0
 
     def _lock_folder(self) -> None:

@@ -24,7 +24,7 @@ CONNECT_TIMEOUT_S = 5.0
 def address_problem(url: str) -> str:
     """Return the URL's problem, without its password, or "".
 
-    Options are absolute file paths, valid on every host, and certificate checks.
+    Allowed options: absolute file paths, valid on every host, and certificate checks.
     """
     try:
         parts = urlsplit(url)

@@ -16,7 +16,7 @@ PASSWORD_BYTES = 24
 
 
 def create_url_file(path: Path, address: str) -> str:
-    """Return `address` with the password in `path`, a new one if there is no file yet.
+    """Return `address` with the password in `path`, generated if there is no file.
 
     address: `redis://HOST:PORT/DB`.
 
@@ -42,8 +42,8 @@ def read_url_file(path: Path) -> str:
     """Return the URL in `path`.
 
     Raises:
-        MeshError: the file holds no URL.
-        OSError: the file can't be read.
+        MeshError: the file holds none.
+        OSError: it can't be read.
     """
     url = path.read_text().strip()
     if problem := address_problem(url):

@@ -1,9 +1,7 @@
 # pyright: basic
-"""Env workers as Ray actors.
+"""Env workers as Ray actors; the process exits if its loop ends, so that Ray restarts it.
 
-Invariant: the process exits if its loop ends, so that Ray restarts it.
-
-The garbage collector is tuned for thousands of live episodes, which are rarely cyclic garbage but costly to traverse.
+The garbage collector is tuned for thousands of live episodes: rarely cyclic garbage, but costly to traverse.
 """
 
 import asyncio
@@ -33,14 +31,13 @@ from offbeat.services.rollout.worker import EnvWorker, WorkerEnd
 from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, configure_logging
 
 LEAST_YOUNG_OBJECTS = 20_000
-"""Youngest generation's threshold; Python's 700 is a few turns."""
+"""Threshold of the youngest; Python's 700 is a few turns."""
 OBJECTS_PER_EPISODE = 100
-"""Objects that concurrent episodes release together, per episode."""
+"""Objects released together per concurrent episode."""
 YOUNG_PER_MIDDLE, MIDDLE_PER_OLD = 20, 20
 
 
 def tune_garbage_collector(episodes: int) -> None:
-    """Freeze existing objects and raise the thresholds for `episodes` concurrent episodes."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(max(LEAST_YOUNG_OBJECTS, OBJECTS_PER_EPISODE * episodes), YOUNG_PER_MIDDLE, MIDDLE_PER_OLD)
@@ -49,13 +46,12 @@ def tune_garbage_collector(episodes: int) -> None:
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.5
-"""Polling interval for the generation service."""
 MAX_RESTARTS = -1
 """Unlimited."""
 
 
 def worker_name(run_id: str, index: int) -> str:
-    """Return the actor's name, also its buffer id."""
+    """Return the actor's name and buffer id."""
     return f"env-worker-{run_id}-{index}"
 
 
@@ -74,7 +70,7 @@ class EnvWorkerActor:
     async def alive(self, num_workers: int | None = None) -> dict[str, Any]:
         """Return name, process id, readiness and number of episodes.
 
-        num_workers: the run's current workers, which share limits.
+        num_workers: the run's, sharing limits.
         """
         worker = self._worker
         if worker and num_workers:
@@ -135,8 +131,6 @@ class EnvWorkerActor:
 
 
 class _WaitStatusWriter:
-    """Writes wait status to Redis."""
-
     def __init__(self, redis: Redis, run_id: str, uid: str) -> None:
         self._write = AsyncRunWrites(redis, run_id, uid)
         self._key = RunKeys(run_id).doing
@@ -149,8 +143,6 @@ class _WaitStatusWriter:
 
 
 class _RetryableMetrics:
-    """Appends metrics, with retryable connection errors."""
-
     def __init__(self, redis: Redis, run_id: str, uid: str) -> None:
         self._metrics = AsyncRedisMetrics(redis, run_id, uid)
 
@@ -162,7 +154,7 @@ class _RetryableMetrics:
 
 
 def build(index: int, settings: WorkerSettings, *, namespace: str) -> Any:
-    """Start env worker `index` as a detached actor, or find it."""
+    """Start or find the detached actor."""
     return (
         ray.remote(EnvWorkerActor)
         .options(
@@ -179,7 +171,7 @@ def build(index: int, settings: WorkerSettings, *, namespace: str) -> Any:
 
 
 async def stop_worker(run_id: str, index: int, *, namespace: str, grace_s: float = 5.0) -> None:
-    """Stop a worker after it has returned its episodes; kill it after `grace_s`."""
+    """Stop a worker after it returns its episodes; kill it after `grace_s`."""
     try:
         actor = await asyncio.to_thread(ray.get_actor, worker_name(run_id, index), namespace=namespace)
     except ValueError:

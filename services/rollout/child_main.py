@@ -1,6 +1,6 @@
 """Child side of `child_process`; imports only the standard library and msgpack, for a fast start.
 
-Invariant: the child never outlives its worker: the end of stdin kills its process group, the parent's death the child.
+Invariant: the end of stdin kills the child's process group, its worker's death the child.
 """
 
 import os
@@ -17,7 +17,7 @@ from offbeat.services.process import claim_stdout, die_with_parent
 
 
 def serve(commands: Mapping[str, Callable[..., Any]]) -> NoReturn:
-    """Answer commands with (True, result) or (False, [error, traceback]) until the pipe closes; output goes to stderr."""
+    """Answer commands with (True, result) or (False, [error, traceback]) until the pipe closes; log output to stderr."""
     die_with_parent()
     answers = claim_stdout()
     source = os.fdopen(os.dup(0), "rb")
@@ -40,7 +40,6 @@ def _answer(commands: Mapping[str, Callable[..., Any]], command: list[Any]) -> t
 
 
 def _read(source: BinaryIO, requests: "queue.SimpleQueue[list[Any]]") -> None:
-    """Read until the worker is gone; then kill the process group."""
     while len(header := source.read(4)) == 4:
         requests.put(msgpack.unpackb(source.read(int.from_bytes(header, "little"))))
     if os.getpgrp() == os.getpid():

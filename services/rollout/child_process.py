@@ -1,7 +1,6 @@
-"""Child process that answers commands over pipes.
+"""Child process that answers commands over pipes, in msgpack only.
 
-Invariants: it is killed with its process group; when the worker dies, children see their pipe's end and kill their
-groups; only msgpack crosses the pipe.
+Invariants: it is killed with its process group; a worker's death closes the pipe, and children then kill their groups.
 """
 
 import asyncio
@@ -21,19 +20,19 @@ logger = logging.getLogger(__name__)
 
 LENGTH = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""A longer message means a broken child."""
+"""Longer ones mean a broken child."""
 MAX_PRINTED_BYTES = 1024 * 1024
-"""Output limit of a child, because it is logged."""
+"""Limit of a child's logged output."""
 CHUNK = 64 * 1024
 THROTTLE_S = 0.01
 """Pause per chunk beyond it: at most 6 MB/s."""
 
 
 class ChildProcess:
-    """Process that serves commands by `child_main`; one caller at a time."""
+    """Process of `child_main`; one caller at a time."""
 
     def __init__(self, module: str, crash_reason: str, *, quiet: bool = False) -> None:
-        """crash_reason: `EpisodeError.reason` for death or protocol violation. quiet: drop the child's output."""
+        """crash_reason: `EpisodeError.reason` for death or protocol violation; quiet: drop output."""
         self._quiet = quiet
         self._module = module
         self._crash_reason = crash_reason
@@ -43,11 +42,11 @@ class ChildProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process and process group id."""
+        """Process and group id."""
         return self._child.pid if self._child else None
 
     async def start(self) -> None:
-        """Start the process; none is left if cancelled."""
+        """Start the process; cancellation leaves none."""
         # User code may be anywhere on this process's path.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         starting = asyncio.ensure_future(
@@ -95,7 +94,7 @@ class ChildProcess:
         return answer
 
     async def kill(self) -> int | None:
-        """Kill the process group and return the exit status."""
+        """Kill the group; return the exit status."""
         self.healthy = False
         child, self._child = self._child, None
         if child is None:

@@ -16,7 +16,7 @@ class AgentRunner(Config):
     path: str = ""
     """`module:function`, plain or `async`, called with an `AgentTask` in a reused process."""
     python: str = ""
-    """Python of `path`, from 3.10 on, such as `/other/venv/bin/python`; it need not have Offbeat. Empty: this one."""
+    """Python of `path`, from 3.10 on (`/other/venv/bin/python`), without need for Offbeat; empty: this one."""
     episodes_per_process: int = Field(default=1, ge=1)
     """Concurrent episodes in a process, for an `async` function."""
     command: tuple[str, ...] = ()
@@ -44,25 +44,25 @@ class AgentRunner(Config):
 
 
 class OnAgentError(Config):
-    """End of an episode by an error of its agent: trained, instead of tried again."""
+    """Episode ended by an agent's error: trained instead of retried."""
 
     reward: float = Field(allow_inf_nan=False)
-    """Reward of the episode, as if the agent had returned it."""
+    """As if returned by the agent."""
     reasons: tuple[Literal["agent_error", "agent_result", "agent_timeout", "agent_crashed"], ...] = Field(
         default=("agent_error", "agent_result"), min_length=1
     )
-    """Errors that it holds for; others are tried again."""
+    """Errors covered; others are retried."""
 
 
 class OnEnvError(Config):
-    """End of an episode by an error in its env's `step`: trained, instead of tried again."""
+    """Episode ended by an error in the env's `step`: trained instead of retried."""
 
     reward: float = Field(allow_inf_nan=False)
-    """Reward of the step, as if it had returned it."""
+    """As if returned by the step."""
     reasons: tuple[Literal["step_error", "step_timeout", "env_crashed"], ...] = Field(
         default=("step_error",), min_length=1
     )
-    """Errors that it holds for; others are tried again."""
+    """Errors covered; others are retried."""
 
 
 class CustomEnv(Config):
@@ -77,7 +77,7 @@ class CustomEnv(Config):
     agent_system_template: str | None = None
     """System prompt; None: the env's `system_prompt`."""
     env_instruction: str | None = None
-    """Description of the task after `agent_system_template`, in place of the env's `system_prompt`."""
+    """Task description after `agent_system_template`, replacing the env's `system_prompt`."""
     agent_template: str = "{observation}"
     """User message, with `{observation}`, `{step}` (or `{turn_idx}`), `{actions_left}`, `{max_response_length}` (tokens),
     `{image}` (the env's `rgb_array`) and `{history}` (last `history_length` turns).
@@ -97,21 +97,17 @@ class CustomEnv(Config):
     observations.
     """
     on_agent_error: OnAgentError | None = None
-    """Reward of an episode whose agent fails because of the policy's answers; None assumes a failing infrastructure and
-    tries it again.
-    """
+    """Reward if the policy's answers make the agent fail; None blames the infrastructure and retries."""
     on_env_error: OnEnvError | None = None
-    """The same for an exception of the env or a tool of it in `step`."""
+    """The same for exceptions of the env or its tools in `step`."""
     execution: Literal["inline", "thread", "process"] = "thread"
-    """Where reset and step run. `inline`: on the event loop, for microseconds; `thread`: for envs that wait; `process`:
-    in a child process, killed if hung.
+    """Where reset and step run. `inline`: on the event loop, for microseconds; `thread`: for waiting envs; `process`: in a
+    child process, killed if hung.
     """
     use_thread_lock: bool = False
-    """Resets and steps of all such tags one at a time in a worker, for envs that are not thread-safe."""
+    """Resets and steps of such tags one at a time per worker, for envs that are not thread-safe."""
     max_env_step_concurrent: int | None = Field(default=None, ge=1)
-    """Maximum concurrent resets and steps in the run, divided evenly among workers (at least one each); None:
-    unlimited.
-    """
+    """Maximum concurrent resets and steps in the run, divided evenly among workers (at least one each); None: unlimited."""
     memory_gib: float = Field(default=4.0, gt=0)
     """Memory limit of `execution: process`, GiB; beyond it MemoryError fails the episode."""
     reset_timeout_s: float = Field(default=60.0, gt=0)
@@ -176,7 +172,7 @@ class ManagerGeneratingArgs(Config):
     max_new_tokens: int | None = Field(default=None, ge=1)
 
     def over(self, args: GeneratingArgs) -> GeneratingArgs:
-        """Return `args` with the keys that are set here."""
+        """Override `args` by keys set here."""
         return args.model_copy(update=self.model_dump(exclude_none=True))
 
 
@@ -186,9 +182,7 @@ class EnvManagerConfig(Config):
     num_env_groups: int = Field(default=8, ge=1)
     """Maximum groups in flight; of evaluation, only the scale of `num_groups_partition`."""
     generating_args: ManagerGeneratingArgs = ManagerGeneratingArgs()
-    """Of training: changes of `actor_infer.generating_args`. Of evaluation: changes of temperature 1 without truncation,
-    in sampled evaluations.
-    """
+    """Training: changes of `actor_infer.generating_args`; sampled evaluation: of temperature 1 without truncation."""
     group_size: int = Field(default=8, ge=1)
     """Episodes per task and seed."""
     group_size_redundancy: int = Field(default=0, ge=0)
@@ -230,15 +224,15 @@ class RolloutConfig(Config):
     max_generation_retry_s: float = Field(default=180.0, gt=0)
     """Retry limit of a turn without a replica, s; then the episode fails."""
     coalesce_s: float = Field(default=0.01, ge=0)
-    """Window for batching turns into one generation call, s; single turns do not wait."""
+    """Window for batching turns into a call, s; single turns do not wait."""
 
 
 class WorkerSettings(Config):
-    """Settings of an env worker, plain values for another host."""
+    """Settings as plain values, for another host."""
 
     run_id: str
     run_uid: str = ""
-    """Unique id of the run; writes for another run of the same name are refused."""
+    """Unique id; writes for another run of the same name are refused."""
     seed: int
     model_folder: Path
     """Tokenizer and chat template."""

@@ -1,4 +1,4 @@
-"""A worker's metric records, mergeable with those of others."""
+"""A worker's metric records, mergeable with others'."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ OWN_METRICS = frozenset(
     )
 )
 OWN_PREFIXES = ("stop/", "error/", "failed/", "submitted/")
-"""Reserved prefixes; an env's such metric becomes `env/<name>`."""
+"""Reserved prefixes; an env's becomes `env/<name>`."""
 
 
 @dataclass(slots=True)
@@ -44,8 +44,6 @@ class _Calls:
 
 
 class WorkerMetrics:
-    """Counts since the last `records`."""
-
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
         self._totals: defaultdict[tuple[str, str], dict[str, Partial]] = defaultdict(dict)
@@ -73,11 +71,10 @@ class WorkerMetrics:
         add(f"failed/{reason}", Partial("sum", 1.0))
 
     def submitted(self, kind: EpisodeKind, tag: str, result: str) -> None:
-        """Count the buffer's response to a trajectory."""
+        """Count the buffer's response."""
         self._adder(kind, tag)(f"submitted/{result}", Partial("sum", 1.0))
 
     def cancelled(self, kind: EpisodeKind, tag: str) -> None:
-        """Count a cancelled episode."""
         self._adder(kind, tag)("cancelled", Partial("sum", 1.0))
 
     def turn(self, kind: EpisodeKind, tag: str, completion: Completion, generation_s: float) -> None:
@@ -94,7 +91,7 @@ class WorkerMetrics:
         calls.env_max_s = max(calls.env_max_s, env_s)
 
     def records(self, *, playing: int, hung_threads: int, calls: int) -> list[MetricRecord]:
-        """Return and reset the counts: a record per kind and tag, and the worker's."""
+        """Return and reset counts: per kind and tag, and the worker's."""
         for key, counters in self._calls.items():
             self._totals[key].update(counters.parts())
         totals, self._totals = self._totals, defaultdict(dict)

@@ -1,4 +1,4 @@
-"""Outcomes of a worker's episodes, by which broken envs and agents are recognized."""
+"""Outcomes of a worker's episodes, to detect broken envs and agents."""
 
 import traceback
 from collections import deque
@@ -8,15 +8,12 @@ from typing import Any
 from offbeat.services.errors import EpisodeError
 
 WINDOW = 64
-"""Most recent episodes."""
 MIN_FAILURES = 16
-"""Fewest failures, without a success, after which an env or agent counts as broken."""
+"""Failures without a success that mark an env or agent as broken."""
 MAX_TRACE_CHARS = 4000
 
 
 class EpisodeOutcomes:
-    """Counts of finished and failed episodes, and the last failure."""
-
     def __init__(self, group_size: int) -> None:
         self._limit = max(2 * group_size, MIN_FAILURES)
         self._num_finished = self._num_failed = 0
@@ -28,7 +25,7 @@ class EpisodeOutcomes:
         self._recent.append(True)
 
     def failed(self, tag: str, error: Exception) -> None:
-        """Count a failure of env or agent; those of generation are not theirs."""
+        """Count a failure of env or agent, not of generation."""
         if isinstance(error, EpisodeError) and error.reason.startswith("generation"):
             return
         self._num_failed += 1
@@ -36,7 +33,7 @@ class EpisodeOutcomes:
         self._last = {"tag": tag, "error": str(error), "trace": _trace(error)[-MAX_TRACE_CHARS:]}
 
     def report(self) -> Mapping[str, Any]:
-        """Return counts, also of the last `WINDOW` episodes, the `limit` of failures, and the last failure."""
+        """Return counts, also of the last `WINDOW`, the `limit` of failures, and the last failure."""
         return {
             "finished": self._num_finished,
             "failed": self._num_failed,
@@ -48,7 +45,6 @@ class EpisodeOutcomes:
 
 
 def _trace(error: Exception) -> str:
-    """Return the traceback of what the env or agent raised."""
     if isinstance(error, EpisodeError) and error.trace:
         return error.trace
     cause = error.__cause__ or error

@@ -1,13 +1,13 @@
 """Concurrency slots of episodes, with batched submission.
 
 Invariants: an episode holds its slot until submitted; close finishes are submitted together with the claim for new
-episodes, because buffer round trips are costly.
+episodes, as buffer round trips are costly.
 """
 
 import asyncio
 
 FLUSH_INTERVAL_S = 0.01
-"""Minimum interval of submissions while episodes run."""
+"""Minimum while episodes run."""
 
 
 class SlotPool:
@@ -26,28 +26,24 @@ class SlotPool:
         return max(0, self._count - self._num_running - len(self._finished))
 
     def take(self) -> "Slot":
-        """Occupy a slot."""
         self._num_running += 1
         return Slot(self)
 
     async def wait_for_free_slots(self) -> None:
-        """Return once slots were freed since the last call, after their holders ran."""
+        """Wait until slots were freed since the last call and their holders ran."""
         await self._freed.wait()
         self._freed.clear()
 
     def finish(self, slot: "Slot") -> None:
-        """Mark the episode for the next submission."""
         self._num_running -= 1
         self._finished.append(slot)
         self._schedule_flush()
 
     def vacate(self) -> None:
-        """Free a slot without a submission."""
         self._num_running -= 1
         self._schedule_flush()
 
     def _schedule_flush(self) -> None:
-        """Schedule a submission, at once if no episode is running."""
         loop = asyncio.get_running_loop()
         if self._flush_handle:
             if self._num_running:
@@ -67,8 +63,6 @@ class SlotPool:
 
 
 class Slot:
-    """Slot of one episode."""
-
     __slots__ = ("_flushed", "_is_running", "_pool")
 
     def __init__(self, pool: SlotPool) -> None:
@@ -77,13 +71,12 @@ class Slot:
         self._flushed = asyncio.get_running_loop().create_future()
 
     async def finish_and_wait_for_flush(self) -> None:
-        """Free the slot and return once the episode may be submitted."""
+        """Free the slot; return once the episode may be submitted."""
         self._is_running = False
         self._pool.finish(self)
         await self._flushed
 
     def leave(self) -> None:
-        """End the episode, whatever its outcome."""
         if self._is_running:
             self._is_running = False
             self._pool.vacate()

@@ -9,12 +9,10 @@ from offbeat.services.retry import retry_until_answered
 from offbeat.services.rollout.tasks import Task, TaskConfig, train_task
 
 MAX_CACHED_TASKS = 4096
-"""Groups; older ones are read again."""
+"""Groups; older ones are reread."""
 
 
 class TaskAssigner:
-    """Reads a group's task, or draws and stores it."""
-
     def __init__(self, config: TaskConfig, seed: int, buffer: RolloutBuffer) -> None:
         self._config = config
         self._seed = seed
@@ -23,7 +21,7 @@ class TaskAssigner:
         self._lock = asyncio.Lock()
 
     async def task(self, number: int) -> Task:
-        """Return a training group's task; retries while the buffer is unavailable.
+        """Read a training group's task, or draw and store it; retry while the buffer is unavailable.
 
         Raises:
             ValueError: the sampler drew an invalid task.

@@ -1,8 +1,8 @@
 """Tasks of episodes, computed from configuration, run seed and number, or drawn by a task sampler.
 
 Invariants: all workers compute the same task, so Redis stores only numbers; a draw depends on the sampler's state, so
-an active group's first draw is stored. Evaluation never uses training tasks: its seeds start at 2**31, and it uses the
-held-out split if there is one.
+an active group's first draw is stored. Evaluation seeds start at 2**31, in the held-out split if there is one, and so
+never equal training tasks.
 """
 
 import json
@@ -23,8 +23,6 @@ TRAIN, EVAL = 0, 1
 
 
 class TaskConfig(Protocol):
-    """Configuration that tasks depend on."""
-
     @property
     def custom_envs(self) -> Mapping[str, CustomEnv]: ...
     @property
@@ -34,15 +32,12 @@ class TaskConfig(Protocol):
 
 
 class Task(NamedTuple):
-    """Tag and seed of an episode."""
-
     tag: str
     seed: int
-    """For the env's `reset`."""
 
 
 def train_task(config: TaskConfig, seed: int, number: int, state: str = "") -> Task:
-    """Return training group `number`'s task.
+    """Return a training group's task.
 
     state: the sampler's, as JSON; empty: a fresh sampler.
 
@@ -56,10 +51,10 @@ def train_task(config: TaskConfig, seed: int, number: int, state: str = "") -> T
 
 
 def make_sampler(custom_envs: Mapping[str, CustomEnv], manager: EnvManagerConfig) -> TaskSampler | None:
-    """Construct the task sampler of training, if any.
+    """Construct the training task sampler, if any.
 
     Raises:
-        ValueError: it can't be imported or constructed.
+        ValueError: import or construction failed.
     """
     sampler_config = manager.task_sampler
     if sampler_config is None:
@@ -96,7 +91,7 @@ def _seed_of_group(seed: int, number: int) -> int:
 
 
 def eval_task(config: TaskConfig, seed: int, number: int) -> Task:
-    """Return an evaluation task; `EvalTasks` is faster for many."""
+    """Return one task; `EvalTasks` is faster for many."""
     return EvalTasks(config, seed).task(number)
 
 
@@ -111,7 +106,7 @@ class EvalTasks:
         self._seeds: dict[str, list[int]] = {}
 
     def task(self, number: int) -> Task:
-        """Return an episode's task; `group_size` successive ones share it."""
+        """Return an episode's task, shared by `group_size` successive ones."""
         rounds, place = divmod(number // self._group_size, len(self._cycle))
         tag = self._cycle[place]
         earlier = self._cycle[:place].count(tag) + rounds * self._cycle.count(tag)
@@ -135,7 +130,7 @@ class EvalTasks:
 
 
 def tag_cycle(custom_envs: Mapping[str, CustomEnv], manager: EnvManagerConfig) -> tuple[str, ...]:
-    """Return the cycle of tags, each share spread evenly."""
+    """Return the cycle of tags, spread evenly."""
     tags = _tags(custom_envs, manager)
     shares = manager.num_groups_partition or (1,) * len(tags)
     places = [

@@ -6,5 +6,4 @@ OWN_FRAMES = re.compile(r'  File "[^"]*/offbeat/services/rollout/[^"]*", line .*
 
 
 def strip_own_frames(trace: str) -> str:
-    """Remove the frames of the worker's processes."""
     return OWN_FRAMES.sub("", trace).strip()

@@ -1,7 +1,4 @@
-"""Wait status of episodes, for `offbeat runs why`.
-
-Invariant: an episode waits for one thing; reports hold only counts.
-"""
+"""Wait status of episodes, for `offbeat runs why`: one per episode, reported as counts."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -17,16 +14,12 @@ class Wait(StrEnum):
     """An env of the pool."""
     ENV = "env"
     AGENT = "agent"
-    """The agent is computing."""
     GENERATION = "generation"
     BUFFER = "buffer"
-    """Submission of the trajectory."""
 
 
 @dataclass(slots=True)
 class Waiting:
-    """An episode's wait status."""
-
     wait: Wait
     since: float
     """Unix time."""
@@ -38,13 +31,11 @@ class Waiting:
 
 @dataclass
 class Waits:
-    """A worker's wait status."""
-
     clock: Callable[[], float] = time.time
     _episodes: dict[EpisodeTask, Waiting] = field(default_factory=dict[EpisodeTask, Waiting])
 
     def begin(self, task: EpisodeTask) -> Waiting:
-        """Add an episode; the caller updates the returned object."""
+        """Add an episode, whose status the caller updates."""
         self._episodes[task] = Waiting(Wait.PLACE, self.clock(), self.clock)
         return self._episodes[task]
 

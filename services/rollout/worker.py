@@ -44,11 +44,9 @@ SHUTDOWN_TIMEOUT_S = 2.0
 
 
 class WorkerEnd(StrEnum):
-    """Reason for a loop's end."""
-
     STOPPED = "stopped"
     WORN_OUT = "worn_out"
-    """Too many threads hang in envs."""
+    """Too many threads hang."""
 
 
 class WaitsWriter(Protocol):
@@ -60,8 +58,6 @@ class AsyncMetricsSink(Protocol):
 
 
 class EnvWorker:
-    """Runs up to `max_env_num_per_worker` concurrent episodes."""
-
     def __init__(
         self,
         settings: WorkerSettings,
@@ -106,14 +102,13 @@ class EnvWorker:
 
     @property
     def num_calls(self) -> int:
-        """Generation calls so far."""
         return self._batcher.num_calls
 
     async def run(self) -> WorkerEnd:
         """Run episodes until stopped or worn out; return unfinished ones.
 
         Raises:
-            MeshError: the buffer rejected a request; restart the process.
+            MeshError: the buffer rejected a request; restart.
         """
         work = (self._claim(), self._heartbeat(), self._report(), self._show_waits(), self._ended.wait())
         chores = [asyncio.create_task(chore) for chore in work]
@@ -128,16 +123,15 @@ class EnvWorker:
             await self._stop_tasks(chores)
 
     def share_with(self, num_workers: int) -> None:
-        """Set the run's number of workers, including this one."""
         self._envs.share_with(num_workers)
 
     def drain(self) -> None:
-        """Finish current episodes and claim no more."""
+        """Claim no more episodes."""
         self._drained = True
         self._may_claim.clear()
 
     def stop(self) -> None:
-        """End `run`; it returns current episodes."""
+        """End `run`, which returns current episodes."""
         self._finish(WorkerEnd.STOPPED)
 
     def _finish(self, reason: WorkerEnd) -> None:

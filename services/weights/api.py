@@ -16,13 +16,11 @@ IDLE = ReplicaLoad()
 
 
 class WeightPublisher(Protocol):
-    """The broker as the learner sees it."""
-
     def publish(self, version: int, step: int, tensors: "Iterable[tuple[str, Tensor]]") -> None:
-        """Copy the tensors, which may change after this returns, and announce them as `version`.
+        """Copy the tensors, which may change afterwards, and announce them as `version`.
 
-        Ignored if `version` is not newer than the newest one: a learner that repeats steps after a crash produces the
-        same weights. It is announced again if neither its bytes nor newer ones can be read.
+        Ignored unless newer: a learner that repeats steps after a crash produces the same weights. Announced again if
+        neither its bytes nor newer ones can be read.
 
         Raises:
             FencedError: a newer learner holds the run (detected by this announcement or the previous one).
@@ -31,7 +29,7 @@ class WeightPublisher(Protocol):
         ...
 
     def newest(self) -> Manifest | None:
-        """Return the newest announced version that can be read."""
+        """Return the newest readable version."""
         ...
 
     def close(self) -> None:
@@ -43,10 +41,10 @@ class WeightSubscriber(Protocol):
     """Replica side of the broker; calls raise `RetryableError` while Redis does not answer or refuses writes."""
 
     async def newest(self) -> Manifest | None:
-        """Return the newest announced version that can be read, skipping reads that hang; None before the first.
+        """Return the newest readable version, skipping reads that hang; None before the first.
 
         Raises:
-            WeightsError: finding it took longer than `weights.fetch_timeout_s`.
+            WeightsError: not found within `weights.fetch_timeout_s`.
         """
         ...
 
@@ -55,7 +53,7 @@ class WeightSubscriber(Protocol):
         ...
 
     def fetch(self, manifest: Manifest) -> AbstractAsyncContextManager[Path]:
-        """Return a verified local safetensors file, or an adapter's PEFT folder, that stays until the context ends.
+        """Return a verified local safetensors file, or an adapter's PEFT folder, valid within the context.
 
         Raises:
             WeightsError: the bytes are gone, damaged, or not read within `weights.fetch_timeout_s`.
@@ -66,6 +64,4 @@ class WeightSubscriber(Protocol):
         """Report a replica's version (-1: none yet) and load; repeated as a heartbeat."""
         ...
 
-    async def retire(self, replica_id: str) -> None:
-        """Forget a replica that stops."""
-        ...
+    async def retire(self, replica_id: str) -> None: ...

@@ -15,7 +15,6 @@ DEPLOYMENT = "weights"
 
 
 def app_name(run_id: str) -> str:
-    """Name of a run's broker application."""
     return f"weights-{run_id}"
 
 
@@ -34,7 +33,7 @@ class BrokerDeployment:
 
 
 def build(run_id: str, config: WeightsConfig, *, redis_url: str, output_dir: Path, uid: str = "") -> Application:
-    """Build the broker of one run; it reserves no CPU. uid: unique id of the run."""
+    """Build a run's broker, which reserves no CPU."""
     deployment = serve.deployment(
         name=DEPLOYMENT,
         num_replicas=1,

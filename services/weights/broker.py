@@ -1,7 +1,7 @@
-"""Removes weight files that are not announced or were left by a dead learner, and measures the replicas' lag.
+"""Removal of weight files that are unannounced or left by a dead learner, and the replicas' lag.
 
-Invariant: bytes named by a manifest in Redis are never removed while the run is active. State is in Redis and in the
-transport; killing the broker loses nothing.
+Invariant: bytes named by a manifest in Redis are never removed while the run is active. All state is in Redis and the
+transport, so killing the broker loses nothing.
 """
 
 import asyncio
@@ -27,16 +27,14 @@ from offbeat.services.weights.transports.factory import leaves_files, make_trans
 logger = logging.getLogger(__name__)
 
 UNANNOUNCED_TTL_S = 300.0
-"""Age at which a file without a manifest is removed; a learner may still be hashing it, at about 1 GB/s."""
+"""Age at which a file without manifest is removed; a learner may be hashing it, at about 1 GB/s."""
 CHECK_INTERVAL_S = 30.0
-"""Timeout of a scan of the files; the next scan starts when a hung one has returned."""
+"""Timeout of a scan; the next starts when a hung one has returned."""
 MAX_REPORT_AGE_S = 30.0
-"""Age of its last report at which a replica is considered gone."""
+"""Age at which a silent replica counts as gone."""
 
 
 class WeightBroker:
-    """Keeps one run's weight versions tidy."""
-
     def __init__(
         self,
         redis: Redis,
@@ -95,7 +93,7 @@ class WeightBroker:
         return len(orphans)
 
     async def replicas(self) -> dict[str, ReplicaReport]:
-        """Return the last report of each living replica."""
+        """Return living replicas' last reports."""
         blobs = cast(dict[bytes, bytes], await self._redis.hgetall(self._keys.served))
         reports = {replica.decode(): decode_report(blob) for replica, blob in blobs.items()}
         silent = [replica for replica, report in reports.items() if report.at < self._clock() - MAX_REPORT_AGE_S]

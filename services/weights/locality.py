@@ -1,7 +1,6 @@
 """Shared-memory locality of a process, for `weights.transport: shm`.
 
-Invariant: `memory` is equal exactly for processes that share a mount of /dev/shm on one machine; the host's name is
-informative.
+Invariant: `memory` is equal exactly for processes that share a mount of /dev/shm; the host's name is informative.
 """
 
 import os
@@ -27,16 +26,13 @@ MAX_REPORT_AGE_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Locality:
-    """Location of a process."""
-
     host: str
     memory: str
-    """Identifies the shared memory; empty if there is none."""
+    """Id of the shared memory; empty without any."""
 
 
 @lru_cache(maxsize=1)
 def this_locality() -> Locality:
-    """Return the location of this process."""
     try:
         boot, device = BOOT_ID.read_text().strip(), os.stat(SHARED_MEMORY).st_dev
     except OSError:

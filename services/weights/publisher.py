@@ -1,9 +1,9 @@
 """Learner side of the broker: copies weights, then stores and announces them in the background.
 
-Invariants: versions are announced in order, one at a time; an announcement's error is raised by the next call;
-`progress.version` never decreases. Existing versions are ignored, unless their bytes and those of all newer ones are
-gone (reboot, clean stop): these are announced again, while `progress` stays. An announcement that meets another
-incarnation of the run's data is given up: the learner publishes again once it has reconciled the data.
+Invariants: versions are announced in order, one at a time; the next call raises an announcement's error;
+`progress.version` never decreases. Existing versions are ignored; if their bytes and all newer ones are gone (reboot,
+clean stop), they are announced again while `progress` stays. An announcement that meets another incarnation is given
+up; the learner publishes again after reconciling.
 """
 
 import logging
@@ -34,8 +34,6 @@ PUBLISH = files("offbeat.services.weights").joinpath("publish.lua").read_text(en
 
 
 class RedisWeightPublisher:
-    """`WeightPublisher` over Redis and a transport."""
-
     def __init__(
         self,
         redis: Redis,
@@ -46,7 +44,7 @@ class RedisWeightPublisher:
         adapter: AdapterSettings | None = None,
         known: KnownIncarnation | None = None,
     ) -> None:
-        """Connect; `adapter` describes the published adapter, None for merged weights."""
+        """adapter: the published adapter; None for merged weights."""
         self._known = known or KnownIncarnation(redis, run_id)
         self._redis = redis
         self._run_id = run_id
@@ -132,12 +130,7 @@ class RedisWeightPublisher:
         )
 
     def _announce(self, manifest: Manifest, gone: list[int]) -> list[Manifest]:
-        """Return the manifests that this one replaced, or this one if the version existed.
-
-        Raises:
-            FencedError: a newer learner holds the run.
-            ReconcileError: this process knows another incarnation of the run's data.
-        """
+        """Return the manifests that this one replaced, or this one if the version existed."""
         names = ("epoch", "manifests", "progress", "doorbell", "versions", "incarnation")
         keys = [getattr(self._keys, name) for name in names]
         arguments = [

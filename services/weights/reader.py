@@ -1,4 +1,4 @@
-"""Reads of stored weights that may never return, since a hung share blocks its reader forever.
+"""Reads of stored weights, which a hung share may block forever.
 
 Invariants: a hung read blocks neither the event loop nor process exit (daemon thread), a version has one read at a
 time, and at most `MAX_HUNG_READS` are abandoned. What a read opened is closed when it returns.
@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_HUNG_READS = 3
-"""Maximum number of abandoned reads."""
 MIN_BYTES_PER_S = 100e6
 """Rate below which a share counts as hung."""
 CLOSE_TIMEOUT_S = 10.0
@@ -86,7 +85,7 @@ class WeightReader:
         """Enter a transport's context in a thread; leave it with the caller's error, if any.
 
         Raises:
-            WeightsError: it was not entered in time, or too many earlier reads hang.
+            WeightsError: not entered in time, or too many earlier reads hang.
         """
         await self._wait_for_room()
         read = _Read(manifest, context)
@@ -133,7 +132,6 @@ class WeightReader:
 
 
 def describe_source(manifest: Manifest) -> str:
-    """Describe where a version is stored."""
     return f"{manifest.transport}:{manifest.location.rpartition('/')[0]}"
 
 
@@ -143,7 +141,6 @@ def _call(call: Callable[[Manifest], T], manifest: Manifest) -> Iterator[T]:
 
 
 async def _any_done(futures: "Sequence[Future[Any]]", timeout_s: float) -> bool:
-    """Return True if a future completes in time."""
     waits = [asyncio.wrap_future(future) for future in futures]
     try:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

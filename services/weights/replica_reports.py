@@ -22,38 +22,34 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True)
 class FetchState:
-    """A read of weights in progress."""
-
     version: int
     since: float
     """Unix time, s."""
     source: str
-    """Location of the bytes, for messages."""
+    """Location of the bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """A replica's version and load at a moment."""
-
     version: int
     at: float
     """Unix time, s."""
     load: ReplicaLoad = ReplicaLoad()
     host: str = ""
-    """Host of the replica, for messages."""
+    """For messages."""
     memory: str = ""
-    """`Place.memory` of where it runs."""
+    """`Locality.memory` of its process."""
     fetching: FetchState | None = None
-    """Longest read in progress among newer versions."""
+    """Longest read of newer versions."""
 
 
 def encode_report(report: ReplicaReport) -> bytes:
-    """Encode as JSON, to keep the Redis hash human-readable."""
+    """Encode as human-readable JSON."""
     return json.dumps(asdict(report)).encode()
 
 
 def decode_report(blob: bytes) -> ReplicaReport:
-    """Decode the result of `encode_report`; fields that a later version added are left out. Raises `CodecError`."""
+    """Decode `encode_report`, ignoring fields of later versions. Raises `CodecError`."""
     try:
         body = json.loads(blob)
         fetching = FetchState(**_known(FetchState, body["fetching"])) if body.get("fetching") else None

@@ -34,8 +34,6 @@ def _retryable() -> Iterator[None]:
 
 
 class RedisWeightSubscriber:
-    """`WeightSubscriber` over Redis and a transport."""
-
     def __init__(
         self,
         redis: Redis,
@@ -48,9 +46,7 @@ class RedisWeightSubscriber:
         adapters: bool = False,
         run_uid: str = "",
     ) -> None:
-        """run_uid: unique id of the run, for reports. pulls: a connection that may block, for `ipc` and `nccl`. workers:
-        GPUs of this replica. adapters: True if adapters are published.
-        """
+        """pulls: connection that may block, for `ipc` and `nccl`. workers: GPUs of this replica."""
         self._redis: Any = redis
         self._keys = RunKeys(run_id)
         self._write = AsyncRunWrites(redis, run_id, run_uid)

@@ -1,7 +1,4 @@
-"""Aggregation of token losses with denominators over the whole batch.
-
-Sums over micro-batches, mini-batches and ranks thus add up to the batch's loss.
-"""
+"""Weights of token losses whose sums over micro-batches, mini-batches and ranks add up to the batch's loss."""
 
 from typing import Literal, NamedTuple
 

@@ -35,7 +35,7 @@ def importance_weights(log_ratio: Tensor, lower: float, upper: float) -> Tensor:
 
 
 def within_bounds(values: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Return a mask of values within inclusive bounds: [M] -> [M] bool."""
+    """Return True within inclusive bounds: [M] -> [M] bool."""
     mask = torch.ones_like(values, dtype=torch.bool)
     if low is not None:
         mask &= values >= low

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratio in nats above which `k3` is linear, so that it does not overflow and keeps a gradient."""
+"""Log-ratio in nats above which `k3` is linear: no overflow, but a gradient."""
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 KL_PENALTIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"kl": k1, "k2": k2, "k3": k3, "abs": absolute}
-"""Estimators by the config's `kl_penalty`."""
+"""By `kl_penalty`."""
 
 
 class KLController:
@@ -52,6 +52,6 @@ class KLController:
         self.coef *= 1.0 + error * num_samples / self._horizon
 
     def resume(self, coef: float) -> None:
-        """Restore an adaptive coefficient; 0 is ignored, since it can't adapt."""
+        """Restore an adaptive coefficient; 0, which can't adapt, is ignored."""
         if self._target is not None and coef > 0:
             self.coef = coef

@@ -5,10 +5,8 @@ from torch import Tensor
 
 
 def second_moment_mask(log_ratio: Tensor, threshold: float) -> Tensor:
-    """Return a mask that drops the largest (log pi/pi_behavior)^2 until the others' mean is at most `threshold`: [M] ->
-    [M] bool.
-
-    Equal values are dropped together.
+    """Return a mask that drops the largest (log pi/pi_behavior)^2, equal ones together, until the others' mean is at
+    most `threshold`: [M] -> [M] bool.
     """
     if not len(log_ratio):
         return torch.ones(0, dtype=torch.bool, device=log_ratio.device)

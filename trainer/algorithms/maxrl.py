@@ -9,11 +9,10 @@ from offbeat.trainer.algorithms.normalization import group_moments
 def mean_normalized(rewards: Tensor, group: Tensor, eps: float = 1e-6) -> Tensor:
     """Return (r - mean) / mean per group, or 0 without a positive mean.
 
-    With rewards 0 and 1, an unbiased gradient of the log success rate truncated at the group's size.
+    With rewards 0 and 1, an unbiased gradient of the log success rate truncated at the group's size. Clamped to
+    [-1, n - 1], the range of nonnegative rewards in a group of n: signed rewards have means near 0.
 
-    Clamped to [-1, n - 1], the range of nonnegative rewards in a group of n: signed rewards have means near 0.
-
-    rewards: [T] float, nonnegative; group: [T] int64, 0-based -> [T] float
+    rewards (nonnegative), group: [T] -> [T]
     """
     moments = group_moments(rewards, group)
     ratio = (rewards.double() - moments.mean) / (moments.mean + eps)

@@ -9,7 +9,7 @@ EPS = 1e-6
 
 
 class Moments(NamedTuple):
-    """Statistics to normalize each of T rewards with. mean, std, size: [T] float64."""
+    """Statistics to normalize each reward with, [T] float64."""
 
     mean: Tensor
     std: Tensor
@@ -17,13 +17,13 @@ class Moments(NamedTuple):
 
 
 def sum_by_group(values: Tensor, group: Tensor) -> Tensor:
-    """Sum values [T] per group -> [G] float64. group: [T] int64, 0-based"""
+    """Sum values per group: [T] -> [G] float64."""
     num_groups = int(group.max()) + 1 if len(group) else 0
     return torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group, values.double())
 
 
 def constant_groups(values: Tensor, group: Tensor) -> Tensor:
-    """Return [T] bool: True where all values of the group are equal. values: [T] float; group: [T] int64, 0-based"""
+    """Return True where all values of the group are equal: [T] -> [T] bool."""
     num_groups = int(group.max()) + 1 if len(group) else 0
     extremes = values.new_zeros(num_groups)
     low = extremes.scatter_reduce(0, group, values, "amin", include_self=False)
@@ -32,11 +32,9 @@ def constant_groups(values: Tensor, group: Tensor) -> Tensor:
 
 
 def group_moments(rewards: Tensor, group: Tensor) -> Moments:
-    """Return mean, unbiased standard deviation (0 for one member) and size of each reward's group.
+    """Return mean, unbiased standard deviation (0 for one member) and size of each reward's group, in float64.
 
-    Computed in float64; equal rewards have exactly their value as mean and deviation 0.
-
-    rewards: [T] float; group: [T] int64, 0-based
+    Equal rewards have exactly their value as mean and deviation 0. rewards, group: [T]
     """
     values = rewards.double()
     size = sum_by_group(torch.ones_like(values), group)
@@ -74,7 +72,6 @@ class RunningMoments:
         self._by_key: dict[str, tuple[float, float, float]] = {}
 
     def update(self, key: str, rewards: Tensor) -> None:
-        """Add rewards [n]."""
         if not len(rewards):
             return
         values = rewards.to(torch.float64)
@@ -85,7 +82,7 @@ class RunningMoments:
         self._by_key[key] = (total, mean + shift * new_count / total, squares)
 
     def moments(self, keys: list[str]) -> Moments:
-        """Return the statistics of each of T keys; an unknown key has size 0."""
+        """Return the moments of each of T keys; an unknown one has size 0."""
         rows = [self._by_key.get(key, (0.0, 0.0, 0.0)) for key in keys]
         table = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)
         size, mean, squares = table.T
@@ -100,9 +97,8 @@ class RunningMoments:
 
 
 def whiten(values: Tensor) -> Tensor:
-    """Scale [M] values to zero mean and unit (unbiased) deviation, computed in float64.
-
-    Fewer than two values are unchanged, equal ones give zeros.
+    """Scale values [M] to zero mean and unit (unbiased) deviation, in float64; equal ones give 0, fewer than two are
+    unchanged.
     """
     if len(values) < 2:
         return values

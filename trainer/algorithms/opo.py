@@ -10,9 +10,7 @@ def length_weighted_baseline(rewards: Tensor, lengths: Tensor, group: Tensor) ->
     """Subtract the group's sum(l r) / sum(l), the baseline of least variance if gradient norms grow with length (eq.
     9).
 
-    Groups of one give 0; groups without tokens keep their rewards.
-
-    rewards, lengths (sampled tokens), group: [T] -> [T]
+    Groups of one give 0; groups without tokens keep their rewards. rewards, lengths (sampled tokens), group: [T] -> [T]
     """
     weighted = sum_by_group(lengths.double() * rewards.double(), group)
     tokens = sum_by_group(lengths, group)

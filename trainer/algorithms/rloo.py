@@ -7,10 +7,7 @@ from offbeat.trainer.algorithms.normalization import constant_groups, sum_by_gro
 
 
 def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
-    """Subtract the mean of the other rewards of its group from each reward; a group of one gives zero.
-
-    rewards: [T] float; group: [T] int64, 0-based -> [T] float
-    """
+    """Subtract the mean of the group's other rewards; a group of one gives zero. rewards, group: [T] -> [T]"""
     values = rewards.double()
     num_others = (sum_by_group(torch.ones_like(values), group) - 1)[group]
     baseline = (sum_by_group(values, group)[group] - values) / num_others.clamp(min=1)

@@ -1,4 +1,4 @@
-"""Checks for keys that have no effect in the run as a whole; conditions within one table are on its fields."""
+"""Checks for keys without effect in the run as a whole; conditions within a table are on its fields."""
 
 import difflib
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ DEEPSPEED_KEYS = (
     "vocabulary_size", "wall_clock_breakdown", "wandb", "weight_quantization", "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer", "zero_optimization",
 )  # fmt: skip
-"""Keys of DeepSpeed's configuration (https://www.deepspeed.ai/docs/config-json/, 0.19) that a run may set."""
+"""DeepSpeed's keys (https://www.deepspeed.ai/docs/config-json/, 0.19) that a run may set."""
 DEEPSPEED_REMEDIES = {
     "gradient_clipping": "set training_args.max_grad_norm",
     "optimizer": "set training_args.adam_*",
@@ -28,11 +28,11 @@ DEEPSPEED_REMEDIES = {
     "train_micro_batch_size_per_gpu": "set training_args.max_tokens_per_microbatch",
     "gradient_accumulation_steps": "set training_args.max_tokens_per_microbatch",
 }
-"""DeepSpeed's keys that follow from ours."""
+"""Keys that follow from ours."""
 
 
 def check_effects(config: LearnerConfig, *, group_size: int) -> Iterator[ConfigIssue]:
-    """Yield keys that differ from their default and would have no effect."""
+    """Yield non-default keys without effect."""
     yield from _check_unit_ratio(config)
     yield from _check_selection(config, group_size)
     yield from _check_discounts(config)
@@ -53,7 +53,7 @@ def check_effects(config: LearnerConfig, *, group_size: int) -> Iterator[ConfigI
 
 
 def _check_unit_ratio(config: LearnerConfig) -> Iterator[ConfigIssue]:
-    """With one optimizer step per batch, logprobs recomputed at its start equal those in the loss: the ratio is 1."""
+    """With one optimizer step per batch, recomputed logprobs equal those in the loss: the ratio is 1."""
     if config.ppo_epochs > 1 or config.actor_train.training_args.num_minibatches > 1:
         return
     one_step = "one optimizer step per batch: leave it out, or raise ppo_epochs or num_minibatches"

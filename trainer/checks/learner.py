@@ -15,7 +15,6 @@ RATIO_FREE_LOSSES = ("vanilla", "gpg", "kimi15")
 
 
 def check_learner(config: LearnerConfig) -> Iterator[ConfigIssue]:
-    """Yield invalid combinations with engine and model arguments."""
     train = config.actor_train
     has_adapters, is_sharded = train.model_args.lora_target is not None, train.strategy_args.zero_stage == 3
     if has_adapters and config.ref_model_sync_steps is not None:
@@ -52,7 +51,7 @@ def _leaves(table: dict[str, Any]) -> Iterator[str]:
 
 
 def _check_models(config: LearnerConfig) -> Iterator[ConfigIssue]:
-    """Yield folders of the critic's and the reference's model that are missing, or unused."""
+    """Yield missing or unused folders of the critic's and reference's models."""
     folders = {
         "critic.model_args.model_name_or_path": config.critic.model_args.model_name_or_path,
         "reference.model_args.model_name_or_path": config.reference.model_args.model_name_or_path,

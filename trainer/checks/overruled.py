@@ -10,7 +10,6 @@ WITHOUT_RATIO_GRADIENT = ("tis", "cispo", "topr")
 
 
 def check_overruled(config: AlgorithmConfig) -> Iterator[ConfigIssue]:
-    """Yield keys whose effect another key takes away."""
     yield from _check_ratio_type(config)
     yield from _check_scales(config)
     yield from _check_bounds(config)
@@ -31,7 +30,7 @@ def _check_ratio_type(config: AlgorithmConfig) -> Iterator[ConfigIssue]:
 
 
 def advantage_is_of_the_episode(config: AlgorithmConfig) -> bool:
-    """Return whether a token's advantage, and its weight in the loss, are those of its sequence."""
+    """Return whether a token's advantage and loss weight are its sequence's."""
     by_token = config.adv_estimator in ("gae", "opd", *TURN_WISE) or config.use_opd or config.add_token_level_kl
     correction = config.train_infer_correction
     weight = correction.is_weight
@@ -41,7 +40,7 @@ def advantage_is_of_the_episode(config: AlgorithmConfig) -> bool:
 
 
 def _check_scales(config: AlgorithmConfig) -> Iterator[ConfigIssue]:
-    """Whitening divides advantages by their deviation, and so cancels a common factor of the rewards."""
+    """Whitening divides by the deviation, and so cancels a common factor of the rewards."""
     has_scale = config.reward_clip is not None or config.add_token_level_kl or config.use_opd
     if not config.whitens_advantages or config.adv_estimator == "gae" or has_scale:
         return
@@ -62,7 +61,7 @@ def _check_scales(config: AlgorithmConfig) -> Iterator[ConfigIssue]:
 
 
 def _check_bounds(config: AlgorithmConfig) -> Iterator[ConfigIssue]:
-    """Yield bounds of the loss's ratio that tokens kept by the filters never reach."""
+    """Yield ratio bounds that tokens kept by the filters never reach."""
     filters = [each for each in config.train_infer_correction.filters if each.agg_type == "token"]
     if config.old_logprobs != "behavior" or config.ratio_type != "token":
         return
@@ -78,7 +77,7 @@ def _check_bounds(config: AlgorithmConfig) -> Iterator[ConfigIssue]:
 
 
 def _bounds(config: AlgorithmConfig) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the keys of lower and upper bounds of the ratio, with their bounds."""
+    """Return lower and upper bounds of the ratio by key."""
     match config.pg_variant:
         case "ppo":
             low, high = config.pg_clip_low, config.pg_clip_high

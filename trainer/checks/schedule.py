@@ -32,7 +32,6 @@ class Peak(NamedTuple):
 
 
 def check_schedule(config: LearnerConfig) -> Iterator[ConfigIssue]:
-    """Yield issues with the run's rates and length."""
     args = config.actor_train.training_args
     name, settings = args.lr_scheduler_type, args.lr_scheduler_kwargs
     issues = list(_check_setting(settings))

@@ -43,9 +43,8 @@ GROUP_METHODS: dict[str, RewardMethod] = {
 BASELINES = ("rloo", "opo", "maxrl", "remax")
 """Estimators with their own baseline."""
 GREEDY_BASELINE = ("remax",)
-"""Estimators with a greedy episode as baseline."""
 TURN_WISE = ("gigpo", "step_reinforce")
-"""Estimators with one advantage per turn."""
+"""One advantage per turn."""
 WHITENING = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 DISTILLING = ("opd",)
 """Estimators that ignore rewards."""
@@ -97,7 +96,7 @@ class AlgorithmConfig(ConditionalConfig):
     """GAE's lambda."""
     bootstrap_truncated: Annotated[bool, OnlyWith(adv_estimator=("gae",))] = False
     """Bootstrapping of episodes that a limit cut (tokens, `max_steps`, the env's time limit) with the value after their
-    last token (arXiv:1712.00378); false counts the limit as part of the task, as ROLL, verl and TRL do.
+    last token (arXiv:1712.00378); false treats the limit as an end, as ROLL, verl and TRL do.
     """
     step_reward_gamma: Annotated[float, OnlyWith(adv_estimator=TURN_WISE)] = Field(default=0.95, ge=0, le=1)
     """Discount per turn."""
@@ -124,7 +123,9 @@ class AlgorithmConfig(ConditionalConfig):
     policy loss's denominators; `refill`: replaced (DAPO's dynamic sampling); `train`: trained on.
     """
     max_refill_ratio: Annotated[float, OnlyWith(zero_variance=("refill",))] = Field(default=20.0, gt=0)
-    """Most refilled groups of a step, in groups per step; further ones are masked, so that a solved task ends its steps."""
+    """Maximum refilled groups of a step, in groups per step; further ones are masked, so that a solved task ends its
+    steps.
+    """
     group_filter_cls: Annotated[str | None, OnlyWith(zero_variance=("mask", "refill"))] = None
     """`module:Class`, constructed without arguments; called with a `Group`, returns whether to train."""
     difficulty_mask: Annotated[bool, OnlyWith(zero_variance=("mask", "refill"))] = False
@@ -359,7 +360,6 @@ class AlgorithmConfig(ConditionalConfig):
 
     @property
     def penalizes_kl(self) -> bool:
-        """Whether rewards have a KL penalty."""
         return bool(self.add_token_level_kl and self.init_kl_coef)
 
     @property

@@ -1,6 +1,5 @@
-"""Other spellings of keys and values: ROLL's, and those of earlier builds.
-
-Invariant: `canonicalize` replaces them before validation, so that everything else knows one form.
+"""Other spellings of keys and values (ROLL's, earlier builds'); `canonicalize` replaces them before validation, so that
+everything else knows one form.
 """
 
 import copy
@@ -74,7 +73,7 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 def canonicalize(tree: Tree) -> tuple[Tree, list[ConfigIssue]]:
-    """Return the tree in canonical keys and values, and keys that are set in two spellings."""
+    """Return the canonical tree, and keys set in two spellings."""
     tree, issues = copy.deepcopy(tree), list[ConfigIssue]()
     _group_tracker_arguments(tree)
     for pattern, (neutral, reason) in NEUTRAL.items():
@@ -106,7 +105,7 @@ def _group_tracker_arguments(tree: Tree) -> None:
 
 
 def canonical_json(text: str | bytes) -> str:
-    """Return a stored configuration, of this or an earlier build, in canonical keys."""
+    """Canonicalize a stored configuration of this or an earlier build."""
     return json.dumps(canonicalize(json.loads(text))[0])
 
 
@@ -118,7 +117,7 @@ def find_alias(path: str) -> str | None:
 
 
 def find_keys(tree: Tree, pattern: str) -> Iterator[tuple[Path, Tree]]:
-    """Yield the present paths that match, each with the table that holds its last key."""
+    """Yield present paths that match, each with the table of its last key."""
     *parents, leaf = pattern.split(".")
     tables: list[tuple[Path, Tree]] = [((), tree)]
     for part in parents:

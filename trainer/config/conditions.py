@@ -17,7 +17,7 @@ SET: tuple[object, ...] = ()
 
 
 class OnlyWith:
-    """Required values of the table's other keys, declared before this one."""
+    """Required values of the table's keys declared before this one."""
 
     def __init__(self, **needs: tuple[object, ...]) -> None:
         self.needs = needs

@@ -205,8 +205,8 @@ class ActorTrainConfig(Config):
     num_processes: int = Field(default=1, ge=1)
     """Data-parallel processes."""
     backend_timeout: float = Field(default=30.0, gt=0)
-    """Minutes of a collective call, or without the main thread's progress (micro-batch, checkpoint), until a hung
-    learner is replaced. Dead processes are detected earlier.
+    """Minutes without the main thread's progress (micro-batch, checkpoint) or in a collective call until a hung learner
+    is replaced. Dead processes are detected earlier.
     """
     num_threads: int = Field(default=1, ge=1)
     """torch threads per process on CPU."""
@@ -222,7 +222,7 @@ class ActorTrainConfig(Config):
         return self.model_copy(update={"training_args": self.training_args.model_copy(update={"learning_rate": rate})})
 
     def with_batch_sizes(self, rollout_batch_size: int, sequence_length: int) -> "ActorTrainConfig":
-        """Return a copy with the token budget and the optimizer steps that ROLL's batch sizes imply.
+        """Return a copy with the token budget and optimizer steps that ROLL's batch sizes imply.
 
         Raises:
             ValueError: the batch is not divisible, or other keys disagree.
@@ -341,10 +341,8 @@ class LearnerConfig(AlgorithmConfig):
 
     @property
     def has_value_head(self) -> bool:
-        """Whether the policy has a value head."""
         return self.adv_estimator == "gae" and self.critic.backbone == "policy"
 
     @property
     def has_own_critic(self) -> bool:
-        """Whether the critic is a separate model."""
         return self.adv_estimator == "gae" and self.critic.backbone == "own"

@@ -1,7 +1,4 @@
-"""Roles besides the policy: critic, reference and teachers.
-
-A key that a role leaves out is the policy's (`actor_train`, `pretrain`).
-"""
+"""Critic, reference and teachers; a key that a role leaves out is the policy's (`actor_train`, `pretrain`)."""
 
 from typing import Annotated, Literal
 

@@ -74,7 +74,6 @@ class LearnerRunConfig(LearnerConfig):
 
     @property
     def limits(self) -> DiagnosisLimits:
-        """What the diagnosis compares metrics with."""
         train = self.actor_train
         return DiagnosisLimits(MISMATCH_KL[train.model_args.dtype], train.training_args.max_grad_norm)
 

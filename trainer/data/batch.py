@@ -1,8 +1,8 @@
 """Packing of trajectories into tensors, mini- and micro-batches.
 
-N tokens of S sequences are concatenated without padding. Arrays [M] cover the sampled tokens, trajectory after
-trajectory in sampling order. Entry m is the token at `positions[m]`, predicted at the position before it; a sequence's
-first token is never sampled, and tokens after its last sampled one are dropped.
+N tokens of S sequences are concatenated without padding. Arrays [M] cover the sampled tokens, by trajectory in sampling
+order: entry m is the token at `positions[m]`, predicted at the position before it. A sequence's first token is never
+sampled; tokens after its last sampled one are dropped.
 """
 
 import math
@@ -31,13 +31,16 @@ IntArray = npt.NDArray[np.int64]
 class Batch:
     """Packed sequences of T trajectories with R turns.
 
-        tokens: [N] int64; cu_seqlens: [S + 1] int64; positions: [M] int64 into tokens; sequence, trajectory, turn: [M]
-    int64 (turns are numbered across the batch); behavior_logprobs: [M] float32; versions: [M] int64; turn_reward: [M]
-    float32, on a turn's last token; last: [M] bool, a trajectory's last sampled token; episode_reward: [T] float32;
-    group: [T] int64; tag: [T] int64 into `tags`; truncated: [T] bool, by a token limit; cut: [T] bool, by any limit
-    instead of its end; temperatures: [M] float32, NaN for the default, None if all are; greedy_reward: [G] float32,
-    mean of each group's greedy episodes, None if a group has none. Per turn: owner [R] int64, its trajectory; score [R]
-    float32, its reward; anchor [R] int64, equal for a group's turns at the same state, unique without a state hash.
+    int64: tokens [N]; cu_seqlens [S + 1]; positions [M] into tokens; sequence, trajectory, turn (numbered across the
+    batch), versions [M]; group, tag (into `tags`) [T]; owner [R], a turn's trajectory; anchor [R], equal for a group's
+    turns at the same state, unique without a state hash.
+
+    float32: behavior_logprobs [M]; turn_reward [M], on a turn's last token; episode_reward [T]; score [R], a turn's
+    reward; temperatures [M], NaN for the default, None if all are; greedy_reward [G], mean of each group's greedy
+    episodes, None if a group has none.
+
+    bool: last [M], a trajectory's last sampled token; truncated [T], by a token limit; cut [T], by any limit instead of
+    its end.
     """
 
     tokens: Tensor
@@ -62,7 +65,7 @@ class Batch:
     temperatures: Tensor | None = None
     greedy_reward: Tensor | None = None
     images: tuple[tuple[PromptImage, ...], ...] = ()
-    """Images per sequence; empty if there are none."""
+    """Per sequence; empty if there are none."""
 
     @property
     def last_turn(self) -> Tensor:
@@ -91,7 +94,7 @@ class Batch:
         return len(self.cu_seqlens) - 1
 
     def sampled_by(self, version: int) -> Tensor:
-        """Return a mask [M] bool of tokens sampled, with all earlier ones of their trajectory, by `version`."""
+        """Mask tokens sampled, with all earlier ones of their trajectory, by `version`, [M] bool."""
         others = (self.versions != version).long().cumsum(0)
         starts = torch.searchsorted(self.trajectory, self.trajectory)
         before = torch.cat([others.new_zeros(1), others])[starts]
@@ -220,10 +223,9 @@ def _token_temperatures(temperatures: Sequence[float | None], trajectory: IntArr
 
 
 def _place_rewards(turn: IntArray, trajectory: IntArray, columns: _Columns) -> npt.NDArray[np.float32]:
-    """Assign each turn's reward to its last sampled token, else to the token before the turn, else to the one after it,
-    [M].
+    """Put each turn's reward on its last sampled token, else on the one before the turn, else after it, [M].
 
-    turn, trajectory: [M], both ascending
+    turn, trajectory: [M], ascending
     """
     owners = np.array(columns.turn_owners, dtype=np.int64)
     index = np.searchsorted(turn, np.arange(len(owners)), side="right") - 1
@@ -253,7 +255,7 @@ def minibatches(batch: Batch, count: int) -> list[list[int]]:
 
 
 def microbatches(batch: Batch, sequences: Sequence[int], max_tokens: int, *, multiple_of: int = 1) -> list[MicroBatch]:
-    """Pack sequences into micro-batches of at most `max_tokens` tokens, as `balanced_bins`."""
+    """Pack sequences into micro-batches, as `balanced_bins`."""
     lengths = batch.cu_seqlens.diff().tolist()
     bins = balanced_bins([lengths[s] for s in sequences], max_tokens, multiple_of)
     by_sequence = torch.argsort(batch.sequence, stable=True)
@@ -288,7 +290,7 @@ def _images(batch: Batch, sequence_ids: Sequence[int], borders: Sequence[int]) -
 def balanced_bins(lengths: Sequence[int], budget: int, multiple_of: int = 1) -> list[list[int]]:
     """Divide the indexes of `lengths` into the fewest bins of at most `budget` in sum, similar lengths together.
 
-    A longer sequence is alone. `multiple_of` divides the number of bins if there are enough sequences.
+    A longer one is alone; `multiple_of` divides the number of bins if there are enough sequences.
     """
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
     min_bins = len(_fill(order, lengths, budget))

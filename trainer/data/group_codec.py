@@ -7,7 +7,6 @@ from offbeat.services.messages.types import Group
 
 
 def pack_group(group: Group) -> list[object]:
-    """Encode a group as plain values."""
     members = [encode_trajectory(trajectory) for trajectory in (*group.trajectories, *group.baselines)]
     head = [group.entry_id, group.group_id, group.number, group.tag, group.seed, group.admitted_version]
     return [*head, group.temperature, members]

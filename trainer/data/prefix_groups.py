@@ -1,7 +1,4 @@
-"""Micro-batches with shared prompts.
-
-A prefix group is sequences of one group with a common prefix before the first sampled token.
-"""
+"""Micro-batches of prefix groups: sequences of a group with a common prefix before the first sampled token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,17 +12,16 @@ from offbeat.services.messages.types import PromptImage
 from offbeat.trainer.data.batch import Batch, MicroBatch, balanced_bins
 
 MIN_PREFIX_TOKENS = 8
-"""Shortest prefix to share."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroup:
-    """Sequences and the length of their common prefix, 0 for a single one."""
+    """Sequences and their common prefix's length, 0 for a single one."""
 
     sequences: list[int]
     common: int
     num_tokens: int
-    """Tokens to compute, the prefix once."""
+    """The prefix counts once."""
 
 
 def shared_microbatches(

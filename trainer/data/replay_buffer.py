@@ -1,8 +1,7 @@
 """Replay buffer of trained groups.
 
-Invariants: a group is in at most `max_times_sampled` batches including its first, never beyond its staleness bound;
-selection depends only on seed, step and the checkpointed entries. The trajectory buffer and admission count only a
-group's first use.
+Invariants: a group is in at most `max_times_sampled` batches, its first included, within its staleness bound; selection
+depends only on seed, step and checkpointed entries. The trajectory buffer and admission count only first uses.
 """
 
 import math
@@ -22,7 +21,7 @@ from offbeat.trainer.data.group_codec import pack_group, unpack_group
 
 REPLAY_FILE = Path("state", "replay.msgpack")
 SEED_STREAM = 0x4E91A7
-"""Random stream, distinct from other uses of the seed."""
+"""Distinct from other uses of the seed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,4 @@
-"""Selection of a step's groups and episodes.
-
-Invariant: group order matters only for ties of the variance filter, which prefers earlier groups.
-"""
+"""Selection of a step's groups and episodes; order matters only for ties of the variance filter: earlier groups win."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -47,7 +44,7 @@ def carries_signal(group: Group, config: AlgorithmConfig, shaped: Group | None =
 
 
 def _turns_differ(group: Group, config: AlgorithmConfig, *, by_state: bool) -> bool:
-    """Return whether returns differ among turns, or among turns at the same state."""
+    """Compare returns of all turns, or of turns at the same state."""
     returns: dict[str, list[float]] = {}
     for trajectory in group.trajectories:
         value = 0.0
@@ -69,7 +66,7 @@ def select_most_varied(
     """Select the fraction `ratio` of groups, at least one, with the largest reward deviation (StarPO-S; RAGEN,
     arXiv:2504.20073).
 
-    masked: counts of the masked groups, which are selected last; the selected part is returned.
+    masked: selected last; the selected part is returned.
     """
     if ratio >= 1 or not groups:
         return list(groups), masked
@@ -83,7 +80,7 @@ def select_most_varied(
 
 
 def trained_episodes(batch: Batch, config: AlgorithmConfig) -> Tensor:
-    """Return a mask of episodes in the loss, [T] bool; group statistics include the others."""
+    """Mask the episodes in the loss, [T] bool; group statistics include the others."""
     trained = torch.ones(batch.num_trajectories, dtype=torch.bool)
     if config.max_len_mask:
         trained &= ~batch.truncated

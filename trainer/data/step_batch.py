@@ -13,8 +13,6 @@ from offbeat.trainer.data.reward_shaping import shape_rewards
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Groups of one optimizer step."""
-
     step: int
     """0-based; training produces version `step + 1`."""
     groups: tuple[Group, ...]
@@ -25,7 +23,7 @@ class StepBatch:
     weights: tuple[float, ...] = ()
     """Policy loss factors; empty if all are 1."""
     new_rewards: Mapping[str, Sequence[float]] | None = None
-    """Shaped rewards of all new groups by tag, including masked and refilled ones; None: `groups` are all."""
+    """Shaped rewards of all new groups by tag, masked and refilled included; None: `groups` are all."""
 
     @property
     def rewards_by_tag(self) -> Mapping[str, Sequence[float]]:
@@ -47,7 +45,6 @@ class StepBatch:
         return cls(step, tuple(groups), tuple(shape_rewards(groups, config)), masked, tuple(weights), new_rewards)
 
     def pack(self) -> list[object]:
-        """Encode as plain values for msgpack."""
         groups = [pack_group(group) for group in self.groups]
         rewards = {tag: list(rewards) for tag, rewards in self.rewards_by_tag.items()}
         return [self.step, list(self.masked), list(self.weights), groups, rewards]
@@ -63,7 +60,6 @@ class StepBatch:
 
 
 def collect_rewards(groups: Iterable[Group]) -> dict[str, list[float]]:
-    """Return the episodes' rewards by tag."""
     rewards: dict[str, list[float]] = {}
     for group in groups:
         for trajectory in group.trajectories:

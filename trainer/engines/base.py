@@ -1,6 +1,6 @@
 """Interface of training engines.
 
-Invariants: methods are collective; a batch's gradient does not depend on its split into micro-batches or ranks.
+Invariants: methods are collective; gradients do not depend on the split into micro-batches or ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,28 +17,24 @@ Output = TypeVar("Output")
 Output_co = TypeVar("Output_co", covariant=True)
 
 LossFunction = Callable[[int, Output], Tensor]
-"""(micro-batch index, model output) -> part of the loss; parts sum to the loss."""
+"""(micro-batch index, output) -> summand of the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """Settings of one optimizer step."""
-
     learning_rate: float
     weight_decay: float
     head_learning_rate: float | None = None
     head_alone: bool = False
-    """Train only the value head; other weights and moments do not change."""
+    """Train only the value head; other weights and moments stay."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """Result of an optimizer step."""
-
     applied: bool
     """False if a non-finite gradient skipped the step."""
     grad_norm: float
-    """Norm before clipping."""
+    """Before clipping."""
 
 
 class TrainEngine(Protocol[Output_co]):
@@ -56,20 +52,17 @@ class TrainEngine(Protocol[Output_co]):
     def train(
         self, batch: Sequence[PackedInput], loss: LossFunction[Output_co], hyperparameters: Hyperparameters
     ) -> StepOutcome:
-        """Run one optimizer step; `loss` receives this rank's micro-batches."""
+        """Take one step; `loss` receives this rank's micro-batches."""
         ...
 
     def infer(self, batch: Sequence[PackedInput], read: Callable[[Output_co], Tensor] | None = None) -> list[Tensor]:
-        """Return `read(output)` per micro-batch, without gradients: [..., M] float32 each.
-
-        read: the output's first tensor by default.
-        """
+        """Return `read(output)` (by default the first tensor) per micro-batch, without gradients: [..., M] float32 each."""
         ...
 
     def tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Yield full parameters by Hugging Face name, without a value head, each valid until the next.
 
-        merged: merge adapters; otherwise yield them under PEFT's names.
+        merged: merge adapters; otherwise use PEFT's names.
         """
         ...
 
@@ -78,7 +71,7 @@ class TrainEngine(Protocol[Output_co]):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint that `load` resumes from exactly."""
+        """Write a checkpoint that `load` resumes exactly."""
         ...
 
     def load(self, folder: Path) -> None:

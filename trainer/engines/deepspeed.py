@@ -1,8 +1,7 @@
 # pyright: basic
-"""Training engine on DeepSpeed: ZeRO 0 to 3, on CPUs with gloo or GPUs with NCCL.
+"""Training engine on DeepSpeed: ZeRO 0 to 3, on CPUs (gloo) or GPUs (NCCL).
 
-Invariants: the loss is normalized globally, so gradients are summed; a step with a non-finite gradient changes nothing,
-on any rank.
+Invariants: the loss is normalized globally, so gradients are summed; a non-finite gradient changes nothing on any rank.
 """
 
 import json
@@ -36,19 +35,19 @@ from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.value_head import HEAD
 
 WRAPPER = "model."
-"""Prefix of packed models before Hugging Face names."""
+"""Prefix before Hugging Face names."""
 TAG = "state"
 STAGE_FILE = "zero_stage.json"
-"""ZeRO stage of the checkpoint, and the type of its gradient sums, on which DeepSpeed's optimizer depends at stage 1."""
+"""ZeRO stage and type of gradient sums, on which DeepSpeed's optimizer depends at stage 1."""
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
-"""Programs that DeepSpeed adds to its checkpoints."""
+"""Added by DeepSpeed to checkpoints."""
 NAME_OF_DTYPE = {"torch.bfloat16": "bf16", "torch.float32": "fp32"}
 MAX_BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's default."""
 
 
 class ClippingAdamW(torch.optim.AdamW):
-    """AdamW that clips by the global norm and skips non-finite steps, as ZeRO's optimizers do."""
+    """AdamW that clips by the global norm and skips non-finite steps, as ZeRO's optimizers."""
 
     overflow = False
     _global_grad_norm = math.nan
@@ -69,8 +68,6 @@ class ClippingAdamW(torch.optim.AdamW):
 
 
 class DeepSpeedEngine(OnRanks):
-    """`TrainEngine` on DeepSpeed."""
-
     def __init__(self, module: nn.Module, training: TrainingArgs, strategy: StrategyArgs, ranks: Ranks) -> None:
         super().__init__(ranks)
         self._training = training
@@ -106,7 +103,7 @@ class DeepSpeedEngine(OnRanks):
         return self.outputs(self._engine, batch, read)
 
     def tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yield full parameters; ZeRO-3 gathers one weight, with its adapter, at a time."""
+        """Gather one weight, with its adapter, at a time under ZeRO-3."""
         module = self._engine.module
         gathered = _deepspeed().zero.GatheredParameters if self._stage == 3 else None
         for weight in merged_weights(module) if merged else unmerged_weights(module, WRAPPER):
@@ -127,7 +124,7 @@ class DeepSpeedEngine(OnRanks):
         return int(self._engine.zero_optimization_stage())
 
     def _states_without_head(self) -> list[dict[str, Any]]:
-        """Return the states of the model's groups; ZeRO-3 exposes shards to AdamW only during a step."""
+        """Return the states of the model's groups; ZeRO-3 shows AdamW shards only during a step."""
         optimizer = self._engine.optimizer
         of_model = [number for number, kind in enumerate(self._kinds) if not kind.is_head]
         parameters = [parameter for number in of_model for parameter in self._moments.param_groups[number]["params"]]
@@ -172,7 +169,7 @@ class DeepSpeedEngine(OnRanks):
 
 
 class DeepSpeedLogprobModel(OnRanks):
-    """`deepspeed_infer`: frozen model sharded over ranks (ZeRO-3)."""
+    """`deepspeed_infer`: frozen model sharded by ZeRO-3."""
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         super().__init__(ranks)
@@ -187,7 +184,7 @@ class DeepSpeedLogprobModel(OnRanks):
 
 
 def _layout_of(folder: Path, default: str) -> tuple[int | None, str]:
-    """Return ZeRO stage and type of gradient sums of a checkpoint. Version 0.1 wrote the stage alone."""
+    """Return ZeRO stage and type of gradient sums. Version 0.1 wrote only the stage."""
     if not (folder / STAGE_FILE).is_file():
         return None, default
     layout = json.loads((folder / STAGE_FILE).read_text())
@@ -208,9 +205,7 @@ def _adamw(groups: Sequence[list[nn.Parameter]], training: TrainingArgs, *, clip
 
 
 def engine_config(module: nn.Module, zero_stage: int, bf16: bool, max_grad_norm: float) -> dict[str, Any]:
-    """Return DeepSpeed's configuration; ZeRO allocates the bucket in full, so that its size is at most the number of
-    weights.
-    """
+    """Return DeepSpeed's configuration; its bucket, allocated in full, has at most the number of weights."""
     num_weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in module.parameters())
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -232,7 +227,6 @@ def engine_config(module: nn.Module, zero_stage: int, bf16: bool, max_grad_norm:
 
 
 def merge_settings(defaults: Mapping[str, Any], overrides: Mapping[str, JsonValue]) -> dict[str, Any]:
-    """Merge `overrides` over `defaults`, recursively."""
     out = dict(defaults)
     for key, value in overrides.items():
         default = out.get(key)
@@ -243,7 +237,7 @@ def merge_settings(defaults: Mapping[str, Any], overrides: Mapping[str, JsonValu
 def _deepspeed() -> Any:
     """Import DeepSpeed with reduced logging and, on a CPU, without compiled operators.
 
-    Its shared-memory all-reduce takes 20 s to build, replaces gloo, and leaves files in /dev/shm after a kill.
+    Its shared-memory all-reduce takes 20 s to build, replaces gloo, and leaves files in /dev/shm if killed.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

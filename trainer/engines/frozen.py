@@ -16,24 +16,20 @@ from offbeat.trainer.models.policy import PackedPolicy, Sampled
 
 
 class LogprobModel(Protocol):
-    """Scorer of sampled tokens."""
-
     def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
-        """Return logprobs per micro-batch: [M] float32 each."""
+        """Return logprobs: [M] float32 per micro-batch."""
         ...
 
 
 @runtime_checkable
 class Reference(LogprobModel, Protocol):
-    """Reference for a full-vocabulary KL."""
-
     def hidden_states(self, batch: Sequence[PackedInput]) -> list[ReferenceStates]:
-        """Return the vocabulary distributions per micro-batch."""
+        """Return vocabulary distributions per micro-batch."""
         ...
 
 
 class FrozenModel(OnRanks):
-    """`hf_infer`: a transformers model replicated on every rank."""
+    """`hf_infer`: a transformers model on every rank."""
 
     def __init__(self, model: PackedPolicy, ranks: Ranks) -> None:
         super().__init__(ranks)
@@ -54,7 +50,6 @@ class FrozenModel(OnRanks):
             own[name].lerp_(tensor.to(own[name]), share)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the weights by Hugging Face name."""
         return ((name, parameter.detach()) for name, parameter in self._model.model.named_parameters())
 
 
@@ -70,6 +65,6 @@ class AdapterFreeReference:
             return self._engine.infer(batch)
 
     def hidden_states(self, batch: Sequence[PackedInput]) -> list[ReferenceStates]:
-        """Return the vocabulary distributions; requires unsharded weights (below ZeRO-3)."""
+        """Return vocabulary distributions; requires unsharded weights (below ZeRO-3)."""
         with without_adapters(self._policy):
             return [self._policy.eval().hidden_states(x.to(self._engine.device)) for x in batch]

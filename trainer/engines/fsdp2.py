@@ -36,7 +36,7 @@ WRAPPER = "model."
 
 
 class FSDP2Engine(OnRanks):
-    """`TrainEngine` on FSDP2; checkpoints load on any number of ranks."""
+    """`TrainEngine` whose checkpoints load on any number of ranks."""
 
     def __init__(self, module: nn.Module, training: TrainingArgs, ranks: Ranks) -> None:
         super().__init__(ranks)
@@ -54,7 +54,7 @@ class FSDP2Engine(OnRanks):
         )
 
     def _shard(self, module: nn.Module) -> nn.Module:
-        """Shard the module, stored in float32 and computed in its dtype."""
+        """Shard; stored in float32, computed in its dtype."""
         dtype = None if self._dtype == torch.float32 else self._dtype
         settings: dict[str, Any] = {
             "mesh": init_device_mesh(self._ranks.device.type, (self._ranks.world_size,)),
@@ -96,7 +96,7 @@ class FSDP2Engine(OnRanks):
         return self.outputs(self._module, batch, read)
 
     def tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yield full parameters, gathered one at a time; adapters are unsupported."""
+        """Gather one parameter at a time; adapters are unsupported."""
         del merged
         for name, parameter in self._module.named_parameters():
             if name.startswith(HEAD):
@@ -137,6 +137,5 @@ def _layers(module: nn.Module) -> list[nn.Module]:
 
 
 def _state_file_error(error: BaseException) -> StateFileError | None:
-    """Return the refusal among the failures of the ranks."""
     failures = error.failures.values() if isinstance(error, CheckpointException) else ()
     return next((cause for cause, _ in failures if isinstance(cause, StateFileError)), None)

@@ -1,6 +1,6 @@
 """Optimizer parameter groups: the model's, then its value head's; with weight decay, those without decay apart.
 
-Without weight decay there is one group of the model, as in checkpoints of 0.1.
+Without it the model is one group, as in 0.1.
 """
 
 import json
@@ -15,11 +15,11 @@ from offbeat.trainer.engines.base import Hyperparameters
 from offbeat.trainer.models.value_head import HEAD
 
 LAYOUT_FILE = "parameter_groups.json"
-"""Whether a checkpoint's groups are split; absent before 0.2."""
+"""Whether groups are split; absent before 0.2."""
 
 
 class GroupKind(NamedTuple):
-    """Kind of a parameter group, in the optimizer's order."""
+    """Kind of group, in the optimizer's order."""
 
     is_head: bool
     decays: bool
@@ -30,7 +30,7 @@ def splits_decay(training: TrainingArgs) -> bool:
 
 
 def parameter_groups(module: nn.Module, training: TrainingArgs) -> dict[GroupKind, list[nn.Parameter]]:
-    """Return the trained parameters by group; norms, biases and embeddings do not decay unless asked."""
+    """Group the trained parameters; norms, biases and embeddings decay only if asked."""
     embeddings = {id(p) for child in module.modules() if isinstance(child, nn.Embedding) for p in child.parameters()}
     groups: dict[GroupKind, list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
@@ -42,7 +42,7 @@ def parameter_groups(module: nn.Module, training: TrainingArgs) -> dict[GroupKin
 
 
 def adam_settings(training: TrainingArgs) -> dict[str, Any]:
-    """Return AdamW's constant settings, which loading a state overwrites."""
+    """Return AdamW's constants, which loading a state overwrites."""
     return {"betas": (training.adam_beta1, training.adam_beta2), "eps": training.adam_epsilon}
 
 
@@ -69,7 +69,7 @@ def write_layout(folder: Path, training: TrainingArgs) -> None:
 
 
 def check_layout(folder: Path, training: TrainingArgs) -> None:
-    """Raise RuntimeError if a checkpoint's groups differ from this engine's."""
+    """Raise RuntimeError if a checkpoint's groups differ."""
     path = folder / LAYOUT_FILE
     was_split = path.is_file() and bool(json.loads(path.read_text())["split"])
     if was_split == splits_decay(training) or not any(folder.iterdir()):  # the engine itself reports an empty folder

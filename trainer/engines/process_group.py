@@ -1,6 +1,6 @@
 """Data-parallel process group.
 
-Invariants: a single process opens no port; messages between ranks are bytes, never pickles.
+Invariants: a single process opens no port; messages are bytes, never pickles.
 """
 
 import os
@@ -15,23 +15,21 @@ import torch
 import torch.distributed as dist
 
 COMMAND_TIMEOUT = timedelta(days=7)
-"""Long, because rank 0 waits for trajectories; a dead rank breaks the connection."""
+"""Long: rank 0 waits for trajectories; a dead rank breaks the connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Rank and size of the group."""
-
     rank: int
     local_rank: int
     world_size: int
     device: torch.device
     word: dist.ProcessGroup | None = None
-    """Group for rank 0's commands."""
+    """For rank 0's commands."""
 
 
 def ranks_of_environment(device: str) -> Ranks:
-    """Read the ranks set by torchrun or Offbeat's launcher."""
+    """Read ranks set by torchrun or Offbeat's launcher."""
     rank, local, world = (int(os.environ.get(name, default)) for name, default in _ENVIRONMENT.items())
     return Ranks(rank, local, world, torch.device("cuda", local) if device == "cuda" else torch.device("cpu"))
 
@@ -40,7 +38,7 @@ _ENVIRONMENT = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
 def broadcast(ranks: Ranks, message: bytes = b"") -> bytes:
-    """Send rank 0's message to every rank and return it.
+    """Send rank 0's message to all ranks and return it.
 
     Raises:
         RuntimeError: not within a `process_group`.
@@ -59,7 +57,6 @@ def broadcast(ranks: Ranks, message: bytes = b"") -> bytes:
 
 
 def gather(ranks: Ranks, message: bytes) -> list[bytes]:
-    """Return all ranks' messages on every rank."""
     if ranks.world_size == 1:
         return [message]
     lengths = [torch.zeros(1, dtype=torch.int64, device=ranks.device) for _ in range(ranks.world_size)]
@@ -74,7 +71,7 @@ def gather(ranks: Ranks, message: bytes) -> list[bytes]:
 
 @contextmanager
 def process_group(ranks: Ranks, timeout_min: float = 30.0) -> Iterator[Ranks]:
-    """Join the process group inside the context; yield the ranks with their command group.
+    """Join the process group; yield the ranks with their command group.
 
     timeout_min: `ActorTrainConfig.backend_timeout`.
     """
@@ -101,7 +98,7 @@ def process_group(ranks: Ranks, timeout_min: float = 30.0) -> Iterator[Ranks]:
 
 
 def _leave() -> None:
-    """Destroy the process group, through DeepSpeed if in use, which holds groups of its own."""
+    """Destroy the process group, through DeepSpeed if in use, which has its own."""
     deepspeed = cast(Any, sys.modules.get("deepspeed"))
     if deepspeed is not None and deepspeed.comm.is_initialized():
         deepspeed.comm.destroy_process_group()

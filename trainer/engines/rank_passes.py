@@ -1,4 +1,4 @@
-"""Distribution of forward passes over ranks, equally many on each."""
+"""Even distribution of forward passes over ranks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,13 @@ from offbeat.trainer.models.policy import Sampled
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Forward pass of this rank; `index` is None for padding."""
+    """Pass of this rank; `index` is None for padding."""
 
     index: int | None
     x: PackedInput
 
 
 def passes(batch: Sequence[PackedInput], ranks: Ranks) -> Iterator[Pass]:
-    """Yield this rank's passes, in order."""
     for first in range(0, len(batch), ranks.world_size):
         index = first + ranks.rank
         mine = index < len(batch)
@@ -35,7 +34,6 @@ def _first_of(output: Any) -> Tensor:
 
 
 def _zero_loss(output: Any) -> Tensor:
-    """Return a zero loss of every weight."""
     zero = _first_of(output).sum() * 0.0
     return zero + output.values.sum() * 0.0 if _has_values(output) else zero
 
@@ -45,8 +43,6 @@ def _has_values(output: Any) -> bool:
 
 
 class OnRanks:
-    """Base of multi-rank engines."""
-
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
@@ -67,7 +63,7 @@ class OnRanks:
     ) -> Iterator[Tensor]:
         """Yield this rank's losses, times `world_size` because libraries average gradients over ranks.
 
-        Libraries need gradients of the same weights on all ranks, so zero losses of policy and value head are added.
+        Zero losses of policy and value head are added: libraries need gradients of the same weights on all ranks.
         """
         for forward in passes(batch, self._ranks):
             output = model(forward.x)
@@ -82,7 +78,7 @@ class OnRanks:
         batch: Sequence[PackedInput],
         read: Callable[[Any], Tensor] | None = None,
     ) -> list[Tensor]:
-        """Return the results of all micro-batches on all ranks."""
+        """Return the results of all ranks."""
         results: dict[int, Tensor] = {}
         rows = torch.Size()
         for forward in passes(batch, self._ranks):

@@ -1,4 +1,4 @@
-"""Learning rate as a function of the step, without scheduler state."""
+"""Stateless learning rate by step."""
 
 import json
 import math
@@ -24,7 +24,7 @@ def scheduled_rate(
 ) -> float:
     """Return the rate of `step` (0-based): linear warm-up, then transformers' schedule.
 
-    settings: its arguments (`offbeat.trainer.config.schedule.KWARGS`).
+    settings: see `offbeat.trainer.config.schedule.KWARGS`.
 
     Raises:
         ValueError: the schedule rejects a setting.
@@ -56,7 +56,7 @@ def _factor(name: str, settings: str, peak: float, warmup_steps: int, total_step
 
 
 def plateau_rate(step: int, *, peak: float, warmup_steps: int, total_steps: int, final_ratio: float) -> float:
-    """Return the rate: linear warm-up, constant until half of `total_steps`, linear to `final_ratio` of the peak."""
+    """Return linear warm-up, constant until half of `total_steps`, linear to `final_ratio` of the peak."""
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     decay = max(0.0, (step + 1) / total_steps - 0.5) * 2

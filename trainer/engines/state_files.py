@@ -1,7 +1,7 @@
 # pyright: basic
 """State files of DeepSpeed and `torch.distributed.checkpoint`, which contain pickles.
 
-Invariant: they are read as data: of the names in a pickle, only the types that these libraries write are known here.
+Invariant: they are read as data; only types that these libraries write are known.
 """
 
 import io
@@ -41,11 +41,11 @@ METADATA_TYPES: dict[tuple[str, str], Any] = {
 
 
 class StateFileError(RuntimeError):
-    """State file with anything but state, or an unreadable one; nothing of it was run."""
+    """Unreadable state file, or one with more than state; nothing of it was run."""
 
 
 def load_deepspeed_state(path: str, map_location: Any = None) -> Any:
-    """Read a file of DeepSpeed's, as `CheckpointEngine.load` does.
+    """Read a file as `CheckpointEngine.load` does.
 
     Raises:
         StateFileError: it holds more than tensors, plain values and three types of DeepSpeed's.
@@ -62,7 +62,7 @@ def load_deepspeed_state(path: str, map_location: Any = None) -> Any:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file. Raises StateFileError if it is none."""
+    """Read safetensors. Raises StateFileError if it is none."""
     try:
         return load_file(path)
     except SafetensorError as error:
@@ -70,8 +70,6 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 class StateReader(FileSystemReader):
-    """Reader of FSDP2's checkpoints."""
-
     def read_metadata(self, *args: Any, **kwargs: Any) -> formats.Metadata:
         del args, kwargs
         path = Path(self.path) / METADATA
@@ -90,7 +88,7 @@ class StateReader(FileSystemReader):
 
 
 class StatePlanner(DefaultLoadPlanner):
-    """Planner that reads values beside the tensors as data."""
+    """Planner that reads values beside tensors as data."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Background checkpoints during training.
+"""Background checkpoints.
 
 Invariant: a group leaves the buffer only when a durable checkpoint contains it; groups of a failed one join the next.
 """
@@ -24,14 +24,12 @@ logger = logging.getLogger(__name__)
 
 RETRY_INTERVAL_S = 5.0
 MAX_UNSAVED_INTERVALS = 5
-"""Multiple of `save_steps` trained without a checkpoint; unsaved groups occupy the buffer's memory."""
+"""Limit without a checkpoint, in `save_steps`; unsaved groups occupy the buffer's memory."""
 DISK_SPACE_TIMEOUT_S = 900.0
-"""Maximum wait for disk space before the learner exits."""
+"""Maximum wait before the learner exits."""
 
 
 class Checkpointer:
-    """Checkpoint writer of one learner."""
-
     def __init__(
         self,
         store: CheckpointStore,
@@ -42,7 +40,7 @@ class Checkpointer:
         *,
         tolerant: bool,
     ) -> None:
-        """tolerant: continue after a failed write; requires a single rank."""
+        """tolerant: continue after a failed write; single rank only."""
         self._store = store
         self._buffer = buffer
         self._ledger = ledger
@@ -50,21 +48,21 @@ class Checkpointer:
         self._save_steps = save_steps
         self._tolerant = tolerant
         self.newest: Path | None = None
-        """Path of the newest durable checkpoint."""
+        """Newest durable checkpoint."""
         self.step: int | None = None
-        """Step of the newest durable checkpoint, or of the one in progress."""
+        """Step of the newest checkpoint, durable or in progress."""
         self._durable_step = 0
         self._consumed: list[str] = []
-        """Entries consumed since the newest checkpoint was begun."""
+        """Entries consumed since the last `begin`."""
         self._contained: tuple[str, ...] = ()
-        """Entries acknowledged once the checkpoint in progress is durable."""
+        """Entries to acknowledge with the checkpoint in progress."""
         self._pending: Future[Path] | None = None
         self._retry_at: float | None = None
-        """Monotonic time of the next try after a failed one."""
+        """Monotonic time of the next try after a failure."""
 
     @property
     def durable_step(self) -> int:
-        """Step of the newest durable checkpoint; 0 without any."""
+        """Newest durable step; 0 without any."""
         return self._durable_step
 
     @property
@@ -77,7 +75,6 @@ class Checkpointer:
         self._durable_step = checkpoint.state.step
 
     def add_consumed(self, entry_ids: Iterable[str]) -> None:
-        """Add entries to the next checkpoint."""
         self._consumed += entry_ids
 
     def is_due(self, step: int) -> bool:
@@ -89,7 +86,7 @@ class Checkpointer:
         """Start a checkpoint; the previous one must be finished.
 
         Raises:
-            UnsavedError: the write failed and there are other ranks.
+            UnsavedError: the write failed, with other ranks.
         """
         self._contained, self._consumed = tuple(self._consumed), []
         previous_step, self.step = self.step, state.step
@@ -103,7 +100,7 @@ class Checkpointer:
                 raise
 
     def finish(self) -> None:
-        """Wait for the pending checkpoint and acknowledge its entries."""
+        """Wait for the checkpoint and acknowledge its entries."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -121,7 +118,7 @@ class Checkpointer:
         self._reporter.set_problem("")
 
     def save_now(self, state: LearnerState, write: Callable[[Path], None], should_stop: Callable[[], bool]) -> bool:
-        """Write a checkpoint, waiting for disk space; return False if stopped first.
+        """Write a checkpoint, waiting for disk space; return False if stopped.
 
         Raises:
             UnsavedError: no space for `DISK_SPACE_TIMEOUT_S`.
@@ -142,7 +139,6 @@ class Checkpointer:
             time.sleep(RETRY_INTERVAL_S)
 
     def must_block(self, step: int) -> bool:
-        """Return whether too many steps are unsaved."""
         return self._retry_at is not None and step - self._durable_step >= MAX_UNSAVED_INTERVALS * self._save_steps
 
     def _sync_ledger(self) -> None:

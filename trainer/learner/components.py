@@ -35,7 +35,6 @@ def build_components(
     reporter: LearnerReporter,
     should_stop: Callable[[], bool],
 ) -> LearnerComponents:
-    """Build the components. sink: receives evaluation metrics."""
     config = run.config
     return LearnerComponents(
         buffer=buffer,

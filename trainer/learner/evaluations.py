@@ -1,6 +1,6 @@
-"""Evaluations on held-out tasks during training.
+"""Evaluations on held-out tasks.
 
-Invariant: each evaluation is recorded once, even if the learner is replaced.
+Invariant: each is recorded once, even if the learner is replaced.
 """
 
 import json
@@ -32,7 +32,7 @@ When = Literal["before", "during", "after"]
 Sampling = Literal["sampled", "greedy"]
 
 MAX_SAVED_EPISODES = 32
-"""Episodes saved per evaluation."""
+"""Per evaluation."""
 TOKENS = ".trajectories"
 """Suffix of `encode_trajectories` files."""
 POLL_S = 0.5
@@ -41,8 +41,6 @@ RECORDED = "recorded"
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Evaluation of the weights of `step`."""
-
     when: When
     sampling: Sampling
     step: int
@@ -69,8 +67,6 @@ class EvaluationLog(Protocol):
 
 
 class RedisEvaluationLog:
-    """`EvaluationLog` in a Redis hash."""
-
     def __init__(self, redis: Redis, run_id: str, uid: str = "") -> None:
         self._redis = redis
         self._write = RunWrites(redis, run_id, uid)
@@ -88,8 +84,6 @@ class RedisEvaluationLog:
 
 
 class Evaluations:
-    """Pending and recorded evaluations."""
-
     def __init__(
         self,
         buffer: LearnerBuffer,
@@ -100,9 +94,7 @@ class Evaluations:
         *,
         epoch: int = 0,
     ) -> None:
-        """score: receives sampled success, missing ones as failures, or reward if envs report no success. epoch: the
-        learner's lease.
-        """
+        """score: receives sampled success (missing: failure), or reward if envs report none. epoch: the learner's lease."""
         self._epoch = epoch
         self._files: FencedFolder | None = None
         self._score = score
@@ -116,14 +108,14 @@ class Evaluations:
         self._pending = {eval_id: Evaluation.parse(eval_id, count) for eval_id, count in unrecorded.items()}
 
     def restart(self) -> None:
-        """Queue pending evaluations again, if the buffer has lost them, and note all in the log."""
+        """Queue pending evaluations that the buffer has lost; note all in the log."""
         for eval_id in self._recorded:
             self._log.put(eval_id, RECORDED)
         for evaluation in list(self._pending.values()):
             self.start(evaluation)
 
     def start(self, evaluation: Evaluation) -> None:
-        """Queue an evaluation unless already recorded."""
+        """Queue an evaluation unless recorded."""
         if evaluation.eval_id in self._recorded or not evaluation.num_episodes:
             return
         self._log.put(evaluation.eval_id, str(evaluation.num_episodes))
@@ -136,7 +128,6 @@ class Evaluations:
         self._pending[evaluation.eval_id] = evaluation
 
     def discard_after(self, step: int) -> None:
-        """Discard evaluations of later steps."""
         for eval_id in (*self._recorded, *self._pending):
             if Evaluation.parse(eval_id, 0).step <= step:
                 continue
@@ -146,14 +137,13 @@ class Evaluations:
                 self._buffer.forget_eval(eval_id)
 
     def collect(self) -> None:
-        """Record the completed evaluations."""
         for evaluation in list(self._pending.values()):
             trajectories = self._buffer.eval_result(evaluation.eval_id)
             if trajectories is not None:
                 self._record(evaluation, trajectories)
 
     def wait(self, should_stop: Callable[[], bool]) -> bool:
-        """Record all pending evaluations; return False if stopped first."""
+        """Record all pending evaluations; return False if stopped."""
         while self._pending:
             if should_stop():
                 return False
@@ -205,9 +195,9 @@ def _values(evaluation: Evaluation, trajectories: list[Trajectory]) -> dict[str,
 
 
 def _success(trajectories: list[Trajectory], num_episodes: int) -> dict[str, Partial]:
-    """Return mean success and the share of episodes without one, which count as failures.
+    """Return mean success and the share of episodes without one, counted as failures.
 
-    Tags none of whose episodes report success have none; failed episodes count as those of other tags.
+    Tags that never report success have none; failed episodes count as those of other tags.
     """
     reported = {t.tag for t in trajectories if _reports_success(t)}
     if not reported:

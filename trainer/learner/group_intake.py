@@ -1,7 +1,6 @@
 """Intake of a step's groups.
 
-Invariants: every group is trained, masked or dropped with a reason; decisions depend only on the groups and their
-order.
+Invariants: every group is trained, masked or dropped with a reason; only the groups and their order decide.
 """
 
 import logging
@@ -22,27 +21,25 @@ from offbeat.trainer.data.step_batch import StepBatch, collect_rewards
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-"""Maximum delay of a stop while the buffer is empty."""
+"""Maximum stop delay with an empty buffer."""
 STALE, NO_SIGNAL, MALFORMED, UNPUBLISHED = "stale", "no_signal", "malformed", "unpublished_version"
 
 
 @dataclass
 class StepGroups:
-    """Groups consumed by one step."""
-
     groups: list[Group] = field(default_factory=list[Group])
-    """Trained and masked groups, in stream order."""
+    """Trained and masked, in stream order."""
     trained: list[Group] = field(default_factory=list[Group])
     masked: list[Group] = field(default_factory=list[Group])
-    """Groups without signal, counted in loss denominators only."""
+    """Without signal; counted in loss denominators only."""
     refilled: list[Group] = field(default_factory=list[Group])
     """Zero-signal groups replaced by fresh ones."""
     num_stale: int = 0
-    """Groups kept beyond `max_staleness` (`stale_policy: train`)."""
+    """Kept beyond `max_staleness` (`stale_policy: train`)."""
     dropped: dict[str, int] = field(default_factory=dict[str, int])
     wait_s: float = 0.0
     newest_version: int = 0
-    """Newest version that was published; groups with later ones are dropped."""
+    """Newest published version; groups with later ones are dropped."""
     shaped: dict[int, Group] = field(default_factory=dict[int, Group])
     """`groups` with shaped rewards, by number."""
 
@@ -53,8 +50,6 @@ class StepGroups:
 
 @dataclass(frozen=True, slots=True)
 class GroupIntake:
-    """Intake of groups for successive steps."""
-
     buffer: LearnerBuffer
     config: AlgorithmConfig
     groups_per_step: int
@@ -66,7 +61,7 @@ class GroupIntake:
     ) -> StepGroups | None:
         """Block until the groups of `step` (0-based) are available; return None if stopped.
 
-        newest_version: of this run, `step` by default; above it only while a successor repeats steps.
+        newest_version: of this run, by default `step`; higher only while a successor repeats steps.
         """
         taken = StepGroups(newest_version=step if newest_version is None else newest_version)
         began = time.monotonic()
@@ -80,7 +75,6 @@ class GroupIntake:
         return taken
 
     def build_batch(self, step: int, taken: StepGroups, replayed: ReplayedGroups) -> StepBatch:
-        """Join new and replayed groups."""
         return StepBatch(
             step,
             (*taken.trained, *replayed.groups),

@@ -1,8 +1,8 @@
-"""The learner's loop: take -> train -> publish -> evaluate -> checkpoint -> acknowledge.
+"""The learner's loop: take, train, publish, evaluate, checkpoint, acknowledge.
 
-Invariants: version v is published after v optimizer steps; groups are acknowledged only when a durable checkpoint
-contains them; a resumed learner repeats the steps after its checkpoint on the same groups. A Redis that has lost data is
-told what the surviving lineage has trained (`LearnerBuffer.reconcile`).
+Invariants: version v is published after v optimizer steps; only groups in a durable checkpoint are acknowledged; a
+resumed learner repeats later steps on the same groups. A Redis that lost data is told what the surviving lineage has
+trained (`LearnerBuffer.reconcile`).
 """
 
 import logging
@@ -37,13 +37,11 @@ from offbeat.trainer.training.policy_trainer import Trainer
 logger = logging.getLogger(__name__)
 
 PAUSE_POLL_S = 0.2
-"""Maximum delay of a resume or stop while paused."""
+"""Maximum delay of a resume or stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerComponents:
-    """Components of the loop."""
-
     buffer: LearnerBuffer
     publisher: WeightPublisher
     trainer: Trainer
@@ -60,8 +58,6 @@ class LearnerComponents:
 
 
 class Learner:
-    """Training of one run."""
-
     def __init__(self, run: LearnerRun, components: LearnerComponents, *, num_processes: int = 1) -> None:
         self._num_processes = num_processes
         self._lineage = run.lineage
@@ -94,13 +90,12 @@ class Learner:
         self._loaded: LearnerState | None = None
         self._is_new_lineage = False
         self._published = -1
-        """Version published last."""
         self._newest_version = -1
-        """Newest version that earlier learners have published."""
+        """Newest version published by earlier learners."""
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps behind the weights."""
+        """Optimizer steps behind the weights."""
         return self._step
 
     @property
@@ -125,13 +120,13 @@ class Learner:
         logger.info("resuming from %s", checkpoint.path)
 
     def save_start(self) -> None:
-        """Save the first weights for a restarted learner."""
+        """Save the first weights, for restarts."""
         self._checkpoint()
         self._finish_checkpoint()
 
     def run(self) -> bool:
-        """Train until the last step; return False if stopped first. On return the last step has a checkpoint, unless
-        stopped with a full disk.
+        """Train to the last step; return False if stopped. The last step then has a checkpoint, unless stopped with a
+        full disk.
 
         Raises:
             ControlError: too many consecutive non-finite gradients.
@@ -161,13 +156,12 @@ class Learner:
         self._curriculum.publish()
 
     def _prove(self) -> Proof:
-        """Return what the newest durable checkpoint has trained. Raises FencedError."""
         step, loaded = self._checkpointer.durable_step, self._loaded
         entry_ids = loaded.entry_ids if loaded and loaded.step == step else ()
         return self._ledger.prove(step, step * self._config.groups_per_step, self._next_number, entry_ids)
 
     def _after_reconciliation(self, result: Reconciled) -> None:
-        """Give Redis again what only this process may still know."""
+        """Give Redis again what only this process may know."""
         self._ledger.write_reconciled(self._step, result)
         self._curriculum.publish()
         self._evaluations.restart()

@@ -14,7 +14,7 @@ from rich.table import Table
 from offbeat.services.telemetry import Partial, format_rate
 
 LINE_INTERVAL_S = 10.0
-"""Minimum interval of lines, except for phase changes."""
+"""Minimum interval, except for phase changes."""
 NO_DIGITS = str.maketrans("", "", "0123456789")
 SHOWN = {
     "reward": ("reward", "{:.2f}".format),
@@ -28,10 +28,10 @@ SHOWN = {
 
 
 class LearnerView(Protocol):
-    """Progress display; `print` is safe in signal handlers."""
+    """Progress display; `print` is signal-safe."""
 
     def print(self, text: str) -> None:
-        """Print a line above the display."""
+        """Print above the display."""
         ...
 
     def show_phase(self, text: str) -> None: ...
@@ -46,8 +46,6 @@ class LearnerView(Protocol):
 
 
 class SilentView:
-    """Empty view."""
-
     def print(self, text: str) -> None: ...
 
     def show_phase(self, text: str) -> None: ...
@@ -58,8 +56,6 @@ class SilentView:
 
 
 class LearnerLineView:
-    """Plain lines at intervals."""
-
     def __init__(self, console: Console, max_steps: int) -> None:
         self._console = console
         self._max_steps = max_steps
@@ -87,8 +83,6 @@ class LearnerLineView:
 
 
 class LearnerTerminalView:
-    """Line redrawn in place."""
-
     def __init__(self, console: Console, max_steps: int) -> None:
         self._console = console
         self._max_steps = max_steps
@@ -119,12 +113,11 @@ class LearnerTerminalView:
 
 
 def describe_step(values: Mapping[str, Partial]) -> str:
-    """Return a step's main metrics."""
     shown = ((label, form(values[name].value)) for name, (label, form) in SHOWN.items() if name in values)
     return "  ".join(f"{label} {figure}" for label, figure in shown)
 
 
 def open_view(max_steps: int, console: Console | None = None) -> LearnerView:
-    """Return a live view on a terminal, else plain lines."""
+    """Return a live view on terminals, else plain lines."""
     console = console or Console(highlight=False, file=sys.stdout)
     return LearnerTerminalView(console, max_steps) if console.is_terminal else LearnerLineView(console, max_steps)

@@ -1,6 +1,6 @@
 """Learner status and metrics.
 
-Invariant: non-finite values are counted, never recorded, since they would make every mean NaN.
+Invariant: non-finite values are counted, not recorded: they would make every mean NaN.
 """
 
 import json
@@ -31,20 +31,16 @@ logger = logging.getLogger(__name__)
 
 
 class StatusBoard(Protocol):
-    """Receiver of status fields."""
-
     def show(self, **fields: str) -> None: ...
 
 
 class RedisStatusBoard:
-    """Status fields in the run's record."""
-
     def __init__(self, redis: Redis, run_id: str, uid: str = "") -> None:
         self._write = RunWrites(redis, run_id, uid)
         self._key = RunKeys(run_id).record
 
     def hold(self, epoch: int) -> None:
-        """Write only while no newer learner holds the run."""
+        """Write only until a newer learner holds the run."""
         self._write.epoch = epoch
 
     def show(self, **fields: str) -> None:
@@ -52,8 +48,6 @@ class RedisStatusBoard:
 
 
 class LearnerReporter:
-    """Reporter of phases and steps."""
-
     def __init__(
         self,
         sink: MetricsSink,
@@ -62,7 +56,7 @@ class LearnerReporter:
         watchdog: Watchdog | None = None,
         limits: DiagnosisLimits = NO_LIMITS,
     ) -> None:
-        """watchdog: kicked at each activity; limits: of the diagnosis."""
+        """watchdog: kicked at each activity. limits: of the diagnosis."""
         self._limits = limits
         self._steps: list[Mapping[str, float]] = []
         self._warned: set[str] = set()
@@ -90,7 +84,7 @@ class LearnerReporter:
         self._board.show(learner_doing=json.dumps({"stage": stage, "step": step, "since": time.time(), **detail}))
 
     def set_problem(self, problem: str) -> None:
-        """Set the problem; an empty string clears it."""
+        """Set the problem; empty clears it."""
         if problem == self._problem:
             return
         self._problem = problem
@@ -101,7 +95,6 @@ class LearnerReporter:
         self._board.show(learner_trouble=problem)
 
     def record_startup(self, seconds: Mapping[str, float]) -> None:
-        """Record phase durations, s."""
         values = {f"startup/{name}_s": Partial("last", value) for name, value in seconds.items()}
         logger.info("start-up: %s", ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items()))
         self._sink.append(MetricRecord("learner", values, labels={"phase": "startup"}))
@@ -125,7 +118,7 @@ class LearnerReporter:
         )
 
     def _diagnose(self, values: Mapping[str, float]) -> list[RunFinding]:
-        """Return the current findings; warn of each once."""
+        """Return current findings; warn of each once."""
         self._steps.append(values)
         if len(self._steps) > WINDOW_STEPS + 1:
             del self._steps[1]  # the first step stays: later ones are compared with it
@@ -146,7 +139,7 @@ def was_skipped(gauges: Mapping[str, Partial]) -> bool:
 def step_values(
     taken: StepGroups, step: int, gauges: Mapping[str, Partial], seconds: Mapping[str, float]
 ) -> dict[str, Partial]:
-    """Return a step's metrics. step: 0-based; seconds: stage durations."""
+    """Return a step's metrics. step: 0-based; seconds: per stage."""
     staleness = [float(step - group.oldest_version) for group in taken.groups]
     computed = gauges.get("tokens/computed", Partial("sum", 0.0)).total
     busy_s = seconds.get("train", 0.0)
@@ -166,7 +159,6 @@ def step_values(
 
 
 def replay_values(replayed: ReplayedGroups, step: int) -> dict[str, Partial]:
-    """Return metrics of replayed groups."""
     if not replayed.groups:
         return {}
     staleness = [float(step - group.oldest_version) for group in replayed.groups]

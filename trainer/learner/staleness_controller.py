@@ -1,11 +1,10 @@
 """Controller of the staleness bound and the number of group slots.
 
-Too stale data (mismatch KL, effective sample size) lowers the bound. If the learner waits, the bound rises when slots
-are empty and the data allows it; the number of slots rises when all are taken. If it does not wait, empty slots are
-removed.
+Too stale data (mismatch KL, effective sample size) lowers the bound. While the learner waits, the bound rises if slots
+are empty and the data allows it, the number of slots if all are taken. Otherwise, empty slots are removed.
 
-Invariants: settings change only between steps, through the REST API's list of changes, at most once a step, and never
-for a step whose weights exist.
+Invariants: settings change only between steps, through the REST API's list of changes, at most once a step, never for a
+step whose weights exist.
 """
 
 import json
@@ -26,8 +25,6 @@ Move = Literal["fresher", "staler", "more", "fewer"]
 
 
 class WindowMeans(NamedTuple):
-    """Means over a window of steps."""
-
     mismatch_kl: float | None
     ess: float | None
     learner_idle: float
@@ -38,8 +35,6 @@ class WindowMeans(NamedTuple):
 
 @dataclass(slots=True)
 class WindowSums:
-    """Sums over a window of steps."""
-
     steps: int = 0
     wait_s: float = 0.0
     step_s: float = 0.0
@@ -47,7 +42,7 @@ class WindowSums:
     mismatch_kl: float = 0.0
     ess: float = 0.0
     judged: int = 0
-    """Steps that measured `mismatch_kl` and `ess`."""
+    """Steps with `mismatch_kl` and `ess`."""
 
     def add(self, gauges: Mapping[str, Partial], wait_s: float, step_s: float, empty: float) -> None:
         self.steps += 1
@@ -66,18 +61,17 @@ class WindowSums:
 
 @dataclass(slots=True)
 class ControllerState:
-    """State kept in checkpoints."""
+    """Checkpointed state."""
 
     averages: WindowSums = field(default_factory=WindowSums)
     move: Move | None = None
-    """Latest judgement, made `times` in a row."""
+    """Latest judgement, `times` in a row."""
     times: int = 0
     decided: dict[str, float] = field(default_factory=dict[str, float])
-    """Settings last set by the controller."""
+    """Last set by the controller."""
 
 
 def judge(config: StalenessControllerConfig, window: WindowMeans) -> Move | None:
-    """Return the best move, if any."""
     kl, ess, loose = window.mismatch_kl, window.ess, 1.0 - config.hysteresis
     if kl is not None and ess is not None and (kl > config.max_mismatch_kl or ess < config.min_ess):
         return "fresher"
@@ -98,10 +92,7 @@ def judge(config: StalenessControllerConfig, window: WindowMeans) -> Move | None
 def apply_move(
     config: StalenessControllerConfig, move: Move, settings: Settings, groups_per_step: int, num_env_groups: int
 ) -> dict[str, float]:
-    """Return the settings changed by a move, within limits.
-
-    num_env_groups: maximum unless `max_env_groups` is set.
-    """
+    """Return the settings changed by a move, within limits. num_env_groups: maximum without `max_env_groups`."""
     if move in ("fresher", "staler"):
         step = config.staleness_step if move == "staler" else -config.staleness_step
         bound = min(max(settings.max_staleness + step, config.min_staleness), config.max_staleness)
@@ -114,15 +105,13 @@ def apply_move(
 
 
 class SettingsProposer(Protocol):
-    """Buffer interface of the controller."""
-
     def suggest(self, step: int, values: Mapping[str, float], why: str, *, if_lost: bool = False) -> bool: ...
 
     def num_playing(self) -> int: ...
 
 
 class StalenessController:
-    """Staleness controller; does nothing without a configuration."""
+    """Controller, inactive without a configuration."""
 
     def __init__(
         self,
@@ -141,16 +130,16 @@ class StalenessController:
         self._first = True
 
     def sample_slots(self) -> None:
-        """Count running groups after training and before the weights are published."""
+        """Count running groups after training, before weights are published."""
         if self._config is not None:
             self._num_running = self._buffer.num_playing()
 
     def observe(
         self, gauges: Mapping[str, Partial], seconds: Mapping[str, float], settings: Settings
     ) -> dict[str, Partial]:
-        """Record a step and return metrics. seconds: durations of `wait` and `step`.
+        """Record a step and return metrics; skip a process's first, which includes startup.
 
-        A process's first step is skipped, because it includes startup.
+        seconds: durations of `wait` and `step`.
         """
         if self._config is None or self._num_running is None:
             return {}
@@ -188,7 +177,7 @@ class StalenessController:
             (folder / FILE).write_text(json.dumps(asdict(self._state)))
 
     def load(self, folder: Path, step: int) -> None:
-        """Load the state; republish the last decision if Redis lost it."""
+        """Load the state; republish a decision that Redis lost."""
         if self._config is None or not (folder / FILE).is_file():
             return
         tree = json.loads((folder / FILE).read_text())

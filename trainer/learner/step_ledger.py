@@ -1,7 +1,7 @@
-"""On-disk ledger of optimizer steps; the buffer's ledger is `groups.jsonl`.
+"""On-disk ledger of optimizer steps; the buffer's is `groups.jsonl`.
 
-Invariants: a step's line is durable before a checkpoint with the step; a resumed learner writes a line, then repeats
-later steps with the same groups, unless Redis has lost data since (another incarnation).
+Invariants: a step's line is durable before a checkpoint with it; a resumed learner writes a line, then repeats later
+steps with the same groups, unless Redis has lost data (another incarnation).
 """
 
 import math
@@ -23,54 +23,50 @@ STEPS_FILE = Path("ledger", "steps.jsonl")
 
 @dataclass(frozen=True, slots=True)
 class TrainedGroup:
-    """Group of an optimizer batch."""
-
     number: int
     oldest_version: int
-    """Oldest version among its tokens."""
+    """Among its tokens."""
     computed: bool
-    """False for masked groups."""
+    """False if masked."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLine:
-    """One optimizer step."""
-
     step: int
-    """Version that the step produced."""
+    """Version produced."""
     epoch: int
     groups: tuple[TrainedGroup, ...]
     max_staleness: float
     skipped: bool
-    """True if the gradient was non-finite."""
+    """True for a non-finite gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumedLine:
-    """Start of a learner at version `step`."""
+    """Learner's start at version `step`."""
 
     step: int
     epoch: int
     restored: int
     """Change to the buffer's count of trained groups."""
     incarnation: int = 0
-    """Number of the run's data in Redis; 0: of an older version of Offbeat."""
+    """Number of the run's data in Redis; 0 by older versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReconciledLine:
-    """Reconciliation by a learner that went on at version `step`, as Redis may have lost data."""
+    """Reconciliation at version `step`, as Redis may have lost data."""
 
     step: int
     epoch: int
     incarnation: int
     corrected: int
-    """Groups of which Redis had lost something."""
+    """Groups of which Redis lost something."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseLine:
-    """A lease, noted before its learner does anything: a Redis may forget it."""
+    """Lease, noted before its learner acts: Redis may forget it."""
 
     epoch: int
 
@@ -79,29 +75,25 @@ JournalLine = StepLine | ResumedLine | ReconciledLine | LeaseLine
 
 
 class StepLedger:
-    """Ledger writer."""
-
     def __init__(self, output_dir: Path, epoch: int) -> None:
         self._output_dir = output_dir
         self._lines = LinesFile(output_dir / STEPS_FILE)
         self._epoch = epoch
 
     def write_lease(self) -> None:
-        """Append a `LeaseLine`, durably."""
+        """Append a line durably."""
         self._write({"lease": True})
         self.sync()
 
     def write_resumed(self, step: int, restored: int = 0, incarnation: int = 0) -> None:
-        """Append a `ResumedLine`."""
         self._write({"resumed": step, "restored": restored, "incarnation": incarnation})
 
     def write_reconciled(self, step: int, result: Reconciled) -> None:
-        """Append a `ReconciledLine`."""
         row = {"reconciled": step, "incarnation": result.incarnation, "corrected": result.num_corrected}
         self._write(row)
 
     def prove(self, step: int, num_trained: int, next_number: int, entry_ids: Sequence[str] = ()) -> Proof:
-        """Return what a checkpoint of `step` has trained. entry_ids: of that checkpoint, used if lines are missing.
+        """Return what a checkpoint of `step` has trained. entry_ids: the checkpoint's, if lines are missing.
 
         Raises:
             FencedError: a newer learner has written to the journal.
@@ -127,7 +119,6 @@ class StepLedger:
     def write_step(
         self, step: int, taken: StepGroups, *, max_staleness: float, skipped: bool, replayed: ReplayedGroups = NO_REPLAY
     ) -> None:
-        """Append a `StepLine`."""
         computed = {group.number for group in taken.trained}
         groups = [[group.number, group.oldest_version, int(group.number in computed)] for group in taken.groups]
         bound = max_staleness if math.isfinite(max_staleness) else None
@@ -135,7 +126,6 @@ class StepLedger:
         self._write({"step": step, "groups": groups, "max_staleness": bound, "skipped": skipped, **again})
 
     def sync(self) -> None:
-        """Sync to disk."""
         self._lines.sync()
 
     def close(self) -> None:
@@ -146,7 +136,7 @@ class StepLedger:
 
 
 def surviving_steps(lines: Iterable[JournalLine], step: int) -> list[StepLine]:
-    """Return the steps up to `step` of the surviving lineage."""
+    """Return the surviving lineage's steps up to `step`."""
     steps: list[StepLine] = []
     epoch = 0
     for line in lines:
@@ -162,7 +152,6 @@ def surviving_steps(lines: Iterable[JournalLine], step: int) -> list[StepLine]:
 
 
 def note_lease(output_dir: Path, epoch: int) -> None:
-    """Write a `LeaseLine`."""
     ledger = StepLedger(output_dir, epoch)
     try:
         ledger.write_lease()
@@ -171,13 +160,13 @@ def note_lease(output_dir: Path, epoch: int) -> None:
 
 
 def newest_epoch(output_dir: Path) -> int:
-    """Return the greatest epoch among the newest lines; 0 without any."""
+    """Return the newest lines' greatest epoch; 0 without any."""
     lines = (_parse(row) for row in last_lines(output_dir / STEPS_FILE))
     return max((line.epoch for line in lines if line is not None), default=0)
 
 
 def read_step_ledger(output_dir: Path) -> tuple[list[JournalLine], int]:
-    """Return the lines, and the number of unreadable ones."""
+    """Return the lines and the number of unreadable ones."""
     lines: list[JournalLine] = []
     num_unreadable = 0
     for row in read_lines(output_dir / STEPS_FILE):

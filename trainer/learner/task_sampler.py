@@ -12,20 +12,18 @@ FILE = Path("state", "task_sampler.json")
 
 
 class SamplerStateStore(Protocol):
-    """Buffer interface of `Curriculum`."""
-
     def teach(self, state: str) -> None: ...
 
 
 class Curriculum:
-    """Task sampler state; does nothing without a sampler."""
+    """Task sampler state; inactive without a sampler."""
 
     def __init__(self, sampler: TaskSampler | None, buffer: SamplerStateStore) -> None:
         self._sampler = sampler
         self._buffer = buffer
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Update the sampler with a step's groups in training order, including refilled ones, and publish its state."""
+        """Update the sampler with groups in training order, including refilled ones, and publish."""
         if self._sampler is None:
             return
         for group in groups:
@@ -35,7 +33,6 @@ class Curriculum:
         self.publish()
 
     def publish(self) -> None:
-        """Publish the state to workers."""
         if self._sampler is not None:
             self._buffer.teach(json.dumps(self._sampler.state_dict()))
 

@@ -35,9 +35,7 @@ from offbeat.trainer.data.batch import Batch
 
 
 class AdvantageEstimate(NamedTuple):
-    """Result, all [M]. returns: regression target, None without a critic; critic_share: token's share of its loss, None
-    if equal.
-    """
+    """All [M]. returns: regression target, None without a critic; critic_share: token's share of its loss, None if equal."""
 
     advantages: Tensor
     returns: Tensor | None = None
@@ -46,8 +44,8 @@ class AdvantageEstimate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """Inputs of an estimator, all [M]. logprobs: at the start of the step; distilled: the teachers' advantages;
-    bootstrapped: values of the states that followed cut episodes, 0 on other tokens.
+    """All [M]. logprobs: at the start of the step; distilled: the teachers' advantages; bootstrapped: values after cut
+    episodes, 0 on other tokens.
     """
 
     config: AlgorithmConfig
@@ -60,7 +58,7 @@ class AdvantageInputs:
 
     @property
     def completed_rewards(self) -> Tensor:
-        """Rewards, with what a critic expects after a cut: the value after it is discounted as any other."""
+        """Rewards plus the discounted value after a cut, as a critic expects."""
         if self.bootstrapped is None:
             return self.rewards
         return self.rewards + self.config.gamma * self.bootstrapped
@@ -162,7 +160,7 @@ ESTIMATORS: dict[str, Callable[[AdvantageInputs], AdvantageEstimate]] = {
     "agentic_reinforce": _turn_returns,
     "opd": _teacher_advantages,
 }
-"""Estimators by `adv_estimator`; others use discounted returns per token and differ in `episode_rewards`."""
+"""By `adv_estimator`; others use discounted returns per token and differ in `episode_rewards`."""
 
 
 def estimate(
@@ -177,8 +175,8 @@ def estimate(
 ) -> AdvantageEstimate:
     """Compute advantages from token rewards [M], whitened and clipped as configured.
 
-    trained: [M] bool, tokens to whiten; distilled: [M], the teachers' advantages for `use_opd`; bootstrapped: as
-    `bootstrap` returns it.
+    trained: [M] bool, tokens to whiten; distilled: [M], the teachers' advantages for `use_opd`; bootstrapped: from
+    `bootstrap`.
 
     Raises:
         ValueError: `gae` without values, or `vtrace` without logprobs.
@@ -197,9 +195,9 @@ def estimate(
 
 
 def bootstrap(config: AlgorithmConfig, batch: Batch, next_values: Tensor | None) -> Tensor | None:
-    """Return the value after each cut episode's last token, 0 elsewhere, [M], or None if limits count as ends.
+    """Return the value after each cut episode's last token, 0 elsewhere, [M]; None if limits count as ends.
 
-    The value after the token stands for that of the next observation, which a cut episode does not have.
+    It stands for the next observation's value, which a cut episode lacks.
 
     Raises:
         ValueError: `bootstrap_truncated` without values.
@@ -227,7 +225,7 @@ def scale_rewards(rewards: Tensor) -> Tensor:
 
 
 def token_rewards(config: AlgorithmConfig, batch: Batch, running: RunningMoments | None = None) -> Tensor:
-    """Return normalized episode rewards on last tokens of trajectories, or else turn rewards on those of turns. [M]"""
+    """Return normalized episode rewards on trajectories' last tokens, or turn rewards on turns'. [M]"""
     if config.adv_estimator in TURN_WISE:  # these use `Batch.score`
         return batch.turn_reward
     if config.reward_method == "identity" and config.adv_estimator not in BASELINE_OF:

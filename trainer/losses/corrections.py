@@ -1,7 +1,4 @@
-"""Importance weights and masks, as configured.
-
-Micro-batches never split a turn or sequence.
-"""
+"""Importance weights and masks, as configured; micro-batches never split a turn or sequence."""
 
 from typing import NamedTuple
 
@@ -20,8 +17,8 @@ from offbeat.trainer.losses.targets import Targets
 
 
 class Correction(NamedTuple):
-    """Result, all [m]. weight: factor of the policy loss; kept: bool, tokens with policy gradient, None for all; cut:
-    bool, truncated weights.
+    """All [m]. weight: factor of the policy loss; kept: bool, tokens with policy gradient, None for all; cut: bool,
+    truncated weights.
     """
 
     weight: Tensor | None

@@ -1,7 +1,4 @@
-"""Mergeable metrics of a batch and its losses.
-
-Token gauges are means over tokens, loss terms over optimizer steps.
-"""
+"""Mergeable metrics of a batch and its losses: token gauges are means over tokens [m], loss terms over optimizer steps."""
 
 from collections.abc import Mapping
 
@@ -31,7 +28,6 @@ def policy_gauges(
     behavior_logprobs: Tensor,
     fresh: Tensor | None,
 ) -> dict[str, Partial]:
-    """Return distances to the old and the behavior policy. All [m]."""
     count = len(logprobs)
     if not count:
         return {}
@@ -63,7 +59,6 @@ def policy_gauges(
 def correction_gauges(
     weight: Tensor | None, cut: Tensor | None, kept: Tensor | None, advantages: Tensor
 ) -> dict[str, Partial]:
-    """Return gauges of importance weights and masks. All [m]."""
     sums: dict[str, tuple[Tensor, Tensor | int]] = {}
     if weight is not None and cut is not None:
         sums["actor/correction_weight"] = (weight.sum(), len(weight))
@@ -97,7 +92,7 @@ def with_effective_sample_size(merged: Mapping[str, Partial]) -> dict[str, Parti
 def batch_gauges(
     batch: Batch, advantages: Tensor, returns: Tensor | None, values: Tensor | None, version: int | None
 ) -> dict[str, Partial]:
-    """Return gauges of rewards, advantages, values, lengths and staleness (versions), identical on every rank."""
+    """Return a batch's gauges, identical on every rank; staleness is in versions."""
     if not batch.num_sampled:
         return {}
     lengths = torch.bincount(batch.trajectory, minlength=len(batch.episode_reward)).float()
@@ -123,7 +118,7 @@ def batch_gauges(
 
 
 def _version_ranges(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the oldest and the newest version of each trajectory with sampled tokens, [t] int64."""
+    """Return oldest and newest version of trajectories with sampled tokens, [t] int64."""
     _, place = torch.unique(batch.trajectory, return_inverse=True)
     start = batch.versions.new_zeros(int(place.max()) + 1)
     oldest = start.scatter_reduce(0, place, batch.versions, "amin", include_self=False)

@@ -1,7 +1,7 @@
 """Policy and critic losses of micro-batches.
 
-Losses of micro-batches and ranks sum to the optimizer step's, those of a pass to `num_minibatches` times the batch's.
-Engines that average gradients over W ranks must multiply by W.
+Those of micro-batches and ranks sum to the optimizer step's, those of a pass to `num_minibatches` times the batch's;
+engines that average gradients over W ranks must multiply by W.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ from offbeat.trainer.models.policy import Sampled
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Inputs, all [m]. ratio: to the old policy, at `ratio_type`."""
+    """All [m]. ratio: to the old policy, at `ratio_type`."""
 
     logprobs: Tensor
     old_logprobs: Tensor
@@ -129,7 +129,7 @@ POLICY_LOSSES: dict[str, Callable[[AlgorithmConfig, LossInputs], TokenLosses]] =
     "sapo": _sapo,
     "gpg": _vanilla,
 }
-"""Policy losses by `pg_variant`; `gpg` is `vanilla` with scaled `Targets.pg_weights`."""
+"""By `pg_variant`; `gpg` is `vanilla` with scaled `Targets.pg_weights`."""
 
 
 def policy_loss(
@@ -187,7 +187,7 @@ def _estimate_kl(config: AlgorithmConfig, logprobs: Tensor, targets: Targets) ->
 def _apply_correction(
     config: AlgorithmConfig, pg_loss: Tensor, compared: Tensor, targets: Targets
 ) -> tuple[Tensor, dict[str, Partial]]:
-    """Weight and mask the policy loss. compared: [m], logprobs against the behavior policy's."""
+    """Weight and mask the loss. compared: [m], logprobs against the behavior policy's."""
     correction = correct(config.train_infer_correction, compared, targets)
     if correction.weight is not None:
         pg_loss = pg_loss * correction.weight
@@ -221,7 +221,6 @@ class StepLosses:
     entropy_coef: float
     device: torch.device
     gauges: list[dict[str, Partial]] = field(default_factory=list[dict[str, Partial]])
-    """Gauges so far."""
 
     def of_policy(self, i: int, output: Sampled) -> Tensor:
         """Return the policy's loss with its value head's, if any."""
@@ -234,11 +233,9 @@ class StepLosses:
         return loss + self.of_head(i, output) if self.config.has_value_head else loss
 
     def of_head(self, i: int, output: Sampled) -> Tensor:
-        """Return the value head's loss."""
         return self.config.critic.vf_coef * self.of_critic(i, values_of(output))
 
     def of_critic(self, i: int, values: Tensor) -> Tensor:
-        """Return the value loss."""
         loss, gauges = critic_loss(self.config, values, self.targets.at(self.micro[i].index, self.device))
         self.gauges.append(dict(gauges))
         return loss

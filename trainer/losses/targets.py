@@ -31,7 +31,7 @@ from offbeat.trainer.losses.advantages import (
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Constants per sampled token, all [M]."""
+    """Constants per sampled token, [M]."""
 
     advantages: Tensor
     weights: Tensor
@@ -45,7 +45,6 @@ class Targets:
     returns: Tensor | None = None
     old_values: Tensor | None = None
     critic_weights: Tensor | None = None
-    """Weights in the critic's loss."""
     pg_weights: Tensor | None = None
     """Factors of the policy loss: episode weights and GPG's scale."""
     trusted: Tensor | None = None
@@ -53,7 +52,7 @@ class Targets:
     old_is_present: bool = False
     """Whether the only pass's own logprobs serve as `old_logprobs`."""
     proximal: Tensor | None = None
-    """`proximal_share` of `offbeat.trainer.algorithms.proximal`."""
+    """From `proximal_share`."""
     fresh: Tensor | None = None
     """Bool: sampled, like all before it, by the current version; logprobs should be equal."""
     token_share: float = 0.0
@@ -64,7 +63,7 @@ class Targets:
     """KL to the reference for the controller: mean over tokens, then trajectories."""
 
     def at(self, index: Tensor, device: torch.device | None = None) -> "Targets":
-        """Return the targets at `index` [m] int64, on `device` if given."""
+        """Select `index` [m] int64, on `device` if given."""
         selected: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -92,12 +91,11 @@ def build_targets(
 ) -> Targets:
     """Compute the constants of the losses.
 
-    old_logprobs: [M], the learner's at the start of the step, or None for the engine's; old_is_present: they are the
-    only pass's own; ref_logprobs, values: [M]; next_values: [M], those after the tokens, for `bootstrap_truncated`;
-    divergences: [M], KL to the reference over the vocabulary at the start;
-    teacher_logprobs: [K, M], ordered as `config.teacher`, ignored outside `teacher_mask`; version: the learner's at the
-    start; num_minibatches: optimizer steps per pass; running: for `norm_mean_type: running`; masked: counted in
-    denominators.
+    old_logprobs: [M], the learner's at the start of the step, None for the engine's; old_is_present: they are the only
+    pass's own; ref_logprobs, values: [M]; next_values: [M], after the tokens, for `bootstrap_truncated`; divergences:
+    [M], KL to the reference over the vocabulary at the start; teacher_logprobs: [K, M], as `config.teacher`, ignored
+    outside `teacher_mask`; version: the learner's at the start; num_minibatches: per pass; running: for
+    `norm_mean_type: running`; masked: counted in denominators.
 
     Raises:
         ValueError: a needed input is None.
@@ -179,7 +177,7 @@ def _check(
 
 
 def needs_initial_logprobs(config: AlgorithmConfig) -> bool:
-    """Return whether targets need initial logprobs for more than `old_logprobs`."""
+    """Return whether initial logprobs are needed for more than `old_logprobs`."""
     for_advantages = config.add_token_level_kl or config.distills or config.value_targets == "vtrace"
     return for_advantages or config.train_infer_correction.m2_threshold is not None
 

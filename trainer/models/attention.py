@@ -1,6 +1,6 @@
 """Causal attention over packed tokens, registered with transformers.
 
-Invariant: a token attends only to its own sequence; padding, used on CPUs, is never seen.
+Invariant: a token attends only to its own sequence, never to padding (used on CPUs).
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention within each sequence: query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D].
+    """Attend within each sequence: query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D].
 
     Raises:
         NotImplementedError: unsupported soft caps, sinks, mask or window.

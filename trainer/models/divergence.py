@@ -1,6 +1,6 @@
 """Full-vocabulary KL to a reference, in float32.
 
-Invariant: distributions are materialized in chunks; the reference's logits are recomputed from hidden states.
+Invariant: distributions exist only in chunks; the reference's logits are recomputed from hidden states.
 """
 
 from collections.abc import Iterator
@@ -60,9 +60,9 @@ def _distributions(
 
 
 def full_kl(logits: Tensor, reference: ReferenceStates, temperature: float | Tensor = 1.0) -> Tensor:
-    """Return the sum over the vocabulary of p (log p - log q), p: policy, q: reference.
+    """Sum p (log p - log q) over the vocabulary, p: policy, q: reference.
 
-    logits: [M, V]; temperature: scalar or [M] -> [M] in nats, float32 or wider, once differentiable by `logits`.
+    logits: [M, V]; temperature: scalar or [M] -> [M] nats, float32 or wider, once differentiable by `logits`.
     """
     if not len(logits):
         return logits.sum(1).float()

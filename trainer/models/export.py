@@ -1,4 +1,4 @@
-"""Hugging Face export, with at most one shard in memory."""
+"""Hugging Face export, at most one shard in memory."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".index.json")
 
 
 def export_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Write `tensors` as safetensors, copying each before requesting the next."""
+    """Write safetensors, copying each tensor before requesting the next."""
     shards: list[tuple[Path, list[str]]] = []
     pending: dict[str, Tensor] = {}
     size = total = 0

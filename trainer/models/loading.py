@@ -15,7 +15,7 @@ from offbeat.trainer.models.policy import PackedCritic, PackedPolicy
 from offbeat.trainer.models.vision import PackedVisionPolicy
 
 PREFIX_SHARING_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types tested with `shared_prefix`."""
+"""Tested with `shared_prefix`."""
 
 
 def has_weights(folder: Path) -> bool:
@@ -25,10 +25,10 @@ def has_weights(folder: Path) -> bool:
 def load_policy(
     folder: Path, args: ModelArgs, seed: int, temperature: float = 1.0, *, value_head: bool = False
 ) -> PackedPolicy:
-    """Load a policy; missing weights are initialized from `seed`.
+    """Load a policy; `seed` initializes missing weights.
 
     Raises:
-        ValueError: adapters or a shared prefix do not fit the model.
+        ValueError: adapters or a shared prefix do not fit.
     """
     policy = _load_policy(folder, args, seed, temperature)
     if value_head:
@@ -73,7 +73,7 @@ def _load(auto: Any, folder: Path, args: ModelArgs, seed: int) -> PreTrainedMode
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability to 0: the trainer's logprobs must be those of the engine, which samples without."""
+    """Set dropouts to 0: logprobs must be the engine's, which samples without."""
     for module in model.modules():
         for name in [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]:
             setattr(module, name, 0.0)

@@ -1,4 +1,4 @@
-"""Logprobs and entropies in float32, without a float32 copy of all logits."""
+"""Float32 logprobs and entropies without a float32 copy of all logits."""
 
 from typing import Any
 
@@ -6,21 +6,20 @@ import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 24
-"""Logits per float32 chunk on a GPU."""
+"""Logits per GPU chunk."""
 CPU_CHUNK_ELEMENTS = 1 << 18
-"""Logits per float32 chunk on a CPU: 1 MB, within cache."""
+"""Logits per CPU chunk: 1 MB in float32, within cache."""
 MIN_LOGPROB = -1e4
-"""Logprob with exponential 0 in every dtype, so that logit -inf has gradient 0, not 0 * inf."""
+"""Logprob with exponential 0 in every dtype: logit -inf has gradient 0, not 0 * inf."""
 
 
 def rows_per_chunk(logits: Tensor) -> int:
-    """Return the rows of [M, V] per chunk."""
     elements = CHUNK_ELEMENTS if logits.is_cuda else CPU_CHUNK_ELEMENTS
     return max(1, elements // logits.shape[1])
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Chunked logprobs; the backward pass recomputes probabilities."""
+    """Chunked; the backward pass recomputes probabilities."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -86,9 +85,9 @@ def _forward(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> tu
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
-    """Return logprobs and entropies of the targets under softmax(logits / temperature).
+    """Return the targets' logprobs and entropies under softmax(logits / temperature).
 
-    logits: [M, V]; targets: [M] int64; temperature: scalar or [M] -> [M] each in nats, float32 or wider, once
+    logits: [M, V]; targets: [M] int64; temperature: scalar or [M] -> [M] nats each, float32 or wider, once
     differentiable.
     """
     return _TokenLogprobs.apply(logits, targets, temperature)

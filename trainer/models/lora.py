@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) through PEFT.
 
-Invariants: a new adapter changes no output; only adapters are trained; checkpoints contain W + alpha/rank B A under
+Invariants: new adapters change no output; only adapters are trained; checkpoints contain W + alpha/rank B A under
 Hugging Face names.
 """
 
@@ -21,11 +21,11 @@ BASE = ".base_layer."
 """PEFT's infix of base weights."""
 FACTORS = (".lora_A.", ".lora_B.")
 PREFIX = "base_model.model."
-"""PEFT's prefix of adapter tensors in files."""
+"""PEFT's prefix of adapter tensors."""
 
 
 def add_adapters(model: nn.Module, args: ModelArgs, seed: int) -> None:
-    """Freeze the model and add adapters to `lora_target`.
+    """Freeze the model and adapt `lora_target`.
 
     Raises:
         ValueError: a layer is unknown, not linear, or shares its weight.
@@ -49,7 +49,6 @@ def add_adapters(model: nn.Module, args: ModelArgs, seed: int) -> None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Disable the adapters within the context."""
     layers = _layers(model).values()
     for layer in layers:
         layer.enable_adapters(False)
@@ -62,10 +61,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ExportedWeight:
-    """Weight to export.
-
-    name: with the wrapper's prefix; tensor: computes it once `parts` are gathered.
-    """
+    """name: with the wrapper's prefix; tensor: computes it once `parts` are gathered."""
 
     name: str
     parts: list[nn.Parameter]
@@ -73,7 +69,6 @@ class ExportedWeight:
 
 
 def merged_weights(module: nn.Module) -> Iterator[ExportedWeight]:
-    """Yield all weights, with adapters merged."""
     layers = _layers(module)
     for name, parameter in module.named_parameters():
         owner, base, rest = name.rpartition(BASE)
@@ -86,7 +81,7 @@ def merged_weights(module: nn.Module) -> Iterator[ExportedWeight]:
 
 
 def unmerged_weights(module: nn.Module, wrapper: str) -> Iterator[ExportedWeight]:
-    """Yield base weights, and adapter factors under PEFT's names."""
+    """Yield base weights, and adapter factors by PEFT's names."""
     for name, parameter in module.named_parameters():
         if any(factor in name for factor in FACTORS):
             exported_name = PREFIX + name.removeprefix(wrapper).replace(f".{ADAPTER}.", ".")
@@ -96,7 +91,7 @@ def unmerged_weights(module: nn.Module, wrapper: str) -> Iterator[ExportedWeight
 
 
 def save_adapter(folder: Path, factors: Mapping[str, Tensor], args: ModelArgs, base: Path) -> None:
-    """Write an adapter in PEFT's form. factors: under PEFT's names."""
+    """Write a PEFT adapter. factors: by PEFT's names."""
     from peft import LoraConfig  # noqa: PLC0415
 
     layers = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in factors})
@@ -124,5 +119,5 @@ def _merged(name: str, layer: Any) -> ExportedWeight:
 
 
 def _layers(module: nn.Module) -> dict[str, Any]:
-    """Return adapted layers, detected by attribute because importing PEFT is slow."""
+    """Return adapted layers, found by attribute because importing PEFT is slow."""
     return {name: layer for name, layer in module.named_modules() if hasattr(layer, "lora_A")}

@@ -1,4 +1,4 @@
-"""Layout of packed sequences, and model input."""
+"""Packed sequences and model input."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ from offbeat.trainer.models.prefix_attention import SharedPrefixLayout, position
 class Packing:
     """B sequences (with `branches`, blocks) concatenated into N tokens.
 
-    cu_seqlens: [B + 1] int32, first 0, last N; position_ids: [1, N] int64, from 0 in each sequence; slots: [N] int64,
-    token indices in a right-padded [B, max_len].
+    cu_seqlens: [B + 1] int32, from 0 to N; position_ids: [1, N] int64, from 0 in each sequence; slots: [N] int64, token
+    indices in a right-padded [B, max_len].
     """
 
     cu_seqlens: Tensor
@@ -30,7 +30,7 @@ class Packing:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, parents: Tensor | None = None) -> "Packing":
-        """Build the layout from borders [B + 1] int.
+        """Build from borders [B + 1] int.
 
         Raises:
             ValueError: borders do not start at 0 or do not increase.
@@ -58,9 +58,9 @@ class Packing:
 class PackedInput:
     """Input of one forward pass.
 
-    tokens: [N] int64; positions: [M] int64, tokens to score, never a sequence's first; temperatures: [M] float32, NaN
-    for the default, None if all are; reference: for a full KL; images: in token order; head_alone: detach values from
-    the policy; with_next: also return the values after `positions`.
+    tokens: [N] int64; positions: [M] int64, to score, never a sequence's first; temperatures: [M] float32, NaN for the
+    default, None if all are; reference: for a full KL; images: in token order; head_alone: detach values from the
+    policy; with_next: also return values after `positions`.
     """
 
     tokens: Tensor
@@ -85,7 +85,7 @@ class PackedInput:
         """Build the input.
 
         Raises:
-            ValueError: invalid borders, or a position is a sequence's first token.
+            ValueError: invalid borders, or a sequence's first position.
         """
         packing = Packing.of(cu_seqlens, parents)
         if len(tokens) != packing.position_ids.shape[1]:
@@ -96,12 +96,12 @@ class PackedInput:
 
     @property
     def valued(self) -> Tensor:
-        """Tokens whose hidden states give values, [M] or, with those after `positions`, [2 M] int64."""
+        """Tokens whose hidden states give values, [M], or with the next ones, [2 M] int64."""
         return torch.cat([self.predictors, self.positions]) if self.with_next else self.predictors
 
     @property
     def predictors(self) -> Tensor:
-        """Tokens that predict those at `positions`, [M] int64."""
+        """Tokens that predict `positions`, [M] int64."""
         branches = self.packing.branches
         return self.positions - 1 if branches is None else branches.before[self.positions]
 

@@ -1,4 +1,4 @@
-"""Causal language model, and critic on its backbone, over packed tokens.
+"""Causal language model and critic over packed tokens.
 
 Invariant: parameter names, after the wrapper's prefix, are Hugging Face's.
 """
@@ -17,7 +17,7 @@ from offbeat.trainer.models.value_head import ValueHead, last_hidden_states
 
 
 class Sampled(NamedTuple):
-    """Outputs for sampled tokens, [M] float32 each; logprobs, entropies and full KL in nats."""
+    """Sampled tokens' outputs, [M] float32; logprobs, entropies and full KL in nats."""
 
     logprobs: Tensor
     entropies: Tensor
@@ -40,7 +40,7 @@ def packed_kwargs(packing: Packing) -> dict[str, Any]:
 
 
 class PackedPolicy(nn.Module):
-    """Policy over packed tokens. temperature: default for sampling."""
+    """Policy over packed tokens. temperature: sampling default."""
 
     def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
         super().__init__()
@@ -52,7 +52,6 @@ class PackedPolicy(nn.Module):
         self.value_head = ValueHead(self.model.config.get_text_config().hidden_size)
 
     def forward(self, x: PackedInput) -> Sampled:
-        """Score `x.positions`."""
         if self.value_head is None:
             return self._score(x, self.logits(x))
         with last_hidden_states(self.model) as states:
@@ -75,7 +74,7 @@ class PackedPolicy(nn.Module):
         """Return the logits [M, V] that predict `x.positions`.
 
         Raises:
-            ValueError: the policy has no image input.
+            ValueError: no image input.
         """
         if x.images:
             raise ValueError("the trajectory has images, but this policy has no image input")
@@ -83,10 +82,10 @@ class PackedPolicy(nn.Module):
 
     @torch.no_grad()
     def hidden_states(self, x: PackedInput) -> ReferenceStates:
-        """Return the vocabulary distributions, for a full KL.
+        """Return vocabulary distributions, for a full KL.
 
         Raises:
-            ValueError: the logits are not hidden states @ output embedding.
+            ValueError: logits are not hidden states @ output embedding.
         """
         with last_hidden_states(self.model) as states:
             logits = self.logits(replace(x, positions=x.positions[:1]))  # one token, to verify the product
@@ -101,15 +100,13 @@ class PackedPolicy(nn.Module):
 
 
 class PackedCritic(nn.Module):
-    """Critic with the policy's architecture."""
-
     def __init__(self, backbone: PreTrainedModel) -> None:
         super().__init__()
         self.model = backbone
         self.value_head = ValueHead(backbone.config.get_text_config().hidden_size)
 
     def forward(self, x: PackedInput) -> Tensor:
-        """Return the values before `x.positions`, [M] float32, or before and after, [2, M]."""
+        """Return values before `x.positions`, [M] float32, or before and after, [2, M]."""
         hidden = self.model(x.tokens[None], **packed_kwargs(x.packing)).last_hidden_state[0]
         values = self.value_head(hidden.index_select(0, x.valued))
         return values.view(2, -1) if x.with_next else values

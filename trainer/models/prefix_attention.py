@@ -1,6 +1,6 @@
-"""Attention with shared prefixes, which are computed once.
+"""Attention with prefixes (roots, continued by branches) computed once.
 
-A root is a prefix; a branch continues it. Invariant: results and gradients equal those of [root | branch].
+Invariant: results and gradients equal those of [root | branch].
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 class SharedPrefixLayout:
     """G roots and B branches in a row of N tokens, all int64.
 
-    root_rows, branch_rows: [Nr], [Nb] token indices in the row; root_slots, branch_slots: indices in right-padded [G,
-    root_len], [B, branch_len]; owner: [B] root of each branch; prefix_len: [B] its length; before: [N] each token's
-    predecessor (0 for the row's first).
+    root_rows, branch_rows: [Nr], [Nb] tokens in the row; root_slots, branch_slots: indices in right-padded [G,
+    root_len], [B, branch_len]; owner, prefix_len: [B] a branch's root and its length; before: [N] predecessors (0 for
+    the row's first).
     """
 
     root_rows: Tensor
@@ -39,7 +39,7 @@ class SharedPrefixLayout:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, parents: Tensor) -> "SharedPrefixLayout":
-        """Build the layout from borders [K + 1] and parents [K]: a branch's root, -1 for a root.
+        """Build from borders [K + 1] and parents [K]: a branch's root, -1 for a root.
 
         Raises:
             ValueError: no branch, or a parent is not a root.
@@ -88,7 +88,7 @@ class SharedPrefixLayout:
         )
 
     def mask(self) -> Tensor:
-        """Return the branches' mask, root on the left: [B or 1, 1, branch_len, longest_prefix + branch_len] bool."""
+        """Return the branches' mask, root first: [B or 1, 1, branch_len, longest_prefix + branch_len] bool."""
         steps = torch.arange(self.branch_len, device=self.owner.device)
         is_causal = steps[:, None] >= steps[None]
         lengths = self.prefix_len.unique()
@@ -100,7 +100,7 @@ class SharedPrefixLayout:
 
 
 def position_ids(cu_seqlens: Tensor, parents: Tensor) -> Tensor:
-    """Return positions [1, N] int64, from 0 in roots, continued in branches."""
+    """Return [1, N] int64, from 0 in roots, continued in branches."""
     starts = cu_seqlens.to(torch.int64)
     lengths = starts.diff()
     first = torch.where(parents < 0, 0, lengths[parents.clamp(min=0)])

@@ -1,7 +1,7 @@
 """Built-in policy: a small Qwen2 with a word-level tokenizer, without weights.
 
-Invariants: nothing here imports torch or transformers, which are slow; the chat template is append-only; every
-vocabulary id has a word.
+Invariants: torch and transformers, which are slow, are not imported; the chat template is append-only; every vocabulary
+id has a word.
 """
 
 import json
@@ -19,17 +19,15 @@ TURN_START, TURN_END, PAD, UNKNOWN = "<|im_start|>", "<|im_end|>", "<pad>", "<un
 SPECIAL_TOKENS = (PAD, UNKNOWN, TURN_START, TURN_END)
 VISION_START, VISION_END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 VISION_TOKENS = (VISION_START, VISION_END, IMAGE, VIDEO)
-"""Qwen2-VL's image tokens."""
+"""Qwen2-VL's."""
 MERGE = 2
 """Patches per side of an image token."""
 MAX_SIDE_PIXELS = 1024
-"""Largest square image without downscaling."""
+"""Largest square without downscaling."""
 ROLES = ("system", "user", "assistant")
 
 _EMPTY_AUTO_MAP = {"AutoTokenizer": [None, None]}
-"""Workaround for transformers 5, which ignores `tokenizer_class` of Qwen2 folders without an `auto_map`; an empty one
-runs no code.
-"""
+"""Workaround: transformers 5 ignores `tokenizer_class` of Qwen2 folders without an `auto_map`; an empty one runs no code."""
 
 CHATML_TEMPLATE = (
     "{% for message in messages %}"
@@ -56,7 +54,7 @@ def vocabulary(words: Sequence[str], special: Sequence[str] = SPECIAL_TOKENS) ->
     """Return token -> id: special tokens, roles, distinct `words`.
 
     Raises:
-        ValueError: a word is empty, has whitespace, or is a special token.
+        ValueError: a word is empty, special, or has whitespace.
     """
     for word in words:
         if not word or len(word.split()) != 1 or word != word.strip():
@@ -67,7 +65,6 @@ def vocabulary(words: Sequence[str], special: Sequence[str] = SPECIAL_TOKENS) ->
 
 
 def build_tokenizer(words: Sequence[str], special: Sequence[str] = SPECIAL_TOKENS) -> Tokenizer:
-    """Build a tokenizer with one token per word."""
     tokenizer = Tokenizer(WordLevel(vocab=vocabulary(words, special), unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
@@ -75,10 +72,9 @@ def build_tokenizer(words: Sequence[str], special: Sequence[str] = SPECIAL_TOKEN
 
 
 def write_tiny_policy(folder: Path, config: TinyPolicyConfig, words: Sequence[str]) -> None:
-    """Write a tiny policy's configuration and tokenizer.
+    """Write a tiny policy's configuration and tokenizer, deterministically and atomically, also to a folder in use.
 
-    Files are deterministic and written atomically, so a folder in use can be rewritten. words: all words of the envs'
-    texts, in a stable order.
+    words: all of the envs' texts, in a stable order.
 
     Raises:
         ValueError: as `vocabulary`.

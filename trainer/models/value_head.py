@@ -10,11 +10,11 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 HEAD = "value_head."
-"""Prefix of its parameter names."""
+"""Parameter prefix."""
 
 
 class ValueHead(nn.Linear):
-    """Linear layer, initially zero, computed in float32 or wider."""
+    """Linear layer, initially zero, in float32 or wider."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size, 1, dtype=torch.float32)
@@ -29,7 +29,7 @@ class ValueHead(nn.Linear):
 
 @contextmanager
 def last_hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Yield a list that receives the last hidden states [1, N, H] of each forward pass."""
+    """Yield a list that receives each forward pass's last hidden states [1, N, H]."""
     states: list[Tensor] = []
 
     def capture(_module: nn.Module, _inputs: Any, output: Any) -> None:

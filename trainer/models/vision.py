@@ -1,6 +1,6 @@
-"""Vision-language policy over packed tokens (Qwen2-VL, Qwen2.5-VL).
+"""Packed vision-language policy (Qwen2-VL, Qwen2.5-VL).
 
-Invariant: images are located by the trajectory, since a policy may sample placeholder ids.
+Invariant: the trajectory locates images, since a policy may sample placeholder ids.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,6 @@ Grid = tuple[int, int, int]
 
 
 class PackedVisionPolicy(PackedPolicy):
-    """Policy over packed tokens and images."""
-
     def __init__(self, model: PreTrainedModel, temperature: float, reader: ImageProcessor) -> None:
         super().__init__(model, temperature)
         self._reader = reader
@@ -46,7 +44,7 @@ class PackedVisionPolicy(PackedPolicy):
 def rope_positions(packing: Packing, images: Sequence[PromptImage], grids: Sequence[Grid], merge: int) -> Tensor:
     """Return positions in the sequence, then M-RoPE's time, row and column (arXiv:2409.12191): [4, 1, N] int64.
 
-    An image's tokens share one time; text after it continues from its larger side. merge: patches per side of a token.
+    An image has one time; later text continues from its larger side. merge: patches per side of a token.
     """
     plain = packing.position_ids[0].cpu().numpy()
     axes = np.stack([plain, plain, plain, plain])

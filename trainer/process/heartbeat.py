@@ -1,6 +1,6 @@
 """Heartbeats over a pipe.
 
-Invariants: clocks of different processes are never compared; pending heartbeats are read before silence is measured.
+Invariants: clocks of different processes are never compared; pending heartbeats are read before measuring silence.
 """
 
 import os
@@ -10,28 +10,25 @@ import time
 from offbeat.trainer.watchdog import STARTUP_TIMEOUT_S
 
 HEARTBEAT_FD = "OFFBEAT_HEARTBEAT_FD"
-"""Environment variable: file descriptor for heartbeats."""
+"""Environment variable: heartbeat file descriptor."""
 BEATS_PER_TIMEOUT = 16
 
 
 class Heartbeat:
-    """Reader of a process's heartbeats."""
-
     def __init__(self, timeout_s: float) -> None:
-        """timeout_s: silence after which the process counts as hung."""
+        """timeout_s: silence that counts as hung."""
         self._timeout_s = timeout_s
         self._read, self.write_end = os.pipe()
-        """write_end: to pass to the process; `close_write_end` closes it here."""
+        """write_end: for the process; `close_write_end` closes it here."""
         os.set_blocking(self._read, False)
         self._received_at = time.monotonic()
         self._allowed_s = max(STARTUP_TIMEOUT_S, timeout_s)
 
     def close_write_end(self) -> None:
-        """Close the inherited write end."""
         os.close(self.write_end)
 
     def silence_s(self) -> float:
-        """Return seconds of silence, or 0 below the timeout."""
+        """Return the silence, or 0 below the timeout."""
         try:
             beats = os.read(self._read, 65536)
         except BlockingIOError:
@@ -44,7 +41,7 @@ class Heartbeat:
 
 
 def start_heartbeats(timeout_s: float) -> None:
-    """Send heartbeats to the parent, if expected, in a background thread."""
+    """Send heartbeats in a background thread, if expected."""
     write_end = os.environ.pop(HEARTBEAT_FD, None)
     if write_end is not None:
         arguments = (int(write_end), timeout_s / BEATS_PER_TIMEOUT)

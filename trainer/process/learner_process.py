@@ -1,4 +1,4 @@
-"""One learner process from start to exit.
+"""One learner process.
 
 Invariant: only the lease holder reads or writes the run; after any exit, the next learner can resume.
 """
@@ -54,27 +54,24 @@ from offbeat.trainer.watchdog import Watchdog, kill_if_hung
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_TIMEOUTS = 4
-"""Multiple of `buffer.learner_timeout_s` after which a silent rank counts as hung."""
+"""Silence that counts as hung, in `buffer.learner_timeout_s`."""
 COLLECTIVE_MARGIN_S = 60.0
-"""Excess of the watchdog's timeout over that of collective calls."""
+"""Watchdog's timeout beyond that of collective calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerResult:
-    """Result without an error."""
-
     finished: bool = False
     """True after all steps and evaluations."""
     interrupted: bool = False
-    """True if stopped by a signal, False if by the run's record."""
+    """True if stopped by a signal, not by the run's record."""
     step: int = -1
-    """Version of the weights; -1 without weights."""
+    """Version of the weights; -1 without."""
     checkpoint: Path | None = None
-    """Newest checkpoint."""
 
 
 class LearnerProcess:
-    """One rank of a learner; rank 0 runs the loop."""
+    """One rank; rank 0 runs the loop."""
 
     def __init__(
         self,
@@ -86,7 +83,7 @@ class LearnerProcess:
         view: LearnerView | None = None,
         started: float,
     ) -> None:
-        """follower: command line of other ranks. started: monotonic start time."""
+        """follower: other ranks' command line. started: monotonic time."""
         self._run = run
         self._num_processes = num_processes
         self._follower = follower
@@ -111,13 +108,14 @@ class LearnerProcess:
         self._startup = _StartupTimer(started)
 
     def run(self) -> LearnerResult:
-        """Train until the last step, a signal, or the end of the run.
+        """Train until the last step, a signal, or the run's end.
 
         Raises:
             FencedError: another learner holds the run.
-            RetryableError, redis.ConnectionError: Redis unusable at a signal, or the run restarted during standby.
+            RetryableError, redis.ConnectionError: Redis unusable at a signal, or run restarted during standby.
             RankDiedError: another rank has died.
-            CheckpointError, ControlError, WeightsError: checkpoint, policy, warm start or transport unusable on this host.
+            CheckpointError, ControlError, WeightsError: checkpoint, policy, warm start or transport unusable on this
+                host.
         """
         config = self._run.config.actor_train
         torch.set_num_threads(config.num_threads)
@@ -284,19 +282,13 @@ class LearnerProcess:
         return Learner(run, components, num_processes=ranks.world_size)
 
     def _should_stop(self) -> bool:
-        """Return whether a signal, another learner or the run's record stops this learner.
-
-        Raises:
-            RankDiedError: another rank has died.
-            WeightsError: the transport can't reach a replica.
-        """
         self._watchdog.kick()
         self._followers.check()
         check_reach(self._redis, self._run.run_id, self._run.config.weights)
         return self._stop.is_set() or self._lost.is_set() or is_ending(self._redis, self._run.run_id)
 
     def _open_checkpoints(self, epoch: int) -> CheckpointStore:
-        """Take over the checkpoints, once the disk has room for a folder."""
+        """Take over the checkpoints once the disk has room."""
         while True:
             try:
                 return CheckpointStore(self._run.checkpoints, self._run.config.max_ckpt_to_keep, epoch)
@@ -316,7 +308,7 @@ class LearnerProcess:
 
 @contextmanager
 def _as_control_error(problem: str) -> Iterator[None]:
-    """Translate failures that a restart would repeat, unlike running out of memory."""
+    """Translate failures that a restart would repeat (not running out of memory)."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -326,8 +318,6 @@ def _as_control_error(problem: str) -> Iterator[None]:
 
 
 class _StartupTimer:
-    """Durations of startup phases, s."""
-
     def __init__(self, started: float) -> None:
         self._at = started
         self.seconds: dict[str, float] = {}

@@ -10,7 +10,7 @@ CHECK_INTERVAL_S = 1.0
 
 
 def wait_for_lease(lease: LearnerLease, view: LearnerView, should_stop: Callable[[], bool]) -> bool:
-    """Acquire the lease when free; return False if stopped first.
+    """Acquire the lease when free; return False if stopped.
 
     Raises:
         RetryableError: no reply from Redis.

@@ -1,6 +1,6 @@
 """Ranks of a learner.
 
-Invariant: all ranks make the same trainer calls in the same order, broadcast by rank 0.
+Invariant: all ranks make the trainer calls that rank 0 broadcasts, in order.
 """
 
 import logging
@@ -33,7 +33,7 @@ STOP, CONTINUE = b"1", b"0"
 """Broadcast values of `should_stop`."""
 RANK_ZERO_PID = "OFFBEAT_RANK_ZERO_PID"
 EXIT_DETECTION_TIMEOUT_S = 2.0
-"""Maximum delay of a rank's exit after a broken connection."""
+"""Maximum delay of an exit after a broken connection."""
 FOLLOWER_EXIT_TIMEOUT_S = 30.0
 MAIN_THREAD_EXIT_TIMEOUT_S = 15.0
 """Time for the main thread to exit after a rank died."""
@@ -41,7 +41,7 @@ CHECK_INTERVAL_S = 1.0
 
 
 class RankZeroTrainer:
-    """Trainer that broadcasts each call before running it."""
+    """Trainer that broadcasts each call first."""
 
     def __init__(self, trainer: Trainer, ranks: Ranks) -> None:
         self._trainer = trainer
@@ -52,7 +52,7 @@ class RankZeroTrainer:
         return self._trainer.kl_coef
 
     def begin(self, progress: Progress, should_stop: Callable[[], bool]) -> bool:
-        """Create the first weights; `should_stop` is broadcast, so that all ranks stop at the same step."""
+        """Broadcast `should_stop`, so that ranks stop together."""
         self._broadcast("begin")
         ranks = self._ranks
         return self._trainer.begin(progress, lambda: broadcast(ranks, STOP if should_stop() else CONTINUE) == STOP)
@@ -78,7 +78,6 @@ class RankZeroTrainer:
         self._trainer.load(folder, kl_coef)
 
     def stop_followers(self) -> None:
-        """Stop `follow_rank_zero` on other ranks."""
         self._broadcast("stop")
 
     def _broadcast(self, *command: object) -> None:
@@ -87,7 +86,7 @@ class RankZeroTrainer:
 
 @contextmanager
 def lead(trainer: Trainer, ranks: Ranks) -> Iterator[Trainer]:
-    """Yield a broadcasting trainer, and stop the followers on success."""
+    """Yield a broadcasting trainer; stop the followers on success."""
     if ranks.world_size == 1:
         yield trainer
         return
@@ -123,7 +122,7 @@ class RankDiedError(MeshError):
 
 
 class FollowerRanks:
-    """Ranks 1 to N - 1, which exit with rank 0, even if it is killed."""
+    """Ranks 1 to N - 1, which exit with rank 0, even if killed."""
 
     def __init__(
         self, processes: Sequence["subprocess.Popen[bytes]"] = (), heartbeats: Sequence[Heartbeat] = ()
@@ -144,7 +143,6 @@ class FollowerRanks:
                 )
 
     def kill_hung(self) -> None:
-        """Kill ranks without heartbeats."""
         for rank, (process, heartbeat) in enumerate(zip(self._processes, self._heartbeats, strict=True), start=1):
             silent_s = heartbeat.silence_s()
             if silent_s and process.poll() is None:
@@ -159,12 +157,10 @@ class FollowerRanks:
             time.sleep(0.05)
 
     def wait(self) -> None:
-        """Wait for all exits."""
         for process in self._processes:
             process.wait(timeout=FOLLOWER_EXIT_TIMEOUT_S)
 
     def kill(self) -> None:
-        """Kill the remaining ranks."""
         self._stopping = True
         for process in self._processes:
             if process.poll() is None:
@@ -174,7 +170,7 @@ class FollowerRanks:
 
 @contextmanager
 def start_followers(num_processes: int, command: Sequence[str], timeout_s: float) -> Iterator[FollowerRanks]:
-    """Start ranks 1 to `num_processes - 1` on this host, unless a launcher (torchrun) did.
+    """Start ranks 1 to `num_processes - 1` here, unless a launcher (torchrun) did.
 
     timeout_s: silence after which a rank is killed.
     """
@@ -204,7 +200,7 @@ def _start_follower(command: Sequence[str], rank: int, heartbeat: Heartbeat) -> 
 
 
 def _exit_if_rank_died(followers: FollowerRanks) -> None:
-    """Exit if a rank died and the main thread hangs in a collective call."""
+    """Exit if a rank died and a collective call hangs."""
     while True:
         time.sleep(CHECK_INTERVAL_S)
         try:
@@ -218,7 +214,7 @@ def _exit_if_rank_died(followers: FollowerRanks) -> None:
 
 
 def die_with_rank_zero() -> None:
-    """Exit this process with rank 0; ignore SIGINT and SIGTERM."""
+    """Exit with rank 0; ignore SIGINT and SIGTERM."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     pid = os.environ.get(RANK_ZERO_PID)

@@ -1,6 +1,6 @@
-"""Waiting of the learner for an unreachable or read-only Redis.
+"""Learner's wait for an unreachable or read-only Redis.
 
-Exiting would not help: the next learner would repeat steps and find the same Redis.
+An exit would not help: the next learner would find the same.
 """
 
 import logging
@@ -15,24 +15,23 @@ from offbeat.trainer.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 RETRY_TIMEOUT_S = 30.0
-"""Duration of failed calls that counts as an outage."""
+"""Duration of failures that counts as an outage."""
 LOG_INTERVAL_S = 60.0
 NEW_OUTAGE_AFTER_S = 30.0
 """Error-free time that ends an outage."""
 
 
 class RedisOutage:
-    """Retry policy, called in the thread of the failed call."""
+    """Retry policy, run in the failed call's thread."""
 
     def __init__(self, stops: Sequence[threading.Event], watchdog: Watchdog, view: LearnerView) -> None:
-        """stops: events that end the wait."""
+        """stops: end the wait."""
         self._stops = stops
         self._watchdog = watchdog
         self._view = view
         self._began = self._last_error_at = self._logged_at = float("-inf")
 
     def should_retry(self, error: Exception) -> bool:
-        """Return whether to retry after `error`."""
         self._watchdog.kick()
         now = time.monotonic()
         if now > self._last_error_at + NEW_OUTAGE_AFTER_S:

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first stops the learner after the running step, the second kills it."""
+"""SIGINT and SIGTERM: the first stops the learner after the step, the second kills it."""
 
 import logging
 import signal
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` at the first signal, in the main thread only."""
+    """Call `stop` at the first signal; main thread only."""
 
     def handle(number: int, _: object) -> None:
         signal.signal(number, signal.SIG_DFL)

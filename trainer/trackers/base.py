@@ -1,7 +1,7 @@
 """Interface of a tracker of `metrics.jsonl` rows, in order.
 
-Invariant: steps never decrease and no row is sent twice, except steps that a resumed learner repeats and rows
-unconfirmed by a killed tracker; `Row.number` identifies rows.
+Invariant: steps never decrease and no row is sent twice, except a resumed learner's repeated steps and rows unconfirmed
+by a killed tracker; `Row.number` identifies rows.
 """
 
 from abc import ABC, abstractmethod
@@ -13,21 +13,21 @@ from typing import Any, Literal
 
 Values = Mapping[str, float | None]
 Ending = Literal["finished", "stopped", "died"]
-"""Learner's end: all steps trained, stopped on request, or failed or killed."""
+"""All steps trained, stopped on request, or failed or killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Measurements of a component at a step."""
+    """A component's measurements at a step."""
 
     number: int
-    """Line in `metrics.jsonl`, from 1, increasing across resumes."""
+    """Line in `metrics.jsonl`, from 1, across resumes."""
     step: int
-    """The learner's step, or the newest so far."""
+    """The learner's, or the newest so far."""
     time: float
     """Unix time, s."""
     values: Mapping[str, float]
-    """`learner/reward`, `eval/sampled/success`, ...; all finite."""
+    """Finite; e.g. `learner/reward`, `eval/sampled/success`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +37,23 @@ class TrackedRun:
     key: str
     """16 letters and digits, kept on resume."""
     resumed: bool
-    """Whether an earlier tracker process used this key."""
+    """True if an earlier process used this key."""
     resumed_step: int
-    """Step from which the learner resumes; later steps repeat."""
+    """Step resumed from; later ones repeat."""
     folder: Path
-    """The tracker's subfolder of the run folder."""
+    """The tracker's, in the run folder."""
     config: Mapping[str, Any]
-    """Learner configuration without secrets."""
+    """The learner's, without secrets."""
 
 
 class Tracker(ABC):
-    """Receives metrics. Methods may raise or block: failed rows are sent again."""
+    """Receiver of metrics. Methods may raise or block: failed rows are resent."""
 
     place: str = ""
-    """URL or folder of the run, if known."""
+    """URL or folder, if known."""
 
     def __init__(self, run: TrackedRun) -> None:
-        """Open the run. Subclasses take `tracker_kwargs` as keyword arguments."""
+        """Open the run; subclasses take `tracker_kwargs` as keyword arguments."""
         del run
 
     @abstractmethod
@@ -61,7 +61,7 @@ class Tracker(ABC):
         """Log a row."""
 
     def flush(self) -> None:  # noqa: B027
-        """Make written rows durable. Called when none are waiting; flushed rows are not sent again."""
+        """Make rows durable, so that they are not resent; called when none are waiting."""
 
     def close(self, ending: Ending) -> None:  # noqa: B027
         """Close the run, which a later learner may resume."""
@@ -70,7 +70,7 @@ class Tracker(ABC):
 def make_row(
     number: int, newest: int, time: float, source: str, step: int | None, labels: Mapping[str, str], values: Values
 ) -> Row:
-    """Convert a metric record. newest: step for a record without one."""
+    """Convert a record. newest: step if it has none."""
     parts = [source]
     if source == "eval":
         parts.append(labels.get("sampling", "sampled"))

@@ -1,6 +1,6 @@
-"""A tracker's position in `metrics.jsonl`, stored in the run folder's `trackers/<name>.json`.
+"""Tracker's position in `metrics.jsonl`, stored in the run folder's `trackers/<name>.json`.
 
-Invariant: it moves only past lines that the tracker accepted, already has, or refused while accepting others.
+Invariant: it moves only past lines that the tracker accepted, has, or refused while accepting others.
 """
 
 import json
@@ -17,29 +17,27 @@ KEY_CHARS = 16
 
 @dataclass(slots=True)
 class DeliveryCursor:
-    """Stored position and counters."""
-
     key: str = ""
     """The tracker's run id."""
     lineage: str = ""
-    """Lineage of the rows' weights."""
+    """Of the rows' weights."""
     number: int = 0
     """Lines processed."""
     offset: int = 0
     """Bytes processed."""
     step: int = 0
-    """The learner's newest step."""
+    """The learner's newest."""
     evaluations: list[str] = field(default_factory=list[str])
-    """Sent evaluations, as `sampling-step`."""
+    """Sent ones, as `sampling-step`."""
     repeated: int = 0
-    """Skipped rows of a sent step or evaluation."""
+    """Rows skipped because their step or evaluation was sent."""
     refused: int = 0
-    """Rows refused while others were accepted."""
+    """Refused while others were accepted."""
     place: str = ""
-    """URL or folder of the run."""
+    """URL or folder."""
 
     def open(self, lineage: str, *, keep_key: bool) -> bool:
-        """Start or resume the run; return True if resumed. A new lineage gets a new key unless `keep_key`."""
+        """Start or resume; return True if resumed. A new lineage gets a new key unless `keep_key`."""
         resumed = bool(self.key) and (keep_key or lineage == self.lineage)
         if not resumed:
             self.key, self.step, self.evaluations = uuid.uuid4().hex[:KEY_CHARS], 0, []
@@ -47,7 +45,6 @@ class DeliveryCursor:
         return resumed
 
     def is_sent(self, record: Mapping[str, Any]) -> bool:
-        """Return whether the record's step or evaluation was sent."""
         if record["step"] is None:
             return False
         if record["source"] == "learner":
@@ -70,22 +67,19 @@ def _evaluation_id(record: Mapping[str, Any]) -> str:
 
 
 def progress_file(output_dir: Path, name: str) -> Path:
-    """Return a tracker's progress file, by name or class path."""
     return output_dir / TRACKERS / f"{folder_name(name)}.json"
 
 
 def tracker_folder(output_dir: Path, name: str) -> Path:
-    """Return a tracker's subfolder."""
     return output_dir / TRACKERS / folder_name(name)
 
 
 def folder_name(name: str) -> str:
-    """Convert a tracker's name for files."""
     return name.replace(":", ".")
 
 
 def read_progress(path: Path) -> DeliveryCursor:
-    """Load the stored or an empty progress."""
+    """Load stored or empty progress."""
     return DeliveryCursor(**json.loads(path.read_text())) if path.exists() else DeliveryCursor()
 
 

@@ -1,6 +1,6 @@
 """Delivery of `metrics.jsonl` to a tracker, in order, from the stored position.
 
-Invariants: the position moves past a line once accepted, or refused before a later accepted one; a tracker that is down
+Invariants: the position passes a line once accepted, or refused before a later accepted one; an outage of the tracker
 loses nothing; no step or evaluation is sent twice.
 """
 
@@ -13,7 +13,7 @@ from offbeat.trainer.trackers.cursor import DeliveryCursor, write_progress
 from offbeat.trainer.trackers.metrics_file import Line, read_lines
 
 MAX_CONSECUTIVE_REFUSALS = 3
-"""Refusals after which the tracker counts as down, not the rows as bad."""
+"""Refusals that mean a tracker outage, not bad rows."""
 LINES_PER_ROUND = 500
 
 
@@ -22,21 +22,19 @@ class TrackerDownError(Exception):
 
 
 class Delivery:
-    """Sends new lines to an open tracker."""
-
     def __init__(self, metrics_path: Path, progress_path: Path, progress: DeliveryCursor, tracker: Tracker) -> None:
         self._metrics_path = metrics_path
         self._progress_path = progress_path
         self.progress = progress
         self._tracker = tracker
         self.busy_since: float | None = None
-        """Monotonic time at which the pending call of the tracker began; None without one."""
+        """Monotonic start of the tracker's pending call; None without one."""
 
     def round(self) -> int:
-        """Send about `LINES_PER_ROUND` waiting lines; return the number processed.
+        """Send about `LINES_PER_ROUND` lines; return the number processed.
 
         Raises:
-            TrackerDownError: no rows are accepted or flushed; these stay unprocessed.
+            TrackerDownError: none are accepted or flushed; they stay unprocessed.
         """
         before = self.progress.number
         try:
@@ -71,7 +69,6 @@ class Delivery:
             raise TrackerDownError(_one_line(error)) from error
 
     def _row(self, line: Line) -> Row | None:
-        """Convert a line, or return None if there is nothing to send."""
         record = line.record
         if record is None or self.progress.is_sent(record):
             return None

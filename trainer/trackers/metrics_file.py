@@ -1,7 +1,7 @@
-"""`metrics.jsonl`: every metric record, across learner restarts.
+"""`metrics.jsonl`: every metric record, across restarts.
 
-Invariants: complete lines never move, so byte offsets stay valid; an append is one write. A learner that was stopped and
-wakes after its replacement may append lines again; `read_records` returns each once.
+Invariants: complete lines never move, so offsets stay valid; an append is one write. A learner that wakes after its
+replacement may append lines again; `read_records` returns each once.
 """
 
 import hashlib
@@ -20,16 +20,16 @@ CHUNK_BYTES = 1 << 18
 
 
 class MetricsFile:
-    """One JSON object per record: id, time, source, step, labels, values (null if not finite)."""
+    """JSON lines: id, time, source, step, labels, values (null if not finite)."""
 
     def __init__(self, path: Path) -> None:
         self._lines = LinesFile(path)  # first: it removes a cut last line, which must be written again
         self.position = _newest_id(path)
-        """Stream id of the newest record in the file, or `0`."""
+        """Stream id of the newest record, or `0`."""
         self._rows: list[dict[str, Any]] = []
 
     def write(self, entry_id: str, record: MetricRecord) -> None:
-        """Append a record with the next `flush`."""
+        """Append with the next `flush`."""
         values = {name: p.value if math.isfinite(p.value) else None for name, p in record.values.items()}
         row = {"id": entry_id, "time": record.time, "source": record.source, "step": record.step}
         self._rows.append({**row, "labels": record.labels, "values": values})
@@ -41,7 +41,6 @@ class MetricsFile:
             self._rows = []
 
     def close(self) -> None:
-        """Write the records and close the file."""
         try:
             self.flush()
         finally:
@@ -54,7 +53,6 @@ def _newest_id(path: Path) -> str:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield each record once."""
     seen: set[bytes] = set()
     for line in read_lines(path, 0, 0):
         if line.record is not None and line.digest not in seen:
@@ -64,19 +62,17 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the file."""
-
     number: int
     """From 1."""
     end: int
-    """Byte offset of the next line."""
+    """Next line's byte offset."""
     record: dict[str, Any] | None
-    """None without a valid record."""
+    """None if invalid."""
     digest: bytes = b""
 
 
 def read_lines(path: Path, number: int, offset: int) -> Iterator[Line]:
-    """Yield complete lines after line `number`, which ends at byte `offset`."""
+    """Yield complete lines after line `number`, which ends at `offset`."""
     if not path.exists():
         return
     with path.open("rb") as file:

@@ -1,6 +1,6 @@
-"""Background thread that writes metrics to `metrics.jsonl` and in-learner trackers.
+"""Thread that writes metrics to `metrics.jsonl` and in-learner trackers.
 
-Invariant: each record is written exactly once, across learner restarts (the last line holds the position).
+Invariant: each record is written once, across restarts (the last line holds the position).
 """
 
 import logging
@@ -25,8 +25,6 @@ RETRY_S = 1.0
 
 
 class MetricsWriter(Follower):
-    """Tails the metrics stream after the file's last record."""
-
     def __init__(
         self,
         redis: Redis,
@@ -36,7 +34,7 @@ class MetricsWriter(Follower):
         resumed_step: int,
         kwargs: Mapping[str, Mapping[str, JsonValue]] | None = None,
     ) -> None:
-        """names, kwargs: `track_with` and `tracker_kwargs`; trackers outside the learner are ignored."""
+        """names, kwargs: `track_with` and `tracker_kwargs`; other than in-learner trackers are ignored."""
         self._stream = RedisMetrics(redis, run_id)
         self._run_id = run_id
         self._output_dir = output_dir
@@ -60,7 +58,6 @@ class MetricsWriter(Follower):
             self._resumed_step = self._step
 
     def _write_until_stopped(self) -> None:
-        """Write until stopped and drained. Raises OSError if the file can't be written."""
         file = MetricsFile(self._output_dir / METRICS_FILE)
         trackers = {name: self._make_tracker(name) for name in self._names}
         position = file.position
@@ -84,7 +81,7 @@ class MetricsWriter(Follower):
     def _forward(
         self, file: MetricsFile, trackers: Mapping[str, Tracker], position: str, block_ms: int | None
     ) -> tuple[str, int]:
-        """Write records after `position`; return the new position and their number."""
+        """Write records after `position`; return the new one and their number."""
         count = 0
         try:
             for entry_id, record in self._stream.read(position, block_ms=block_ms):

@@ -1,6 +1,6 @@
 """MLflow tracker; a tag finds the run to resume.
 
-MLflow keeps one value per name, time and step, so repeated rows change nothing.
+MLflow keeps one value per name, time and step: repeated rows change nothing.
 """
 
 import os
@@ -26,7 +26,7 @@ STATUS: Mapping[Ending, str] = {"finished": "FINISHED", "stopped": "KILLED", "di
 
 
 class MLflow(Tracker):
-    """Logs rows as metrics, the configuration as parameters by dotted path."""
+    """Rows as metrics, configuration as parameters by dotted path."""
 
     def __init__(
         self,
@@ -37,9 +37,7 @@ class MLflow(Tracker):
         run_name: str | None = None,
         tags: dict[str, str] | None = None,
     ) -> None:
-        """tracking_uri: default MLFLOW_TRACKING_URI, else a SQLite file in the tracker's folder. run_name: default
-        `exp_name`.
-        """
+        """tracking_uri: default MLFLOW_TRACKING_URI, else SQLite in the tracker's folder. run_name: default `exp_name`."""
         mlflow: Any = import_module("mlflow")
         self._entities: Any = import_module("mlflow.entities")
         own = None if tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") else run.folder
@@ -64,7 +62,7 @@ class MLflow(Tracker):
         self._client.set_terminated(self._run_id, STATUS[ending])
 
     def _open(self, run: TrackedRun, experiment: str, name: str, tags: Mapping[str, str]) -> str:
-        """Find or create the run. MLflow parameters are immutable: changed values become tags."""
+        """Find or create the run. Parameters are immutable: changed values become tags."""
         matches = self._client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{run.key}'", max_results=1)
         if matches:
             self._client.update_run(matches[0].info.run_id, status="RUNNING")

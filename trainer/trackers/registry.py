@@ -1,6 +1,6 @@
 """Tracker lookup and validation of `tracker_kwargs`.
 
-Invariant: a lookup imports neither the tracker's library nor torch.
+Invariant: neither a tracker's library nor torch is imported.
 """
 
 import inspect
@@ -24,24 +24,21 @@ TRACKERS: Mapping[str, str] = {
     "stdout": "offbeat.trainer.trackers.stdout:Stdout",
 }
 EXTRAS = ("wandb", "mlflow", "swanlab", "trackio")
-"""Trackers with a package and extra of their name."""
+"""Trackers named as their package and extra."""
 IN_LEARNER = ("tensorboard", "stdout")
-"""Local trackers, which cannot block on a network and run in the learner."""
+"""Trackers run in the learner, as no network can block them."""
 STOP_S = 5.0
-"""Time limit of tracker processes after an interrupt."""
+"""For tracker processes after an interrupt."""
 
 
 class TrackerError(ValueError):
-    """Unavailable tracker or invalid argument."""
-
     def __init__(self, message: str, key: str = "") -> None:
-        """key: invalid key of `tracker_kwargs`; empty if the tracker is unavailable."""
+        """key: of `tracker_kwargs`; empty if the tracker is unavailable."""
         super().__init__(message)
         self.key = key
 
 
 def has_processes(names: Iterable[str]) -> bool:
-    """Return whether any tracker needs a process."""
     return any(name not in IN_LEARNER for name in names)
 
 
@@ -49,7 +46,7 @@ def find_tracker(name: str) -> type[Tracker]:
     """Return the class by name or `module:Class`.
 
     Raises:
-        TrackerError: no such class, or its package is not installed.
+        TrackerError: no such class, or package not installed.
     """
     path = TRACKERS.get(name, name)
     module, colon, attribute = path.partition(":")
@@ -73,7 +70,7 @@ def find_tracker(name: str) -> type[Tracker]:
 
 
 def arguments(tracker: type[Tracker], kwargs: Mapping[str, JsonValue]) -> dict[str, Any]:
-    """Validate `tracker_kwargs` and convert them to `__init__`'s types.
+    """Validate `tracker_kwargs`; convert to `__init__`'s types.
 
     Raises:
         TrackerError: the first of `argument_errors`.
@@ -109,7 +106,6 @@ SECRET_HINT = "; set API keys in the environment of the learner or use the track
 
 
 def _convert(key: str, value: JsonValue, expected: Any) -> Any:
-    """Validate a value as strictly as the configuration; raises TrackerError."""
     try:
         return TypeAdapter(expected).validate_json(json.dumps(value), strict=True)
     except ValidationError as error:

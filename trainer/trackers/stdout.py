@@ -1,4 +1,4 @@
-"""Tracker that prints JSON lines to the learner's stdout, for log collectors."""
+"""Tracker that prints JSON lines to stdout, for log collectors."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from offbeat.trainer.trackers.base import Row, Tracker
 
 
 class Stdout(Tracker):
-    """Prints learner and evaluation rows only."""
+    """Learner and evaluation rows only."""
 
     def write(self, row: Row) -> None:
         if any(name.startswith(("learner/", "eval/")) for name in row.values):

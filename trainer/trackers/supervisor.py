@@ -1,6 +1,6 @@
-"""Supervision of tracker processes: start, restart, report, shut down.
+"""Supervision of tracker processes.
 
-Invariants: no training step waits for a tracker; a failure is reported once until recovery, and counted.
+Invariants: training never waits for a tracker; a failure is reported once until recovery, and counted.
 """
 
 import logging
@@ -27,13 +27,11 @@ logger = logging.getLogger(__name__)
 
 FIRST_RETRY_S, LAST_RETRY_S, MAX_DOUBLINGS = 2.0, 60.0, 16
 FINISH_S = 30.0
-"""Time limit of the last rows after a finished run."""
+"""For the last rows after a finished run."""
 COMMAND = (sys.executable, "-m", "offbeat.trainer.trackers.worker")
 
 
 class TrackerProcess:
-    """Keeps one tracker's process running."""
-
     def __init__(
         self,
         order: StartMessage,
@@ -53,7 +51,7 @@ class TrackerProcess:
         self._starting = threading.Lock()
         self._last_error = ""
         self._failures = 0
-        """Consecutive failures."""
+        """Consecutive."""
         self._refused = 0
         self._thread = threading.Thread(target=self._supervise, name=f"tracker {order.tracker}", daemon=True)
 
@@ -66,7 +64,7 @@ class TrackerProcess:
         return self._process.pid if self._process else None
 
     def end(self, ending: Ending) -> None:
-        """Shut the process down after the remaining rows."""
+        """Shut down after the remaining rows."""
         with self._starting:
             self._ending = ending
             self._stop.set()
@@ -74,12 +72,12 @@ class TrackerProcess:
                 _send_ending(self._pipe, ending)
 
     def wait(self, deadline: float) -> bool:
-        """Return whether the process ended before `deadline` (monotonic, s)."""
+        """Return whether it ended before `deadline` (monotonic, s)."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
     def kill(self) -> None:
-        """Kill the process; a resumed run sends its unsent rows."""
+        """Kill the process; a resumed run sends unsent rows."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.kill()
@@ -97,7 +95,7 @@ class TrackerProcess:
                 return
 
     def _run_process(self) -> bool:
-        """Run one process; return True if no restart is needed."""
+        """Run one process; return True if it needs no restart."""
         with self._starting:
             if self._stop.is_set() and self._process is not None:
                 return True
@@ -174,12 +172,10 @@ class TrackerProcess:
 
 
 class TrackerProcesses:
-    """Context manager of a learner's tracker processes."""
-
     def __init__(self, orders: Sequence[StartMessage], echo: Callable[[str], None], sink: MetricsSink) -> None:
         self._processes = [TrackerProcess(order, echo, sink) for order in orders]
         self.ending: Ending = "died"
-        """How the learner ended; set before the context exits."""
+        """Set before the context exits."""
 
     def __enter__(self) -> Self:
         for process in self._processes:
@@ -209,7 +205,6 @@ SECRET = re.compile(r"(^|_)(api_key|password|secret|token)$", re.IGNORECASE)
 
 
 def make_start_messages(run: LearnerRun, resumed_step: int) -> list[StartMessage]:
-    """Return a start message per tracker process."""
     config = run.config
     public_config = without_secrets(config.model_dump(mode="json", exclude={"tracker_kwargs"}))
     return [
@@ -229,7 +224,7 @@ def make_start_messages(run: LearnerRun, resumed_step: int) -> list[StartMessage
 
 
 def without_secrets(value: Any, key: str = "") -> Any:
-    """Mask the values of secret keys."""
+    """Mask values of secret keys."""
     if isinstance(value, Mapping):
         return {str(name): without_secrets(inner, str(name)) for name, inner in value.items()}
     return "***" if isinstance(value, str) and SECRET.search(key) else value

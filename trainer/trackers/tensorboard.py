@@ -1,4 +1,4 @@
-"""TensorBoard tracker; steps that a resumed learner repeats replace earlier ones."""
+"""TensorBoard tracker; a resumed learner's repeated steps replace earlier ones."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +12,7 @@ from offbeat.trainer.trackers.base import (
 
 
 class TensorBoard(Tracker):
-    """Writes an event file per learner process."""
+    """An event file per learner process."""
 
     def __init__(self, run: TrackedRun, *, log_dir: Path | None = None) -> None:
         """log_dir: default `tensorboard/` in the run folder."""

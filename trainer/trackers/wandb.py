@@ -1,7 +1,7 @@
 """Weights & Biases tracker; runs resume by id.
 
-W&B's step is the line number in `metrics.jsonl`, which always grows: late evaluations are accepted, repeated rows
-ignored. Charts use `step`.
+W&B's step is the line number in `metrics.jsonl`, so late evaluations are accepted and repeated rows ignored; charts use
+`step`.
 """
 
 import os

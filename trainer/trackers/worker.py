@@ -1,8 +1,8 @@
-"""Process of one tracker, `python -m offbeat.trainer.trackers.worker`, controlled by the learner over stdin.
+"""Process of one tracker, `python -m offbeat.trainer.trackers.worker`, controlled over stdin.
 
-Invariants: the learner never waits for it; when stdin closes, however the learner ended, it sends the remaining rows
-and exits within `END_S`; a failing tracker ends it, and its replacement resumes at the stored position. Stdout carries
-JSON lines for the learner; library output goes to the log.
+Invariants: the learner never waits for it; when stdin closes, it sends the remaining rows and exits within `END_S`; a
+failing tracker ends it, and its replacement resumes at the stored position. Stdout carries JSON lines for the learner;
+library output goes to the log.
 """
 
 import fcntl
@@ -36,12 +36,12 @@ from offbeat.trainer.trackers.registry import arguments, find_tracker
 logger = logging.getLogger(__name__)
 
 NICENESS = 10
-"""The learner has priority over importing libraries (seconds of CPU)."""
+"""Priority for the learner over imports (seconds of CPU)."""
 POLL_S = 0.5
 END_S = 30.0
-"""Time limit of the remaining rows after the learner's end."""
+"""For the remaining rows after the learner's end."""
 SLOW_S = 60.0
-"""Tracker call duration reported as slow."""
+"""Call duration reported as slow."""
 WATCH_S = 5.0
 FAILED, TIMED_OUT = 1, 3
 ENDING = "ending"
@@ -49,8 +49,6 @@ ENDING = "ending"
 
 @dataclass(frozen=True, slots=True)
 class StartMessage:
-    """Start message of a tracker process."""
-
     tracker: str
     """Name or class path."""
     kwargs: dict[str, Any]
@@ -64,7 +62,7 @@ class StartMessage:
 
 
 class StdinCommands:
-    """Reads JSON lines, the start message and `{"ending": ...}`; end of file means that the learner exited."""
+    """JSON lines: the start message and `{"ending": ...}`; end of file means that the learner exited."""
 
     def __init__(self) -> None:
         self._descriptor = sys.stdin.fileno()
@@ -72,14 +70,13 @@ class StdinCommands:
         self.ended = False
 
     def order(self) -> StartMessage | None:
-        """Read the start message; None if the learner ended before."""
+        """Read the start message; None if the learner ended."""
         while not self.ended and b"\n" not in self._read:
             self.wait(None)
         first, _, self._read = self._read.partition(b"\n")
         return StartMessage(**json.loads(first)) if first else None
 
     def wait(self, timeout_s: float | None) -> None:
-        """Wait for input or the learner's end."""
         if select.select([self._descriptor], [], [], timeout_s)[0]:
             chunk = os.read(self._descriptor, 1 << 16)
             self._read += chunk
@@ -87,24 +84,22 @@ class StdinCommands:
 
     @property
     def ending(self) -> Ending:
-        """Learner's end; `died` if unsent."""
+        """`died` if unsent."""
         return cast(Ending, json.loads(self._read)[ENDING]) if self._read.endswith(b"\n") else "died"
 
 
 class StdoutReplies:
-    """Sends JSON objects to the learner while it runs; redirects other output to stderr."""
+    """JSON objects for the running learner; other output goes to stderr."""
 
     def __init__(self) -> None:
         self._lines: JsonLines | None = JsonLines(sys.stdin.buffer, claim_stdout())
 
     def send(self, **fields: Any) -> None:
-        """Send an object."""
         if self._lines is not None and not self._lines.send(fields):
             self._lines = None
 
 
 def main() -> None:
-    """Run until the learner ends or the tracker fails."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(NICENESS)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -154,8 +149,6 @@ def _lock(order: StartMessage, inbox: StdinCommands) -> Iterator[bool]:
 
 
 class _TrackerSession:
-    """Lifecycle of a tracker: open, deliver, close."""
-
     def __init__(self, order: StartMessage, inbox: StdinCommands, outbox: StdoutReplies) -> None:
         self._order = order
         self._inbox = inbox
@@ -165,11 +158,6 @@ class _TrackerSession:
         self._delivery: Delivery | None = None
 
     def run(self) -> None:
-        """Deliver rows until the learner has ended and all are sent.
-
-        Raises:
-            TrackerDownError: no rows are accepted.
-        """
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         path = progress_file(self._output_dir, self._order.tracker)
         progress = read_progress(path)

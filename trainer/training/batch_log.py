@@ -1,7 +1,7 @@
-"""Recorded batches, for `offbeat learner reproduce`.
+"""Batches for `offbeat learner reproduce`.
 
-Invariants: writes are atomic, in the background, and only by the newest learner that has written any; a checkpoint's
-batches are written before it.
+Invariants: writes are atomic, in the background, before the checkpoint, and only by the newest learner that has written
+any.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,10 +31,8 @@ class RecordedBatch:
 
 
 class BatchLog:
-    """Recorded batches, numbered by the version they produced."""
-
     def __init__(self, output_dir: Path, max_kept: int = 0, epoch: int = 0) -> None:
-        """max_kept: newest batches to keep; those with a non-finite gradient are always kept. epoch: the writer's lease."""
+        """max_kept: newest batches kept, besides those with a non-finite gradient. epoch: the writer's lease."""
         self._folder = output_dir / FOLDER
         self._epoch = epoch
         self._files: FencedFolder | None = None
@@ -43,7 +41,7 @@ class BatchLog:
         self._pending: list[tuple[tuple[RecordedBatch, str, int], Future[None]]] = []
 
     def record(self, batch: StepBatch, learning_rate: float) -> None:
-        """Write a batch in the background."""
+        """Write in the background."""
         if self._max_kept:
             self._submit(RecordedBatch(batch, learning_rate), PREFIX, self._max_kept)
 
@@ -55,7 +53,7 @@ class BatchLog:
         """Wait for pending writes.
 
         Raises:
-            OSError: a write failed; it is repeated, and the next call waits for it.
+            OSError: a write failed; the next call waits for its repetition.
             FencedError: a newer learner writes batches.
         """
         pending, self._pending = self._pending, []
@@ -70,14 +68,13 @@ class BatchLog:
             raise errors[0]
 
     def steps(self) -> list[int]:
-        """Return the recorded versions."""
         names = (
             path.name.removeprefix(PREFIX).removesuffix(SUFFIX) for path in self._folder.glob(f"{PREFIX}*{SUFFIX}")
         )
         return sorted(int(name) for name in names if name.isdigit())
 
     def read(self, version: int, config: AlgorithmConfig) -> RecordedBatch:
-        """Read the batch that produced a version.
+        """Read a version's batch.
 
         Raises:
             CodecError: unreadable file.

@@ -1,12 +1,11 @@
 """Atomic, verified checkpoints.
 
-Layout of `checkpoints/step-000020`: a Hugging Face folder (weights, configuration, tokenizer), `state/` (engine state),
-`learner.json` (`LearnerState`), `manifest.json` (size and CRC of every other file). `checkpoints/manifest.json` lists the
-checkpoints in the order of writing, with their lineage, and the epoch of the learner that wrote it. `best` links to the
-step with the best evaluation, kept in addition to the newest.
+`checkpoints/step-000020`: a Hugging Face folder with `state/` (engine), `learner.json` (`LearnerState`) and
+`manifest.json` (size and CRC of every other file). `checkpoints/manifest.json`: the checkpoints in order of writing,
+their lineage, and the writer's epoch. `best`: link to the step with the best evaluation, kept besides the newest.
 
-Invariants: a `step-...` folder was complete and synced when renamed; one damaged later is skipped. Only the learner with
-the newest lease adds, replaces or removes anything (`offbeat.trainer.training.fenced_folder`).
+Invariants: a `step-...` folder was complete and synced when renamed; one damaged later is skipped. Only the holder of
+the newest lease changes anything (`offbeat.trainer.training.fenced_folder`).
 """
 
 import itertools
@@ -53,40 +52,36 @@ class CheckpointError(Exception):
 
 
 class UnsavedError(RuntimeError):
-    """Failed checkpoint, which was removed; the previous one is unchanged."""
+    """Failed checkpoint, already removed; the previous one is unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerState:
-    """Learner state besides the engine's."""
+    """State besides the engine's."""
 
     step: int
     lineage: str
     entry_ids: tuple[str, ...] = ()
-    """Entries to acknowledge once this checkpoint is durable."""
+    """Entries to acknowledge once durable."""
     next_number: int = 0
     """One past the highest consumed group number."""
     kl_coef: float = 0.0
     num_processes: int = 1
     config: dict[str, Any] = field(default_factory=dict[str, Any])
     serial: int = field(default=0, compare=False)
-    """Order of writing, which may differ from step order."""
+    """Order of writing, not always that of steps."""
     epoch: int = field(default=0, compare=False)
-    """Lease epoch of the writer; 0 in checkpoints of earlier builds."""
+    """Lease epoch of the writer; 0 from earlier builds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Complete checkpoint."""
-
     path: Path
     state: LearnerState
 
 
 @dataclass(frozen=True, slots=True)
 class ListedCheckpoint:
-    """Checkpoint in the manifest."""
-
     name: str
     step: int
     lineage: str
@@ -95,10 +90,10 @@ class ListedCheckpoint:
 
 
 class CheckpointStore:
-    """Writer of a folder's checkpoints in one lease epoch."""
+    """Writer of checkpoints in one lease epoch."""
 
     def __init__(self, folder: Path, keep: int, epoch: int) -> None:
-        """Take the folder over from earlier learners.
+        """Take over the folder.
 
         Raises:
             FencedError: a learner of this or a later epoch has it.
@@ -118,7 +113,7 @@ class CheckpointStore:
             logger.warning("%s can't be written: %s", folder / MANIFEST, error)
 
     def _adopt(self) -> list[ListedCheckpoint]:
-        """Return the folder's checkpoints, oldest first, those that were complete but not yet named included."""
+        """Return the checkpoints, oldest first, including complete but unnamed ones."""
         for path in self._files.taken_over():
             earlier = self._folder / path.name
             if not _is_checkpoint(path) or (earlier.exists() and _describe(earlier).serial > _describe(path).serial):
@@ -133,12 +128,12 @@ class CheckpointStore:
     def save(self, state: LearnerState, write: Callable[[Path], None]) -> "Future[Path]":
         """Write a checkpoint; the future is done once it is durable and old ones are removed.
 
-        `write` fills a new folder in the foreground; digests, syncing and renaming run in the background. The previous
-        future must be done.
+        `write` fills a folder in the foreground; the rest runs in the background. The previous future must be done;
+        errors are raised here or in the future.
 
         Raises:
-            UnsavedError: the write failed, here or in the future.
-            FencedError: another learner has taken the folder, here or in the future.
+            UnsavedError: the write failed.
+            FencedError: another learner has the folder.
         """
         name = f"{PREFIX}{state.step:06d}"
         # Not inside the epoch's folder: a library that makes missing parents would bring that back
@@ -173,7 +168,7 @@ class CheckpointStore:
         return self._folder / new.name
 
     def _publish(self, temporary: Path, name: str) -> None:
-        """Give a complete checkpoint its name; one of that name is of another lineage, or damaged."""
+        """Rename a complete checkpoint, replacing one of another lineage or a damaged one."""
         # A successor publishes what it finds staged, so that the earlier one may go first
         self._files.stage(temporary, name)
         self._replace(name, name)
@@ -185,7 +180,7 @@ class CheckpointStore:
             delete(earlier)
 
     def _retained(self, others: list[ListedCheckpoint], new: ListedCheckpoint) -> list[ListedCheckpoint]:
-        """Return the newest by order of writing, the best, and `new`, oldest first."""
+        """Return the newest written, the best, and `new`, oldest first."""
         best = self._best()
         candidates = [each for each in others if best is None or each.name != best[0]]
         newest = candidates[len(candidates) - (self._keep - 1) :] if self._keep > 1 else []
@@ -196,7 +191,7 @@ class CheckpointStore:
         self._files.write_json(MANIFEST, tree)
 
     def score(self, step: int, value: float) -> None:
-        """Record the score of `step` and update `best`. Raises `FencedError`."""
+        """Record a step's score and update `best`. Raises `FencedError`."""
         path = self._folder / f"{PREFIX}{step:06d}"
         best = self._best()
         # After a resume, the same step may have different weights and another score
@@ -215,11 +210,9 @@ class CheckpointStore:
         return (name, score) if (self._folder / name).is_dir() else None
 
     def newest_complete(self, lineage: str | None = None) -> Checkpoint | None:
-        """Return a lineage's complete checkpoint of the highest step; without a lineage, the last written."""
         return newest_complete(self._folder, lineage)
 
     def _remove_unfinished(self) -> None:
-        """Remove what dead or fenced learners, or a failed write, left behind."""
         self._files.discard(EPOCH, REMOVED, PREFIX)
         for path in self._folder.glob(f"{TEMPORARY}*"):
             match = re.match(r"(\d+)-\d+-", path.name.removeprefix(TEMPORARY))
@@ -228,7 +221,7 @@ class CheckpointStore:
 
     @contextmanager
     def _unsaved_if_failing(self, temporary: Path) -> Iterator[None]:
-        """Convert write errors to `UnsavedError` and remove the folder; libraries report a full disk as various errors."""
+        """Convert write errors (various for a full disk) to `UnsavedError` and remove the folder."""
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
@@ -238,7 +231,7 @@ class CheckpointStore:
 
 
 def newest_complete(folder: Path, lineage: str | None = None) -> Checkpoint | None:
-    """Return a lineage's complete checkpoint of the highest step; without a lineage, the last written."""
+    """Return a lineage's highest complete checkpoint; without a lineage, the last written."""
     # A learner that died while it replaced a checkpoint has left the new one in its epoch's folder
     paths = (*entries(folder), *staged_entries(folder))
     described = [(path, _describe(path)) for path in paths if _is_checkpoint(path)]
@@ -254,7 +247,7 @@ def newest_complete(folder: Path, lineage: str | None = None) -> Checkpoint | No
 
 
 def last_written(folder: Path) -> ListedCheckpoint | None:
-    """Return the checkpoint that was written last, without verifying it."""
+    """Return the checkpoint written last, unverified."""
     described = [_describe(path) for path in entries(folder) if _is_checkpoint(path)]
     return max(described, key=_order, default=None)
 
@@ -281,7 +274,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_manifest(folder: Path) -> list[ListedCheckpoint]:
-    """Return the manifest's checkpoints, oldest first; none without a readable manifest."""
+    """Return the listed checkpoints, oldest first; none if unreadable."""
     try:
         return [ListedCheckpoint(**each) for each in json.loads((folder / MANIFEST).read_text())["checkpoints"]]
     except (OSError, ValueError, KeyError, TypeError):
@@ -289,7 +282,7 @@ def read_manifest(folder: Path) -> list[ListedCheckpoint]:
 
 
 def read_epoch(folder: Path) -> int:
-    """Return the epoch of the newest learner that had the folder; 0 if none or unknown."""
+    """Return the newest epoch that had the folder; 0 if none or unknown."""
     try:
         epoch = int(json.loads((folder / MANIFEST).read_text())["epoch"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -302,7 +295,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _describe(path: Path, listed: ListedCheckpoint | None = None) -> ListedCheckpoint:
-    """Return a checkpoint's own description; if unreadable, the manifest's, or one that is the first to be removed."""
+    """Describe a checkpoint from itself, else the manifest, else as the first to be removed."""
     step = int(path.name.removeprefix(PREFIX))
     try:
         tree = json.loads((path / LEARNER).read_text())

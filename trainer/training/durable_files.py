@@ -1,4 +1,4 @@
-"""Files and folders that survive a power loss once a call has returned."""
+"""Writes that survive a power loss once a call has returned."""
 
 import json
 import os
@@ -6,7 +6,6 @@ from pathlib import Path
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents, each synced."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -15,7 +14,7 @@ def make_folder(folder: Path) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write and sync a file; its folder's entry is not synced."""
+    """Write and sync a file, but not its folder's entry."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -23,12 +22,11 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write and sync a JSON file; its folder's entry is not synced."""
+    """Write and sync JSON, as `write_bytes`."""
     write_bytes(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync a folder and everything in it."""
     for path in folder.rglob("*"):
         if path.is_file():
             _sync(path, os.O_RDONLY)

@@ -1,12 +1,12 @@
 """Folder that only the holder of the newest lease changes.
 
-Each lease epoch has a folder of its own, `.epoch-N`, through which all its changes go: a file is written there and
-renamed into place, and removed by a rename into it. A successor first makes its `.epoch-M` and then removes the earlier
-ones, after which every rename of their owners fails.
+Each epoch makes its changes through a folder of its own, `.epoch-N`: a file is written there and renamed into place, or
+removed by a rename into it. A successor makes its `.epoch-M`, then removes the earlier ones, after which their owners'
+renames fail.
 
-Invariants: no check precedes a change, so a process may be stopped between any two system calls and wake at any time
-later; nobody waits for a lock of a stopped process. They hold where a rename is atomic and fails if one of its folders
-was removed: local file systems and NFS.
+Invariants: no check precedes a change, so a process may be stopped between any two system calls and wake at any time;
+nobody waits for a stopped process's lock. They hold where a rename is atomic and fails if one of its folders was
+removed: local file systems and NFS.
 """
 
 import itertools
@@ -24,13 +24,11 @@ REMOVED = "removed-"
 
 
 class FencedFolder:
-    """A folder's writer in one lease epoch."""
-
     def __init__(self, path: Path, epoch: int) -> None:
-        """Take the folder over from earlier epochs; make it if it does not exist.
+        """Take over or make the folder.
 
         Raises:
-            FencedError: a learner of this or a later epoch has taken it.
+            FencedError: a learner of this or a later epoch has it.
         """
         self.path = path
         self.epoch = epoch
@@ -51,17 +49,17 @@ class FencedFolder:
             raise self._fenced()
 
     def taken_over(self) -> list[Path]:
-        """Return what earlier epochs staged and did not publish."""
+        """Return earlier epochs' unpublished entries."""
         return list(staged_entries(self._own))
 
     def discard(self, *prefixes: str) -> None:
-        """Remove entries of the epoch's folder; those of earlier epochs begin with `EPOCH`."""
+        """Remove entries of the epoch's folder; earlier epochs' begin with `EPOCH`."""
         for path in entries(self._own):
             if path.name.startswith(prefixes):
                 delete(path)
 
     def check(self) -> None:
-        """Raise `FencedError` if a later epoch has taken the folder over."""
+        """Raise `FencedError` if a later epoch has the folder."""
         try:
             held = self._own.is_dir()
         except OSError:  # a stale handle of NFS
@@ -70,17 +68,17 @@ class FencedFolder:
             raise self._fenced()
 
     def stage(self, source: Path, name: str) -> None:
-        """Rename a file or folder into the epoch's folder. Raises `FencedError`."""
+        """Rename into the epoch's folder. Raises `FencedError`."""
         with self._fencing():
             delete(self._own / name)
             source.rename(self._own / name)
             sync_folder(self._own)
 
     def publish(self, staged: str | Path, name: str) -> Path:
-        """Rename what was staged to its name in the folder; a file replaces an earlier one.
+        """Rename a staged entry into the folder; a file replaces an earlier one.
 
         Raises:
-            FencedError: a later epoch has taken the folder over.
+            FencedError: a later epoch has the folder.
         """
         target = self.path / name
         with self._fencing():
@@ -89,13 +87,13 @@ class FencedFolder:
         return target
 
     def write(self, name: str, content: bytes) -> None:
-        """Write and publish a file. Raises `FencedError`."""
+        """Write and publish. Raises `FencedError`."""
         with self._fencing():
             write_bytes(self._own / name, content)
         self.publish(name, name)
 
     def write_json(self, name: str, content: object) -> None:
-        """Write and publish a JSON file. Raises `FencedError`."""
+        """Write and publish JSON. Raises `FencedError`."""
         with self._fencing():
             write_json(self._own / name, content)
         self.publish(name, name)
@@ -108,20 +106,20 @@ class FencedFolder:
         self.publish(name, name)
 
     def take_away(self, name: str) -> Path:
-        """Rename an entry of the folder into the epoch's; return its new path. Raises `FencedError`."""
+        """Move an entry into the epoch's folder; return its new path. Raises `FencedError`."""
         path = self._own / f"{REMOVED}{next(self._sequence)}-{name}"
         with self._fencing():
             (self.path / name).rename(path)
         return path
 
     def remove(self, name: str) -> None:
-        """Remove an entry of the folder, if there is one. Raises `FencedError`."""
+        """Remove an entry, if present. Raises `FencedError`."""
         if (self.path / name).exists():
             delete(self.take_away(name))
 
     @contextmanager
     def _fencing(self) -> Iterator[None]:
-        """Translate the failure of a change after the epoch's folder was removed."""
+        """Translate failures caused by the removal of the epoch's folder."""
         try:
             yield
         except OSError:
@@ -134,7 +132,7 @@ class FencedFolder:
 
 
 def delete(path: Path) -> None:
-    """Remove a file or folder as far as possible."""
+    """Remove as far as possible."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -142,7 +140,7 @@ def delete(path: Path) -> None:
 
 
 def entries(folder: Path) -> list[Path]:
-    """Return a folder's entries; none if it has just been removed."""
+    """Return a folder's entries; none if just removed."""
     try:
         return sorted(folder.iterdir())
     except FileNotFoundError:
@@ -150,7 +148,7 @@ def entries(folder: Path) -> list[Path]:
 
 
 def staged_entries(folder: Path) -> Iterator[Path]:
-    """Yield what is staged in the epochs' folders below `folder`."""
+    """Yield what the epochs of `folder` have staged."""
     for epoch_folder in entries(folder):
         if epoch_folder.name.startswith(EPOCH):
             yield from (path for path in entries(epoch_folder) if not path.name.startswith((EPOCH, REMOVED)))
@@ -158,11 +156,11 @@ def staged_entries(folder: Path) -> Iterator[Path]:
 
 
 def epoch_folders(folder: Path) -> list[tuple[int, Path]]:
-    """Return the epochs that have a folder of their own, in ascending order."""
+    """Return the epochs that have a folder, ascending."""
     found = ((re.fullmatch(rf"{re.escape(EPOCH)}(\d+)", path.name), path) for path in entries(folder))
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def newest_epoch_folder(folder: Path) -> int:
-    """Return the newest epoch that took the folder over; 0 for none."""
+    """Return the newest epoch with a folder; 0 for none."""
     return max((number for number, _ in epoch_folders(folder)), default=0)

@@ -1,4 +1,4 @@
-"""One optimizer batch: groups -> packed batch -> targets -> optimizer steps -> gauges.
+"""Optimizer steps on one batch of groups.
 
 Invariant: groups and their order determine the weights, for any number of ranks.
 """
@@ -54,8 +54,6 @@ Gauges = dict[str, Partial]
 
 @dataclass(frozen=True, slots=True)
 class StepModels:
-    """Engines of a run."""
-
     policy: TrainEngine[Sampled]
     critic: TrainEngine[Tensor] | None = None
     reference: LogprobModel | None = None
@@ -71,11 +69,11 @@ class StepPreview:
     batch: Batch
     targets: Targets
     logprobs: Tensor
-    """Policy's logprobs of the sampled tokens, [M]."""
+    """Policy's, of the sampled tokens, [M]."""
 
 
 class InitialOutputs(NamedTuple):
-    """Outputs at the start of a step, [M] each; None if not needed."""
+    """Outputs before a step, [M] each; None if not needed."""
 
     logprobs: Tensor | None
     values: Tensor | None
@@ -94,10 +92,10 @@ class BatchTrainer:
         self.kl = KLController(config.init_kl_coef or 0.0, config.target_kl, config.kl_horizon)
         self._running = RunningMoments()
         self.learning_rate = self._args.learning_rate
-        """Peak of the policy's schedule."""
+        """Peak of the schedule."""
 
     def train(self, batch: StepBatch) -> Gauges:
-        """Train on a batch; one without sampled tokens changes no weights."""
+        """Train; a batch without sampled tokens changes no weights."""
         gauges = self._train(batch)
         every, reference = self._config.ref_model_sync_steps, self._models.reference
         if every is not None and isinstance(reference, FrozenModel) and (batch.step + 1) % every == 0:
@@ -132,7 +130,7 @@ class BatchTrainer:
         return {**self._merge(pieces), **fixed, "actor/kl_coef": Partial("last", self.kl.coef)}
 
     def preview(self, step_batch: StepBatch) -> StepPreview | None:
-        """Return the inputs of `train` under the current weights, or None without sampled tokens."""
+        """Return `train`'s inputs under current weights; None without sampled tokens."""
         selected, masked = self._select(step_batch)
         batch = pack(selected)
         if not batch.num_sampled:
@@ -179,7 +177,7 @@ class BatchTrainer:
         infer_batch_size: int | None,
         sequences: Sequence[int] | None = None,
     ) -> Tensor:
-        """Return the model's value per sampled token, [M]; zeros outside `sequences`."""
+        """Return values, [M]; zeros outside `sequences`."""
         micro_batches = self._cut_for_inference(batch, infer_batch_size, sequences)
         return _scatter(batch, micro_batches, model.infer([_to_input(micro) for micro in micro_batches]))
 
@@ -246,7 +244,7 @@ class BatchTrainer:
         )
 
     def _infer_values(self, critic: TrainEngine[Tensor], batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Return the critic's values, [M], and with `bootstrap_truncated` those after each token."""
+        """Return values, [M], and with `bootstrap_truncated` those after each token."""
         micro_batches = self._cut_for_inference(batch, self._config.critic.infer_batch_size)
         bootstraps = self._config.bootstrap_truncated
         outputs = critic.infer([replace(_to_input(micro), with_next=bootstraps) for micro in micro_batches])
@@ -257,7 +255,7 @@ class BatchTrainer:
         return (_row(outputs, 0, scatter), _row(outputs, 1, scatter)) if bootstraps else (scatter(outputs), None)
 
     def _teacher_logprobs(self, batch: Batch) -> Tensor | None:
-        """Return the teachers' logprobs, [K, M]; zeros for sequences not taught."""
+        """Return logprobs, [K, M]; zeros for sequences not taught."""
         if not self._models.teachers:
             return None
         rows: list[Tensor] = []
@@ -280,9 +278,9 @@ class BatchTrainer:
     def _optimize(
         self, micro_batches: Sequence[MicroBatch], targets: Targets, step: int, states: ReferenceStates | None
     ) -> list[Gauges]:
-        """Take one optimizer step of policy and critic; return this rank's gauges.
+        """Take one step of policy and critic; return this rank's gauges.
 
-        Without episodes in the loss the policy's step is skipped, because Adam's moments would still move the weights.
+        The policy's is skipped without episodes in the loss, since Adam's moments would still move the weights.
         """
         warming = step < self._config.critic_warmup
         loss_states = states if self._config.kl_in_loss_is_full else None
@@ -352,7 +350,7 @@ def _row(outputs: Sequence[Tensor], row: int, scatter: Callable[[Sequence[Tensor
 
 
 def _scatter(batch: Batch, micro_batches: Sequence[MicroBatch], parts: Sequence[Tensor]) -> Tensor:
-    """Return per-token values in batch order, [M] float32 on the CPU; zeros elsewhere."""
+    """Return values in batch order, [M] float32 on the CPU; zeros elsewhere."""
     values = torch.zeros(batch.num_sampled)
     for micro, part in zip(micro_batches, parts, strict=True):
         values[micro.index] = part.detach().to("cpu", torch.float32)

@@ -1,7 +1,7 @@
 """Weights of the policy, critic and reference.
 
 Invariants: the first weights depend only on model folder, warm start and seed; `load` continues exactly. Critic and
-reference start from the first weights, kept in the run's `start/` after a warm start.
+reference start from them, kept in the run's `start/` after a warm start.
 """
 
 import json
@@ -56,7 +56,7 @@ class Trainer(Protocol):
     """Weights interface of the loop."""
 
     def begin(self, progress: Progress, should_stop: Callable[[], bool]) -> bool:
-        """Create the first weights; return False if stopped first."""
+        """Create the first weights; return False if stopped."""
         ...
 
     def load(self, folder: Path, kl_coef: float) -> None:
@@ -64,15 +64,13 @@ class Trainer(Protocol):
         ...
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the peak of the policy's schedule."""
+        """Set the schedule's peak."""
         ...
 
     def train(self, batch: StepBatch) -> Gauges: ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors to publish: weights by Hugging Face name, or base and adapter separately. Each is valid
-        until the next; exhaust the iterator.
-        """
+        """Yield the weights to publish by Hugging Face name, or base and adapter, each valid until the next; exhaust it."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -81,7 +79,7 @@ class Trainer(Protocol):
 
     @property
     def kl_coef(self) -> float:
-        """Coefficient of the KL penalty in the reward."""
+        """KL coefficient in the reward."""
         ...
 
 
@@ -100,7 +98,7 @@ class PolicyTrainer:
         self._policy = self._engine(self._model)
         self._critic: TrainEngine[Tensor] | None = None
         self._reference: FrozenModel | None = None
-        """Set only if the reference is a separate, unsharded model."""
+        """Set if the reference is a separate, unsharded model."""
         self._steps: BatchTrainer | None = None
 
     @property
@@ -131,7 +129,7 @@ class PolicyTrainer:
         return True
 
     def load(self, folder: Path, kl_coef: float) -> None:
-        """Restore a checkpoint, instead of `begin`.
+        """Restore a checkpoint.
 
         Raises:
             RuntimeError, OSError: another model or set-up, or missing first weights.
@@ -158,14 +156,12 @@ class PolicyTrainer:
         return self._batches.train(batch)
 
     def preview(self, batch: StepBatch) -> StepPreview | None:
-        """Return the inputs of `train`."""
         return self._batches.preview(batch)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         return self._policy.tensors(merged=self._config.adapter_settings is None)
 
     def exported_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights as exported by `save`."""
         return self._policy.tensors()
 
     def save(self, folder: Path) -> None:
@@ -194,7 +190,7 @@ class PolicyTrainer:
 
     @property
     def _refers_to_start(self) -> bool:
-        """True if the reference is the policy after its warm start."""
+        """True if the reference is the warm-started policy."""
         return self._config.needs_reference and self._config.reference.model_args.model_name_or_path is None
 
     def _build_companions(self) -> None:
@@ -222,11 +218,6 @@ class PolicyTrainer:
         return FrozenModel(model, self._ranks)
 
     def _teachers(self) -> list[FrozenModel | DeepSpeedLogprobModel]:
-        """Load the teachers.
-
-        Raises:
-            ValueError: a tokenizer differs from the policy's.
-        """
         for name, teacher in self._config.teacher.items():
             self._check_tokens(f"teacher.{name}", teacher.model_args)
         return [
@@ -291,15 +282,10 @@ class PolicyTrainer:
         gather(self._ranks, b"")  # barrier: all ranks read it next
 
     def _start_staging(self) -> Path:
-        """Return a path that no other learner uses, one that was replaced while it was stopped included."""
+        """Return a path that no other learner uses, even one replaced while stopped."""
         return self._run.output_dir / f".{START}-{secrets.token_hex(4)}"
 
     def _find_start(self, checkpoint: Path) -> None:
-        """Locate the reference's weights, also in the folder of another run's checkpoint.
-
-        Raises:
-            RuntimeError: the weights were not kept.
-        """
         if self._config.warm_start is None or not self._refers_to_start or self._uses_adapters:
             return
         own, other = self._run.output_dir / START, checkpoint.resolve().parent.parent / START

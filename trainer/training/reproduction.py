@@ -1,4 +1,4 @@
-"""Reproduction of training from a checkpoint and recorded batches.
+"""Training repeated from a checkpoint and recorded batches.
 
 Invariant: the run's folder is only read.
 """
@@ -28,18 +28,18 @@ from offbeat.trainer.training.policy_trainer import PolicyTrainer
 
 @dataclass(frozen=True, slots=True)
 class SampleView:
-    """Trajectory before its batch's first optimizer step."""
+    """Trajectory before its batch's first step."""
 
     group: int
     index: int
     reward: float
     turns: int
     tokens: int
-    """Number of trained tokens."""
+    """Trained tokens."""
     versions: tuple[int, int]
     staleness: int
     ratio_mean: float
-    """Mean of exp(policy's logprob - recorded logprob)."""
+    """Mean of exp(policy's - recorded logprob)."""
     ratio_max: float
     advantage_mean: float
     advantage_min: float
@@ -48,8 +48,6 @@ class SampleView:
 
 @dataclass(frozen=True, slots=True)
 class WeightComparison:
-    """Comparison of reproduced and saved weights."""
-
     step: int
     equal: bool
     """Bitwise equality."""
@@ -67,15 +65,13 @@ class ReproductionResult:
 
 @dataclass(frozen=True, slots=True)
 class ReproductionPlan:
-    """Start, steps, and checkpoints to compare."""
-
     start: Checkpoint
     steps: tuple[int, ...]
     checkpoints: dict[int, Path]
 
 
 def find_plan(run: LearnerRun, step: int | None) -> ReproductionPlan:
-    """Return the plan to reach `step`, or the longest between two checkpoints.
+    """Return the plan to reach `step`, or the longest between checkpoints.
 
     Raises:
         ControlError: checkpoints or batches are missing.
@@ -104,9 +100,7 @@ def find_plan(run: LearnerRun, step: int | None) -> ReproductionPlan:
 def reproduce(
     run: LearnerRun, plan: ReproductionPlan, ranks: Ranks, *, sample_step: int | None, show: Callable[[str], None]
 ) -> ReproductionResult:
-    """Run the plan inside the process group of `ranks`.
-
-    sample_step: step to sample. show: receives progress.
+    """Run the plan in the process group of `ranks`; `show` receives progress.
 
     Raises:
         ControlError: the checkpoint was written by several processes.
@@ -139,7 +133,6 @@ def reproduce(
 
 
 def preview(trainer: PolicyTrainer, batch: StepBatch) -> list[SampleView]:
-    """Return a batch's trajectories with ratios and advantages."""
     inputs = trainer.preview(batch)
     if inputs is None:
         return []

@@ -1,7 +1,7 @@
 """Demonstrated episodes.
 
-Invariants: tokens are those of a rollout; the loss covers answers and, without images, later observations, but never
-the first prompt.
+Invariants: tokens are a rollout's; the loss covers answers and, without images, later observations, never the first
+prompt.
 """
 
 import inspect
@@ -31,7 +31,7 @@ Demos = Callable[..., list[ChatMessageDict]]
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """Token sequence to learn from. tokens: [T] int64; learned: [M] int64, positions with a loss."""
+    """Token sequence. tokens: [T] int64; learned: [M] int64, positions with a loss."""
 
     tokens: Tensor
     learned: Tensor
@@ -39,11 +39,11 @@ class Demonstration:
 
 
 Demonstrate = Callable[[np.random.Generator], list[Demonstration]]
-"""Runs one episode; returns one demonstration, or one per turn for a step-wise tag."""
+"""Runs one episode; returns one demonstration, or one per turn if step-wise."""
 
 
 def load_demos(config: WarmStartConfig) -> Demos:
-    """Import the function named by `config.demos`.
+    """Import `config.demos`.
 
     Raises:
         ValueError: no such function.
@@ -70,7 +70,6 @@ def run_demo(demos: Demos, env: object, rng: np.random.Generator, tag: CustomEnv
 
 
 def make_text_demonstrator(demos: Demos, env: CustomEnv, chat: ChatFormat, *, max_tokens: int) -> Demonstrate:
-    """Build a text-only demonstrator."""
     sample = make_conversation_sampler(demos, env)
     return lambda rng: [_truncate(tokenize(chat, messages), max_tokens) for messages in sample(rng)]
 
@@ -78,7 +77,7 @@ def make_text_demonstrator(demos: Demos, env: CustomEnv, chat: ChatFormat, *, ma
 def make_conversation_sampler(
     demos: Demos, env: CustomEnv
 ) -> Callable[[np.random.Generator], list[list[ChatMessageDict]]]:
-    """Build a sampler of text-only conversations, one per turn for a step-wise tag."""
+    """Build a sampler of text conversations, one per turn if step-wise."""
     instance = registry.make(env.env_type, env.env_config)
 
     def sample(rng: np.random.Generator) -> list[list[ChatMessageDict]]:
@@ -89,7 +88,7 @@ def make_conversation_sampler(
 
 
 def tokenize(chat: ChatFormat, messages: list[ChatMessageDict]) -> Demonstration:
-    """Tokenize messages piecewise.
+    """Tokenize piecewise.
 
     Raises:
         ValueError: user and assistant do not alternate.
@@ -107,7 +106,6 @@ def tokenize(chat: ChatFormat, messages: list[ChatMessageDict]) -> Demonstration
 
 
 def pack_demonstrations(demos: list[Demonstration]) -> PackedInput:
-    """Concatenate demonstrations."""
     borders = torch.tensor([0, *(len(demo.tokens) for demo in demos)]).cumsum(0)
     offset_demos = list(zip(borders[:-1].tolist(), demos, strict=True))
     return PackedInput.of(
@@ -134,7 +132,6 @@ def split_messages(messages: list[ChatMessageDict]) -> tuple[list[ChatMessageDic
 
 
 def prompt_too_long_error(length: int) -> ValueError:
-    """Return the error for a prompt without room for an answer."""
     return ValueError(f"warm start: the first prompt alone takes {length} tokens")
 
 

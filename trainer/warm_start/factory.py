@@ -8,7 +8,7 @@ from offbeat.trainer.warm_start.vision_demonstrations import make_vision_demonst
 
 
 def make_demonstrator(config: WarmStartConfig, env: CustomEnv, chat: ChatFormat, *, max_tokens: int) -> Demonstrate:
-    """Build a tag's demonstrator; longer text is truncated.
+    """Build a tag's demonstrator, truncating longer text.
 
     Raises:
         ValueError: the function or env does not exist, or the policy lacks image input.

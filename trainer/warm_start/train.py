@@ -22,7 +22,7 @@ Progress = Callable[[int, int], None]
 """(steps done, total steps) -> None."""
 
 DEMO_SEED_STREAM = 0xDE30
-"""Random stream, distinct from other uses of the seed."""
+"""Distinct from other uses of the seed."""
 
 
 def warm_start(
@@ -34,12 +34,12 @@ def warm_start(
     progress: Progress,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Train the engine's policy, then reset the optimizer; collective.
+    """Train the policy, then reset the optimizer; collective.
 
-    progress: called every ten steps and after the last.
+    progress: every ten steps and after the last.
 
     Returns:
-        The last step's loss in nats per token, or None if stopped first.
+        The last step's loss in nats per token; None if stopped.
     """
     rng = np.random.default_rng([seed, DEMO_SEED_STREAM])
     loss = 0.0

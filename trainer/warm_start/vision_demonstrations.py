@@ -80,15 +80,13 @@ def _to_demonstrations(trajectory: Trajectory) -> list[Demonstration]:
 
 
 class _RecordedStep(NamedTuple):
-    """Result and the frame after it (empty at the end)."""
+    """Result and next frame (empty at the end)."""
 
     result: StepResult
     png: bytes
 
 
 class _RecordingEnv:
-    """Env wrapper that records since the last reset."""
-
     def __init__(self, env: registry.TextEnv) -> None:
         self._env = env
         self.answers: list[str] = []
@@ -113,8 +111,6 @@ class _RecordingEnv:
 
 
 class _ReplayedEpisode:
-    """Env and sampler of a recorded episode."""
-
     def __init__(self, recording: _RecordingEnv, chat: ChatFormat, max_tokens: int) -> None:
         self._answers = recording.answers
         self._steps = recording.steps
@@ -137,11 +133,6 @@ class _ReplayedEpisode:
         return self._steps[self._index].png
 
     async def answer(self, _: tuple[int, ...], room: int, __: tuple[PromptImage, ...] = ()) -> Completion:
-        """Return the demonstrated answer, at most `room` tokens.
-
-        Raises:
-            ValueError: the policy can't sample it.
-        """
         text = self._answers[self._index]
         tokens = self._chat.encode(text)
         if (decoded := self._chat.answer(tokens)).split() != text.split():

@@ -23,13 +23,11 @@ class Play:
     env_threads: int
     """0: step on the main thread."""
     together: bool = False
-    """True if a turn waits for all running episodes, False to batch the ready ones."""
+    """True: a turn waits for all running episodes. False: the ready ones are batched."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainJob:
-    """Run of TRL's GRPOTrainer."""
-
     policy: str
     output: str
     """Folder for `steps.jsonl` and `snapshots/`."""

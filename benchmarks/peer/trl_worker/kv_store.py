@@ -1,7 +1,7 @@
 """KV cache of many episodes, kept across turns.
 
-Invariant: slot s holds keys and values of the first `lengths[s]` tokens of its episode, without gaps. Nothing is copied
-if all slots are fed.
+Slot s holds keys and values of its episode's first `lengths[s]` tokens, without gaps. Nothing is copied if all slots
+are fed.
 """
 
 # pyright: basic
@@ -76,8 +76,6 @@ class _StoreLayer(CacheLayerMixin):
 
 
 class Store:
-    """Model and caches."""
-
     def __init__(self, model: Any, num_slots: int, length: int) -> None:
         self.model = model
         self._layers = [_StoreLayer(num_slots, length) for _ in range(model.config.num_hidden_layers)]
@@ -85,7 +83,7 @@ class Store:
         self.lengths = [0] * num_slots
 
     def feed(self, slots: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
-        """Append tokens to slots, in ascending order; return the next token's logits, [slots, vocabulary]."""
+        """Append tokens to slots, in ascending order; return next-token logits, [slots, vocabulary]."""
         fed = _Fed(slots, [self.lengths[slot] for slot in slots], [len(chunk) for chunk in chunks])
         for layer in self._layers:
             layer.fed = fed
@@ -103,7 +101,6 @@ class Store:
         return output.logits[:, -1].float()
 
     def copy(self, source: int, targets: Sequence[int]) -> None:
-        """Copy a cache to `targets`."""
         length = self.lengths[source]
         for layer in self._layers:
             for cache in (layer.keys, layer.values):
@@ -113,5 +110,4 @@ class Store:
             self.lengths[target] = length
 
     def clear(self) -> None:
-        """Clear all slots."""
         self.lengths = [0] * len(self.lengths)

@@ -22,8 +22,6 @@ from offbeat.envs.prompts import fill_template
 
 @dataclass
 class SlotEpisode:
-    """State of one episode."""
-
     slot: int
     env: Any
     prompt: tuple[int, ...] = ()
@@ -32,14 +30,12 @@ class SlotEpisode:
     sampled: list[int] = field(default_factory=list)
     """Loss mask of `completion`."""
     unread: list[int] = field(default_factory=list)
-    """Tokens not yet fed."""
     answer: list[int] = field(default_factory=list)
     turns: int = 0
     reward: float = 0.0
     success: bool = False
 
     def append_env_tokens(self, ids: Sequence[int]) -> None:
-        """Append the env's tokens."""
         self.completion += ids
         self.sampled += [0] * len(ids)
         self.unread += ids
@@ -52,8 +48,6 @@ class SlotEpisode:
 
 
 class EpisodeRunner:
-    """Runner of up to `num_slots` concurrent episodes."""
-
     def __init__(self, model: Any, chat: Chat, play: Play, num_slots: int) -> None:
         self._chat = chat
         self._play = play
@@ -65,7 +59,6 @@ class EpisodeRunner:
         """By slot."""
 
     def first_message(self, task_seed: int) -> str:
-        """Return the first user message."""
         return self._message(self._envs[0].reset(seed=task_seed)[0], 0)
 
     def _message(self, observation: str, turns: int) -> str:

@@ -1,4 +1,4 @@
-"""`python -m offbeat.benchmarks.peer.trl_worker.train JOB`: a run of TRL's GRPOTrainer, tuned for a CPU.
+"""`python -m offbeat.benchmarks.peer.trl_worker.train JOB`: TRL's GRPOTrainer, tuned for a CPU.
 
 Invariant: wall time in `steps.jsonl` includes all but snapshots.
 """
@@ -23,8 +23,6 @@ from offbeat.benchmarks.peer.trl_worker.rollouts import EpisodeRunner  # noqa: E
 
 
 class RolloutFunction:
-    """TRL's `rollout_func`."""
-
     def __init__(self, player: EpisodeRunner, seed_of: dict[str, int], group_size: int) -> None:
         self._player = player
         self._seed_of = seed_of
@@ -53,13 +51,10 @@ class RolloutFunction:
 
 
 def episode_reward(episode_reward: list[float], **_: Any) -> list[float]:
-    """Return the rollout's rewards."""
     return episode_reward
 
 
 class Watch(TrainerCallback):
-    """Recorder of steps and snapshots."""
-
     def __init__(self, job: TrainJob, rollouts: RolloutFunction, trainer_of: Any) -> None:
         self._job = job
         self._rollouts = rollouts
@@ -106,7 +101,6 @@ class Watch(TrainerCallback):
 
 
 def grpo_config(job: TrainJob) -> GRPOConfig:
-    """Return TRL's configuration."""
     batch = job.groups_per_step * job.group_size
     return GRPOConfig(
         output_dir=job.output,

@@ -29,8 +29,6 @@ TIMEOUT_S = 30.0
 
 
 def call(url: str, token: str | None, ask: Callable[[ControlClient], Awaitable[int]]) -> int:
-    """Call the service; print errors to stderr."""
-
     async def asked() -> int:
         async with ControlClient(url, token=token, timeout_s=TIMEOUT_S) as client:
             return await ask(client)
@@ -50,7 +48,6 @@ def call(url: str, token: str | None, ask: Callable[[ControlClient], Awaitable[i
 
 
 def print_error(error: ControlRefusedError, token: str | None) -> int:
-    """Print an error; return the exit code."""
     print_message(describe(error.error.error))
     if error.status == 401:
         print_message("Give the token with --token or OFFBEAT_TOKEN." if token is None else "The token is another one.")
@@ -58,18 +55,15 @@ def print_error(error: ControlRefusedError, token: str | None) -> int:
 
 
 def describe(error: ErrorBody) -> str:
-    """Describe an error's problems."""
     problems = [f"{problem.path}: {problem.message}" if problem.path else problem.message for problem in error.problems]
     return "\n  ".join([error.message, *problems])
 
 
 def print_message(text: str) -> None:
-    """Print to stderr."""
     sys.stderr.write(f"offbeat: {text}\n")
 
 
 def show_answer(answer: BaseModel, *, as_json: bool, otherwise: Callable[[], Any]) -> int:
-    """Print an answer as JSON or `otherwise`."""
     if as_json:
         sys.stdout.write(answer.model_dump_json(indent=2) + "\n")
     else:
@@ -80,7 +74,6 @@ def show_answer(answer: BaseModel, *, as_json: bool, otherwise: Callable[[], Any
 def start_run(
     url: str, token: str | None, config: Path, overrides: Sequence[str], *, dry_run: bool, as_json: bool
 ) -> int:
-    """Send a configuration."""
     try:
         tree = resolve_paths(compose_tree(config, overrides), Path.cwd())
     except ConfigError as error:
@@ -99,8 +92,6 @@ def start_run(
 
 
 def list_them(url: str, token: str | None, states: Sequence[str], name: str, limit: int, *, as_json: bool) -> int:
-    """List runs."""
-
     async def ask(client: ControlClient) -> int:
         answer = await client.runs(states=states, name=name, limit=limit)
         for one in [] if as_json else answer.unreadable:
@@ -111,8 +102,6 @@ def list_them(url: str, token: str | None, states: Sequence[str], name: str, lim
 
 
 def show_run(url: str, token: str | None, run_id: str, *, as_json: bool) -> int:
-    """Print a run."""
-
     async def ask(client: ControlClient) -> int:
         view = await client.show(run_id)
         return show_answer(view, as_json=as_json, otherwise=lambda: run_table(view))
@@ -121,8 +110,6 @@ def show_run(url: str, token: str | None, run_id: str, *, as_json: bool) -> int:
 
 
 def send_command(url: str, token: str | None, run_id: str, command: str, *, as_json: bool) -> int:
-    """Stop, pause or resume."""
-
     async def ask(client: ControlClient) -> int:
         match command:
             case "stop":
@@ -151,8 +138,6 @@ def _describe_outcome(view: RunView) -> str:
 
 
 def explain_run(url: str, token: str | None, run_id: str, *, as_json: bool) -> int:
-    """Print waits."""
-
     async def ask(client: ControlClient) -> int:
         answer = await client.why(run_id)
         return show_answer(answer, as_json=as_json, otherwise=lambda: answer.sentence)
@@ -161,8 +146,6 @@ def explain_run(url: str, token: str | None, run_id: str, *, as_json: bool) -> i
 
 
 def show_quarantine(url: str, token: str | None, run_id: str, *, as_json: bool) -> int:
-    """Print quarantined blobs."""
-
     async def ask(client: ControlClient) -> int:
         answer = await client.quarantine(run_id)
         lines = [
@@ -177,7 +160,6 @@ def show_quarantine(url: str, token: str | None, run_id: str, *, as_json: bool) 
 
 
 def change_run(url: str, token: str | None, run_id: str, values: Sequence[str], *, as_json: bool) -> int:
-    """Change settings."""
     pairs: dict[str, Any] = {}
     for text in values:
         name, equals, value = text.partition("=")
@@ -210,8 +192,6 @@ def _describe_change(view: RunView) -> str:
 
 
 def delete_run(url: str, token: str | None, run_id: str, *, files: bool, as_json: bool) -> int:
-    """Delete a run's record."""
-
     async def ask(client: ControlClient) -> int:
         gone = await client.delete(run_id, files=files)
         lines = [f"{run_id} is forgotten"]

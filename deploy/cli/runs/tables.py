@@ -12,7 +12,6 @@ from offbeat.services.telemetry import format_rate
 
 
 def runs_table(listing: RunsView) -> Table:
-    """Return a row per run."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for heading in ("run", "state", "step", "success", "trajectories/s", "since"):
         table.add_column(heading, no_wrap=True)
@@ -31,7 +30,6 @@ def runs_table(listing: RunsView) -> Table:
 
 
 def run_table(view: RunView) -> Table:
-    """Return a run's details."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

@@ -21,8 +21,6 @@ FAILED, UNTRAINED = 1, 6
 
 
 def watch_run(url: str, token: str | None, run_id: str, *, as_json: bool) -> int:
-    """Follow a run to its end; return the exit code."""
-
     async def ask(client: ControlClient) -> int:
         return await (_print_events(client, run_id) if as_json else _show_events(client, run_id))
 

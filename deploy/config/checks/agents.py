@@ -1,4 +1,4 @@
-"""Checks of agents and other functions named by a configuration."""
+"""Checks of agents and other functions."""
 
 import importlib
 import inspect
@@ -20,11 +20,10 @@ if sys.version_info < (3, 10):
 elif importlib.util.find_spec(sys.argv[1]) is None:
     print(f"has no module {sys.argv[1]!r}; it searches {[path for path in sys.path if path]}")
 """
-"""Program that prints why an interpreter can't run an agent; it imports only the parents of its module."""
+"""Program that prints why an interpreter can't run an agent, importing only its module's parents."""
 
 
 def check_agent(tag: str, runner: AgentRunner) -> Iterator[ConfigIssue]:
-    """Yield what prevents an agent from being started."""
     key = f"custom_envs.{tag}.agent_runner"
     program = runner.python or (runner.command[0] if runner.command else "")
     if program and shutil.which(program) is None:
@@ -42,7 +41,7 @@ def check_agent(tag: str, runner: AgentRunner) -> Iterator[ConfigIssue]:
 
 
 def _ask_python(python: str, module: str) -> str:
-    """Return why an interpreter can't import a module; empty if it can."""
+    """Return why an interpreter can't import a module, or an empty text."""
     try:
         process = subprocess.run(
             [python, "-c", FIND_MODULE, module],
@@ -67,7 +66,6 @@ def _is_coroutine(path: str) -> bool:
 
 
 def check_function(key: str, path: str) -> Iterator[ConfigIssue]:
-    """Yield what prevents a function from being imported."""
     module, _, function = current_path(path).partition(":")
     if not module or not function:
         yield ConfigIssue(key, f"expected `module:function`, got {path!r}")

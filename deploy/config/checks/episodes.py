@@ -11,7 +11,6 @@ from offbeat.trainer.config.issue import ConfigIssue
 
 
 def check_episodes(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
-    """Yield invalid combinations."""
     for tag, env in config.custom_envs.items():
         if env.env_manager_cls != "TrajEnvManager" and env.agent_runner:
             yield ConfigIssue(f"custom_envs.{tag}.env_manager_cls", "an agent manages its own history: leave it out")
@@ -20,7 +19,7 @@ def check_episodes(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
 
 
 def _check_sampler(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
-    """Draw one task, to report errors before the start."""
+    """Draw one task."""
     key = "val_env_manager.task_sampler"
     if config.val_env_manager.task_sampler is not None:
         yield ConfigIssue(key, "evaluations always use the same tasks: set it in train_env_manager")

@@ -10,7 +10,6 @@ VOCABULARY_LAYERS = ("lm_head", "embed_tokens")
 
 
 def check_lora(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield invalid combinations with `max_lora_rank`."""
     max_rank, args = config.actor_infer.engine.max_lora_rank, config.actor_train.model_args
     if max_rank is None:
         return

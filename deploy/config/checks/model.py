@@ -1,4 +1,4 @@
-"""Checks of the engine's arguments, and of a resumed run's model."""
+"""Checks of the engine's arguments and of a resumed run's model."""
 
 import difflib
 import json
@@ -27,11 +27,11 @@ SHAPE_KEYS = (
     "num_key_value_heads",
     "head_dim",
 )
-"""Keys of `config.json` that a checkpoint's weights depend on."""
+"""`config.json` keys that determine a checkpoint's weights."""
 
 
 def check_engine_kwargs(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield arguments that the installed vLLM does not have."""
+    """Yield arguments unknown to the installed vLLM."""
     known = engine_argument_names()
     for name in config.actor_infer.engine.model_extra or ():
         if not known or name in known:
@@ -42,7 +42,7 @@ def check_engine_kwargs(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def check_resumed_model(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield a difference between the model and the checkpoint to resume from."""
+    """Yield a difference between the model and the checkpoint."""
     checkpoint = _find_checkpoint(config)
     if checkpoint is None:
         return

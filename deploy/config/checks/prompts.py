@@ -1,7 +1,4 @@
-"""Checks of the chat template and first prompts' lengths.
-
-A longer task may still end with `max_length`.
-"""
+"""Checks of the chat template and first prompts' lengths; longer tasks may still end with `max_length`."""
 
 import io
 from collections.abc import Callable, Iterator, Mapping
@@ -21,14 +18,11 @@ from offbeat.services.rollout.envs.trial import Trial
 from offbeat.trainer.config.issue import ConfigIssue
 
 CountTokens = Callable[["FirstTexts", CustomEnv], int]
-"""Token counter of a first prompt, without the template for the tiny policy.
-
-Raises RolloutError if the template can't render it.
-"""
+"""Token counter of a first prompt, without template for the tiny policy; raises RolloutError if rendering fails."""
 
 
 OnStep = Callable[[str, str], None]
-"""Observer of the checks that run user code: key, and what is being done."""
+"""Observer of checks with user code: key and action."""
 
 
 def ignore_step(key: str, doing: str) -> None:
@@ -36,14 +30,12 @@ def ignore_step(key: str, doing: str) -> None:
 
 
 class FirstTexts(NamedTuple):
-    """Contents of a first prompt."""
-
     system: str
     observation: str
     png: bytes
     """PNG image, or empty."""
     functions: tuple[Mapping[str, Any], ...]
-    """The env's functions as JSON schemas."""
+    """JSON schemas of the env's functions."""
 
 
 class BrokenTokenizerError(Exception):
@@ -51,10 +43,7 @@ class BrokenTokenizerError(Exception):
 
 
 def check_first_prompts(config: RunConfig, on_step: OnStep = ignore_step, *, trial: bool = True) -> list[ConfigIssue]:
-    """Check the chat template and each env's first prompt.
-
-    trial: try the envs that are not Offbeat's own in processes, also their steps.
-    """
+    """Check the chat template and first prompts. trial: run foreign envs in processes, also their steps."""
     on_step("custom_envs", "reading the envs' vocabulary, chat template and tokenizer")
     try:
         count_tokens = _count_tokens(config)
@@ -112,7 +101,7 @@ def _check_function(config: RunConfig, tag: str, texts: FirstTexts) -> Iterator[
 
 
 def _check_parser(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield parsers that vLLM lacks or the tokenizer does not fit."""
+    """Yield parsers missing in vLLM or unfit for the tokenizer."""
     from offbeat.services.rollout.agents.episode import load_agent_template
 
     for tag, env in config.custom_envs.items():
@@ -185,7 +174,7 @@ def _count_tokens(config: RunConfig) -> CountTokens:
 
 
 def _count_image_tokens(png: bytes, patch_size: int) -> int:
-    """Return an image's tokens for the tiny policy, almost unresized."""
+    """Count an almost unresized image's tokens for the tiny policy."""
     from PIL import Image
 
     from offbeat.trainer.models.tiny import MERGE
@@ -205,11 +194,6 @@ def _first_texts(env: CustomEnv, seed: int) -> FirstTexts:
 
 
 def _texts_of_trial(env: CustomEnv, trial: Trial) -> FirstTexts:
-    """Return the first prompt's contents.
-
-    Raises:
-        TrialError: the env can't be used.
-    """
     refuse_failures(env, trial)
     assert trial.traits is not None, "an env that was not made is refused"
     return _fill(env, trial.traits, trial.observation, trial.png)

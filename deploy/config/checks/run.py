@@ -26,7 +26,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_NAME_BYTES = 255
 """Longest path component."""
 MIN_CPU_HEAD_DIM = 32
-"""Of vLLM's attention on CPU."""
+"""Minimum of vLLM's attention on CPU."""
 
 
 def check_run(
@@ -39,7 +39,7 @@ def check_run(
 ) -> list[ConfigIssue]:
     """Return every issue; runs user code (envs, agents, trackers, ...).
 
-    cores, gpus: of the machine or cluster; None: detected. on_step: told before user code runs. trial: see
+    cores, gpus: of the machine or cluster; None: detected. on_step: called before user code. trial: as in
     `check_first_prompts`.
     """
     on_step("group_filter_cls, track_with", "import of classes")
@@ -52,7 +52,7 @@ def check_run(
 
 
 def check_settings(config: RunConfig, *, cores: float | None = None, gpus: float | None = None) -> list[ConfigIssue]:
-    """Return the issues that are found without user code, as `check_run` does."""
+    """Return `check_run`'s issues found without user code."""
     classes = {"group_filter_cls": None, "track_with": (), "tracker_kwargs": {}}
     return _check_static(config.model_copy(update=classes), cores, gpus)
 

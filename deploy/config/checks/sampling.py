@@ -1,4 +1,4 @@
-"""Checks of training episodes' sampling: recorded logprobs must be those that the trainer computes."""
+"""Checks of training episodes' sampling: recorded logprobs must be the trainer's."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from offbeat.trainer.config.issue import ConfigIssue
 WITHOUT_RATIO = ("vanilla", "gpg")
 """Losses that do not read recorded logprobs."""
 PROCESSORS = ("logits_processors", "logprobs_mode", "generation_config", "override_generation_config")
-"""vLLM's engine arguments that change the sampled distribution or what is recorded of it."""
+"""vLLM's arguments that change the sampled distribution or what is recorded of it."""
 
 
 def check_sampling(config: RunConfig) -> Iterator[ConfigIssue]:

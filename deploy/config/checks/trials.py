@@ -14,10 +14,10 @@ from offbeat.trainer.config.issue import ConfigIssue
 logger = logging.getLogger(__name__)
 
 OWN_ENVS = frozenset(("frozen_lake", "sokoban", "webshop", "math", "qa", "code"))
-"""Envs whose code is Offbeat's, and checked by its tests."""
+"""Offbeat's own envs, checked by its tests."""
 MAX_CONCURRENT_TRIALS = 4
 FAILURES = {"make": "can't be made", "reset": "can't be reset", "step": "can't be stepped", "image": "draws no image"}
-"""First word of a reason -> what failed."""
+"""Reason's first word -> failure."""
 ON_STEP = "; a policy may cause this by answers that the env can't take: give such episodes a reward by on_env_error"
 
 
@@ -26,7 +26,7 @@ class TrialError(Exception):
 
 
 def try_envs(config: RunConfig) -> dict[str, Trial]:
-    """Try the envs that are not Offbeat's own, by tag; those of a notebook can't be found by another process."""
+    """Try foreign envs, by tag, except a notebook's, which other processes can't find."""
     envs = {
         tag: env
         for tag, env in config.custom_envs.items()
@@ -50,7 +50,7 @@ async def _try_all(envs: dict[str, CustomEnv], seed: int) -> dict[str, Trial]:
 
 
 def check_trials(config: RunConfig) -> list[ConfigIssue]:
-    """Return an issue per env that fails in every episode of its trial."""
+    """Return an issue per env that fails in every episode."""
     issues: list[ConfigIssue] = []
     for tag, trial in try_envs(config).items():
         try:
@@ -62,10 +62,9 @@ def check_trials(config: RunConfig) -> list[ConfigIssue]:
 
 
 def refuse_failures(env: CustomEnv, trial: Trial) -> None:
-    """Raise for an env that always fails; log a failure of some episodes.
+    """Raise `TrialError`, with the traceback, if an env always fails; log occasional failures.
 
-    Raises:
-        TrialError: with the env's traceback. Errors that `on_env_error` gives a reward are none.
+    Errors that `on_env_error` gives a reward don't count.
     """
     rule = env.on_env_error
     failures = [error for error in trial.failures if rule is None or error.reason not in rule.reasons]

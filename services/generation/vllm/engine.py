@@ -1,4 +1,4 @@
-"""vLLM's engine: samples token ids and changes its weights while it runs."""
+"""vLLM's engine, with weight changes while it runs."""
 
 # pyright: basic
 import asyncio
@@ -24,32 +24,29 @@ from offbeat.services.messages.types import (
 
 WORKER_EXTENSION = "offbeat.services.generation.vllm.worker.WorkerExtension"
 BACKENDS = {"shm": "offbeat_file", "fs": "offbeat_file", "ipc": "offbeat_ipc", "nccl": "offbeat_nccl"}
-"""Weight transport -> vLLM weight-transfer engine that loads it."""
+"""Weight transport -> vLLM weight-transfer engine."""
 PRIMITIVES = 512
-"""Matrix products that oneDNN keeps compiled, 256 KiB each. Its default of 1024 takes twice the memory and saves no
-time; 128 doubled the time of small batches.
+"""Matrix products that oneDNN keeps compiled, 256 KiB each. Its default, 1024, doubles memory and saves no time; 128 doubled
+the time of small batches.
 """
 MAX_CACHED_SAMPLING_PARAMS = 1024
-"""Cached vLLM sampling settings; turns differ in their maximum tokens."""
+"""Turns differ in their maximum tokens."""
 SHUTDOWN_TIMEOUT_S = 0.5
-"""Time that the engine's process has to exit."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTimes:
-    """Durations of a weight update, s."""
+    """Of a weight update, s."""
 
     pause_s: float
-    """From the request to pause until the engine runs again."""
+    """From the pause request until the engine runs again."""
     load_s: float
-    """Loading and comparing, before the pause if the version was staged."""
+    """Loading and comparing; before the pause if staged."""
 
 
 class PolicyEngine(Protocol):
-    """Interface of a replica to its engine."""
-
     async def generate(self, request: GenerateRequest, version: int) -> Completion:
-        """Sample one turn under `version`. A refused request yields a completion with `error`.
+        """Sample one turn under `version`; refused requests yield `error`.
 
         Raises:
             RetryableError: the engine died.
@@ -57,24 +54,21 @@ class PolicyEngine(Protocol):
         ...
 
     async def stage(self, path: Path) -> None:
-        """Prepare a version while the engine samples, as far as it can."""
+        """Prepare a version while sampling, as far as possible."""
         ...
 
     async def load(self, path: Path, version: int) -> LoadTimes:
-        """Switch to the version last staged; any error leaves the engine unusable."""
+        """Switch to the staged version; any error leaves the engine unusable."""
         ...
 
     async def check(self) -> None:
         """Raise `RetryableError` if the engine is dead."""
         ...
 
-    def close(self) -> None:
-        """End the engine's processes."""
-        ...
+    def close(self) -> None: ...
 
 
 def engine_environment(config: GenerationConfig) -> dict[str, str]:
-    """Return the environment of vLLM's processes."""
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -93,7 +87,6 @@ def engine_environment(config: GenerationConfig) -> dict[str, str]:
 
 
 def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int, seed: int) -> dict[str, Any]:
-    """Return arguments of vLLM's `AsyncEngineArgs`."""
     arguments: dict[str, Any] = {
         "model": str(model),
         "dtype": config.model_args.dtype or "auto",
@@ -131,10 +124,8 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
 
 
 class VllmEngine:
-    """`PolicyEngine` on vLLM's `AsyncLLM`."""
-
     def __init__(self, llm: Any, config: GenerationConfig, salt: str = "", image_prompts: Any = None) -> None:
-        """image_prompts: builds prompts with images (`vision.PromptMaker`), if the model reads any."""
+        """image_prompts: `vision.PromptMaker`, if the model reads images."""
         self.llm = llm
         self._config = config
         self._image_prompts = image_prompts
@@ -145,7 +136,6 @@ class VllmEngine:
         self._recompute = config.on_weight_update == "recompute"
         self._steps_ahead = bool(llm.vllm_config.scheduler_config.async_scheduling)
         self._adapter: Any = None
-        """vLLM's name for the adapter that serves, once one does."""
         self._stage_s: float | None = None
         self._pausing: asyncio.Task[None] | None = None
         self._asked: asyncio.Task[bool] | None = None
@@ -155,7 +145,7 @@ class VllmEngine:
     async def start(
         cls, config: GenerationConfig, model: Path, *, sequence_length: int, seed: int, transport: str = "shm"
     ) -> "VllmEngine":
-        """Start an engine of the model folder's architecture, with random weights until the first `load`."""
+        """Start an engine with random weights until the first `load`."""
         os.environ.update(engine_environment(config))
         logging.getLogger("vllm").setLevel(logging.WARNING)
         from vllm.config import WeightTransferConfig
@@ -179,7 +169,7 @@ class VllmEngine:
         return engine
 
     def salted(self, salt: str) -> "VllmEngine":
-        """Return the same engine with its own part of the prefix cache."""
+        """Return the engine with its own part of the prefix cache."""
         return VllmEngine(self.llm, self._config, salt, self._image_prompts)
 
     async def warm_up(self) -> None:
@@ -192,7 +182,7 @@ class VllmEngine:
             pass
 
     async def generate(self, request: GenerateRequest, version: int) -> Completion:
-        """Sample a completion; the version salts the prefix cache, so that no cache of other weights is reused."""
+        """Sample; the version salts the prefix cache, so that no cache of other weights is reused."""
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -214,7 +204,6 @@ class VllmEngine:
         return _completion(request.request_id, answer)
 
     def _prompt(self, request: GenerateRequest, salt: str) -> Any:
-        """Return vLLM's prompt. Raises ValueError if the model can't read its images."""
         from vllm.inputs import tokens_input
 
         if not request.images:
@@ -224,7 +213,7 @@ class VllmEngine:
         return self._image_prompts(request, salt, share_prefixes=self._salted)
 
     async def stage(self, path: Path) -> None:
-        """On a CPU, reload the model into a twin in slices between engine steps; otherwise leave all to `load`."""
+        """On a CPU, reload into a twin in slices between engine steps; otherwise leave all to `load`."""
         began, self._stage_s = time.monotonic(), None
         if is_whole(path) and await self._call_worker("stage_weights", path=str(path)):
             while not await self._call_worker("stage_more"):
@@ -232,7 +221,7 @@ class VllmEngine:
             self._stage_s = time.monotonic() - began
 
     async def load(self, path: Path, version: int) -> LoadTimes:
-        """Load weights. The pause drops the KV cache for `recompute`; for `keep` the salt separates old entries."""
+        """Load weights. The pause drops the KV cache for `recompute`; for `keep`, the salt separates old entries."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         ticket = update_request_of(path)
@@ -257,7 +246,7 @@ class VllmEngine:
         return (await self.llm.collective_rpc(method, kwargs=arguments))[0]
 
     async def _pause(self) -> None:
-        """Wait until no step runs or will start. Omits the 20 ms that vLLM sleeps to order outputs."""
+        """Wait until no step runs or will start, without the 20 ms that vLLM sleeps to order outputs."""
         if self._pausing is not None:
             await self._pausing
         self._pausing = asyncio.create_task(self.llm.pause_generation(mode="keep", clear_cache=self._recompute))
@@ -269,8 +258,8 @@ class VllmEngine:
             self._pausing.result()
 
     async def _start_waiting_requests(self) -> None:
-        """Let submitted requests reach their first token before weights change, or they would be sampled again. The
-        engine answers between two steps, so one step has scheduled whatever fits.
+        """Let submitted requests reach their first token before weights change, lest they be resampled. The engine answers
+        between steps, so one step has scheduled whatever fits.
         """
         for _ in range(2):
             await self.llm.is_paused()
@@ -317,7 +306,7 @@ def _parameters(sampling: Sampling) -> Any:
 
 
 def _completion(request_id: str, output: Any) -> Completion:
-    """Return a completion of the sampled tokens; `logprobs=0` gives one logprob for each."""
+    """Convert vLLM's output; `logprobs=0` gives one logprob per token."""
     spans = tuple(VersionSpan(span.start, span.end, int(span.version)) for span in output.weight_versions)
     reason = FinishReason.STOP if output.finish_reason == "stop" else FinishReason.LENGTH
     return Completion(request_id, tuple(output.token_ids), tuple(output.logprobs.logprobs), spans, reason)

@@ -1,4 +1,4 @@
-"""Names of vLLM's engine arguments, read from its source: importing vLLM takes many seconds."""
+"""Names of vLLM's engine arguments, read from its source: importing vLLM takes seconds."""
 
 import ast
 from functools import lru_cache
@@ -10,7 +10,7 @@ CLASSES = ("EngineArgs", "AsyncEngineArgs")
 
 @lru_cache(1)
 def engine_argument_names() -> tuple[str, ...]:
-    """Return the installed vLLM's engine arguments; none if vLLM is not installed or its source is arranged otherwise."""
+    """Return the names; none if vLLM is missing or its source differs."""
     package = find_spec("vllm")
     if package is None or package.origin is None:
         return ()

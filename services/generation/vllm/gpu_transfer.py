@@ -1,6 +1,4 @@
-"""vLLM's `ipc` and `nccl` transfer engines, in its GPU worker, with plain messages, a checksum and a check for
-completeness.
-"""
+"""vLLM's `ipc` and `nccl` transfer engines, in its GPU worker, with plain messages, checksum and completeness check."""
 
 # pyright: basic
 from base64 import b64decode
@@ -19,8 +17,6 @@ from offbeat.services.weights.transports.device import checksum
 
 
 class TensorIntake:
-    """Loads tensors as they arrive and records them."""
-
     def __init__(self, model: Any) -> None:
         self._model = model
         self._expected = {name for name, _ in model.named_parameters()}
@@ -28,7 +24,6 @@ class TensorIntake:
         self._sum = 0
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load a part of the version."""
         tensors = list(tensors)
         self._sum += int(checksum(tensors).partition(":")[2], 16)
         self._loaded |= set(self._model.load_weights(tensors))
@@ -43,7 +38,7 @@ class TensorIntake:
 
 @dataclass
 class PlainIpcUpdate(WeightTransferUpdateInfo):
-    """vLLM's IPC update as `offbeat.services.weights.transports.vllm_senders` sends it."""
+    """vLLM's IPC update as sent by `services.weights.transports.vllm_senders`."""
 
     names: list[str]
     dtype_names: list[str]
@@ -54,12 +49,10 @@ class PlainIpcUpdate(WeightTransferUpdateInfo):
 
 
 class IpcEngine(IPCWeightTransferEngine):
-    """Maps the learner's memory."""
-
     update_info_cls = PlainIpcUpdate
 
     def receive_weights(self, update_info: PlainIpcUpdate) -> None:
-        """Load all of the version. Raises `LoadError`."""
+        """Load all or raise `LoadError`."""
         info, intake = update_info, TensorIntake(self.model)
         tensors = packed_ipc_consumer(
             ipc_handle={gpu: _rebuild_arguments(handle) for gpu, handle in info.handles.items()},
@@ -74,12 +67,11 @@ class IpcEngine(IPCWeightTransferEngine):
         intake.finish(self.model_config, info.digest)
 
     def finish_weight_update(self) -> None:
-        """Finish the reload and release the learner's memory."""
+        """Finish; release the learner's memory."""
         self._packed_importer.close()
 
 
 def _rebuild_arguments(handle: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the arguments of torch's `rebuild_cuda_tensor` for a buffer of bytes."""
     return (
         torch.Tensor,
         torch.Size(handle["size"]),
@@ -101,18 +93,14 @@ def _rebuild_arguments(handle: dict[str, Any]) -> tuple[Any, ...]:
 
 @dataclass
 class CheckedNcclUpdate(NCCLWeightTransferUpdateInfo):
-    """vLLM's NCCL update with the version's digest."""
-
     digest: str = ""
 
 
 class NcclEngine(NCCLWeightTransferEngine):
-    """Receives the learner's broadcast."""
-
     update_info_cls = CheckedNcclUpdate
 
     def receive_weights(self, update_info: CheckedNcclUpdate) -> None:
-        """Load all of the version. Raises `LoadError`."""
+        """Load all or raise `LoadError`."""
         info, intake = update_info, TensorIntake(self.model)
         if self.model_update_group is None:
             raise LoadError("the transfer was not initialised")

@@ -1,7 +1,7 @@
 """Loads weights into a model that vLLM reloads layer by layer, and verifies them.
 
-Invariant: on success every parameter was filled, and compared ones agree: exactly where parameters keep their layout,
-by a probe where the CPU packs them.
+Invariant: on success every parameter was filled, and compared ones agree: exactly, or by a probe where the CPU packs
+them.
 """
 
 # pyright: basic
@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from offbeat.services.generation.vllm.tensor_file import TensorFile
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
-"""Relative error of a probe through a packed matrix that rounding can't exceed."""
+"""Relative error of a packed matrix's probe, beyond rounding."""
 
 
 class LoadError(Exception):
@@ -26,7 +26,7 @@ class LoadError(Exception):
 def finish_reload(model: Any, model_config: Any, expected: set[str], loaded: set[str]) -> None:
     """Finish the reload of layers.
 
-    expected: the model's parameters before the reload. loaded: those that got new values.
+    expected: the model's parameters before; loaded: those with new values.
 
     Raises:
         LoadError: a parameter got none.
@@ -39,9 +39,7 @@ def finish_reload(model: Any, model_config: Any, expected: set[str], loaded: set
 
 
 def _repack_tied_head(model: Any) -> set[str]:
-    """Repack a tied head and return its names: a CPU packs the head's matrix, and the layerwise reload skips a tied
-    one.
-    """
+    """Repack a tied head and return its names: a CPU packs the matrix, and the layerwise reload skips it."""
     tables = {path: m for path, m in model.named_modules() if isinstance(m, VocabParallelEmbedding)}
     heads = {path: module for path, module in tables.items() if isinstance(module, ParallelLMHead)}
     (embedding,) = (module for path, module in tables.items() if path not in heads)
@@ -78,7 +76,7 @@ def compare(model: Any, file: TensorFile) -> Iterator[None]:
 
 
 def _names_here(model: Any, file: TensorFile) -> dict[str, str]:
-    """Return the model's names of unfused tensors -> the file's; vision-language models nest them differently."""
+    """Return unfused names -> the file's; vision-language models nest differently."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return {name: name for name in file.names()}
@@ -88,7 +86,7 @@ def _names_here(model: Any, file: TensorFile) -> dict[str, str]:
 
 
 def fused_names(model: Any) -> dict[str, list[str]]:
-    """Return modules that fuse several tensors of the file, by the last part of their names."""
+    """Return modules that fuse several tensors, by the last part of their names."""
     fused: dict[str, list[str]] = {}
     for module in model.modules():
         fused |= getattr(module, "packed_modules_mapping", {})
@@ -104,7 +102,6 @@ def _agrees(module: Any, parameter: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def _probe_agrees(module: Any, wanted: torch.Tensor) -> bool:
-    """Return True if a packed matrix maps a probe vector as the file's does."""
     probe = torch.randn(1, wanted.shape[1], generator=torch.Generator().manual_seed(0)).to(wanted.dtype)
     found = module.quant_method.apply(module, probe).float()
     expected = torch.nn.functional.linear(probe.float(), wanted.float())

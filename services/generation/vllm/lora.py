@@ -1,9 +1,8 @@
 """Serves a low-rank adapter on the base weights, inside vLLM's worker.
 
-There is one adapter, with a fixed name; a new version replaces it between steps, so running requests continue under it.
+The one adapter has a fixed name; new versions replace it between steps, so running requests continue.
 
-Invariants: on success the adapter is loaded on exactly the layers that its file names; the base is loaded and compared
-as without adapters.
+Invariants: the adapter is loaded on exactly the layers that its file names; the base is compared as without adapters.
 """
 
 # pyright: basic
@@ -22,21 +21,18 @@ from offbeat.services.generation.vllm.tensor_file import TensorFile
 
 NAME, NUMBER = "policy", 1
 SETTINGS, ADAPTER, BASE = "adapter_config.json", "adapter_model.safetensors", "model.safetensors"
-"""File names of a version's folder, as PEFT uses them; the base is included if the replica does not hold it yet."""
+"""PEFT's file names; the base is included if the replica lacks it."""
 PREFIX = "base_model.model."
-"""Prefix that PEFT adds to a layer's name."""
 VOCABULARY = (VocabParallelEmbeddingWithLoRA, LogitsProcessorWithLoRA)
 
 
 def request() -> LoRARequest:
-    """Return the field that selects the adapter; its path is never read."""
+    """Return the adapter's selector; its path is never read."""
     return LoRARequest(NAME, NUMBER, NAME)
 
 
 def skip_vocabulary_layers(model: Any, manager: Any) -> None:
-    """Exclude embeddings and head from adapters: on a CPU vLLM gathers [tokens, rank, vocabulary] for them, trained or
-    not.
-    """
+    """Exclude embeddings and head: on a CPU vLLM gathers [tokens, rank, vocabulary] for them, trained or not."""
     for parent, name, layer in _wrap(model):
         if isinstance(layer, VOCABULARY):
             parent._modules[name] = layer.base_layer
@@ -46,7 +42,7 @@ def skip_vocabulary_layers(model: Any, manager: Any) -> None:
 
 @contextmanager
 def unwrap(model: Any) -> Iterator[None]:
-    """Remove the adapter wrappers temporarily; nothing may be sampled meanwhile."""
+    """Remove adapter wrappers temporarily; nothing may be sampled meanwhile."""
     wrapped = _wrap(model)
     for parent, name, layer in wrapped:
         parent._modules[name] = layer.base_layer
@@ -84,7 +80,7 @@ def _scaling(folder: Path) -> float:
 
 
 def _compare(layers: dict[str, Any], fused: dict[str, list[str]], file: TensorFile, scaling: float) -> None:
-    """Compare the layers' factors with the file's, except those split over workers. Raises `LoadError`."""
+    """Compare factors, except those split over workers."""
     places = {part: (whole, number) for whole, parts in fused.items() for number, part in enumerate(parts)}
     named: set[tuple[str, int]] = set()
     for key, wanted in file.items():
@@ -106,7 +102,7 @@ def _compare(layers: dict[str, Any], fused: dict[str, list[str]], file: TensorFi
 
 
 def _agrees(held: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Return True if they are equal and `held` is zero beyond `wanted`."""
+    """Return True if equal, and zero beyond `wanted`."""
     rows, columns = wanted.shape
     if held.shape[0] < rows or held.shape[1] < columns:
         return True  # one worker's part of it

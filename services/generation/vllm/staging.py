@@ -1,7 +1,6 @@
-"""Loads a version into a twin of the model between engine steps, a few milliseconds at a time; the switch exchanges
-pointers.
+"""Loads a version into a twin of the model between engine steps, a few milliseconds at a time, then exchanges pointers.
 
-The twin has the same modules with its own parameters, which takes the weights' memory again.
+The twin's own parameters take the weights' memory again.
 
 Invariant: the serving model changes only in `exchange`, after a complete version was compared with its file.
 """
@@ -24,20 +23,18 @@ from offbeat.services.generation.vllm.loading import compare, finish_reload
 from offbeat.services.generation.vllm.tensor_file import TensorFile
 
 SLICE_S = (0.002, 0.05)
-"""Shortest and longest slice; between them, half of the time since the last one."""
+"""Shortest and longest slice; between, half of the time since the last."""
 LAYER = ".layers."
 ABSENT = object()
 
 
 def can_stage(config: VllmConfig) -> bool:
-    """Return True if the model is in main memory, unquantized and not compiled."""
+    """Return True for an unquantized, uncompiled model in main memory."""
     whole = config.parallel_config.world_size == 1 and config.model_config.quantization is None
     return current_platform.is_cpu() and whole and config.model_config.enforce_eager
 
 
 class Staging:
-    """The twin of one model."""
-
     def __init__(self, model: Any, config: VllmConfig) -> None:
         self._config = config
         self._twin: Any = _make_twin(model, {}, {})
@@ -50,7 +47,7 @@ class Staging:
         self._slice_ended = 0.0
 
     def begin(self, path: str) -> None:
-        """Start staging a file, discarding an unfinished one."""
+        """Start staging, discarding an unfinished file."""
         self._changes = []
         self._work = self._reload(path)
         self._slice_ended = time.monotonic()
@@ -59,7 +56,7 @@ class Staging:
         """Stage one slice; return True once complete.
 
         Raises:
-            LoadError: the file does not fit the model.
+            LoadError: file and model differ.
         """
         assert self._work is not None
         began = time.monotonic()
@@ -71,7 +68,7 @@ class Staging:
         return bool(self._changes)
 
     def switch(self) -> bool:
-        """Exchange the parameters of model and twin; return False if none is staged."""
+        """Exchange parameters with the twin; return False if none is staged."""
         changes, self._changes, self._work = self._changes, [], None
         for mine, theirs, name in changes:
             old, new = mine.pop(name, ABSENT), theirs.pop(name, ABSENT)
@@ -112,7 +109,6 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
 
 
 def _by_layer(names: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the names of each layer's tensors."""
     layers: defaultdict[str, list[str]] = defaultdict(list)
     for name in names:
         prefix, layer, rest = name.partition(LAYER)
@@ -121,7 +117,7 @@ def _by_layer(names: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _make_twin(module: nn.Module, modules: dict[int, nn.Module], tensors: dict[int, torch.Tensor]) -> nn.Module:
-    """Return a copy of the module that shares everything but tensors and submodules."""
+    """Return a copy that shares all but tensors and submodules."""
     if id(module) not in modules:
         twin = modules[id(module)] = object.__new__(type(module))
         own = vars(twin)
@@ -137,7 +133,7 @@ def _make_twin(module: nn.Module, modules: dict[int, nn.Module], tensors: dict[i
 
 
 def _copy_of(tensor: torch.Tensor | None, copies: dict[int, torch.Tensor]) -> torch.Tensor | None:
-    """Return a tensor of the same class and attributes with its own memory."""
+    """Return a tensor of the same class and attributes, with own memory."""
     if tensor is None:
         return None
     if id(tensor) not in copies:

@@ -1,7 +1,6 @@
 """Reads a safetensors file without leaking.
 
-`safetensors.safe_open` (0.8.0, PyTorch) leaks a Python integer per tensor; an engine reads each tensor twice per
-version.
+`safetensors.safe_open` (0.8.0, PyTorch) leaks an integer per tensor; an engine reads each tensor twice per version.
 """
 
 # pyright: basic
@@ -16,7 +15,7 @@ import torch
 LENGTH = 8
 """Bytes of the header's length."""
 MAX_HEADER_BYTES = 100 << 20
-"""Maximum header length, as in safetensors."""
+"""As in safetensors."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -34,10 +33,8 @@ DTYPES = {
 
 
 class TensorFile:
-    """A file's tensors, read from the disk on use."""
-
     def __init__(self, path: str | Path) -> None:
-        """Raises ValueError if it is no safetensors file, OSError if it can't be read."""
+        """Raises ValueError if it is no safetensors file, OSError if unreadable."""
         size = Path(path).stat().st_size
         with Path(path).open("rb") as file:
             length = int.from_bytes(file.read(LENGTH), "little")
@@ -58,12 +55,11 @@ class TensorFile:
         return self._entries.keys()
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield names with their tensors."""
         for name in self._entries:
             yield name, self.get_tensor(name)
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """Return a view of the file, which stays open as long as the tensor exists.
+        """Return a view of the file, which stays open while the tensor exists.
 
         Raises:
             ValueError: its entry does not fit the file. KeyError: there is none.

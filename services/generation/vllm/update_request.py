@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import Any
 
 SUFFIX = ".json"
-"""Suffix of files that describe a pull from a learner's GPU."""
+"""Of files that describe a pull from a learner's GPU."""
 TAKE_ADAPTER = "take_adapter"
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
-    """Description of an update for the worker."""
-
     init: dict[str, Any] | None
-    """Initialization of vLLM's transfer engine."""
     method: str
     arguments: dict[str, Any]
 

@@ -1,7 +1,6 @@
-"""Qwen2-VL and Qwen2.5-VL for vLLM, fed with preprocessed pixels (`services.chat.vision`).
+"""Qwen2-VL and Qwen2.5-VL for vLLM, fed with preprocessed pixels (`services.chat.vision`) and expanded placeholders.
 
-transformers' processor would need torchvision and a tokenizer in the engine. Here placeholders are expanded beforehand,
-and pixels come with the request.
+transformers' processor would need torchvision and a tokenizer in the engine.
 
 Invariant: vision tower outputs of one version are never reused under another.
 """
@@ -34,25 +33,22 @@ IMAGE = "image"
 
 
 class Sizes(qwen2_vl.Qwen2VLProcessingInfo):
-    """Size limits for vLLM's memory planning; one image may fill a prompt."""
+    """Limits for vLLM's memory planning; one image may fill a prompt."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        """Allow images only, in any number."""
         return {IMAGE: None}
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
-        """Return tokens of the largest image."""
         del mm_counts
         return {IMAGE: seq_len}
 
 
 class NoProcessing(qwen2_vl.Qwen2VLMultiModalProcessor):
-    """Processor that is never used: requests carry pixels."""
+    """Unused processor: requests carry pixels."""
 
     requires_tokenizer = False
 
     def get_dummy_mm_inputs(self, mm_counts: Mapping[str, int], **_: Any) -> MultiModalInput:
-        """Return an empty input: there is nothing to warm up."""
         del mm_counts
         return mm_input([], MultiModalKwargsItems({}), {}, {})
 
@@ -73,25 +69,22 @@ class Qwen25VL(qwen2_5_vl.Qwen2_5_VLForConditionalGeneration):
 
 
 def register() -> None:
-    """Replace vLLM's own models; called in each of the engine's processes."""
+    """Replace vLLM's own models, in each engine process."""
     ModelRegistry.register_model("Qwen2VLForConditionalGeneration", Qwen2VL)
     ModelRegistry.register_model("Qwen2_5_VLForConditionalGeneration", Qwen25VL)
 
 
 class PromptMaker:
-    """Prompts with images, as vLLM takes them."""
-
     def __init__(self, model: Path) -> None:
-        """Raises RolloutError where the model reads no images."""
+        """Raises RolloutError if the model reads no images."""
         self._reader = ImageProcessor(model)
         self._fields = qwen2_vl._create_qwen2vl_field_factory(self._reader.merge)
 
     def __call__(self, request: GenerateRequest, salt: str, *, share_prefixes: bool) -> MultiModalInput:
-        """Return a request's input. Requests with different salts share no cached images nor, with `share_prefixes`,
-        tokens.
+        """Return a request's input; different salts share no cached images nor, with `share_prefixes`, tokens.
 
         Raises:
-            ValueError: an image can't be read, or takes another number of tokens.
+            ValueError: an image is unreadable, or takes another number of tokens.
         """
         pixels = [self._reader.pixels(image.png) for image in request.images]
         for image in request.images:

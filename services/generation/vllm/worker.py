@@ -1,6 +1,6 @@
-"""Loads weight versions inside vLLM's worker, from a file or from a learner's GPU (`gpu_transfer`).
+"""Loads weight versions inside vLLM's worker, from a file or a learner's GPU (`gpu_transfer`).
 
-Invariant: on success every parameter was loaded. Versions from a file are compared with it.
+Invariant: on success every parameter was loaded, and files are compared.
 """
 
 # pyright: basic
@@ -33,19 +33,17 @@ from offbeat.services.process import die_with_parent
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
-    """Nothing has to be agreed on beforehand."""
+    """Nothing to agree on beforehand."""
 
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """A version as a safetensors file with Hugging Face names."""
+    """Version as a safetensors file with Hugging Face names."""
 
     path: str
 
 
 class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
-    """vLLM's weight-transfer engine for a local file."""
-
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
     model: Any
@@ -54,14 +52,13 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         """Do nothing."""
 
     def start_weight_update(self) -> None:
-        """Prepare the layers for weights in checkpoint format."""
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        """Load the file and compare the model with it.
+        """Load the file and compare.
 
         Raises:
-            LoadError: a parameter got no value, or another one than the file's.
+            LoadError: a parameter is missing or differs.
         """
         expected = {name for name, _ in self.model.named_parameters()}
         with TensorFile(update_info.path) as file:
@@ -78,7 +75,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
 
 
 class WorkerExtension:
-    """Mixin of vLLM's worker; importing its module registers the weight engines and the vision models."""
+    """Mixin of vLLM's worker; importing this module registers weight engines and vision models."""
 
     vllm_config: VllmConfig
     model_runner: Any
@@ -88,7 +85,7 @@ class WorkerExtension:
     _staging: Staging | None = None
 
     def stage_weights(self, path: str) -> bool:
-        """Start staging a file; return False if it must be loaded in a pause."""
+        """Start staging; return False if the file must be loaded in a pause."""
         if self._staging is None and can_stage(self.vllm_config):
             self._staging = Staging(self.model_runner.get_model(), self.vllm_config)
         if self._staging is not None:
@@ -96,12 +93,12 @@ class WorkerExtension:
         return self._staging is not None
 
     def stage_more(self) -> bool:
-        """Stage one slice; return True once complete. Raises `LoadError`."""
+        """Stage a slice; return True once complete. Raises `LoadError`."""
         assert self._staging is not None
         return self._staging.stage_next()
 
     def take_weights(self, update_info: dict[str, Any]) -> None:
-        """Switch to the staged version, or load one: a single call, since nothing is sampled during it."""
+        """Switch to the staged version, or load one; nothing is sampled meanwhile."""
         if self._staging is not None and self._staging.switch():
             return
         self.start_weight_update()
@@ -109,11 +106,11 @@ class WorkerExtension:
         self.finish_weight_update()
 
     def prepare_adapters(self) -> None:
-        """Prepare for adapters, once before the first request."""
+        """Call once, before the first request."""
         skip_vocabulary_layers(self.model_runner.get_model(), self.model_runner.lora_manager._adapter_manager)
 
     def take_adapter(self, folder: str) -> None:
-        """Load an adapter, after its base if the folder has one. Raises `LoadError`."""
+        """Load an adapter, after its base if included. Raises `LoadError`."""
         base = Path(folder, BASE)
         if base.exists():
             with unwrap(self.model_runner.get_model()):
@@ -121,7 +118,7 @@ class WorkerExtension:
         take_adapter(self.model_runner, Path(folder))
 
     def die_with_parent(self) -> None:
-        """Make the kernel kill this process when its replica dies."""
+        """Make the kernel kill this process with its replica."""
         die_with_parent()
 
 

@@ -13,14 +13,12 @@ from offbeat.services.rollout.agents.task import AgentTask
 from offbeat.services.rollout.child_main import serve
 
 MAX_ERROR_CHARS = 2_000
-"""Length of a failed command's output."""
 MAX_OUTPUT_BYTES, READ_BYTES = 1 << 20, 1 << 16
-"""Retained output of a command and size of one read, bytes; the result must be within the former."""
+"""Retained output and size of a read, bytes; the result must be within the former."""
 
 
 def run(command: Sequence[str], plain: Mapping[str, Any]) -> Any:
-    """Run a command and return the last line of its stdout, as JSON if valid; the task is in its environment and on its
-    stdin.
+    """Run a command with the task in its environment and on stdin; return its last stdout line, as JSON if valid.
 
     Raises:
         RuntimeError: nonzero exit status.
@@ -53,7 +51,6 @@ def run(command: Sequence[str], plain: Mapping[str, Any]) -> Any:
 
 
 def _read_tail(stream: IO[bytes]) -> str:
-    """Return the last `MAX_OUTPUT_BYTES` of a stream."""
     tail = bytearray()
     while chunk := os.read(stream.fileno(), READ_BYTES):
         tail += chunk

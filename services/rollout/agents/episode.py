@@ -35,8 +35,6 @@ from offbeat.services.rollout.episodes.errors import error_metrics, reward_of
 
 
 class AgentRuntime:
-    """Chat templates, gateway and processes shared by a worker's agents."""
-
     def __init__(self, templates: Mapping[str | None, ChatTemplate]) -> None:
         """templates: by tool call parser."""
         self.templates = templates
@@ -49,7 +47,7 @@ class AgentRuntime:
 
 
 def load_agent_template(model_folder: Path, tool_call_parser: str | None) -> ChatTemplate:
-    """Load the template that renders an agent's calls.
+    """Load the template for an agent's calls.
 
     tool_call_parser: None selects one that reads the template's calls, if any.
 
@@ -68,7 +66,7 @@ def load_agent_template(model_folder: Path, tool_call_parser: str | None) -> Cha
 
 
 def runtime_for(custom_envs: Mapping[str, CustomEnv], model_folder: Path) -> AgentRuntime | None:
-    """Return the runtime, or None without agents.
+    """Return None without agents.
 
     Raises:
         RolloutError: as `load_agent_template`.
@@ -78,8 +76,6 @@ def runtime_for(custom_envs: Mapping[str, CustomEnv], model_folder: Path) -> Age
 
 
 class HttpEnvSession:
-    """`EpisodeEnv` stepped over HTTP."""
-
     def __init__(self, env: PlayableEnv, plan: EpisodePlan, traits: EnvTraits, observation: str) -> None:
         rules = plan.env
         self._env, self._rules = env, rules
@@ -89,13 +85,11 @@ class HttpEnvSession:
         self._results: list[StepResult] = []
         self._first = self._message(observation)
         self.session: EpisodeSession | None = None
-        """Set before the agent starts."""
         self.task: dict[str, Any] = {}
         self.texts = [self._system]
-        """System prompt, then observation and action in turn (`Trajectory.text`)."""
+        """System prompt, then observations and actions alternately (`Trajectory.text`)."""
         self._observation = self._first
         self.error: EpisodeError | None = None
-        """Error of a step."""
 
     def agent_task(self, origin: str, plan: EpisodePlan, session: EpisodeSession) -> AgentTask:
         self.session = session
@@ -149,12 +143,10 @@ class HttpEnvSession:
         }
 
     async def settle(self) -> None:
-        """Wait for a running step."""
         async with self._turn:
             pass
 
     def metrics(self, own: Mapping[str, float]) -> dict[str, float]:
-        """Return aggregated env metrics, overridden by the agent's."""
         metrics = EpisodeMetrics(self._modes)
         for result in self._results:
             metrics.add(result.metrics)
@@ -169,7 +161,7 @@ class HttpEnvSession:
 async def play_with_agent(
     plan: EpisodePlan, runner: AgentRunner, env: PlayableEnv, traits: EnvTraits, sample: Sample, runtime: AgentRuntime
 ) -> Trajectory:
-    """Run an episode with the tag's agent.
+    """Run an episode.
 
     Raises:
         EpisodeError: env, generation or agent failed; retry.
@@ -208,11 +200,7 @@ async def play_with_agent(
 async def _finish(
     env: CustomEnv, http_env: HttpEnvSession, session: EpisodeSession, running: Awaitable[AgentOutcome]
 ) -> tuple[AgentOutcome, EpisodeError | None]:
-    """Await the agent, reward the episode, and return the outcome or the error that ended it.
-
-    Raises:
-        EpisodeError: an error that is to be tried again.
-    """
+    """Await the agent and reward the episode; return the outcome or the error that ended it, or raise one to retry."""
     try:
         outcome = await running
         await http_env.settle()

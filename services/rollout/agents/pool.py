@@ -1,6 +1,6 @@
 """Processes of external agents: reused while healthy, killed with all descendants.
 
-Invariants: at most `num_agents` of a tag run; cancelled or timed-out agents and ended commands leave no process behind.
+Invariants: at most `num_agents` of a tag run; cancelled or timed-out agents and ended commands leave no process.
 """
 
 import asyncio
@@ -21,22 +21,18 @@ COMMAND_MODULE = "offbeat.services.rollout.agents.command_main"
 
 @dataclass(frozen=True, slots=True)
 class AgentOutcome:
-    """An agent's parsed return value."""
-
     reward: float | None = None
     answer: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 class AgentPool:
-    """A worker's agents."""
-
     def __init__(self) -> None:
         self._processes: defaultdict[str, list[AgentProcess]] = defaultdict(list)
         self._limiters: dict[str, asyncio.Semaphore] = {}
 
     def limiter(self, tag: str, runner: AgentRunner) -> asyncio.Semaphore:
-        """Return the semaphore of a tag's concurrent episodes, acquired before the env's reset."""
+        """Return the semaphore of a tag's episodes, acquired before the env's reset."""
         return self._limiters.setdefault(tag, asyncio.Semaphore(runner.num_agents))
 
     async def run(self, runner: AgentRunner, task: AgentTask) -> AgentOutcome:
@@ -55,7 +51,7 @@ class AgentPool:
                 self._processes[task.tag].remove(process)
 
     def _take(self, runner: AgentRunner, tag: str) -> AgentProcess:
-        """Return the fullest process with room, or a new one; the caller asks it at once."""
+        """Return the fullest process with room, or a new one; ask it at once."""
         free = [process for process in self._processes[tag] if process.is_free]
         if free:
             return max(free, key=lambda process: process.num_episodes)
@@ -64,7 +60,6 @@ class AgentPool:
         return process
 
     async def close(self) -> None:
-        """Kill all processes."""
         processes = [process for each in self._processes.values() for process in each]
         self._processes.clear()
         await asyncio.gather(*(process.kill() for process in processes))

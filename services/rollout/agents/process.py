@@ -1,7 +1,7 @@
-"""Process of Python agents (`runner.py`), in this or another Python; kept from episode to episode.
+"""Process of Python agents (`runner.py`), in this or another Python; reused between episodes.
 
-Invariants: a process that crashed, hung or broke the protocol is killed with all that it started and fails its episodes;
-the agent's own output reaches the log alone.
+Invariants: a process that crashed, hung or broke the protocol is killed with its descendants and fails its episodes;
+agents' output reaches only the log.
 """
 
 import asyncio
@@ -22,17 +22,17 @@ from offbeat.services.rollout.child_process import MAX_MESSAGE_BYTES, forward_ou
 
 RUNNER = Path(__file__).with_name("runner.py")
 CANCEL_GRACE_S = 2.0
-"""Time in which a cancelled coroutine must end, where other episodes share its process."""
+"""Time for a cancelled coroutine to end, if episodes share its process."""
 LAST_OUTPUT_S = 1.0
-"""Time to log the last output of a process that ended."""
+"""Time to log an ended process's output."""
 REASONS = {"error": "agent_error", "result": "agent_result", "cancelled": "agent_timeout"}
-"""Kind of a failed answer -> `EpisodeError.reason`."""
+"""Kind of failure -> `EpisodeError.reason`."""
 
 
 def agent_environment(python: str) -> dict[str, str]:
-    """Return the environment of a process of agents. python: empty for this interpreter.
+    """Return the environment of a process of agents.
 
-    Another interpreter gets only the folders of this one's path that hold no installed packages.
+    python: empty for this interpreter; others get only the folders of this one's path without installed packages.
     """
     here = [os.getcwd(), *(path for path in sys.path if path)]
     if not python:
@@ -50,7 +50,10 @@ def _holds_offbeat(path: str) -> bool:
 
 
 class AgentProcess:
-    """A process, started by the first episode. capacity: concurrent episodes; above 1 for coroutine functions."""
+    """Process started by the first episode.
+
+    capacity: concurrent episodes; above 1 for coroutine functions.
+    """
 
     def __init__(self, python: str = "", capacity: int = 1) -> None:
         self._python = python
@@ -61,7 +64,6 @@ class AgentProcess:
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._ids = itertools.count()
         self.num_episodes = 0
-        """Current episodes."""
         self.healthy = True
 
     @property
@@ -69,7 +71,9 @@ class AgentProcess:
         return self.healthy and self.num_episodes < self._capacity
 
     async def ask(self, path: str, task: Mapping[str, Any], timeout_s: float) -> Any:
-        """Run an episode and return the agent's return value. timeout_s: from the call on, start included.
+        """Run an episode; return the agent's value.
+
+        timeout_s: includes the start.
 
         Raises:
             EpisodeError: `agent_error`, `agent_result`, `agent_timeout` or `agent_crashed`.
@@ -102,7 +106,7 @@ class AgentProcess:
         raise EpisodeError(REASONS[answer["kind"]], str(answer["error"]), str(answer["trace"]))
 
     async def kill(self, why: str = "its process was killed") -> None:
-        """Kill the process group and fail its episodes."""
+        """Kill the group; fail its episodes."""
         self.healthy = False
         child, self._child = self._child, None
         for answer in self._answers.values():
@@ -157,7 +161,6 @@ class AgentProcess:
         await child.stdin.drain()
 
     async def _read(self, child: asyncio.subprocess.Process) -> None:
-        """Hand answers to their episodes until the process ends or breaks the protocol."""
         assert child.stdout is not None
         why = ""
         try:
@@ -176,7 +179,7 @@ class AgentProcess:
         await self.kill(why)
 
     async def _cancel(self, number: int) -> None:
-        """Cancel an episode; kill the process if it is alone in it, or does not end."""
+        """Cancel an episode; kill a process without others, or stuck."""
         child, answer = self._child, self._answers.get(number)
         if self._capacity > 1 and child is not None and answer is not None and self.healthy:
             self._answers[number] = ended = asyncio.get_running_loop().create_future()

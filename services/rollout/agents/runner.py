@@ -1,8 +1,8 @@
-"""Process of Python agents, run as a script by any Python from 3.10 that need not have Offbeat; standard library only.
+"""Process of Python agents, run as a script by any Python from 3.10, without Offbeat; standard library only.
 
-Requests and answers are JSON lines: `{"id", "path", "task"}` or `{"cancel": id}`, and `{"id", "result"}` or
+JSON lines: `{"id", "path", "task"}` or `{"cancel": id}`; answers `{"id", "result"}` or
 `{"id", "error", "kind", "trace", "children"}`. Invariants: the agent's stdout is stderr; the process ends with its
-parent, with all processes that it started.
+parent, with all descendants.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ Requests = queue.SimpleQueue[dict[str, Any]]
 
 
 def load_task_class() -> Any:
-    """Load `task.py` beside this file by its path, as Offbeat may not be installed."""
+    """Load `task.py` by path, as Offbeat may not be installed."""
     spec = importlib.util.spec_from_file_location(TASK_MODULE, Path(__file__).with_name("task.py"))
     assert spec is not None
     assert spec.loader is not None
@@ -41,7 +41,7 @@ def find_agent(path: str) -> Any:
     """Import `module:function`, or a class whose instance is called.
 
     Raises:
-        ValueError: there is none.
+        ValueError: it does not exist.
     """
     module, _, attribute = path.partition(":")
     try:
@@ -74,7 +74,7 @@ class AgentServer:
         self._running: dict[int, asyncio.Task[None]] = {}
 
     def serve(self, requests: Requests) -> None:
-        """Answer requests: of plain functions one after the other, of coroutine functions at once."""
+        """Answer requests: plain functions sequentially, coroutine functions concurrently."""
         while True:
             request = requests.get()
             if "cancel" in request:
@@ -137,7 +137,7 @@ class AgentServer:
 
 
 def has_children() -> bool:
-    """Return whether the agent left processes; then its process is not used again."""
+    """Return whether processes are left, which prevents reuse."""
     try:
         return any(file.read_text().strip() for file in Path("/proc/self/task").glob("*/children"))
     except OSError:
@@ -145,7 +145,6 @@ def has_children() -> bool:
 
 
 def read_requests(source: Any, requests: Requests) -> None:
-    """Read until the parent is gone; then kill the process group."""
     for line in source:
         requests.put(json.loads(line))
     if os.getpgrp() == os.getpid():

@@ -22,7 +22,7 @@ class EnvReply:
     observation: str
     reward: float
     done: bool
-    """Whether the episode ended, by the env or after `max_steps`."""
+    """Whether the env or `max_steps` ended the episode."""
     metrics: dict[str, float]
 
 
@@ -33,7 +33,7 @@ class AgentTask:
     base_url: str
     """OpenAI's base URL."""
     api_key: str
-    """Key for every API and `env_url`, valid for this episode."""
+    """Key for all APIs and `env_url`, valid for this episode."""
     anthropic_base_url: str
     env_url: str
     """GET returns the task; POST `{"action": "..."}` to `/step` below it returns an `EnvReply`."""
@@ -67,7 +67,7 @@ class AgentTask:
         return EnvReply(**body)
 
     def environment(self) -> dict[str, str]:
-        """Return a command's environment: variables of OpenAI's and Anthropic's clients, and the task as JSON."""
+        """Return a command's environment: OpenAI's and Anthropic's client variables, and the task as JSON."""
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.api_key,
@@ -77,10 +77,9 @@ class AgentTask:
         }
 
     def plain(self) -> dict[str, Any]:
-        """Return JSON values."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "_connection"}
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> "AgentTask":
-        """Build the task from `plain()` or the parsed `OFFBEAT_TASK`."""
+        """Parse `plain()` or the decoded `OFFBEAT_TASK`."""
         return cls(**plain)

@@ -1,7 +1,4 @@
-"""Pool of reused envs.
-
-Invariant: an env is leased to one episode at a time, and reused only if healthy.
-"""
+"""Pool of envs, each leased to one episode at a time and reused only if healthy."""
 
 import asyncio
 from collections import defaultdict
@@ -31,8 +28,6 @@ _UNLIMITED = nullcontext()
 
 
 class _BothLimiters(AbstractAsyncContextManager[None]):
-    """Two limiters, entered in order."""
-
     def __init__(self, first: CapacityLimiter, second: CapacityLimiter) -> None:
         self._first, self._second = first, second
 
@@ -51,18 +46,14 @@ class _BothLimiters(AbstractAsyncContextManager[None]):
 
 @dataclass(slots=True)
 class LeasedEnv:
-    """An env leased to an episode."""
-
     key: Key
     runner: EnvRunner
     traits: EnvTraits
 
 
 class EnvPool:
-    """Creates envs on demand and reuses idle ones."""
-
     def __init__(self, custom_envs: Mapping[str, CustomEnv], num_threads: int, num_workers: int = 1) -> None:
-        """num_workers: sharers of a tag's concurrency limit."""
+        """num_workers: sharers of a tag's limit."""
         self._envs = custom_envs
         self._threads = DaemonThreads(num_threads)
         self._num_threads = num_threads
@@ -74,13 +65,11 @@ class EnvPool:
         self.share_with(num_workers)
 
     def share_with(self, num_workers: int) -> None:
-        """Set the number of workers that share limits."""
         for tag, limit in self._limits.items():
             self._limiters[tag].total_tokens = max(1, limit // num_workers)
 
     @property
     def num_hung(self) -> int:
-        """Hanging threads."""
         return self._threads.num_hung
 
     @property
@@ -89,7 +78,7 @@ class EnvPool:
         return self._threads.num_hung >= self._num_threads
 
     def step_limiter(self, tag: str) -> AbstractAsyncContextManager[Any]:
-        """Return the limiter of resets and steps: `use_thread_lock`, and the share of `max_env_step_concurrent`."""
+        """Return the limiter: `use_thread_lock`, and the share of `max_env_step_concurrent`."""
         limiter = self._limiters.get(tag)
         if not self._envs[tag].use_thread_lock:
             return limiter or _UNLIMITED
@@ -99,7 +88,7 @@ class EnvPool:
         """Lease an env; evaluation uses the held-out split.
 
         Raises:
-            EpisodeError: it can't be created.
+            EpisodeError: creation failed.
         """
         key = (tag, kind)
         if self._idle[key]:

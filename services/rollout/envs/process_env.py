@@ -7,12 +7,12 @@ from offbeat.services.rollout.child_process import ChildProcess
 from offbeat.services.rollout.envs.runners import EnvSpec, EnvTraits, StepResult
 
 CLOSE_S = 2.0
-"""Grace period before the process is killed."""
+"""Grace period before a kill."""
 
 
 class ProcessEnv:
     def __init__(self, spec: EnvSpec, *, quiet: bool = False) -> None:
-        """quiet: drop what the env prints."""
+        """quiet: drop the env's output."""
         self._spec = spec
         self._child = ChildProcess("offbeat.services.rollout.envs.process_env_main", "env_crashed", quiet=quiet)
 
@@ -22,7 +22,6 @@ class ProcessEnv:
 
     @property
     def pid(self) -> int | None:
-        """Process and process group id."""
         return self._child.pid
 
     async def start(self) -> EnvTraits:

@@ -18,8 +18,6 @@ from offbeat.services.rollout.envs.runners import (
 
 
 class EnvProcessServer:
-    """One env and its commands."""
-
     def __init__(self) -> None:
         self._env: TextEnv | None = None
         self.commands = {

@@ -1,7 +1,7 @@
 """Runners of an env: inline, in a thread, or in a process.
 
-Invariants: calls end within their timeout (except inline), if need be with `EpisodeError`; an env that failed or hung
-is never reused; a process env leaves no child.
+Invariants: calls (except inline) end within their timeout, if need be with `EpisodeError`; a failed or hung env is
+never reused; a process env leaves no child.
 """
 
 import logging
@@ -30,8 +30,6 @@ NUMBERS = (int, float, np.bool_, np.integer, np.floating)
 
 @dataclass(frozen=True, slots=True)
 class EnvSpec:
-    """Env class, arguments and timeouts."""
-
     env_type: str
     env_config: Mapping[str, JsonValue]
     reset_timeout_s: float
@@ -42,8 +40,6 @@ class EnvSpec:
 
 
 class EnvTraits(NamedTuple):
-    """Attributes of an env."""
-
     system_prompt: str
     metrics_agg_mode: dict[str, str]
     functions: Sequence[Mapping[str, Any]] = ()
@@ -59,24 +55,18 @@ class StepResult(NamedTuple):
 
 
 class EnvRunner(Protocol):
-    """Interface to an env; one caller at a time, and all methods but `close` may raise EpisodeError."""
+    """Interface to an env; one caller at a time; all methods but `close` may raise EpisodeError."""
 
     @property
-    def healthy(self) -> bool:
-        """Whether the env may be reused."""
-        ...
+    def healthy(self) -> bool: ...
 
     async def start(self) -> EnvTraits: ...
 
-    async def reset(self, seed: int) -> str:
-        """Return the first observation."""
-        ...
+    async def reset(self, seed: int) -> str: ...
 
     async def step(self, action: str) -> StepResult: ...
 
-    async def image(self) -> bytes:
-        """Render a PNG."""
-        ...
+    async def image(self) -> bytes: ...
 
     async def close(self) -> None:
         """Close the env, even if busy."""
@@ -91,11 +81,7 @@ def read_traits(env: TextEnv) -> EnvTraits:
 
 
 def do_reset(env: TextEnv, seed: int) -> str:
-    """Reset and check.
-
-    Raises:
-        TypeError: the observation is not text.
-    """
+    """Reset; raise TypeError unless the observation is text."""
     observation, _ = env.reset(seed=seed)
     return _text(observation)
 
@@ -136,7 +122,7 @@ def _text(observation: object) -> str:
 
 
 def _call(reason: str, function: Callable[..., T], *args: Any) -> T:
-    """Translate all exceptions, also SystemExit, which some libraries raise on bad arguments."""
+    """Translate all exceptions, also SystemExit, raised by some libraries on bad arguments."""
     try:
         return function(*args)
     except (Exception, SystemExit) as error:
@@ -145,8 +131,6 @@ def _call(reason: str, function: Callable[..., T], *args: Any) -> T:
 
 
 class InlineEnv:
-    """Runs on the event loop."""
-
     def __init__(self, spec: EnvSpec) -> None:
         self._spec = spec
         self._env: TextEnv | None = None
@@ -179,7 +163,7 @@ class InlineEnv:
 
 
 class ThreadEnv:
-    """Runs in the worker's threads, one call at a time; a hung call is abandoned."""
+    """Env in the worker's threads, one call at a time; a hung call is abandoned."""
 
     def __init__(self, spec: EnvSpec, threads: DaemonThreads) -> None:
         self._spec = spec
@@ -204,7 +188,7 @@ class ThreadEnv:
         return await self._run("image", self._spec.step_timeout_s, lambda: render_png(self._started))
 
     async def close(self) -> None:
-        """Close the env, after a running call in its thread."""
+        """Close after a running call."""
         self.healthy = False
         with self._flags:
             self._closing = True
@@ -254,7 +238,6 @@ class ThreadEnv:
 
 
 def close_quietly(env: TextEnv) -> None:
-    """Close an env; log exceptions."""
     try:
         env.close()
     except (Exception, SystemExit):

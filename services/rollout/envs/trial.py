@@ -1,4 +1,4 @@
-"""Trial of an env before a run: short episodes of random answers in a child process, where it may hang or crash."""
+"""Trial of an env before a run: short random episodes in a child process, as it may hang or crash."""
 
 import time
 from dataclasses import dataclass, field
@@ -10,22 +10,18 @@ from offbeat.services.rollout.envs.runners import EnvSpec, EnvTraits
 
 NUM_EPISODES, MAX_STEPS = 2, 3
 BUDGET_S = 10.0
-"""Time from which no further call is made."""
+"""Time after which no call is made."""
 UNLIMITED_GIB = float(1 << 20)
 
 
 @dataclass(slots=True)
 class Trial:
-    """What an env showed."""
-
     traits: EnvTraits | None = None
     observation: str = ""
-    """First one."""
     png: bytes = b""
-    """First image, if asked for."""
+    """First image, if requested."""
     num_episodes: int = 0
     failures: list[EpisodeError] = field(default_factory=list[EpisodeError])
-    """One per failed episode."""
 
     @property
     def always_fails(self) -> bool:
@@ -33,7 +29,6 @@ class Trial:
 
 
 async def try_env(env: CustomEnv, seed: int) -> Trial:
-    """Run `NUM_EPISODES` episodes, from `seed` on, of `MAX_STEPS` steps."""
     trial, began = Trial(), time.monotonic()
     memory_gib = env.memory_gib if env.execution == "process" else UNLIMITED_GIB
     spec = EnvSpec(env.env_type, env.env_config, env.reset_timeout_s, env.step_timeout_s, memory_gib)

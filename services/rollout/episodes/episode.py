@@ -1,6 +1,6 @@
 """Episode loop, independent of Ray and Redis.
 
-Trajectory-wise (ROLL's semantics), history stays in context as sampled or as the chat template rewrites it; step-wise,
+Trajectory-wise (ROLL's semantics), history stays in context, unless rewritten by the chat template; step-wise,
 prompts are independent.
 """
 
@@ -30,12 +30,10 @@ from offbeat.services.rollout.episodes.history import TurnHistory
 from offbeat.services.rollout.episodes.recorder import EpisodeRecorder, TurnMessage, make_recorder
 
 Sample = Callable[..., Awaitable[Completion]]
-"""(prompt token ids, maximum new tokens[, images]) -> completion; retries and times out by itself."""
+"""(prompt token ids, maximum new tokens[, images]) -> completion; retries and times out internally."""
 
 
 class PlayableEnv(Protocol):
-    """Env of an episode."""
-
     async def reset(self, seed: int) -> str: ...
 
     async def step(self, action: str) -> StepResult: ...
@@ -97,9 +95,7 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
 
 @dataclass(slots=True)
 class _Episode:
-    """State between turns; everything else is released while in the CPU caches, because thousands of episodes run
-    before the next turn.
-    """
+    """State between turns; the rest is released while in the CPU caches, as thousands of episodes run between."""
 
     plan: EpisodePlan
     env: PlayableEnv
@@ -110,10 +106,8 @@ class _Episode:
     history: TurnHistory
     text: list[str]
     error: EpisodeError | None = None
-    """Error of the last step, which ended the episode."""
 
     async def turn(self, observation: str, step: int) -> tuple[str, StopReason | None]:
-        """Sample an answer and step the env; return the next observation and the stop reason."""
         plan, recorder = self.plan, self.recorder
         message = await self._message(observation, step)
         prompt, images = recorder.ask(message)
@@ -167,7 +161,6 @@ def _stop_reason(result: StepResult, step: int, max_steps: int) -> StopReason | 
 
 
 def length_metrics(turns: Sequence[Turn]) -> dict[str, float]:
-    """Return number of turns, sampled tokens per turn, and share of turns cut at their token limit."""
     count = max(len(turns), 1)
     return {
         "num_actions": float(len(turns)),
@@ -192,12 +185,12 @@ REDUCTIONS: Mapping[str, Callable[[float, float], float]] = {
 
 
 class EpisodeMetrics:
-    """Env metrics aggregated by the env's rules; by default `success` last, others mean."""
+    """Env metrics, aggregated as the env declares; by default `success` last, others mean."""
 
     __slots__ = ("_counts", "_modes", "_values")
 
     def __init__(self, modes: Mapping[str, str]) -> None:
-        """Raises EpisodeError for an unknown aggregation."""
+        """Raises EpisodeError for an unknown mode."""
         for name, mode in modes.items():
             if mode not in REDUCTIONS:
                 raise EpisodeError(

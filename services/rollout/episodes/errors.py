@@ -6,14 +6,14 @@ from offbeat.services.errors import EpisodeError
 from offbeat.services.rollout.config import CustomEnv, OnAgentError, OnEnvError
 
 ENDED_BY_ERROR = "ended_by_error"
-"""Metric of tags with such a rule: share of episodes."""
+"""Share of episodes, for tags with such a rule."""
 
 
 def reward_of(rule: OnEnvError | OnAgentError | None, error: EpisodeError) -> float:
     """Return the reward of an episode that `error` ended.
 
     Raises:
-        EpisodeError: `error`, if the rule does not hold for it.
+        EpisodeError: `error`, if the rule excludes it.
     """
     if rule is None or error.reason not in rule.reasons:
         raise error
@@ -21,7 +21,7 @@ def reward_of(rule: OnEnvError | OnAgentError | None, error: EpisodeError) -> fl
 
 
 def error_metrics(env: CustomEnv, metrics: Mapping[str, float], error: EpisodeError | None) -> dict[str, float]:
-    """Return the metrics that tell whether an error ended the episode; then a reported success is none."""
+    """Add whether an error ended the episode, which voids a success."""
     if not (env.on_env_error or env.on_agent_error):
         return {}
     failure = {"success": 0.0} if error and "success" in metrics else {}

@@ -4,8 +4,6 @@ from offbeat.services.rollout.config import CustomEnv
 
 
 class TurnHistory:
-    """An episode's earlier turns."""
-
     __slots__ = ("_shows_all", "_turns", "_window")
 
     def __init__(self, rules: CustomEnv) -> None:
@@ -18,9 +16,8 @@ class TurnHistory:
             self._turns.append(f"{observation}\n{answer}")
 
     def render_history(self) -> str:
-        """Return `{history}`: the last `history_length` observations and answers."""
         return "\n".join(self._turns[-self._window :]) if self._window else ""
 
     def render_observation(self, observation: str) -> str:
-        """Return `{observation}`; with `StepConcatEnvManager`, after all earlier turns."""
+        """Return `{observation}`; with `StepConcatEnvManager`, after earlier turns."""
         return "\n".join([*self._turns, observation]) if self._shows_all else observation

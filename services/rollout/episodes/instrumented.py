@@ -13,8 +13,6 @@ from offbeat.services.rollout.wait_status import Wait, Waiting
 
 
 class InstrumentedEpisode:
-    """`PlayableEnv` with a `Sample`."""
-
     __slots__ = ("_between", "_env", "_kind", "_reporter", "_sampler", "_step_limiter", "_tag", "_waiting")
 
     def __init__(
@@ -29,7 +27,7 @@ class InstrumentedEpisode:
         reporter: WorkerMetrics,
         between: Wait | None = None,
     ) -> None:
-        """between: wait status after a call; None if the next follows at once."""
+        """between: wait status after a call; None if the next is immediate."""
         self._kind = kind
         self._tag = tag
         self._env = env

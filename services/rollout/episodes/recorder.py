@@ -1,6 +1,6 @@
 """Recorders of an episode's tokens, in one or more segments.
 
-Invariant: exactly the tokens sent and sampled are recorded, each sampled token once.
+Invariant: exactly the tokens sent and sampled are recorded, each sampled one once.
 """
 
 import asyncio
@@ -43,7 +43,6 @@ class TurnMessage(NamedTuple):
 
 
 Sent = tuple[Sequence[int], tuple[PromptImage, ...]]
-"""Prompt tokens and images."""
 
 
 class Record(NamedTuple):
@@ -54,18 +53,18 @@ class Record(NamedTuple):
 
 
 class EpisodeRecorder(Protocol):
-    """Records turns by `ask`, `add_completion`, `add_reward`, in order."""
+    """Recorder of turns by `ask`, `add_completion`, `add_reward`, in order."""
 
     def ask(self, message: TurnMessage) -> Sent:
         """Return the next prompt.
 
         Raises:
-            EpisodeError: the message can't be rendered.
+            EpisodeError: rendering failed.
         """
         ...
 
     def add_completion(self, completion: Completion) -> str:
-        """Record a completion and return its text.
+        """Record a completion; return its text.
 
         Raises:
             EpisodeError: as `check_completion`.
@@ -78,10 +77,7 @@ class EpisodeRecorder(Protocol):
 
 
 class AppendOnlyRecorder:
-    """Extends the recorded sequence by each message's tokens.
-
-    Arrays, because long prompts are copied and sent as bytes.
-    """
+    """Recorder of one sequence, extended by messages; arrays, because long prompts are copied and sent as bytes."""
 
     __slots__ = ("_chat", "_images", "_logprobs", "_spans", "_system", "_tokens", "_turns")
 
@@ -96,7 +92,7 @@ class AppendOnlyRecorder:
         self._spans: list[VersionSpan] = []
 
     def ask(self, message: TurnMessage) -> Sent:
-        """End a truncated answer, then return the next prompt."""
+        """End a truncated answer; return the next prompt."""
         if self._turns and self._tokens[-1] != self._chat.end_id:
             self._tokens.append(self._chat.end_id)
         words = message.words
@@ -140,8 +136,6 @@ class AppendOnlyRecorder:
 
 
 class PerStepRecorder:
-    """Records each prompt as a segment."""
-
     def __init__(self, chat: ChatFormat, system: str) -> None:
         self._chat = chat
         self._system = system
@@ -166,7 +160,7 @@ class PerStepRecorder:
 
 @dataclass
 class RerenderedRecorder:
-    """Renders the whole conversation; unchanged prefixes continue a sequence.
+    """Renderer of whole conversations; unchanged prefixes continue a sequence.
 
     functions: in OpenAI's form; calls are followed by their results.
     """
@@ -213,7 +207,7 @@ class RerenderedRecorder:
         return write_calls(answer.content, [Call(call.name, call.parsed()) for call in answer.tool_calls])
 
     def _parse_answer(self, text: str) -> ChatMessage:
-        """Parse an answer; calls that can't be rendered again stay text."""
+        """Parse an answer; calls that can't be rerendered stay text."""
         answer = self.template.message_of(text, tools=self.functions).with_call_ids(len(self._tree.nodes))
         if not answer.tool_calls:
             return answer

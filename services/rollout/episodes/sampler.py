@@ -1,7 +1,4 @@
-"""Sampling of turns, with retries.
-
-Invariant: only the turn in flight is lost; its prompt is sent again.
-"""
+"""Sampling of turns; retries resend the prompt, so only the turn in flight is lost."""
 
 import asyncio
 import time
@@ -37,13 +34,11 @@ def build_samplings(settings: WorkerSettings, stop_ids: tuple[int, ...]) -> dict
 
 @lru_cache
 def limit_new_tokens(sampling: Sampling, max_new_tokens: int) -> Sampling:
-    """Return an object shared by thousands of waiting turns."""
+    """Return an object shared by thousands of turns."""
     return replace(sampling, max_new_tokens=max_new_tokens)
 
 
 class EpisodeSampler:
-    """Samples an episode's turns."""
-
     __slots__ = ("_batcher", "_min_version", "_name", "_num_requests", "_retry_s", "_sampling")
 
     def __init__(self, batcher: TurnBatcher, sampling: Sampling, min_version: int, *, retry_s: float) -> None:
@@ -58,7 +53,7 @@ class EpisodeSampler:
     async def __call__(
         self, prompt: Sequence[int], max_new_tokens: int, images: tuple[PromptImage, ...] = ()
     ) -> Completion:
-        """Return a completion; retry for `retry_s`.
+        """Sample, retrying for `retry_s`.
 
         Raises:
             EpisodeError: `generation_refused`; `generation_unavailable` or `generation_timeout` after `retry_s`.

@@ -1,7 +1,7 @@
 """Batches ready turns into one generation call.
 
-Invariants: a single turn is sent at once; no turn waits for another's completion; a cancelled turn is removed, or
-aborted if sent. The timeout is per call, because thousands of timers cost more.
+Invariants: a single turn is sent at once; none waits for another's completion; a cancelled one is removed, or aborted
+if sent. The timeout is per call, because thousands of timers cost more.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class TurnBatcher:
-    """Sends turns, at most one call per `coalesce_s`."""
+    """Sender of turns, at most one call per `coalesce_s`."""
 
     def __init__(self, client: GenerationClient, coalesce_s: float, timeout_s: float | None = None) -> None:
         """timeout_s: limit of a call, whose turns are then aborted; None: unlimited."""
@@ -32,7 +32,7 @@ class TurnBatcher:
         self.num_calls = 0
 
     async def sample(self, request: GenerateRequest) -> Completion:
-        """Return a turn's completion.
+        """Sample a turn.
 
         Raises:
             RetryableError: generation is unavailable; retry under another request id.

@@ -1,7 +1,7 @@
-"""Interface of the weight transports, and the files that they store.
+"""Weight transports' interface, and the files that they store.
 
-Invariants: a version is stored completely or not at all, as one safetensors file. Its name holds run, folder, version,
-epoch and a random token, so no name is reused or shared by runs of one name.
+Invariants: a version is one safetensors file, stored completely or not at all. Its name (run, folder, version, epoch,
+random token) is never reused, nor shared by runs of one name.
 """
 
 import hashlib
@@ -33,8 +33,6 @@ AdapterSettings = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Location and digest of a version's bytes."""
-
     location: str
     digest: str
     """`blake2b:` and the hex digest of the file."""
@@ -49,7 +47,7 @@ class Transport(Protocol):
     name: str
 
     def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
-        """Return copies of the tensors that stay unchanged until the next version has been announced."""
+        """Return copies, unchanged until the next version is announced."""
         ...
 
     def stage(self, version: int, epoch: int, tensors: "dict[str, Tensor]") -> Stored:
@@ -74,9 +72,7 @@ class Transport(Protocol):
         """Return the run's files, including incomplete ones."""
         ...
 
-    def close(self) -> None:
-        """Release threads and connections."""
-        ...
+    def close(self) -> None: ...
 
 
 class FileTransport(Transport, Protocol):
@@ -97,7 +93,6 @@ class StoredFile:
 
 
 def digest_of(stream: BufferedReader) -> str:
-    """Return the digest of an open file."""
     return f"blake2b:{hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32)).hexdigest()}"
 
 
@@ -112,7 +107,6 @@ def file_name(owner: str, version: int, epoch: int, suffix: str = WHOLE) -> str:
 
 
 def belongs_to(owner: str, name: str) -> bool:
-    """Return True if the run owns a file of this name."""
     return bool(
         re.fullmatch(
             rf"offbeat-{re.escape(owner)}-v\d+-e\d+-[0-9a-f]{{8}}\.(safetensors|difference|adapter)(\.part)?", name
@@ -122,7 +116,7 @@ def belongs_to(owner: str, name: str) -> bool:
 
 @contextmanager
 def open_verified(path: Path, manifest: Manifest) -> Iterator[Path]:
-    """Verify a version's file and yield a path to the open file, valid even if its name is removed."""
+    """Verify a version's file; yield a path to the open file, valid even without its name."""
     try:
         stream = path.open("rb")
     except OSError as error:
@@ -138,12 +132,10 @@ class HostCopies:
     """Reused copies in main memory, for one version at a time."""
 
     def __init__(self, dtype: str = "as_trained") -> None:
-        """dtype: see `WeightsConfig.dtype`."""
         self._dtype = dtype
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
-        """Copy them all."""
         import torch
 
         copies: dict[str, Tensor] = {}

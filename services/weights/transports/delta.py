@@ -1,9 +1,8 @@
-"""Delta versions: between two complete versions (anchors), only the elements that differ from the anchor.
+"""Delta versions: between complete versions (anchors), only elements that differ from the anchor.
 
-RL changes few bits of bfloat16 weights per step. Deltas are relative to the anchor, so any replica needs two files: the
-anchor, which it keeps, and one delta.
+RL changes few bits of bfloat16 weights per step. A replica needs two files: the anchor, which it keeps, and one delta.
 
-Invariants: a replica loads exactly the complete version's bytes, with digests of delta, anchor and result verified, or
+Invariants: a replica loads exactly the complete version's bytes, verified by digests of delta, anchor and result, or
 nothing. An anchor is kept while a kept version needs it.
 """
 
@@ -39,7 +38,7 @@ FORMAT = 1
 MAX_DELTA_SHARE = 0.5
 """Share of changed bytes above which a version becomes the next anchor."""
 ZSTD_LEVEL = 1
-"""Higher levels take several times as long and save a few percent."""
+"""Higher levels are several times slower and save a few percent."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -51,7 +50,6 @@ class Difference:
     width: int
     """Bytes of an element."""
     num_bytes: int
-    """Size of the file."""
     positions: npt.NDArray[np.int64]
     """Positions in elements, ascending."""
     flips: npt.NDArray[Any]
@@ -62,7 +60,7 @@ def compute_difference(old: Bytes, new: Bytes, width: int) -> Difference:
     """Return the difference between files of equal layout.
 
     Raises:
-        ValueError: their lengths differ, or are not multiples of the width.
+        ValueError: unequal lengths, or not multiples of the width.
     """
     if len(old) != len(new) or len(old) % width:
         raise ValueError(f"{len(old)} and {len(new)} bytes are no two versions of elements of {width} bytes")
@@ -75,7 +73,7 @@ def apply_difference(old: Bytes, change: Difference) -> Bytes:
     """Return a changed copy of `old`.
 
     Raises:
-        ValueError: the difference is not one of this file.
+        ValueError: the difference is another file's.
     """
     if len(old) != change.num_bytes:
         raise ValueError(f"a difference of {change.num_bytes} bytes does not fit {len(old)}")
@@ -111,7 +109,6 @@ def unpack(blob: bytes) -> tuple[Difference, str]:
 
 
 def digest_of_bytes(content: Bytes) -> str:
-    """Return `digest_of` of a file with this content."""
     return f"blake2b:{hashlib.blake2b(content.data, digest_size=32).hexdigest()}"
 
 
@@ -147,7 +144,6 @@ class DeltaTransport:
     """`Transport` that stores complete versions and differences in another one."""
 
     def __init__(self, inner: FileTransport, anchor_every: int) -> None:
-        """anchor_every: interval of complete versions."""
         self.name = inner.name
         self._inner = inner
         self._anchor_every = anchor_every
@@ -160,7 +156,7 @@ class DeltaTransport:
         return self._inner.copies(tensors)
 
     def stage(self, version: int, epoch: int, tensors: "dict[str, Tensor]") -> Stored:
-        """Store a complete version or a delta, as interval and size of the change require."""
+        """Store a complete version or a delta, by interval and size of the change."""
         from safetensors.torch import save
 
         content = np.frombuffer(save(tensors), dtype=np.uint8)

@@ -1,7 +1,7 @@
 """Weight versions in the learner's GPU memory (`ipc`, `nccl`), pulled through vLLM's transfer engines.
 
-A version is readable while the learner that holds it serves pulls. Each pull opens its own connection, so a failed
-transfer leaves nothing behind.
+A version is readable while its learner serves pulls. Each pull opens its own connection, so a failed transfer leaves
+nothing behind.
 """
 
 import importlib
@@ -41,7 +41,7 @@ SENDERS = "offbeat.services.weights.transports.vllm_senders"
 TRANSFER_TIMEOUT_S = 300.0
 PULL_POLL_S = 1.0
 CLOSE_TIMEOUT_S = 20.0
-"""Time for the serving thread to notice the close, before its connection is closed."""
+"""Time for the serving thread to notice, before its connection is closed."""
 
 
 def checksum(tensors: "Iterable[tuple[str, Tensor]]") -> str:

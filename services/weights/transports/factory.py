@@ -27,11 +27,11 @@ def make_transport(
 ) -> Transport:
     """Return the configured transport.
 
-    redis: a connection that may block, for `ipc` and `nccl`. workers: GPUs of one replica. adapter: PEFT's settings of
-    published adapters, empty on the fetching side; None for merged weights.
+    redis: may block, for `ipc` and `nccl`. workers: GPUs of one replica. adapter: PEFT's settings of published
+    adapters, empty on the fetching side; None for merged weights.
 
     Raises:
-        WeightsError: the transport is not available on this host.
+        WeightsError: the transport is unavailable on this host.
     """
     match config.transport:
         case "shm":
@@ -71,5 +71,5 @@ def remove_all(transport: Transport) -> int:
 
 
 def cleanup(run_id: str, config: WeightsConfig, output_dir: Path) -> int:
-    """Remove the files of a finished run; return their number."""
+    """Remove a finished run's files; return their number."""
     return remove_all(make_transport(config, run_id, output_dir)) if leaves_files(config) else 0

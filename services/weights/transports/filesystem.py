@@ -29,12 +29,9 @@ if TYPE_CHECKING:
 
 
 class FilesystemTransport:
-    """Versions under one fsspec URL."""
-
     name = "fs"
 
     def __init__(self, owner: str, url: str, *, dtype: str = "as_trained") -> None:
-        """owner: see `owner_of`."""
         try:
             self._fs, root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:

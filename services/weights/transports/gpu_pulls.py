@@ -1,4 +1,4 @@
-"""Requests of replicas for weights in the learner's GPU memory, as JSON over Redis.
+"""Replicas' requests for weights in the learner's GPU memory, as JSON over Redis.
 
 A replica requests, receives the parameters of its side of vLLM's transfer engine, loads and reports. The learner serves
 one request at a time, since the bytes must stay in place.
@@ -23,9 +23,9 @@ PullParameters = dict[str, Any]
 """`init` and `update` for vLLM's engine, or `error`."""
 
 PULL_TTL_S = 600
-"""Time after which unread answers expire."""
+"""Expiry of unread answers."""
 HOLDER_TTL_S = 15
-"""Time without a heartbeat after which the learner is considered gone."""
+"""Time without a heartbeat after which the learner counts as gone."""
 CHECK_INTERVAL_S = 5.0
 """Longest blocking read; below the clients' socket timeout and `HOLDER_TTL_S`."""
 
@@ -60,7 +60,6 @@ class PullServer:
         return pull if pull.expires_at > time.time() else None
 
     def answer(self, pull: TensorPull, parameters: PullParameters) -> None:
-        """Send the pull parameters."""
         key = self._keys.key("pull", pull.pull_id)
         self._redis.rpush(key, json.dumps(parameters))
         self._redis.expire(key, PULL_TTL_S)
@@ -78,7 +77,6 @@ class PullServer:
         self._redis.set(self._keys.key("pulls", "holder"), self._token, ex=HOLDER_TTL_S)
 
     def leave(self) -> None:
-        """Stop serving pulls."""
         self._redis.delete(self._keys.key("pulls", "holder"))
 
 

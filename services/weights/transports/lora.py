@@ -1,6 +1,6 @@
 """Adapter versions: low-rank tensors on a base that is published once.
 
-A manifest names the base as its anchor, so any replica needs two files: the base, which it keeps, and one adapter.
+A manifest names the base as its anchor; a replica needs the base, which it keeps, and one adapter.
 
 Invariants: a replica gets an adapter and the base that it was trained on, digests verified. A base is kept while a kept
 version names it.
@@ -49,7 +49,7 @@ class AdapterTransport:
         self._held = ""
 
     def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
-        """Return copies of the tensors, without a base that is stored."""
+        """Return copies, without a stored base."""
         there = self._base is not None and self._base.location in {file.location for file in self._inner.stored()}
         return self._inner.copies((name, each) for name, each in tensors if not there or name.startswith(PREFIX))
 

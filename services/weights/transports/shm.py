@@ -25,12 +25,9 @@ if TYPE_CHECKING:
 
 
 class SharedMemoryTransport:
-    """Files in shared memory."""
-
     name = "shm"
 
     def __init__(self, owner: str, folder: Path = Path("/dev/shm"), *, dtype: str = "as_trained") -> None:
-        """owner: see `owner_of`."""
         if not folder.is_dir():
             raise WeightsError(f"transport `shm` needs {folder}; use `weights.transport=fs` here")
         self._owner = owner

@@ -1,7 +1,7 @@
 """The learner's end of vLLM's `ipc` and `nccl` transfers (GPUs only).
 
-vLLM's trainer engines drive inference through a client of four calls. Replicas drive themselves here, so the client
-passes on the parameters and waits.
+vLLM's trainer engines drive inference through a client; replicas drive themselves here, so it passes on the parameters
+and waits.
 """
 
 # pyright: basic
@@ -22,8 +22,6 @@ from offbeat.services.weights.transports.gpu_pulls import PullServer, TensorPull
 
 
 class HeldSource(WeightSource):
-    """A held version as vLLM's weight source."""
-
     def __init__(self, held: dict[str, torch.Tensor]) -> None:
         self._held = held
 
@@ -59,7 +57,7 @@ class PullServerClient:
         """Do nothing: the replica starts by itself."""
 
     def update_weights(self, update_info: WeightTransferUpdatePayload) -> None:
-        """Send the pull parameters, unless already sent, and wait until the replica has loaded."""
+        """Send the pull parameters unless sent; wait until the replica has loaded."""
         if not self._rendezvous:
             self._server.answer(self._pull, {"init": self._init, "update": _plain(cast(dict[str, Any], update_info))})
         self._server.wait_done(self._pull)
@@ -69,8 +67,8 @@ class PullServerClient:
 
 
 def _plain(update_info: dict[str, Any]) -> dict[str, Any]:
-    """Return an IPC update as JSON, without the classes and dtype of torch's `rebuild_cuda_tensor`, which the replica
-    knows.
+    """Return an IPC update as JSON, without the classes and dtype of torch's `rebuild_cuda_tensor`, known to the
+    replica.
     """
     handles = update_info["ipc_handles"]
     plain = {}

@@ -8,6 +8,7 @@ import pytest
 from offbeat.deploy.config.errors import nearest_keys
 from offbeat.deploy.config.run import RunConfig
 from offbeat.trainer.config.aliases import ENGINE, KEYS, VALUES, canonical_json, canonicalize
+from tests.paths import ROOT
 
 ENVS: dict[str, Any] = {"custom_envs": {"a": {"env_type": "frozen_lake"}}}
 
@@ -108,3 +109,14 @@ def test_arguments_of_a_single_tracker_need_no_name():
     tree, _ = canonicalize({"track_with": "tensorboard", "tracker_kwargs": arguments})
     assert tree["tracker_kwargs"] == {"tensorboard": arguments}
     assert canonicalize(tree)[0] == tree
+
+
+def test_every_spelling_is_documented():
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    engine = {
+        key for key in KEYS if key.startswith("actor_infer.") and KEYS[key].startswith(ENGINE) and ENGINE not in key
+    }
+    for key in set(KEYS) - engine:
+        assert f"`{key.rpartition('.')[2]}`" in page or f"`{key.replace('*', 'NAME')}`" in page, key
+    for values in VALUES.values():
+        assert any(f"`{value}`" in page for value in values) or "roll." in str(values)
