@@ -221,8 +221,10 @@ def run_chaos(
     patience_s: float,
     echo: Callable[[str], None],
     overrides: Sequence[str],
+    only: str = "",
 ) -> ChaosReport:
     """Run `steps` steps under up to `kills` faults in `minutes`."""
+    faults = plan(kills, seed, only)
     folder = folder.resolve()
     disk = SmallDisk(folder)
     adopt_orphans()
@@ -235,4 +237,4 @@ def run_chaos(
     run = RunUnderChaos(CONFIG, folder, f"chaos-{seed}", all_overrides, environment)
     echo(f"the run's log: {run.log}")
     node = SecondNode(folder.with_name(f"{folder.name}.node.log"), environment)
-    return Chaos(run, seed, overlap, patience_s, echo).run(plan(kills, seed), minutes, END_S, node, disk, orders)
+    return Chaos(run, seed, overlap, patience_s, echo).run(faults, minutes, END_S, node, disk, orders)
