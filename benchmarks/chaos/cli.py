@@ -29,6 +29,7 @@ def chaos(
     patience: Annotated[
         float, typer.Option(min=1, metavar="S", help="A run that stands still for longer after a fault fails; seconds.")
     ] = 240.0,
+    only: Annotated[str, typer.Option(metavar="TEXT", help="Faults whose name contains this.")] = "",
     out: RunFolder = None,
     as_json: JsonFile = None,
     overrides: Overrides = None,
@@ -37,10 +38,15 @@ def chaos(
 
     Exit codes: 0 the run finished, the audit proves it, nothing is left over; 1 otherwise.
     """
+    from offbeat.benchmarks.chaos.faults import plan
     from offbeat.benchmarks.chaos.session import run_chaos
 
     raise_interrupt_on_signals()
     folder = out or Path(tempfile.mkdtemp(prefix="offbeat-chaos-")) / "run"
+    try:
+        plan(kills, seed, only)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--only") from None
     report = run_chaos(
         folder,
         minutes=minutes,
@@ -51,6 +57,7 @@ def chaos(
         patience_s=patience,
         echo=typer.echo,
         overrides=overrides or [],
+        only=only,
     )
     write_report(as_json, report.as_tree())
     _show(report, folder)

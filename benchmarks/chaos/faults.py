@@ -27,6 +27,8 @@ class FaultKind(StrEnum):
     """Refusal of writes by Redis."""
     DISK = "disk"
     """Full checkpoint disk."""
+    LOSS = "loss"
+    """Acknowledged writes that Redis forgets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +87,24 @@ FAULTS = (
     Fault("Redis connections silent", FaultKind.CONNECTIONS, "silent"),
     Fault("Redis refuses writes", FaultKind.MEMORY),
     Fault("checkpoint disk full", FaultKind.DISK),
+    Fault("Redis loses its last writes", FaultKind.LOSS, "cut"),
+    Fault("Redis emptied", FaultKind.LOSS, "emptied"),
 )
 
 
-def plan(kills: int, seed: int) -> list[Fault]:
-    """Plan faults; counts of kinds differ by at most one."""
+def plan(kills: int, seed: int, only: str = "") -> list[Fault]:
+    """Return faults whose name contains `only`; counts of kinds differ by at most one.
+
+    Raises:
+        ValueError: there is no such fault.
+    """
+    faults = [fault for fault in FAULTS if only in fault.name]
+    if not faults:
+        raise ValueError(f"no fault is named like {only!r}: {', '.join(fault.name for fault in FAULTS)}")
     rng = random.Random(seed)
     order: list[Fault] = []
     while len(order) < kills:
-        order += rng.sample(FAULTS, len(FAULTS))
+        order += rng.sample(faults, len(faults))
     return order[:kills]
 
 

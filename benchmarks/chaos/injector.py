@@ -1,5 +1,6 @@
 """Injection of faults; temporary ones are reverted, also when interrupted."""
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +28,11 @@ WRITES_REFUSED_S = (4.0, 40.0)
 ORDER_TIMEOUT_S = 20.0
 DISK_FULL_S = (1.0, 4.0)
 """Time after the learner noticed."""
+MAX_LOST_BYTES = 256 << 10
+"""Of the append-only file: seconds of writes."""
+APPEND_ONLY_FILE = "appendonly.aof"
 FAILURE_TIMEOUT_S = 60.0
-LEARNER = PROCESSES["learner"]
+LEARNER, REDIS_SERVER = PROCESSES["learner"], PROCESSES["redis-server"]
 
 Wait = Callable[[Callable[[], bool], float], bool]
 """(condition, timeout in seconds) -> met in time."""
@@ -82,6 +86,8 @@ class FaultInjector:
                 return self._refuse_writes()
             case FaultKind.DISK:
                 return self._fill_disk()
+            case FaultKind.LOSS:
+                return self._empty_redis() if fault.target == "emptied" else self._cut_redis()
 
     def _process(self, fault: Fault) -> float:
         victims = self.victims(fault)
@@ -127,6 +133,27 @@ class FaultInjector:
         finally:
             self._wait(lambda: self._run.limit_memory(0), FAILURE_TIMEOUT_S)
         return duration_s
+
+    def _cut_redis(self) -> float:
+        """Cut the append-only file, and kill the server, which comes back with the rest."""
+        servers = [each for each in processes_of([psutil.Process()], REDIS_SERVER) if each.name() == REDIS_SERVER]
+        if not servers:
+            raise MissedError("there was no redis-server at that moment")
+        self._run.expect_older_version()
+        servers[0].suspend()
+        try:
+            file = self._run.output_dir / "redis" / APPEND_ONLY_FILE
+            size = file.stat().st_size
+            os.truncate(file, size - self._rng.randint(1, min(MAX_LOST_BYTES, size // 2)))
+        finally:
+            servers[0].kill()
+        return 0.0
+
+    def _empty_redis(self) -> float:
+        self._run.expect_older_version()
+        if not self._run.empty_redis():
+            raise MissedError("Redis did not answer at that moment")
+        return 0.0
 
     def _fill_disk(self) -> float:
         if not self._disk.is_there:

@@ -127,6 +127,20 @@ class RunUnderChaos:
         except RedisError:
             return False
 
+    def expect_older_version(self) -> None:
+        """Accept that the published version falls once, since Redis loses writes."""
+        self._highest = -1
+
+    def empty_redis(self) -> bool:
+        """Remove every key; False if Redis is unreachable."""
+        redis = self.redis()
+        if redis is None:
+            return False
+        try:
+            return bool(redis.flushall())
+        except RedisError:
+            return False
+
     def wait(self, timeout_s: float) -> int | None:
         """Return the exit code; None on timeout."""
         try:

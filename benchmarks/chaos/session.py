@@ -219,7 +219,9 @@ def run_chaos(
     patience_s: float,
     echo: Callable[[str], None],
     overrides: Sequence[str],
+    only: str = "",
 ) -> ChaosReport:
+    faults = plan(kills, seed, only)
     folder = folder.resolve()
     disk = SmallDisk(folder)
     adopt_orphans()
@@ -232,4 +234,4 @@ def run_chaos(
     run = RunUnderChaos(CONFIG, folder, f"chaos-{seed}", all_overrides, environment)
     echo(f"the run's log: {run.log}")
     node = SecondNode(folder.with_name(f"{folder.name}.node.log"), environment)
-    return Chaos(run, seed, overlap, patience_s, echo).run(plan(kills, seed), minutes, END_S, node, disk, orders)
+    return Chaos(run, seed, overlap, patience_s, echo).run(faults, minutes, END_S, node, disk, orders)

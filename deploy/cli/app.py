@@ -40,9 +40,17 @@ app.add_typer(env_app, name="env", rich_help_panel=PLAY)
 app.add_typer(agent_app, name="agent", rich_help_panel=PLAY)
 app.add_typer(runs_app, name="runs", rich_help_panel=TRAIN)
 
-ConfigPath = Annotated[
-    Path,
+Config = Annotated[
+    str | None,
     typer.Argument(metavar="CONFIG", help="A run's YAML file, or the name of a packaged one.", show_default=False),
+]
+ConfigFolder = Annotated[
+    Path | None,
+    typer.Option("--config-path", "--config_path", metavar="DIR", help="Folder of --config-name, as in Hydra."),
+]
+ConfigName = Annotated[
+    str | None,
+    typer.Option("--config-name", "--config_name", metavar="NAME", help="CONFIG by name, with or without .yaml."),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -71,32 +79,64 @@ def options(
     """Options of all commands."""
 
 
+def _locate(
+    config: str | None, overrides: list[str] | None, folder: Path | None, name: str | None
+) -> tuple[Path, list[str]]:
+    """Return the file and the overrides; with `--config-name` every argument is an override."""
+    if name is None:
+        if config is None or folder is not None:
+            missing = "CONFIG" if folder is None else "--config-name"
+            raise typer.BadParameter(f"missing: a run's YAML file, or --config-path DIR --config-name NAME ({missing})")
+        return Path(config), overrides or []
+    values = [*([config] if config else []), *(overrides or [])]
+    if config and "=" not in config and not config.startswith("-"):
+        raise typer.BadParameter(f"{config} beside --config-name: give the file once")
+    path = Path(folder or ".", name)
+    return path if path.suffix == ".yaml" else path.with_name(f"{path.name}.yaml"), values
+
+
 @app.command(rich_help_panel=TRAIN, context_settings=WITH_OVERRIDES)
-def train(config: ConfigPath, overrides: Overrides = None) -> None:
+def train(
+    config: Config = None,
+    overrides: Overrides = None,
+    config_path: ConfigFolder = None,
+    config_name: ConfigName = None,
+) -> None:
     """Train on this machine and write a report.
 
     Ctrl-C stops everything; `resume_from_checkpoint=true` resumes the run.
     """
     from offbeat.deploy.cli.train import train as run_train
 
-    loaded = _load(config, overrides)
-    _try_agents(loaded, config)
-    raise typer.Exit(run_train(loaded, config, overrides or []))
+    path, values = _locate(config, overrides, config_path, config_name)
+    loaded = _load(path, values)
+    _try_agents(loaded, path)
+    raise typer.Exit(run_train(loaded, path, values))
 
 
 @config_app.command("validate", context_settings=WITH_OVERRIDES)
-def config_validate(config: ConfigPath, overrides: Overrides = None) -> None:
+def config_validate(
+    config: Config = None,
+    overrides: Overrides = None,
+    config_path: ConfigFolder = None,
+    config_name: ConfigName = None,
+) -> None:
     """Validate a configuration; list every problem."""
-    _load(config, overrides)
+    _load(*_locate(config, overrides, config_path, config_name))
     typer.echo("valid")
 
 
 @config_app.command("show", context_settings=WITH_OVERRIDES)
-def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
+def config_show(
+    config: Config = None,
+    overrides: Overrides = None,
+    config_path: ConfigFolder = None,
+    config_name: ConfigName = None,
+) -> None:
     """Print the complete configuration as YAML."""
     from offbeat.deploy.config.loader import dump_yaml
 
-    typer.echo(dump_yaml(_load(config, overrides)), nl=False)
+    typer.echo(dump_yaml(_load(*_locate(config, overrides, config_path, config_name))), nl=False)
 
 
 @config_app.command("list")

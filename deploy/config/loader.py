@@ -32,10 +32,7 @@ PATH_KEYS = ("output_dir", "logging_dir", "resume_from_checkpoint", *MODEL_KEYS)
 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Compose, validate and check a run. Raises `ConfigError` with every issue."""
-    tree, issues = resolve_models(_compose_saved(path, overrides))
-    if issues:
-        raise ConfigError(issues, str(path))
-    config = validate_tree(tree, source=str(path))
+    config = _validate_models(_compose_saved(path, overrides), str(path))
     if issues := [*check_rights(config, config.control.to_rights(), "control"), *check_run(config)]:
         raise ConfigError(issues, str(path))
     return config
@@ -69,10 +66,16 @@ def read_document(document: str | dict[str, Any], *, working_dir: Path | None = 
         raise ConfigError([issue])
     else:
         tree = canonical_tree(document)
-    tree, issues = resolve_models(tree if working_dir is None else resolve_paths(tree, working_dir))
+    return _validate_models(tree if working_dir is None else resolve_paths(tree, working_dir))
+
+
+def _validate_models(tree: dict[str, Any], source: str = "") -> RunConfig:
+    """Validate a canonical tree, and then take the models of the hub that it names."""
+    config = validate_tree(tree, source)
+    resolved, issues = resolve_models(tree)
     if issues:
-        raise ConfigError(issues)
-    return validate_tree(tree)
+        raise ConfigError(issues, source)
+    return config if resolved == tree else validate_tree(resolved, source)
 
 
 def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:

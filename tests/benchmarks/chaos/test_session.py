@@ -45,6 +45,12 @@ def test_plan_is_seeded_and_balances_the_kinds():
     assert len(plan(7, 1)) == 7
 
 
+def test_plan_can_be_restricted_by_name():
+    assert {fault.name for fault in plan(9, 1, "emptied")} == {"Redis emptied"}
+    with pytest.raises(ValueError, match="no fault is named like 'earthquake': env worker killed, "):
+        plan(1, 1, "earthquake")
+
+
 def test_every_kind_of_process_is_killed_and_stopped():
     for act in (FaultKind.KILL, FaultKind.STOP):
         assert {fault.target for fault in FAULTS if fault.act is act} == set(PROCESSES.values())

@@ -126,3 +126,30 @@ def test_learner_replay_is_a_hidden_alias_of_learner_reproduce():
 
     hidden = {command.name: command.hidden for command in learner_app.registered_commands}
     assert hidden == {"attach": False, "replay": True, "reproduce": False}
+
+
+@pytest.mark.parametrize(("path", "name"), [("--config-path", "--config-name"), ("--config_path", "--config_name")])
+def test_hydras_options_name_the_file(path: str, name: str, tmp_path: Path):
+    (tmp_path / "run.yaml").write_text(
+        "custom_envs: {L: {env_type: frozen_lake}}\ntrain_env_manager: {num_env_groups: 8}\n"
+    )
+    url = "redis.url=rediss://:p@host:6380/0?ssl_ca_certs=/ca.pem"
+    for given in ("run", "run.yaml"):
+        done = offbeat("config", "show", path, str(tmp_path), name, given, "seed=7", url)
+        assert done.returncode == 0, done.stderr
+        shown = yaml.safe_load(done.stdout)
+        assert (shown["seed"], shown["redis"]["url"]) == (7, url.partition("=")[2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "a run's YAML file"),
+        (["--config-path", "/tmp"], "--config-name"),
+        (["run.yaml", "--config-name", "run"], "give the file once"),
+    ],
+)
+def test_a_file_that_is_named_not_at_all_or_twice_is_refused(arguments: list[str], says: str):
+    done = offbeat("config", "validate", *arguments)
+    assert done.returncode == 2
+    assert says in " ".join(done.stderr.replace("│", " ").split())
