@@ -23,6 +23,8 @@ from offbeat.services.weights.config import WeightsConfig
 
 NO_RETRY_EXIT_CODE = 2
 """Unusable configuration or checkpoint."""
+RUN_OVER_EXIT_CODE = 4
+"""Of a learner started beside one that finished, after Redis forgot its status."""
 
 
 class LearnerHostActor:
@@ -103,10 +105,11 @@ class ManagedLearner:
             return Observation(Health.STARTING, "preparing version 0", LEARNER_LOG)
         if status.stopping:
             return Observation(Health.ABSENT, status.end_reason, LEARNER_LOG)
-        if status.exit_code == 0:
+        if status.exit_code in (0, RUN_OVER_EXIT_CODE):
             if await asyncio.to_thread(has_finished, self._redis, self._run_id):
                 return Observation(Health.DONE, "trained all steps", LEARNER_LOG)
-            return Observation(Health.DEAD, "exited before the last step", LEARNER_LOG, status.incarnation)
+            if status.exit_code == 0:
+                return Observation(Health.DEAD, "exited before the last step", LEARNER_LOG, status.incarnation)
         health = Health.BROKEN if status.exit_code == NO_RETRY_EXIT_CODE else Health.DEAD
         return Observation(health, status.end_reason, LEARNER_LOG, status.incarnation)
 

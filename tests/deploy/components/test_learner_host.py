@@ -295,6 +295,25 @@ async def test_takeover_is_reported_once_to_the_reconciler(redis: Redis, redis_u
     assert (await learner.observe()).health is Health.STARTING
 
 
+@pytest.mark.parametrize(
+    ("code", "phase", "health"),
+    [
+        (0, "finished", Health.DONE),
+        (4, "finished", Health.DONE),  # started anew, after Redis had forgotten the one that finished
+        (0, "training", Health.DEAD),
+        (4, "training", Health.DEAD),
+        (2, "finished", Health.BROKEN),
+    ],
+)
+async def test_exit_codes_are_judged_by_the_runs_phase(
+    redis: Redis, redis_url: str, code: int, phase: str, health: Health
+):
+    config = load_run(QUICKSTART)
+    redis.hset(learner_key(config.exp_name), mapping={"incarnation": "one", "pid": 1, "exit_code": code})
+    redis.hset(RunKeys(config.exp_name).record, "learner_phase", phase)
+    assert (await ManagedLearner(config, redis, redis_url).observe()).health is health
+
+
 def test_redis_password_is_not_on_the_command_line(redis_url: str, tmp_path: Path):
     report = "import os, sys; print(os.environ['OFFBEAT_REDIS'] == sys.argv[1], 'up')"
     host = LearnerHost("r", redis_url, tmp_path, command=[sys.executable, "-u", "-c", report, redis_url])
