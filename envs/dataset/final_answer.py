@@ -18,7 +18,8 @@ MAX_SIDES = 5
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _MATH_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _DOLLAR = re.compile(r"(?<!\\)\$")
-_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:,|\{,\}|\\[,!:; ]| )\d{3})+(?!\d)")
+_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:,(?:\\!)?|\{,\}|\\[,!:; ]| )\d{3})+(?!\d)")
+_SPACE = re.compile(r"(?<!\\)\\[ ,;:!]|~")
 _SEPARATORS = re.compile(
     r",|;|\\\\|\n|[<>]|\\(?:le|leq|leqslant|ge|geq|geqslant|lt|gt|ne|neq|to|mapsto|iff|implies|pm|mp|mid|cup|cap|lor|land|vee|wedge)"
     r"(?![a-zA-Z])|\\(?:long|Long)?(?:left|right|leftright|Left|Right|Leftright)arrow|(?<![a-zA-Z])(?:or|and|but|not)(?![a-zA-Z])"
@@ -66,7 +67,10 @@ def unwrap(text: str) -> str | None:
     inner: str | None = text.strip()
     while inner is not None:
         text, inner = inner.rstrip(". \n"), _inside(inner.rstrip(". \n"))
+    if text.count(r"\boxed") == 1 and last_boxed(text) is not None:  # n = \boxed{12}
+        text = re.sub(r"\\boxed\s*(?=\{)", "", text)
     text = _THOUSANDS.sub(lambda number: re.sub(r"\D", "", number[0]), text)
+    text = _SPACE.sub(" ", text)
     return None if _DOLLAR.search(text) or _BOX.search(text) else text
 
 
@@ -88,11 +92,14 @@ def candidates(answer: str, gold: str) -> list[str]:
     if not answer or not _is_bounded(answer) or _hides_text(answer, gold):
         return []
     sides = _split_relation(answer)
-    if len(sides) > MAX_SIDES or not all(side.strip() for side in sides):
+    if len(sides) > MAX_SIDES or not all(side.strip() for side in sides[1:]):
         return []
+    if not sides[0].strip():  # \approx 12
+        sides[0] = "x"
     has_name = len(sides) > 1 and _NAME.fullmatch(sides[0]) is not None
     if _SEPARATORS.search(gold):
-        return [answer] if all(_is_value(element) for element in _SEPARATORS.split(answer)) else []
+        value = sides[1] if has_name and len(sides) == 2 else answer
+        return [value] if all(_is_value(element) for element in _SEPARATORS.split(value)) else []
     if any(_SEPARATORS.search(side) for side in sides[has_name:]):
         return []
     if len(_split_relation(gold)) == 1:

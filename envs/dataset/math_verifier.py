@@ -50,10 +50,9 @@ def is_equal(gold: str, answer: str) -> bool:
 def _decimals(gold) -> int:
     """Return the decimals to compare: math-verify's 6, and for a number below 0.001 three digits of it."""
     try:
-        magnitude = abs(float(gold))
-    except (TypeError, ValueError, OverflowError):
+        return max(6, 2 - math.floor(math.log10(abs(float(gold)))))
+    except (TypeError, ValueError, OverflowError):  # no number, 0, infinity
         return 6
-    return max(6, 2 - math.floor(math.log10(magnitude))) if magnitude else 6
 
 
 def _delimit(text: str) -> str:
