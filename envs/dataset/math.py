@@ -1,8 +1,6 @@
 """Math problems, compared as expressions by math-verify."""
 
-import logging
-from functools import lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field, field_validator
 
@@ -12,6 +10,8 @@ from offbeat.envs.dataset.env import (
     QuestionsConfig,
     last_group,
 )
+from offbeat.envs.dataset.final_answer import candidates, last_boxed, unwrap
+from offbeat.envs.dataset.math_checker import is_equal
 from offbeat.envs.dataset.rows import Row
 from offbeat.envs.optional_imports import require
 from offbeat.envs.parsing import compile_pattern
@@ -31,46 +31,34 @@ class MathConfig(QuestionsConfig):
 
 
 class MathEnv(QuestionEnv[MathConfig]):
-    r"""A math problem; reward for an equal expression or number in `\boxed{}`.
-
-    math-verify's timeouts need signals, which threads lack; `step_timeout_s` applies instead.
-    """
+    r"""A math problem; reward for one final expression or number in `\boxed{}` that equals the answer."""
 
     config_class: ClassVar[type[MathConfig]] = MathConfig
     system_prompt: str = r"Solve the problem. Put the answer into \boxed{}."
 
     def __init__(self, config: MathConfig) -> None:
         super().__init__(config)
-        self._verifier: Any = require("math_verify", "data")
-        logging.getLogger("math_verify").setLevel(logging.ERROR)
+        require("math_verify", "data")
 
     def judge(self, row: Row, answer: str) -> Judgement:
         pattern = self.config.answer_pattern
-        answer_text = last_boxed(answer) if pattern is None else last_group(pattern, answer)
+        text = answer if pattern is None else last_group(pattern, answer)
+        boxed = None if text is None else last_boxed(text)
+        answer_text = text if boxed is None and pattern is not None else boxed
         if answer_text is None:
             return Judgement(0.0, success=False, valid=False)
-        is_correct = self._matches(str(row[self.config.answer_key]), answer_text)
+        is_correct = matches(str(row[self.config.answer_key]), answer_text)
         return Judgement(self.config.correct_reward if is_correct else 0.0, success=is_correct)
 
-    def _matches(self, gold: str, answer_text: str) -> bool:
-        parsed = _parse(self._verifier, gold if "\\boxed" in gold or "$" in gold else f"${gold}$")
-        answer = _parse(
-            self._verifier, answer_text if "\\boxed" in answer_text or "$" in answer_text else f"${answer_text}$"
-        )
-        return bool(parsed and answer and self._verifier.verify(parsed, answer, timeout_seconds=None))
 
-
-def last_boxed(text: str) -> str | None:
-    r"""Return the last `\boxed{...}` with balanced braces, if any."""
-    start = text.rfind("\\boxed{")
-    depth = 0
-    for end in range(max(start, 0), len(text)):
-        depth += (text[end] == "{") - (text[end] == "}")
-        if text[end] == "}" and depth == 0:
-            return text[start : end + 1] if start >= 0 else None
-    return None
-
-
-@lru_cache(maxsize=4096)
-def _parse(verifier: Any, text: str) -> Any:
-    return verifier.parse(text, parsing_timeout=None)
+def matches(gold: str, answer_text: str) -> bool:
+    """Return whether an answer is one formula and equals the correct one."""
+    answer = unwrap(answer_text)
+    boxed = last_boxed(gold)
+    gold = unwrap(gold if boxed is None else boxed) or gold
+    if not answer:
+        return False
+    if answer == gold:
+        return True
+    sides = candidates(answer, gold)
+    return bool(sides) and all(is_equal(gold, side) for side in sides)

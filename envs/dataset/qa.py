@@ -17,6 +17,10 @@ from offbeat.envs.dataset.env import (
 from offbeat.envs.dataset.rows import Row
 from offbeat.envs.parsing import WHOLE_PATTERN, compile_pattern
 
+ARTICLES = ("a", "an", "the")
+PUNCTUATION = re.compile(rf"(?!(?<![\w.)])-\.?\d|(?<=\d)\.\d|(?<![\w.])\.\d)[{re.escape(string.punctuation)}]")
+"""All but a number's sign and decimal point, without which -3.5 equals 35."""
+
 
 class QAConfig(QuestionsConfig):
     metric: Literal["exact_match", "f1"] = "exact_match"
@@ -46,9 +50,10 @@ class QAEnv(QuestionEnv[QAConfig]):
 
 
 def normalize(text: str) -> str:
-    """Lowercase; remove punctuation, articles and repeated spaces."""
-    bare = "".join(char for char in text.lower() if char not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
+    """Lowercase; remove punctuation outside numbers, articles and repeated spaces, but not all of a text."""
+    text = text.lower()
+    words = PUNCTUATION.sub("", text).split()
+    return " ".join(word for word in words if word not in ARTICLES) or " ".join(words) or text.strip()
 
 
 def f1(prediction: str, gold: str) -> float:

@@ -30,7 +30,7 @@ class ToolEnvConfig(Config):
     tool_reward: float = 0.0
     """Reward per call."""
     tool_success_reward: float = 0.0
-    """Additional reward per successful call."""
+    """Additional reward of an episode's first successful call that returned something."""
     split: str | None = Field(default=None, pattern="^(train|held_out|any)$")
     """Passed to the wrapped env if supported."""
 
@@ -68,6 +68,7 @@ class ToolEnv(gymnasium.Env[str, str]):
         if hasattr(inner, "task_id"):
             self.task_id = inner.task_id
         self._uses = 0
+        self._success_is_paid = False
 
     @cached_property
     def observation_space(self) -> gymnasium.Space[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -80,6 +81,7 @@ class ToolEnv(gymnasium.Env[str, str]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed, options=options)
         self._uses = 0
+        self._success_is_paid = False
         return self._env.reset(seed=seed, options=options)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -122,7 +124,10 @@ class ToolEnv(gymnasium.Env[str, str]):
     def _respond(self, text: str, results: list[ToolResult | None]) -> tuple[str, float, bool, bool, dict[str, Any]]:
         used = [result for result in results if result is not None]
         ok = sum(result.ok for result in used)
-        reward = self.config.tool_reward * len(used) + self.config.tool_success_reward * ok
+        reward = self.config.tool_reward * len(used)
+        if not self._success_is_paid and any(result.ok and not result.is_empty for result in used):
+            self._success_is_paid = True
+            reward += self.config.tool_success_reward
         return text, reward, False, False, _use_metrics(used=len(used), ok=ok)
 
     def random_answer(self, rng: np.random.Generator) -> str:

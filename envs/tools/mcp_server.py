@@ -16,6 +16,7 @@ T = TypeVar("T")
 CONNECT_TIMEOUT_S = 60.0
 """Includes server startup."""
 CLOSE_TIMEOUT_S = 3.0
+NOTHING = "(nothing was returned)"
 PROBE_TIMEOUT_S = 2.0
 """For the probe after a timed-out call."""
 
@@ -125,7 +126,8 @@ async def _list_functions(client: Any) -> tuple[Function, ...]:
 async def _call_tool(client: Any, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
     result = await client.call_tool(name, arguments)
     parts = [str(getattr(part, "text", f"({part.type})")) for part in result.content]
-    return "\n".join(parts) or "(nothing was returned)", not result.is_error
+    text = "\n".join(parts)
+    return text if text.strip() else NOTHING, not result.is_error
 
 
 class SharedServers:

@@ -16,7 +16,7 @@ from offbeat.envs.optional_imports import require
 from offbeat.envs.parsing import compile_pattern
 from offbeat.envs.sandbox import Limits, check_isolation, run_python
 from offbeat.envs.tools.functions import Call, Function
-from offbeat.envs.tools.mcp_server import McpAddress, McpSession
+from offbeat.envs.tools.mcp_server import NOTHING, McpAddress, McpSession
 from offbeat.envs.webshop.search import words
 
 MCP_INSTRUCTION = """
@@ -39,6 +39,8 @@ For each function call, return a json object with function name and arguments wi
 class ToolResult(NamedTuple):
     text: str
     ok: bool
+    is_empty: bool = False
+    """The call returned nothing."""
 
 
 class OpenTool(Protocol):
@@ -133,11 +135,10 @@ class PythonTool(StatelessTool):
 
     def use(self, text: str) -> ToolResult:
         result = run_python(text, limits=self.limits)
-        return (
-            ToolResult(result.stdout.rstrip() or "(nothing was printed)", True)
-            if result.ok
-            else _report_failure(result)
-        )
+        if not result.ok:
+            return _report_failure(result)
+        printed = result.stdout.strip()
+        return ToolResult(result.stdout.rstrip() if printed else "(nothing was printed)", True, not printed)
 
 
 class SearchTool(StatelessTool):
@@ -202,10 +203,11 @@ class _OpenMcp:
 
     def use(self, text: str) -> ToolResult:
         output, ok = self._session.use(text)
-        return ToolResult(f"<tool_response>\n{output}\n</tool_response>", ok)
+        return ToolResult(f"<tool_response>\n{output}\n</tool_response>", ok, output == NOTHING)
 
     def call_function(self, call: Call) -> ToolResult:
-        return ToolResult(*self._session.call_function(call))
+        output, ok = self._session.call_function(call)
+        return ToolResult(output, ok, output == NOTHING)
 
 
 AnyTool = Annotated[PythonTool | SearchTool | McpTool, Field(discriminator="tool_id")]

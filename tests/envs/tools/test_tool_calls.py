@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from offbeat.envs import registry
+from offbeat.envs.tools.functions import Call, write_calls
 from tests.envs.sandbox.needs import needs_sandbox
 
 pytestmark = needs_sandbox
@@ -71,3 +72,38 @@ def test_invalid_settings_are_refused():
         assert message in "; ".join(registry.check_env_config("tools", settings))
     with pytest.raises(ValueError, match="did you mean frozen_lake"):
         registry.make("tools", {"env_type": "frozen_lak", "tools": [{"tool_id": "python_code"}]})
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "",
+        "pass",
+        "# print(42)",
+        "import sys\nsys.exit(0)",
+        "import os\nos._exit(0)",
+        "print()",
+        "print(' ' * 9)",
+        "print('42')\nraise SystemExit(1)",
+        "import sys\nprint('42', file=sys.stderr)",
+        "quit()",
+    ],
+)
+def test_a_program_that_returns_nothing_earns_no_success_reward(program: str):
+    _, reward, _, _, info = lake(tool_success_reward=1.0).step(f"```python\n{program}\n```")
+    assert (reward, info["tool_use_counter"]) == (0.0, 1)
+
+
+def test_the_success_reward_is_paid_once_per_episode():
+    env = lake(tool_success_reward=1.0, max_tool_uses=10)
+    calls = ["pass", "print(1)", "print(2)", "print(2)"]
+    assert [env.step(f"```python\n{call}\n```")[1] for call in calls] == [0.0, 1.0, 0.0, 0.0]
+    env.reset(seed=2)
+    assert env.step("```python\nprint(1)\n```")[1] == 1.0
+
+
+def test_several_calls_of_one_answer_earn_one_success_reward():
+    env = lake(tool_success_reward=1.0, function_calling="template")
+    call = Call("python_code", {"code": "print(1)"})
+    _, reward, _, _, info = env.step(write_calls("", [call, call, call]))
+    assert (reward, info["tool_success_counter"]) == (1.0, 3)

@@ -1,0 +1,152 @@
+r"""Text rules for math answers: one final value, small enough to evaluate.
+
+math-verify takes one value of many: of `13=12` the last side, of `12 \approx 13` the first, of several boxes any that
+parses. These rules refuse such texts before it sees them.
+"""
+
+import re
+from itertools import pairwise
+
+MAX_CHARS = 1000
+MAX_DIGITS = 100
+"""Digits of one number."""
+MAX_DEPTH = 20
+"""Nested brackets."""
+MAX_SIDES = 5
+"""Sides of `x = a = b`."""
+
+_BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+_MATH_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
+_DOLLAR = re.compile(r"(?<!\\)\$")
+_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:,(?:\\!)?|\{,\}|\\[,!:; ]| )\d{3})+(?!\d)")
+_SPACE = re.compile(r"(?<!\\)\\[ ,;:!]|~")
+_SEPARATORS = re.compile(
+    r",|;|\\\\|\n|[<>]|\\(?:le|leq|leqslant|ge|geq|geqslant|lt|gt|ne|neq|to|mapsto|iff|implies|pm|mp|mid|cup|cap|lor|land|vee|wedge)"
+    r"(?![a-zA-Z])|\\(?:long|Long)?(?:left|right|leftright|Left|Right|Leftright)arrow|(?<![a-zA-Z])(?:or|and|but|not)(?![a-zA-Z])"
+)
+"""What joins several values or statements."""
+_RELATION = re.compile(
+    r"=|\\approx(?![a-zA-Z])|\\equiv(?![a-zA-Z])|\\simeq(?![a-zA-Z])|\\cong(?![a-zA-Z])|\\in(?![a-zA-Z])|≈|≡"
+)
+_BRACKETS = re.compile(r"\\.|[()\[\]{}]", re.DOTALL)
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])")
+_HIDDEN = re.compile(
+    r"\\(?:h|v|x|b)?(?:phantom|cancel|sout|overset|underset|stackrel|tag|label|color|textcolor|footnote|substack|not)(?![a-zA-Z])|(?<!\\)%."
+)
+"""Commands whose argument is no part of the value."""
+_TEXT = re.compile(r"\\(?:text\w*|math(?:rm|it|bf|sf|tt)|mbox|operatorname)\s*\{([^{}]*)\}")
+_ADJACENT_NUMBERS = re.compile(r"\d(?:\s|~|\\[ ,;:!]|\\q?quad(?![a-zA-Z]))+\d")
+_BASE = re.compile(r"\d\s*_\s*\{?\s*(\w*)")
+_NAME = re.compile(r"(?:[a-zA-Z]|\\[a-zA-Z]++|[_^]\d|[_^]\{[^{}]*\}|\([^()]*\)|[|'{}+\-*\s]|\\[ ,;:!|])++")
+_EXPONENT = re.compile(r"(?:\^|\*\*)\s*[({]*\s*[+-]?\s*(\d+)")
+_NUMERIC_TOWER = re.compile(r"(?:\^|\*\*)[({\s]*[\d.]+[\s)]*(?:\^|\*\*)")
+_FACTORIAL = re.compile(r"(?:\d{5,}|[)}\]!])\s*!")
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return the content of the last `\boxed{...}` that lies in no other, or None; None if a later one isn't closed."""
+    opened: list[tuple[int, bool]] = []
+    content = None
+    for match in _BRACES.finditer(text):
+        token = match[0]
+        if token == "}" and opened:
+            start, is_box = opened.pop()
+            if is_box:
+                content = (start, match.start())
+        elif token.endswith("{") and token != r"\{":
+            opened.append((match.end(), token != "{"))
+    if content is None or any(is_box and start > content[1] for start, is_box in opened):
+        return None
+    return text[slice(*content)]
+
+
+def unwrap(text: str) -> str | None:
+    r"""Return what is inside boxes and math delimiters around the whole text; None if that is not one short formula."""
+    if len(text) > 2 * MAX_CHARS:
+        return None
+    inner: str | None = text.strip()
+    while inner is not None:
+        text, inner = inner.rstrip(". \n"), _inside(inner.rstrip(". \n"))
+    if text.count(r"\boxed") == 1 and last_boxed(text) is not None:  # n = \boxed{12}
+        text = re.sub(r"\\boxed\s*(?=\{)", "", text)
+    text = _THOUSANDS.sub(lambda number: re.sub(r"\D", "", number[0]), text)
+    text = _SPACE.sub(" ", text)
+    return None if _DOLLAR.search(text) or _BOX.search(text) else text
+
+
+def _inside(text: str) -> str | None:
+    for left, right in _MATH_DELIMITERS:
+        if len(text) > len(left + right) and text.startswith(left) and text.endswith(right) and text[-2:] != r"\$":
+            return text[len(left) : -len(right)].strip()
+    content = last_boxed(text)
+    is_all = content is not None and re.fullmatch(r"\\boxed\s*\{" + re.escape(content) + r"\}", text)
+    return content.strip() if content is not None and is_all else None
+
+
+def candidates(answer: str, gold: str) -> list[str]:
+    """Return the formulas of an answer that must all equal the correct one; empty if it is refused.
+
+    An answer may be a list, an order relation or an equation only if the correct one is; `name = value` counts as its value.
+    """
+    answer = answer.strip()
+    if not answer or not _is_bounded(answer) or _hides_text(answer, gold):
+        return []
+    sides = _split_relation(answer)
+    if len(sides) > MAX_SIDES or not all(side.strip() for side in sides[1:]):
+        return []
+    if not sides[0].strip():  # \approx 12
+        sides[0] = "x"
+    has_name = len(sides) > 1 and _NAME.fullmatch(sides[0]) is not None
+    if _SEPARATORS.search(gold):
+        value = sides[1] if has_name and len(sides) == 2 else answer
+        return [value] if all(_is_value(element) for element in _SEPARATORS.split(value)) else []
+    if any(_SEPARATORS.search(side) for side in sides[has_name:]):
+        return []
+    if len(_split_relation(gold)) == 1:
+        return sides[has_name:]
+    return [answer] if len(sides) < 3 else [f"{first} = {side}" for first in sides[:1] for side in sides[1:]]
+
+
+def _is_bounded(answer: str) -> bool:
+    """Return whether parsing and evaluating is cheap: no long numbers, deep nesting or towers of numbers."""
+    depth = deepest = 0
+    for bracket in _BRACKETS.findall(answer):
+        depth += (bracket in "([{") - (bracket in ")]}") if len(bracket) == 1 else 0
+        deepest = max(deepest, depth)
+    return (
+        len(answer) <= MAX_CHARS
+        and deepest <= MAX_DEPTH
+        and max(map(len, re.findall(r"\d+", answer)), default=0) <= MAX_DIGITS
+        and all(int(exponent) <= 10_000 for exponent in _EXPONENT.findall(answer))
+        and not _NUMERIC_TOWER.search(answer)
+        and not _FACTORIAL.search(answer)
+    )
+
+
+def _hides_text(answer: str, gold: str) -> bool:
+    """Return whether math-verify would drop or merge a part that may be another value."""
+    notes = _TEXT.findall(answer) if _TEXT.sub("", answer).strip() else []
+    return (
+        _HIDDEN.search(answer) is not None
+        or any(re.search(r"(?<![\w^])\d", note) for note in notes)
+        or (_ADJACENT_NUMBERS.search(answer) is not None and not _ADJACENT_NUMBERS.search(gold))
+        or not set(_BASE.findall(answer)) <= set(_BASE.findall(gold))
+    )
+
+
+def _is_value(element: str) -> bool:
+    sides = _split_relation(element)
+    return len(sides) == 1 or (len(sides) == 2 and _NAME.fullmatch(sides[0].lstrip(r"\{([ ")) is not None)
+
+
+def _split_relation(text: str) -> list[str]:
+    """Split at relations outside of brackets."""
+    depth, cuts = 0, [(0, 0)]
+    marks = sorted((*_BRACKETS.finditer(text), *_RELATION.finditer(text)), key=lambda match: match.start())
+    for match in marks:
+        if match.re is _BRACKETS:
+            depth += (match[0] in "([{") - (match[0] in ")]}") if len(match[0]) == 1 else 0
+        elif depth <= 0:
+            cuts.append(match.span())
+    cuts.append((len(text), len(text)))
+    return [text[end:start] for (_, end), (start, _) in pairwise(cuts)]
