@@ -15,6 +15,9 @@ MAX_VALUES = 100_000
 MAX_CHARS = 1_000_000
 MAX_NUMBER_CHARS = 400
 """Longest number; float64 needs at most 310 digits before the point."""
+TOO_DEEP = ConfigIssue("", f"nested deeper than {MAX_DEPTH} levels")
+LIBYAML_TOO_DEEP = "exceeded maximum nesting depth"
+"""Problem that libyaml 0.2.6 reports at its own, higher limit, up to which it reads ahead of the events."""
 
 FastLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -66,6 +69,15 @@ def load_yaml(text: str) -> object:
 
 def check_yaml_limits(text: str) -> ConfigIssue | None:
     """Return the exceeded limit, if any. Raises `yaml.YAMLError`."""
+    try:
+        return _exceeded_limit(text)
+    except yaml.MarkedYAMLError as error:
+        if error.problem == LIBYAML_TOO_DEEP:
+            return TOO_DEEP
+        raise
+
+
+def _exceeded_limit(text: str) -> ConfigIssue | None:
     sizes: dict[str, tuple[int, int]] = {}
     open_collections: list[tuple[str | None, int, int]] = [(None, 0, 0)]  # (anchor, values and characters so far)
     for event in _events(text):
@@ -74,7 +86,7 @@ def check_yaml_limits(text: str) -> ConfigIssue | None:
             case yaml.CollectionStartEvent():
                 open_collections.append((event.anchor, 1, 0))
                 if len(open_collections) > MAX_DEPTH:
-                    return ConfigIssue("", f"nested deeper than {MAX_DEPTH} levels")
+                    return TOO_DEEP
                 continue
             case yaml.CollectionEndEvent():
                 anchor, values, chars = open_collections.pop()
@@ -108,7 +120,7 @@ def check_tree_limits(tree: object) -> ConfigIssue | None:
         level = [child for each in level for child in _children(each)]
         if not level:
             return None
-    return ConfigIssue("", f"nested deeper than {MAX_DEPTH} levels")
+    return TOO_DEEP
 
 
 def _children(value: object) -> Iterator[object]:

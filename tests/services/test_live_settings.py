@@ -33,7 +33,7 @@ from offbeat.services.control.schemas import SettingsPatch, SettingsView
 from offbeat.services.live_settings import Change, decode_settings, encode_settings, settings_at
 from offbeat.trainer.config.run import LearnerRunConfig
 
-config = load_run(Path({str(QUICKSTART)!r}), ["actor_infer.generating_args.top_p=0.9"])
+config = load_run(Path({str(QUICKSTART)!r}), ["actor_infer.generating_args.top_p=0.9", "old_logprobs=recompute"])
 assert config.settings.top_p == 0.9
 assert LearnerRunConfig.model_validate_json(config.model_dump_json(), extra="ignore").settings.top_p == 0.9
 assert decode_settings(encode_settings(config.settings)) == config.settings

@@ -15,7 +15,7 @@ def test_aliases_that_expand_to_billions_of_values_are_rejected():
     assert check_yaml_limits(bomb(12)) == ConfigIssue("", f"more than {MAX_VALUES:,} values with aliases expanded")
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "- " * 1000 + "x", "{a: " * 1000])
+@pytest.mark.parametrize("text", ["[" * 100_000, "{" * 100_000, "- " * 1000 + "x", "{a: " * 1000])
 def test_depth_is_limited_without_parsing_the_rest(text: str):
     assert check_yaml_limits(text) == ConfigIssue("", f"nested deeper than {MAX_DEPTH} levels")
 

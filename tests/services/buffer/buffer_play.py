@@ -78,6 +78,12 @@ def next_epoch(redis: Redis, run_id: str = RUN) -> int:
     return int(redis.incr(RunKeys(run_id).epoch))  # type: ignore[arg-type]
 
 
+def run_uid(redis: Redis) -> str:
+    """The uid that the run's record has; empty without a record."""
+    uid = redis.hget(RunKeys(RUN).record, "uid")
+    return uid.decode() if uid else ""  # type: ignore[union-attr]
+
+
 @dataclass
 class Run:
     """A configured run on a real Redis: one worker process `buffer`, one learner, one watch."""
@@ -95,14 +101,15 @@ class Run:
         learner = RedisLearnerBuffer(redis, RUN, next_epoch(redis))
         if step >= 0:
             publish(redis, step)
-        return cls(redis, async_redis, AsyncRolloutBuffer(async_redis, RUN), learner, BufferWatch(async_redis, RUN))
+        worker = AsyncRolloutBuffer(async_redis, RUN, run_uid(redis))
+        return cls(redis, async_redis, worker, learner, BufferWatch(async_redis, RUN))
 
     def reconfigure(self, **changes: object) -> None:
         configure_buffer(self.redis, RUN, limits(**changes))
 
     def other_worker(self) -> AsyncRolloutBuffer:
         """The buffer of another worker process."""
-        return AsyncRolloutBuffer(self.async_redis, RUN)
+        return AsyncRolloutBuffer(self.async_redis, RUN, run_uid(self.redis))
 
     def next_learner(self, order: Order = "completion") -> RedisLearnerBuffer:
         """The learner that replaces the present one."""

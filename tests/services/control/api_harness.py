@@ -92,6 +92,9 @@ class ApiHarness:
     async def record(self, run_id: str) -> RunRecord:
         return replace(await self.store.load(run_id))
 
+    async def uid(self, run_id: str) -> str:
+        return (await self.store.load(run_id)).uid
+
 
 @asynccontextmanager
 async def api_harness(

@@ -152,7 +152,7 @@ async def test_a_run_tells_its_state_counters_and_components(api: ApiHarness):
     shown = {"loss": 1.5, "staleness": 0.25, "staleness_max": 1.0}
     await redis.hset(RunKeys("a").record, mapping={"learner_phase": "training", "learner_metrics": json.dumps(shown)})
     await redis.hset(RunKeys("a").progress, mapping={"version": 3, "step": 3})
-    metrics = AsyncRedisMetrics(api.redis, "a")
+    metrics = AsyncRedisMetrics(api.redis, "a", await api.uid("a"))
     for source, name in (("rollout", "episodes"), ("generation", "tokens"), ("learner", "tokens_trained")):
         await metrics.append(MetricRecord(source, {name: Partial("sum", 30.0)}, step=3))
     view = await api.client.show("a")
@@ -230,7 +230,7 @@ async def test_runs_are_listed_by_state_and_name_a_page_at_a_time(api: ApiHarnes
 
 async def test_metrics_are_read_on_from_where_one_stopped(api: ApiHarness):
     await api.start("a")
-    metrics = AsyncRedisMetrics(api.redis, "a")
+    metrics = AsyncRedisMetrics(api.redis, "a", await api.uid("a"))
     for step in range(3):
         await metrics.append(MetricRecord("learner", {"loss": mean([step])}, step=step))
     first = await api.client.metrics("a", limit=2)

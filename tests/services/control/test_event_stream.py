@@ -47,7 +47,8 @@ async def served(api: ApiHarness) -> AsyncIterator[str]:
 
 
 async def step(api: ApiHarness, number: int) -> None:
-    await AsyncRedisMetrics(api.redis, "a").append(MetricRecord("learner", {"loss": mean([number])}, step=number))
+    metrics = AsyncRedisMetrics(api.redis, "a", await api.uid("a"))
+    await metrics.append(MetricRecord("learner", {"loss": mean([number])}, step=number))
 
 
 async def life(api: ApiHarness, number: int, event: str) -> None:

@@ -25,7 +25,7 @@ from redis.asyncio import Redis
 
 from offbeat.services.control import auth
 from offbeat.services.control.api import create_api
-from offbeat.services.control.interfaces import Health
+from offbeat.services.control.interfaces import Health, Removal
 from offbeat.services.control.reconciler import Reconciler, RestartPolicy
 from offbeat.services.control.rights import Rights
 from offbeat.services.control.run import RunRecord, RunSpec
@@ -101,9 +101,9 @@ class ResumingFactory(FakeRunFactory):
         spec = await super().validate(document, rights)
         return replace(spec, resume=bool(json.loads(spec.config).get("resume_from_checkpoint")))
 
-    def remove_files(self, record: RunRecord) -> list[str]:
+    def remove_files(self, record: RunRecord) -> Removal:
         shutil.rmtree(record.output_dir, ignore_errors=True)
-        return [record.output_dir]
+        return Removal([record.output_dir], [])
 
 
 class UnevenRedis(Redis):
@@ -368,8 +368,9 @@ class Lifecycle(RuleBasedStateMachine):
                 return
             record = MetricRecord("learner", {"loss": mean([1.0])}, step=count)
             before = (await self.of("GET", name, "/metrics")).json()
+            uid = (await self.stack.store.load(name)).uid
             for _ in range(count):
-                await AsyncRedisMetrics(self.stack.redis, name).append(record)
+                await AsyncRedisMetrics(self.stack.redis, name, uid).append(record)
             after = (await self.of("GET", name, "/metrics", params={"after": before["next"]})).json()
             assert [each["step"] for each in after["records"]] == [count] * count
 

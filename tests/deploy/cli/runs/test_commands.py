@@ -194,7 +194,7 @@ async def test_only_a_run_that_is_over_is_deleted(terminal: Terminal):
 
 async def test_watching_ends_with_the_run_and_says_how_it_went(terminal: Terminal):
     await terminal.api.start("lake")
-    await AsyncRedisMetrics(terminal.api.redis, "lake").append(
+    await AsyncRedisMetrics(terminal.api.redis, "lake", await terminal.api.uid("lake")).append(
         MetricRecord("learner", {"success": mean([0.25])}, step=3)
     )
     await terminal.api.store.update("lake", state=RunState.FAILED, error="the disk is full", log="logs/learner.out")
