@@ -1,5 +1,6 @@
 """Fixtures of all tests: a real redis-server per session."""
 
+import logging
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -14,6 +15,19 @@ from tests.waiting import wait_until_sync
 
 settings.register_profile("shared-cores", deadline=None)  # a slow machine is not a failure
 settings.load_profile("shared-cores")
+
+
+@pytest.fixture(autouse=True)
+def no_log_files_left_open() -> Iterator[None]:
+    """Take the log files that a test opened from the root logger, which the tests of a process share."""
+    root = logging.getLogger()
+    level, before = root.level, set(root.handlers)
+    yield
+    root.setLevel(level)
+    for handler in set(root.handlers) - before:
+        if isinstance(handler, logging.FileHandler):
+            root.removeHandler(handler)
+            handler.close()
 
 
 def redis_server_binary() -> str:

@@ -17,6 +17,7 @@ from tests.fakes import make_group, train_on
 from tests.integration.learner_rank import SMOOTH
 
 FILTER = {"agg_type": "turn", "ratio_low": 0.5, "ratio_high": 2.0}
+TEACHER = {"model_name_or_path": "a"}
 ALGORITHMS: dict[str, dict[str, object]] = {
     "gspo": {"ratio_type": "sequence", "pg_clip": 0.05, "loss_agg_mode": "seq-mean-token-mean"},
     "decoupled": {
@@ -29,7 +30,10 @@ ALGORITHMS: dict[str, dict[str, object]] = {
     "ppo of turns": {"adv_estimator": "gae", "gae_level": "turn", "whiten_advantages": True, "zero_variance": "train"},
     "two teachers": {
         "use_opd": True,
-        "teacher": {"own": {"pretrain": "a"}, "of another tag": {"pretrain": "a", "tag_included": ["elsewhere"]}},
+        "teacher": {
+            "own": {"model_args": TEACHER},
+            "of another tag": {"model_args": TEACHER, "tag_included": ["elsewhere"]},
+        },
     },
     "value head": {
         "adv_estimator": "gae",

@@ -116,15 +116,22 @@ def a_run(url: str, folder: Path, name: str, overrides: Sequence[str] = ()) -> I
         record = {"config": config.model_dump_json(), "output_dir": str(config.output_dir), "created_at": "1.5"}
         redis.hset(RunKeys(name).record, mapping=cast(dict[Any, Any], record))
         run = Run(config, url, redis)
-        with _players(run):
-            try:
+        try:
+            with _players(run), _killed_at_exit(run.learners):
                 yield run
-            finally:
-                for learner in run.learners:
-                    if learner.poll() is None:
-                        learner.kill()
-                    learner.wait()
-                redis.delete(*redis.scan_iter(f"{run.keys.prefix}*"))
+        finally:  # after the players, for whom a run without data is one that Redis has lost
+            redis.delete(*redis.scan_iter(f"{run.keys.prefix}*"))
+
+
+@contextmanager
+def _killed_at_exit(learners: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for learner in learners:
+            if learner.poll() is None:
+                learner.kill()
+            learner.wait()
 
 
 @contextmanager

@@ -302,7 +302,7 @@ def test_a_poisoned_checkpoint_is_refused_by_reproduce_and_not_run(tmp_path: Pat
         torch.save(torch.load(file, weights_only=False) | {"extra": Payload(tmp_path / "ran")}, file)
 
     state = LearnerState(0, "now", kl_coef=trainer.kl_coef)
-    CheckpointStore(run.checkpoints, keep=9).save(state, save_poisoned).result()
+    CheckpointStore(run.checkpoints, keep=9, epoch=1).save(state, save_poisoned).result()
     log.record(StepBatch.build(0, [make_group(0, rewards=(0.0, 1.0), version=0)], run.config), 1e-3)
     log.flush()
     run_folder.write_config(tmp_path, run.config.model_dump_json())

@@ -181,7 +181,8 @@ def test_masked_episodes_count_in_group_statistics():
     assert 0 < int(left_out.sum()) < len(left_out)
     assert torch.equal(got.targets.advantages, plain.targets.advantages)
     assert got.targets.weights[left_out].abs().max() == 0
-    weight = 1.0 / int((~left_out).sum())
+    assert got.masked.tokens > 0, "one group has no signal"
+    weight = 1.0 / (int((~left_out).sum()) + got.masked.tokens)
     torch.testing.assert_close(got.targets.weights[~left_out], torch.full_like(got.gradient[~left_out], weight))
     scale = weight / plain.targets.weights[0]
     torch.testing.assert_close(got.gradient[~left_out], plain.gradient[~left_out] * scale)
