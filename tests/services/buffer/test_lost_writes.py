@@ -5,6 +5,7 @@ import shutil
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -313,6 +314,10 @@ def replica(tmp_path: Path) -> Iterator[EmbeddedRedis]:
         yield server
 
 
+def is_in_sync(replica: Redis) -> bool:
+    return cast(dict[str, Any], replica.info("replication"))["master_link_status"] == "up"
+
+
 async def test_a_replica_that_lagged_when_it_was_promoted_is_reconciled(tmp_path: Path, replica: EmbeddedRedis):
     with EmbeddedRedis(tmp_path / "primary", RedisConfig(), password="") as primary, connect(primary.url) as redis:
         configure_buffer(redis, RUN, LIMITS)
@@ -324,7 +329,8 @@ async def test_a_replica_that_lagged_when_it_was_promoted_is_reconciled(tmp_path
                 await worker.submit("w", task, trajectory_for(task))
             with connect(replica.url) as promoted:
                 promoted.replicaof("127.0.0.1", primary.url.rpartition(":")[2].partition("/")[0])
-                await wait_until(lambda: redis.wait(1, 100) == 1)
+                # WAIT also counts a replica that is still loading the primary's data.
+                await wait_until(lambda: is_in_sync(promoted))
                 promoted.replicaof("NO", "ONE")  # from here on it lags
             groups = learner.train()
             learner.durable = 1

@@ -14,6 +14,7 @@ from offbeat.services.redis import connection
 from offbeat.services.redis.connection import connect, connect_async
 from offbeat.services.redis.server import EmbeddedRedis
 from tests.services.buffer.buffer_play import RUN
+from tests.services.weights.publishing import give_lease
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +27,7 @@ async def test_clients_give_up_a_hung_or_absent_redis_at_their_timeout(
     with EmbeddedRedis(tmp_path, RedisConfig()) as server:
         client, async_client = connect(server.url, patience_s=0.5), connect_async(server.url, patience_s=0.5)
         worker = AsyncRolloutBuffer(async_client, RUN)
+        give_lease(client, RUN, 1)
         assert release_all_workers(client, RUN) == 0
         assert await worker.claim("w", 1) == []
         assert server.pid is not None

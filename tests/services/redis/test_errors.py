@@ -24,6 +24,7 @@ from offbeat.services.redis.errors import RedisReadOnlyError, complaint
 from offbeat.services.retry import retry_until_answered
 from tests.conftest import redis_server_binary
 from tests.services.buffer.buffer_play import RUN
+from tests.services.weights.publishing import give_lease
 from tests.waiting import wait_until, wait_until_sync
 
 pytestmark = pytest.mark.slow
@@ -77,7 +78,7 @@ def soon(act: Callable[[], object]) -> Iterator[None]:
 
 def test_a_refused_command_is_retryable_and_explains_the_remedy(redis_url: str, refusing: Switch) -> None:
     with connect(redis_url, patience_s=0.1) as client:
-        client.set(RunKeys(RUN).epoch, 1)
+        give_lease(client, RUN, 1)
         refusing(True)
         for write in (
             lambda: client.set("key", "value"),
@@ -135,8 +136,36 @@ def test_a_refusal_leaves_the_connection_and_other_errors_are_no_refusals(redis_
             client.hset("text", "a", "b")
         with pytest.raises(redis_errors.NoScriptError):
             client.evalsha("0" * 40, 0)
-        with pytest.raises(BufferError):
+        give_lease(client, RUN, 1)
+        with pytest.raises(BufferError, match="nothing"):
             RedisLearnerBuffer(client, RUN, 0).eval_result("nothing")
+
+
+def test_data_of_another_server_are_used_only_once_redis_takes_the_mark(redis_url: str, refusing: Switch) -> None:
+    with Redis.from_url(redis_url) as raw:
+        give_lease(raw, RUN, 1)
+        refusing(True)
+        with (
+            connect(redis_url, patience_s=0.1, run_id=RUN) as client,
+            pytest.raises(RedisReadOnlyError, match=r"^Redis refuses writes: [A-Z]+ .*\(.+\)$"),
+        ):
+            client.ping()
+        with connect(redis_url, patience_s=20.0, run_id=RUN) as client, soon(lambda: refusing(False)):
+            assert client.get(RunKeys(RUN).incarnation) == b"/1/server/nonce?"
+
+
+async def test_asynchronous_connections_wait_for_the_mark_too(redis_url: str, refusing: Switch) -> None:
+    with Redis.from_url(redis_url) as raw:
+        give_lease(raw, RUN, 1)
+    refusing(True)
+    hasty = connect_async(redis_url, patience_s=0.1, run_id=RUN)
+    with pytest.raises(RetryableError, match=r"^Redis refuses writes: "):
+        await AsyncRolloutBuffer(hasty, RUN).claim("w", 1)
+    await hasty.aclose()
+    client = connect_async(redis_url, patience_s=20.0, run_id=RUN)
+    with soon(lambda: refusing(False)):
+        assert await client.get(RunKeys(RUN).incarnation) == b"/1/server/nonce?"
+    await client.aclose()
 
 
 async def test_a_transaction_that_is_refused_is_not_repeated_without_its_watch(
@@ -230,7 +259,7 @@ def test_a_full_disk_is_waited_out_and_what_was_written_before_is_kept(small_dis
     ballast = disk / "ballast"
     with connect(url, patience_s=0.2) as client, Redis.from_url(url) as raw:
         client.set("before", "kept")
-        client.set(RunKeys(RUN).epoch, 1)
+        give_lease(client, RUN, 1)
         ballast.write_bytes(b"\0" * (900 * 1024))
 
         def refused() -> bool:

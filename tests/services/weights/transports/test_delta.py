@@ -13,7 +13,6 @@ from redis.asyncio import Redis as AsyncRedis
 from safetensors.torch import load_file
 
 from offbeat.services.errors import WeightsError
-from offbeat.services.keys import RunKeys
 from offbeat.services.messages.codec import decode_manifest, encode_manifest
 from offbeat.services.messages.types import Manifest
 from offbeat.services.weights.broker import WeightBroker
@@ -29,6 +28,7 @@ from offbeat.services.weights.transports.delta import (
     unpack,
 )
 from offbeat.services.weights.transports.factory import make_transport
+from tests.services.weights.publishing import give_lease
 
 RUN = "delta-test"
 
@@ -151,7 +151,7 @@ def test_a_version_is_unreadable_without_its_anchor(config: WeightsConfig) -> No
 
 def test_an_anchor_stays_until_the_last_version_that_needs_it_is_gone(config: WeightsConfig, redis_url: str) -> None:
     with Redis.from_url(redis_url) as redis:
-        redis.set(RunKeys(RUN).epoch, 1)
+        give_lease(redis, RUN, 1)
         publisher = RedisWeightPublisher(redis, RUN, config, 1, Path())
         tensors = weights()
         for version in range(7):
@@ -194,7 +194,7 @@ async def test_the_broker_collects_no_anchor_that_an_announced_version_needs(
     config: WeightsConfig, redis_url: str
 ) -> None:
     with Redis.from_url(redis_url) as redis:
-        redis.set(RunKeys(RUN).epoch, 1)
+        give_lease(redis, RUN, 1)
         publisher = RedisWeightPublisher(redis, RUN, config.model_copy(update={"keep_versions": 1}), 1, Path())
         for version, tensors in enumerate((weights(), stepped(weights(), 0))):
             publisher.publish(version, version, tensors.items())
