@@ -64,18 +64,6 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         process.wait(timeout=10)
 
 
-@pytest.fixture(autouse=True)
-def root_logger() -> Iterator[None]:
-    """Remove the handlers that a test leaves, as their files go with the test's folder."""
-    root = logging.getLogger()
-    level, handlers = root.level, list(root.handlers)
-    yield
-    root.setLevel(level)
-    for handler in [each for each in root.handlers if each not in handlers]:
-        root.removeHandler(handler)
-        handler.close()
-
-
 @pytest.fixture
 def redis_url(redis_server: str) -> Iterator[str]:
     """URL of an empty Redis."""
