@@ -29,7 +29,7 @@ class Fine(FrozenLakeEnv):
 
 class HangingReset(FrozenLakeEnv):
     def reset(self, **options):
-        subprocess.Popen(["sleep", "1000"])
+        subprocess.Popen(["sleep", "1013"])
         time.sleep(1000)
 
 class Crashing(FrozenLakeEnv):
@@ -77,7 +77,7 @@ async def test_an_env_that_hangs_or_crashes_is_named_with_its_key_and_killed(env
         for child in psutil.Process(os.getpid()).children(recursive=True)
         if "validation_main" in str(child.cmdline())
     ]
-    assert not [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", "1000"]]
+    assert not [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", "1013"]]
 
 
 @pytest.mark.usefixtures("modules")
