@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -12,6 +13,8 @@ from contextlib import suppress
 from typing import IO, Any, BinaryIO, cast
 
 PR_SET_PDEATHSIG = 1
+FIRST_PORT, LAST_PORT, PORT_TRIES = 20_000, 32_000, 100
+"""Below the kernel's ports of outgoing connections, above those of Ray's workers."""
 DIE_WITH_PARENT = f"""
 import ctypes, os, sys
 ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, int(sys.argv[2]))
@@ -98,7 +101,11 @@ class JsonLines:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free TCP port, without reserving it."""
+    """Return a free TCP port, without reserving it; one that no connection and no other server is given meanwhile."""
+    for _ in range(PORT_TRIES):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((host, FIRST_PORT + secrets.randbelow(LAST_PORT - FIRST_PORT)))
+            return int(probe.getsockname()[1])
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
