@@ -112,7 +112,11 @@ def canonical_json(text: str | bytes) -> str:
 def find_alias(path: str) -> str | None:
     """Return the canonical key of a spelling that is out of place."""
     leaf = path.rpartition(".")[2]
-    targets = {target for key, target in KEYS.items() if key.rpartition(".")[2] == leaf}
+    targets = {
+        target
+        for key, target in KEYS.items()
+        if key.rpartition(".")[2] == leaf != target.rpartition(".")[2]  # else the leaf is right and its table is not
+    }
     return targets.pop() if len(targets) == 1 else None
 
 

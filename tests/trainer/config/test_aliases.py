@@ -7,7 +7,7 @@ import pytest
 
 from offbeat.deploy.config.errors import nearest_keys
 from offbeat.deploy.config.run import RunConfig
-from offbeat.trainer.config.aliases import ENGINE, KEYS, VALUES, canonical_json, canonicalize
+from offbeat.trainer.config.aliases import ENGINE, KEYS, VALUES, canonical_json, canonicalize, find_alias
 from tests.paths import ROOT
 
 ENVS: dict[str, Any] = {"custom_envs": {"a": {"env_type": "frozen_lake"}}}
@@ -94,7 +94,10 @@ def test_a_stored_configuration_of_an_earlier_build_is_read():
 def test_a_spelling_at_the_wrong_place_is_answered_with_the_right_key():
     tree = {**ENVS, "n_groups": 4}
     assert canonicalize(tree) == (tree, [])
-    assert nearest_keys("tp_size", RunConfig) != ()
+    assert find_alias("tp_size") == f"{ENGINE}.tensor_parallel_size"
+    assert find_alias("actor_train.learning_rate") is None, (
+        "a right name in a wrong table: the nearest key, not the critic's"
+    )
 
 
 def test_the_training_managers_sampling_is_the_policys():
