@@ -60,6 +60,8 @@ def test_every_kind_of_process_is_killed_and_stopped():
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "victim-of-chaos"])
+    # The kernel closes the pipe that Popen waits for before it sets the new command line.
+    wait_until_sync(lambda: "victim-of-chaos" in psutil.Process(process.pid).cmdline())
     yield process
     process.kill()
     process.wait()

@@ -97,12 +97,12 @@ def test_a_child_that_grows_is_measured_by_itself():
         "import sys; sys.stdin.readline(); x = bytearray(b'1') * 2**25; print(len(x), flush=True); sys.stdin.readline()"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    log = MemoryLog()
     assert child.stdin is not None
     assert child.stdout is not None
     try:
         root = psutil.Process(child.pid)
         wait_until_sync(lambda: bool(root.cmdline()))
+        log = MemoryLog()  # its clock starts here: only what is there in the first third counts
         log.sample([root])
         child.stdin.write("\n")
         child.stdin.flush()
