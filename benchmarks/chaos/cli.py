@@ -44,20 +44,19 @@ def chaos(
     raise_interrupt_on_signals()
     folder = out or Path(tempfile.mkdtemp(prefix="offbeat-chaos-")) / "run"
     try:
-        plan(kills, seed, only)
+        faults = plan(kills, seed, only)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--only") from None
     report = run_chaos(
         folder,
+        faults,
         minutes=minutes,
-        kills=kills,
         seed=seed,
         steps=steps or 6 * kills,
         overlap=overlap,
         patience_s=patience,
         echo=typer.echo,
         overrides=overrides or [],
-        only=only,
     )
     write_report(as_json, report.as_tree())
     _show(report, folder)

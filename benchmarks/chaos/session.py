@@ -11,7 +11,6 @@ from offbeat.benchmarks.chaos.faults import (
     Fault,
     FaultKind,
     pids,
-    plan,
 )
 from offbeat.benchmarks.chaos.injector import FaultInjector, MissedError
 from offbeat.benchmarks.chaos.report import ChaosReport, InjectedFault
@@ -210,18 +209,16 @@ class Chaos:
 
 def run_chaos(
     folder: Path,
+    faults: Sequence[Fault],
     *,
     minutes: float,
-    kills: int,
     seed: int,
     steps: int,
     overlap: float,
     patience_s: float,
     echo: Callable[[str], None],
     overrides: Sequence[str],
-    only: str = "",
 ) -> ChaosReport:
-    faults = plan(kills, seed, only)
     folder = folder.resolve()
     disk = SmallDisk(folder)
     adopt_orphans()

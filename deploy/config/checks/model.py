@@ -30,7 +30,7 @@ SHAPE_KEYS = (
 """`config.json` keys that determine a checkpoint's weights."""
 
 
-def check_engine_kwargs(config: RunConfig) -> Iterator[ConfigIssue]:
+def check_engine_arguments(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield arguments unknown to the installed vLLM."""
     known = engine_argument_names()
     for name in config.actor_infer.engine.model_extra or ():

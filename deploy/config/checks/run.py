@@ -9,7 +9,7 @@ from typing import Any
 from offbeat.deploy.config.checks.agents import check_agent, check_function
 from offbeat.deploy.config.checks.episodes import check_episodes
 from offbeat.deploy.config.checks.lora import check_lora
-from offbeat.deploy.config.checks.model import check_engine_kwargs, check_resumed_model
+from offbeat.deploy.config.checks.model import check_engine_arguments, check_resumed_model
 from offbeat.deploy.config.checks.prompts import OnStep, check_first_prompts, ignore_step
 from offbeat.deploy.config.checks.sampling import check_sampling
 from offbeat.deploy.config.run import RunConfig
@@ -68,7 +68,7 @@ def _check_static(config: RunConfig, cores: float | None, gpus: float | None) ->
         *_check_algorithm(config),
         *_check_device(config, gpus),
         *_check_model(config),
-        *check_engine_kwargs(config),
+        *check_engine_arguments(config),
         *check_resumed_model(config),
         *check_sampling(config),
         *check_lora(config),
