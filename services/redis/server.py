@@ -25,6 +25,7 @@ from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.errors import MeshError
 from offbeat.services.ports import find_port_problem
 from offbeat.services.process import die_with_parent, free_port, terminate
+from offbeat.services.redis.append_only_file import drop_torn_transactions
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +150,7 @@ class EmbeddedRedis:
 
     def _launch(self, server: Path, port: int) -> None:
         assert self._lock is not None, "start() before restart()"
+        drop_torn_transactions(self._folder)
         parent = os.getpid()
         try:
             self._process = subprocess.Popen(

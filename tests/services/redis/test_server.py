@@ -133,6 +133,21 @@ def test_a_file_that_a_crash_cut_short_is_loaded(tmp_path: Path):
         assert (client.get("key"), client.get("last")) == (b"value", None)
 
 
+@pytest.mark.parametrize("missing", [3, 20, 60])
+def test_a_torn_transaction_is_cut_off_whole(tmp_path: Path, missing: int):
+    """Else the second restart executes it, or loses what was written after the first."""
+    with EmbeddedRedis(tmp_path, RedisConfig()) as server, connect(server.url) as client:
+        client.eval("redis.call('INCR', 'whole') redis.call('INCR', 'whole')", 0)
+        client.eval("redis.call('INCR', 'torn') redis.call('INCR', 'torn')", 0)
+    aof = tmp_path / "appendonly.aof"
+    aof.write_bytes(aof.read_bytes()[:-missing])
+    for attempt in range(3):
+        with EmbeddedRedis(tmp_path, RedisConfig()) as server, connect(server.url) as client:
+            assert (client.get("whole"), client.get("torn")) == (b"2", None)
+            assert client.get("after") == (str(attempt).encode() if attempt else None)
+            client.incr("after")
+
+
 def test_the_server_dies_with_the_process_that_started_it(tmp_path: Path):
     script = (
         "import sys, signal; from pathlib import Path; from offbeat.services.buffer.config import RedisConfig;"
