@@ -20,17 +20,13 @@ from offbeat.deploy.components.actor_pool import ActorPool
 from offbeat.deploy.components.ray_actors import find_actor
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_setup import LOGS
-from offbeat.services.buffer.scores import RedisScoreQueue
 from offbeat.services.control.interfaces import Health, Observation
 from offbeat.services.errors import ControlError, ForeignRunError
-from offbeat.services.redis.connection import connect
-from offbeat.services.telemetry import RedisMetrics, configure_logging
-from offbeat.trainer.config.scored_roles import ScoredRole, scored_roles
-from offbeat.trainer.run import read_run
+from offbeat.services.telemetry import configure_logging
+from offbeat.trainer.config.scored_roles import ScoredRole
 
 logger = logging.getLogger(__name__)
 
-REDIS_PATIENCE_S = 10.0
 UNLIMITED = -1
 
 
@@ -71,25 +67,9 @@ class ScorerActor:
             os._exit(1)
 
     def _score(self) -> None:
-        from offbeat.trainer.scoring.scorer import Scorer  # torch is of the actor alone  # noqa: PLC0415
-        from offbeat.trainer.training.score_keys import score_keys  # noqa: PLC0415
+        from offbeat.trainer.scoring.factory import build_scorer  # torch is of the actor alone  # noqa: PLC0415
 
-        redis = connect(self._redis_url, patience_s=REDIS_PATIENCE_S, run_id=self._run_id)
-        run = read_run(redis, self._run_id)
-        if run.uid != self._uid:
-            raise ForeignRunError("the run was created anew under this name")
-        os.environ.update(run.config.environment)
-        role = next(role for role in scored_roles(run.config, run.config.reference) if role.name == self._role)
-        queue = RedisScoreQueue(
-            redis,
-            self._run_id,
-            self._uid,
-            self._name,
-            score_keys(run)[role.name],
-            lease_s=run.config.buffer.worker_timeout_s,
-        )
-        metrics = RedisMetrics(redis, self._run_id, self._uid)
-        self._scorer = Scorer(run, role, redis, queue, metrics)
+        self._scorer = build_scorer(self._run_id, self._uid, self._role, self._name, self._redis_url)
         self._scorer.run()
 
 
