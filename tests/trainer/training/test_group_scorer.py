@@ -12,7 +12,7 @@ from offbeat.services.messages.types import Group
 from offbeat.trainer.config.learner import LearnerConfig, ModelArgs
 from offbeat.trainer.data.batch import pack
 from offbeat.trainer.data.group_codec import pack_group, unpack_group
-from offbeat.trainer.engines.frozen import FrozenModel
+from offbeat.trainer.engines.frozen import AdapterFreeReference, FrozenModel
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.training.group_scorer import GroupScorer, decode_scores, encode_scores
@@ -80,6 +80,19 @@ def test_a_step_on_a_services_scores_equals_one_with_the_models_bit_for_bit(fold
     assert torch.equal(inside, beside)
     others = train(folder, models | {"reference": model(folder, 5)}, GROUPS)
     assert not torch.equal(inside, others), "the reference has no effect here"
+
+
+def test_a_service_scores_as_the_policy_without_its_adapters(folder: Path):
+    """With LoRA the learner's reference is the policy, a service's the base model."""
+    policy = load_policy(folder, ModelArgs(lora_target="all-linear"), 1)
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    inside = GroupScorer(AdapterFreeReference(PlainEngine(policy), policy), config(folder), None).score(GROUPS)
+    beside = GroupScorer(model(folder, 1), config(folder), None).score(GROUPS)
+    assert all(torch.equal(a, b) for a, b in zip(inside, beside, strict=True))
+    adapted = GroupScorer(PlainEngine(policy), config(folder), None).score(GROUPS)
+    assert not torch.equal(adapted[0], beside[0])
 
 
 @pytest.mark.parametrize("scores", [{}, {"reference@1": bytes(8)}, {"reference@2": bytes(4 * 16)}])
