@@ -55,7 +55,7 @@ def train(folder: Path, models: Mapping[str, Any], groups: list[Group]) -> Tenso
 
 @pytest.mark.parametrize("shared_prefix", [False, True])
 def test_a_group_scores_the_same_alone_and_beside_others(folder: Path, shared_prefix: bool):
-    model_args = {"shared_prefix": shared_prefix}
+    model_args: dict[str, Any] = {"shared_prefix": shared_prefix}
     settings = config(
         folder, actor_train={"model_args": model_args, "training_args": {"max_tokens_per_microbatch": 24}}
     )
