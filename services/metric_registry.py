@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, TypeVar
 
-Source = Literal["learner", "eval", "rollout", "generation", "weights", "trackers", "command"]
+Source = Literal["learner", "eval", "rollout", "generation", "weights", "scoring", "trackers", "command"]
 Value = TypeVar("Value")
 SPREAD = "{mean,min,max}"
 
@@ -160,7 +160,8 @@ METRICS: tuple[Metric, ...] = (
         "learner",
         "time/{stage}_s",
         "s",
-        "Time of a stage: wait, train, publish, checkpoint, settle; step is all of them.",
+        "Time of a stage: wait, train, publish, checkpoint, settle; step is all of them. score_wait is the part of wait "
+        "for scores of complete groups.",
     ),
     Metric("learner", "startup/{phase}_s", "s", "Time of a phase of the learner's start."),
     Metric("learner", "checkpoints_failed", "checkpoints", "Checkpoints that could not be written at first."),
@@ -227,6 +228,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("generation", "pause_max_s", "s", "Longest such pause."),
     Metric("weights", "lag", "versions", "Versions that a replica is behind."),
     Metric("weights", "lag_max", "versions", "Greatest such lag."),
+    Metric("scoring", "{role}/groups", "groups", "Groups that a replica has scored."),
+    Metric("scoring", "{role}/tokens", "tokens", "Tokens of these groups, prompts included."),
+    Metric("scoring", "{role}/tokens_per_busy_s", "tokens/s", "The same per second of scoring."),
+    Metric("scoring", "{role}/queue_depth", "groups", "Complete groups without this role's score, at most."),
     Metric("trackers", "{tracker}/failures", "failures", "Times that a tracker accepted no rows."),
     Metric("trackers", "{tracker}/refused", "rows", "Rows that a tracker rejected for good."),
     Metric("command", "began", "s", "Start of the command (Unix time)."),

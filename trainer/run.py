@@ -18,6 +18,9 @@ from offbeat.services.keys import RunKeys
 from offbeat.trainer.config.aliases import canonical_json
 from offbeat.trainer.config.run import LearnerRunConfig
 
+START = "start"
+"""Subfolder of the weights after the warm start."""
+
 
 @dataclass(frozen=True, slots=True)
 class LearnerRun:
@@ -35,6 +38,12 @@ class LearnerRun:
     def model_folder(self) -> Path:
         """Policy folder, with first weights unless the policy is new."""
         return self.output_dir / "policy" if self.config.pretrain == "tiny" else Path(self.config.pretrain)
+
+    @property
+    def first_weights(self) -> Path:
+        """Folder of the first weights, once a warm start has ended."""
+        start = self.output_dir / START
+        return start if self.config.warm_start is not None and start.is_dir() else self.model_folder
 
     @property
     def checkpoints(self) -> Path:

@@ -14,6 +14,7 @@ from offbeat.benchmarks.harness.environment import BenchEnvironment
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.buffer.config import Order
 from offbeat.services.buffer.learner_client import RedisLearnerBuffer
+from offbeat.services.buffer.scores import RedisGroupScores
 from offbeat.services.telemetry import MetricRecord, Partial
 from offbeat.services.weights.publisher import RedisWeightPublisher
 from offbeat.trainer.config.run import LearnerRunConfig
@@ -118,6 +119,7 @@ class BenchLearner:
             sink=self.records,
             log=RedisEvaluationLog(bench_env.redis, config.exp_name),
             reporter=LearnerReporter(self.records, self.records),
+            scores=RedisGroupScores(bench_env.redis, config.exp_name),
             should_stop=should_stop,
         )
         self._learner = Learner(run, components)

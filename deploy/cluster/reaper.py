@@ -1,5 +1,5 @@
 # pyright: basic
-"""Detached actor that stops env workers and learner hosts, unknown to Serve, at its shutdown.
+"""Detached actor that stops env workers, scorers and learner hosts, unknown to Serve, at its shutdown.
 
 Invariants: no process outlives `serve shutdown`; a control replica's death stops nothing; learners save a checkpoint
 before Redis stops.

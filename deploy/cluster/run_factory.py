@@ -17,6 +17,7 @@ from redis.asyncio import Redis as AsyncRedis
 from offbeat.deploy import run_folder
 from offbeat.deploy.components.env_workers import WorkerPool
 from offbeat.deploy.components.learner import ExternalLearner, ManagedLearner
+from offbeat.deploy.components.scorers import ScorerPool
 from offbeat.deploy.components.serve_app import ServeApp, broker_component, generation_component
 from offbeat.deploy.components.serve_status import ServeStatus
 from offbeat.deploy.components.shared_generation import SharedGeneration
@@ -49,6 +50,7 @@ from offbeat.services.live_settings import LIVE_SETTINGS, Settings
 from offbeat.services.redis.connection import connect
 from offbeat.trainer.config.aliases import canonical_json
 from offbeat.trainer.config.issue import ConfigIssue
+from offbeat.trainer.config.scored_roles import scored_roles
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +82,8 @@ class RunComponents:
         self._workers = WorkerPool(config, redis_url, uid)
         self._generation = _build_generation(config, redis, redis_url, serve_status, uid)
         broker = broker_component(config, redis_url, serve_status, uid)
-        self._components: tuple[Component, ...] = (learner, self._workers, self._generation, broker)
+        scorers = [ScorerPool(config, role, redis_url, uid) for role in scored_roles(config, config.reference)]
+        self._components: tuple[Component, ...] = (learner, *scorers, self._workers, self._generation, broker)
 
     @property
     def components(self) -> Sequence[Component]:

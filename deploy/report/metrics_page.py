@@ -22,6 +22,7 @@ SECTIONS = {
     "rollout": "Records of each worker: its own, and one per kind of episode (`kind`) and tag (`tag`).",
     "generation": "Records of each replica.",
     "weights": "Records of the broker, one per replica.",
+    "scoring": "Records of each replica of a frozen model's service, one per group.",
     "trackers": "As it happens.",
     "command": "One record per `offbeat train`.",
 }

@@ -300,7 +300,8 @@ class RedisLearnerBuffer:
             self._finish_now("dropped", "lost", "", "", entry_id)
             return None
         flat = msgpack.unpackb(packed, raw=True)
-        members = {int(flat[i]): flat[i + 1] for i in range(0, len(flat), 2)}
+        fields = {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
+        members = {int(name): blob for name, blob in fields.items() if name.isdecimal()}
         trajectories: list[Trajectory] = []
         unreadable: dict[int, str] = {}
         for index in sorted(members):

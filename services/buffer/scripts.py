@@ -89,6 +89,7 @@ class BufferKeys:
         self.stream = f"{self.root}:stream"
         self.limits = f"{self.root}:limits"
         self.life = f"{self.root}:life"
+        self.scored = f"{self.root}:scored"
         self.quarantine = f"{self.root}:quarantine"
         self.doorbell = run.doorbell
         self.script_keys = [

@@ -187,7 +187,7 @@ def _running(snapshot: RunSnapshot) -> list[Cause]:
         return [*_rollouts_wait(snapshot), starting]
     busy = _learner_busy(snapshot)
     if busy is not None:
-        return [*_rollouts_wait(snapshot), busy, *_trouble(snapshot)]
+        return [*_rollouts_wait(snapshot), busy, *_scorers(snapshot), *_trouble(snapshot)]
     if EVALUATING in snapshot.learner.phase and not snapshot.buffer.ready:
         return [*_evaluating(snapshot), *_trouble(snapshot)]
     return [*_learner_waits(snapshot), *_trouble(snapshot)]
@@ -235,10 +235,27 @@ def _learner_busy(snapshot: RunSnapshot) -> Cause | None:
         "no_room": f"the learner waits for room on the disk: too much is unsaved to continue after step {step}",
         "resume": "the learner loads its checkpoint",
     }
+    if stage == "scoring":
+        text = (
+            f"the learner waits for {_and(str(doing.get('roles', '')).split(','))} to score group {doing.get('group')}"
+        )
+        clauses["scoring"] = text
     if stage not in clauses:
         return None
     since = max(snapshot.now - float(doing.get("since", snapshot.now)), 0.0)
     return Cause("learner", str(stage), clauses[stage] + _for(since), None, since, {"step": step})
+
+
+def _scorers(snapshot: RunSnapshot) -> list[Cause]:
+    """Report the services whose scores the learner waits for and that are not ready."""
+    doing = snapshot.learner.doing
+    names = str(doing.get("roles", "")).split(",") if doing.get("stage") == "scoring" else []
+    observed = {name: snapshot.observations[name] for name in names if name in snapshot.observations}
+    return [
+        _component(snapshot, name, observation)
+        for name, observation in observed.items()
+        if observation.health is not Health.READY
+    ]
 
 
 def _rollouts_wait(snapshot: RunSnapshot) -> list[Cause]:
@@ -414,5 +431,8 @@ def _the(name: str) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    spoken = [_the(name) for name in names]
-    return " and ".join([", ".join(spoken[:-1]), spoken[-1]]) if len(spoken) > 1 else "".join(spoken) or "no component"
+    return _and([_the(name) for name in names]) or "no component"
+
+
+def _and(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)

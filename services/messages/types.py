@@ -4,8 +4,8 @@ Invariants: tokens are recorded as sampled, never re-encoded; `loss_mask` is tru
 sampled tokens; `logprobs` is zero elsewhere.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 from typing import Annotated, Generic, NamedTuple
@@ -216,6 +216,8 @@ class Group:
     temperature: float | None = None
     """Set if changed during the run."""
     baselines: tuple[Trajectory, ...] = ()
+    scores: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    """Scores by key (`services.buffer.scores`): float32, little-endian."""
 
     @property
     def oldest_version(self) -> int:

@@ -1,5 +1,6 @@
 """Whole runs whose processes are killed: each ends, and every admitted group is trained once, dropped or failed by name."""
 
+import json
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -53,6 +54,27 @@ def test_killed_worker_engine_and_learner_lose_no_group(start: Start):
     found, _ = examine(train.output_dir)
     assert found.proven, found.findings
     assert found.lineage.learners == 2
+
+
+def test_a_killed_scorer_returns_and_no_group_is_trained_without_its_score(start: Start):
+    train = start(
+        "max_steps=8", "use_kl_loss=true", "kl_loss_coef=0.05", "reference.strategy_args.placement=service"
+    )  # fmt: skip
+    train.wait_for_step(2)
+    train.kill("ray::ScorerActor")
+    train.wait_for_step(5)
+    train.kill("offbeat.trainer.cli")
+    assert train.wait() == 0, train.output
+    report = train.report()
+    assert report["steps"] == 8
+    assert report["groups_trained"] == 8 * 8
+    assert accounted(report)
+    assert left_behind(train) == []
+    records = [json.loads(line) for line in (train.output_dir / "metrics.jsonl").read_text().splitlines()]
+    assert any("reference/tokens_per_busy_s" in json.dumps(record) for record in records)
+    assert (train.output_dir / "logs" / "scorer-quickstart-reference-0.log").read_text().count("scores groups") == 2
+    found, _ = examine(train.output_dir)
+    assert found.proven, found.findings
 
 
 def test_ctrl_c_stops_cleanly_in_ten_seconds_and_the_run_resumes(start: Start):

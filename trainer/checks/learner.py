@@ -41,6 +41,7 @@ def check_learner(config: LearnerConfig) -> Iterator[ConfigIssue]:
     yield from check_schedule(config)
     yield from _check_models(config)
     yield from _check_reference(config)
+    yield from _check_service(config)
     yield from _check_replay(config)
     yield from check_trackers(config)
 
@@ -90,6 +91,25 @@ def _check_reference(config: LearnerConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue(key, f"{name} shards the output embedding, which {full} full needs: take hf_infer, or k3")
     if config.ref_model_sync_steps is not None:
         yield ConfigIssue(key, f"{name} can't update a sharded reference (ref_model_sync_steps): take hf_infer")
+
+
+def _check_service(config: LearnerConfig) -> Iterator[ConfigIssue]:
+    """Yield what a service beside the learner can't score."""
+    if config.reference.strategy_args.placement == "learner":
+        return
+    key = "reference.strategy_args.placement"
+    if not config.needs_reference:
+        yield ConfigIssue(key, "the reference is not used without use_kl_loss or add_token_level_kl: leave it out")
+    for full in config.full_kls:
+        yield ConfigIssue(
+            key, f"service gives logprobs of sampled tokens, and {full} full needs all of the vocabulary: take k3"
+        )
+    if config.ref_model_sync_steps is not None:
+        yield ConfigIssue(
+            key,
+            "service scores groups before their step, and ref_model_sync_steps changes the reference between steps: "
+            "take learner",
+        )
 
 
 def check_staleness_controller(

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from offbeat.envs.config import Config
-from offbeat.trainer.config.conditions import ConditionalConfig, OnlyWith
+from offbeat.trainer.config.conditions import ConditionalConfig, NotWith, OnlyWith
 
 TrainDtype = Literal["float32", "bfloat16"]
 AttentionName = Literal["auto", "sdpa", "eager", "flash_attention_2"]
@@ -59,13 +59,22 @@ class CriticConfig(ConditionalConfig):
     """Coefficient of the value loss."""
 
 
-class InferStrategyArgs(Config):
+class InferStrategyArgs(ConditionalConfig):
     """Frozen model's engine; ROLL's `strategy_args`."""
 
     strategy_name: Literal["hf_infer", "deepspeed_infer"] = "hf_infer"
     """`hf_infer`: transformers, a full copy per process. `deepspeed_infer`: weights sharded (ZeRO-3) and gathered by
     layer. Both split batches over processes.
     """
+    placement: Annotated[
+        Literal["learner", "service"],
+        NotWith("a replica of the service holds the whole model: take hf_infer", strategy_name=("deepspeed_infer",)),
+    ] = "learner"
+    """`learner`: in the learner's processes. `service`: in processes of its own, which score each group once it is
+    complete, beside rollouts and training.
+    """
+    num_replicas: Annotated[int, OnlyWith(placement=("service",))] = Field(default=1, ge=1)
+    """Processes of the service, each with the whole model (with `actor_train.device: cuda` on a GPU of its own)."""
 
     @field_validator("strategy_name", mode="before")
     @classmethod
@@ -101,3 +110,6 @@ class TeacherConfig(Config):
     strategy_args: InferStrategyArgs = InferStrategyArgs()
     infer_batch_size: int | None = Field(default=None, ge=1)
     """As `actor_train.infer_batch_size`."""
+
+    def teaches(self, tag: str) -> bool:
+        return not self.tag_included or tag in self.tag_included

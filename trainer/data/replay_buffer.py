@@ -6,7 +6,7 @@ depends only on seed, step and checkpointed entries. The trajectory buffer and a
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -94,11 +94,12 @@ class ReplayBuffer:
         (folder / REPLAY_FILE).parent.mkdir(exist_ok=True)
         (folder / REPLAY_FILE).write_bytes(cast(bytes, msgpack.packb(rows)))
 
-    def load(self, folder: Path) -> None:
-        """Load a checkpoint's entries, if any."""
+    def load(self, folder: Path, can_train: Callable[[Group], bool] = lambda _: True) -> None:
+        """Load a checkpoint's entries, if any, that still can be trained."""
         path = folder / REPLAY_FILE
         rows = cast(list[Any], msgpack.unpackb(path.read_bytes())) if path.is_file() else []
-        self._entries = [ReplayEntry(unpack_group(body), times) for times, body in rows]
+        entries = [ReplayEntry(unpack_group(body), times) for times, body in rows]
+        self._entries = [entry for entry in entries if can_train(entry.group)]
 
     def _num_due(self, step: int) -> int:
         if self._config.samples_per_insert is None:

@@ -3,14 +3,18 @@
 from collections.abc import Callable
 
 from offbeat.services.buffer.learner_client import RedisLearnerBuffer
+from offbeat.services.buffer.scores import GroupScores
+from offbeat.services.messages.types import Group
 from offbeat.services.rollout.tasks import make_sampler
 from offbeat.services.telemetry import MetricsSink
 from offbeat.services.weights.api import WeightPublisher
+from offbeat.trainer.config.scored_roles import scored_roles
 from offbeat.trainer.data.replay_buffer import ReplayBuffer
 from offbeat.trainer.learner.evaluations import EvaluationLog, Evaluations
 from offbeat.trainer.learner.group_intake import GroupIntake
 from offbeat.trainer.learner.loop import LearnerComponents
 from offbeat.trainer.learner.reporter import LearnerReporter
+from offbeat.trainer.learner.score_intake import ScoreIntake
 from offbeat.trainer.learner.staleness_controller import StalenessController
 from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.learner.task_sampler import Curriculum
@@ -18,6 +22,7 @@ from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.batch_log import BatchLog
 from offbeat.trainer.training.checkpoint import CheckpointStore
 from offbeat.trainer.training.policy_trainer import Trainer
+from offbeat.trainer.training.score_keys import score_keys
 
 EVALUATIONS = "evaluations"
 
@@ -33,6 +38,7 @@ def build_components(
     sink: MetricsSink,
     log: EvaluationLog,
     reporter: LearnerReporter,
+    scores: GroupScores,
     should_stop: Callable[[], bool],
 ) -> LearnerComponents:
     config = run.config
@@ -49,6 +55,7 @@ def build_components(
             groups_per_step=config.groups_per_step,
             train_stale=config.buffer.stale_policy == "train",
             vocab_size=vocab_size,
+            scores=_build_scores(run, scores, reporter),
         ),
         reporter=reporter,
         ledger=StepLedger(run.output_dir, buffer.epoch),
@@ -62,3 +69,17 @@ def build_components(
         curriculum=Curriculum(make_sampler(config.custom_envs, config.train_env_manager), buffer),
         should_stop=should_stop,
     )
+
+
+def _build_scores(run: LearnerRun, scores: GroupScores, reporter: LearnerReporter) -> ScoreIntake | None:
+    config, keys = run.config, score_keys(run)
+    roles = {role: keys[role.name] for role in scored_roles(config, config.reference)}
+
+    def report(step: int, group: Group | None) -> None:
+        if group is None:
+            reporter.set_activity("taking", step=step, groups=config.groups_per_step)
+        else:
+            names = ",".join(role.name for role in roles if role.scores(group.tag))
+            reporter.set_activity("scoring", step=step, group=group.number, roles=names)
+
+    return ScoreIntake(scores, roles, report) if roles else None

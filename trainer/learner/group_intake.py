@@ -6,7 +6,7 @@ Invariants: every group is trained, masked or dropped with a reason; only the gr
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from offbeat.trainer.data.replay_buffer import ReplayedGroups
 from offbeat.trainer.data.reward_shaping import shape_rewards
 from offbeat.trainer.data.selection import carries_signal, masked_counts
 from offbeat.trainer.data.step_batch import StepBatch, collect_rewards
+from offbeat.trainer.learner.score_intake import ScoreIntake
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class StepGroups:
     """Kept beyond `max_staleness` (`stale_policy: train`)."""
     dropped: dict[str, int] = field(default_factory=dict[str, int])
     wait_s: float = 0.0
+    score_wait_s: float = 0.0
+    """Part of `wait_s` for scores of complete groups."""
     newest_version: int = 0
     """Newest published version; groups with later ones are dropped."""
     shaped: dict[int, Group] = field(default_factory=dict[int, Group])
@@ -55,6 +58,8 @@ class GroupIntake:
     groups_per_step: int
     train_stale: bool
     vocab_size: int
+    scores: ScoreIntake | None = None
+    """Of roles in services of their own."""
 
     def take(
         self, step: int, max_staleness: float, should_stop: Callable[[], bool], *, newest_version: int | None = None
@@ -69,10 +74,14 @@ class GroupIntake:
             if should_stop():
                 return None
             group = self.buffer.take(POLL_S, self.groups_per_step - len(taken.groups))
-            if group is not None:
-                self._add(group, step, max_staleness, taken)
+            if group is not None and not self._add(group, step, max_staleness, taken, should_stop):
+                return None
         taken.wait_s = time.monotonic() - began
         return taken
+
+    def can_train(self, group: Group) -> bool:
+        """Return whether a kept group has the scores that it needs, by today's models."""
+        return self.scores is None or self.scores.has_scores(group)
 
     def build_batch(self, step: int, taken: StepGroups, replayed: ReplayedGroups) -> StepBatch:
         return StepBatch(
@@ -84,38 +93,52 @@ class GroupIntake:
             collect_rewards([*taken.shaped.values(), *shape_rewards(taken.refilled, self.config)]),
         )
 
-    def _add(self, group: Group, step: int, max_staleness: float, taken: StepGroups) -> None:
+    def _add(
+        self, group: Group, step: int, max_staleness: float, taken: StepGroups, should_stop: Callable[[], bool]
+    ) -> bool:
+        """Add or drop a group; return False if stopped."""
         defect = _find_defect(group, self.vocab_size, self.config.num_baselines)
         if defect:
             logger.error("group %d dropped: %s", group.number, defect)
             self._drop(group, MALFORMED, taken)
-            return
+            return True
         if group.newest_version > taken.newest_version:
             newest = f"version {group.newest_version}, and the newest is {taken.newest_version}"
             logger.error("group %d dropped: its tokens are of %s", group.number, newest)
             self._drop(group, UNPUBLISHED, taken)
-            return
+            return True
         is_stale = step - group.oldest_version >= max_staleness + 1  # a lag is a whole number of versions
         if is_stale and not self.train_stale:
             self._drop(group, STALE, taken)
-            return
+            return True
         (shaped,) = shape_rewards([group], self.config)
         has_signal = carries_signal(group, self.config, shaped)
         if not has_signal and self.config.zero_variance == "refill":
             if len(taken.refilled) < round(self.config.max_refill_ratio * self.groups_per_step):
                 taken.refilled.append(group)
                 self._drop(group, NO_SIGNAL, taken)
-                return
+                return True
             if not taken.masked:
                 logger.warning(
                     "step %d: %d groups without signal dropped (max_refill_ratio); further ones are masked",
                     step,
                     len(taken.refilled),
                 )
+        if has_signal and self.scores is not None:
+            began = time.monotonic()
+            scored = self.scores.attach(group, step, should_stop)
+            taken.score_wait_s += time.monotonic() - began
+            if scored is None:
+                return False
+            if isinstance(scored, str):
+                self._drop(group, scored, taken)
+                return True
+            group, shaped = scored, replace(shaped, scores=scored.scores)
         taken.num_stale += is_stale
         taken.groups.append(group)
         taken.shaped[group.number] = shaped
         (taken.trained if has_signal else taken.masked).append(group)
+        return True
 
     def _drop(self, group: Group, reason: str, taken: StepGroups) -> None:
         self.buffer.drop(group, reason)

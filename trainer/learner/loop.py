@@ -110,7 +110,7 @@ class Learner:
         elif state.lineage != self._lineage:
             self._is_new_lineage = True
         self._trainer.load(checkpoint.path, state.kl_coef)
-        self._replay.load(checkpoint.path)
+        self._replay.load(checkpoint.path, self._intake.can_train)
         self._staleness.load(checkpoint.path, state.step)
         self._curriculum.load(checkpoint.path)
         self._loaded = state
@@ -181,6 +181,8 @@ class Learner:
         if taken is None or (step == 0 and not self._evaluations.wait(self._should_stop)):
             return False
         self._seconds["wait"] = time.monotonic() - began
+        if self._intake.scores is not None:
+            self._seconds["score_wait"] = taken.score_wait_s
         replayed = self._replay.select(step, self._settings.max_staleness)
         batch = self._intake.build_batch(step, taken, replayed)
         self._batch_log.record(batch, self._settings.learning_rate)

@@ -77,7 +77,7 @@ class LearnerReporter:
         self._board.show(learner_phase=text)
         self._sink.append(MetricRecord("learner", {}, labels={"phase": text}))
 
-    def set_activity(self, stage: str, *, step: int, **detail: float) -> None:
+    def set_activity(self, stage: str, *, step: int, **detail: float | str) -> None:
         """Set the activity, e.g. `train`."""
         if self._watchdog is not None:
             self._watchdog.kick()

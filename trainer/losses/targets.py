@@ -184,8 +184,8 @@ def needs_initial_logprobs(config: AlgorithmConfig) -> bool:
 
 def teacher_mask(config: AlgorithmConfig, batch: Batch) -> Tensor:
     """Return the tokens taught by each of `config.teacher`, [K, M] bool."""
-    tags = [teacher.tag_included or batch.tags for teacher in config.teacher.values()]
-    teaches_tag = torch.tensor([[tag in taught for tag in batch.tags] for taught in tags], dtype=torch.bool)
+    teachers = config.teacher.values()
+    teaches_tag = torch.tensor([[each.teaches(tag) for tag in batch.tags] for each in teachers], dtype=torch.bool)
     return teaches_tag[:, batch.tag[batch.trajectory]]
 
 

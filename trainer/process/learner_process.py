@@ -18,10 +18,12 @@ import torch
 
 from offbeat.services.buffer.group_ledger import LedgerThread
 from offbeat.services.buffer.learner_client import IncarnationWatch, RedisLearnerBuffer
+from offbeat.services.buffer.scores import RedisGroupScores
 from offbeat.services.errors import CodecError, ControlError, RetryableError
 from offbeat.services.redis.connection import connect
 from offbeat.services.redis.incarnation import KnownIncarnation
 from offbeat.services.redis.lease import LearnerLease, owner_of
+from offbeat.services.redis.run_writes import RunWrites
 from offbeat.services.telemetry import RedisMetrics
 from offbeat.services.weights.locality import check_reach
 from offbeat.services.weights.publisher import RedisWeightPublisher
@@ -49,6 +51,7 @@ from offbeat.trainer.trackers.metrics_writer import MetricsWriter
 from offbeat.trainer.trackers.supervisor import TrackerProcesses, make_start_messages
 from offbeat.trainer.training.checkpoint import Checkpoint, CheckpointStore, read_checkpoint, read_epoch
 from offbeat.trainer.training.policy_trainer import PolicyTrainer, Trainer
+from offbeat.trainer.training.score_keys import start_key
 from offbeat.trainer.watchdog import Watchdog, kill_if_hung
 
 logger = logging.getLogger(__name__)
@@ -206,6 +209,7 @@ class LearnerProcess:
                 resumed_step = checkpoint.state.step
             elif not self._begin(trainer, learner, buffer.counters().trained):
                 return LearnerResult(interrupted=self._stop.is_set())
+            self._announce_start(epoch)
             self._reporter.record_startup(self._startup.seconds)
             names, kwargs = run.config.track_with, run.config.tracker_kwargs
             with (
@@ -254,6 +258,12 @@ class LearnerProcess:
             self._startup.lap("save_start")
         return True
 
+    def _announce_start(self, epoch: int) -> None:
+        """Tell scorers that the first weights of this lineage are complete."""
+        write = RunWrites(self._redis, self._run.run_id, self._run.uid)
+        write.epoch = epoch
+        write("SET", start_key(self._run.run_id), self._run.lineage)
+
     def _show_warm_start(self, done: int, total: int) -> None:
         self._reporter.set_phase(f"warming up {done}/{total}")
 
@@ -277,6 +287,7 @@ class LearnerProcess:
             sink=self._metrics,
             log=RedisEvaluationLog(self._redis, run.run_id, run.uid),
             reporter=self._reporter,
+            scores=RedisGroupScores(self._redis, run.run_id),
             should_stop=self._should_stop,
         )
         return Learner(run, components, num_processes=ranks.world_size)

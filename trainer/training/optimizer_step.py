@@ -3,8 +3,8 @@
 Invariant: groups and their order determine the weights, for any number of ranks.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +25,9 @@ from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.data.batch import (
     Batch,
     MicroBatch,
-    microbatches,
     minibatches,
     pack,
 )
-from offbeat.trainer.data.prefix_groups import shared_microbatches
 from offbeat.trainer.data.selection import select_most_varied
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.base import Hyperparameters, StepOutcome, TrainEngine
@@ -48,6 +46,14 @@ from offbeat.trainer.losses.targets import (
 from offbeat.trainer.models.divergence import ReferenceStates
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import Sampled
+from offbeat.trainer.training.group_scorer import (
+    GroupScorer,
+    cut,
+    decode_scores,
+    inference_budget,
+    scatter_outputs,
+    to_input,
+)
 
 Gauges = dict[str, Partial]
 
@@ -57,8 +63,10 @@ class StepModels:
     policy: TrainEngine[Sampled]
     critic: TrainEngine[Tensor] | None = None
     reference: LogprobModel | None = None
-    teachers: Sequence[LogprobModel] = ()
-    """In the order of the configuration's `teacher`."""
+    teachers: Sequence[LogprobModel | None] = ()
+    """In the order of the configuration's `teacher`; None: scored by its service."""
+    score_keys: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Role -> key in `Group.scores`, of roles that a service scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +118,7 @@ class BatchTrainer:
         self._update_running_moments(step_batch)
         micro_batches = self._cut_for_inference(batch)
         states = self._reference_states(batch, micro_batches)
-        targets, values = self._targets(batch, micro_batches, step, masked, states)
+        targets, values = self._targets(selected, batch, micro_batches, step, masked, states)
         targets = apply_group_weights(targets, batch, _group_weights(step_batch, selected))
         parts = [self._cut(batch, part) for part in minibatches(batch, self._args.num_minibatches)]
         pieces: list[Gauges] = []
@@ -139,10 +147,10 @@ class BatchTrainer:
         self._update_running_moments(step_batch)
         micro_batches = self._cut_for_inference(batch)
         states = self._reference_states(batch, micro_batches)
-        targets, _ = self._targets(batch, micro_batches, step_batch.step, masked, states)
+        targets, _ = self._targets(selected, batch, micro_batches, step_batch.step, masked, states)
         self._running.load_state_dict(before)
-        logprobs = self._models.policy.infer([_to_input(micro) for micro in micro_batches])
-        return StepPreview(tuple(selected), batch, targets, _scatter(batch, micro_batches, logprobs))
+        logprobs = self._models.policy.infer([to_input(micro) for micro in micro_batches])
+        return StepPreview(tuple(selected), batch, targets, scatter_outputs(batch, micro_batches, logprobs))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state besides weights, optimizer and KL coefficient."""
@@ -159,43 +167,29 @@ class BatchTrainer:
             self._running.update(tag, torch.tensor(rewards, dtype=torch.float64))
 
     def _cut(self, batch: Batch, sequences: Sequence[int], max_tokens: int | None = None) -> list[MicroBatch]:
-        cut = shared_microbatches if self._config.actor_train.model_args.shared_prefix else microbatches
         budget = max_tokens or self._args.max_tokens_per_microbatch
-        return cut(batch, sequences, budget, multiple_of=self._ranks.world_size)
+        return cut(self._config, batch, sequences, budget, multiple_of=self._ranks.world_size)
 
-    def _cut_for_inference(
-        self, batch: Batch, infer_batch_size: int | None = None, sequences: Sequence[int] | None = None
-    ) -> list[MicroBatch]:
-        size = infer_batch_size or self._config.actor_train.infer_batch_size
-        budget = None if size is None else size * self._config.sequence_length
-        return self._cut(batch, range(batch.num_sequences) if sequences is None else sequences, budget)
-
-    def _score(
-        self,
-        model: LogprobModel | TrainEngine[Tensor],
-        batch: Batch,
-        infer_batch_size: int | None,
-        sequences: Sequence[int] | None = None,
-    ) -> Tensor:
-        """Return values, [M]; zeros outside `sequences`."""
-        micro_batches = self._cut_for_inference(batch, infer_batch_size, sequences)
-        return _scatter(batch, micro_batches, model.infer([_to_input(micro) for micro in micro_batches]))
+    def _cut_for_inference(self, batch: Batch, infer_batch_size: int | None = None) -> list[MicroBatch]:
+        budget = inference_budget(self._config, infer_batch_size)
+        return self._cut(batch, range(batch.num_sequences), budget)
 
     def _targets(
         self,
+        groups: Sequence[Group],
         batch: Batch,
         micro_batches: Sequence[MicroBatch],
         step: int,
         masked: MaskedCounts,
         states: ReferenceStates | None,
     ) -> tuple[Targets, Tensor | None]:
-        inputs = [_to_input(micro) for micro in micro_batches]
+        inputs = [to_input(micro) for micro in micro_batches]
 
         def scatter(parts: Sequence[Tensor]) -> Tensor:
-            return _scatter(batch, micro_batches, parts)
+            return scatter_outputs(batch, micro_batches, parts)
 
-        reference, full = self._models.reference, self._config.kl_in_reward_is_full
-        policy_inputs = [_to_input(micro, states) for micro in micro_batches] if full else inputs
+        full = self._config.kl_in_reward_is_full
+        policy_inputs = [to_input(micro, states) for micro in micro_batches] if full else inputs
         initial = self._infer_initial(batch, policy_inputs, scatter)
         targets = build_targets(
             batch,
@@ -203,11 +197,9 @@ class BatchTrainer:
             kl_coef=self.kl.coef,
             old_logprobs=initial.logprobs,
             old_is_present=self._trains_on_initial_pass,
-            ref_logprobs=self._score(reference, batch, self._config.reference.infer_batch_size)
-            if reference and self._config.needs_ref_logprobs
-            else None,
+            ref_logprobs=self._ref_logprobs(groups),
             divergences=initial.divergences,
-            teacher_logprobs=self._teacher_logprobs(batch),
+            teacher_logprobs=self._teacher_logprobs(groups, batch),
             values=initial.values,
             next_values=initial.next_values,
             version=step,
@@ -247,29 +239,48 @@ class BatchTrainer:
         """Return values, [M], and with `bootstrap_truncated` those after each token."""
         micro_batches = self._cut_for_inference(batch, self._config.critic.infer_batch_size)
         bootstraps = self._config.bootstrap_truncated
-        outputs = critic.infer([replace(_to_input(micro), with_next=bootstraps) for micro in micro_batches])
+        outputs = critic.infer([replace(to_input(micro), with_next=bootstraps) for micro in micro_batches])
 
         def scatter(parts: Sequence[Tensor]) -> Tensor:
-            return _scatter(batch, micro_batches, parts)
+            return scatter_outputs(batch, micro_batches, parts)
 
         return (_row(outputs, 0, scatter), _row(outputs, 1, scatter)) if bootstraps else (scatter(outputs), None)
 
-    def _teacher_logprobs(self, batch: Batch) -> Tensor | None:
-        """Return logprobs, [K, M]; zeros for sequences not taught."""
+    def _ref_logprobs(self, groups: Sequence[Group]) -> Tensor | None:
+        if not self._config.needs_ref_logprobs:
+            return None
+        rows = self._score(self._models.reference, "reference", self._config.reference.infer_batch_size, groups)
+        return None if rows is None else torch.cat(rows)
+
+    def _teacher_logprobs(self, groups: Sequence[Group], batch: Batch) -> Tensor | None:
+        """Return logprobs, [K, M]; zeros for groups not taught."""
         if not self._models.teachers:
             return None
         rows: list[Tensor] = []
-        configs, masks = self._config.teacher.values(), teacher_mask(self._config, batch)
-        for teacher, config, taught in zip(self._models.teachers, configs, masks, strict=True):
-            sequences = torch.unique(batch.sequence[taught]).tolist()
-            rows.append(self._score(teacher, batch, config.infer_batch_size, sequences))
+        masks = teacher_mask(self._config, batch)
+        for model, (name, teacher), taught in zip(
+            self._models.teachers, self._config.teacher.items(), masks, strict=True
+        ):
+            taught_groups = [group for group in groups if teacher.teaches(group.tag)]
+            scores = self._score(model, f"teacher.{name}", teacher.infer_batch_size, taught_groups) or []
+            row = torch.zeros(batch.num_sampled)
+            row[taught] = torch.cat(scores) if scores else row.new_zeros(0)
+            rows.append(row)
         return torch.stack(rows)
+
+    def _score(
+        self, model: LogprobModel | None, role: str, infer_batch_size: int | None, groups: Sequence[Group]
+    ) -> list[Tensor] | None:
+        """Return logprobs per group: the service's, or of the model in this process; None without either."""
+        if key := self._models.score_keys.get(role):
+            return [decode_scores(group, key) for group in groups]
+        return None if model is None else GroupScorer(model, self._config, infer_batch_size).score(groups)
 
     def _reference_states(self, batch: Batch, micro_batches: Sequence[MicroBatch]) -> ReferenceStates | None:
         reference = self._models.reference
         if not isinstance(reference, Reference) or not self._config.full_kls:
             return None
-        parts = reference.hidden_states([_to_input(micro) for micro in micro_batches])
+        parts = reference.hidden_states([to_input(micro) for micro in micro_batches])
         hidden = parts[0].hidden.new_empty(batch.num_sampled, parts[0].hidden.shape[1], device="cpu")
         for micro, part in zip(micro_batches, parts, strict=True):
             hidden[micro.index] = part.hidden.cpu()
@@ -284,7 +295,7 @@ class BatchTrainer:
         """
         warming = step < self._config.critic_warmup
         loss_states = states if self._config.kl_in_loss_is_full else None
-        inputs = [_to_input(micro, loss_states, head_alone=warming) for micro in micro_batches]
+        inputs = [to_input(micro, loss_states, head_alone=warming) for micro in micro_batches]
         entropy_coef = scheduled_rate(
             step,
             peak=self._config.entropy_loss_coef,
@@ -347,19 +358,3 @@ def _group_weights(step_batch: StepBatch, selected: Sequence[Group]) -> list[flo
 
 def _row(outputs: Sequence[Tensor], row: int, scatter: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
     return scatter([rows[row] for rows in outputs])
-
-
-def _scatter(batch: Batch, micro_batches: Sequence[MicroBatch], parts: Sequence[Tensor]) -> Tensor:
-    """Return values in batch order, [M] float32 on the CPU; zeros elsewhere."""
-    values = torch.zeros(batch.num_sampled)
-    for micro, part in zip(micro_batches, parts, strict=True):
-        values[micro.index] = part.detach().to("cpu", torch.float32)
-    return values
-
-
-def _to_input(micro: MicroBatch, states: ReferenceStates | None = None, *, head_alone: bool = False) -> PackedInput:
-    packed = PackedInput.of(
-        micro.tokens, micro.cu_seqlens, micro.positions, micro.temperatures, micro.images, micro.parents
-    )
-    reference = None if states is None else ReferenceStates(states.hidden[micro.index], states.head)
-    return replace(packed, reference=reference, head_alone=head_alone)

@@ -8,7 +8,7 @@ import json
 import logging
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from offbeat.services.chat.append_only import load_chat_format
 from offbeat.trainer.config.learner import ModelArgs
 from offbeat.trainer.config.roles import InferStrategyArgs, RoleModelArgs
+from offbeat.trainer.config.scored_roles import REFERENCE as REFERENCE_ROLE
+from offbeat.trainer.config.scored_roles import TEACHER_PREFIX
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.base import TrainEngine
 from offbeat.trainer.engines.deepspeed import DeepSpeedEngine, DeepSpeedLogprobModel
@@ -31,13 +33,14 @@ from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.lora import FACTORS, save_adapter
 from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tokenizer_check import check_same_tokens
-from offbeat.trainer.run import LearnerRun
+from offbeat.trainer.run import START, LearnerRun
 from offbeat.trainer.training.optimizer_step import (
     BatchTrainer,
     Gauges,
     StepModels,
     StepPreview,
 )
+from offbeat.trainer.training.score_keys import score_keys
 from offbeat.trainer.warm_start.factory import make_demonstrator
 from offbeat.trainer.warm_start.train import Progress, warm_start
 from offbeat.trainer.watchdog import Watchdog
@@ -46,7 +49,6 @@ logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 
-START = "start"
 ALGORITHM = Path("state", "algorithm.json")
 REFERENCE = Path("state", "reference.safetensors")
 """Present if the reference is updated."""
@@ -194,22 +196,23 @@ class PolicyTrainer:
         return self._config.needs_reference and self._config.reference.model_args.model_name_or_path is None
 
     def _build_companions(self) -> None:
-        start = self._run.output_dir / START
-        folder = start if self._config.warm_start is not None and start.is_dir() else self._run.model_folder
+        folder, keys = self._run.first_weights, score_keys(self._run)
         args, seed = self._train.model_args, self._config.seed
         reference: LogprobModel | None = None
         if self._config.has_own_critic:
             role = self._config.critic.model_args
             weights = Path(self._config.critic_folder or folder)
             self._critic = self._engine(self._kick_watchdog(load_critic(weights, args.of_role(role), seed)))
-        if self._refers_to_start and self._uses_adapters:
+        if REFERENCE_ROLE in keys:
+            pass  # scored by its service
+        elif self._refers_to_start and self._uses_adapters:
             reference = AdapterFreeReference(self._policy, self._model)
         elif self._config.needs_reference:
             role = self._config.reference
             self._check_tokens("reference", role.model_args)
             reference = self._frozen(self._load_role(role.model_args, folder), role.strategy_args)
             self._reference = reference if isinstance(reference, FrozenModel) else None
-        models = StepModels(self._policy, self._critic, reference, self._teachers())
+        models = StepModels(self._policy, self._critic, reference, self._teachers(keys), keys)
         self._steps = BatchTrainer(self._config, models, self._ranks)
 
     def _frozen(self, model: PackedPolicy, strategy: InferStrategyArgs) -> FrozenModel | DeepSpeedLogprobModel:
@@ -217,13 +220,17 @@ class PolicyTrainer:
             return DeepSpeedLogprobModel(model, self._ranks)
         return FrozenModel(model, self._ranks)
 
-    def _teachers(self) -> list[FrozenModel | DeepSpeedLogprobModel]:
+    def _teachers(self, served: Container[str]) -> list[FrozenModel | DeepSpeedLogprobModel | None]:
+        teachers: list[FrozenModel | DeepSpeedLogprobModel | None] = []
         for name, teacher in self._config.teacher.items():
-            self._check_tokens(f"teacher.{name}", teacher.model_args)
-        return [
-            self._frozen(self._load_role(teacher.model_args, self._run.model_folder), teacher.strategy_args)
-            for teacher in self._config.teacher.values()
-        ]
+            role = f"{TEACHER_PREFIX}{name}"
+            if role in served:
+                teachers.append(None)
+                continue
+            self._check_tokens(role, teacher.model_args)
+            model = self._load_role(teacher.model_args, self._run.model_folder)
+            teachers.append(self._frozen(model, teacher.strategy_args))
+        return teachers
 
     @property
     def _uses_adapters(self) -> bool:

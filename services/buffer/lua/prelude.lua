@@ -16,7 +16,9 @@
 --                             sampling, temperature; per member i: o<i> owner, c<i> version at its claim,
 --                             a<i> attempts that failed, x<i> worker and time of its last failure, s<i> oldest version that was
 --                             submitted, d<i> reason of its final failure; task: drawn by a sampler
---   blobs:<unit>      hash    member -> trajectory; of a group until it is acknowledged or dropped
+--   blobs:<unit>      hash    member -> trajectory; of a group until it is acknowledged or dropped. Of a complete group also
+--                             <role>@<digest> -> score, and ?<role>@<digest> -> the scorer that has claimed it, and until when
+--   scored            stream  groups that were scored, trimmed
 --   queue:t, queue:e  lists   unclaimed members, as tokens <unit>:<member>
 --   claims:<worker>   hash    token -> attempt:nonce
 --   worker:<worker>   hash    session and nonce of its last claim
@@ -48,7 +50,7 @@ local LIMITS, LEDGER, ASSEMBLING = ROOT .. ':limits', ROOT .. ':ledger', ROOT ..
 local STREAM, WORKERS, LIFE, QUARANTINE = ROOT .. ':stream', ROOT .. ':workers', ROOT .. ':life', ROOT .. ':quarantine'
 local QUEUE_TRAIN, QUEUE_EVAL = ROOT .. ':queue:t', ROOT .. ':queue:e'
 local LEARNER = 'learner'
-local SAMPLER = ROOT .. ':sampler'
+local SAMPLER, SCORED = ROOT .. ':sampler', ROOT .. ':scored'
 local LIFE_KEPT, BELL_KEPT, REASONS_KEPT = 100000, 128, 64
 local UNPACKED = 1000 -- maximum arguments per command; even, to keep pairs together
 

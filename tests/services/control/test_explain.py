@@ -187,6 +187,20 @@ def test_a_busy_learner_keeps_rollouts_waiting_at_the_staleness_bound(doing: dic
     assert links[1].text == says
 
 
+def test_a_wait_for_scores_names_the_services_and_what_ails_them():
+    doing = {"stage": "scoring", "step": 12, "since": NOW - 3, "group": 41, "roles": "reference,teacher.math"}
+    observations = {
+        **READY,
+        "reference": Observation(Health.READY),
+        "teacher.math": Observation(Health.DEAD, "killed by SIGKILL", "logs/scorer-lake-teacher.math-0.log"),
+    }
+    links = chain(snapshot(learner=LearnerReport("training", doing), observations=observations))
+    assert sentence(links) == (
+        "The learner waits for reference and teacher.math to score group 41 since 3.0 s; teacher.math is dead (killed by "
+        "SIGKILL)."
+    )
+
+
 def test_a_run_without_a_learner_says_how_to_attach_one():
     absent = READY | {"learner": Observation(Health.ABSENT, "waits for `offbeat learner attach lake`")}
     idle = replace(BUFFER, admission=Admission.STALENESS_BOUND, workers=(), ready=4)

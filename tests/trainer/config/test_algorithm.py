@@ -86,6 +86,36 @@ def test_sharded_reference_rejects_unsupported_features(settings: dict, why: str
     assert not list(check_learner(LearnerConfig.model_validate({**SHARDED, **KL})))
 
 
+BESIDE = {"reference": {"strategy_args": {"placement": "service"}}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({}, "the reference is not used"),
+        ({**KL, "kl_loss_type": "full"}, "needs all of the vocabulary: take k3"),
+        ({**KL_REWARD, "kl_penalty": "full", "old_logprobs": "recompute"}, "needs all of the vocabulary"),
+        ({**KL, "ref_model_sync_steps": 2}, "changes the reference between steps"),
+    ],
+)
+def test_a_reference_beside_the_learner_rejects_unsupported_features(settings: dict, why: str):
+    found = list(check_learner(LearnerConfig.model_validate({**BESIDE, **settings})))
+    assert [(each.path, why in each.message) for each in found] == [("reference.strategy_args.placement", True)]
+    assert not list(check_learner(LearnerConfig.model_validate({**BESIDE, **KL})))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [
+        ({"strategy_name": "deepspeed_infer", "placement": "service"}, "holds the whole model: take hf_infer"),
+        ({"num_replicas": 2}, "take placement=service"),
+    ],
+)
+def test_settings_of_a_service_without_effect_are_rejected(strategy: dict, why: str):
+    with pytest.raises(ValidationError, match=why):
+        InferStrategyArgs.model_validate(strategy)
+
+
 @pytest.mark.parametrize(
     ("keys", "coefficient", "penalizes"),
     [

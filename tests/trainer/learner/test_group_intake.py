@@ -1,13 +1,22 @@
 """What a step consumes: staleness is checked again, groups without signal and unusable ones are sorted out by name."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from offbeat.services.buffer.scores import GroupLostError, ScoreRefusedError
 from offbeat.services.messages.types import Group, VersionSpan
 from offbeat.trainer.config.learner import AlgorithmConfig
-from offbeat.trainer.data.replay_buffer import ReplayedGroups
+from offbeat.trainer.config.replay import ReplayConfig
+from offbeat.trainer.config.roles import InferStrategyArgs, ReferenceConfig, TeacherConfig, TeacherModelArgs
+from offbeat.trainer.config.scored_roles import ScoredRole
+from offbeat.trainer.data.replay_buffer import ReplayBuffer, ReplayedGroups
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.learner.group_intake import GroupIntake, StepGroups
+from offbeat.trainer.learner.score_intake import ScoreIntake
 from tests.copying import replace
 from tests.fakes import FakeLearnerBuffer, make_group
 
@@ -157,3 +166,87 @@ def test_running_statistics_get_every_new_reward_once() -> None:
         batch = intake.build_batch(0, taken, replayed)
         assert [list(rewards) for rewards in batch.rewards_by_tag.values()] == [rewards]
         assert StepBatch.unpack(batch.pack(), config).rewards_by_tag == batch.rewards_by_tag
+
+
+@dataclass
+class FakeScores:
+    """Scores by group number; a missing one is given at the second look, an exception raised."""
+
+    given: dict[int, bytes | Exception | None]
+    looks: int = 0
+
+    def wait(self, number: int, keys: Sequence[str], timeout_s: float) -> dict[str, bytes] | None:  # noqa: ARG002
+        self.looks += 1
+        given = self.given[number]
+        if isinstance(given, Exception):
+            raise given
+        if given is None:
+            self.given[number] = b"late"
+            return None
+        return dict.fromkeys(keys, given)
+
+
+REFERENCE = ScoredRole("reference", ReferenceConfig(strategy_args=InferStrategyArgs(placement="service")))
+TAUGHT_ELSEWHERE = ScoredRole(
+    "teacher.b", TeacherConfig(model_args=TeacherModelArgs(model_name_or_path="b"), tag_included=("elsewhere",))
+)
+
+
+def take_scored(
+    given: dict[int, bytes | Exception | None], *, stops: bool = False
+) -> tuple[StepGroups | None, FakeLearnerBuffer, FakeScores, list[int | None]]:
+    buffer, scores = FakeLearnerBuffer(stream=[make_group(n) for n in range(3)]), FakeScores(given)
+    reported: list[int | None] = []
+
+    def report(step: int, group: Group | None) -> None:  # noqa: ARG001
+        reported.append(group and group.number)
+
+    roles = {REFERENCE: "reference@1", TAUGHT_ELSEWHERE: "teacher.b@1"}
+    intake = GroupIntake(buffer, AlgorithmConfig(), 2, False, 11, ScoreIntake(scores, roles, report))
+    return intake.take(0, 1.0, lambda: stops and scores.looks > 0), buffer, scores, reported
+
+
+def test_taken_groups_carry_the_scores_that_they_need_and_no_others() -> None:
+    taken, buffer, scores, reported = take_scored({0: b"zero", 1: b"one"})
+    assert taken is not None
+    assert [dict(group.scores) for group in taken.trained] == [{"reference@1": b"zero"}, {"reference@1": b"one"}]
+    assert all(taken.shaped[group.number].scores == group.scores for group in taken.trained)
+    assert (buffer.dropped, scores.looks, reported) == ([], 2, [])
+
+
+def test_a_late_score_is_waited_for_and_reported() -> None:
+    taken, _, _, reported = take_scored({0: b"zero", 1: None})
+    assert taken is not None
+    assert [group.scores["reference@1"] for group in taken.trained] == [b"zero", b"late"]
+    assert reported == [1, None]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(ScoreRefusedError("reference: no"), "unscorable"), (GroupLostError("gone"), "lost")]
+)
+def test_a_group_that_gets_no_score_is_dropped_by_name_and_replaced(error: Exception, reason: str) -> None:
+    taken, buffer, _, _ = take_scored({0: error, 1: b"one", 2: b"two"})
+    assert taken is not None
+    assert [group.number for group in taken.trained] == [1, 2]
+    assert buffer.dropped == [(0, reason)]
+    assert taken.dropped == {reason: 1}
+
+
+def test_a_wait_for_scores_ends_with_the_learner() -> None:
+    taken, buffer, _, _ = take_scored({0: None}, stops=True)
+    assert taken is None
+    assert buffer.dropped == []
+
+
+def test_a_kept_group_with_another_models_score_is_no_longer_trained(tmp_path: Path) -> None:
+    """A resumed run may have another reference."""
+    mine, others = (replace(make_group(n), scores={key: b""}) for n, key in ((0, "reference@1"), (1, "reference@2")))
+    config = ReplayConfig(samples_per_insert=1.5)
+    replay = ReplayBuffer(config, 2, 1)
+    replay.update([mine, others], ReplayedGroups())
+    replay.save(tmp_path)
+    intake = ScoreIntake(FakeScores({}), {REFERENCE: "reference@1"})
+    resumed = ReplayBuffer(config, 2, 1)
+    resumed.load(tmp_path, intake.has_scores)
+    assert len(replay) == 2
+    assert len(resumed) == 1

@@ -88,7 +88,13 @@ def teacher(folder: Path, **keys: Any) -> dict[str, Any]:
 
 def test_infer_batch_size_bounds_the_passes_of_each_role(folder: Path):
     total = passes(folder, **teacher(folder))
-    assert {role: len(sizes) for role, sizes in total.items()} == dict.fromkeys(total, 1)
+    num_groups = 4  # frozen models score each group by itself
+    assert {role: len(sizes) for role, sizes in total.items()} == {
+        "policy": 1,
+        "critic": 1,
+        "reference": num_groups,
+        "teacher": num_groups,
+    }
     inherited = passes(folder, actor_train={"infer_batch_size": 1}, **teacher(folder))
     assert all(len(sizes) > 1 and max(sizes) <= 64 for sizes in inherited.values())
     own = passes(
@@ -97,5 +103,7 @@ def test_infer_batch_size_bounds_the_passes_of_each_role(folder: Path):
         reference={"infer_batch_size": 2},
         **teacher(folder, infer_batch_size=1),
     )
-    assert len(own["policy"]) == 1 < len(own["reference"]) < len(own["critic"]) == len(own["teacher"])
+    assert len(own["policy"]) == 1 < len(own["critic"])
+    assert max(own["critic"] + own["teacher"]) <= 64 < max(own["reference"])
+    assert len(own["reference"]) == num_groups < len(own["teacher"])
     assert all(sum(sizes) == sum(total["policy"]) for sizes in (*own.values(), *inherited.values()))

@@ -1,0 +1,120 @@
+# pyright: basic
+"""Services of frozen models: replicas as Ray actors, one pool per role.
+
+The process exits if scoring fails, so that Ray restarts it; its successor goes on with the group that it held.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from offbeat.deploy.components import ray_actors
+from offbeat.deploy.components.actor_pool import ActorPool
+from offbeat.deploy.components.ray_actors import find_actor
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.run_setup import LOGS
+from offbeat.services.control.interfaces import Health, Observation
+from offbeat.services.errors import ControlError, ForeignRunError
+from offbeat.services.telemetry import configure_logging
+from offbeat.trainer.config.scored_roles import ScoredRole
+
+logger = logging.getLogger(__name__)
+
+UNLIMITED = -1
+
+
+def scorer_name(run_id: str, role: str, index: int) -> str:
+    return f"scorer-{run_id}-{role}-{index}"
+
+
+class ScorerActor:
+    def __init__(self, run_id: str, uid: str, role: str, index: int, redis_url: str, output_dir: Path) -> None:
+        self._name = scorer_name(run_id, role, index)
+        configure_logging(self._name, output_dir / LOGS)
+        self._run_id = run_id
+        self._uid = uid
+        self._role = role
+        self._redis_url = redis_url
+        self._status = "starting"
+        self._problem = ""
+        self._scorer: Any = None
+        threading.Thread(target=self._run, name="scorer", daemon=True).start()
+
+    def alive(self) -> dict[str, Any]:
+        """Return process id, what it waits for (empty: it scores) and the problem that no restart helps."""
+        status = self._status if self._scorer is None else self._scorer.status
+        return {"name": self._name, "pid": os.getpid(), "status": status, "problem": self._problem}
+
+    def _run(self) -> None:
+        logger.info("%s started in process %d", self._name, os.getpid())
+        try:
+            self._score()
+        except ControlError as error:
+            logger.error("%s", error)
+            self._problem = str(error)
+        except ForeignRunError as error:
+            logger.error("%s: this scorer belongs to an earlier one, and exits", error)
+            ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+        except Exception:
+            logger.exception("scoring failed; restarting the process")
+            os._exit(1)
+
+    def _score(self) -> None:
+        from offbeat.trainer.scoring.factory import build_scorer  # torch is of the actor alone  # noqa: PLC0415
+
+        self._scorer = build_scorer(self._run_id, self._uid, self._role, self._name, self._redis_url)
+        self._scorer.run()
+
+
+class ScorerPool(ActorPool):
+    def __init__(self, config: RunConfig, role: ScoredRole, redis_url: str, uid: str = "") -> None:
+        super().__init__()
+        self.name = role.name
+        self._config = config
+        self._role = role
+        self._redis_url = redis_url
+        self._uid = uid
+
+    @property
+    def _names(self) -> Sequence[str]:
+        return [scorer_name(self._config.exp_name, self.name, index) for index in range(self._role.num_replicas)]
+
+    async def ensure(self) -> None:
+        for index, name in enumerate(self._names):
+            await asyncio.to_thread(self._start, index, name)
+
+    def _start(self, index: int, name: str) -> None:
+        train = self._config.actor_train
+        ray.remote(ScorerActor).options(
+            name=name,
+            namespace=ray_actors.NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            num_gpus=1 if train.device == "cuda" else 0,
+            max_restarts=UNLIMITED,
+        ).remote(self._config.exp_name, self._uid, self.name, index, self._redis_url, self._config.output_dir.resolve())
+
+    async def stop(self, *, now: bool) -> None:  # noqa: ARG002
+        """Kill the replicas: a group that one holds has no score yet, and its claim ends."""
+        for name in self._names:
+            actor = await asyncio.to_thread(find_actor, name)
+            if actor is not None:
+                await asyncio.to_thread(ray.kill, actor, no_restart=True)
+
+    def _ping(self, actor: ActorHandle) -> "ray.ObjectRef[Any]":
+        return actor.alive.remote()
+
+    def _judge(self, answer: Mapping[str, Any], log: str) -> Observation:
+        if answer["problem"]:
+            return Observation(Health.BROKEN, answer["problem"], log)
+        if answer["status"]:
+            return Observation(Health.STARTING, answer["status"], log)
+        return Observation(Health.READY, log=log)

@@ -1,0 +1,168 @@
+"""Scores of complete groups by frozen models, kept beside their trajectories.
+
+A score has a key, `<role>@<digest of what it depends on>`, so that one by another model is never taken for it. Scorers
+claim groups in the order of the stream and compute what is missing, also after Redis has lost it; the learner waits for
+the scores of the groups that it has taken. Both raise RetryableError while Redis does not answer (repeatable).
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import msgpack
+from redis import Redis
+
+from offbeat.services.buffer.scripts import Argument, BufferKeys, BufferScripts, group_id_of, translate_errors
+from offbeat.services.errors import CodecError, ReconcileError
+from offbeat.services.messages.codec import decode_trajectory
+from offbeat.services.messages.types import Group
+from offbeat.services.redis.connection import MAX_BLOCK_S
+from offbeat.services.redis.incarnation import KnownIncarnation
+
+VALUES, REFUSAL = b"v", b"r"
+"""First byte: float32 values, or the text why there are none."""
+
+
+class ScoreRefusedError(Exception):
+    """A scorer gave no score for a group, and why."""
+
+
+class GroupLostError(Exception):
+    """Redis has lost a group's trajectories, so nothing can score it."""
+
+
+class GroupScores(Protocol):
+    """Learner's interface of scores."""
+
+    def wait(self, number: int, keys: Sequence[str], timeout_s: float) -> dict[str, bytes] | None:
+        """Return a group's scores by key; None if one is still missing after the timeout.
+
+        Raises:
+            ScoreRefusedError, GroupLostError: there will be none.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimedGroup:
+    """Group to score; `group` is None if it can't be decoded."""
+
+    number: int
+    group: Group | None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreClaim:
+    num_missing: int
+    """Complete groups without this score, claimed ones included."""
+    claimed: ClaimedGroup | None
+
+
+class RedisGroupScores:
+    """`GroupScores` on Redis."""
+
+    def __init__(self, redis: Redis, run_id: str) -> None:
+        self._redis = redis
+        self._keys = BufferKeys(run_id)
+
+    def wait(self, number: int, keys: Sequence[str], timeout_s: float) -> dict[str, bytes] | None:
+        deadline = time.monotonic() + timeout_s
+        blobs = f"{self._keys.root}:blobs:t:{number}"
+        while True:
+            with translate_errors():
+                position = self._newest()  # before the look, so that no later score is missed
+                found = cast(list[bytes | None], self._redis.hmget(blobs, list(keys)))
+                if None in found and not self._redis.exists(blobs):
+                    raise GroupLostError(f"Redis has lost the trajectories of group {number}")
+                scores = {key: blob for key, blob in zip(keys, found, strict=True) if blob is not None}
+                for key, blob in scores.items():
+                    if not blob.startswith(VALUES):
+                        raise ScoreRefusedError(f"{key.partition('@')[0]}: {blob[1:].decode()}")
+                if len(scores) == len(keys):
+                    return {key: blob[1:] for key, blob in scores.items()}
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
+                    return None
+                block_ms = max(1, int(min(remaining_s, MAX_BLOCK_S) * 1000))
+                self._redis.xread({self._keys.scored: position}, count=1, block=block_ms)
+
+    def _newest(self) -> str:
+        entries = cast(list[Any], self._redis.xrevrange(self._keys.scored, count=1))
+        return entries[0][0].decode() if entries else "0-0"
+
+
+class RedisScoreQueue:
+    """Groups to score under one key; `scorer` names a process, and its successor."""
+
+    def __init__(self, redis: Redis, run_id: str, uid: str, scorer: str, key: str, *, lease_s: float) -> None:
+        """lease_s: time without `renew` until others may claim a group."""
+        self._redis = redis
+        self._run_id = run_id
+        self._keys = BufferKeys(run_id)
+        self._run = BufferScripts(redis, run_id)
+        self._known = KnownIncarnation(redis, run_id, uid)
+        self._scorer = scorer
+        self._key = key
+        self._lease_ms = int(lease_s * 1000)
+        self._position = "0-0"
+        """Of the stream's newest entry before the last claim."""
+
+    def claim(self) -> ScoreClaim:
+        """Claim the oldest group without this score.
+
+        Raises:
+            ForeignRunError: the run was deleted or created anew.
+        """
+        with translate_errors():
+            newest = cast(list[Any], self._redis.xrevrange(self._keys.stream, count=1))
+        self._position = newest[0][0].decode() if newest else "0-0"
+        reply = self._call("claim_score", self._scorer, self._key, self._lease_ms, "")
+        num_missing, *claimed = reply
+        return ScoreClaim(int(num_missing), self._decode(*claimed) if claimed else None)
+
+    def renew(self, number: int) -> bool:
+        """Keep the claim; return False if the group is gone or another scorer's."""
+        return bool(self._call("claim_score", self._scorer, self._key, self._lease_ms, number))
+
+    def submit(self, number: int, values: bytes) -> bool:
+        """Store float32 values; return False if the group is gone, or was scored by another."""
+        return bool(self._call("score", self._scorer, self._key, number, VALUES + values))
+
+    def refuse(self, number: int, reason: str) -> None:
+        """Store why there is no score: the learner drops the group if it needs one."""
+        self._call("score", self._scorer, self._key, number, REFUSAL + reason.encode())
+
+    def wait_for_group(self, timeout_s: float) -> None:
+        """Wait until a group is completed after the last claim."""
+        with translate_errors():
+            self._redis.xread({self._keys.stream: self._position}, count=1, block=max(1, int(timeout_s * 1000)))
+
+    def _call(self, name: str, *args: Argument) -> Any:
+        try:
+            return self._run(name, *args, incarnation=self._known.get())
+        except ReconcileError:  # by the learner
+            self._known.set("")
+            raise
+
+    def _decode(self, number: int, entry_id: bytes, version: int, temperature: bytes, packed: bytes) -> ClaimedGroup:
+        flat = msgpack.unpackb(packed, raw=True)
+        try:
+            members = sorted((int(flat[i]), flat[i + 1]) for i in range(0, len(flat), 2))
+            trajectories = [decode_trajectory(blob) for _, blob in members]
+            first = trajectories[0]
+        except (CodecError, IndexError) as error:  # the learner drops it, too
+            return ClaimedGroup(number, None, str(error))
+        group = Group(
+            entry_id.decode(),
+            group_id_of(self._run_id, number),
+            number,
+            first.tag,
+            first.seed,
+            version,
+            tuple(trajectory for trajectory in trajectories if not trajectory.baseline),
+            float(temperature) if temperature else None,
+            tuple(trajectory for trajectory in trajectories if trajectory.baseline),
+        )
+        return ClaimedGroup(number, group)

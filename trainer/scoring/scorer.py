@@ -1,0 +1,168 @@
+"""Scores one role's complete groups, as the learner would in its own process: same model, packing, dtype, attention.
+
+Invariant: every group of the stream gets a score or a refusal with a reason; after any exit a successor goes on.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import torch
+from redis import Redis
+from redis import exceptions as redis_errors
+
+from offbeat.services.buffer.scores import ClaimedGroup, RedisScoreQueue
+from offbeat.services.errors import ControlError, RetryableError
+from offbeat.services.messages.types import Group
+from offbeat.services.telemetry import MetricRecord, MetricsSink, Partial
+from offbeat.trainer.config.scored_roles import ScoredRole
+from offbeat.trainer.data.reward_shaping import shape_rewards
+from offbeat.trainer.data.selection import carries_signal
+from offbeat.trainer.engines.frozen import FrozenModel
+from offbeat.trainer.engines.process_group import Ranks
+from offbeat.trainer.models.loading import load_policy
+from offbeat.trainer.models.tokenizer_check import check_same_tokens
+from offbeat.trainer.run import LearnerRun
+from offbeat.trainer.training.group_scorer import GroupScorer, encode_scores
+from offbeat.trainer.training.score_keys import start_key
+
+logger = logging.getLogger(__name__)
+
+IDLE_POLL_S = 0.5
+"""Longest wait for a group, or for the claim of a dead scorer to end."""
+RETRY_S = 0.5
+RENEWALS_PER_LEASE = 4
+UNNEEDED = "it needs none"
+
+
+class Scorer:
+    """One replica of a role's service."""
+
+    def __init__(
+        self, run: LearnerRun, role: ScoredRole, redis: Redis, queue: RedisScoreQueue, metrics: MetricsSink
+    ) -> None:
+        self._run = run
+        self._role = role
+        self._redis = redis
+        self._queue = queue
+        self._metrics = metrics
+        self._lease_s = run.config.buffer.worker_timeout_s
+        self._stop = threading.Event()
+        self.status = "waits for the policy's first weights"
+        """Clause for `offbeat runs why`; empty once it scores."""
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def run(self) -> None:
+        """Score until stopped.
+
+        Raises:
+            ForeignRunError: the run was deleted or created anew.
+            ControlError: the model can't be loaded.
+        """
+        torch.set_num_threads(self._run.config.actor_train.num_threads)
+        if not self._wait_for_start():
+            return
+        self.status = "loads its model"
+        scorer = self._load()
+        self.status = ""
+        logger.info("%s scores groups", self._role.name)
+        while not self._stop.is_set():
+            try:
+                self._score_next(scorer)
+            except (RetryableError, redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
+                logger.warning("%s; retrying", error)
+                self._stop.wait(RETRY_S)
+
+    def _wait_for_start(self) -> bool:
+        """Wait for the learner's warm start, if the model starts from it; return False if stopped."""
+        if not self._role.starts_from_policy or self._run.config.warm_start is None:
+            return True
+        while not self._stop.is_set():
+            if cast(bytes | None, self._redis.get(start_key(self._run.run_id))) == self._run.lineage.encode():
+                return True
+            self._stop.wait(IDLE_POLL_S)
+        return False
+
+    def _load(self) -> GroupScorer:
+        config, own = self._run.config, self._role.config.model_args
+        folder = Path(own.model_name_or_path or self._run.first_weights)
+        try:
+            if own.model_name_or_path is not None:
+                key = f"{self._role.name}.model_args.model_name_or_path"
+                check_same_tokens(self._run.model_folder, folder, key)
+            args = config.actor_train.model_args.of_role(own)
+            model = load_policy(folder, args, config.seed, config.temperature)
+        except torch.OutOfMemoryError:
+            raise
+        except (ValueError, RuntimeError, OSError, ImportError) as error:
+            raise ControlError(f"the model of {self._role.name} can't be loaded: {error}") from error
+        device = torch.device(config.actor_train.device)
+        return GroupScorer(FrozenModel(model, Ranks(0, 0, 1, device)), config, self._role.config.infer_batch_size)
+
+    def _score_next(self, scorer: GroupScorer) -> None:
+        claim = self._queue.claim()
+        if claim.claimed is None:
+            self._queue.wait_for_group(IDLE_POLL_S)
+            return
+        with self._renewed(claim.claimed.number):
+            self._score(scorer, claim.claimed, claim.num_missing)
+
+    def _score(self, scorer: GroupScorer, claimed: ClaimedGroup, num_missing: int) -> None:
+        group = claimed.group
+        if group is None or not self._is_needed(group):
+            self._queue.refuse(claimed.number, claimed.problem or UNNEEDED)
+            return
+        began = time.monotonic()
+        try:
+            (scores,) = scorer.score([group])
+        except ValueError as error:  # a malformed group, which the learner drops, too
+            self._queue.refuse(claimed.number, str(error))
+            return
+        if not bool(scores.isfinite().all()):
+            logger.error("group %d: %s gives scores that are not finite", claimed.number, self._role.name)
+        stored = self._queue.submit(claimed.number, encode_scores(scores))
+        self._report(group, time.monotonic() - began, num_missing, stored=stored)
+
+    def _is_needed(self, group: Group) -> bool:
+        """Return whether the learner trains on the group with this score, by its own rule if that is not user code."""
+        if not self._role.scores(group.tag):
+            return False
+        (shaped,) = shape_rewards([group], self._run.config)
+        return self._run.config.group_filter_cls is not None or carries_signal(group, self._run.config, shaped)
+
+    def _report(self, group: Group, seconds: float, num_missing: int, *, stored: bool) -> None:
+        tokens = sum(trajectory.num_tokens for trajectory in group.trajectories)
+        name = self._role.name
+        values = {
+            f"{name}/groups": Partial("sum", float(stored)),
+            f"{name}/tokens": Partial("sum", float(tokens)),
+            f"{name}/tokens_per_busy_s": Partial("mean", float(tokens), max(seconds, 1e-9)),
+            f"{name}/queue_depth": Partial("max", float(num_missing)),
+        }
+        self._metrics.append(MetricRecord("scoring", values))
+
+    @contextlib.contextmanager
+    def _renewed(self, number: int) -> Iterator[None]:
+        """Keep the claim while a large group is scored."""
+        done = threading.Event()
+
+        def renew() -> None:
+            while not done.wait(self._lease_s / RENEWALS_PER_LEASE):
+                try:
+                    self._queue.renew(number)
+                except RetryableError as error:
+                    logger.warning("the claim of group %d can't be renewed: %s", number, error)
+
+        thread = threading.Thread(target=renew, name="claim", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()

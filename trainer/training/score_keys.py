@@ -1,0 +1,47 @@
+"""Keys of scores that services give.
+
+Invariant: a key changes with everything on which a group's score depends, so a learner never trains on the score of
+another model.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from offbeat.services.keys import RunKeys
+from offbeat.trainer.config.scored_roles import ScoredRole, scored_roles
+from offbeat.trainer.run import LearnerRun
+
+
+def score_keys(run: LearnerRun) -> Mapping[str, str]:
+    """Return role -> key of its scores."""
+    roles = scored_roles(run.config, run.config.reference)
+    return {role.name: f"{role.name}@{_digest(run, role)}" for role in roles}
+
+
+def _digest(run: LearnerRun, role: ScoredRole) -> str:
+    config, train = run.config, run.config.actor_train
+    inputs = [
+        str(role.config.model_args.model_name_or_path),
+        train.model_args.of_role(role.config.model_args).model_dump(mode="json"),
+        train.training_args.max_tokens_per_microbatch,
+        role.config.infer_batch_size or train.infer_batch_size,
+        config.sequence_length,
+        train.device,
+        train.num_threads,
+        config.temperature,
+        _first_weights(run) if role.starts_from_policy else None,
+    ]
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _first_weights(run: LearnerRun) -> list[object]:
+    """Return what the policy's first weights depend on."""
+    config = run.config
+    warm = None if config.warm_start is None else config.warm_start.model_dump(mode="json")
+    return [config.pretrain, config.tiny.model_dump(mode="json"), config.seed, warm, run.lineage]
+
+
+def start_key(run_id: str) -> str:
+    """String: lineage whose first weights are complete."""
+    return RunKeys(run_id).key("start")
