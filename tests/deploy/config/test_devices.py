@@ -2,9 +2,11 @@ from typing import Any
 
 import pytest
 
-from offbeat.deploy.config import devices
+from offbeat.deploy.config import devices, loader
+from offbeat.deploy.config.checks import run as checks
 from offbeat.deploy.config.devices import choose_devices, count_gpus
 from offbeat.deploy.config.loader import validate_tree
+from tests.paths import QUICKSTART
 
 
 @pytest.fixture
@@ -46,6 +48,14 @@ def test_chosen_devices_stay_when_the_run_is_read_again():
     config = choose_devices(validate_tree({"custom_envs": {}}), 1)
     again = choose_devices(validate_tree(config.model_dump(mode="json")), 8)
     assert (again.actor_infer.device, again.actor_train.device) == ("cuda", "cpu")
+
+
+@pytest.mark.usefixtures("with_cuda")
+def test_a_run_of_this_machine_takes_its_gpus(monkeypatch: pytest.MonkeyPatch):
+    for module in (loader, checks):
+        monkeypatch.setattr(module, "count_gpus", lambda: 2)
+    config = loader.load_run(QUICKSTART)
+    assert (config.actor_infer.device, config.actor_train.device) == ("cuda", "cuda")
 
 
 @pytest.mark.parametrize("visible", ["", " "])
