@@ -11,6 +11,7 @@ from typing import Literal
 
 import psutil
 
+from offbeat.deploy.config.devices import count_gpus
 from offbeat.envs.sandbox.run import IsolationError, Limits, check_isolation, platform_isolation
 from offbeat.services.errors import MeshError
 from offbeat.services.redis.server import server_binary
@@ -73,7 +74,7 @@ def _check_resources() -> Iterator[InstallationFinding]:
     yield InstallationFinding(
         "memory", "ok", f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB available"
     )
-    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    gpus = count_gpus()
     yield InstallationFinding("GPUs", "ok", str(gpus or "none: actor_infer.device and actor_train.device must be cpu"))
     if SHARED_MEMORY.is_dir():
         free_gib = shutil.disk_usage(SHARED_MEMORY).free / 2**30

@@ -7,7 +7,7 @@ from offbeat.services.errors import MeshError
 from offbeat.services.redis.url_file import read_url_file
 
 URL_FILE = Path("redis") / "url"
-"""`redis_url_file` of `deploy/local.yaml`, below the folder of runs."""
+"""`redis_url_file` of `deploy/deploy.yaml`, below the folder of runs."""
 
 
 def resolve_url(given: str | None) -> str | None:

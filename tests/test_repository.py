@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -120,3 +121,11 @@ def test_a_class_name_stands_for_one_class():
                 if isinstance(node, ast.ClassDef):
                     modules.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in modules.items() if len(paths) > 1} == {}
+
+
+def test_every_yaml_file_of_deploy_is_packaged():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = settings["tool"]["setuptools"]["package-data"]["offbeat.deploy"]
+    packaged = {path for pattern in patterns for path in (ROOT / "deploy").glob(pattern)}
+    sources = (path for path in (ROOT / "deploy").rglob("*.yaml") if "package" not in path.relative_to(ROOT).parts)
+    assert set(sources) == packaged

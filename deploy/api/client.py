@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import pandas as pd
 
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.token_file import find_token
 from offbeat.services.control.client import ControlClient
 from offbeat.services.control.schemas import DeletedView, RunView, WhyView
 
@@ -18,8 +19,11 @@ PAGE = 2000
 
 
 def connect(url: str = "http://127.0.0.1:8000", *, token: str | None = None) -> "Client":
-    """Return a client of the control service; makes no request."""
-    return Client(url, token=token)
+    """Return a client of the control service; makes no request.
+
+    token: None takes that of a mesh deployed from this folder on this machine, if any.
+    """
+    return Client(url, token=token or find_token(url))
 
 
 class Client:

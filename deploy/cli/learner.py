@@ -44,7 +44,7 @@ def _find_target(run: str, redis_url: str | None) -> Target:
         raise UnknownRedisError(
             f"no run in {run} or {RUNS / run} is active on this host: pass its Redis as --redis, a URL or a file with it, "
             f"or in {REDIS_VARIABLE}; `offbeat train` writes the URL to endpoints.json in the run's folder, `serve deploy "
-            f"deploy/local.yaml` to {RUNS / URL_FILE}"
+            f"deploy/deploy.yaml` to {RUNS / URL_FILE}"
         )
     return Target(run_id, url)
 

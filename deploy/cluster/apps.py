@@ -1,13 +1,15 @@
-"""Builders of the applications in `local.yaml` and `deploy.yaml`."""
+"""Builders of the applications in `deploy.yaml` and `cluster.yaml`."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import ray
 from pydantic import AfterValidator, Field, JsonValue, ValidationError
 from ray.serve import Application
 
+from offbeat.deploy.config.devices import choose_devices, count_gpus
 from offbeat.deploy.config.errors import ConfigError, collect_issues
 from offbeat.deploy.config.loader import canonical_tree, compose_tree, validate_tree
 from offbeat.deploy.config.run import RunConfig
@@ -15,7 +17,7 @@ from offbeat.deploy.run_setup import LOGS, model_folder, prepare_folder
 from offbeat.envs.config import Config
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.control import app as control_app
-from offbeat.services.control.config import RightsConfig, TokenConfig, read_token
+from offbeat.services.control.config import RightsConfig, TokenConfig, create_token, read_token
 from offbeat.services.control.rights import Tokens
 from offbeat.services.errors import MeshError
 from offbeat.services.generation import app as generation_app
@@ -84,7 +86,9 @@ class ControlAppArgs(RightsConfig, RedisAddress):
     working_dir: Path | None = None
     """Base of runs' relative paths; None: the folder of `ray start`."""
     token_file: Path | None = None
-    """File with the bearer token; without one, only programs on the service's host have access."""
+    """File with the bearer token, made for its owner alone if there is none; None: each program on the service's host has
+    access.
+    """
     read_token_file: Path | None = None
     """File with a read-only token."""
     tokens: tuple[TokenConfig, ...] = ()
@@ -109,7 +113,7 @@ def redis(args: dict[str, Any]) -> Application:
 def generation(args: dict[str, Any]) -> Application:
     arguments = parse_arguments(GenerationArguments, args)
     folder = arguments.folder.resolve()
-    config = _load_run_config(arguments).model_copy(update={"output_dir": folder})
+    config = choose_devices(_load_run_config(arguments), _count_gpus()).model_copy(update={"output_dir": folder})
     prepare_folder(config)
     settings = generation_app.ReplicaSettings(
         tenant=None,
@@ -149,6 +153,11 @@ def parse_arguments(kind: type[T], args: dict[str, Any]) -> T:
         raise ConfigError(collect_issues(error, kind)) from None
 
 
+def _count_gpus() -> float:
+    """Count the cluster's GPUs, or without Ray this machine's."""
+    return ray.cluster_resources().get("GPU", 0.0) if ray.is_initialized() else count_gpus()
+
+
 def _load_run_config(arguments: GenerationArguments) -> RunConfig:
     from omegaconf import OmegaConf  # noqa: PLC0415
 
@@ -166,7 +175,7 @@ def _read_tokens(arguments: ControlAppArgs, working_dir: Path) -> Tokens:
     )
     operate, read = arguments.token_file, arguments.read_token_file
     return Tokens(
-        operate and _checked("token_file", lambda: read_token(operate)),
+        operate and _checked("token_file", lambda: create_token(operate)),
         read and _checked("read_token_file", lambda: read_token(read)),
         arguments.to_rights(working_dir),
         others,

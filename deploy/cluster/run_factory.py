@@ -23,6 +23,7 @@ from offbeat.deploy.components.serve_status import ServeStatus
 from offbeat.deploy.components.shared_generation import SharedGeneration
 from offbeat.deploy.config.checks.run import check_settings
 from offbeat.deploy.config.checks.trials import check_trials
+from offbeat.deploy.config.devices import choose_devices
 from offbeat.deploy.config.errors import ConfigError, RightsError
 from offbeat.deploy.config.loader import dump_yaml, read_document
 from offbeat.deploy.config.rights import check_rights
@@ -164,6 +165,8 @@ class MeshRunFactory:
         if refused := list(check_rights(config, rights)):
             raise RightsError(refused)
         size = await self._size()
+        if size.gpus is not None:
+            config = choose_devices(config, size.gpus)
         await check_in_process(config, cores=size.cpus, gpus=size.gpus, rights=rights)
         return config
 

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from offbeat.deploy.config.checks.run import check_run
+from offbeat.deploy.config.devices import choose_devices, count_gpus
 from offbeat.deploy.config.errors import ConfigError, collect_issues
 from offbeat.deploy.config.hub import MODEL_KEYS, is_hub_id, resolve_models
 from offbeat.deploy.config.rights import check_rights
@@ -32,7 +33,7 @@ PATH_KEYS = ("output_dir", "logging_dir", "resume_from_checkpoint", *MODEL_KEYS)
 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Compose, validate and check a run. Raises `ConfigError` with every issue."""
-    config = _validate_models(_compose_saved(path, overrides), str(path))
+    config = choose_devices(_validate_models(_compose_saved(path, overrides), str(path)), count_gpus())
     if issues := [*check_rights(config, config.control.to_rights(), "control"), *check_run(config)]:
         raise ConfigError(issues, str(path))
     return config

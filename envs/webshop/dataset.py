@@ -1,17 +1,13 @@
-"""WebShop's data: `items_shuffle.json` (or `_1000`), `items_ins_v2.json`, `items_human_ins.json`, optionally
-`reviews.json`.
+"""WebShop's own shop, from the files that it publishes.
 
 Goal order (`random.seed(233)`) and splits (first 500 for testing, from 1,500 for training) are the original's; price
 ranges and limits are seeded, so all workers see one shop.
 """
 
 import itertools
-import json
 import random
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Iterator, Mapping
 
 from offbeat.envs.webshop.catalogue import (
     NO_PRICE_LIMIT,
@@ -20,117 +16,118 @@ from offbeat.envs.webshop.catalogue import (
     Product,
     price_limits,
 )
+from offbeat.envs.webshop.files import (
+    HumanGoal,
+    Item,
+    ItemAttributes,
+    ItemReviews,
+    ShopFiles,
+    read_items,
+    read_reviews,
+    read_table,
+)
 
 SHUFFLE_SEED = 233
 NUM_TEST, FIRST_TRAIN = 500, 1_500
 DEFAULT_PRICE = 100.0
+MAX_ASIN_CHARS = 10
+NO_ATTRIBUTES = ("DUMMY_ATTR",)
 
-Row = dict[str, Any]
 
-
-def load_catalogue(folder: Path, num_products: int | None, *, human_goals: bool) -> Catalogue:
+def load_catalogue(files: ShopFiles, num_products: int | None, *, human_goals: bool) -> Catalogue:
     """Load a shop. Raises ValueError if a file is missing or malformed."""
-    items_file = "items_shuffle.json" if (folder / "items_shuffle.json").is_file() else "items_shuffle_1000.json"
-    attributes: dict[str, Row] = _read(folder / "items_ins_v2.json")
-    instructions: dict[str, list[Row]] = _read(folder / "items_human_ins.json") if human_goals else {}
-    reviews = (
-        {row["asin"]: row for row in _read(folder / "reviews.json")} if (folder / "reviews.json").is_file() else {}
-    )
-    rows: list[Row] = _read(folder / items_file)[:num_products]
+    items_path, attributes_path = files.find("items"), files.find("attributes")
+    goals_path = files.find("human_goals") if human_goals else None
+    items: dict[str, Item] = {}
+    for item in read_items(items_path, num_products):
+        if item.asin != "nan" and len(item.asin) <= MAX_ASIN_CHARS:
+            items.setdefault(item.asin, item)
+    attributes = read_table(attributes_path, ItemAttributes, items)
+    reviews_path = files.folder / "reviews.json"
+    reviews = read_reviews(reviews_path) if reviews_path.is_file() else {}
     draws = random.Random(SHUFFLE_SEED)
-    try:
-        products = list(_products(rows, attributes, reviews, draws))
-        unpriced_goals = _human_goals(products, instructions) if human_goals else _synthetic_goals(products, attributes)
-        goals = [_with_price(goal, draws) for goal in unpriced_goals]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder} does not hold WebShop's data: {type(error).__name__}: {error}") from error
+    products = [
+        _make_product(item, attributes.get(item.asin), reviews.get(item.asin), draws) for item in items.values()
+    ]
+    unpriced_goals = (
+        _synthetic_goals(products, attributes)
+        if goals_path is None
+        else _human_goals(products, read_table(goals_path, list[HumanGoal], items))
+    )
+    goals = [_with_price(goal, draws) for goal in unpriced_goals]
     random.Random(SHUFFLE_SEED).shuffle(goals)
     if not goals:
-        raise ValueError(f"{folder} has no goals for its first {len(products)} products: raise num_products")
+        source = attributes_path if goals_path is None else goals_path
+        raise ValueError(
+            f"{source} has no goals for the first {len(products)} products of {items_path}: raise num_products"
+        )
     small = len(goals) <= FIRST_TRAIN
     eighth = max(1, len(goals) // 8)
     return Catalogue(products, goals, eighth if small else NUM_TEST, eighth if small else FIRST_TRAIN)
 
 
-def _read(path: Path) -> Any:
+def _make_product(
+    item: Item, known: ItemAttributes | None, reviews: ItemReviews | None, draws: random.Random
+) -> Product:
+    prices = _prices(item)
+    return Product(
+        asin=item.asin,
+        title=item.name,
+        query=item.query.lower().strip(),
+        product_category=item.product_category,
+        price=prices[0] if len(prices) == 1 else draws.uniform(prices[0], prices[1]),
+        price_tag=" to ".join(f"${price}" for price in prices),
+        attributes=NO_ATTRIBUTES if known is None or known.attributes is None else tuple(known.attributes),
+        bullet_points=_texts(item.small_description),
+        description=item.full_description or "",
+        options=_options(item),
+        rating=str(reviews.average_rating if reviews else "N.A."),
+        reviews=tuple(row.review for row in reviews.reviews) if reviews else (),
+    )
+
+
+def _prices(item: Item) -> list[float]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(
-            f"no {path.name} in {path.parent}: WebShop's data has items_shuffle.json, items_ins_v2.json and "
-            "items_human_ins.json; leave data_dir unset to use a generated shop"
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-
-
-def _products(
-    rows: list[Row], attributes: dict[str, Row], reviews: dict[str, Row], draws: random.Random
-) -> Iterator[Product]:
-    known_asins: set[str] = set()
-    for row in rows:
-        asin: str = row["asin"]
-        if asin == "nan" or len(asin) > 10 or asin in known_asins:
-            continue
-        known_asins.add(asin)
-        prices = _prices(row.get("pricing"))
-        bullets: object = row["small_description"]
-        review_row = reviews.get(asin, {})
-        yield Product(
-            asin=asin,
-            title=row["name"],
-            query=row["query"].lower().strip(),
-            product_category=row["product_category"],
-            price=prices[0] if len(prices) == 1 else draws.uniform(prices[0], prices[1]),
-            price_tag=" to ".join(f"${price}" for price in prices),
-            attributes=tuple(attributes.get(asin, {}).get("attributes", ["DUMMY_ATTR"])),
-            bullet_points=_texts(bullets),
-            description=row["full_description"] or "",
-            options=_options(row.get("customization_options")),
-            rating=str(review_row.get("average_rating", "N.A.")),
-            reviews=tuple(str(review.get("review", "")) for review in review_row.get("reviews", ())),
-        )
-
-
-def _prices(text: str | None) -> list[float]:
-    prices = [float(re.sub(r"[^\d.]", "", part)) for part in (text or "").split("$")[1:]]
+        prices = [float(re.sub(r"[^\d.]", "", part)) for part in (item.pricing or "").split("$")[1:]]
+    except ValueError:
+        raise ValueError(f"product {item.asin}: expected a pricing like `$10.99`, got {item.pricing!r}") from None
     return prices[:2] or [DEFAULT_PRICE]
 
 
-def _texts(value: object) -> tuple[str, ...]:
-    return tuple(str(text) for text in cast(list[object], value)) if isinstance(value, list) else (str(value),)
+def _texts(value: list[object] | str | None) -> tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, list) else (value or "",)
 
 
-def _options(value: dict[str, list[Row] | None] | str | None) -> dict[str, tuple[str, ...]]:
-    if not isinstance(value, dict):
+def _options(item: Item) -> dict[str, tuple[str, ...]]:
+    if not isinstance(item.customization_options, dict):
         return {}
     return {
-        name.lower(): tuple(content["value"].strip().replace("/", " | ").lower() for content in contents)
-        for name, contents in value.items()
-        if contents is not None
+        name.lower(): tuple(option.value.strip().replace("/", " | ").lower() for option in options)
+        for name, options in item.customization_options.items()
+        if options is not None
     }
 
 
-def _human_goals(products: list[Product], instructions: dict[str, list[Row]]) -> Iterator[Goal]:
+def _human_goals(products: list[Product], goals: Mapping[str, list[HumanGoal]]) -> Iterator[Goal]:
     for product in products:
-        for row in instructions.get(product.asin, []):
-            if row["instruction_attributes"]:
-                options = tuple(row["instruction_options"])
-                text = row["instruction"].strip(".")
-                yield Goal(text, product, tuple(row["instruction_attributes"]), options, NO_PRICE_LIMIT)
+        for goal in goals.get(product.asin, ()):
+            if goal.instruction_attributes:
+                named = goal.instruction_options
+                options = tuple(named.values() if isinstance(named, dict) else named)
+                text = goal.instruction.strip(".")
+                yield Goal(text, product, tuple(goal.instruction_attributes), options, NO_PRICE_LIMIT)
 
 
-def _synthetic_goals(products: list[Product], attributes: dict[str, Row]) -> Iterator[Goal]:
+def _synthetic_goals(products: list[Product], attributes: Mapping[str, ItemAttributes]) -> Iterator[Goal]:
     for product in products:
-        row = attributes.get(product.asin, {})
-        text = row.get("instruction")
-        if not text:
+        row = attributes.get(product.asin)
+        if row is None or not row.instruction or not row.instruction_attributes:
             continue
         names = sorted(product.options)
         for values in itertools.product(*(product.options[name] for name in names)):
             chosen = ", and ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
-            instruction = f"{text} with {chosen}" if chosen else text
-            yield Goal(instruction, product, tuple(row["instruction_attributes"]), values, NO_PRICE_LIMIT)
+            instruction = f"{row.instruction} with {chosen}" if chosen else row.instruction
+            yield Goal(instruction, product, tuple(row.instruction_attributes), values, NO_PRICE_LIMIT)
 
 
 def _with_price(goal: Goal, draws: random.Random) -> Goal:

@@ -12,12 +12,13 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import Text
 from gymnasium.utils import seeding
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from offbeat.envs.config import Config
 from offbeat.envs.parsing import WHOLE_PATTERN, compile_pattern
 from offbeat.envs.webshop.catalogue import Catalogue, Goal
 from offbeat.envs.webshop.dataset import load_catalogue
+from offbeat.envs.webshop.files import ShopFiles
 from offbeat.envs.webshop.generator import MAX_PRODUCTS, SHOP_WORDS, make_catalogue
 from offbeat.envs.webshop.pages import (
     BUY,
@@ -49,11 +50,18 @@ WORDS = tuple(
 ACTION = re.compile(r"(search|click)\s*\[(.*)\]", re.DOTALL | re.IGNORECASE)
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n\t›"
 MAX_CHARS = 100_000
+FILE_KEYS = ("items_file", "attributes_file", "human_goals_file")
 
 
 class WebShopConfig(Config):
     data_dir: Path | None = None
-    """WebShop's data folder; None generates a shop."""
+    """Folder of the files that WebShop publishes; None generates a shop."""
+    items_file: Path | None = None
+    """Products, from `data_dir`; None: items_shuffle.json or items_shuffle_1000.json."""
+    attributes_file: Path | None = None
+    """Attributes and synthetic goals, from `data_dir`; None: items_ins_v2.json or items_ins_v2_1000.json."""
+    human_goals_file: Path | None = None
+    """Goals that people wrote, from `data_dir`; None: items_human_ins.json."""
     num_products: int = Field(default=500, ge=10)
     """Number of products; with `data_dir`, the file's first."""
     human_goals: bool = True
@@ -87,6 +95,22 @@ class WebShopConfig(Config):
             raise ValueError(f"a generated shop has at most {MAX_PRODUCTS:,} products")
         return number
 
+    @model_validator(mode="after")
+    def _files_have_a_folder(self) -> "WebShopConfig":
+        named = [key for key in FILE_KEYS if getattr(self, key) is not None]
+        if named and self.data_dir is None:
+            raise ValueError(f"{', '.join(named)} has no effect without data_dir, the folder of WebShop's files")
+        if self.human_goals_file is not None and not self.human_goals:
+            raise ValueError("human_goals_file has no effect with human_goals: false")
+        return self
+
+    @property
+    def files(self) -> ShopFiles | None:
+        """WebShop's files; None: a generated shop."""
+        if self.data_dir is None:
+            return None
+        return ShopFiles(self.data_dir, self.items_file, self.attributes_file, self.human_goals_file)
+
 
 class WebShopEnv(gymnasium.Env[str, str]):
     """Shopping by search and clicks; the paper's reward, in [0, 1], for the purchase. `success` is 1."""
@@ -100,7 +124,7 @@ class WebShopEnv(gymnasium.Env[str, str]):
         self.config = config or WebShopConfig()
         self.render_mode = self.config.render_mode
         self._catalogue, self._search = _shop(
-            self.config.data_dir, self.config.num_products, self.config.human_goals, self.config.catalogue_seed
+            self.config.files, self.config.num_products, self.config.human_goals, self.config.catalogue_seed
         )
         self._goals = self._catalogue.split(self.config.split)
         self._score = PurchaseScorer()
@@ -209,10 +233,10 @@ class WebShopEnv(gymnasium.Env[str, str]):
 
 @lru_cache(maxsize=4)
 def _shop(
-    data_dir: Path | None, num_products: int, human_goals: bool, catalogue_seed: int
+    files: ShopFiles | None, num_products: int, human_goals: bool, catalogue_seed: int
 ) -> tuple[Catalogue, ProductSearch]:
-    if data_dir is None:
+    if files is None:
         catalogue = make_catalogue(catalogue_seed, num_products)
     else:
-        catalogue = load_catalogue(data_dir, num_products, human_goals=human_goals)
+        catalogue = load_catalogue(files, num_products, human_goals=human_goals)
     return catalogue, ProductSearch(catalogue.products)

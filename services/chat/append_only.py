@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from offbeat.services.chat.image_tokens import ImageReader, ImageTokens
 from offbeat.services.chat.template import ChatTemplate, load_chat_template
-from offbeat.services.chat.tokenizer import load_tokenizer
+from offbeat.services.chat.tokenizer import find_end_ids, load_tokenizer
 from offbeat.services.chat.vision import ImageProcessor
 from offbeat.services.errors import RolloutError
 
@@ -175,11 +175,10 @@ def load_chat_format(folder: Path, calling: FunctionTemplate | None = None) -> C
     def reader() -> ImageReader:
         return ImageProcessor(folder)
 
-    eos = tokenizer.eos_token_id
     return ChatFormat(
         render,
         backend,
-        () if eos is None else (int(eos),),
+        find_end_ids(folder, tokenizer),
         reader,
         template=lambda: load_chat_template(folder),
         calling=calling,

@@ -22,7 +22,7 @@ from offbeat.services.chat.messages import (
     Tools,
     normalize_arguments,
 )
-from offbeat.services.chat.tokenizer import load_tokenizer
+from offbeat.services.chat.tokenizer import find_end_ids, load_tokenizer
 from offbeat.services.errors import RolloutError
 
 RenderAny = Callable[[Sequence[dict[str, Any]], Sequence[Any], bool], str]
@@ -140,9 +140,8 @@ def load_chat_template(folder: Path, parser_for: Callable[[Any], CallParser] | N
             ),
         )
 
-    eos = tokenizer.eos_token_id
     parser = None if parser_for is None else parser_for(tokenizer)
-    return ChatTemplate(render, backend, () if eos is None else (int(eos),), parser)
+    return ChatTemplate(render, backend, find_end_ids(folder, tokenizer), parser)
 
 
 def _end_of_turn(render: RenderAny, tokenizer: Tokenizer) -> tuple[int, str]:

@@ -1,11 +1,23 @@
 """Tokenizer of a model folder."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 from offbeat.services.errors import RolloutError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def find_end_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens that end a text by the tokenizer and by generation_config.json."""
+    try:
+        settings = json.loads((folder / "generation_config.json").read_text())
+    except (OSError, ValueError):
+        settings = {}
+    named = settings.get("eos_token_id") if isinstance(settings, dict) else None
+    ids = (tokenizer.eos_token_id, *(named if isinstance(named, list) else [named]))
+    return tuple(dict.fromkeys(each for each in ids if isinstance(each, int)))
 
 
 def load_tokenizer(folder: Path) -> Any:

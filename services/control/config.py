@@ -1,5 +1,6 @@
 """Configuration of the control service."""
 
+import secrets
 from pathlib import Path
 from typing import Literal
 
@@ -7,6 +8,9 @@ from pydantic import Field, model_validator
 
 from offbeat.envs.config import Config
 from offbeat.services.control.rights import Rights, Scope, TokenGrant, Tokens
+from offbeat.services.secret_file import create_secret_file
+
+TOKEN_BYTES = 24
 
 
 class RightsConfig(Config):
@@ -53,6 +57,12 @@ def read_token(path: Path | None) -> str:
     if not (token := path.read_text().strip()):
         raise ValueError(f"{path} is empty")
     return token
+
+
+def create_token(path: Path) -> str:
+    """Read a token's file, made with a random token if there is none. Raises OSError, or ValueError if it is empty."""
+    create_secret_file(path, secrets.token_urlsafe(TOKEN_BYTES))
+    return read_token(path)
 
 
 class ControlConfig(RightsConfig):

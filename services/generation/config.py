@@ -75,6 +75,7 @@ class GenerationConfig(Config):
     num_replicas: int = Field(default=1, ge=1)
     """Engines, each with all of the weights."""
     device: Literal["cpu", "cuda"] = "cpu"
+    """Left out, `cuda` where there are GPUs for all engines and CUDA's vLLM is installed."""
     cpus_per_replica: float = Field(default=1.0, gt=0)
     """Logical CPUs reserved per replica in Ray; on a CPU also the engine's OpenMP threads (rounded, at least 1)."""
     kv_cache_gib: float = Field(default=1.0, gt=0)

@@ -6,13 +6,16 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
 import psutil
 import yaml
 
+from offbeat.deploy.token_file import TOKEN_FILE
 from offbeat.services.process import free_port
 from tests.paths import ROOT
 from tests.waiting import wait_until_sync
@@ -41,7 +44,8 @@ class RayCluster:
             "RAY_DASHBOARD_ADDRESS": f"http://127.0.0.1:{self._ports['dashboard']}",
             MARK: str(folder),
         }
-        self.api = httpx.Client(base_url=f"http://127.0.0.1:{self._ports['api']}", timeout=20.0, trust_env=False)
+        self.url = f"http://127.0.0.1:{self._ports['api']}"
+        self.api = httpx.Client(base_url=self.url, timeout=20.0, trust_env=False, auth=self._authorize)
 
     def start(self, num_cpus: int) -> None:
         """Start the head; returns when its dashboard answers."""
@@ -82,6 +86,12 @@ class RayCluster:
         except httpx.HTTPError:
             return False
 
+    def _authorize(self, request: httpx.Request) -> httpx.Request:
+        token = self.folder / TOKEN_FILE
+        if token.is_file():  # not before the first deployment
+            request.headers["Authorization"] = f"Bearer {token.read_text().strip()}"
+        return request
+
     def serve(self, *arguments: str) -> str:
         """What a `serve` command prints."""
         return self._command("serve", *arguments)
@@ -108,7 +118,7 @@ class RayCluster:
         told = yaml.safe_load(self.serve("status"))
         return {name: app["status"] for name, app in told["applications"].items()}
 
-    def deploy(self, source: Path, change: dict[str, Any]) -> Path:
+    def deploy(self, source: Path, change: Mapping[str, Any] = MappingProxyType({})) -> Path:
         """`serve deploy` the file `source` on ports of our own; `change`: `application.deployment` -> keys."""
         tree = yaml.safe_load(source.read_text())
         tree["http_options"]["port"] = self._ports["api"]

@@ -8,8 +8,10 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import yaml
 
 from offbeat.deploy.run_folder import newest_checkpoint
+from offbeat.deploy.token_file import TOKEN_FILE
 from offbeat.services.redis.serve_app import HEAD_NODE
 from offbeat.services.redis.url_file import read_url_file
 from offbeat.services.weights.transports.base import owner_of
@@ -19,7 +21,22 @@ from tests.waiting import wait_until_sync
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
-LOCAL = ROOT / "deploy" / "local.yaml"
+DEPLOY = ROOT / "deploy" / "deploy.yaml"
+SHARED_ENGINE = {
+    "name": "generation-local",
+    "import_path": "offbeat.deploy.cluster.apps:generation",
+    "route_prefix": None,
+    "args": {
+        "redis_url": "redis://127.0.0.1:6390/0",
+        "redis_url_file": "runs/redis/url",
+        "folder": "runs/generation-local",
+        "run": "one.yaml",
+    },
+    "deployments": [
+        # The head has one CPU, which the engine takes: env workers find theirs on the node that joins.
+        {"name": "generation", "ray_actor_options": {"num_cpus": 1, "resources": {HEAD_NODE: 0.001}}}
+    ],
+}
 MY_ENVS = '''
 import time
 from pathlib import Path
@@ -80,20 +97,44 @@ def my_run(name: str, *, steps: int = STEPS, app: str = "null") -> str:
 
 
 def shared_memory(cluster: RayCluster) -> list[str]:
-    owners = [owner_of(name, cluster.folder / "runs" / name) for name in ("one", "two")]
+    owners = [owner_of(name, cluster.folder / "runs" / name) for name in ("one", "two", "quickstart")]
     return [path.name for owner in owners for path in Path("/dev/shm").glob(f"offbeat-{owner}-*")]
 
 
+def test_deploy_file_works_as_it_is(cluster: RayCluster):
+    """The commands of its header in a new folder, with other ports; a second deployment changes nothing."""
+    cluster.start(num_cpus=2)
+    cluster.deploy(DEPLOY)
+    wait_until_sync(lambda: set(cluster.status().values()) == {"RUNNING"}, timeout_s=120, every_s=0.5)
+    token = cluster.folder / TOKEN_FILE
+    assert (token.stat().st_mode & 0o777, token.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert httpx.get(f"{cluster.url}/runs", trust_env=False).status_code == 401
+    assert cluster.living(token.read_text().strip()) == []
+
+    overrides = ("max_steps=200", "warm_start.steps=20", "eval_steps=0", "final_val_batch_size=8", "save_steps=1000")
+    assert cluster.offbeat("runs", "start", "quickstart", "--url", cluster.url, *overrides) == "quickstart\n"
+    wait_until_sync(lambda: step(cluster, "quickstart") >= 2, timeout_s=240, every_s=0.2)
+    before = [process.pid for process in cluster.living(*OURS)]
+    cluster.deploy(DEPLOY)
+    reached = step(cluster, "quickstart")
+    wait_until_sync(lambda: step(cluster, "quickstart") >= reached + 3, timeout_s=120, every_s=0.2)
+    assert [process.pid for process in cluster.living(*OURS)] == before
+    assert httpx.get(f"{cluster.url}/runs", trust_env=False).status_code == 401, "the token is still required"
+
+    cluster.serve("shutdown", "-y")
+    wait_until_sync(lambda: cluster.living(*OURS) == [], timeout_s=120, every_s=0.5)
+    assert cluster.actors() == []
+    assert shared_memory(cluster) == []
+
+
 def test_runs_survive_deployments_and_kills_and_shutdown_is_clean(cluster: RayCluster):
-    # The head has one CPU, which the engine takes: env workers find theirs on the node that joins.
-    on_head = {"num_cpus": 1, "resources": {HEAD_NODE: 0.001}}
     cluster.start(num_cpus=1)
     cluster.join(num_cpus=1)
-    own: dict[str, Any] = {
-        "generation-local": {"run": "one.yaml"},
-        "generation-local.generation": {"ray_actor_options": on_head},
-    }
-    cluster.deploy(LOCAL, own)
+    tree = yaml.safe_load(DEPLOY.read_text())
+    tree["applications"].append(SHARED_ENGINE)
+    source = cluster.folder / "with_engine.yaml"
+    source.write_text(yaml.safe_dump(tree))
+    cluster.deploy(source)
     wait_until_sync(lambda: started(cluster), timeout_s=240, every_s=0.5)
 
     # The run has the application that it asked for, and holds it.
@@ -112,14 +153,14 @@ def test_runs_survive_deployments_and_kills_and_shutdown_is_clean(cluster: RayCl
     # Settings of control change in place: no process is replaced.
     mesh = ("ServeReplica", "offbeat.trainer.cli", "EnvWorker")
     before = [process.pid for process in cluster.living(*mesh)]
-    tuned = {**own, "control.control": {"user_config": {"reconcile_s": 0.2}}}
-    cluster.deploy(LOCAL, tuned)
+    tuned: dict[str, Any] = {"control.control": {"user_config": {"reconcile_s": 0.2}}}
+    cluster.deploy(source, tuned)
     goes_on(cluster)
     assert [process.pid for process in cluster.living(*mesh)] == before
 
     # Other arguments replace its replica, and nothing else; the run and what it claims stay.
     (old,) = cluster.living("ServeReplica:control")
-    cluster.deploy(LOCAL, {**tuned, "control": {"log_dir": "runs/control-2"}})
+    cluster.deploy(source, {**tuned, "control": {"log_dir": "runs/control-2"}})
     wait_until_sync(lambda: not old.is_running(), timeout_s=60, every_s=0.2)
     goes_on(cluster)
     (control,) = cluster.living("ServeReplica:control")

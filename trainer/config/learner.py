@@ -202,6 +202,7 @@ class ActorTrainConfig(Config):
     training_args: TrainingArgs = TrainingArgs()
     strategy_args: StrategyArgs = StrategyArgs()
     device: Literal["cpu", "cuda"] = "cpu"
+    """Left out, `cuda` where the engines leave GPUs for all processes."""
     num_processes: int = Field(default=1, ge=1)
     """Data-parallel processes."""
     backend_timeout: float = Field(default=30.0, gt=0)

@@ -18,6 +18,7 @@ from rich.markup import escape
 from offbeat.deploy.cli.runs.tables import run_table, runs_table
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import compose_tree, resolve_paths
+from offbeat.deploy.token_file import TOKEN_FILE, find_token
 from offbeat.services.control.client import ControlClient, ControlRefusedError
 from offbeat.services.control.schemas import ErrorBody, RunView
 from offbeat.services.errors import RetryableError
@@ -29,6 +30,8 @@ TIMEOUT_S = 30.0
 
 
 def call(url: str, token: str | None, ask: Callable[[ControlClient], Awaitable[int]]) -> int:
+    token = token or find_token(url)
+
     async def asked() -> int:
         async with ControlClient(url, token=token, timeout_s=TIMEOUT_S) as client:
             return await ask(client)
@@ -50,7 +53,8 @@ def call(url: str, token: str | None, ask: Callable[[ControlClient], Awaitable[i
 def print_error(error: ControlRefusedError, token: str | None) -> int:
     print_message(describe(error.error.error))
     if error.status == 401:
-        print_message("Give the token with --token or OFFBEAT_TOKEN." if token is None else "The token is another one.")
+        missing = f"Give the token with --token or OFFBEAT_TOKEN; `serve deploy deploy/deploy.yaml` makes {TOKEN_FILE}."
+        print_message(missing if token is None else "The token is another one.")
     return CODES.get(error.status, REFUSED)
 
 

@@ -12,6 +12,7 @@ from offbeat.deploy.config.checks.lora import check_lora
 from offbeat.deploy.config.checks.model import check_engine_arguments, check_resumed_model
 from offbeat.deploy.config.checks.prompts import OnStep, check_first_prompts, ignore_step
 from offbeat.deploy.config.checks.sampling import check_sampling
+from offbeat.deploy.config.devices import count_gpus
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_folder import holds_run
 from offbeat.services.redis.url import address_problem
@@ -61,7 +62,7 @@ def _check_static(config: RunConfig, cores: float | None, gpus: float | None) ->
     if cores is None:
         cores = float(len(os.sched_getaffinity(0)))
     if gpus is None:
-        gpus = float(_has_gpu())
+        gpus = float(count_gpus())
     return [
         *_check_batch(config),
         *_check_cpu(config, cores),
@@ -192,10 +193,6 @@ def _check_algorithm(config: RunConfig) -> Iterator[ConfigIssue]:
     )
     effects = check_effects(config, group_size=config.train_env_manager.group_size)
     yield from (*algorithm, *effects, *check_learner(config), *controller)
-
-
-def _has_gpu() -> bool:
-    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 
 
 def _check_device(config: RunConfig, gpus: float) -> Iterator[ConfigIssue]:

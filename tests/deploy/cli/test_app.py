@@ -66,7 +66,7 @@ def test_a_packaged_configuration_is_found_by_name(tmp_path: Path):
     missing = offbeat("config", "validate", "nowhere")
     assert missing.returncode == 2
     assert "no such file: nowhere; packaged: foreign_agent," in missing.stderr
-    assert "quickstart, recipes/cispo" in missing.stderr
+    assert "quickstart, qwen2.5-0.5b/frozen_lake" in missing.stderr
 
 
 @pytest.mark.parametrize("options", [("--max_steps", "3"), ("--max-steps=3",)])

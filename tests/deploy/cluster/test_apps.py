@@ -6,11 +6,12 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from offbeat.deploy.cluster import apps
+from offbeat.deploy.config import devices
 from offbeat.deploy.config.errors import ConfigError
+from offbeat.deploy.token_file import TOKEN_FILE
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.control.app import ControlSettings
 from offbeat.services.control.rights import Rights, TokenGrant
-from offbeat.services.generation.app import ReplicaSettings
 from offbeat.services.redis.serve_app import RedisSettings
 
 FOLDER = Path(apps.__file__).parents[1]
@@ -40,22 +41,24 @@ def settings(schema: ServeDeploySchema) -> dict[str, Any]:
     return result
 
 
-def test_local_file_builds_and_listens_on_loopback_only(tmp_path: Path):
-    schema = read("local.yaml", tmp_path)
+def test_file_of_one_machine_builds_and_protects_redis_and_api(tmp_path: Path):
+    schema = read("deploy.yaml", tmp_path)
     built = settings(schema)
     assert schema.http_options.host == "127.0.0.1"
-    assert [type(value) for value in built.values()] == [RedisSettings, ReplicaSettings, ControlSettings]
+    assert [type(value) for value in built.values()] == [RedisSettings, ControlSettings]
     assert built["redis"].port == 6390
     url = f"redis://:{built['redis'].password}@127.0.0.1:6390/0"
     assert {value.redis_url for name, value in built.items() if name != "redis"} == {url}
     assert len(built["redis"].password) >= 32
-    assert settings(schema)["redis"].password == built["redis"].password, "the next deployment finds it"
-    assert (built["generation-local"].model / "tokenizer.json").is_file()
+    token = built["control"].tokens.operate
+    assert len(token) >= 32
+    assert (TOKEN_FILE.read_text().strip(), TOKEN_FILE.stat().st_mode & 0o777) == (token, 0o600)
+    assert settings(schema) == built, "the next deployment of the same file changes nothing"
 
 
-def test_gpu_file_builds_and_requires_a_token(tmp_path: Path):
+def test_cluster_file_builds_and_requires_a_token(tmp_path: Path):
     (tmp_path / "token").write_text("secret\n")
-    schema = read("deploy.yaml", tmp_path)
+    schema = read("cluster.yaml", tmp_path)
     built = settings(schema)
     assert built["control"].tokens.operate == "secret"
     big = built["generation-8b"]
@@ -76,12 +79,31 @@ def test_invalid_key_of_a_run_is_rejected_with_its_path():
         apps.generation({"redis_url": URL, "folder": "g", "config": {"actor_infer": {"tensor_parallel_size": 0}}})
 
 
-def test_empty_or_missing_token_file_is_rejected(tmp_path: Path):
-    with pytest.raises(ConfigError, match="token_file"):
-        apps.control({"redis_url": URL, "token_file": str(tmp_path / "none")})
+@pytest.mark.parametrize("key", ["read_token_file", "tokens"])
+def test_missing_file_of_a_token_that_someone_else_has_is_rejected(key: str, tmp_path: Path):
+    value: Any = str(tmp_path / "none")
+    value = [{"token_file": value}] if key == "tokens" else value
+    with pytest.raises(ConfigError, match=rf"{key}.*No such file"):
+        apps.control({"redis_url": URL, "token_file": str(tmp_path / "token"), key: value})
+
+
+def test_token_file_that_is_empty_or_cannot_be_made_is_rejected(tmp_path: Path):
     (tmp_path / "token").write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
         apps.control({"redis_url": URL, "token_file": str(tmp_path / "token")})
+    with pytest.raises(ConfigError, match="token_file: can't be read"):
+        apps.control({"redis_url": URL, "token_file": str(tmp_path / "token" / "token")})
+
+
+def test_shared_engine_that_names_no_device_takes_the_gpus_of_its_machine(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(devices, "is_installed", lambda _: True)
+    monkeypatch.setattr(apps, "count_gpus", lambda: 1)
+    args = {"redis_url": URL, "folder": "g", "run": "quickstart.yaml"}
+    deployment = apps.generation(args)._bound_deployment
+    assert deployment.init_args[0].config.device == "cuda"
+    assert deployment.ray_actor_options["num_gpus"] == 1
+    (on_cpu,) = apps.generation({**args, "config": {"actor_infer": {"device": "cpu"}}})._bound_deployment.init_args
+    assert on_cpu.config.device == "cpu"
 
 
 def test_tokens_have_rights_of_their_own(tmp_path: Path):

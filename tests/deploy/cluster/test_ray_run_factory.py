@@ -6,6 +6,7 @@ from redis.asyncio import Redis as AsyncRedis
 from offbeat.deploy.cluster import ray_run_factory
 from offbeat.deploy.cluster.ray_run_factory import Cluster, RayRunFactory, check_cluster
 from offbeat.deploy.cluster.run_factory import CLAIM_FILE
+from offbeat.deploy.config import devices
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import compose_tree, read_document, validate_tree
 from offbeat.deploy.config.run import RunConfig
@@ -73,6 +74,16 @@ async def test_runs_over_rest_are_tried_before_they_start(factory: RayRunFactory
     silent = {**lake, "agent_runner": {"path": "tests.played_agents:silent"}}
     with pytest.raises(InvalidRunError, match="must call the policy"):
         await factory.validate({**tree, "custom_envs": {"FrozenLake": silent}})
+
+
+async def test_runs_without_devices_take_the_gpus_of_the_cluster(
+    factory: RayRunFactory, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Cluster, "from_ray", classmethod(lambda cls: cls(8.0, 2.0, 1)))
+    monkeypatch.setattr(ray_run_factory, "read_app_statuses", dict)
+    monkeypatch.setattr(devices, "is_installed", lambda _: True)
+    config = await factory.load(compose_tree(QUICKSTART))
+    assert (config.actor_infer.device, config.actor_train.device) == ("cuda", "cuda")
 
 
 def record(folder: Path) -> RunRecord:

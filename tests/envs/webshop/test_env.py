@@ -137,5 +137,5 @@ def test_max_steps_truncates_and_an_item_page_keeps_choices():
 
 def test_invalid_settings_are_refused(tmp_path):
     assert "at most 1,000 products" in registry.check_env_config("webshop", {"num_products": 2_000})[0]
-    with pytest.raises(ValueError, match=r"no items_ins_v2.json in .*leave data_dir unset"):
+    with pytest.raises(ValueError, match=r"no items_shuffle.json or .* in .*leave data_dir unset"):
         registry.make("webshop", {"data_dir": str(tmp_path)})

@@ -1,0 +1,19 @@
+"""Token of a mesh that is deployed on this machine."""
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from offbeat.services.control.auth import LOOPBACK_NAMES
+
+TOKEN_FILE = Path("runs") / "control" / "token"
+"""`token_file` of `deploy/deploy.yaml`, from the folder of `ray start`."""
+
+
+def find_token(url: str) -> str | None:
+    """Return the token that the mesh started from this folder requires, for a URL of this machine alone."""
+    try:
+        if urlsplit(url).hostname not in LOOPBACK_NAMES:
+            return None
+        return TOKEN_FILE.read_text().strip() or None
+    except (OSError, ValueError):  # none, or another user's; no URL
+        return None

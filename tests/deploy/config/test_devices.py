@@ -1,0 +1,64 @@
+from typing import Any
+
+import pytest
+
+from offbeat.deploy.config import devices, loader
+from offbeat.deploy.config.checks import run as checks
+from offbeat.deploy.config.devices import choose_devices, count_gpus
+from offbeat.deploy.config.loader import validate_tree
+from tests.paths import QUICKSTART
+
+
+@pytest.fixture
+def with_cuda(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(devices, "is_installed", lambda name: name == "vllm")
+
+
+def chosen(gpus: float, **tables: Any) -> tuple[str, str]:
+    config = choose_devices(validate_tree({"custom_envs": {}, **tables}), gpus)
+    return config.actor_infer.device, config.actor_train.device
+
+
+@pytest.mark.usefixtures("with_cuda")
+@pytest.mark.parametrize(
+    ("gpus", "tables", "expected"),
+    [
+        (0, {}, ("cpu", "cpu")),
+        (1, {}, ("cuda", "cpu")),
+        (2, {}, ("cuda", "cuda")),
+        (2, {"actor_infer": {"num_replicas": 2}}, ("cuda", "cpu")),
+        (2, {"actor_infer": {"num_replicas": 3}}, ("cpu", "cuda")),
+        (3, {"actor_train": {"num_processes": 3}}, ("cuda", "cpu")),
+        (2, {"actor_infer": {"device": "cpu"}}, ("cpu", "cuda")),
+        (2, {"actor_train": {"device": "cpu"}}, ("cuda", "cpu")),
+        (1, {"actor_infer": {"device": "cpu"}}, ("cpu", "cuda")),
+    ],
+)
+def test_roles_without_a_device_take_free_gpus(gpus: float, tables: dict[str, Any], expected: tuple[str, str]):
+    assert chosen(gpus, **tables) == expected
+
+
+def test_gpus_are_left_alone_without_cudas_vllm(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(devices, "is_installed", lambda _: False)
+    assert chosen(8) == ("cpu", "cpu")
+
+
+@pytest.mark.usefixtures("with_cuda")
+def test_chosen_devices_stay_when_the_run_is_read_again():
+    config = choose_devices(validate_tree({"custom_envs": {}}), 1)
+    again = choose_devices(validate_tree(config.model_dump(mode="json")), 8)
+    assert (again.actor_infer.device, again.actor_train.device) == ("cuda", "cpu")
+
+
+@pytest.mark.usefixtures("with_cuda")
+def test_a_run_of_this_machine_takes_its_gpus(monkeypatch: pytest.MonkeyPatch):
+    for module in (loader, checks):
+        monkeypatch.setattr(module, "count_gpus", lambda: 2)
+    config = loader.load_run(QUICKSTART)
+    assert (config.actor_infer.device, config.actor_train.device) == ("cuda", "cuda")
+
+
+@pytest.mark.parametrize("visible", ["", " "])
+def test_hidden_gpus_are_not_counted(visible: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert count_gpus() == 0
