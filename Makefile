@@ -31,7 +31,7 @@ $(eval $(call pass-on,SSL_CERT_FILE,PIP_CERT))
 ifeq ($(EXTRA)$(UV_FIND_LINKS),cpu)
 TORCH_BACKEND := --torch-backend cpu
 endif
-.PHONY: help setup train test test-fast test-alone test-others check bench docs clean
+.PHONY: help setup train test test-fast test-alone test-others check bench simulate docs clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -82,6 +82,9 @@ check: $(STAMP) ## what CI runs: format, lint, types, import contracts, tests
 
 bench: $(STAMP) ## measure what `offbeat bench` does not: the short scripts of benchmarks/, minutes in all
 	@for name in staleness_bound cold_wakes weight_pause generation_hosts; do $(BIN)/python -m offbeat.benchmarks.studies.$$name; done
+
+simulate: $(STAMP) ## simulate the protocol under faults for an hour, or as ARGS says: --minutes 5, --seed 17
+	@$(BIN)/python -m tests.simulation $(ARGS)
 
 docs: $(STAMP) ## generate docs/metrics.md from the registry
 	@$(BIN)/python -m offbeat.deploy.report.metrics_page > docs/metrics.md

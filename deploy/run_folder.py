@@ -12,7 +12,7 @@ import fnmatch
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -202,18 +202,29 @@ def remove_endpoints(folder: Path) -> None:
 
 def remove_run_files(folder: Path, run_id: str) -> Removal:
     """Remove what a run has written, and the folder if then empty. Raises `FolderInUseError` while it runs."""
-    if not folder.is_dir():
-        return Removal([], [])
-    marker = identify(folder)
+    with hold_run_files(folder, run_id) as remove:
+        return remove()
+
+
+@contextmanager
+def hold_run_files(folder: Path, run_id: str) -> Iterator[Callable[[], Removal]]:
+    """Yield what removes a run's files, and let no run start in the folder meanwhile. Raises `FolderInUseError`."""
+    marker = identify(folder) if folder.is_dir() else None
     if marker is None or marker.run_id not in ("", run_id):
-        return Removal([], [str(folder)])
+        left = [str(folder)] if folder.is_dir() else []
+        yield lambda: Removal([], left)
+        return
     with locked(folder):
-        written = [(path, patterns) for name, patterns in WRITTEN.items() for path in folder.glob(name)]
-        removed = [str(path) for path, patterns in written if _remove_written(path, patterns)]
-        if not (folder / REDIS).exists():  # which is known as the run's by its marker
-            for path in folder.glob(f"{MARKER}*"):
-                path.unlink()
-        (folder / LOCK).unlink(missing_ok=True)
+        yield lambda: _remove_all(folder)
+
+
+def _remove_all(folder: Path) -> Removal:
+    written = [(path, patterns) for name, patterns in WRITTEN.items() for path in folder.glob(name)]
+    removed = [str(path) for path, patterns in written if _remove_written(path, patterns)]
+    if not (folder / REDIS).exists():  # which is known as the run's by its marker
+        for path in folder.glob(f"{MARKER}*"):
+            path.unlink()
+    (folder / LOCK).unlink(missing_ok=True)
     if not any(folder.iterdir()):
         folder.rmdir()
         return Removal([*removed, str(folder)], [])

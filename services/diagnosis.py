@@ -115,6 +115,18 @@ def _no_tokens(window: StepWindow) -> RunFinding | None:
     )
 
 
+def _success_missing(window: StepWindow) -> RunFinding | None:
+    share = window.mean("success_missing")
+    if not share >= 0.1:
+        return None
+    return RunFinding(
+        "success_missing",
+        f"{share:.0%} of the episodes report no success, where others of their env do; they count as failures",
+        "the env reports `success` on some ways to end only: set it in the info of every last step",
+        ("custom_envs.TAG.env_config",),
+    )
+
+
 def _truncated(window: StepWindow) -> RunFinding | None:
     """A policy from scratch has to learn to end its answers first."""
     newest = window.values("episodes_truncated")[-MIN_STEPS:]
@@ -256,6 +268,7 @@ def _idle(window: StepWindow) -> RunFinding | None:
 RULES: tuple[Callable[[StepWindow], RunFinding | None], ...] = (
     _not_finite,
     _no_tokens,
+    _success_missing,
     _truncated,
     _constant_reward,
     _no_signal,

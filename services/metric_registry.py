@@ -47,6 +47,12 @@ METRICS: tuple[Metric, ...] = (
         "learner", "reward", "", "Mean reward of the step's trajectories, as their envs gave it.", "critic/score/mean"
     ),
     Metric("learner", "success", "", "Mean `success` of the trajectories whose envs report it.", "env/{tag}/success"),
+    Metric(
+        "learner",
+        "success_missing",
+        "",
+        "Share of trajectories without `success`, where others of their tag report it: they count as 0.",
+    ),
     Metric("learner", "reward_min", "", "Least reward of a trajectory."),
     Metric("learner", "reward_max", "", "Greatest reward of a trajectory."),
     Metric("learner", "episodes_truncated", "", "Share of trajectories that were cut at a limit."),

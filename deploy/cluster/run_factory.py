@@ -7,7 +7,8 @@ import asyncio
 import copy
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -30,7 +31,7 @@ from offbeat.deploy.config.rights import check_rights
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.validation import check_in_process
 from offbeat.deploy.play.agent_check import try_agents
-from offbeat.deploy.run_folder import remove_run_files
+from offbeat.deploy.run_folder import hold_run_files
 from offbeat.deploy.run_marker import FolderInUseError
 from offbeat.deploy.run_setup import (
     generation_app,
@@ -189,12 +190,14 @@ class MeshRunFactory:
     async def write_report(self, record: RunRecord) -> None:
         """Do nothing: `offbeat train` writes it."""
 
-    def remove_files(self, record: RunRecord) -> Removal:
-        """Remove what a run has written. Raises `BusyError` if the folder is in use."""
-        try:
-            return remove_run_files(Path(record.output_dir), record.run_id)
-        except FolderInUseError as error:
-            raise BusyError(str(error)) from error
+    @contextmanager
+    def hold_files(self, record: RunRecord) -> Iterator[Callable[[], Removal]]:
+        with ExitStack() as stack:
+            try:
+                remove = stack.enter_context(hold_run_files(Path(record.output_dir), record.run_id))
+            except FolderInUseError as error:
+                raise BusyError(str(error)) from error
+            yield remove
 
     def _setting_issues(self, tree: dict[str, Any], size: MachineSize) -> set[ConfigIssue]:
         try:

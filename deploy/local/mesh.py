@@ -18,7 +18,7 @@ from typing import cast
 
 import psutil
 from redis import Redis
-from redis.exceptions import RedisError, WatchError
+from redis.exceptions import RedisError
 
 from offbeat.deploy.components.learner_host import LearnerHost, read_status, request_stop
 from offbeat.deploy.components.ray_actors import CONTROL_APP, NAMESPACE
@@ -157,13 +157,8 @@ class LocalMesh:
         config, redis = self._config, self._redis
         assert redis is not None
         async with connect_async(self._redis_url) as async_redis:
-            while True:
-                try:
-                    record, _ = await RunStore(async_redis).create(run_spec(config), takeover=self._server is not None)
-                    self._owns_run = True
-                    break
-                except WatchError:  # the connection was lost within the transaction
-                    continue
+            record, _ = await RunStore(async_redis).create(run_spec(config), takeover=self._server is not None)
+            self._owns_run = True
         RedisMetrics(redis, config.exp_name, record.uid).append(command_started(self._started_at))
         # No process of this run is alive: its files in shared memory are leftovers of a killed command.
         await asyncio.to_thread(cleanup, config.exp_name, config.weights, self._folder)

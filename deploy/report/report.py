@@ -24,8 +24,9 @@ from offbeat.deploy.report.history import RunHistory
 from offbeat.deploy.report.recorded_episodes import read_recorded_episodes
 from offbeat.deploy.run_folder import newest_checkpoint
 from offbeat.services.control.failed_groups import advise_failed
+from offbeat.services.control.failing_episodes import find_failing
 from offbeat.services.control.schemas import CountersView
-from offbeat.services.diagnosis import diagnose
+from offbeat.services.diagnosis import RunFinding, diagnose
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ def build_report(
         "groups_in_flight": counters.in_flight if counters else None,
         "mismatch_kl": _mean(history, "learner/actor/mismatch_kl"),
         "mismatch_abs_max": history.peaks.get("learner/actor/mismatch_abs_max"),
-        "diagnosis": [asdict(finding) for finding in diagnose(history.window, config.limits)],
+        "diagnosis": [asdict(finding) for finding in _find(config, history)],
         "evaluations": [
             {
                 "kind": evaluation.kind,
@@ -135,6 +136,11 @@ def build_report(
             )
         ],
     }
+
+
+def _find(config: RunConfig, history: RunHistory) -> list[RunFinding]:
+    failing = find_failing(history.totals)
+    return [*([failing] if failing is not None else []), *diagnose(history.window, config.limits)]
 
 
 def _success(history: RunHistory, kind: str, sampling: str) -> float | None:

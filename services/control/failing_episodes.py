@@ -1,13 +1,17 @@
 """Failing episodes of a run, from its workers' reports (`offbeat.services.rollout.outcomes`)."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from offbeat.services.diagnosis import RunFinding
+from offbeat.services.messages.types import EpisodeKind
 
 MAX_FAILED_SHARE = 0.25
 """Share of recent episodes above which failures are reported."""
+NAME = "failing_episodes"
+CAUSE = "they are repeated, so that only those which pass are trained"
 MIN_RECENT = 8
 """Fewest recent episodes for that."""
 
@@ -55,12 +59,25 @@ class FailingEpisodes:
     def finding(self) -> RunFinding | None:
         if not self.many_fail:
             return None
-        cause = (
-            "they are repeated, so that only those which pass are trained; `offbeat runs why --json` has the traceback"
-        )
-        return RunFinding("failing_episodes", self.describe_many(), cause, (f"custom_envs.{self.tag}",))
+        cause = f"{CAUSE}; `offbeat runs why --json` has the traceback"
+        return RunFinding(NAME, self.describe_many(), cause, (f"custom_envs.{self.tag}",))
 
     def describe_many(self) -> str:
         return (
             f"{self.recent_failed} of the last {self.recent} episodes failed, in custom_envs.{self.tag}: {self.error}"
         )
+
+
+def find_failing(totals: Mapping[str, float]) -> RunFinding | None:
+    """Return the finding about a whole run. totals: sums of metrics by `source:kind/name`, as in a report's history."""
+    finished = sum(totals.get(f"rollout:{kind}/episodes", 0.0) for kind in EpisodeKind)
+    failed: Counter[str] = Counter()
+    for kind in EpisodeKind:
+        prefix = f"rollout:{kind}/failed/"
+        failed.update({name.removeprefix(prefix): int(n) for name, n in totals.items() if name.startswith(prefix)})
+    failed = Counter({reason: n for reason, n in failed.items() if not reason.startswith("generation")})
+    num_failed, num_all = failed.total(), int(finished) + failed.total()
+    if num_all < MIN_RECENT or num_failed <= MAX_FAILED_SHARE * num_all:
+        return None
+    reasons = ", ".join(f"{reason} {n}" for reason, n in failed.most_common())
+    return RunFinding(NAME, f"{num_failed} of {num_all} episodes failed ({reasons})", CAUSE, ("custom_envs.TAG",))

@@ -5,7 +5,7 @@ A command only sets the desired state and wakes the reconciler.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from typing import Any, Protocol
 
 from offbeat.services.control.event_schemas import MetricsView, MetricView
@@ -80,8 +80,8 @@ class RunFactory(BufferReader, Protocol):
         """Write an ended run's report. Raises `ControlError` with the command to retry."""
         ...
 
-    def remove_files(self, record: RunRecord) -> Removal:
-        """Remove what an ended run has written. Raises `BusyError`."""
+    def hold_files(self, record: RunRecord) -> AbstractContextManager[Callable[[], Removal]]:
+        """Hold an ended run's folder; yield what removes its files. Raises `BusyError`."""
         ...
 
 
@@ -216,18 +216,24 @@ class ControlService:
             BusyError: its files are in use.
             ForeignRecordError: its record does not yield the folder.
         """
-        removal = Removal([], [])
-        if files:
-            record = await self.store.load(run_id)
-            if not rights.allows_folder(record.output_dir):
-                message = (
-                    f"{record.output_dir} is in none of your token's output_roots; without `files` only the record goes"
-                )
-                raise NotAllowedError([ProblemView(path="files", message=message)])
-            if record.state.is_terminal:
-                removal = await asyncio.to_thread(self._factory.remove_files, record)
-        await self.store.delete(run_id)
+        with ExitStack() as stack:
+            remove = await self._hold_files(stack, run_id, rights) if files else None
+            # Before the files: after a death in between, a later run of the name moves them aside, as any without a record
+            await self.store.delete(run_id)
+            removal = await asyncio.to_thread(remove) if remove is not None else Removal([], [])
         return DeletedView(id=run_id, files=removal.removed, left=removal.left)
+
+    async def _hold_files(self, stack: ExitStack, run_id: str, rights: Rights) -> Callable[[], Removal] | None:
+        """Return what removes a run's files, None unless it is over."""
+        record = await self.store.load(run_id)
+        if not rights.allows_folder(record.output_dir):
+            message = (
+                f"{record.output_dir} is in none of your token's output_roots; without `files` only the record goes"
+            )
+            raise NotAllowedError([ProblemView(path="files", message=message)])
+        if not record.state.is_terminal:
+            return None
+        return await asyncio.to_thread(stack.enter_context, self._factory.hold_files(record))
 
     async def metrics(self, run_id: str, after: str, limit: int) -> MetricsView:
         await self.store.load(run_id)

@@ -5,14 +5,15 @@ holder of its claims; its epoch never decreases, so isolated learners stay fence
 """
 
 import fnmatch
+import functools
 import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
@@ -57,6 +58,22 @@ EPOCH_TTL_S = 7 * 24 * 3600
 """Retention of a deleted run's epoch; exceeds any learner's isolation."""
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _repeat_transaction(method: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any, R]]:
+    """Repeat a transaction whose keys changed, or whose connection was lost: redis-py raises `WatchError` for both."""
+
+    @functools.wraps(method)
+    async def repeat(*args: P.args, **kwargs: P.kwargs) -> R:
+        while True:
+            with suppress(WatchError):
+                return await method(*args, **kwargs)
+
+    return repeat
+
+
 @dataclass(frozen=True, slots=True)
 class RunStore:
     redis: Redis
@@ -64,6 +81,7 @@ class RunStore:
     orphaned_after_s: float = ORPHANED_AFTER_S
     """Infinite where this service alone attends all runs."""
 
+    @_repeat_transaction
     async def create(self, spec: RunSpec, *, takeover: bool = False) -> tuple[RunRecord, bool]:
         """Record a run; return the record, and whether it is new. Idempotent.
 
@@ -75,42 +93,38 @@ class RunStore:
             BusyError: another active run has claimed a resource.
         """
         keys, claimed = RunKeys(spec.run_id), [claims_key(kind) for kind in spec.claims]
-        while True:
-            async with self.redis.pipeline() as pipe:
-                await pipe.watch(keys.record, *claimed)
-                raw = cast(dict[bytes, bytes], await pipe.hgetall(keys.record))  # pyright: ignore[reportGeneralTypeIssues]
-                old = RunRecord.decode(raw) if raw else None
-                if old and not takeover and self._is_active(old):
-                    if old.config == spec.config:
-                        return old, False
-                    raise RunExistsError(
-                        f"run {spec.run_id!r} is {old.state}: stop it first, or choose another name{self._hint()}"
-                    )
-                await self._refuse_busy(spec)
-                released = await self._old_claims(spec)
-                record = self._new(spec, old if spec.resume else None)
-                stale = [] if spec.resume else await self._keys_of(spec.run_id)
-                pipe.multi()
-                if stale:
-                    pipe.delete(*stale)
-                if not spec.resume:
-                    pipe.incr(keys.epoch)
-                pipe.persist(keys.epoch)  # a deleted run's expires
-                pipe.delete(keys.record, *(keys.key(name) for name in ATTEMPT_FIELDS))
-                pipe.hset(keys.record, mapping=cast(dict[Any, Any], record.encode()))
-                pipe.zadd(RUNS, {spec.run_id: record.created_at})
-                for kind, names in released.items():
-                    pipe.hdel(claims_key(kind), *names)
-                for kind, name in spec.claims.items():
-                    pipe.hset(claims_key(kind), name, spec.run_id)
-                if spec.resume and old and (values := _differences(old.settings, spec.settings)):
-                    pipe.rpush(keys.changes, encode_change(values, self.clock()))
-                self._note(pipe, spec.run_id, "created", {"attempt": record.attempt})
-                try:
-                    await pipe.execute()
-                except WatchError:
-                    continue
-                return record, True
+        async with self.redis.pipeline() as pipe:
+            await pipe.watch(keys.record, *claimed)
+            raw = cast(dict[bytes, bytes], await pipe.hgetall(keys.record))  # pyright: ignore[reportGeneralTypeIssues]
+            old = RunRecord.decode(raw) if raw else None
+            if old and not takeover and self._is_active(old):
+                if old.config == spec.config:
+                    return old, False
+                raise RunExistsError(
+                    f"run {spec.run_id!r} is {old.state}: stop it first, or choose another name{self._hint()}"
+                )
+            await self._refuse_busy(spec)
+            released = await self._old_claims(spec)
+            record = self._new(spec, old if spec.resume else None)
+            stale = [] if spec.resume else await self._keys_of(spec.run_id)
+            pipe.multi()
+            if stale:
+                pipe.delete(*stale)
+            if not spec.resume:
+                pipe.incr(keys.epoch)
+            pipe.persist(keys.epoch)  # a deleted run's expires
+            pipe.delete(keys.record, *(keys.key(name) for name in ATTEMPT_FIELDS))
+            pipe.hset(keys.record, mapping=cast(dict[Any, Any], record.encode()))
+            pipe.zadd(RUNS, {spec.run_id: record.created_at})
+            for kind, names in released.items():
+                pipe.hdel(claims_key(kind), *names)
+            for kind, name in spec.claims.items():
+                pipe.hset(claims_key(kind), name, spec.run_id)
+            if spec.resume and old and (values := _differences(old.settings, spec.settings)):
+                pipe.rpush(keys.changes, encode_change(values, self.clock()))
+            self._note(pipe, spec.run_id, "created", {"attempt": record.attempt})
+            await pipe.execute()
+            return record, True
 
     async def _refuse_busy(self, spec: RunSpec) -> None:
         for kind, name in spec.claims.items():
@@ -197,6 +211,7 @@ class RunStore:
             reports = await pipe.execute()
         return [run_id for run_id, report in zip(run_ids, reports, strict=True) if report == REPORT_DUE.encode()]
 
+    @_repeat_transaction
     async def close_report(self, record: RunRecord, report: str) -> None:
         """Record a report's outcome, unless the run was deleted or restarted."""
         key = RunKeys(record.run_id).record
@@ -207,8 +222,7 @@ class RunStore:
                 return
             pipe.multi()
             pipe.hset(key, "report", report)
-            with suppress(WatchError):
-                await pipe.execute()
+            await pipe.execute()
 
     async def page(self, after: tuple[float, str] | None, name: str) -> list[tuple[float, str]]:
         """Return (created_at, id) after `after`, newest first; `name` is a glob."""
@@ -220,6 +234,7 @@ class RunStore:
             if fnmatch.fnmatchcase(place[1], name) and (after is None or place < after)
         ]
 
+    @_repeat_transaction
     async def want(self, run_id: str, wanted: DesiredState) -> RunRecord:
         """Set the desired state; ending an ended run changes nothing.
 
@@ -228,20 +243,16 @@ class RunStore:
             RunStateError: pause or resume of a run that is over or ending.
         """
         key = RunKeys(run_id).record
-        while True:
-            async with self.redis.pipeline() as pipe:
-                await pipe.watch(key)
-                record = await self.load(run_id)
-                if not self._may_want(record, wanted):
-                    return record
-                pipe.multi()
-                pipe.hset(key, "wanted", wanted.value)
-                self._note(pipe, run_id, "wanted", {"wanted": wanted.value})
-                try:
-                    await pipe.execute()
-                except WatchError:
-                    continue
-                return replace(record, wanted=wanted)
+        async with self.redis.pipeline() as pipe:
+            await pipe.watch(key)
+            record = await self.load(run_id)
+            if not self._may_want(record, wanted):
+                return record
+            pipe.multi()
+            pipe.hset(key, "wanted", wanted.value)
+            self._note(pipe, run_id, "wanted", {"wanted": wanted.value})
+            await pipe.execute()
+            return replace(record, wanted=wanted)
 
     @staticmethod
     def _may_want(record: RunRecord, wanted: DesiredState) -> bool:
@@ -255,25 +266,22 @@ class RunStore:
             raise RunStateError(f"run {record.run_id!r} is ending: it can't {verb} any more")
         return record.wanted is not wanted
 
+    @_repeat_transaction
     async def change(self, run_id: str, values: Mapping[str, float]) -> Change:
         """Request new settings. Raises `UnknownRunError`; `RunStateError` if over or ending."""
         key = RunKeys(run_id).record
-        while True:
-            async with self.redis.pipeline() as pipe:
-                await pipe.watch(key)
-                record = await self.load(run_id)
-                if record.state.is_terminal or record.wanted.is_final:
-                    state = record.state if record.state.is_terminal else "ending"
-                    raise RunStateError(f"run {run_id!r} is {state}: its settings can no longer change")
-                change = Change(dict(values), self.clock())
-                pipe.multi()
-                pipe.rpush(RunKeys(run_id).changes, encode_change(change.values, change.at))
-                self._note(pipe, run_id, "asked", {"values": change.values})
-                try:
-                    await pipe.execute()
-                except WatchError:
-                    continue
-                return change
+        async with self.redis.pipeline() as pipe:
+            await pipe.watch(key)
+            record = await self.load(run_id)
+            if record.state.is_terminal or record.wanted.is_final:
+                state = record.state if record.state.is_terminal else "ending"
+                raise RunStateError(f"run {run_id!r} is {state}: its settings can no longer change")
+            change = Change(dict(values), self.clock())
+            pipe.multi()
+            pipe.rpush(RunKeys(run_id).changes, encode_change(change.values, change.at))
+            self._note(pipe, run_id, "asked", {"values": change.values})
+            await pipe.execute()
+            return change
 
     async def changes(self, run_id: str) -> list[Change]:
         """Return all changes, oldest first."""
@@ -298,6 +306,7 @@ class RunStore:
                 self._note(pipe, run_id, "state", event)
             await pipe.execute()
 
+    @_repeat_transaction
     async def delete(self, run_id: str) -> None:
         """Delete a run's keys and fence its learners.
 
@@ -306,22 +315,18 @@ class RunStore:
             RunStateError: not over, or another version's with a recent heartbeat.
         """
         keys = RunKeys(run_id)
-        while True:
-            async with self.redis.pipeline() as pipe:
-                await pipe.watch(keys.record)  # a start meanwhile is not deleted
-                await self._refuse_deletion(run_id)
-                stale = await self._keys_of(run_id)
-                pipe.multi()
-                if stale:
-                    pipe.delete(*stale)
-                pipe.incr(keys.epoch)
-                pipe.expire(keys.epoch, EPOCH_TTL_S)
-                pipe.zrem(RUNS, run_id)
-                try:
-                    await pipe.execute()
-                except WatchError:
-                    continue
-                return
+        async with self.redis.pipeline() as pipe:
+            await pipe.watch(keys.record)  # a start meanwhile is not deleted
+            await self._refuse_deletion(run_id)
+            stale = await self._keys_of(run_id)
+            pipe.multi()
+            if stale:
+                pipe.delete(*stale)
+            pipe.incr(keys.epoch)
+            pipe.expire(keys.epoch, EPOCH_TTL_S)
+            pipe.zrem(RUNS, run_id)
+            await pipe.execute()
+            return
 
     async def _refuse_deletion(self, run_id: str) -> None:
         try:

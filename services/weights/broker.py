@@ -17,6 +17,7 @@ from redis.exceptions import ConnectionError, TimeoutError
 from offbeat.services.keys import RunKeys
 from offbeat.services.messages.codec import decode_manifest
 from offbeat.services.redis.errors import complaint
+from offbeat.services.redis.run_writes import AsyncRunWrites
 from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, Partial
 from offbeat.services.threads import DaemonThreads, HungError
 from offbeat.services.weights.config import WeightsConfig
@@ -48,6 +49,7 @@ class WeightBroker:
         self._redis: Any = redis
         self._keys = RunKeys(run_id)
         self._metrics = AsyncRedisMetrics(redis, run_id, run_uid)
+        self._write = AsyncRunWrites(redis, run_id, run_uid)
         self._transport: Transport | None = None
         if leaves_files(config):
             self._transport = make_transport(config, run_id, output_dir)
@@ -98,7 +100,7 @@ class WeightBroker:
         reports = {replica.decode(): decode_report(blob) for replica, blob in blobs.items()}
         silent = [replica for replica, report in reports.items() if report.at < self._clock() - MAX_REPORT_AGE_S]
         if silent:
-            await self._redis.hdel(self._keys.served, *silent)
+            await self._write("HDEL", self._keys.served, *silent)
         return {replica: report for replica, report in reports.items() if replica not in silent}
 
     async def measure(self) -> dict[str, int]:

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from offbeat.deploy import run_folder
-from offbeat.deploy.run_folder import Endpoints, locked, remove_run_files
+from offbeat.deploy.run_folder import Endpoints, hold_run_files, locked, remove_run_files
 from offbeat.deploy.run_marker import MARKER, FolderInUseError, identify, mark
 from offbeat.services.buffer.group_ledger import LEDGER_FILE
 from offbeat.trainer.learner.step_ledger import STEPS_FILE
@@ -174,3 +174,12 @@ def test_remove_run_files_keeps_a_locked_folder(tmp_path: Path):
     with locked(folder), pytest.raises(FolderInUseError):
         remove_run_files(folder, "run")
     assert (folder / "config.yaml").exists()
+
+
+def test_no_run_starts_in_a_folder_whose_files_are_being_removed(tmp_path: Path):
+    folder = run_in(tmp_path / "run")
+    with hold_run_files(folder, "run") as remove:
+        with pytest.raises(FolderInUseError):
+            run_folder.claim(folder, "run", resume=False)
+        remove()
+    assert not folder.exists()

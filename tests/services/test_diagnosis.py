@@ -52,6 +52,7 @@ SEEN: dict[str, dict[str, Any]] = {
         "episodes_truncated": 1.0,
         "reward_max": 0.0,
     },
+    "success_missing": {"success_missing": 0.1},
     "truncated": {"episodes_truncated": 0.6},
     "constant_reward": {"reward_max": 0.0, "groups_without_signal": 8.0},
     "no_signal": {"groups_without_signal": 7.5},

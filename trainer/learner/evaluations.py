@@ -5,7 +5,6 @@ Invariant: each is recorded once, even if the learner is replaced.
 
 import json
 import logging
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from offbeat.services.telemetry import (
     Partial,
     mean,
 )
+from offbeat.trainer.learner.episode_success import success_values
 from offbeat.trainer.training.fenced_folder import FencedFolder
 
 logger = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ def _values(evaluation: Evaluation, trajectories: list[Trajectory]) -> dict[str,
         return {"episodes_failed": failed}
     versions = [span for t in trajectories if (span := t.version_range())]
     return {
-        **_success(trajectories, evaluation.num_episodes),
+        **success_values(trajectories, evaluation.num_episodes - len(trajectories)),
         "reward": mean(t.reward for t in trajectories),
         "turns": mean(float(len(t.turns)) for t in trajectories),
         "episodes": Partial("sum", float(len(trajectories))),
@@ -192,24 +192,3 @@ def _values(evaluation: Evaluation, trajectories: list[Trajectory]) -> dict[str,
         "version_min": Partial("min", float(min((low for low, _ in versions), default=evaluation.step))),
         "version_max": Partial("max", float(max((high for _, high in versions), default=evaluation.step))),
     }
-
-
-def _success(trajectories: list[Trajectory], num_episodes: int) -> dict[str, Partial]:
-    """Return mean success and the share of episodes without one, counted as failures.
-
-    Tags that never report success have none; failed episodes count as those of other tags.
-    """
-    reported = {t.tag for t in trajectories if _reports_success(t)}
-    if not reported:
-        return {}
-    values = [t.metrics["success"] for t in trajectories if _reports_success(t)]
-    num_missing = num_episodes - len(trajectories) + sum(t.tag in reported for t in trajectories) - len(values)
-    count = float(len(values) + num_missing)
-    return {
-        "success": Partial("mean", sum(values), count),
-        "success_missing": Partial("mean", float(num_missing), count),
-    }
-
-
-def _reports_success(trajectory: Trajectory) -> bool:
-    return math.isfinite(trajectory.metrics.get("success", math.nan))

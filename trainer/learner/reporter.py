@@ -23,6 +23,7 @@ from offbeat.services.telemetry import (
     mean,
 )
 from offbeat.trainer.data.replay_buffer import ReplayedGroups
+from offbeat.trainer.learner.episode_success import success_values
 from offbeat.trainer.learner.group_intake import StepGroups
 from offbeat.trainer.learner.progress_view import LearnerView, SilentView
 from offbeat.trainer.watchdog import Watchdog
@@ -176,10 +177,9 @@ def _consumed(groups: Iterable[Group]) -> dict[str, Partial]:
         for name, value in trajectory.metrics.items():
             if math.isfinite(value):
                 by_name.setdefault(f"env/{trajectory.tag}/{name}", []).append(value)
-    success = [t.metrics["success"] for t in members if "success" in t.metrics]
     return {
         **{name: mean(values) for name, values in by_name.items()},
-        **({"success": mean(success)} if success else {}),
+        **success_values(members),
         "reward": mean(t.reward for t in members),
         "reward_min": Partial("min", min(t.reward for t in members)),
         "reward_max": Partial("max", max(t.reward for t in members)),

@@ -2,8 +2,8 @@
 
 import json
 import shutil
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,10 @@ class FakeRunFactory:
 
     async def write_report(self, record: RunRecord) -> None:
         del record
+
+    @contextmanager
+    def hold_files(self, record: RunRecord) -> Iterator[Callable[[], Removal]]:
+        yield lambda: self.remove_files(record)
 
     def remove_files(self, record: RunRecord) -> Removal:
         shutil.rmtree(Path(record.output_dir))

@@ -9,9 +9,9 @@ import pytest
 from offbeat.services.control import service
 from offbeat.services.control.auth import MAX_BODY_BYTES
 from offbeat.services.control.client import ControlRefusedError
-from offbeat.services.control.interfaces import Health, Observation
+from offbeat.services.control.interfaces import Health, Observation, Removal
 from offbeat.services.control.rights import Rights
-from offbeat.services.control.run import RunSpec, RunState
+from offbeat.services.control.run import RunRecord, RunSpec, RunState
 from offbeat.services.diagnosis import RunFinding, encode_findings
 from offbeat.services.errors import RetryableError
 from offbeat.services.keys import RunKeys
@@ -335,6 +335,22 @@ async def test_only_a_run_that_is_over_is_deleted_and_whole(api: ApiHarness, tmp
     assert not folder.exists()
     with pytest.raises(ControlRefusedError, match="there is no run 'a'"):
         await api.client.show("a")
+
+
+async def test_a_death_while_files_are_removed_leaves_no_record_without_files(
+    api: ApiHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    left = list[bool]()
+
+    def die(_factory: FakeRunFactory, _record: RunRecord) -> Removal:
+        left.append(tmp_path.exists())
+        raise OSError("killed")
+
+    monkeypatch.setattr(FakeRunFactory, "remove_files", die)
+    await api.start("a", RunState.STOPPED, output_dir=str(tmp_path))
+    assert (await api.http.delete("/runs/a?files=true")).status_code == 500
+    assert left == [True]
+    assert not await api.redis.exists(RunKeys("a").record)
 
 
 async def test_why_tells_a_chain_and_a_sentence(api: ApiHarness):

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
 
 from offbeat.services.control.interfaces import Health, Observation
 from offbeat.services.control.run import (
@@ -19,6 +20,7 @@ from offbeat.services.control.run import (
 )
 from offbeat.services.control.store import EPOCH_TTL_S, ORPHANED_AFTER_S, RunStore
 from offbeat.services.keys import RunKeys
+from offbeat.services.redis.connection import connect
 from offbeat.services.telemetry import MetricRecord, Partial, encode_record
 from tests.copying import replace
 from tests.services.control.control_fakes import SETTINGS, FakeClock
@@ -313,3 +315,28 @@ async def test_a_run_that_moved_to_another_folder_no_longer_holds_its_first(stor
     for claims, kind in (({"folder": "/tmp/own"}, "folder '/tmp/own'"), ({"app": "engine"}, "app 'engine'")):
         with pytest.raises(BusyError, match=f"{kind} is in use by run 'lake'"):
             await store.create(replace(first, run_id="third", claims=claims))
+
+
+async def test_a_connection_lost_within_a_transaction_repeats_it(
+    store: RunStore, redis_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    watch, kills = Pipeline.watch, list[int]()
+
+    async def watch_and_lose_the_connection(self: Pipeline, *names: str) -> object:
+        watched = await watch(self, *names)
+        if len(kills) == 0:
+            own_id = str(await self.immediate_execute_command("CLIENT", "ID"))  # pyright: ignore[reportGeneralTypeIssues]
+            with connect(redis_url) as other:
+                kills.append(int(other.client_kill_filter(_id=own_id)))  # pyright: ignore[reportArgumentType]
+        return watched
+
+    monkeypatch.setattr(Pipeline, "watch", watch_and_lose_the_connection)
+    for act in (
+        lambda: store.create(SPEC),
+        lambda: store.want("lake", DesiredState.PAUSED),
+        lambda: store.change("lake", {"max_staleness": 2.0}),
+    ):
+        kills.clear()
+        await act()
+        assert kills == [1]
+    assert (await store.load("lake")).wanted is DesiredState.PAUSED

@@ -92,6 +92,17 @@ async def test_a_silent_replica_is_forgotten(client: AsyncRedis, redis_url: str,
     assert await client.exists(RunKeys(RUN).served) == 0
 
 
+async def test_a_broker_of_an_earlier_run_forgets_no_replica_of_the_new_one(
+    client: AsyncRedis, redis_url: str, config: WeightsConfig
+) -> None:
+    publish(redis_url, config, 1)
+    await RedisWeightSubscriber(client, RUN, config, Path("unused")).report("ours", 0)
+    await client.hset(RunKeys(RUN).record, "uid", "new")  # pyright: ignore[reportGeneralTypeIssues]
+    late = WeightBroker(client, RUN, config, Path("unused"), run_uid="old", clock=lambda: time.time() + 3600)
+    await late.measure()
+    assert await client.hkeys(RunKeys(RUN).served) == [b"ours"]  # pyright: ignore[reportGeneralTypeIssues]
+
+
 async def test_cleaning_up_removes_every_byte_of_the_run(
     client: AsyncRedis, redis_url: str, config: WeightsConfig, tmp_path: Path
 ) -> None:

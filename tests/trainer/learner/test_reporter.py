@@ -1,11 +1,16 @@
 import json
 from dataclasses import dataclass, field
 
+import pytest
+
 from offbeat.services.diagnosis import DiagnosisLimits
 from offbeat.services.telemetry import Partial
+from offbeat.trainer.learner.group_intake import StepGroups
 from offbeat.trainer.learner.progress_view import SilentView
-from offbeat.trainer.learner.reporter import LearnerReporter
+from offbeat.trainer.learner.reporter import LearnerReporter, step_values
+from tests.copying import replace
 from tests.fakes import DictBoard, ListSink
+from tests.trainer.trajectories import group, trajectory
 
 SILENT = {"groups": Partial("sum", 8.0), "groups_without_signal": Partial("sum", 8.0)}
 GRADIENT = {"groups": Partial("sum", 8.0), "actor/grad_norm": Partial("last", 0.5)}
@@ -49,3 +54,12 @@ def test_the_first_steps_mismatch_is_compared_with_the_runs_limit():
         LearnerReporter(ListSink(), DictBoard(), view, limits=DiagnosisLimits(limit)).record_step(1, GRADIENT | BREAKS)
     assert not loose.lines
     assert "actor_infer.model_args.dtype" in strict.lines[0]
+
+
+def test_trajectories_without_success_count_as_failures_and_are_shown():
+    """Only those of an env that reports it at all."""
+    rewards = [("lake", {"success": 1.0}), ("lake", {}), ("lake", {"success": 1.0}), ("maze", {})]
+    members = tuple(replace(trajectory(0, [(1, 1, 1.0)]), tag=tag, metrics=metrics) for tag, metrics in rewards)
+    values = step_values(StepGroups([group(0, *members)]), 0, {}, {})
+    assert (values["success"].value, values["success_missing"].value) == pytest.approx((2 / 3, 1 / 3))
+    assert "success" not in step_values(StepGroups([group(0, *members[3:], tag="maze")]), 0, {}, {})

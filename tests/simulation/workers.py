@@ -7,7 +7,7 @@ from hypothesis.stateful import precondition, rule
 from offbeat.services.buffer.api import SubmitResult
 from offbeat.services.errors import ReconcileError
 from offbeat.services.messages.types import EpisodeKind
-from tests.services.buffer.protocol_actors import NAMES, Played, Worker
+from tests.simulation.actors import NAMES, Played, Worker
 
 
 class WorkerRules(Played):
@@ -95,3 +95,9 @@ class WorkerRules(Played):
         self.workers[name] = Worker(self.run.other_worker())
         if silently:
             self.run.silence(name)
+
+    @rule(name=st.sampled_from(NAMES))
+    def worker_is_duplicated(self, name: str) -> None:
+        """A second process of its name plays the same episodes."""
+        buffer = self.run.other_worker()
+        self.ghosts += [(name, task, buffer) for task in self.workers[name].held]

@@ -22,9 +22,9 @@ from offbeat.services.buffer.scripts import BufferKeys
 from offbeat.services.keys import RunKeys
 from offbeat.trainer.learner.step_ledger import read_step_ledger
 from tests.services.buffer.buffer_play import RUN
-from tests.services.buffer.protocol_actors import GROUPS_PER_STEP, LIMITS, STEPS
-from tests.services.buffer.protocol_learners import LearnerRules
-from tests.services.buffer.protocol_workers import WorkerRules
+from tests.simulation.actors import GROUPS_PER_STEP, LIMITS, STEPS
+from tests.simulation.learners import LearnerRules
+from tests.simulation.workers import WorkerRules
 
 
 class Protocol(WorkerRules, LearnerRules):
@@ -83,21 +83,32 @@ class Protocol(WorkerRules, LearnerRules):
 
     def teardown(self) -> None:
         try:
-            while self.learner.start_up:
-                self.learner.start_up.pop(0)()
-            for _ in range(200):
-                results = [self.run.learner.eval_result(eval_id) for eval_id in self.evaluations]
-                if None not in results and self.run.learner.counters().trained == LIMITS.total_groups:
-                    break
-                self._everyone_acts_once()
-            self._ends_complete()
-            self._audit_proves_it()
+            self.finish()
         finally:
-            for lease in self.leases:
-                lease.release()
-            self.runner.run(self.async_redis.aclose())
-            self.runner.close()
-            shutil.rmtree(self.folder)
+            self.clean_up()
+
+    def finish(self) -> None:
+        """End all faults; the run then finishes, complete and proven."""
+        while self.paused:
+            self.a_paused_learner_wakes()
+        while self.learner.start_up:
+            self.learner.start_up.pop(0)()
+        for _ in range(200):
+            results = [self.run.learner.eval_result(eval_id) for eval_id in self.evaluations]
+            if None not in results and self.run.learner.counters().trained == LIMITS.total_groups:
+                break
+            self._everyone_acts_once()
+        self._ends_complete()
+        self._audit_proves_it()
+
+    def clean_up(self) -> None:
+        for paused in self.paused:
+            paused.wake()
+        for lease in self.leases:
+            lease.release()
+        self.runner.run(self.async_redis.aclose())
+        self.runner.close()
+        shutil.rmtree(self.folder)
 
     def _everyone_acts_once(self) -> None:
         for name, worker in self.workers.items():

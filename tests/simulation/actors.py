@@ -1,6 +1,7 @@
 """What the protocol's state machine plays with: workers, learners and what is durable of them, on a real Redis."""
 
 import asyncio
+import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 from redis import Redis
 
 from offbeat.services.buffer.api import Proof, Reconciled, SubmitResult
+from offbeat.services.buffer.config import Order
 from offbeat.services.buffer.group_ledger import LedgerFile
 from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.buffer.worker_client import AsyncRolloutBuffer
@@ -21,6 +23,7 @@ from offbeat.services.redis.incarnation import KnownIncarnation
 from offbeat.services.redis.lease import LearnerLease
 from offbeat.services.weights.publisher import PUBLISH
 from offbeat.trainer.learner.step_ledger import StepLedger, newest_epoch
+from offbeat.trainer.training.checkpoint import CheckpointStore, LearnerState, newest_complete
 from tests.copying import replace
 from tests.services.buffer.buffer_play import (
     RUN,
@@ -28,6 +31,7 @@ from tests.services.buffer.buffer_play import (
     limits,
     trajectory_for,
 )
+from tests.simulation.stopped_files import InlineExecutor, Paused
 
 GROUPS_PER_STEP = 2
 STEPS = 5
@@ -39,6 +43,9 @@ LIMITS = limits(
     max_attempts=3,
 )
 NAMES = ("a", "b", "c")
+KEEP = 2
+"""Checkpoints."""
+LINEAGE = "lineage.json"
 
 
 @dataclass
@@ -65,6 +72,7 @@ class Learner:
     """A learner's process."""
 
     lease: LearnerLease
+    store: CheckpointStore
     buffer: RedisLearnerBuffer
     journal: StepLedger
     now: Checkpoint
@@ -81,6 +89,7 @@ class Played(RuleBasedStateMachine):
     redis: Redis
     url: str
     max_staleness = 1
+    order: Order = "completion"
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +109,10 @@ class Played(RuleBasedStateMachine):
         self.publisher = self.redis.register_script(PUBLISH)
         self.known: dict[int, KnownIncarnation] = {}
         self.durable = Checkpoint()
-        self.evaluations: set[str] = set()
+        self.may_be_durable = {self.durable}
+        """What the newest checkpoint may hold once a learner has taken the folder over."""
+        self.paused: list[Paused] = []
+        self.evaluations: dict[str, None] = {}
         self.history: dict[int, tuple[int, ...]] = {}
         """Groups of each step, which a successor repeats."""
         self.lost_to = -1
@@ -121,15 +133,38 @@ class Played(RuleBasedStateMachine):
         lease = LearnerLease(self.redis, RUN, "learner", 3600.0, newest_epoch=lambda: newest_epoch(self.folder))
         known = KnownIncarnation(self.redis, RUN)
         buffer = self.run.learner = RedisLearnerBuffer(
-            self.redis, RUN, lease.acquire(), known=known, limits=self.limits, reclaim=lease.reclaim
+            self.redis, RUN, lease.acquire(), known=known, limits=self.limits, reclaim=lease.reclaim, order=self.order
         )
         self.known[buffer.epoch] = known
         journal = StepLedger(self.folder, buffer.epoch)
         journal.write_lease()
         self.leases.append(lease)
-        learner = Learner(lease, buffer, journal, self.durable, start_up=[])
+        store = CheckpointStore(self.checkpoints, KEEP, buffer.epoch)
+        store._thread = InlineExecutor()  # pyright: ignore[reportAttributeAccessIssue]
+        self.durable = self.newest_checkpoint()
+        assert self.durable in self.may_be_durable, "a durable checkpoint is lost, or an unfinished one is loaded"
+        self.may_be_durable = {self.durable}
+        learner = Learner(lease, store, buffer, journal, self.durable, start_up=[])
         learner.start_up = [lambda: self._starts(learner)]
         return learner
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def newest_checkpoint(self) -> Checkpoint:
+        """Return what the disk holds."""
+        newest = newest_complete(self.checkpoints)
+        if newest is None:
+            return Checkpoint()
+        lineage = json.loads((newest.path / LINEAGE).read_text())
+        return Checkpoint(newest.state.step, tuple(tuple(numbers) for numbers in lineage), newest.state.entry_ids)
+
+    def _save(self, learner: Learner, now: Checkpoint) -> None:
+        def write(folder: Path) -> None:
+            (folder / LINEAGE).write_text(json.dumps(now.lineage))
+
+        learner.store.save(LearnerState(now.step, "run", entry_ids=now.consumed), write).result()
 
     def _prove(self, learner: Learner) -> Proof:
         step = self.durable.step

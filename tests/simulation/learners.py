@@ -1,6 +1,7 @@
 """What learners do to the protocol: each rule is at most one command, so that one may die between any two."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
@@ -13,13 +14,15 @@ from offbeat.services.redis.lease import LearnerLease, LeaseHeldError, free_leas
 from offbeat.trainer.learner.group_intake import StepGroups
 from tests.copying import replace
 from tests.services.buffer.buffer_play import RUN
-from tests.services.buffer.protocol_actors import (
+from tests.simulation.actors import (
     GROUPS_PER_STEP,
     LIMITS,
+    NAMES,
     STEPS,
     Checkpoint,
     Played,
 )
+from tests.simulation.stopped_files import Paused, kill_at
 
 
 class LearnerRules(Played):
@@ -103,7 +106,55 @@ class LearnerRules(Played):
     @precondition(lambda self: not self.learner.start_up)
     @rule()
     def checkpoint(self) -> None:
-        self.durable = self.learner.now
+        now = self.learner.now
+        self._save(self.learner, now)
+        self.durable = now
+        self.may_be_durable = {now}
+        assert self.newest_checkpoint() == now
+
+    @precondition(lambda self: not self.learner.start_up)
+    @rule(operations=st.integers(0, 90))
+    def learner_is_killed_in_its_checkpoint(self, operations: int) -> None:
+        learner, now = self.learner, self.learner.now
+        self.may_be_durable = {self.durable, now}
+        kill_at(lambda: self._save(learner, now), self.checkpoints, operations)
+        self.learner_crashes()
+
+    @precondition(lambda self: not self.learner.start_up)
+    @rule(operations=st.integers(0, 90))
+    def learner_is_paused_in_its_checkpoint(self, operations: int) -> None:
+        """A successor takes the run over meanwhile."""
+        learner, now = self.learner, self.learner.now
+        self.may_be_durable = {self.durable, now}
+        self.paused.append(Paused(lambda: self._save(learner, now), self.checkpoints, operations))
+        self.learner_crashes()
+
+    @precondition(lambda self: self.paused)
+    @rule()
+    def a_paused_learner_wakes(self) -> None:
+        before = self._checkpoint_files()
+        error = self.paused.pop(0).wake()
+        assert error is None or isinstance(error, FencedError)
+        assert self._checkpoint_files() == before, "a paused learner changed its successor's checkpoints"
+
+    def _checkpoint_files(self) -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in sorted(self.checkpoints.glob("step-*/**/*")) if path.is_file()}
+
+    @precondition(lambda self: self.zombie is not None)
+    @rule()
+    def a_replaced_learner_saves(self) -> None:
+        assert self.zombie is not None
+        zombie, before = self.zombie, self._checkpoint_files()
+        with pytest.raises(FencedError):
+            self._save(zombie, zombie.now)
+        assert self._checkpoint_files() == before
+
+    @rule()
+    def time_jumps(self) -> None:
+        """All workers are thought dead, and the lease expires."""
+        for name in NAMES:
+            self.run.silence(name)
+        self.redis.delete(RunKeys(RUN).lease)
 
     @precondition(lambda self: not self.learner.start_up)
     @rule()
@@ -179,4 +230,4 @@ class LearnerRules(Played):
     def evaluate(self) -> None:
         eval_id = f"step-{self.learner.now.step}"
         self.learner.buffer.start_eval(eval_id, 3, sampling_name="sampled", min_version=self.learner.now.step)
-        self.evaluations.add(eval_id)
+        self.evaluations[eval_id] = None

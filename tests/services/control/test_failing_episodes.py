@@ -1,0 +1,33 @@
+import pytest
+
+from offbeat.deploy.report.history import RunHistory
+from offbeat.services.control.failing_episodes import find_failing
+from offbeat.services.messages.types import EpisodeKind, StopReason, Trajectory
+from offbeat.services.rollout.metrics import WorkerMetrics
+
+
+def totals(num_finished: int, failed: dict[str, int]) -> dict[str, float]:
+    """Return a report's sums of what a worker counts."""
+    worker, history = WorkerMetrics("w"), RunHistory()
+    for kind in EpisodeKind:
+        for _ in range(num_finished):
+            worker.finished(kind, Trajectory("g", 0, 0, "Lake", 1, (), (), StopReason.TERMINATED, {}))
+        for reason, count in failed.items():
+            for _ in range(count):
+                worker.failed(kind, "Lake", reason)
+    history.add(("1-0", record) for record in worker.records(playing=0, hung_threads=0, calls=0))
+    return history.totals
+
+
+def test_a_report_names_the_reasons_of_failing_episodes():
+    finding = find_failing(totals(6, {"step_error": 3, "env_crashed": 1}))
+    assert finding is not None
+    assert (finding.name, finding.seen) == (
+        "failing_episodes",
+        "8 of 20 episodes failed (step_error 6, env_crashed 2)",
+    )
+
+
+@pytest.mark.parametrize("failed", [{"step_error": 1}, {"generation_timeout": 9}, {}])
+def test_few_failures_and_those_of_generation_are_no_finding(failed: dict[str, int]):
+    assert find_failing(totals(6, failed)) is None
