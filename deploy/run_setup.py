@@ -70,7 +70,9 @@ def worker_settings(
         val_env_manager=config.val_env_manager,
         rollout=config.rollout,
         generating_args=config.actor_infer.generating_args,
-        generation_app=generation_app(config),
+        generation_app=generation_app(config) if config.uses_engine else "",
+        pipeline=config.pipeline,
+        data=config.data,
         request_timeout_s=config.actor_infer.request_timeout_s,
         worker_timeout_s=timeout_s or config.buffer.worker_timeout_s,
     )

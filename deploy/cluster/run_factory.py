@@ -82,10 +82,13 @@ class RunComponents:
         external = config.control.learner == "external"
         learner = ExternalLearner(config, redis) if external else ManagedLearner(config, redis, redis_url)
         self._workers = WorkerPool(config, redis_url, uid)
-        self._generation = _build_generation(config, redis, redis_url, serve_status, uid)
-        broker = broker_component(config, redis_url, serve_status, uid)
         scorers = [ScorerPool(config, role, redis_url, uid) for role in scored_roles(config, config.reference)]
-        self._components: tuple[Component, ...] = (learner, *scorers, self._workers, self._generation, broker)
+        self._generation: ServeApp | SharedGeneration | None = None
+        self._components: tuple[Component, ...] = (learner, *scorers, self._workers)
+        if config.uses_engine:
+            self._generation = _build_generation(config, redis, redis_url, serve_status, uid)
+            broker = broker_component(config, redis_url, serve_status, uid)
+            self._components = (*self._components, self._generation, broker)
 
     @property
     def components(self) -> Sequence[Component]:
@@ -102,7 +105,8 @@ class RunComponents:
     async def apply_settings(self, settings: Settings, *, paused: bool) -> None:
         await self._watch.set_paused(paused)
         await self._workers.resize(settings.num_workers)
-        await self._generation.resize(settings.num_replicas)
+        if self._generation is not None:
+            await self._generation.resize(settings.num_replicas)
 
     async def drain(self) -> None:
         await self._watch.set_paused(True)

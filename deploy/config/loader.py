@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from offbeat.deploy.config.checks.data import DATA_KEYS, steps_of_epochs
 from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.devices import choose_devices, count_gpus
 from offbeat.deploy.config.errors import ConfigError, collect_issues
@@ -27,7 +28,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 MAX_DOCUMENT_CHARS = 1_000_000
 JSON_NUL = "\\u0000"
 TINY = "tiny"
-PATH_KEYS = ("output_dir", "logging_dir", "resume_from_checkpoint", *MODEL_KEYS)
+PATH_KEYS = ("output_dir", "logging_dir", "resume_from_checkpoint", *DATA_KEYS, *MODEL_KEYS)
 """Local paths' keys; `*` stands for any name."""
 
 
@@ -76,7 +77,16 @@ def _validate_models(tree: dict[str, Any], source: str = "") -> RunConfig:
     resolved, issues = resolve_models(tree)
     if issues:
         raise ConfigError(issues, source)
-    return config if resolved == tree else validate_tree(resolved, source)
+    config = config if resolved == tree else validate_tree(resolved, source)
+    steps = steps_of_epochs(config)
+    if steps is None or steps == config.max_steps:
+        return config
+    if "max_steps" in config.model_fields_set:
+        message = (
+            f"{config.max_steps} disagrees with data.num_train_epochs, which implies {steps}: leave one of them out"
+        )
+        raise ConfigError([ConfigIssue("max_steps", message)], source)
+    return validate_tree({**resolved, "max_steps": steps}, source)
 
 
 def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:

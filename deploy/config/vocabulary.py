@@ -2,10 +2,13 @@
 
 import sys
 from collections.abc import Iterator
+from typing import cast
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.envs import registry
 from offbeat.services.rollout.config import CustomEnv
+from offbeat.services.rollout.data.rows import open_rows
+from offbeat.services.rollout.data.source import message_keys
 
 
 class MissingWordsError(Exception):
@@ -18,6 +21,7 @@ def collect_words(config: RunConfig) -> tuple[str, ...]:
 
 
 def _words(config: RunConfig) -> Iterator[str]:
+    yield from _words_of_data(config)
     for env in config.custom_envs.values():
         factory = registry.find_factory(env.env_type)
         module = sys.modules[factory.__module__]
@@ -34,6 +38,27 @@ def _words(config: RunConfig) -> Iterator[str]:
             yield from (word for word in template.split() if "{" not in word)
         if "{step}" in env.agent_template or "{actions_left}" in env.agent_template:
             yield from (str(number) for number in range(env.max_steps + 1))
+
+
+def _words_of_data(config: RunConfig) -> Iterator[str]:
+    if config.data is None:
+        return
+    for path in (config.data.dataset_name, config.data.val_dataset_name):
+        if path is None:
+            continue
+        rows = open_rows(path)
+        keys = [key for key in message_keys(config.data) if key in rows.columns]
+        for index in range(len(rows)):
+            for key in keys:
+                yield from _words_of_value(rows[index].get(key))
+
+
+def _words_of_value(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield from value.split()
+    elif isinstance(value, list):
+        for message in cast(list[dict[str, object]], value):
+            yield from str(message.get("content") or "").split()
 
 
 def _words_of_instance(env: CustomEnv) -> tuple[str, ...] | None:

@@ -8,6 +8,7 @@ from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_va
 from offbeat.envs.config import Config
 from offbeat.envs.prompts import IMAGE
 from offbeat.services.generation.config import GeneratingArgs
+from offbeat.services.rollout.data.config import DataConfig, Pipeline
 
 
 class AgentRunner(Config):
@@ -248,7 +249,10 @@ class WorkerSettings(Config):
     rollout: RolloutConfig = RolloutConfig()
     generating_args: GeneratingArgs = GeneratingArgs()
     generation_app: str
-    """Serve application."""
+    """Serve application; empty: nothing is sampled."""
+    pipeline: Pipeline = "agentic"
+    data: DataConfig | None = None
+    """Dataset whose rows are the training groups; None: episodes are played."""
     request_timeout_s: float = Field(default=60.0, gt=0)
     """Timeout of a turn, s (`actor_infer.request_timeout_s`)."""
     worker_timeout_s: float = Field(default=15.0, gt=0)

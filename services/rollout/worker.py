@@ -6,6 +6,7 @@ episode affects no other; the worker retries while Redis or generation are unava
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
@@ -21,6 +22,7 @@ from offbeat.services.messages.types import EpisodeKind, EpisodeTask, Trajectory
 from offbeat.services.retry import retry_until_answered
 from offbeat.services.rollout.agents.episode import play_with_agent, runtime_for
 from offbeat.services.rollout.config import WorkerSettings
+from offbeat.services.rollout.data.source import DataSource
 from offbeat.services.rollout.envs.pool import EnvPool, LeasedEnv
 from offbeat.services.rollout.episodes.episode import EpisodePlan, play
 from offbeat.services.rollout.episodes.instrumented import InstrumentedEpisode
@@ -64,18 +66,20 @@ class EnvWorker:
         worker_id: str,
         *,
         buffer: RolloutBuffer,
-        generation: GenerationClient,
+        generation: GenerationClient | None,
         metrics: AsyncMetricsSink,
         chat: ChatFormat,
         board: WaitsWriter | None = None,
+        data: DataSource | None = None,
     ) -> None:
-        """board: None publishes no wait status."""
+        """board: None publishes no wait status. data: rows of training groups; None plays episodes."""
         self._settings = settings
         self._worker_id = worker_id
         self._buffer = buffer
         self._metrics = metrics
         self._chat = chat
         self._board = board
+        self._data = data
         self._waits = Waits()
         self._batcher = TurnBatcher(generation, settings.rollout.coalesce_s, settings.request_timeout_s)
         self._envs = EnvPool(settings.custom_envs, settings.rollout.num_threads, settings.rollout.num_workers)
@@ -235,7 +239,7 @@ class EnvWorker:
             env_task = await self._task_of(task)
             tag = env_task.tag
             waiting = self._waits.begin(task)
-            trajectory = await self._play(task, env_task, waiting)
+            trajectory = await (self._read(task) if self._reads(task) else self._play(task, env_task, waiting))
             waiting.enter(Wait.BUFFER)
             await slot.finish_and_wait_for_flush()
             result = await retry_until_answered(lambda: self._buffer.submit(self._worker_id, task, trajectory))
@@ -254,6 +258,22 @@ class EnvWorker:
             self._outcomes.finished()
             self._reporter.finished(task.kind, trajectory)
             self._reporter.submitted(task.kind, tag, result.value)
+
+    def _reads(self, task: EpisodeTask) -> bool:
+        return self._data is not None and task.kind is EpisodeKind.TRAIN
+
+    async def _read(self, task: EpisodeTask) -> Trajectory:
+        assert self._data is not None, "_reads"
+        began = time.monotonic()
+        trajectory = await asyncio.to_thread(
+            self._data.trajectory,
+            task.number,
+            task.index,
+            task.min_version,
+            group_id=task.group_id,
+            attempt=task.attempt,
+        )
+        return structs.replace(trajectory, worker_id=self._worker_id, duration_s=time.monotonic() - began)
 
     async def _play(self, task: EpisodeTask, env_task: Task, waiting: Waiting) -> Trajectory:
         rules = self._settings.custom_envs[env_task.tag]
@@ -310,6 +330,8 @@ class EnvWorker:
         return structs.replace(trajectory, baseline=task.is_baseline)
 
     async def _task_of(self, task: EpisodeTask) -> Task:
+        if self._reads(task):
+            return Task(self._settings.pipeline, task.number)
         if task.kind is EpisodeKind.EVAL:
             async with self._eval_lock:
                 # takes seconds, because the env makes every task once to find distinct ones

@@ -23,6 +23,7 @@ from offbeat.services.messages.types import Manifest, TensorSpec
 from offbeat.services.redis.incarnation import KnownIncarnation, uid_of
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.transports.base import AdapterSettings, Stored, Transport
+from offbeat.services.weights.transports.counting import CountingTransport
 from offbeat.services.weights.transports.factory import make_transport
 
 if TYPE_CHECKING:
@@ -43,15 +44,21 @@ class RedisWeightPublisher:
         output_dir: Path,
         adapter: AdapterSettings | None = None,
         known: KnownIncarnation | None = None,
+        *,
+        has_replicas: bool = True,
     ) -> None:
-        """adapter: the published adapter; None for merged weights."""
+        """adapter: the published adapter; None for merged weights. has_replicas: without, versions are only counted."""
         self._known = known or KnownIncarnation(redis, run_id)
         self._redis = redis
         self._run_id = run_id
         self._keys = RunKeys(run_id)
         self._keep_versions = config.keep_versions
         self._epoch = epoch
-        self._transport: Transport = make_transport(config, run_id, output_dir, redis=redis, adapter=adapter)
+        self._transport: Transport = (
+            make_transport(config, run_id, output_dir, redis=redis, adapter=adapter)
+            if has_replicas
+            else CountingTransport()
+        )
         self._script = redis.register_script(PUBLISH)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
         self._announcing: Future[None] | None = None

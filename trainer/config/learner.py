@@ -6,8 +6,10 @@ from typing import Annotated, Literal, cast
 from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from offbeat.envs.config import Config
+from offbeat.services.rollout.data.config import DataConfig, Pipeline
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.conditions import SET, ConditionalConfig, OnlyWith
+from offbeat.trainer.config.preference import PreferenceConfig
 from offbeat.trainer.config.replay import ReplayConfig
 from offbeat.trainer.config.roles import AttentionName, CriticConfig, ReferenceConfig, RoleModelArgs, TrainDtype
 from offbeat.trainer.config.schedule import ScheduleArgs
@@ -250,6 +252,13 @@ class ActorTrainConfig(Config):
 
 
 class LearnerConfig(AlgorithmConfig):
+    pipeline: Pipeline = "agentic"
+    """What groups are made of. `agentic`: episodes of envs; `sft`: conversations of a dataset; `dpo`: pairs of a dataset
+    (docs/pipelines.md).
+    """
+    data: Annotated[DataConfig | None, OnlyWith(pipeline=("sft", "dpo"))] = None
+    """Dataset of the data pipelines."""
+    dpo: Annotated[PreferenceConfig, OnlyWith(pipeline=("dpo",))] = PreferenceConfig()
     seed: int = Field(default=42, ge=0, lt=2**31)
     """Seed of tasks, initial weights and sampling; below 2**31, since engines add ranks."""
     output_dir: Path = Path("runs/offbeat")
@@ -333,6 +342,17 @@ class LearnerConfig(AlgorithmConfig):
             name: str(value).lower() if isinstance(value, bool) else str(value)
             for name, value in self.system_envs.items()
         }
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether training groups are dataset rows."""
+        return self.pipeline != "agentic"
+
+    @property
+    def needs_reference(self) -> bool:
+        if self.reads_data:
+            return self.pipeline == "dpo" and self.dpo.needs_reference
+        return super().needs_reference
 
     @property
     def critic_folder(self) -> str | None:

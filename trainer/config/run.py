@@ -9,6 +9,7 @@ from offbeat.services.diagnosis import DiagnosisLimits
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.live_settings import Settings, configured_settings
 from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig
+from offbeat.services.rollout.data.config import GROUP_SIZES
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.trainer.config.learner import ActorTrainConfig, LearnerConfig
 
@@ -17,12 +18,16 @@ MISMATCH_KL = {"float32": 1e-6, "bfloat16": 1e-3}
 measures 1e-13, bfloat16 on one side 1e-5."""
 
 
+READ_AHEAD_STEPS = 2
+"""Batches of rows in flight."""
+
+
 class LearnerRunConfig(LearnerConfig):
     """A run's configuration for its learner; `RunConfig` adds other services' keys."""
 
-    custom_envs: dict[str, CustomEnv]
-    """Envs and templates by tag."""
-    train_env_manager: EnvManagerConfig = EnvManagerConfig()
+    custom_envs: dict[str, CustomEnv] = Field(default_factory=dict[str, CustomEnv])
+    """Envs and templates by tag; with a data pipeline, those of evaluation by sampling."""
+    train_env_manager: EnvManagerConfig = Field(default=EnvManagerConfig(), validate_default=True)
     """Training tags, groups and their size."""
     val_batch_size: int = Field(default=64, ge=1)
     """Episodes per evaluation during training."""
@@ -32,10 +37,34 @@ class LearnerRunConfig(LearnerConfig):
     """Engines and sampling; ROLL's `actor_infer`."""
     rollout: RolloutConfig = RolloutConfig()
     """Env workers."""
-    buffer: BufferConfig = BufferConfig()
+    buffer: BufferConfig = Field(default=BufferConfig(), validate_default=True)
     """Trajectory buffer: timeouts and retries."""
     weights: WeightsConfig = WeightsConfig()
     """Weight transport to engines."""
+
+    @field_validator("train_env_manager")
+    @classmethod
+    def _has_the_pipelines_groups(cls, value: EnvManagerConfig, info: ValidationInfo) -> EnvManagerConfig:
+        size = GROUP_SIZES.get(info.data.get("pipeline", ""))
+        if size is None:
+            return value
+        if "group_size" in value.model_fields_set and value.group_size != size:
+            raise ValueError(
+                f"group_size {value.group_size}: a group of pipeline {info.data['pipeline']} is one row, of {size} "
+                "trajectories: leave it out"
+            )
+        lookahead = READ_AHEAD_STEPS * info.data.get("rollout_batch_size", size) // size
+        num_groups = value.num_env_groups if "num_env_groups" in value.model_fields_set else max(lookahead, 1)
+        return value.model_copy(update={"group_size": size, "num_env_groups": num_groups})
+
+    @field_validator("buffer")
+    @classmethod
+    def _has_the_pipelines_order(cls, value: BufferConfig, info: ValidationInfo) -> BufferConfig:
+        if info.data.get("pipeline", "agentic") == "agentic":
+            return value
+        if "order" in value.model_fields_set and value.order != "admission":
+            raise ValueError(f"order {value.order}: rows are trained in the order that the seed draws: leave it out")
+        return value.model_copy(update={"order": "admission"})
 
     @field_validator("actor_infer")
     @classmethod
@@ -55,6 +84,11 @@ class LearnerRunConfig(LearnerConfig):
         return value.model_copy(update={"model_args": args})
 
     @property
+    def uses_engine(self) -> bool:
+        """Whether anything is sampled: by envs in training, or in evaluation."""
+        return not self.reads_data or bool(self.custom_envs)
+
+    @property
     def groups_per_step(self) -> int:
         return self.rollout_batch_size // self.train_env_manager.group_size
 
@@ -69,8 +103,8 @@ class LearnerRunConfig(LearnerConfig):
 
     @property
     def temperature(self) -> float:
-        """Default sampling temperature of training."""
-        return self.actor_infer.generating_args.temperature
+        """Default sampling temperature of training; rows are scored as they are."""
+        return 1.0 if self.reads_data else self.actor_infer.generating_args.temperature
 
     @property
     def limits(self) -> DiagnosisLimits:

@@ -254,6 +254,25 @@ def minibatches(batch: Batch, count: int) -> list[list[int]]:
     return [sorted(part) for part in parts]
 
 
+def sequences_by_group(batch: Batch) -> list[list[int]]:
+    """Return each group's sequences, by group; groups without sampled tokens have none."""
+    group_of = torch.zeros(batch.num_sequences, dtype=torch.int64)
+    group_of[batch.sequence] = batch.group[batch.trajectory]
+    members: dict[int, list[int]] = {}
+    for sequence, group in enumerate(group_of.tolist()):
+        members.setdefault(group, []).append(sequence)
+    return [members[group] for group in sorted(members)]
+
+
+def group_minibatches(batch: Batch, count: int) -> list[list[int]]:
+    """Split the sequences into at most `count` parts of whole groups, in order and balanced in number."""
+    groups = sequences_by_group(batch)
+    parts: list[list[int]] = [[] for _ in range(min(count, len(groups)))]
+    for i, members in enumerate(groups):
+        parts[i * len(parts) // len(groups)] += members
+    return parts
+
+
 def microbatches(batch: Batch, sequences: Sequence[int], max_tokens: int, *, multiple_of: int = 1) -> list[MicroBatch]:
     """Pack sequences into micro-batches, as `balanced_bins`."""
     lengths = batch.cu_seqlens.diff().tolist()

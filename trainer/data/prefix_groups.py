@@ -9,7 +9,7 @@ from msgspec import structs
 from torch import Tensor
 
 from offbeat.services.messages.types import PromptImage
-from offbeat.trainer.data.batch import Batch, MicroBatch, balanced_bins
+from offbeat.trainer.data.batch import Batch, MicroBatch, balanced_bins, sequences_by_group
 
 MIN_PREFIX_TOKENS = 8
 
@@ -32,6 +32,27 @@ def shared_microbatches(
     prefix_groups = _prefix_groups(batch, sequences, sampled, max_tokens)
     bins = balanced_bins([prefix_group.num_tokens for prefix_group in prefix_groups], max_tokens, multiple_of)
     return [_build_micro_batch(batch, sampled, [prefix_groups[i] for i in sorted(indexes)]) for indexes in bins]
+
+
+def whole_group_microbatches(
+    batch: Batch, sequences: Sequence[int], max_tokens: int, *, share_prefix: bool, multiple_of: int = 1
+) -> list[MicroBatch]:
+    """Pack like `microbatches`, a group never divided; one that is too large is alone.
+
+    share_prefix: compute a group's common prefix once.
+    """
+    sampled, lengths = _sampled_indexes(batch), batch.cu_seqlens.diff().tolist()
+    chosen = set(sequences)
+    units: list[PrefixGroup] = []
+    for members in sequences_by_group(batch):
+        if members[0] not in chosen:
+            continue
+        common = _common_prefix_len(batch, members, sampled) if share_prefix else 0
+        common = common if common >= MIN_PREFIX_TOKENS else 0
+        total = sum(lengths[s] for s in members) - common * (len(members) - 1)
+        units.append(PrefixGroup(members, common, total))
+    bins = balanced_bins([unit.num_tokens for unit in units], max_tokens, multiple_of)
+    return [_build_micro_batch(batch, sampled, [units[i] for i in sorted(indexes)]) for indexes in bins]
 
 
 def _sampled_indexes(batch: Batch) -> list[Tensor]:

@@ -18,6 +18,7 @@ from offbeat.trainer.learner.score_intake import ScoreIntake
 from offbeat.trainer.learner.staleness_controller import StalenessController
 from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.learner.task_sampler import Curriculum
+from offbeat.trainer.learner.validation import read_validation
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.batch_log import BatchLog
 from offbeat.trainer.training.checkpoint import CheckpointStore
@@ -56,6 +57,7 @@ def build_components(
             train_stale=config.buffer.stale_policy == "train",
             vocab_size=vocab_size,
             scores=_build_scores(run, scores, reporter),
+            reads_data=config.reads_data,
         ),
         reporter=reporter,
         ledger=StepLedger(run.output_dir, buffer.epoch),
@@ -68,6 +70,7 @@ def build_components(
         ),
         curriculum=Curriculum(make_sampler(config.custom_envs, config.train_env_manager), buffer),
         should_stop=should_stop,
+        validation=read_validation(run),
     )
 
 

@@ -29,7 +29,8 @@ from offbeat.trainer.training.fenced_folder import FencedFolder
 logger = logging.getLogger(__name__)
 
 When = Literal["before", "during", "after"]
-Sampling = Literal["sampled", "greedy"]
+Sampling = Literal["sampled", "greedy", "loss"]
+"""`loss`: of a validation file, without sampling."""
 
 MAX_SAVED_EPISODES = 32
 """Per evaluation."""
@@ -126,6 +127,22 @@ class Evaluations:
             min_version=evaluation.step,
         )
         self._pending[evaluation.eval_id] = evaluation
+
+    def is_recorded(self, evaluation: Evaluation) -> bool:
+        return evaluation.eval_id in self._recorded
+
+    def record_losses(self, evaluation: Evaluation, losses: Mapping[str, Partial]) -> None:
+        """Record an evaluation of a data pipeline by its gauges."""
+        values = {name: value for name, value in losses.items() if not name.startswith("actor/")}
+        values["rows"] = Partial("sum", float(evaluation.num_episodes))
+        labels = {"when": evaluation.when, "sampling": evaluation.sampling}
+        self._sink.append(MetricRecord("eval", values, step=evaluation.step, labels=labels))
+        means = {name: value.value for name, value in values.items() if name.endswith("/loss")}
+        for name, loss in means.items():
+            logger.info("evaluation %s of %d rows: %s %.4f", evaluation.eval_id, evaluation.num_episodes, name, loss)
+            self._score(evaluation.step, -loss)
+        self._log.put(evaluation.eval_id, RECORDED)
+        self._recorded.add(evaluation.eval_id)
 
     def discard_after(self, step: int) -> None:
         for eval_id in (*self._recorded, *self._pending):

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.5
 """Maximum stop delay with an empty buffer."""
 STALE, NO_SIGNAL, MALFORMED, UNPUBLISHED = "stale", "no_signal", "malformed", "unpublished_version"
+TOO_LONG = "too_long"
+"""A row of more than `sequence_length` tokens, or whose learned tokens are all beyond it."""
 
 
 @dataclass
@@ -60,6 +62,8 @@ class GroupIntake:
     vocab_size: int
     scores: ScoreIntake | None = None
     """Of roles in services of their own."""
+    reads_data: bool = False
+    """Rows instead of episodes: all are trained, those without learned tokens replaced."""
 
     def take(
         self, step: int, max_staleness: float, should_stop: Callable[[], bool], *, newest_version: int | None = None
@@ -111,6 +115,9 @@ class GroupIntake:
         if is_stale and not self.train_stale:
             self._drop(group, STALE, taken)
             return True
+        if self.reads_data:
+            self._add_row(group, taken)
+            return True
         (shaped,) = shape_rewards([group], self.config)
         has_signal = carries_signal(group, self.config, shaped)
         if not has_signal and self.config.zero_variance == "refill":
@@ -139,6 +146,14 @@ class GroupIntake:
         taken.shaped[group.number] = shaped
         (taken.trained if has_signal else taken.masked).append(group)
         return True
+
+    def _add_row(self, group: Group, taken: StepGroups) -> None:
+        if not all(trajectory.num_sampled for trajectory in group.trajectories):
+            self._drop(group, TOO_LONG, taken)
+            return
+        taken.groups.append(group)
+        taken.trained.append(group)
+        taken.shaped[group.number] = group
 
     def _drop(self, group: Group, reason: str, taken: StepGroups) -> None:
         self.buffer.drop(group, reason)

@@ -7,7 +7,7 @@ trained (`LearnerBuffer.reconcile`).
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 from offbeat.services.buffer.api import LearnerBuffer, Proof, Reconciled
 from offbeat.services.errors import ControlError
 from offbeat.services.live_settings import Settings, settings_at
+from offbeat.services.messages.types import Group
 from offbeat.services.weights.api import WeightPublisher
 from offbeat.trainer.data.replay_buffer import ReplayBuffer, ReplayedGroups
 from offbeat.trainer.learner.checkpointing import Checkpointer
@@ -55,6 +56,8 @@ class LearnerComponents:
     staleness: StalenessController
     curriculum: Curriculum
     should_stop: Callable[[], bool]
+    validation: Sequence[Group] = ()
+    """Rows for evaluation by loss."""
 
 
 class Learner:
@@ -74,6 +77,7 @@ class Learner:
         self._staleness = components.staleness
         self._curriculum = components.curriculum
         self._should_stop = components.should_stop
+        self._validation = components.validation
         self._checkpointer = Checkpointer(
             components.checkpoints,
             components.buffer,
@@ -280,9 +284,18 @@ class Learner:
         self._curriculum.save(folder)
 
     def _evaluate(self, when: When, *, greedy: bool, num_episodes: int) -> None:
+        self._evaluate_loss(when)
+        if not self._config.uses_engine:
+            return
         self._evaluations.start(Evaluation(when, "sampled", self._step, num_episodes))
         if greedy:
             self._evaluations.start(Evaluation(when, "greedy", self._step, num_episodes))
+
+    def _evaluate_loss(self, when: When) -> None:
+        evaluation = Evaluation(when, "loss", self._step, len(self._validation))
+        if self._validation and not self._evaluations.is_recorded(evaluation):
+            with self._timed("evaluate"):
+                self._evaluations.record_losses(evaluation, self._trainer.evaluate(self._validation))
 
     def _finish(self) -> bool:
         self._evaluate("after", greedy=True, num_episodes=self._config.final_val_batch_size)

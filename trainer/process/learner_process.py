@@ -188,7 +188,14 @@ class LearnerProcess:
         self._board.hold(epoch)
         self._reporter.set_activity("resume", step=0)
         publisher = RedisWeightPublisher(
-            self._redis, run.run_id, run.config.weights, epoch, run.output_dir, run.config.adapter_settings, self._known
+            self._redis,
+            run.run_id,
+            run.config.weights,
+            epoch,
+            run.output_dir,
+            run.config.adapter_settings,
+            self._known,
+            has_replicas=run.config.uses_engine,
         )
         try:
             buffer = RedisLearnerBuffer(

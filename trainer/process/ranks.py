@@ -18,8 +18,10 @@ import msgpack
 from torch import Tensor
 
 from offbeat.services.errors import MeshError
+from offbeat.services.messages.types import Group
 from offbeat.services.process import die_with_parent, free_port
 from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.data.group_codec import pack_group, unpack_group
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.process_group import Ranks, broadcast
 from offbeat.trainer.process.heartbeat import HEARTBEAT_FD, Heartbeat
@@ -65,6 +67,10 @@ class RankZeroTrainer:
         self._broadcast("train", batch.pack())
         return self._trainer.train(batch)
 
+    def evaluate(self, groups: Sequence[Group]) -> Gauges:
+        self._broadcast("evaluate", [pack_group(group) for group in groups])
+        return self._trainer.evaluate(groups)
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         self._broadcast("tensors")
         yield from self._trainer.tensors()
@@ -106,6 +112,8 @@ def follow_rank_zero(trainer: Trainer, ranks: Ranks, config: AlgorithmConfig) ->
                 trainer.set_learning_rate(arguments[0])
             case "train":
                 trainer.train(StepBatch.unpack(arguments[0], config))
+            case "evaluate":
+                trainer.evaluate([unpack_group(group) for group in arguments[0]])
             case "tensors":
                 for _ in trainer.tensors():
                     pass

@@ -132,8 +132,7 @@ class BatchTrainer:
         if self._config.add_token_level_kl:
             count = len(batch.episode_reward)
             fixed["actor/kl_in_reward"] = Partial("mean", targets.kl_in_reward * count, count)
-        num_computed = sum(len(micro.tokens) for part in parts for micro in part)
-        fixed["tokens/shared"] = Partial("sum", float(batch.num_tokens - num_computed))
+        fixed["tokens/shared"] = shared_tokens(batch, parts)
         fixed["system/groups_left_out"] = Partial("sum", float(len(step_batch.groups) - len(selected)))
         return {**self._merge(pieces), **fixed, "actor/kl_coef": Partial("last", self.kl.coef)}
 
@@ -346,6 +345,11 @@ class BatchTrainer:
             return with_effective_sample_size(own)
         blobs = gather(self._ranks, encode_record(MetricRecord("rank", own)))
         return with_effective_sample_size(merge_all(decode_record(blob).values for blob in blobs))
+
+
+def shared_tokens(batch: Batch, parts: Sequence[Sequence[MicroBatch]]) -> Partial:
+    num_computed = sum(len(micro.tokens) for part in parts for micro in part)
+    return Partial("sum", float(batch.num_tokens - num_computed))
 
 
 def _group_weights(step_batch: StepBatch, selected: Sequence[Group]) -> list[float]:

@@ -8,7 +8,7 @@ import json
 import logging
 import secrets
 import shutil
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from offbeat.services.chat.append_only import load_chat_format
+from offbeat.services.messages.types import Group
 from offbeat.trainer.config.learner import ModelArgs
 from offbeat.trainer.config.roles import InferStrategyArgs, RoleModelArgs
 from offbeat.trainer.config.scored_roles import REFERENCE as REFERENCE_ROLE
@@ -34,6 +35,7 @@ from offbeat.trainer.models.lora import FACTORS, save_adapter
 from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tokenizer_check import check_same_tokens
 from offbeat.trainer.run import START, LearnerRun
+from offbeat.trainer.training.data_step import DataTrainer
 from offbeat.trainer.training.optimizer_step import (
     BatchTrainer,
     Gauges,
@@ -70,6 +72,10 @@ class Trainer(Protocol):
         ...
 
     def train(self, batch: StepBatch) -> Gauges: ...
+
+    def evaluate(self, groups: Sequence[Group]) -> Gauges:
+        """Return the losses of a data pipeline's validation groups."""
+        ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights to publish by Hugging Face name, or base and adapter, each valid until the next; exhaust it."""
@@ -157,6 +163,11 @@ class PolicyTrainer:
     def train(self, batch: StepBatch) -> Gauges:
         return self._batches.train(batch)
 
+    def evaluate(self, groups: Sequence[Group]) -> Gauges:
+        if not isinstance(self._batches, DataTrainer):
+            raise TypeError("only data pipelines evaluate by loss")
+        return self._batches.evaluate(groups)
+
     def preview(self, batch: StepBatch) -> StepPreview | None:
         return self._batches.preview(batch)
 
@@ -213,7 +224,8 @@ class PolicyTrainer:
             reference = self._frozen(self._load_role(role.model_args, folder), role.strategy_args)
             self._reference = reference if isinstance(reference, FrozenModel) else None
         models = StepModels(self._policy, self._critic, reference, self._teachers(keys), keys)
-        self._steps = BatchTrainer(self._config, models, self._ranks)
+        make_trainer = DataTrainer if self._config.reads_data else BatchTrainer
+        self._steps = make_trainer(self._config, models, self._ranks)
 
     def _frozen(self, model: PackedPolicy, strategy: InferStrategyArgs) -> FrozenModel | DeepSpeedLogprobModel:
         if strategy.strategy_name == "deepspeed_infer":

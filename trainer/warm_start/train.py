@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable
 
 import numpy as np
-from torch import Tensor
 
 from offbeat.trainer.config.learner import WarmStartConfig
 from offbeat.trainer.engines.base import Hyperparameters, TrainEngine
 from offbeat.trainer.engines.schedule import plateau_rate
+from offbeat.trainer.losses.supervised import SupervisedLosses
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import Sampled
 from offbeat.trainer.warm_start.demonstrations import Demonstrate, pack_demonstrations
@@ -57,16 +57,9 @@ def warm_start(
 
 
 def _step(engine: TrainEngine[Sampled], batch: list[PackedInput], hyperparameters: Hyperparameters) -> float:
-    count = sum(len(x.positions) for x in batch)
-    losses: list[float] = []
-
-    def nll(_: int, output: Sampled) -> Tensor:
-        loss = -output.logprobs.sum() / count
-        losses.append(float(loss.detach()))
-        return loss
-
-    engine.train(batch, nll, hyperparameters)
-    return sum(losses)
+    losses = SupervisedLosses(sum(len(x.positions) for x in batch))
+    engine.train(batch, losses.of_policy, hyperparameters)
+    return losses.total
 
 
 def _hyperparameters(config: WarmStartConfig, step: int) -> Hyperparameters:

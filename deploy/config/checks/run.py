@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.deploy.config.checks.agents import check_agent, check_function
+from offbeat.deploy.config.checks.data import check_data, check_rows
 from offbeat.deploy.config.checks.episodes import check_episodes
 from offbeat.deploy.config.checks.lora import check_lora
 from offbeat.deploy.config.checks.model import check_engine_arguments, check_resumed_model
@@ -46,10 +47,11 @@ def check_run(
     on_step("group_filter_cls, track_with", "import of classes")
     issues = [
         *_check_static(config, cores, gpus),
+        *check_rows(config, on_step),
         *_check_env(config, on_step),
         *check_episodes(config, on_step),
     ]
-    return issues or check_first_prompts(config, on_step, trial=trial)
+    return issues or (check_first_prompts(config, on_step, trial=trial) if config.custom_envs else [])
 
 
 def check_settings(config: RunConfig, *, cores: float | None = None, gpus: float | None = None) -> list[ConfigIssue]:
@@ -67,6 +69,7 @@ def _check_static(config: RunConfig, cores: float | None, gpus: float | None) ->
         *_check_batch(config),
         *_check_cpu(config, cores),
         *_check_algorithm(config),
+        *check_data(config),
         *_check_device(config, gpus),
         *_check_model(config),
         *check_engine_arguments(config),
@@ -109,7 +112,7 @@ def _check_batch(config: RunConfig) -> Iterator[ConfigIssue]:
 def _check_env(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
     from offbeat.envs.registry import check_env_config
 
-    if not config.custom_envs:
+    if not config.custom_envs and not config.reads_data:
         yield ConfigIssue("custom_envs", "no env: name at least one tag, `custom_envs.MyTag.env_type`")
     for tag, env in config.custom_envs.items():
         on_step(f"custom_envs.{tag}.env_type", f"import of {env.env_type}")
@@ -151,7 +154,8 @@ def _no_such_tag(tag: str, config: RunConfig) -> str:
 
 def _check_cpu(config: RunConfig, cores: float) -> Iterator[ConfigIssue]:
     infer, rollout, train = config.actor_infer, config.rollout, config.actor_train
-    engines = infer.num_replicas * infer.engine.world_size * infer.cpus_per_replica if infer.device == "cpu" else 0.0
+    has_cpu_engines = config.uses_engine and infer.device == "cpu"
+    engines = infer.num_replicas * infer.engine.world_size * infer.cpus_per_replica if has_cpu_engines else 0.0
     workers = rollout.num_workers * rollout.cpus_per_worker
     if engines + workers > cores:
         room = max(int((cores - engines) / rollout.cpus_per_worker), 0)
@@ -181,12 +185,16 @@ def _check_algorithm(config: RunConfig) -> Iterator[ConfigIssue]:
             "less, or leave error_max_len_clip out",
         )
     groups_per_step = config.rollout_batch_size // config.train_env_manager.group_size
-    algorithm = check_algorithm(
-        config,
-        group_size=config.train_env_manager.group_size,
-        groups_per_step=groups_per_step,
-        max_steps=config.max_steps,
-        tags=tags,
+    algorithm = (
+        ()
+        if config.reads_data
+        else check_algorithm(
+            config,
+            group_size=config.train_env_manager.group_size,
+            groups_per_step=groups_per_step,
+            max_steps=config.max_steps,
+            tags=tags,
+        )
     )
     controller = check_staleness_controller(
         config, groups_per_step=groups_per_step, num_env_groups=config.train_env_manager.num_env_groups

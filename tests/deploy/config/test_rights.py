@@ -79,6 +79,11 @@ PLAIN = {
     "teacher.*.tag_included": "tags",
     "reward_shaping.format_metric": "a metric's name",
     "pretrain": "read as data",
+    "data.dataset_name": "read as data",
+    "data.val_dataset_name": "read as data",
+    **dict.fromkeys(
+        (f"data.{key}_key" for key in ("messages", "prompt", "response", "chosen", "rejected", "tools")), "a column"
+    ),
     "warm_start.tag": "a tag",
     "actor_train.model_args.lora_target": "names of layers",
     "actor_train.training_args.lr_scheduler_kwargs": "numbers by the names of a fixed table",

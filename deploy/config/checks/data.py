@@ -1,0 +1,99 @@
+"""Checks of the data pipelines: rows, and keys that only episodes use."""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from offbeat.deploy.config.checks.prompts import OnStep
+from offbeat.deploy.config.run import RunConfig
+from offbeat.services.chat.assistant_tokens import ConversationError
+from offbeat.services.errors import EpisodeError, RolloutError
+from offbeat.services.rollout.data.config import GROUP_SIZES, DataConfig
+from offbeat.services.rollout.data.rows import RowError, open_rows
+from offbeat.services.rollout.data.source import DataSource, check_columns, read_conversation
+from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.config.issue import ConfigIssue
+
+DATA_KEYS = ("data.dataset_name", "data.val_dataset_name")
+CHECKED_ROWS = 64
+"""Rows of each file that are read and rendered before the start; later ones fail as groups, by reason."""
+EPISODE_KEYS = (*(key for key in AlgorithmConfig.model_fields if key != "sequence_length"), "warm_start", "replay",
+                "staleness_controller", "reward_pretrain", "critic")  # fmt: skip
+
+
+def steps_of_epochs(config: RunConfig) -> int | None:
+    """Return the steps that `num_train_epochs` implies; None without it or a readable file."""
+    data = config.data
+    if data is None or data.num_train_epochs is None or not config.reads_data:
+        return None
+    try:
+        num_rows = len(open_rows(data.dataset_name))
+    except ValueError:
+        return None  # the file has its own issue
+    return max(1, math.ceil(data.num_train_epochs * num_rows / config.groups_per_step))
+
+
+def check_data(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield missing data, and keys without effect."""
+    if not config.reads_data:
+        return
+    pipeline, unset = f"pipeline: {config.pipeline}", RunConfig()
+    if config.data is None:
+        yield ConfigIssue("data.dataset_name", f"{pipeline} trains on rows: name a file")
+    for key in EPISODE_KEYS:
+        if getattr(config, key) != getattr(unset, key):
+            yield ConfigIssue(key, f"has no effect with {pipeline}: leave it out")
+    reference = config.reference.model_dump(exclude_defaults=True)
+    if reference and not config.needs_reference:
+        yield ConfigIssue("reference", f"has no effect with {pipeline} and no reference: leave it out")
+
+
+def check_rows(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
+    """Yield what is wrong with the files' columns and first rows."""
+    if config.data is None or not config.reads_data:
+        return
+    for key in DATA_KEYS:
+        path: Path | None = getattr(config.data, key.removeprefix("data."))
+        if path is None:
+            continue
+        on_step(key, f"reading {path}")
+        try:
+            rows = open_rows(path)
+            check_columns(rows, config.data, config.pipeline)
+            for index in range(min(len(rows), CHECKED_ROWS)):
+                _check_conversations(rows[index], config.data, config.pipeline, rows.name(index))
+        except (ValueError, OSError) as error:
+            yield ConfigIssue(key, str(error))
+            return
+    if config.pretrain != "tiny" and Path(config.pretrain).is_dir():
+        yield from _check_tokens(config, config.data)
+
+
+def _check_conversations(row: Mapping[str, Any], data: DataConfig, pipeline: str, name: str) -> None:
+    try:
+        for index in range(GROUP_SIZES[pipeline]):
+            read_conversation(row, data, pipeline, index)
+    except ConversationError as error:
+        raise RowError(f"{name}: {error}") from error
+
+
+def _check_tokens(config: RunConfig, data: DataConfig) -> Iterator[ConfigIssue]:
+    """Render the first rows by the chat template; yield an issue if none fits."""
+    unshuffled = data.model_copy(update={"shuffle": False})
+    try:
+        source = DataSource(
+            unshuffled, config.pipeline, Path(config.pretrain), seed=0, max_tokens=config.sequence_length
+        )
+        for number in range(min(source.num_rows, CHECKED_ROWS)):
+            for index in range(GROUP_SIZES[config.pipeline]):
+                trajectory = source.trajectory(number, index, 0)
+                if trajectory.num_sampled:
+                    return
+    except (EpisodeError, RolloutError) as error:
+        yield ConfigIssue("data.dataset_name", str(error))
+        return
+    yield ConfigIssue(
+        "sequence_length",
+        f"none of the first rows fits in {config.sequence_length} tokens: take more, or data.too_long: truncate",
+    )

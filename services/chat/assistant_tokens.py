@@ -1,0 +1,119 @@
+"""Assistant tokens of a conversation, by the chat template itself.
+
+Templates with generation tags mark them; otherwise an assistant's turn is what the template adds to the conversation
+before it with its generation prompt. Whitespace after the end-of-turn token is not the assistant's.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from jinja2 import TemplateError
+
+from offbeat.services.chat.template import load_chat_template
+from offbeat.services.chat.tokenizer import load_tokenizer
+
+GENERATION_TAG = "generation %}"
+Messages = Sequence[dict[str, Any]]
+
+
+class ConversationError(ValueError):
+    """The template can't render a conversation, or its turns can't be told apart."""
+
+
+class Tokenized(NamedTuple):
+    """tokens: ids of the conversation; turns: [start, end) of the assistant's, by position."""
+
+    tokens: list[int]
+    turns: list[tuple[int, int]]
+
+
+class AssistantTokens:
+    """Tokenizer of conversations for supervised training."""
+
+    def __init__(self, folder: Path) -> None:
+        """Load a Hugging Face folder's template. Raises RolloutError as `load_chat_template`."""
+        self._end_text = load_chat_template(folder).end_text
+        self._tokenizer = load_tokenizer(folder)
+        self._backend = self._tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        template = self._tokenizer.get_chat_template()
+        self._has_tags = "generation" in template and GENERATION_TAG in template.replace("-%}", "%}")
+
+    def tokenize(
+        self, messages: Messages, tools: Sequence[Any] = (), *, first: int = 0, last_only: bool = False
+    ) -> Tokenized:
+        """Tokenize a conversation up to its last assistant turn.
+
+        first: message from which assistant turns count. last_only: only the last counts.
+
+        Raises:
+            ConversationError: rejected by the template, without an assistant turn, or with turns that later ones change.
+        """
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
+        if not answers:
+            raise ConversationError("there is no assistant turn to learn")
+        messages = messages[: answers[-1] + 1]
+        text = self._render(messages, tools)
+        chosen = answers[-1:] if last_only else answers
+        spans = self._tagged_spans(messages, tools, chosen) if self._has_tags else None
+        if spans is None:
+            spans = [self._span(messages, i, tools, text) for i in chosen]
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        starts = [start for start, _ in encoding.offsets]
+        return Tokenized(encoding.ids, [turn for span in spans if (turn := _token_range(starts, span))])
+
+    def _render(self, messages: Messages, tools: Sequence[Any], *, prompt: bool = False) -> str:
+        try:
+            return cast(
+                str,
+                self._tokenizer.apply_chat_template(
+                    list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt
+                ),
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise ConversationError(f"the chat template can't render these messages: {error}") from error
+
+    def _tagged_spans(
+        self, messages: Messages, tools: Sequence[Any], chosen: Sequence[int]
+    ) -> list[tuple[int, int]] | None:
+        """Return the spans of generation tags; None if they are not one per assistant turn."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        _, spans = render_jinja_template(
+            conversations=[list(messages)],
+            tools=list(tools) or None,
+            chat_template=self._tokenizer.get_chat_template(),
+            return_assistant_tokens_mask=True,
+            add_generation_prompt=False,
+            **self._tokenizer.special_tokens_map,
+        )
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(spans[0]) != len(answers):
+            return None
+        return [span for i, span in zip(answers, spans[0], strict=True) if i in chosen]
+
+    def _span(self, messages: Messages, i: int, tools: Sequence[Any], text: str) -> tuple[int, int]:
+        through = text if i == len(messages) - 1 else self._render(messages[: i + 1], tools)
+        opened = self._render(messages[:i], tools) if i else ""
+        if not text.startswith(through) or not through.startswith(opened):
+            raise ConversationError(
+                "the chat template changes earlier turns when later ones follow: set data.train_on to last"
+            )
+        before = self._render(messages[:i], tools, prompt=True) if i else ""
+        start = _common_length(before, through)  # a generation prompt may open a thought, say
+        end = through.rfind(self._end_text, start)
+        is_end = end >= 0 and not through[end + len(self._end_text) :].strip()
+        return start, end + len(self._end_text) if is_end else len(through)
+
+
+def _token_range(starts: Sequence[int], span: tuple[int, int]) -> tuple[int, int] | None:
+    """Return the tokens that begin within a span of the text."""
+    inside = [i for i, start in enumerate(starts) if span[0] <= start < span[1]]
+    return (inside[0], inside[-1] + 1) if inside else None
+
+
+def _common_length(one: str, other: str) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (left, right) in pairs if left != right), min(len(one), len(other)))

@@ -1,0 +1,40 @@
+"""Dataset of the data pipelines (`data` in a run's YAML)."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from offbeat.envs.config import Config
+
+Pipeline = Literal["agentic", "sft", "dpo"]
+GROUP_SIZES: dict[str, int] = {"sft": 1, "dpo": 2}
+"""Trajectories per row."""
+
+
+class DataConfig(Config):
+    """Rows of `pipeline: sft` and `dpo`, and how their conversations are read."""
+
+    dataset_name: Path
+    """A .jsonl, .json, .csv or .parquet file, or a `datasets` folder."""
+    val_dataset_name: Path | None = None
+    """Validation rows, for evaluation by loss; None evaluates none."""
+    messages_key: str = "messages"
+    """Column of chat messages, for `sft`; without it, `prompt_key` and `response_key`."""
+    prompt_key: str = "prompt"
+    """Column of a user's text, or of messages."""
+    response_key: str = "response"
+    """Column of the assistant's text, or of messages."""
+    chosen_key: str = "chosen"
+    """Column of the preferred response, for `dpo`: text, or messages, with their prompt unless `prompt_key` exists."""
+    rejected_key: str = "rejected"
+    tools_key: str = "tools"
+    """Column of the tools offered to the assistant, if it exists: JSON schemas, as a list or JSON text."""
+    train_on: Literal["all", "last"] = "all"
+    """Assistant turns with a loss: every one, or the last."""
+    too_long: Literal["drop", "truncate"] = "drop"
+    """Rows of more than `sequence_length` tokens: dropped and replaced by the next, or cut."""
+    shuffle: bool = True
+    """Order of rows: drawn anew in each epoch from `seed`, or the file's."""
+    num_train_epochs: Annotated[float | None, Field(gt=0)] = None
+    """Passes over the rows, in place of `max_steps`."""

@@ -1,0 +1,199 @@
+"""Trajectories of dataset rows: token ids, and a loss mask in place of sampled tokens.
+
+Invariants: a group's row and tokens depend on its number, the seed and the files alone; every learned token belongs to a
+turn, carries the version of its admission and no logprob.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from offbeat.services.chat.assistant_tokens import AssistantTokens, ConversationError, Tokenized
+from offbeat.services.errors import EpisodeError
+from offbeat.services.messages.types import Segment, StopReason, Trajectory, Turn, VersionSpan
+from offbeat.services.rollout.data.config import GROUP_SIZES, DataConfig
+from offbeat.services.rollout.data.rows import DatasetRows, Row, RowError, open_rows, row_of_group
+
+BAD_ROW = "bad_row"
+Message = dict[str, Any]
+
+
+class DataSource:
+    """Reader of a data pipeline's rows."""
+
+    def __init__(self, config: DataConfig, pipeline: str, model_folder: Path, *, seed: int, max_tokens: int) -> None:
+        """Open the rows. Raises ValueError for an unreadable file or a missing column."""
+        self._config = config
+        self._pipeline = pipeline
+        self._folder = model_folder
+        self._seed = seed
+        self._max_tokens = max_tokens
+        self._rows = open_rows(config.dataset_name)
+        check_columns(self._rows, config, pipeline)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    @cached_property
+    def _tokens(self) -> AssistantTokens:
+        return AssistantTokens(self._folder)
+
+    def trajectory(self, number: int, index: int, version: int, *, group_id: str = "", attempt: int = 0) -> Trajectory:
+        """Return a member of a training group; one without learned tokens is dropped as too long.
+
+        Raises:
+            EpisodeError: the row can't be read; names file and line.
+        """
+        row = row_of_group(number, len(self._rows), self._seed, shuffle=self._config.shuffle)
+        return self._read(self._rows, row, number, index, version, group_id, attempt)
+
+    def validation(self) -> list[list[Trajectory]]:
+        """Return the validation rows' groups in the file's order, without too long ones.
+
+        Raises:
+            EpisodeError: as `trajectory`.
+        """
+        if self._config.val_dataset_name is None:
+            return []
+        rows = open_rows(self._config.val_dataset_name)
+        check_columns(rows, self._config, self._pipeline)
+        size = GROUP_SIZES[self._pipeline]
+        groups = [
+            [self._read(rows, row, row, index, 0, str(row), 0) for index in range(size)] for row in range(len(rows))
+        ]
+        return [group for group in groups if all(trajectory.num_sampled for trajectory in group)]
+
+    def _read(
+        self, rows: DatasetRows, row: int, number: int, index: int, version: int, group_id: str, attempt: int
+    ) -> Trajectory:
+        try:
+            tokenized = self._tokenize(rows[row], index)
+        except (ConversationError, RowError) as error:
+            name = "" if isinstance(error, RowError) else f"{rows.name(row)}: "
+            raise EpisodeError(BAD_ROW, f"{name}{error}") from error
+        return _to_trajectory(
+            tokenized,
+            self._max_tokens,
+            truncate=self._config.too_long == "truncate",
+            version=version,
+            identity={
+                "group_id": group_id or str(number),
+                "index": index,
+                "attempt": attempt,
+                "tag": self._pipeline,
+                "seed": row,
+            },
+        )
+
+    def _tokenize(self, row: Row, index: int) -> Tokenized:
+        messages, first = read_conversation(row, self._config, self._pipeline, index)
+        tools = _read_tools(row.get(self._config.tools_key))
+        return self._tokens.tokenize(messages, tools, first=first, last_only=self._config.train_on == "last")
+
+
+def message_keys(config: DataConfig) -> tuple[str, ...]:
+    """Return the columns of texts and messages."""
+    return config.messages_key, config.prompt_key, config.response_key, config.chosen_key, config.rejected_key
+
+
+def check_columns(rows: DatasetRows, config: DataConfig, pipeline: str) -> None:
+    """Raise ValueError naming key and columns unless the pipeline's columns exist."""
+    has = ", ".join(rows.columns)
+    if pipeline == "sft":
+        if config.messages_key in rows.columns:
+            return
+        for key in ("prompt_key", "response_key"):
+            if getattr(config, key) not in rows.columns:
+                raise ValueError(
+                    f"{rows.name(0)}: there is neither the column {config.messages_key!r} (messages_key) nor "
+                    f"{getattr(config, key)!r} ({key}); there is {has}"
+                )
+        return
+    for key in ("chosen_key", "rejected_key"):
+        if getattr(config, key) not in rows.columns:
+            raise ValueError(f"{rows.name(0)}: there is no column {getattr(config, key)!r} ({key}); there is {has}")
+
+
+def read_conversation(row: Row, config: DataConfig, pipeline: str, index: int) -> tuple[list[Message], int]:
+    """Return a trajectory's messages, and the first one that may be learned.
+
+    Raises:
+        RowError, ConversationError: no messages.
+    """
+    if pipeline == "sft":
+        if row.get(config.messages_key) is not None:
+            return _messages(row, config.messages_key), 0
+        prompt = _messages(row, config.prompt_key, "user")
+        return [*prompt, *_messages(row, config.response_key, "assistant")], len(prompt)
+    key = (config.chosen_key, config.rejected_key)[index]
+    if row.get(config.prompt_key) is not None:
+        prompt = _messages(row, config.prompt_key, "user")
+        return [*prompt, *_messages(row, key, "assistant")], len(prompt)
+    chosen, rejected = _messages(row, config.chosen_key), _messages(row, config.rejected_key)
+    return ((chosen, rejected)[index], _common_length(chosen, rejected))
+
+
+def _common_length(one: Sequence[Message], other: Sequence[Message]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (left, right) in pairs if left != right), min(len(one), len(other)))
+
+
+def _messages(row: Row, key: str, role: str | None = None) -> list[Message]:
+    """Return a column's messages; a text is one of `role`."""
+    value: Any = row.get(key)
+    if isinstance(value, str) and role is not None:
+        return [{"role": role, "content": value}]
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        expected = "a list of messages" if role is None else "a text or a list of messages"
+        raise ConversationError(f"{key}: expected {expected}, got {type(value).__name__}")
+    return [_message(each, f"{key}[{i}]") for i, each in enumerate(cast(Sequence[Any], value))]
+
+
+def _message(value: Any, name: str) -> Message:
+    if not isinstance(value, Mapping) or not isinstance(cast(Mapping[str, Any], value).get("role"), str):
+        raise ConversationError(f"{name}: expected an object with role and content")
+    # Tables fill the keys that other messages have
+    message = {str(key): each for key, each in cast(Mapping[str, Any], value).items() if each is not None}
+    if "content" not in message and "tool_calls" not in message:
+        raise ConversationError(f"{name}: a message needs content or tool_calls")
+    return message if "content" in message else {**message, "content": ""}
+
+
+def _read_tools(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    try:
+        tools = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ConversationError(f"tools: not JSON: {error}") from error
+    if not isinstance(tools, Sequence):
+        raise ConversationError(f"tools: expected a list of JSON schemas, got {type(tools).__name__}")
+    return list(cast(Sequence[Any], tools))
+
+
+def _to_trajectory(
+    tokenized: Tokenized, max_tokens: int, *, truncate: bool, version: int, identity: Mapping[str, Any]
+) -> Trajectory:
+    is_long = len(tokenized.tokens) > max_tokens
+    end = max_tokens if truncate else 0
+    limit = end if is_long else len(tokenized.tokens)
+    tokens = np.array(tokenized.tokens[: limit or max_tokens], dtype=np.int32)
+    # A sequence's first token is predicted by nothing
+    turns = [(max(start, 1), min(stop, limit)) for start, stop in tokenized.turns]
+    turns = [(start, stop) for start, stop in turns if start < stop]
+    mask = np.zeros(len(tokens), dtype=np.bool_)
+    for start, stop in turns:
+        mask[start:stop] = True
+    spans = tuple(VersionSpan(start, stop, version) for start, stop in turns)
+    segment = Segment(tokens, mask, np.zeros(len(tokens), dtype=np.float32), spans)
+    return Trajectory(
+        **identity,
+        segments=(segment,),
+        turns=tuple(Turn(0, start, stop, 0.0) for start, stop in turns),
+        stop_reason=StopReason.MAX_LENGTH if is_long else StopReason.TERMINATED,
+    )

@@ -1,0 +1,34 @@
+"""Loss of supervised fine-tuning, of `pipeline: sft` and the warm start.
+
+Those of micro-batches and ranks sum to the mean over the optimizer step's learned tokens.
+"""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from offbeat.services.telemetry import Partial
+from offbeat.trainer.algorithms.sft import negative_log_likelihood
+from offbeat.trainer.models.policy import Sampled
+
+
+@dataclass(slots=True)
+class SupervisedLosses:
+    """Loss function for `TrainEngine.train`. count: learned tokens of the step on all ranks."""
+
+    count: int
+    total: float = 0.0
+    """This rank's share of the loss."""
+    gauges: list[dict[str, Partial]] = field(default_factory=list[dict[str, Partial]])
+
+    def of_policy(self, _: int, output: Sampled) -> Tensor:
+        loss = negative_log_likelihood(output.logprobs, self.count)
+        value, size = float(loss.detach()), float(len(output.logprobs))
+        self.total += value
+        self.gauges.append(
+            {
+                "sft/loss": Partial("mean", value * self.count, size),
+                "actor/entropy": Partial("mean", float(output.entropies.detach().sum()), size),
+            }
+        )
+        return loss
