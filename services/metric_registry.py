@@ -110,6 +110,28 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "learner", "critic/skipped_steps", "steps", "Steps of the critic skipped for a gradient that was not finite."
     ),
+    Metric("learner", "loss", "", "Mean loss of a data pipeline: nats per learned token (`sft`), or per pair (`dpo`)."),
+    Metric("learner", "sft_loss", "nats", "Negative log-likelihood of chosen responses per token (`dpo.sft_coef`)."),
+    *(
+        Metric(source, f"{name}/{member}", unit, text.format(member))
+        for source in ("learner", "eval")
+        for name, unit, text in (
+            ("rewards", "", "Mean implicit reward of {} responses, beta times their log-ratio to the reference."),
+            ("logps", "nats", "Mean logprob of {} responses."),
+        )
+        for member in ("chosen", "rejected")
+    ),
+    *(
+        metric
+        for source in ("learner", "eval")
+        for metric in (
+            Metric(source, "rewards/margins", "", "Mean reward of chosen less that of rejected responses."),
+            Metric(source, "rewards/accuracies", "", "Share of pairs whose chosen response has the greater reward."),
+        )
+    ),
+    Metric("eval", "loss", "", "Mean loss of the validation rows, as the learner's."),
+    Metric("eval", "sft_loss", "nats", "Negative log-likelihood of chosen validation responses per token."),
+    Metric("eval", "rows", "rows", "Validation rows (pairs with `dpo`)."),
     Metric("learner", "actor/pg_loss", "", "Policy loss, with its corrections."),
     Metric("learner", "actor/kl_loss", "nats", "KL to the reference in the loss, before its coefficient."),
     Metric("learner", "actor/total_loss", "", "Policy loss with entropy and KL terms."),
@@ -166,8 +188,8 @@ METRICS: tuple[Metric, ...] = (
         "learner",
         "time/{stage}_s",
         "s",
-        "Time of a stage: wait, train, publish, checkpoint, settle; step is all of them. score_wait is the part of wait "
-        "for scores of complete groups.",
+        "Time of a stage: wait, train, publish, evaluate, checkpoint, settle; step is all of them. score_wait is the part of "
+        "wait for scores of complete groups.",
     ),
     Metric("learner", "startup/{phase}_s", "s", "Time of a phase of the learner's start."),
     Metric("learner", "checkpoints_failed", "checkpoints", "Checkpoints that could not be written at first."),

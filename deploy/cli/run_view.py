@@ -206,6 +206,9 @@ def summary(view: RunView, history: RunHistory) -> dict[str, str]:
             shown.append(f"at first {evaluations[0].success:.2f}")
     if shown:
         out["success"] = ", ".join(shown)
+    if loss := _format_value(last, "loss"):
+        validated = history.curve("loss")
+        out["loss"] = loss + (f", validation {validated[-1].loss:.3f} (step {validated[-1].step})" if validated else "")
     if last is not None:
         if reward := _format_value(last, "reward"):
             out["reward"] = reward + ("" if evaluations else _evaluated_reward(history))

@@ -12,6 +12,8 @@ from offbeat.services.rollout.tasks import EvalTasks
 
 def run_baselines(config: RunConfig) -> dict[str, float]:
     """Return baselines' mean success on the final evaluation's tasks; empty unless every env has them."""
+    if not config.custom_envs:
+        return {}
     tasks = EvalTasks(config, config.seed)
     seeds: dict[str, list[int]] = {}
     for number in range(config.final_val_batch_size):

@@ -29,6 +29,9 @@ def draw_learning_curve(
 ) -> None:
     from matplotlib.figure import Figure
 
+    of_rows = metric == "loss"
+    trained = "training" if of_rows else "training rollouts (sampled)"
+    evaluated = "validation rows" if of_rows else "evaluation (sampled)"
     figure = Figure(figsize=(11, 4.2), dpi=120, layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     figure.suptitle(title)
@@ -36,14 +39,19 @@ def draw_learning_curve(
         xs = [float(getattr(point, name)) for point in rollout]
         ys = [point.success for point in rollout]
         axis.plot(xs, ys, color="tab:blue", alpha=0.25, linewidth=0.8)
-        axis.plot(xs, smooth(ys, SMOOTHED_STEPS), color="tab:blue", label="training rollouts (sampled)")
+        axis.plot(
+            xs,
+            smooth(ys, SMOOTHED_STEPS),
+            color="tab:blue",
+            label=trained,
+        )
         axis.plot(
             [float(getattr(point, name)) for point in evaluations],
             [point.success for point in evaluations],
             color="tab:red",
             marker="o",
             markersize=4,
-            label="evaluation (sampled)",
+            label=evaluated,
         )
         for (baseline, value), style in zip(baselines.items(), (":", "--", "-."), strict=False):
             axis.axhline(value, color="gray", linestyle=style, linewidth=1, label=f"{baseline} ({value:.2f})")

@@ -10,7 +10,7 @@ from offbeat.services.telemetry import MetricRecord, Partial
 
 RATE_S = 15.0
 """Window of rates; wider where two records are further apart."""
-OF_EVERY_STEP = ("tokens_trained", "trajectories", "staleness_max", "success", "reward")
+OF_EVERY_STEP = ("tokens_trained", "trajectories", "staleness_max", "success", "reward", "loss")
 """Metrics kept for all steps."""
 NOT_SEEN = float("nan")
 
@@ -66,7 +66,7 @@ class EvaluationResult:
     kind: str
     """`before`, `during` or `after` training."""
     sampling: str
-    """`sampled` (temperature 1) or `greedy`."""
+    """`sampled` (temperature 1), `greedy`, or `loss` of validation rows."""
     step: int
     time: float
     success: float
@@ -75,6 +75,8 @@ class EvaluationResult:
     episodes: int
     success_missing: float = 0.0
     """Share of episodes that failed or reported no success."""
+    loss: float = NOT_SEEN
+    """Of validation rows."""
 
 
 @dataclass
@@ -161,6 +163,7 @@ class RunHistory:
             reward=values["reward"].value if "reward" in values else float("nan"),
             episodes=int(values["reward"].count) if "reward" in values else 0,
             success_missing=values["success_missing"].value if "success_missing" in values else 0.0,
+            loss=values["loss"].value if "loss" in values else NOT_SEEN,
         )
         self.evaluations[result.kind, result.sampling, result.step] = result
 
@@ -175,9 +178,9 @@ class RunHistory:
         results = [result for result in self.evaluations.values() if (result.kind, result.sampling) == (kind, sampling)]
         return max(results, key=lambda result: (result.step, result.time), default=None)
 
-    def curve(self) -> list[EvaluationResult]:
-        """Return the sampled evaluations by step."""
-        results = [result for result in self.evaluations.values() if result.sampling == "sampled"]
+    def curve(self, sampling: str = "sampled") -> list[EvaluationResult]:
+        """Return the evaluations of a kind by step."""
+        results = [result for result in self.evaluations.values() if result.sampling == sampling]
         return sorted(results, key=lambda result: (result.step, result.time))
 
     def total(self, key: str) -> float:

@@ -18,7 +18,8 @@ their tokens, prompts included.
 """
 SECTIONS = {
     "learner": "One record per optimizer step; `startup/` once, `checkpoints_failed` as it happens.",
-    "eval": "One record per evaluation, with the labels `when` (before, during, after) and `sampling` (sampled, greedy).",
+    "eval": "One record per evaluation, with the labels `when` (before, during, after) and `sampling` (sampled, greedy, "
+    "loss).",
     "rollout": "Records of each worker: its own, and one per kind of episode (`kind`) and tag (`tag`).",
     "generation": "Records of each replica.",
     "weights": "Records of the broker, one per replica.",

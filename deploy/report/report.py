@@ -90,6 +90,7 @@ def build_report(
     staleness = [step.value("staleness_max") for step in steps if "staleness_max" in step.values]
     return {
         "exp_name": config.exp_name,
+        "pipeline": config.pipeline,
         "seed": config.seed,
         **{
             f"{name}_{kind}": _success(history, kind, sampling)
@@ -129,6 +130,7 @@ def build_report(
                 "success": _finite(evaluation.success),
                 "success_missing": _finite(evaluation.success_missing),
                 "reward": _finite(evaluation.reward),
+                "loss": _finite(evaluation.loss),
                 "episodes": evaluation.episodes,
             }
             for evaluation in sorted(
@@ -173,13 +175,13 @@ def phases(history: RunHistory, ended_at: float) -> dict[str, float]:
 
 def draw_curve(path: Path, config: RunConfig, history: RunHistory, baselines: Mapping[str, float]) -> None:
     """Draw success, else reward."""
-    steps = history.steps.newest()
-    metric = "success" if any("success" in step.values for step in steps) else "reward"
+    steps, sampling = history.steps.newest(), "loss" if config.reads_data else "sampled"
+    metric = next((name for name in ("loss", "success") if any(name in step.values for step in steps)), "reward")
     draw_learning_curve(
         path,
         title=f"{config.exp_name}, seed {config.seed}",
         rollout=[CurvePoint(s.number, history.seconds(s.time), s.value(metric)) for s in steps if metric in s.values],
-        evaluations=[CurvePoint(e.step, history.seconds(e.time), getattr(e, metric)) for e in history.curve()],
+        evaluations=[CurvePoint(e.step, history.seconds(e.time), getattr(e, metric)) for e in history.curve(sampling)],
         baselines=baselines if metric == "success" else {},
         metric=metric,
     )
@@ -208,7 +210,11 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
     for measure in ("success", "reward"):
         for sampling in ("sampled", "greedy"):
             before, after = (_newest_measure(report, kind, sampling, measure) for kind in ("before", "after"))
-            table.add_row(f"{measure}, {sampling}", _format(before), _format(after))
+            if report["pipeline"] == "agentic" or before is not None:
+                table.add_row(f"{measure}, {sampling}", _format(before), _format(after))
+    losses = [_newest_measure(report, kind, "loss", "loss") for kind in ("before", "after")]
+    if any(loss is not None for loss in losses):
+        table.add_row("loss of validation rows", *map(_format, losses))
     missing = [_newest_measure(report, kind, "sampled", "success_missing") for kind in ("before", "after")]
     if any(missing):
         table.add_row("episodes without success", *(_format(share, ".0%") for share in missing))
@@ -217,12 +223,13 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
         console.print(f"{advise_failed(report['groups_failed'])}.", soft_wrap=True)
     if report["baselines"]:
         console.print("Baselines: " + ", ".join(f"{name} {value:.2f}" for name, value in report["baselines"].items()))
-    console.print(
-        f"{report['trajectories']:,} trajectories trained, {report['tokens_generated']:,} tokens generated, "
-        f"{report['tokens_trained']:,} trained, {report['weight_updates']:,} weight updates, "
-        f"staleness at most {_format(report['max_staleness_seen'], '.0f')}",
-        soft_wrap=True,
+    sampled = (
+        f", {report['tokens_generated']:,} tokens generated, {report['tokens_trained']:,} trained, "
+        f"{report['weight_updates']:,} weight updates, staleness at most {_format(report['max_staleness_seen'], '.0f')}"
+        if report["pipeline"] == "agentic" or report["tokens_generated"]
+        else f", {report['tokens_trained']:,} tokens"
     )
+    console.print(f"{report['trajectories']:,} trajectories trained{sampled}", soft_wrap=True)
     for finding in report["diagnosis"]:
         kind = "Warning" if finding["is_warning"] else "Hint"
         keys = ", ".join(finding["keys"])

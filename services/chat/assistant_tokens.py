@@ -92,7 +92,8 @@ class AssistantTokens:
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if len(spans[0]) != len(answers):
             return None
-        return [span for i, span in zip(answers, spans[0], strict=True) if i in chosen]
+        ranges = cast(list[tuple[int, int]], spans[0])  # of the text, whatever transformers' annotation says
+        return [span for i, span in zip(answers, ranges, strict=True) if i in chosen]
 
     def _span(self, messages: Messages, i: int, tools: Sequence[Any], text: str) -> tuple[int, int]:
         through = text if i == len(messages) - 1 else self._render(messages[: i + 1], tools)

@@ -30,6 +30,17 @@ class GenerationClient(Protocol):
         ...
 
 
+class NoGeneration:
+    """`GenerationClient` of a run that samples nothing, such as one that reads dataset rows."""
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
+        raise GenerationError(f"{len(requests)} turn(s) can't be sampled: the run has no engines")
+        yield []  # pyright: ignore[reportUnreachable]
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        del request_ids
+
+
 class ServeGenerationClient:
     """`GenerationClient` over a Serve handle: a streaming call carries many turns to one replica.
 

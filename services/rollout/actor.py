@@ -21,7 +21,7 @@ from redis.asyncio import Redis
 from offbeat.services.buffer.worker_client import AsyncRolloutBuffer
 from offbeat.services.chat.tool_templates import load_playing_format
 from offbeat.services.errors import ForeignRunError
-from offbeat.services.generation.client import ServeGenerationClient
+from offbeat.services.generation.client import GenerationClient, NoGeneration, ServeGenerationClient
 from offbeat.services.keys import RunKeys
 from offbeat.services.redis.connection import connect_async
 from offbeat.services.redis.errors import retryable
@@ -123,9 +123,9 @@ class EnvWorkerActor:
             os._exit(1)
         logger.info("%s has stopped", self._name)
 
-    async def _find_generation(self) -> ServeGenerationClient | None:
+    async def _find_generation(self) -> GenerationClient:
         if not self._settings.generation_app:
-            return None
+            return NoGeneration()
         while True:
             try:
                 return await asyncio.to_thread(ServeGenerationClient, self._settings.generation_app)

@@ -66,7 +66,7 @@ class EnvWorker:
         worker_id: str,
         *,
         buffer: RolloutBuffer,
-        generation: GenerationClient | None,
+        generation: GenerationClient,
         metrics: AsyncMetricsSink,
         chat: ChatFormat,
         board: WaitsWriter | None = None,

@@ -109,7 +109,14 @@ class Run:
 
 @contextmanager
 def a_run(url: str, folder: Path, name: str, overrides: Sequence[str] = ()) -> Iterator[Run]:
-    config = load_run(QUICKSTART, [f"output_dir={folder / name}", f"exp_name={name}", *SMALL, *overrides])
+    settings = [f"output_dir={folder / name}", f"exp_name={name}", *SMALL, *overrides]
+    with prepared_run(url, load_run(QUICKSTART, settings)) as run, _players(run), killed_at_exit(run.learners):
+        yield run
+
+
+@contextmanager
+def prepared_run(url: str, config: RunConfig) -> Iterator[Run]:
+    name = config.exp_name
     run_setup.prepare_folder(config)
     with Redis.from_url(url) as redis:
         run_setup.prepare_buffer(redis, config)
@@ -117,14 +124,13 @@ def a_run(url: str, folder: Path, name: str, overrides: Sequence[str] = ()) -> I
         redis.hset(RunKeys(name).record, mapping=cast(dict[Any, Any], record))
         run = Run(config, url, redis)
         try:
-            with _players(run), _killed_at_exit(run.learners):
-                yield run
+            yield run
         finally:  # after the players, for whom a run without data is one that Redis has lost
             redis.delete(*redis.scan_iter(f"{run.keys.prefix}*"))
 
 
 @contextmanager
-def _killed_at_exit(learners: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+def killed_at_exit(learners: list[subprocess.Popen[bytes]]) -> Iterator[None]:
     try:
         yield
     finally:

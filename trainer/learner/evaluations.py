@@ -137,10 +137,9 @@ class Evaluations:
         values["rows"] = Partial("sum", float(evaluation.num_episodes))
         labels = {"when": evaluation.when, "sampling": evaluation.sampling}
         self._sink.append(MetricRecord("eval", values, step=evaluation.step, labels=labels))
-        means = {name: value.value for name, value in values.items() if name.endswith("/loss")}
-        for name, loss in means.items():
-            logger.info("evaluation %s of %d rows: %s %.4f", evaluation.eval_id, evaluation.num_episodes, name, loss)
-            self._score(evaluation.step, -loss)
+        loss = values["loss"].value
+        logger.info("evaluation %s of %d rows: loss %.4f", evaluation.eval_id, evaluation.num_episodes, loss)
+        self._score(evaluation.step, -loss)
         self._log.put(evaluation.eval_id, RECORDED)
         self._recorded.add(evaluation.eval_id)
 

@@ -47,6 +47,8 @@ class StepGroups:
     """Newest published version; groups with later ones are dropped."""
     shaped: dict[int, Group] = field(default_factory=dict[int, Group])
     """`groups` with shaped rewards, by number."""
+    are_rows: bool = False
+    """Groups of dataset rows, without rewards."""
 
     @property
     def entry_ids(self) -> tuple[str, ...]:
@@ -72,7 +74,8 @@ class GroupIntake:
 
         newest_version: of this run, by default `step`; higher only while a successor repeats steps.
         """
-        taken = StepGroups(newest_version=step if newest_version is None else newest_version)
+        newest = step if newest_version is None else newest_version
+        taken = StepGroups(newest_version=newest, are_rows=self.reads_data)
         began = time.monotonic()
         while len(taken.groups) < self.groups_per_step:
             if should_stop():

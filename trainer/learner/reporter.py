@@ -141,21 +141,28 @@ def step_values(
     taken: StepGroups, step: int, gauges: Mapping[str, Partial], seconds: Mapping[str, float]
 ) -> dict[str, Partial]:
     """Return a step's metrics. step: 0-based; seconds: per stage."""
-    staleness = [float(step - group.oldest_version) for group in taken.groups]
     computed = gauges.get("tokens/computed", Partial("sum", 0.0)).total
     busy_s = seconds.get("train", 0.0)
     return {
         "tokens_trained": Partial("sum", 0.0),
         **gauges,
-        **_consumed(taken.groups),
-        "staleness": mean(staleness),
-        "staleness_max": Partial("max", max(staleness)),
+        **({} if taken.are_rows else _of_episodes(taken, step)),
+        "trajectories": Partial("sum", float(sum(len(group.trajectories) for group in taken.groups))),
         "groups": Partial("sum", float(len(taken.groups))),
-        "groups_without_signal": Partial("sum", float(len(taken.groups) - len(taken.trained))),
-        "groups_trained_stale": Partial("sum", float(taken.num_stale)),
         **{f"groups_dropped/{reason}": Partial("sum", float(n)) for reason, n in taken.dropped.items()},
         **({"tokens_per_busy_s": Partial("mean", computed, busy_s)} if computed and busy_s else {}),
         **{f"time/{name}_s": mean([value]) for name, value in seconds.items()},
+    }
+
+
+def _of_episodes(taken: StepGroups, step: int) -> dict[str, Partial]:
+    staleness = [float(step - group.oldest_version) for group in taken.groups]
+    return {
+        **_consumed(taken.groups),
+        "staleness": mean(staleness),
+        "staleness_max": Partial("max", max(staleness)),
+        "groups_without_signal": Partial("sum", float(len(taken.groups) - len(taken.trained))),
+        "groups_trained_stale": Partial("sum", float(taken.num_stale)),
     }
 
 
@@ -186,5 +193,4 @@ def _consumed(groups: Iterable[Group]) -> dict[str, Partial]:
         "episodes_truncated": mean(float(t.is_truncated) for t in members),
         "episodes_without_tokens": mean(float(t.num_sampled == 0) for t in members),
         "turns": mean(float(len(t.turns)) for t in members),
-        "trajectories": Partial("sum", float(len(members))),
     }

@@ -65,7 +65,7 @@ class PreferenceLosses:
             chosen_nll = -logprobs[is_chosen[place]].sum()
             loss = loss + self.config.sft_coef * chosen_nll / self.num_chosen_tokens
             size = float(counts[is_chosen].sum())
-            gauges["dpo/sft_loss"] = Partial("mean", float(chosen_nll.detach()), size)
+            gauges["sft_loss"] = Partial("mean", float(chosen_nll.detach()), size)
         return loss, gauges
 
     def _total(self, logprobs: Tensor, place: Tensor, counts: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def _gauges(pairs: PairLogprobs, losses: Tensor, beta: float) -> dict[str, Parti
     """Return TRL's metrics; `rewards/accuracies` is the share of pairs with the greater reward for the chosen response."""
     chosen, rejected = beta * (pairs.chosen - pairs.ref_chosen), beta * (pairs.rejected - pairs.ref_rejected)
     values = {
-        "dpo/loss": losses,
+        "loss": losses,
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
         "rewards/margins": chosen - rejected,

@@ -27,7 +27,7 @@ class SupervisedLosses:
         self.total += value
         self.gauges.append(
             {
-                "sft/loss": Partial("mean", value * self.count, size),
+                "loss": Partial("mean", value * self.count, size),
                 "actor/entropy": Partial("mean", float(output.entropies.detach().sum()), size),
             }
         )

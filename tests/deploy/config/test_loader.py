@@ -15,6 +15,7 @@ from offbeat.deploy.config.loader import (
 )
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_marker import mark
+from offbeat.envs.frozen_lake.rows import conversations, pairs, write_rows
 from tests.paths import CONFIGS
 
 QUICKSTART = CONFIGS / "quickstart.yaml"
@@ -27,7 +28,11 @@ def refused(*overrides: str, path: Path = QUICKSTART) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
-def test_every_configuration_of_the_project_can_run(path: Path):
+def test_every_configuration_of_the_project_can_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Those of data pipelines name the files that their first lines tell to make."""
+    monkeypatch.chdir(tmp_path)
+    for name, make in (("walks", conversations), ("walks_val", conversations), ("pairs", pairs), ("pairs_val", pairs)):
+        write_rows(tmp_path / "runs" / "data" / f"{name}.jsonl", make(2))
     pretrain = compose_tree(path).get("pretrain", "tiny")
     unprepared = pretrain != "tiny" and not Path(pretrain).is_dir()
     without = ["pretrain=tiny", "++tiny.max_position_embeddings=8192"] if unprepared else []

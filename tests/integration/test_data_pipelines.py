@@ -1,0 +1,136 @@
+"""Data pipelines as processes over a real Redis: every row once per epoch, resumed to the bit."""
+
+import json
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from offbeat.deploy.cli.audit import audit_run
+from offbeat.services.metric_registry import find_metric
+from offbeat.trainer.config.run import LearnerRunConfig
+from offbeat.trainer.training.batch_log import BatchLog
+from tests.integration.data_run import a_data_run, a_worker
+from tests.integration.learner_run import Run
+from tests.waiting import wait_until_sync
+
+pytestmark = pytest.mark.slow
+
+GROUPS = {"sft": 48, "dpo": 24}
+"""Of six steps."""
+RECORDING = ("record_batches=100",)
+
+
+@pytest.fixture(scope="module", params=["sft", "dpo"])
+def undisturbed(
+    request: pytest.FixtureRequest, redis_server: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Run]:
+    """A run that nobody disturbs."""
+    pipeline: str = request.param
+    folder = tmp_path_factory.mktemp(pipeline)
+    with a_data_run(redis_server, folder, f"undisturbed-{pipeline}", pipeline, RECORDING) as run:
+        assert run.start().wait(timeout=240) == 0, run.complaint()
+        yield run
+
+
+def rows_trained(run: Run) -> list[int]:
+    log = BatchLog(run.config.output_dir)
+    batches = (
+        log.read(step, LearnerRunConfig.model_validate(run.config.model_dump(include=set()))) for step in range(1, 7)
+    )
+    return [group.trajectories[0].seed for recorded in batches for group in recorded.batch.groups]
+
+
+def test_every_row_is_trained_once_per_epoch_in_an_order_of_the_seed(undisturbed: Run) -> None:
+    rows = rows_trained(undisturbed)
+    epochs = [rows[:20], rows[20:40], rows[40:]]
+    assert len(rows) == GROUPS[undisturbed.config.pipeline]
+    for epoch in epochs:
+        assert set(Counter(epoch).values()) <= {1}
+        assert epoch != sorted(epoch)
+    assert epochs[0] != epochs[1]
+
+
+def test_a_data_run_lowers_its_losses_and_says_so(undisturbed: Run) -> None:
+    counters, pipeline = undisturbed.counters(), undisturbed.config.pipeline
+    assert (counters.admitted, counters.trained, counters.in_flight) == (GROUPS[pipeline], GROUPS[pipeline], 0)
+    records = undisturbed.records()
+    assert [name for r in records for name in r.values if find_metric(r.source, name) is None] == []
+    steps = [r.values for r in records if r.source == "learner" and r.step is not None]
+    assert len(steps) == 6
+    assert {"loss", "tokens_trained", "actor/grad_norm"} <= set(steps[-1])
+    assert not {"reward", "staleness", "actor/mismatch_kl"} & set(steps[-1])
+    if pipeline == "dpo":
+        assert {"rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"} <= set(steps[-1])
+        assert steps[0]["rewards/margins"].value == 0  # the policy is still the reference
+    losses = [r.values["loss"].value for r in records if r.source == "eval"]
+    assert len(losses) == 4  # before, at 2 and 4, after
+    assert losses[-1] < losses[0]
+    assert undisturbed.phase() == "finished"
+
+
+def test_a_data_run_is_proven_by_the_audit(undisturbed: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = undisturbed.config.output_dir
+    (folder / "config.yaml").write_text(undisturbed.config.model_dump_json())
+    assert audit_run(str(folder), console=Console(width=200), redis_url=undisturbed.url) == 0
+    assert "PROVEN" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_killed_learners_successor_ends_the_epoch_with_the_same_weights(
+    redis_server: str, tmp_path: Path, undisturbed: Run, version: int
+) -> None:
+    pipeline = undisturbed.config.pipeline
+    with a_data_run(redis_server, tmp_path, f"killed-{pipeline}{version}", pipeline) as run:
+        victim = run.start()
+        wait_until_sync(lambda: run.published() >= version, timeout_s=240)
+        victim.kill()
+        victim.wait()
+        assert run.start().wait(timeout=240) == 0, run.complaint()
+        counters = run.counters()
+        assert (counters.admitted, counters.trained, counters.in_flight) == (GROUPS[pipeline], GROUPS[pipeline], 0)
+        for name, tensor in undisturbed.weights(6).items():
+            assert torch.equal(tensor, run.weights(6)[name]), name
+
+
+def test_a_stopped_data_run_goes_on_within_the_epoch(redis_server: str, tmp_path: Path, undisturbed: Run) -> None:
+    pipeline = undisturbed.config.pipeline
+    with a_data_run(redis_server, tmp_path, f"stopped-{pipeline}", pipeline, ["save_steps=100"]) as run:
+        first = run.start()
+        wait_until_sync(lambda: run.published() >= 1, timeout_s=240)
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(timeout=120) == 0
+        assert run.start().wait(timeout=240) == 0, run.complaint()
+        for name, tensor in undisturbed.weights(6).items():
+            assert torch.equal(tensor, run.weights(6)[name]), name
+
+
+def test_rows_of_a_worker_that_ends_are_read_by_another(redis_server: str, tmp_path: Path, undisturbed: Run) -> None:
+    pipeline = undisturbed.config.pipeline
+    with a_data_run(redis_server, tmp_path, f"worker-{pipeline}", pipeline, works=False) as run:
+        learner = run.start()
+        with a_worker(run, "first"):
+            wait_until_sync(lambda: run.published() >= 1, timeout_s=240)
+        with a_worker(run, "second"):
+            assert learner.wait(timeout=240) == 0, run.complaint()
+        for name, tensor in undisturbed.weights(6).items():
+            assert torch.equal(tensor, run.weights(6)[name]), name
+
+
+def test_too_long_and_bad_rows_are_replaced_and_counted(redis_server: str, tmp_path: Path) -> None:
+    with a_data_run(redis_server, tmp_path, "mixed", "sft") as run:
+        path = tmp_path / "sft.jsonl"
+        lines = path.read_text().splitlines()
+        long = {"messages": [{"role": "user", "content": "Left " * 600}, {"role": "assistant", "content": "Up"}]}
+        bad = {"messages": [{"role": "user", "content": "Left"}]}
+        path.write_text("\n".join([json.dumps(long), json.dumps(bad), *lines[2:]]) + "\n")
+        with a_worker(run, "late"):
+            assert run.start().wait(timeout=240) == 0, run.complaint()
+        counters = run.counters()
+        assert counters.trained == 48
+        assert counters.dropped == {"too_long": 3}
+        assert counters.failed == {"bad_row": 3}
