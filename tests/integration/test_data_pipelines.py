@@ -47,7 +47,7 @@ def rows_trained(run: Run) -> list[int]:
 
 def test_every_row_is_trained_once_per_epoch_in_an_order_of_the_seed(undisturbed: Run) -> None:
     rows = rows_trained(undisturbed)
-    epochs = [rows[:20], rows[20:40], rows[40:]]
+    epochs = [epoch for epoch in (rows[:20], rows[20:40], rows[40:]) if epoch]
     assert len(rows) == GROUPS[undisturbed.config.pipeline]
     for epoch in epochs:
         assert set(Counter(epoch).values()) <= {1}
@@ -122,7 +122,7 @@ def test_rows_of_a_worker_that_ends_are_read_by_another(redis_server: str, tmp_p
 
 
 def test_too_long_and_bad_rows_are_replaced_and_counted(redis_server: str, tmp_path: Path) -> None:
-    with a_data_run(redis_server, tmp_path, "mixed", "sft") as run:
+    with a_data_run(redis_server, tmp_path, "mixed", "sft", works=False) as run:
         path = tmp_path / "sft.jsonl"
         lines = path.read_text().splitlines()
         long = {"messages": [{"role": "user", "content": "Left " * 600}, {"role": "assistant", "content": "Up"}]}

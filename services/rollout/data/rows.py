@@ -93,14 +93,19 @@ class TableRows:
         return f"{self._path}:{index + 1}"
 
 
-@lru_cache(maxsize=8)
 def open_rows(path: Path) -> DatasetRows:
-    """Open a dataset. Raises ValueError if it can't be read or is empty."""
-    if path.suffix == ".jsonl":
-        if not path.is_file():
-            raise ValueError(f"no such file: {path}")
-        return JsonLinesRows(path)
-    return TableRows(path)
+    """Open a dataset, once per state of its file. Raises ValueError if it can't be read or is empty."""
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise ValueError(f"no such file: {path}") from error
+    return _open(path, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=8)
+def _open(path: Path, modified_ns: int, num_bytes: int) -> DatasetRows:
+    del modified_ns, num_bytes
+    return JsonLinesRows(path) if path.suffix == ".jsonl" else TableRows(path)
 
 
 def row_of_group(number: int, num_rows: int, seed: int, *, shuffle: bool) -> int:

@@ -1,0 +1,59 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from offbeat.services.rollout.data.rows import RowError, open_rows, row_of_group
+
+
+def test_each_epoch_traverses_every_row_once_in_another_order():
+    first = [row_of_group(n, 10, 7, shuffle=True) for n in range(10)]
+    second = [row_of_group(n, 10, 7, shuffle=True) for n in range(10, 20)]
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert first != [row_of_group(n, 10, 8, shuffle=True) for n in range(10)]
+    assert [row_of_group(n, 3, 7, shuffle=False) for n in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_lines_are_named_by_file_and_number(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n\n{"a": "ü"}\nnot json\n[1]\n', encoding="utf-8")
+    rows = open_rows(path)
+    assert (len(rows), rows.columns) == (4, ("a",))
+    assert rows[1] == {"a": "ü"}
+    assert rows.name(1) == f"{path}:3"
+    with pytest.raises(RowError, match=r"rows.jsonl:4: not JSON"):
+        rows[2]
+    with pytest.raises(RowError, match=r"rows.jsonl:5: expected an object, got list"):
+        rows[3]
+
+
+def test_a_changed_file_is_read_anew(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n')
+    assert len(open_rows(path)) == 1
+    path.write_text('{"a": 1}\n{"a": 2}\n')
+    assert len(open_rows(path)) == 2
+
+
+def test_parquet_and_saved_datasets_hold_the_same_rows(tmp_path: Path):
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_list([{"prompt": "x", "response": "y"}, {"prompt": "z", "response": "w"}])
+    table.to_parquet(tmp_path / "rows.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in table))
+    read = [
+        [dict(rows[i]) for i in range(len(rows))]
+        for rows in map(open_rows, (tmp_path / "rows.parquet", tmp_path / "saved", lines))
+    ]
+    assert read[0] == read[1] == read[2]
+
+
+@pytest.mark.parametrize(("text", "problem"), [(None, "no such file"), ("", "has no rows")])
+def test_a_file_without_rows_is_refused(text: str | None, problem: str, tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=problem):
+        open_rows(path)

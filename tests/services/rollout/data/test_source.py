@@ -1,0 +1,128 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offbeat.services.errors import EpisodeError
+from offbeat.services.messages.codec import decode_trajectory, encode_trajectory
+from offbeat.services.messages.types import Trajectory
+from offbeat.services.rollout.data.config import DataConfig
+from offbeat.services.rollout.data.source import DataSource
+from offbeat.trainer.config.learner import TinyPolicyConfig
+from offbeat.trainer.models.tiny import write_tiny_policy
+
+WORDS = ("Left", "Right", "Up", "Down", "go", "where", "now", "no")
+SAY = {"role": "user", "content": "go where"}
+ANSWER = {"role": "assistant", "content": "Left now"}
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    write_tiny_policy(tmp_path / "policy", TinyPolicyConfig(), WORDS)
+    return tmp_path / "policy"
+
+
+def source(policy: Path, rows: list[Any], pipeline: str = "sft", max_tokens: int = 64, **settings: Any) -> DataSource:
+    path = policy.parent / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(dataset_name=path, shuffle=False, **settings)
+    return DataSource(config, pipeline, policy, seed=1, max_tokens=max_tokens)
+
+
+def learned(trajectory: Trajectory) -> list[list[int]]:
+    (segment,) = trajectory.segments
+    return [segment.tokens[turn.start : turn.end].tolist() for turn in trajectory.turns]
+
+
+def test_messages_and_columns_of_texts_give_the_same_tokens(policy: Path):
+    one = source(policy, [{"messages": [SAY, ANSWER]}]).trajectory(0, 0, 5)
+    other = source(policy, [{"prompt": "go where", "response": "Left now"}]).trajectory(0, 0, 5)
+    renamed = source(policy, [{"q": [SAY], "a": [ANSWER]}], prompt_key="q", response_key="a").trajectory(0, 0, 5)
+    for trajectory in (other, renamed):
+        assert trajectory.segments[0].tokens.tolist() == one.segments[0].tokens.tolist()
+        assert learned(trajectory) == learned(one)
+    assert one.version_range() == (5, 5)
+    assert not one.segments[0].logprobs.any()
+    assert encode_trajectory(decode_trajectory(encode_trajectory(one))) == encode_trajectory(one)
+
+
+def test_the_last_answer_alone_is_learned_on_request(policy: Path):
+    messages = [SAY, ANSWER, SAY, {"role": "assistant", "content": "Up"}]
+    every = source(policy, [{"messages": messages}]).trajectory(0, 0, 0)
+    last = source(policy, [{"messages": messages}], train_on="last").trajectory(0, 0, 0)
+    assert learned(last) == learned(every)[1:]
+    assert np.array_equal(last.segments[0].tokens, every.segments[0].tokens)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "go where", "chosen": "Left", "rejected": "Up now"},
+        {"prompt": [SAY], "chosen": [{"role": "assistant", "content": "Left"}], "rejected": "Up now"},
+        {
+            "chosen": [SAY, {"role": "assistant", "content": "Left"}],
+            "rejected": [SAY, {"role": "assistant", "content": "Up now"}],
+        },
+    ],
+)
+def test_a_pair_is_two_trajectories_after_one_prompt(policy: Path, row: Any):
+    rows = source(policy, [row], "dpo")
+    chosen, rejected = (rows.trajectory(0, index, 0) for index in range(2))
+    start = chosen.turns[0].start
+    assert start == rejected.turns[0].start
+    assert np.array_equal(chosen.segments[0].tokens[:start], rejected.segments[0].tokens[:start])
+    assert [len(each) for each in (*learned(chosen), *learned(rejected))] == [2, 3]  # with the end of the turn
+
+
+def test_answers_in_a_pairs_prompt_are_not_learned(policy: Path):
+    row = {"prompt": [SAY, ANSWER, SAY], "chosen": "Left", "rejected": "Up"}
+    assert [len(turn) for turn in learned(source(policy, [row], "dpo").trajectory(0, 0, 0))] == [2]
+
+
+def test_a_long_row_is_left_unlearned_or_cut(policy: Path):
+    row = {"messages": [SAY, {"role": "assistant", "content": "Left " * 30}]}
+    dropped = source(policy, [row], max_tokens=16).trajectory(0, 0, 0)
+    cut = source(policy, [row], max_tokens=16, too_long="truncate").trajectory(0, 0, 0)
+    assert (dropped.num_sampled, dropped.is_truncated) == (0, True)
+    assert (cut.num_tokens, cut.is_truncated) == (16, True)
+    assert cut.num_sampled == 16 - cut.turns[0].start
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"messages": [SAY]}, "no assistant turn"),
+        ({"messages": "hello"}, "expected a list of messages, got str"),
+        ({"messages": [{"content": "x"}]}, r"messages\[0\]: expected an object with role and content"),
+        ({"messages": [SAY, {"role": "assistant"}]}, r"messages\[1\]: a message needs content or tool_calls"),
+        ({"messages": [SAY, ANSWER], "tools": "{"}, "tools: not JSON"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(policy: Path, row: Any, problem: str):
+    rows = source(policy, [{"messages": [SAY, ANSWER]}, row])
+    with pytest.raises(EpisodeError, match=rf"bad_row: .*rows.jsonl:2: .*{problem}"):
+        rows.trajectory(1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "row", "problem"),
+    [
+        ("sft", {"prompt": "x"}, "neither the column 'messages'.* nor 'response'.*there is prompt"),
+        ("dpo", {"chosen": "x"}, "no column 'rejected' .rejected_key.; there is chosen"),
+    ],
+)
+def test_a_missing_column_is_named_with_those_that_exist(policy: Path, pipeline: str, row: Any, problem: str):
+    with pytest.raises(ValueError, match=problem):
+        source(policy, [row], pipeline)
+
+
+def test_validation_rows_keep_the_files_order_without_long_ones(policy: Path):
+    path = policy.parent / "val.jsonl"
+    long = {"messages": [SAY, {"role": "assistant", "content": "Left " * 80}]}
+    path.write_text(
+        "".join(json.dumps(row) + "\n" for row in [{"messages": [SAY, ANSWER]}, long, {"messages": [SAY, ANSWER]}])
+    )
+    groups = source(policy, [{"messages": [SAY, ANSWER]}], val_dataset_name=path).validation()
+    assert [group[0].seed for group in groups] == [0, 2]
