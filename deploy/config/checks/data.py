@@ -44,6 +44,9 @@ def check_data(config: RunConfig) -> Iterator[ConfigIssue]:
     for key in EPISODE_KEYS:
         if getattr(config, key) != getattr(unset, key):
             yield ConfigIssue(key, f"has no effect with {pipeline}: leave it out")
+    if config.reference.strategy_args.placement == "service":
+        message = f"{pipeline} scores its rows beside the policy, not in a service: leave it out"
+        yield ConfigIssue("reference.strategy_args.placement", message)
     reference = config.reference.model_dump(exclude_defaults=True)
     if reference and not config.needs_reference:
         yield ConfigIssue("reference", f"has no effect with {pipeline} and no reference: leave it out")

@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 class TurnBatcher:
     """Sender of turns, at most one call per `coalesce_s`."""
 
-    def __init__(self, client: GenerationClient | None, coalesce_s: float, timeout_s: float | None = None) -> None:
-        """client: None samples nothing. timeout_s: limit of a call, whose turns are then aborted; None: unlimited."""
+    def __init__(self, client: GenerationClient, coalesce_s: float, timeout_s: float | None = None) -> None:
+        """timeout_s: limit of a call, whose turns are then aborted; None: unlimited."""
         self._client = client
         self._coalesce_s = coalesce_s
         self._timeout_s = timeout_s

@@ -71,7 +71,7 @@ def test_union_branches_are_one_issue():
 
 
 def test_a_missing_key_is_named():
-    assert problems({}) == {"custom_envs": "required, and missing"}
+    assert problems({"custom_envs": {"Lake": {}}}) == {"custom_envs.Lake.env_type": "required, and missing"}
 
 
 def test_rejected_combination_names_its_table():

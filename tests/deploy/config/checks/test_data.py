@@ -1,0 +1,111 @@
+"""Checks of data pipelines before the start."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat.deploy.config.errors import ConfigError
+from offbeat.deploy.config.loader import load_run, read_run
+from offbeat.deploy.config.run import RunConfig
+from offbeat.envs.frozen_lake.rows import conversations, pairs, write_rows
+from tests.paths import CONFIGS
+from tests.pretrained import write_llama
+
+
+def load(folder: Path, pipeline: str, *overrides: str) -> RunConfig:
+    make = conversations if pipeline == "sft" else pairs
+    for name in ("rows", "val"):
+        if not (folder / f"{name}.jsonl").exists():
+            write_rows(folder / f"{name}.jsonl", make(20))
+    files = [f"data.dataset_name={folder / 'rows.jsonl'}", f"data.val_dataset_name={folder / 'val.jsonl'}"]
+    return load_run(CONFIGS / f"{pipeline}.yaml", [*files, f"output_dir={folder / 'run'}", *overrides])
+
+
+def refused(folder: Path, pipeline: str, *overrides: str) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, pipeline, *overrides)
+    return {issue.path: issue.message for issue in caught.value.issues}
+
+
+def test_epochs_imply_the_steps(tmp_path: Path):
+    sft = load(tmp_path, "sft", "data.num_train_epochs=1.5")
+    assert (sft.max_steps, sft.groups_per_step, sft.train_env_manager.num_env_groups) == (4, 8, 16)
+    assert load(tmp_path, "sft", "data.num_train_epochs=null", "max_steps=7").max_steps == 7
+    issues = refused(tmp_path, "sft", "max_steps=7")
+    assert "7 disagrees with data.num_train_epochs, which implies 10" in issues["max_steps"]
+
+
+def test_a_group_is_a_row_in_the_order_of_the_seed(tmp_path: Path):
+    for pipeline, size in (("sft", 1), ("dpo", 2)):
+        (tmp_path / pipeline).mkdir()
+        config = load(tmp_path / pipeline, pipeline)
+        assert (config.train_env_manager.group_size, config.buffer.order) == (size, "admission")
+        assert not config.uses_engine
+    assert (
+        "one row, of 1 trajectories" in refused(tmp_path, "sft", "train_env_manager.group_size=4")["train_env_manager"]
+    )
+    assert "the seed draws" in refused(tmp_path, "sft", "buffer.order=completion")["buffer"]
+
+
+def test_a_saved_configuration_is_read_again(tmp_path: Path):
+    from offbeat.deploy.config.loader import dump_yaml
+
+    config = load(tmp_path, "sft")
+    (tmp_path / "saved.yaml").write_text(dump_yaml(config))
+    assert read_run(tmp_path / "saved.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "override", "path", "problem"),
+    [
+        ("sft", "use_kl_loss=true", "use_kl_loss", "no effect with pipeline: sft"),
+        ("sft", "adv_estimator=rloo", "adv_estimator", "no effect with pipeline: sft"),
+        ("sft", "warm_start={demos: 'a:b', tag: A}", "warm_start", "no effect with pipeline: sft"),
+        ("sft", "dpo.beta=0.2", "dpo", "no effect with pipeline=sft"),
+        (
+            "dpo",
+            "reference.strategy_args.placement=service",
+            "reference.strategy_args.placement",
+            "beside the policy",
+        ),
+        ("sft", "data=null", "data.dataset_name", "name a file"),
+        ("dpo", "dpo.label_smoothing=0.5", "dpo.label_smoothing", "less than 0.5"),
+        ("dpo", "dpo.simpo_gamma=1.0", "dpo.simpo_gamma", "no effect with loss_type=sigmoid"),
+        ("dpo", "data.chosen_key=better", "data.dataset_name", "no column 'better'"),
+        ("sft", "data.dataset_name=/nowhere.jsonl", "data.dataset_name", "no such file"),
+        ("sft", "pipeline=agentic", "data", "no effect with pipeline=agentic"),
+    ],
+)
+def test_what_can_not_be_trained_is_refused(pipeline: str, override: str, path: str, problem: str, tmp_path: Path):
+    assert problem in refused(tmp_path, pipeline, override)[path]
+
+
+def test_a_reference_needs_a_loss_that_has_one(tmp_path: Path):
+    assert load(tmp_path, "dpo").needs_reference
+    assert not load(tmp_path, "dpo", "dpo.loss_type=simpo").needs_reference
+    issues = refused(tmp_path, "dpo", "dpo.loss_type=simpo", "reference.infer_batch_size=4")
+    assert "no reference" in issues["reference"]
+
+
+@pytest.mark.parametrize(
+    ("row", "overrides", "path", "problem"),
+    [
+        (
+            {"messages": [{"role": "user"}]},
+            [],
+            "data.dataset_name",
+            "rows.jsonl:2: messages[0]: a message needs content",
+        ),
+        (None, ["sequence_length=8"], "sequence_length", "none of the first rows fits in 8 tokens"),
+    ],
+)
+def test_first_rows_are_read_before_the_start(row: Any, overrides: list[str], path: str, problem: str, tmp_path: Path):
+    write_llama(tmp_path / "model")
+    write_rows(tmp_path / "rows.jsonl", conversations(4))
+    if row is not None:
+        lines = (tmp_path / "rows.jsonl").read_text().splitlines()
+        (tmp_path / "rows.jsonl").write_text("\n".join([lines[0], json.dumps(row), *lines[2:]]) + "\n")
+    issues = refused(tmp_path, "sft", f"pretrain={tmp_path / 'model'}", *overrides)
+    assert problem in issues[path]
