@@ -188,8 +188,8 @@ METRICS: tuple[Metric, ...] = (
         "learner",
         "time/{stage}_s",
         "s",
-        "Time of a stage: wait, train, publish, evaluate, checkpoint, settle; step is all of them. score_wait is the part of "
-        "wait for scores of complete groups.",
+        "Time of a stage: wait, train, publish, evaluate, checkpoint, settle; step is all of them. score_wait is the part "
+        "of wait for scores of complete groups.",
     ),
     Metric("learner", "startup/{phase}_s", "s", "Time of a phase of the learner's start."),
     Metric("learner", "checkpoints_failed", "checkpoints", "Checkpoints that could not be written at first."),
