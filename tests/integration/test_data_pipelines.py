@@ -66,7 +66,8 @@ def test_a_data_run_lowers_its_losses_and_says_so(undisturbed: Run) -> None:
     assert not {"reward", "staleness", "actor/mismatch_kl"} & set(steps[-1])
     if pipeline == "dpo":
         assert {"rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"} <= set(steps[-1])
-        assert steps[0]["rewards/margins"].value == 0  # the policy is still the reference
+        # The policy is still the reference, which is scored in other micro-batches: float32 sums differ in the last digits
+        assert steps[0]["rewards/margins"].value == pytest.approx(0, abs=1e-5)
     losses = [r.values["loss"].value for r in records if r.source == "eval"]
     assert len(losses) == 4  # before, at 2 and 4, after
     assert losses[-1] < losses[0]
