@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from offbeat.services.diagnosis import WINDOW_STEPS
 from offbeat.services.telemetry import MetricRecord, Partial
+from offbeat.services.text_samples import TextSample
 
 RATE_S = 15.0
 """Window of rates; wider where two records are further apart."""
@@ -86,6 +87,8 @@ class RunHistory:
     """Newest step with all values."""
     window: list[Mapping[str, float]] = field(default_factory=list[Mapping[str, float]])
     """All values of the first step and the newest `WINDOW_STEPS`, for the diagnosis."""
+    samples: tuple[TextSample, ...] = ()
+    """Of the newest logged step."""
     evaluations: dict[tuple[str, str, int], EvaluationResult] = field(
         default_factory=dict[tuple[str, str, int], EvaluationResult]
     )
@@ -144,6 +147,7 @@ class RunHistory:
     def _add_learner(self, record: MetricRecord) -> None:
         if record.step is not None:
             values = {name: partial.value for name, partial in record.values.items()}
+            self.samples = record.samples or self.samples
             self.last_step = Step(record.step, record.time, values)
             self.steps.add(self.last_step)
             self.window.append(values)

@@ -269,6 +269,12 @@ class LearnerConfig(AlgorithmConfig):
     """Steps between checkpoints."""
     eval_steps: int = Field(default=10, ge=0)
     """Steps between evaluations; 0: only before and after training."""
+    logging_steps: int = Field(default=1, ge=1)
+    """Steps between console rows, text samples and rows of trackers; `metrics.jsonl` keeps every step. With 1, consoles
+    show a row in 10 s and samples in 60 s at most.
+    """
+    logging_samples: int = Field(default=2, ge=0, le=16)
+    """Trajectories per logged step whose text is shown and tracked, from the lowest score to the highest."""
     max_ckpt_to_keep: int = Field(default=2, ge=1)
     """Newest checkpoints kept."""
     system_envs: dict[str, str | int | float | bool] = Field(default_factory=dict[str, str | int | float | bool])

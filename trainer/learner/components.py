@@ -1,10 +1,12 @@
 """Construction of the loop's components."""
 
 from collections.abc import Callable
+from functools import partial
 
 from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.buffer.scores import GroupScores
 from offbeat.services.messages.types import Group
+from offbeat.services.chat.tokenizer import load_tokenizer
 from offbeat.services.rollout.tasks import make_sampler
 from offbeat.services.telemetry import MetricsSink
 from offbeat.services.weights.api import WeightPublisher
@@ -18,7 +20,9 @@ from offbeat.trainer.learner.score_intake import ScoreIntake
 from offbeat.trainer.learner.staleness_controller import StalenessController
 from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.learner.task_sampler import Curriculum
+from offbeat.trainer.learner.trajectory_samples import TrajectorySampler
 from offbeat.trainer.run import LearnerRun
+from offbeat.trainer.trackers.base import LoggedSteps
 from offbeat.trainer.training.batch_log import BatchLog
 from offbeat.trainer.training.checkpoint import CheckpointStore
 from offbeat.trainer.training.policy_trainer import Trainer
@@ -67,6 +71,12 @@ def build_components(
             num_env_groups=config.train_env_manager.num_env_groups,
         ),
         curriculum=Curriculum(make_sampler(config.custom_envs, config.train_env_manager), buffer),
+        sampler=TrajectorySampler(
+            partial(load_tokenizer, run.model_folder),
+            config.custom_envs,
+            config.logging_samples,
+            LoggedSteps(config.logging_steps, config.max_steps),
+        ),
         should_stop=should_stop,
     )
 

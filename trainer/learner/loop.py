@@ -29,6 +29,7 @@ from offbeat.trainer.learner.reporter import (
 from offbeat.trainer.learner.staleness_controller import StalenessController
 from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.learner.task_sampler import Curriculum
+from offbeat.trainer.learner.trajectory_samples import TrajectorySampler
 from offbeat.trainer.run import FINISHED, LearnerRun
 from offbeat.trainer.training.batch_log import BatchLog
 from offbeat.trainer.training.checkpoint import Checkpoint, CheckpointStore, LearnerState
@@ -54,6 +55,7 @@ class LearnerComponents:
     replay: ReplayBuffer
     staleness: StalenessController
     curriculum: Curriculum
+    sampler: TrajectorySampler
     should_stop: Callable[[], bool]
 
 
@@ -73,6 +75,7 @@ class Learner:
         self._replay = components.replay
         self._staleness = components.staleness
         self._curriculum = components.curriculum
+        self._sampler = components.sampler
         self._should_stop = components.should_stop
         self._checkpointer = Checkpointer(
             components.checkpoints,
@@ -200,7 +203,8 @@ class Learner:
         self._finish_checkpoint()
         seconds, self._seconds = {**self._seconds, "step": time.monotonic() - began}, {}
         gauges = {**gauges, **replay_values(replayed, step), **self._staleness.observe(gauges, seconds, self._settings)}
-        self._reporter.record_step(self._step, step_values(taken, step, gauges, seconds))
+        samples = self._sampler.sample(self._step, taken.groups)
+        self._reporter.record_step(self._step, step_values(taken, step, gauges, seconds), samples)
         self._raise_on_repeated_skips()
         return True
 

@@ -47,6 +47,7 @@ from offbeat.trainer.process.ranks import (
 )
 from offbeat.trainer.process.signals import stop_on_signals
 from offbeat.trainer.run import LearnerRun, buffer_limits, is_ending, read_run
+from offbeat.trainer.trackers.base import LoggedSteps
 from offbeat.trainer.trackers.metrics_writer import MetricsWriter
 from offbeat.trainer.trackers.supervisor import TrackerProcesses, make_start_messages
 from offbeat.trainer.training.checkpoint import Checkpoint, CheckpointStore, read_checkpoint, read_epoch
@@ -212,9 +213,10 @@ class LearnerProcess:
             self._announce_start(epoch)
             self._reporter.record_startup(self._startup.seconds)
             names, kwargs = run.config.track_with, run.config.tracker_kwargs
+            logged = LoggedSteps(run.config.logging_steps, run.config.max_steps)
             with (
                 TrackerProcesses(make_start_messages(run, resumed_step), self._view.print, self._metrics) as trackers,
-                MetricsWriter(self._redis, run.run_id, run.output_dir, names, resumed_step, kwargs),
+                MetricsWriter(self._redis, run.run_id, run.output_dir, names, resumed_step, kwargs, logged),
                 LedgerThread(self._redis, run.run_id, run.output_dir),
                 IncarnationWatch(buffer),
             ):
