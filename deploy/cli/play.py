@@ -238,7 +238,8 @@ def _rollout(config: Any, order: Any, agent: str | None, temperature: float | No
 def _print_summary(played: Any, order: Any) -> None:
     from itertools import groupby
 
-    from offbeat.deploy.play.rollouts import pass_at_k, read_success
+    from offbeat.deploy.play.rollouts import read_success
+    from offbeat.trainer.learner.evaluation_metrics import pass_at_k
 
     for reason, count in played.failures.items():
         typer.secho(f"{count} episode(s) could not be played: {reason}", fg=typer.colors.RED)

@@ -76,6 +76,8 @@ class EvaluationResult:
     episodes: int
     success_missing: float = 0.0
     """Share of episodes that failed or reported no success."""
+    values: Mapping[str, float] = field(default_factory=dict[str, float])
+    """All metrics."""
 
 
 @dataclass
@@ -165,6 +167,7 @@ class RunHistory:
             reward=values["reward"].value if "reward" in values else float("nan"),
             episodes=int(values["reward"].count) if "reward" in values else 0,
             success_missing=values["success_missing"].value if "success_missing" in values else 0.0,
+            values={name: partial.value for name, partial in values.items()},
         )
         self.evaluations[result.kind, result.sampling, result.step] = result
 

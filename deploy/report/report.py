@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,7 @@ def build_report(
                 "success_missing": _finite(evaluation.success_missing),
                 "reward": _finite(evaluation.reward),
                 "episodes": evaluation.episodes,
+                "metrics": {name: value for name, value in evaluation.values.items() if math.isfinite(value)},
             }
             for evaluation in sorted(
                 history.evaluations.values(), key=lambda evaluation: (evaluation.time, evaluation.sampling)
@@ -209,6 +210,8 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
         for sampling in ("sampled", "greedy"):
             before, after = (_newest_measure(report, kind, sampling, measure) for kind in ("before", "after"))
             table.add_row(f"{measure}, {sampling}", _format(before), _format(after))
+    for label, *figures in _evaluation_rows(report):
+        table.add_row(label, *figures)
     missing = [_newest_measure(report, kind, "sampled", "success_missing") for kind in ("before", "after")]
     if any(missing):
         table.add_row("episodes without success", *(_format(share, ".0%") for share in missing))
@@ -229,6 +232,38 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
         console.print(f"{kind}: {finding['seen']}: {finding['cause']} ({keys})", soft_wrap=True, markup=False)
     for label, path in _file_paths(folder):
         console.print(f"  {label:<16} {path}", soft_wrap=True)
+
+
+MEASURES = {
+    "reward, least": "reward_min",
+    "reward, greatest": "reward_max",
+    "turns per episode": "turns",
+    "tokens per episode": "tokens/response_length/mean",
+    "answers cut short": "answers_truncated",
+    "success": "success",
+    "reward": "reward",
+}
+"""Label -> metric of a sampled evaluation."""
+OF_A_TAG = ("success", "reward", "reward, least", "reward, greatest")
+
+
+def _evaluation_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield rows of the sampled evaluations before and after; those of tags where there are several."""
+    newest = [
+        [row.get("metrics", {}) for row in report["evaluations"] if (row["kind"], row["sampling"]) == (kind, "sampled")]
+        for kind in ("before", "after")
+    ]
+    before, after = (metrics[-1] if metrics else {} for metrics in newest)
+    names = dict.fromkeys([*before, *after])
+    tags = list(dict.fromkeys(name.split("/")[1] for name in names if name.startswith("env/")))
+    rows = {label: name for label, name in MEASURES.items() if label not in ("success", "reward")}
+    rows |= {name: name for name in names if name.startswith("pass@")}
+    if len(tags) > 1:
+        rows |= {f"{tag}: {label}": f"env/{tag}/{MEASURES[label]}" for tag in tags for label in OF_A_TAG}
+        rows |= {f"{name.split('/')[1]}: {name.split('/')[2]}": name for name in names if "/pass@" in name}
+    for label, name in rows.items():
+        if name in names:
+            yield label, _format(before.get(name)), _format(after.get(name))
 
 
 def _newest_measure(report: Mapping[str, Any], kind: str, sampling: str, measure: str) -> float | None:

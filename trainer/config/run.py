@@ -24,6 +24,8 @@ class LearnerRunConfig(LearnerConfig):
     """Envs and templates by tag."""
     train_env_manager: EnvManagerConfig = EnvManagerConfig()
     """Training tags, groups and their size."""
+    val_env_manager: EnvManagerConfig = EnvManagerConfig(group_size=1)
+    """Evaluation episodes; pass@k is measured with `group_size` above 1."""
     val_batch_size: int = Field(default=64, ge=1)
     """Episodes per evaluation during training."""
     final_val_batch_size: int = Field(default=256, ge=1)

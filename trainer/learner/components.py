@@ -5,8 +5,8 @@ from functools import partial
 
 from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.buffer.scores import GroupScores
-from offbeat.services.messages.types import Group
 from offbeat.services.chat.tokenizer import load_tokenizer
+from offbeat.services.messages.types import Group
 from offbeat.services.rollout.tasks import make_sampler
 from offbeat.services.telemetry import MetricsSink
 from offbeat.services.weights.api import WeightPublisher
@@ -52,7 +52,15 @@ def build_components(
         trainer=trainer,
         checkpoints=checkpoints,
         batch_log=BatchLog(run.output_dir, config.record_batches, buffer.epoch),
-        evaluations=Evaluations(buffer, sink, log, run.output_dir / EVALUATIONS, checkpoints.score, epoch=buffer.epoch),
+        evaluations=Evaluations(
+            buffer,
+            sink,
+            log,
+            run.output_dir / EVALUATIONS,
+            checkpoints.score,
+            epoch=buffer.epoch,
+            group_size=config.val_env_manager.group_size,
+        ),
         intake=GroupIntake(
             buffer=buffer,
             config=config,
