@@ -114,8 +114,8 @@ async def _play(
     from offbeat.deploy.play.policy import policy_folder
     from offbeat.deploy.play.session import load_sampler
     from offbeat.deploy.play.target import check_rendering, remove_token_limits
-    from offbeat.deploy.report.episodes import make_rendered, write_gif, write_html
     from offbeat.envs import registry
+    from offbeat.trainer.rendering.episodes import make_rendered, write_gif, write_html
 
     spoken = agent in ("human", "random") or endpoint is not None
     if endpoint and tokenizer:

@@ -27,7 +27,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 MAX_DOCUMENT_CHARS = 1_000_000
 JSON_NUL = "\\u0000"
 TINY = "tiny"
-PATH_KEYS = ("output_dir", "logging_dir", "resume_from_checkpoint", *MODEL_KEYS)
+PATH_KEYS = ("output_dir", "logging_dir", "render_save_dir", "resume_from_checkpoint", *MODEL_KEYS)
 """Local paths' keys; `*` stands for any name."""
 
 

@@ -14,19 +14,19 @@ from rich.table import Table
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.report.baselines import run_baselines
 from offbeat.deploy.report.curve import CurvePoint, draw_learning_curve
-from offbeat.deploy.report.episodes import (
-    PlayedEpisode,
-    play_again,
-    write_gif,
-    write_html,
-)
 from offbeat.deploy.report.history import RunHistory
-from offbeat.deploy.report.recorded_episodes import read_recorded_episodes
 from offbeat.deploy.run_folder import newest_checkpoint
 from offbeat.services.control.failed_groups import advise_failed
 from offbeat.services.control.failing_episodes import find_failing
 from offbeat.services.control.schemas import CountersView
 from offbeat.services.diagnosis import RunFinding, diagnose
+from offbeat.trainer.rendering.episodes import (
+    PlayedEpisode,
+    play_again,
+    write_gif,
+    write_html,
+)
+from offbeat.trainer.rendering.recorded_episodes import read_recorded_episodes
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,6 @@ REPORT = "report.json"
 CURVE = "learning_curve.png"
 GIF = "episodes.gif"
 HTML = "episodes.html"
-SHOWN_EPISODES = 8
-"""Rendered episodes per evaluation."""
 
 
 class ReportMaker:
@@ -188,7 +186,7 @@ def draw_curve(path: Path, config: RunConfig, history: RunHistory, baselines: Ma
 
 def render_episodes(folder: Path, config: RunConfig) -> None:
     episodes: list[PlayedEpisode] = []
-    for recorded in read_recorded_episodes(folder, SHOWN_EPISODES):
+    for recorded in read_recorded_episodes(folder, config.render_episodes):
         try:
             episodes.append(play_again(config, recorded))
         except Exception:

@@ -279,6 +279,12 @@ class LearnerConfig(AlgorithmConfig):
     """Newest checkpoints kept."""
     system_envs: dict[str, str | int | float | bool] = Field(default_factory=dict[str, str | int | float | bool])
     """Environment variables of learner, engines and env workers."""
+    render_save_dir: Path | None = None
+    """Folder of rendered episodes of each evaluation, by step; None: only those before and after training, in the run's
+    folder.
+    """
+    render_episodes: int = Field(default=8, ge=1, le=32)
+    """Rendered episodes per evaluation."""
     record_batches: int = Field(default=0, ge=0)
     """Newest batches kept in `batches/` for `offbeat learner reproduce`; 0: only those with non-finite gradients."""
     resume_from_checkpoint: bool | Path = False

@@ -46,6 +46,7 @@ from offbeat.trainer.process.ranks import (
     start_followers,
 )
 from offbeat.trainer.process.signals import stop_on_signals
+from offbeat.trainer.rendering.evaluations import rendered_evaluations
 from offbeat.trainer.run import LearnerRun, buffer_limits, is_ending, read_run
 from offbeat.trainer.trackers.base import LoggedSteps
 from offbeat.trainer.trackers.metrics_writer import MetricsWriter
@@ -219,6 +220,7 @@ class LearnerProcess:
                 MetricsWriter(self._redis, run.run_id, run.output_dir, names, resumed_step, kwargs, logged),
                 LedgerThread(self._redis, run.run_id, run.output_dir),
                 IncarnationWatch(buffer),
+                rendered_evaluations(run),
             ):
                 finished = learner.run()
                 trackers.ending = "finished" if finished else "stopped"

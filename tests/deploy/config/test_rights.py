@@ -61,6 +61,7 @@ NAMING: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "system_envs": ({"system_envs": {"PYTHONPATH": "/evil"}}, "system_envs.PYTHONPATH"),
     "logging_dir": ({"logging_dir": "/etc/logs"}, "logging_dir"),
+    "render_save_dir": ({"render_save_dir": "/etc/episodes"}, "render_save_dir"),
     "actor_train.strategy_args.strategy_config": (
         {"actor_train": {"strategy_args": {"strategy_config": {"compile": {"backend": "evil.backend"}}}}},
         "actor_train.strategy_args.strategy_config.compile.backend",
