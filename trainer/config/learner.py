@@ -6,6 +6,7 @@ from typing import Annotated, Literal, cast
 from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from offbeat.envs.config import Config
+from offbeat.services.chat.replaced_template import find_problem, replaces
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.conditions import SET, ConditionalConfig, OnlyWith
 from offbeat.trainer.config.replay import ReplayConfig
@@ -260,6 +261,10 @@ class LearnerConfig(AlgorithmConfig):
     """
     reward_pretrain: str | None = Field(default=None, min_length=1)
     """Model of the critic's first weights, unless `critic.model_args.model_name_or_path` is set; None: the policy's."""
+    chat_template: str | None = Field(default=None, min_length=1)
+    """Template in place of the model's own, for policy, engines and trainer: a name (`native`, `qwen2_5`, `qwen3`: its own;
+    `native_nonthinking`, `longcot_V3`, `chatml`), a file `*.jinja`, or a Jinja text; ROLL's `data_args.template`.
+    """
     tiny: TinyPolicyConfig = TinyPolicyConfig()
     warm_start: WarmStartConfig | None = None
     """Supervised fine-tuning before training; None skips it."""
@@ -320,6 +325,17 @@ class LearnerConfig(AlgorithmConfig):
             return value
         return value.with_batch_sizes(info.data["rollout_batch_size"], info.data["sequence_length"])
 
+    @field_validator("chat_template")
+    @classmethod
+    def _is_a_template(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None or not replaces(value):
+            return None
+        if info.data.get("pretrain") == "tiny":
+            raise ValueError("the tiny policy has ChatML over a vocabulary of its own: leave chat_template out")
+        if problem := find_problem(value):
+            raise ValueError(problem)
+        return value
+
     @field_validator("track_with", mode="before")
     @classmethod
     def _as_tuple(cls, value: object) -> object:
@@ -345,6 +361,11 @@ class LearnerConfig(AlgorithmConfig):
             name: str(value).lower() if isinstance(value, bool) else str(value)
             for name, value in self.system_envs.items()
         }
+
+    @property
+    def has_policy_folder(self) -> bool:
+        """True if the policy's files are in the run's folder."""
+        return self.pretrain == "tiny" or self.chat_template is not None
 
     @property
     def critic_folder(self) -> str | None:

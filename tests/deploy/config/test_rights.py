@@ -80,6 +80,7 @@ PLAIN = {
     "teacher.*.tag_included": "tags",
     "reward_shaping.format_metric": "a metric's name",
     "pretrain": "read as data",
+    "chat_template": "a name, text rendered in a sandbox, or a file *.jinja read as such",
     "warm_start.tag": "a tag",
     "actor_train.model_args.lora_target": "names of layers",
     "actor_train.training_args.lr_scheduler_kwargs": "numbers by the names of a fixed table",
