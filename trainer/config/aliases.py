@@ -67,6 +67,7 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
         for role in ("actor_infer", "reference", "teacher.*")
     },
     "actor_infer.dtype": (("auto",), ""),
+    **{f"{manager}.max_env_num_per_worker": ((0,), "") for manager in MANAGERS},
     "custom_envs.*.agent_runner_cls": ((None,), "use agent_runner: {path: module:function}"),
     **{f"{manager}.generating_args.num_return_sequences": ((1,), ONE_ANSWER) for manager in ("actor_infer", *MANAGERS)},
 }

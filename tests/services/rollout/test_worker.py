@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -465,3 +466,33 @@ async def test_a_worker_keeps_its_heartbeat_while_finding_eval_tasks(bench, tmp_
         await b.until_done(1)
     assert list(b.buffer.submitted) == [episode]
     assert marker.read_text() == ""
+
+
+@pytest.mark.parametrize(("train", "evaluation", "most"), [(None, None, (8, 8)), (3, 2, (3, 2)), (7, None, (7, 8))])
+async def test_training_and_evaluation_have_limits_of_their_own(
+    bench, tokenizer: Tokenizer, train: int | None, evaluation: int | None, most: tuple[int, int]
+):
+    """Both hold at once, within that of the worker, and a freed slot of one kind is taken without new work."""
+    seen, play = {"train": 0, "eval": 0, "both": 0}, walker(tokenizer)
+
+    def watch(request: Any) -> Any:
+        kinds = [task.kind for task in b.worker._playing]
+        for kind in EpisodeKind:
+            seen[kind.value] = max(seen[kind.value], kinds.count(kind))
+        seen["both"] = max(seen["both"], len(kinds))
+        return play(request)
+
+    evaluations = [replace(task, kind=EpisodeKind.EVAL, sampling_name="sampled") for task in group(100, 12)]
+    async with bench(
+        *group(0, 30),
+        *evaluations,
+        generation=FakeGeneration(watch),
+        rollout=RolloutConfig(max_env_num_per_worker=8),
+        train_env_manager=EnvManagerConfig(max_env_num_per_worker=train),
+        val_env_manager=EnvManagerConfig(group_size=1, max_env_num_per_worker=evaluation),
+    ) as b:
+        await b.until_done(42)
+    assert (seen["train"], seen["eval"]) <= most
+    assert seen["train"] == most[0]
+    assert seen["eval"] <= most[1]
+    assert seen["both"] <= 8
