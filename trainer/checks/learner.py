@@ -38,6 +38,13 @@ def check_learner(config: LearnerConfig) -> Iterator[ConfigIssue]:
             f"critic.{key}",
             f"adv_estimator {config.adv_estimator} has no critic: leave it out, or take adv_estimator gae",
         )
+    if config.model_update_frequency - 1 > config.max_staleness:
+        frequency = config.model_update_frequency
+        yield ConfigIssue(
+            "model_update_frequency",
+            f"the last of {frequency} steps trains on groups that lag {frequency - 1} versions, but max_staleness is "
+            f"{config.max_staleness:g}: set max_staleness to {frequency - 1} or more, or publish more often",
+        )
     yield from check_schedule(config)
     yield from _check_models(config)
     yield from _check_reference(config)

@@ -283,6 +283,10 @@ class LearnerConfig(AlgorithmConfig):
     """Maximum lag of trained groups, in policy versions; ROLL's `async_generation_ratio`. 0 is synchronous. A fraction
     admits that fraction of a batch ahead; lags are compared with it rounded up.
     """
+    model_update_frequency: int = Field(default=1, ge=1)
+    """Steps between published versions; above 1 needs `max_staleness` of at least one less. Checkpoints, evaluations, the
+    last step and a lowered bound publish besides.
+    """
     staleness_controller: StalenessControllerConfig | None = None
     """Controller of `max_staleness` and `train_env_manager.num_env_groups`; None keeps them fixed."""
     replay: ReplayConfig = ReplayConfig()
