@@ -28,10 +28,21 @@ from offbeat.trainer.models.policy import PackedCritic
 from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.integration.learner_rank import SMOOTH, fixed_batch
 from tests.paths import ROOT
-from tests.trainer.engines.comparing import assert_same, decaying_groups, nll, weights_of
+from tests.trainer.engines.comparing import (
+    assert_overflow_is_skipped,
+    assert_same,
+    assert_scale_ends_at_one,
+    assert_steps_agree,
+    decaying_groups,
+    nll,
+    weights_of,
+)
 
 NAMES = ("0", "2", "3", "fsdp2", "0-head", "1-head", "2-head", "3-head", "fsdp2-head")
 HYPER = Hyperparameters(learning_rate=1e-2, weight_decay=0.1)
+needs_float16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="DeepSpeed needs a CPU with float16 instructions"
+)
 EngineFactory = Callable[..., DeepSpeedEngine]
 
 
@@ -217,6 +228,31 @@ def test_bfloat16_weights_gather_steps_too_small_for_them(engine: EngineFactory)
         before["model.layers.0.self_attn.q_proj.weight"], weights_of(policy)["model.layers.0.self_attn.q_proj.weight"]
     )
     assert float((weights_of(policy)[norm] - before[norm]).abs().max()) < 1e-2
+
+
+@needs_float16
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_float16_skips_overflows_and_resumes_with_its_scale(engine: EngineFactory, stage: int, tmp_path: Path) -> None:
+    assert_overflow_is_skipped(lambda: engine(stage, "float16"), tmp_path)
+
+
+@needs_float16
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_float16_steps_are_those_of_float32_but_for_rounding(engine: EngineFactory, stage: int) -> None:
+    assert_steps_agree(engine(stage, "float16"), engine(stage))
+
+
+@needs_float16
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_loss_that_is_never_finite_ends_at_the_smallest_scale(engine: EngineFactory, stage: int) -> None:
+    assert_scale_ends_at_one(engine(stage, "float16"))
+
+
+@needs_float16
+def test_deepspeeds_own_settings_of_the_scale_hold(folder: Path, ranks: Ranks) -> None:
+    strategy = StrategyArgs.model_validate({"strategy_config": {"fp16": {"initial_scale_power": 8}}})
+    policy = DeepSpeedEngine(load_policy(folder, ModelArgs(dtype="float16"), seed=1), SMOOTH, strategy, ranks)
+    assert policy.train(fixed_batch(), nll, HYPER).loss_scale == 2**8
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -87,6 +87,7 @@ class ModelArgs(ConditionalConfig):
     """Model and adapters; ROLL's `model_args`."""
 
     dtype: TrainDtype = "float32"
+    """Of weights and passes; optimizer states are float32. float16 scales the loss dynamically."""
     attn_implementation: AttentionName = "auto"
     """Attention; `auto` is packed causal, padded only inside attention."""
     shared_prefix: Annotated[bool, OnlyWith(attn_implementation=("auto",))] = False
@@ -147,7 +148,7 @@ class TrainingArgs(ScheduleArgs, ConditionalConfig):
     """Decay of norms, biases and embeddings, too."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     max_skipped_steps: int = Field(default=5, ge=1)
-    """Consecutive steps with non-finite gradients until the run fails."""
+    """Consecutive steps with non-finite gradients until the run fails; with float16, those at a loss scale of 1."""
     max_tokens_per_microbatch: int = Field(default=8192, ge=1)
     """Tokens per forward and backward pass."""
     num_minibatches: int = Field(default=1, ge=1)

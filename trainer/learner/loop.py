@@ -22,6 +22,7 @@ from offbeat.trainer.learner.evaluations import Evaluation, Evaluations, When
 from offbeat.trainer.learner.group_intake import GroupIntake, StepGroups
 from offbeat.trainer.learner.reporter import (
     LearnerReporter,
+    is_overflow,
     replay_values,
     step_values,
     was_skipped,
@@ -198,6 +199,8 @@ class Learner:
         self._staleness.sample_slots()
         self._curriculum.observe([*taken.groups, *taken.refilled])
         self._record(taken, replayed, skipped=skipped)
+        if not (skipped and is_overflow(gauges)):  # a lower loss scale is tried first
+            self._num_skipped = self._num_skipped + 1 if skipped else 0
         if self._is_publish_due():
             self._publish()
         self._finish_checkpoint()
@@ -226,7 +229,6 @@ class Learner:
     def _record(self, taken: StepGroups, replayed: ReplayedGroups, *, skipped: bool) -> None:
         bound = self._settings.max_staleness
         self._ledger.write_step(self._step, taken, max_staleness=bound, skipped=skipped, replayed=replayed)
-        self._num_skipped = self._num_skipped + 1 if skipped else 0
         self._checkpointer.add_consumed(taken.entry_ids)
         self._next_number = max([self._next_number, *(group.number + 1 for group in taken.groups)])
 
