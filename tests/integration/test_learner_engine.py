@@ -4,7 +4,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -71,18 +71,21 @@ def engine(folder: Path, ranks: Ranks) -> EngineFactory:
     return build
 
 
+def run_ranks(model: Path, out: Path, names: Sequence[str], world: int) -> None:
+    script = Path(__file__).with_name("learner_rank.py")
+    command = [sys.executable, str(script), str(model), str(out), *names]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
+    running = [
+        subprocess.Popen(command, env={**os.environ, **address, "RANK": str(rank), "PYTHONPATH": str(ROOT)})
+        for rank in range(world)
+    ]
+    assert [process.wait(timeout=240) for process in running] == [0] * world
+
+
 def test_zero_stages_fsdp2_and_ranks_learn_the_same(folder: Path, tmp_path: Path) -> None:
     """Three micro-batches on two ranks: one rank has a pass less of its own."""
-    script = Path(__file__).with_name("learner_rank.py")
-    command = [sys.executable, str(script), str(folder), str(tmp_path), *NAMES]
-    root = str(ROOT)
     for world in (1, 2):
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
-        running = [
-            subprocess.Popen(command, env={**os.environ, **address, "RANK": str(rank), "PYTHONPATH": root})
-            for rank in range(world)
-        ]
-        assert [process.wait(timeout=240) for process in running] == [0] * world
+        run_ranks(folder, tmp_path, NAMES, world)
     with torch.no_grad():
         plain = load_policy(folder, ModelArgs(), seed=1)
         alone = torch.cat([plain(x).logprobs for x in fixed_batch()])
@@ -104,6 +107,24 @@ def test_zero_stages_fsdp2_and_ranks_learn_the_same(folder: Path, tmp_path: Path
     saved = load_file(tmp_path / "fsdp2-of-1.safetensors")
     del saved["logprobs"]
     assert_same(load_file(tmp_path / "resumed.safetensors"), saved)
+
+
+@needs_float16
+def test_ranks_agree_on_the_loss_scale(folder: Path, tmp_path: Path) -> None:
+    """A gradient that overflows on one rank alone is skipped by both."""
+    names = ("fsdp2-half", "1-half")
+    for world in (1, 2):
+        run_ranks(folder, tmp_path, names, world)
+    for name in names:
+        alone, first, second = (
+            load_file(tmp_path / f"{name}-{who}.safetensors") for who in ("0-of-1", "0-of-2", "1-of-2")
+        )
+        assert_same(first, second)
+        before, after, applied = first.pop("scales").tolist()
+        assert not applied
+        assert after <= before
+        del alone["scales"]
+        assert_same(alone, first, atol=4e-3)
 
 
 def test_the_cut_into_micro_batches_does_not_change_the_step(engine: EngineFactory) -> None:
