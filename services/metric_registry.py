@@ -119,6 +119,19 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "learner", "actor/skipped_steps", "steps", "Steps of the policy skipped for a gradient that was not finite."
     ),
+    *(
+        metric
+        for model in ("actor", "critic")
+        for metric in (
+            Metric("learner", f"{model}/loss_scale", "", "Factor of the loss against underflow, with float16."),
+            Metric(
+                "learner",
+                f"{model}/overflow_steps",
+                "steps",
+                "Of the skipped steps, those that may succeed at a lower loss scale, with float16.",
+            ),
+        )
+    ),
     Metric("learner", "actor/ratio", "", "Mean ratio of the policy to the old policy.", "actor/ratio_mean"),
     Metric("learner", "actor/ratio_max", "", "Greatest such ratio."),
     Metric(

@@ -88,6 +88,7 @@ class ModelArgs(ConditionalConfig):
     """Model and adapters; ROLL's `model_args`."""
 
     dtype: TrainDtype = "float32"
+    """Of weights and passes; optimizer states are float32. float16 scales the loss dynamically."""
     attn_implementation: AttentionName = "auto"
     """Attention; `auto` is packed causal, padded only inside attention."""
     shared_prefix: Annotated[bool, OnlyWith(attn_implementation=("auto",))] = False
@@ -148,7 +149,7 @@ class TrainingArgs(ScheduleArgs, ConditionalConfig):
     """Decay of norms, biases and embeddings, too."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     max_skipped_steps: int = Field(default=5, ge=1)
-    """Consecutive steps with non-finite gradients until the run fails."""
+    """Consecutive steps with non-finite gradients until the run fails; with float16, those at a loss scale of 1."""
     max_tokens_per_microbatch: int = Field(default=8192, ge=1)
     """Tokens per forward and backward pass."""
     num_minibatches: int = Field(default=1, ge=1)
@@ -299,6 +300,10 @@ class LearnerConfig(AlgorithmConfig):
     max_staleness: float = Field(default=1.0, ge=0)
     """Maximum lag of trained groups, in policy versions; ROLL's `async_generation_ratio`. 0 is synchronous. A fraction
     admits that fraction of a batch ahead; lags are compared with it rounded up.
+    """
+    model_update_frequency: int = Field(default=1, ge=1)
+    """Steps between published versions; above 1 needs `max_staleness` of at least one less. Checkpoints, evaluations, the
+    last step and a lowered bound publish besides.
     """
     staleness_controller: StalenessControllerConfig | None = None
     """Controller of `max_staleness` and `train_env_manager.num_env_groups`; None keeps them fixed."""

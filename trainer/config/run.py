@@ -12,7 +12,7 @@ from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig, Rollout
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.trainer.config.learner import ActorTrainConfig, LearnerConfig
 
-MISMATCH_KL = {"float32": 1e-6, "bfloat16": 1e-3}
+MISMATCH_KL = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 1e-3}
 """Expected KL of engine and trainer on the same weights by the trainer's type, nats per token: float32 on both sides
 measures 1e-13, bfloat16 on one side 1e-5."""
 

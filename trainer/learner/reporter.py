@@ -139,6 +139,15 @@ def was_skipped(gauges: Mapping[str, Partial]) -> bool:
     return any(gauges[name].total > 0 for name in ("actor/skipped_steps", "critic/skipped_steps") if name in gauges)
 
 
+def is_overflow(gauges: Mapping[str, Partial]) -> bool:
+    """Return whether every skipped step may succeed at a lower loss scale."""
+    totals = {name: value.total for name, value in gauges.items()}
+    return all(
+        totals.get(f"{model}/skipped_steps", 0.0) <= totals.get(f"{model}/overflow_steps", 0.0)
+        for model in ("actor", "critic")
+    )
+
+
 def step_values(
     taken: StepGroups, step: int, gauges: Mapping[str, Partial], seconds: Mapping[str, float]
 ) -> dict[str, Partial]:

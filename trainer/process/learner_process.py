@@ -234,7 +234,7 @@ class LearnerProcess:
         self._view.print(f"Resuming from step {checkpoint.state.step}: {checkpoint.path}")
         written_by, train = checkpoint.state.num_processes, self._run.config.actor_train
         zero = train.strategy_args.strategy_name == "deepspeed_train"
-        sharded = zero and (train.strategy_args.zero_stage > 0 or train.model_args.dtype == "bfloat16")
+        sharded = zero and (train.strategy_args.zero_stage > 0 or train.model_args.dtype != "float32")
         if sharded and written_by != ranks.world_size:
             raise ControlError(
                 f"{checkpoint.path} was written by {written_by} process(es), and its optimizer shards can't be "

@@ -328,7 +328,13 @@ class BatchTrainer:
             return {}
         norm = {f"{model}/grad_norm": Partial("last", outcome.grad_norm)} if outcome.applied else {}
         skipped = {f"{model}/skipped_steps": Partial("sum", float(not outcome.applied))}
-        return {f"{model}/lr": Partial("last", rate), **norm, **skipped}
+        scaled = {}
+        if outcome.loss_scale is not None:
+            scaled = {
+                f"{model}/loss_scale": Partial("last", outcome.loss_scale),
+                f"{model}/overflow_steps": Partial("sum", float(outcome.overflowed)),
+            }
+        return {f"{model}/lr": Partial("last", rate), **norm, **skipped, **scaled}
 
     def _rate(self, step: int, peak: float, warmup_steps: int) -> float:
         return scheduled_rate(
