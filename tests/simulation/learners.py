@@ -1,4 +1,4 @@
-"""What learners do to the protocol: each rule is at most one command, so that one may die between any two."""
+"""Rules of learners: each is at most one command, so that one may die between any two."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -25,7 +25,7 @@ class InlineExecutor(Executor):
 
 
 class _Stopper(threading.local):
-    """What stops the present thread: operations left, and what then happens at each further one."""
+    """Stop of the current thread: operations left, and the action at each further one."""
 
     left = 0
     folder = ""
