@@ -95,6 +95,7 @@ class Played(RuleBasedStateMachine):
         super().__init__()
         self.redis.flushall()
         self.leases: list[LearnerLease] = []
+        self.journals: list[StepLedger] = []
         self.runner = asyncio.Runner()
         self.runner.get_loop()
         self.async_redis = connect_async(self.url)
@@ -137,6 +138,7 @@ class Played(RuleBasedStateMachine):
         )
         self.known[buffer.epoch] = known
         journal = StepLedger(self.folder, buffer.epoch)
+        self.journals.append(journal)
         journal.write_lease()
         self.leases.append(lease)
         store = CheckpointStore(self.checkpoints, KEEP, buffer.epoch)
