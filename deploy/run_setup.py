@@ -11,6 +11,7 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import collect_words
 from offbeat.deploy.run_folder import make_private
 from offbeat.services.buffer.admin import configure_buffer
+from offbeat.services.chat.template_override import write_policy_folder
 from offbeat.services.control.run import RunSpec
 from offbeat.services.generation.config import app_name
 from offbeat.services.generation.tenancy import read_architecture
@@ -35,7 +36,7 @@ def run_spec(config: RunConfig) -> RunSpec:
 
 def model_folder(config: RunConfig) -> Path:
     """Return the folder of configuration and tokenizer."""
-    return config.output_dir / POLICY if config.pretrain == "tiny" else Path(config.pretrain)
+    return config.output_dir / POLICY if config.has_policy_folder else Path(config.pretrain)
 
 
 def load_architecture(config: RunConfig) -> dict[str, JsonValue]:
@@ -89,6 +90,8 @@ def prepare_folder(config: RunConfig) -> None:
         from offbeat.trainer.models.tiny import write_tiny_policy  # noqa: PLC0415
 
         write_tiny_policy(model_folder(config), config.tiny, collect_words(config))
+    elif config.chat_template is not None:
+        write_policy_folder(Path(config.pretrain), model_folder(config), config.chat_template)
 
 
 def make_log_folder(config: RunConfig) -> Path:

@@ -91,7 +91,7 @@ def diagnose(steps: Sequence[Mapping[str, float]], limits: DiagnosisLimits = NO_
 
 
 def _not_finite(window: StepWindow) -> RunFinding | None:
-    skipped, bad = window.sum("actor/skipped_steps"), window.sum("not_finite")
+    skipped, bad = window.sum("actor/skipped_steps") - window.sum("actor/overflow_steps"), window.sum("not_finite")
     if not skipped and not bad:
         return None
     seen = f"{skipped:.0f} of the last {len(window.steps)} steps had gradients that are not finite"
@@ -100,6 +100,19 @@ def _not_finite(window: StepWindow) -> RunFinding | None:
         seen if skipped else f"{bad:.0f} metrics of the last {len(window.steps)} steps were not finite",
         "the update is too large for the weights: lower the learning rate, or train in float32",
         ("actor_train.training_args.learning_rate", "actor_train.model_args.dtype"),
+    )
+
+
+def _overflows(window: StepWindow) -> RunFinding | None:
+    """Some steps at the start and one now and then find the scale."""
+    overflows, scale = window.sum("actor/overflow_steps"), [math.nan, *window.values("actor/loss_scale")][-1]
+    if not window.has(MIN_STEPS) or overflows < max(MIN_STEPS, len(window.steps) / 4):
+        return None
+    return RunFinding(
+        "overflow",
+        f"{overflows:.0f} of the last {len(window.steps)} steps overflowed float16 and were skipped (scale {scale:g})",
+        "gradients exceed float16's range: train in bfloat16 or float32, or start at a lower loss scale",
+        ("actor_train.model_args.dtype", "actor_train.strategy_args.strategy_config"),
     )
 
 
@@ -267,6 +280,7 @@ def _idle(window: StepWindow) -> RunFinding | None:
 
 RULES: tuple[Callable[[StepWindow], RunFinding | None], ...] = (
     _not_finite,
+    _overflows,
     _no_tokens,
     _success_missing,
     _truncated,

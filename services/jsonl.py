@@ -50,13 +50,18 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def last_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the rows in the last 64 KiB."""
+    """Return the rows in the last 64 KiB, or in as much as holds one."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - TAIL_BYTES))
-        return [row for line in file.read().splitlines() if (row := _row(line)) is not None]
+        tail = TAIL_BYTES
+        while True:
+            file.seek(max(0, size - tail))
+            rows = [row for line in file.read().splitlines() if (row := _row(line)) is not None]
+            if rows or tail >= size:
+                return rows
+            tail *= 2
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

@@ -141,6 +141,19 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "learner", "actor/skipped_steps", "steps", "Steps of the policy skipped for a gradient that was not finite."
     ),
+    *(
+        metric
+        for model in ("actor", "critic")
+        for metric in (
+            Metric("learner", f"{model}/loss_scale", "", "Factor of the loss against underflow, with float16."),
+            Metric(
+                "learner",
+                f"{model}/overflow_steps",
+                "steps",
+                "Of the skipped steps, those that may succeed at a lower loss scale, with float16.",
+            ),
+        )
+    ),
     Metric("learner", "actor/ratio", "", "Mean ratio of the policy to the old policy.", "actor/ratio_mean"),
     Metric("learner", "actor/ratio_max", "", "Greatest such ratio."),
     Metric(
@@ -203,7 +216,19 @@ METRICS: tuple[Metric, ...] = (
         "eval", "success_missing", "", "Share of episodes without `success`, where others report it: they count as 0."
     ),
     Metric("eval", "reward", "", "Mean reward of an episode.", "val/score/mean"),
+    Metric("eval", "reward_min", "", "Least reward of an episode.", "val/score/min"),
+    Metric("eval", "reward_max", "", "Greatest reward of an episode.", "val/score/max"),
+    Metric(
+        "eval",
+        "pass@{k}",
+        "",
+        "Chance that one of k sampled episodes of a task succeeds (unbiased), for k up to `val_env_manager.group_size`.",
+    ),
     Metric("eval", "turns", "turns", "Mean number of an episode's turns."),
+    Metric("eval", f"tokens/response_length/{SPREAD}", "tokens", "Sampled tokens of an episode."),
+    Metric("eval", "episodes_truncated", "", "Share of episodes that a token limit cut."),
+    Metric("eval", "answers_truncated", "", "Share of answers that a token limit cut."),
+    Metric("eval", "env/{tag}/{*}", "", "The same metrics of a tag's played episodes."),
     Metric("eval", "episodes", "episodes", "Episodes that were played."),
     Metric("eval", "episodes_failed", "episodes", "Episodes that failed and are in no mean."),
     Metric("eval", "version_min", "versions", "Oldest version that sampled a token."),

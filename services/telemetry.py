@@ -16,6 +16,7 @@ from offbeat.services.errors import CodecError
 from offbeat.services.keys import RunKeys
 from offbeat.services.metric_registry import current_names
 from offbeat.services.redis.run_writes import AsyncRunWrites, RunWrites
+from offbeat.services.text_samples import TextSample, sample_from_row, sample_to_row
 
 MAX_METRIC_RECORDS = 200_000
 
@@ -98,19 +99,24 @@ class MetricRecord:
     labels: dict[str, str] = field(default_factory=dict[str, str])
     time: float = field(default_factory=time.time)
     """Unix time, s."""
+    samples: tuple[TextSample, ...] = ()
 
 
 def encode_record(record: MetricRecord) -> bytes:
     values = {name: [p.kind, p.total, p.count] for name, p in record.values.items()}
-    return cast(bytes, msgpack.packb([record.source, values, record.step, record.labels, record.time]))
+    fields: list[Any] = [record.source, values, record.step, record.labels, record.time]
+    if record.samples:
+        fields.append([sample_to_row(sample) for sample in record.samples])
+    return cast(bytes, msgpack.packb(fields, unicode_errors="surrogatepass"))
 
 
 def decode_record(blob: bytes) -> MetricRecord:
     """Unpack a record, renamed metrics under today's names. Raises `CodecError`."""
     try:
-        source, values, step, labels, at = msgpack.unpackb(blob)
+        source, values, step, labels, at, *rows = msgpack.unpackb(blob, unicode_errors="surrogatepass")
+        samples = tuple(map(sample_from_row, rows[0])) if rows else ()
         partials = {str(k): Partial(kind, float(total), float(count)) for k, (kind, total, count) in values.items()}
-        return MetricRecord(str(source), current_names(source, partials), step, dict(labels), float(at))
+        return MetricRecord(str(source), current_names(source, partials), step, dict(labels), float(at), samples)
     except (ValueError, TypeError, AttributeError, msgpack.UnpackException) as error:
         raise CodecError(f"malformed metric record: {error}") from error
 

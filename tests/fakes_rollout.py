@@ -13,7 +13,7 @@ from typing import Any
 import gymnasium
 from gymnasium.spaces import Text
 
-from offbeat.services.buffer.api import SubmitResult, WorkerOrders
+from offbeat.services.buffer.api import ClaimLimits, SubmitResult, WorkerOrders
 from offbeat.services.errors import RetryableError
 from offbeat.services.messages.types import (
     Completion,
@@ -91,11 +91,17 @@ class FakeBuffer:
             self.drawn.setdefault(number, drawn)
         return self.drawn.get(number, ""), self.sampler_state
 
-    async def claim(self, worker_id: str, limit: int) -> list[EpisodeTask]:
+    async def claim(self, worker_id: str, limit: int, of_kind: ClaimLimits | None = None) -> list[EpisodeTask]:
         self._answer(worker_id)
         if self.draining:
             return []
-        given, self.queue = self.queue[:limit], self.queue[limit:]
+        train, evaluation = of_kind or ClaimLimits(limit, limit)
+        left, given = {EpisodeKind.TRAIN: train, EpisodeKind.EVAL: evaluation}, list[EpisodeTask]()
+        for task in self.queue:
+            if len(given) < limit and left[task.kind]:
+                left[task.kind] -= 1
+                given.append(task)
+        self.queue = [task for task in self.queue if task not in given]
         self.claimed += given
         return given
 

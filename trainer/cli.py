@@ -105,7 +105,7 @@ def _train(run: "LearnerRun", redis_url: str, num_processes: int | None, resume_
 
     follower = [sys.executable, "-m", "offbeat.trainer.cli", run.run_id]
     count = num_processes or run.config.actor_train.num_processes
-    view = open_view(run.config.max_steps) if _is_leader() else SilentView()
+    view = open_view(run.config.max_steps, logging_steps=run.config.logging_steps) if _is_leader() else SilentView()
     view.print(f"Learner of {run.run_id}: {count} process(es) on {socket.gethostname()}, log in {_log_dir(run)}")
     try:
         process = LearnerProcess(run, redis_url, num_processes=count, follower=follower, view=view, started=started)

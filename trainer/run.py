@@ -37,7 +37,7 @@ class LearnerRun:
     @property
     def model_folder(self) -> Path:
         """Policy folder, with first weights unless the policy is new."""
-        return self.output_dir / "policy" if self.config.pretrain == "tiny" else Path(self.config.pretrain)
+        return self.output_dir / "policy" if self.config.has_policy_folder else Path(self.config.pretrain)
 
     @property
     def first_weights(self) -> Path:

@@ -14,9 +14,9 @@ from pydantic import JsonValue
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.conversations import to_messages
-from offbeat.deploy.report.recorded_episodes import FOLDER
 from offbeat.envs.contract import ContractReport, check_contract
 from offbeat.envs.contract_process import check_in_processes
+from offbeat.trainer.rendering.recorded_episodes import FOLDER
 
 T = TypeVar("T")
 KINDS = ("after", "during", "before")

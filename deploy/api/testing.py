@@ -31,6 +31,7 @@ from offbeat.services.gateway.session import EpisodeSession, SessionLimits
 from offbeat.services.messages.types import Completion, VersionSpan
 from offbeat.services.rollout.agents.task import AgentTask, EnvReply
 from offbeat.services.telemetry import MetricRecord, mean
+from offbeat.services.text_samples import TextSample
 from offbeat.trainer.trackers.base import Row, TrackedRun, Tracker
 from offbeat.trainer.trackers.cursor import read_progress
 from offbeat.trainer.trackers.delivery import Delivery
@@ -252,9 +253,10 @@ def tracked_run(folder: Path = Path(), **config: Any) -> TrackedRun:
     return TrackedRun("run", "key", resumed=False, resumed_step=0, folder=folder, config=config)
 
 
-def step_record(step: int, **values: float) -> MetricRecord:
+def step_record(step: int, samples: tuple[TextSample, ...] = (), **values: float) -> MetricRecord:
     """Return a learner's metric record."""
-    return MetricRecord("learner", {name: mean([value]) for name, value in values.items()}, step=step)
+    partials = {name: mean([value]) for name, value in values.items()}
+    return MetricRecord("learner", partials, step=step, samples=samples)
 
 
 def eval_record(step: int, *, sampling: str = "sampled", **values: float) -> MetricRecord:

@@ -114,8 +114,8 @@ async def _play(
     from offbeat.deploy.play.policy import policy_folder
     from offbeat.deploy.play.session import load_sampler
     from offbeat.deploy.play.target import check_rendering, remove_token_limits
-    from offbeat.deploy.report.episodes import make_rendered, write_gif, write_html
     from offbeat.envs import registry
+    from offbeat.trainer.rendering.episodes import make_rendered, write_gif, write_html
 
     spoken = agent in ("human", "random") or endpoint is not None
     if endpoint and tokenizer:
@@ -238,7 +238,8 @@ def _rollout(config: Any, order: Any, agent: str | None, temperature: float | No
 def _print_summary(played: Any, order: Any) -> None:
     from itertools import groupby
 
-    from offbeat.deploy.play.rollouts import pass_at_k, read_success
+    from offbeat.deploy.play.rollouts import read_success
+    from offbeat.trainer.learner.evaluation_metrics import pass_at_k
 
     for reason, count in played.failures.items():
         typer.secho(f"{count} episode(s) could not be played: {reason}", fg=typer.colors.RED)

@@ -18,6 +18,7 @@ from offbeat.services.control.interfaces import Health
 from offbeat.services.control.run import RunState
 from offbeat.services.control.schemas import RunView
 from offbeat.services.telemetry import format_rate
+from offbeat.services.text_samples import SampleClock, TextSample, describe_samples
 
 LINE_EVERY_S = 10.0
 """Interval of plain lines without a change."""
@@ -49,16 +50,38 @@ class LiveView(Protocol):
         ...
 
 
-def open_view(run_id: str, console: Console | None = None, *, began: float | None = None) -> LiveView:
+def open_view(
+    run_id: str, console: Console | None = None, *, began: float | None = None, logging_steps: int = 1
+) -> LiveView:
     """Return a live view for terminals, else plain lines. began: Unix time."""
     console = console or Console(highlight=False)
     began = time.time() if began is None else began
-    return RunTerminalView(run_id, console, began) if console.is_terminal else RunLineView(console, began)
+    if console.is_terminal:
+        return RunTerminalView(run_id, console, began, logging_steps)
+    return RunLineView(console, began, logging_steps)
+
+
+class _Samples:
+    """Printer of each logged step's samples, once."""
+
+    def __init__(self, logging_steps: int) -> None:
+        self._clock = SampleClock(logging_steps)
+        self._shown: tuple[TextSample, ...] = ()
+
+    def describe_new(self, history: RunHistory) -> str:
+        """Return text of samples to be shown now, or nothing."""
+        if history.samples is self._shown or not self._clock.is_due():
+            return ""
+        self._shown = history.samples
+        return describe_samples(self._shown)
 
 
 class RunLineView:
-    def __init__(self, console: Console, began: float) -> None:
+    def __init__(self, console: Console, began: float, logging_steps: int = 1) -> None:
         self._console = console
+        self._every = logging_steps
+        self._samples = _Samples(logging_steps)
+        self._last_row = -1
         self._last_kind = ""
         self._last_at = -math.inf
         self._began = began
@@ -78,9 +101,13 @@ class RunLineView:
         state = describe_state(view)
         now = time.monotonic()
         kind = state.translate(NO_DIGITS)  # that a count goes up is no change
-        if kind == self._last_kind and now < self._last_at + LINE_EVERY_S:
+        row = history.last_step.number // self._every if history.last_step else -1
+        is_next = now >= self._last_at + LINE_EVERY_S if self._every == 1 or row < 0 else row != self._last_row
+        if text := self._samples.describe_new(history):
+            self.print(text)
+        if kind == self._last_kind and not is_next:
             return
-        self._last_kind, self._last_at = kind, now
+        self._last_kind, self._last_at, self._last_row = kind, now, row
         parts = [f"{time.time() - self._began:6.1f} s", state]
         if history.last_step is not None:
             parts += [f"step {history.last_step.number}/{view.max_steps}"]
@@ -95,7 +122,8 @@ class RunLineView:
 class RunTerminalView:
     """Panel redrawn in place."""
 
-    def __init__(self, run_id: str, console: Console, began: float) -> None:
+    def __init__(self, run_id: str, console: Console, began: float, logging_steps: int = 1) -> None:
+        self._samples = _Samples(logging_steps)
         self._run_id = run_id
         self._console = console
         self._live = Live(console=console, auto_refresh=False, transient=True)
@@ -123,6 +151,8 @@ class RunTerminalView:
 
     def show(self, view: RunView, history: RunHistory) -> None:
         if self._open:
+            if text := self._samples.describe_new(history):
+                self.print(text)
             elapsed = time.time() - self._began
             self._live.update(render(view, history, elapsed), refresh=True)
 

@@ -20,7 +20,7 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_folder import CONFIG
 from offbeat.trainer.checks.trackers import check_trackers
 from offbeat.trainer.config.learner import LearnerConfig
-from offbeat.trainer.trackers.base import TrackedRun
+from offbeat.trainer.trackers.base import LoggedSteps, TrackedRun
 from offbeat.trainer.trackers.cursor import (
     DeliveryCursor,
     progress_file,
@@ -72,7 +72,8 @@ def track_run(run: str, name: str, settings: Sequence[str] = (), *, console: Con
                 **arguments(kind, kwargs),
             )
             write_progress(cursor_file, progress)
-            _deliver(Delivery(metrics, cursor_file, progress, tracker), metrics, console)
+            logged = LoggedSteps(config.logging_steps, config.max_steps)
+            _deliver(Delivery(metrics, cursor_file, progress, tracker, logged), metrics, console)
             tracker.close("finished" if progress.step >= config.max_steps else "stopped")
         except TrackerDownError as error:
             raise TrackError(f"{name} takes nothing: {error}; what it has taken is not sent again") from error

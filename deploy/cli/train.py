@@ -93,7 +93,7 @@ def _train(config: RunConfig, resume: str, aside: Path | None) -> int:
     configure_logging("offbeat", make_log_folder(config))
     logging.getLogger("httpx").setLevel(logging.WARNING)
     run_folder.write_config(config.output_dir, dump_yaml(config))
-    with open_view(config.exp_name) as view:
+    with open_view(config.exp_name, logging_steps=config.logging_steps) as view:
         if aside is not None:
             view.print(f"An earlier run was moved to {_short_path(aside)}.")
         command = TrainCommand(config, view, resume)

@@ -21,6 +21,7 @@ from offbeat.deploy.config.rights import check_rights
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.yaml_limits import check_tree_limits, check_yaml_limits, load_yaml
 from offbeat.deploy.run_marker import CONFIG, identify
+from offbeat.services.chat.template_override import is_file
 from offbeat.trainer.config.aliases import KEYS, NEUTRAL, canonicalize, find_keys
 from offbeat.trainer.config.issue import ConfigIssue
 
@@ -28,7 +29,11 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 MAX_DOCUMENT_CHARS = 1_000_000
 JSON_NUL = "\\u0000"
 TINY = "tiny"
-PATH_KEYS = ("output_dir", "logging_dir", "resume_from_checkpoint", *DATA_KEYS, *MODEL_KEYS)
+PATH_KEYS = (
+    *("output_dir", "logging_dir", "render_save_dir", "resume_from_checkpoint", "chat_template"),
+    *DATA_KEYS,
+    *MODEL_KEYS,
+)
 """Local paths' keys; `*` stands for any name."""
 
 
@@ -205,6 +210,8 @@ def resolve_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
     for pattern in PATH_KEYS:
         for path, table in find_keys(resolved, pattern):
             value = table[path[-1]]
+            if pattern == "chat_template" and not (isinstance(value, str) and is_file(value)):
+                continue
             if isinstance(value, str) and value != TINY and not (pattern in MODEL_KEYS and is_hub_id(value, folder)):
                 table[path[-1]] = str(folder / value)
     return resolved

@@ -180,6 +180,8 @@ def written_places(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield "output_dir", str(config.output_dir)
     if config.logging_dir is not None:
         yield "logging_dir", str(config.logging_dir)
+    if config.render_save_dir is not None:
+        yield "render_save_dir", str(config.render_save_dir)
     if config.weights.url:
         yield "weights.url", config.weights.url
     if not isinstance(config.resume_from_checkpoint, bool):

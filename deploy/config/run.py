@@ -6,7 +6,6 @@ from pydantic import Field
 
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.control.config import ControlConfig
-from offbeat.services.rollout.config import EnvManagerConfig
 from offbeat.trainer.config.run import LearnerRunConfig
 
 
@@ -17,8 +16,6 @@ class RunConfig(LearnerRunConfig):
     """Name of the run, and its id on the control service."""
     logging_dir: Path | None = None
     """Folder of the logs; None: `logs/` in `output_dir`, which otherwise links to it."""
-    val_env_manager: EnvManagerConfig = EnvManagerConfig(group_size=1)
-    """Evaluation episodes."""
     redis: RedisConfig = RedisConfig()
     """Redis server of the run."""
     control: ControlConfig = ControlConfig()

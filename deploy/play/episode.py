@@ -8,12 +8,6 @@ import numpy as np
 import typer
 
 from offbeat.deploy.play.target import PlayTarget
-from offbeat.deploy.report.episodes import (
-    Frame,
-    PlayedEpisode,
-    RecordedEpisode,
-    render_frame,
-)
 from offbeat.envs.registry import TextEnv
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.messages.types import (
@@ -32,6 +26,12 @@ from offbeat.services.rollout.envs.runners import (
     render_png,
 )
 from offbeat.services.rollout.episodes.episode import EpisodePlan, Sample, play
+from offbeat.trainer.rendering.episodes import (
+    Frame,
+    PlayedEpisode,
+    RecordedEpisode,
+    render_frame,
+)
 
 WriteLine = Callable[[str], None]
 

@@ -2,9 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import comb
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.agents import TextSampler, make_random_agent
@@ -165,13 +164,3 @@ def read_success(trajectory: Trajectory) -> bool | None:
     """Return None if the env reports no success."""
     success = trajectory.metrics.get("success")
     return None if success is None else success > 0
-
-
-def pass_at_k(groups: Sequence[Sequence[bool]], k: int) -> float:
-    """Return mean unbiased pass@k: 1 - C(n-c, k) / C(n, k) (arXiv:2107.03374).
-
-    Raises ValueError for a group of fewer than `k` episodes.
-    """
-    if not groups or any(len(group) < k for group in groups):
-        raise ValueError(f"pass@{k} needs groups of at least {k} episodes")
-    return sum(1 - comb(len(group) - sum(group), k) / comb(len(group), k) for group in groups) / len(groups)

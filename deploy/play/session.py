@@ -1,8 +1,11 @@
 """Episodes for command line and Python API."""
 
+import atexit
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.agents import TextSampler, load_chat, make_random_agent
@@ -13,6 +16,7 @@ from offbeat.deploy.play.target import PlayTarget, build_target, check_rendering
 from offbeat.deploy.play.vision_policy import VisionPolicy
 from offbeat.envs import registry
 from offbeat.services.chat.append_only import ChatFormat
+from offbeat.services.chat.template_override import write_policy_folder
 from offbeat.services.chat.vision import model_family
 from offbeat.services.messages.types import Trajectory
 from offbeat.services.rollout.agents.episode import runtime_for
@@ -71,6 +75,11 @@ def find_policy(config: RunConfig, agent: str | Path | None = None) -> Path:
         raise ValueError(
             f"{config.output_dir} holds no checkpoints: train first, or name a policy's folder or `random`"
         )
+    if agent is None and config.chat_template is not None and default == Path(config.pretrain):
+        folder = Path(mkdtemp(prefix="offbeat-policy-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        write_policy_folder(default, folder, config.chat_template)
+        return folder
     return policy_folder(Path(agent) if agent else default)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from offbeat.services.diagnosis import WINDOW_STEPS
 from offbeat.services.telemetry import MetricRecord, Partial
+from offbeat.services.text_samples import TextSample
 
 RATE_S = 15.0
 """Window of rates; wider where two records are further apart."""
@@ -77,6 +78,8 @@ class EvaluationResult:
     """Share of episodes that failed or reported no success."""
     loss: float = NOT_SEEN
     """Of validation rows."""
+    values: Mapping[str, float] = field(default_factory=dict[str, float])
+    """All metrics."""
 
 
 @dataclass
@@ -88,6 +91,8 @@ class RunHistory:
     """Newest step with all values."""
     window: list[Mapping[str, float]] = field(default_factory=list[Mapping[str, float]])
     """All values of the first step and the newest `WINDOW_STEPS`, for the diagnosis."""
+    samples: tuple[TextSample, ...] = ()
+    """Of the newest logged step."""
     evaluations: dict[tuple[str, str, int], EvaluationResult] = field(
         default_factory=dict[tuple[str, str, int], EvaluationResult]
     )
@@ -146,6 +151,7 @@ class RunHistory:
     def _add_learner(self, record: MetricRecord) -> None:
         if record.step is not None:
             values = {name: partial.value for name, partial in record.values.items()}
+            self.samples = record.samples or self.samples
             self.last_step = Step(record.step, record.time, values)
             self.steps.add(self.last_step)
             self.window.append(values)
@@ -164,6 +170,7 @@ class RunHistory:
             episodes=int(values["reward"].count) if "reward" in values else 0,
             success_missing=values["success_missing"].value if "success_missing" in values else 0.0,
             loss=values["loss"].value if "loss" in values else NOT_SEEN,
+            values={name: partial.value for name, partial in values.items()},
         )
         self.evaluations[result.kind, result.sampling, result.step] = result
 

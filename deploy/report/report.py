@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,19 @@ from rich.table import Table
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.report.baselines import run_baselines
 from offbeat.deploy.report.curve import CurvePoint, draw_learning_curve
-from offbeat.deploy.report.episodes import (
-    PlayedEpisode,
-    play_again,
-    write_gif,
-    write_html,
-)
 from offbeat.deploy.report.history import RunHistory
-from offbeat.deploy.report.recorded_episodes import read_recorded_episodes
 from offbeat.deploy.run_folder import newest_checkpoint
 from offbeat.services.control.failed_groups import advise_failed
 from offbeat.services.control.failing_episodes import find_failing
 from offbeat.services.control.schemas import CountersView
 from offbeat.services.diagnosis import RunFinding, diagnose
+from offbeat.trainer.rendering.episodes import (
+    PlayedEpisode,
+    play_again,
+    write_gif,
+    write_html,
+)
+from offbeat.trainer.rendering.recorded_episodes import read_recorded_episodes
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,6 @@ REPORT = "report.json"
 CURVE = "learning_curve.png"
 GIF = "episodes.gif"
 HTML = "episodes.html"
-SHOWN_EPISODES = 8
-"""Rendered episodes per evaluation."""
 
 
 class ReportMaker:
@@ -120,7 +118,7 @@ def build_report(
         "groups_in_flight": counters.in_flight if counters else None,
         "mismatch_kl": _mean(history, "learner/actor/mismatch_kl"),
         "mismatch_abs_max": history.peaks.get("learner/actor/mismatch_abs_max"),
-        "diagnosis": [asdict(finding) for finding in _find(config, history)],
+        "diagnosis": [asdict(finding) for finding in _diagnose(config, history)],
         "evaluations": [
             {
                 "kind": evaluation.kind,
@@ -132,6 +130,7 @@ def build_report(
                 "reward": _finite(evaluation.reward),
                 "loss": _finite(evaluation.loss),
                 "episodes": evaluation.episodes,
+                "metrics": {name: value for name, value in evaluation.values.items() if math.isfinite(value)},
             }
             for evaluation in sorted(
                 history.evaluations.values(), key=lambda evaluation: (evaluation.time, evaluation.sampling)
@@ -140,7 +139,7 @@ def build_report(
     }
 
 
-def _find(config: RunConfig, history: RunHistory) -> list[RunFinding]:
+def _diagnose(config: RunConfig, history: RunHistory) -> list[RunFinding]:
     failing = find_failing(history.totals)
     return [*([failing] if failing is not None else []), *diagnose(history.window, config.limits)]
 
@@ -189,7 +188,7 @@ def draw_curve(path: Path, config: RunConfig, history: RunHistory, baselines: Ma
 
 def render_episodes(folder: Path, config: RunConfig) -> None:
     episodes: list[PlayedEpisode] = []
-    for recorded in read_recorded_episodes(folder, SHOWN_EPISODES):
+    for recorded in read_recorded_episodes(folder, config.render_episodes):
         try:
             episodes.append(play_again(config, recorded))
         except Exception:
@@ -215,6 +214,8 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
     losses = [_newest_measure(report, kind, "loss", "loss") for kind in ("before", "after")]
     if any(loss is not None for loss in losses):
         table.add_row("loss of validation rows", *map(_format, losses))
+    for label, *figures in _evaluation_rows(report):
+        table.add_row(label, *figures)
     missing = [_newest_measure(report, kind, "sampled", "success_missing") for kind in ("before", "after")]
     if any(missing):
         table.add_row("episodes without success", *(_format(share, ".0%") for share in missing))
@@ -236,6 +237,41 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
         console.print(f"{kind}: {finding['seen']}: {finding['cause']} ({keys})", soft_wrap=True, markup=False)
     for label, path in _file_paths(folder):
         console.print(f"  {label:<16} {path}", soft_wrap=True)
+
+
+MEASURES = {
+    "reward, least": "reward_min",
+    "reward, greatest": "reward_max",
+    "turns per episode": "turns",
+    "tokens per episode": "tokens/response_length/mean",
+    "answers cut short": "answers_truncated",
+}
+"""Label -> metric of a sampled evaluation."""
+TAG_MEASURES = {
+    "success": "success",
+    "reward": "reward",
+    "reward, least": "reward_min",
+    "reward, greatest": "reward_max",
+}
+"""The same, of each tag where there are several."""
+
+
+def _evaluation_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield rows of the sampled evaluations before and after; those of tags where there are several."""
+    newest = [
+        [row.get("metrics", {}) for row in report["evaluations"] if (row["kind"], row["sampling"]) == (kind, "sampled")]
+        for kind in ("before", "after")
+    ]
+    before, after = (metrics[-1] if metrics else {} for metrics in newest)
+    names = dict.fromkeys([*before, *after])
+    tags = list(dict.fromkeys(name.split("/")[1] for name in names if name.startswith("env/")))
+    rows = MEASURES | {name: name for name in names if name.startswith("pass@")}
+    if len(tags) > 1:
+        rows |= {f"{tag}: {label}": f"env/{tag}/{name}" for tag in tags for label, name in TAG_MEASURES.items()}
+        rows |= {f"{name.split('/')[1]}: {name.split('/')[2]}": name for name in names if "/pass@" in name}
+    for label, name in rows.items():
+        if name in names:
+            yield label, _format(before.get(name)), _format(after.get(name))
 
 
 def _newest_measure(report: Mapping[str, Any], kind: str, sampling: str, measure: str) -> float | None:

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from offbeat.services.live_settings import Change
-from offbeat.services.messages.types import EpisodeTask, Group, Trajectory
+from offbeat.services.messages.types import EpisodeKind, EpisodeTask, Group, Trajectory
 
 
 class SubmitResult(StrEnum):
@@ -48,12 +48,25 @@ class BufferLimits:
     """Additional greedy episodes per group."""
 
 
+class ClaimLimits(NamedTuple):
+    """Maximum number of episodes of a claim by their kind."""
+
+    train: int
+    evaluation: int
+
+    def is_used_up(self, tasks: Sequence[EpisodeTask], limit: int) -> bool:
+        """Return whether a claim of at most `limit` that returned `tasks` may have left episodes of a kind."""
+        num_eval = sum(task.kind is EpisodeKind.EVAL for task in tasks)
+        counts = ClaimLimits(train=len(tasks) - num_eval, evaluation=num_eval)
+        return any(most < limit and count >= most for most, count in zip(self, counts, strict=True))
+
+
 class RolloutBuffer(Protocol):
     """Buffer interface of env workers."""
 
-    async def claim(self, worker_id: str, limit: int) -> list[EpisodeTask]:
+    async def claim(self, worker_id: str, limit: int, of_kind: ClaimLimits | None = None) -> list[EpisodeTask]:
         """Claim episodes: evaluations, retries, members of admitted groups, then new groups within the staleness bound
-        (C3).
+        (C3). of_kind: limits of both kinds within `limit`.
         """
         ...
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import msgpack
 from redis.asyncio import Redis as AsyncRedis
 
-from offbeat.services.buffer.api import SubmitResult, WorkerOrders
+from offbeat.services.buffer.api import ClaimLimits, SubmitResult, WorkerOrders
 from offbeat.services.buffer.scripts import (
     Argument,
     AsyncBufferScripts,
@@ -54,11 +54,12 @@ class AsyncRolloutBuffer:
         self._incarnation = ""
         self._join_lock = asyncio.Lock()
 
-    async def claim(self, worker_id: str, limit: int) -> list[EpisodeTask]:
+    async def claim(self, worker_id: str, limit: int, of_kind: ClaimLimits | None = None) -> list[EpisodeTask]:
         """Claim episodes; after a lost reply the same ones, even beyond `limit`."""
         async with self._claim_lock:
             nonce = self._nonces.setdefault(worker_id, 0)
-            position, packed = await self._call(worker_id, "claim", worker_id, self._session, nonce, limit)
+            limits = (limit, *(of_kind or ClaimLimits(limit, limit)))
+            position, packed = await self._call(worker_id, "claim", worker_id, self._session, nonce, *limits)
             self._nonces[worker_id] += 1
         self._position = position.decode()
         tasks = [self._task(*row) for row in msgpack.unpackb(packed)] if packed else []

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from offbeat.services.control.schemas import View, finite
 from offbeat.services.telemetry import MetricRecord, Partial
+from offbeat.services.text_samples import TextSample
 
 
 class PartialView(View):
@@ -32,18 +33,26 @@ class MetricView(View):
     labels: dict[str, str]
     time: float
     values: dict[str, PartialView]
+    samples: tuple[TextSample, ...] = ()
+    """Excerpts of trajectories, at logged steps."""
 
     @classmethod
     def of(cls, entry_id: str, record: MetricRecord) -> "MetricView":
         values = {name: PartialView.of(partial) for name, partial in record.values.items()}
         return cls(
-            id=entry_id, source=record.source, step=record.step, labels=record.labels, time=record.time, values=values
+            id=entry_id,
+            source=record.source,
+            step=record.step,
+            labels=record.labels,
+            time=record.time,
+            values=values,
+            samples=record.samples,
         )
 
     def record(self) -> MetricRecord:
         """Convert to `MetricRecord`; null becomes NaN."""
         values = {name: each.partial() for name, each in self.values.items()}
-        return MetricRecord(self.source, values, self.step, self.labels, self.time)
+        return MetricRecord(self.source, values, self.step, self.labels, self.time, self.samples)
 
 
 class MetricsView(View):

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import ConfigDict, Field, JsonValue
+from pydantic import ConfigDict, Field, JsonValue, field_validator
 
 from offbeat.envs.config import Config
 
@@ -55,11 +55,29 @@ class VllmConfig(Config):
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
+UNSUPPORTED = {
+    "sglang": "vLLM alone updates weights under running requests here",
+    "megatron_infer": "vLLM shards engines by tensor_parallel_size and pipeline_parallel_size",
+    **dict.fromkeys(
+        ("hf_infer", "deepspeed_infer", "fsdp2_infer"),
+        "it computes logprobs of frozen models, for `reference` and a `teacher`",
+    ),
+}
+"""ROLL's unsupported engines, with reasons."""
+
+
 class EngineStrategy(Config):
     """Engine; ROLL's `strategy_args`."""
 
     strategy_name: Literal["vllm"] = "vllm"
     strategy_config: VllmConfig = VllmConfig()
+
+    @field_validator("strategy_name", mode="before")
+    @classmethod
+    def _is_supported(cls, value: object) -> object:
+        if isinstance(value, str) and value in UNSUPPORTED:
+            raise ValueError(f"{value} can't sample ({UNSUPPORTED[value]}): take vllm")
+        return value
 
 
 class GenerationConfig(Config):

@@ -186,6 +186,8 @@ class EnvManagerConfig(Config):
     """Training: changes of `actor_infer.generating_args`; sampled evaluation: of temperature 1 without truncation."""
     group_size: int = Field(default=8, ge=1)
     """Episodes per task and seed."""
+    max_env_num_per_worker: int | None = Field(default=None, ge=1)
+    """Maximum concurrent episodes of the manager per worker, within `rollout.max_env_num_per_worker`; None: that alone."""
     group_size_redundancy: int = Field(default=0, ge=0)
     """Extra episodes per group; after the first `group_size` the others are cancelled."""
     tags: tuple[str, ...] = ()
@@ -215,7 +217,7 @@ class RolloutConfig(Config):
     num_workers: int = Field(default=1, ge=1)
     """Worker processes."""
     max_env_num_per_worker: int = Field(default=128, ge=1)
-    """Maximum concurrent episodes per worker."""
+    """Maximum concurrent episodes per worker, of training and evaluation together."""
     cpus_per_worker: float = Field(default=0.5, gt=0)
     """Logical CPUs reserved in Ray per worker."""
     num_threads: int = Field(default=8, ge=1)

@@ -5,14 +5,24 @@ episodes, as buffer round trips are costly.
 """
 
 import asyncio
+from collections import Counter
+from collections.abc import Mapping
+
+from offbeat.services.messages.types import EpisodeKind
 
 FLUSH_INTERVAL_S = 0.01
 """Minimum while episodes run."""
 
 
 class SlotPool:
-    def __init__(self, count: int, gather_s: float = FLUSH_INTERVAL_S) -> None:
+    def __init__(
+        self, count: int, gather_s: float = FLUSH_INTERVAL_S, *, limits: Mapping[EpisodeKind, int] | None = None
+    ) -> None:
+        """limits: of kinds, within `count`."""
         self._count = count
+        self._limits = dict(limits or {})
+        self._held: Counter[EpisodeKind] = Counter()
+        """Slots of episodes that are running or to be submitted."""
         self._flush_interval_s = gather_s
         self._num_running = 0
         self._finished: list[Slot] = []
@@ -25,9 +35,13 @@ class SlotPool:
         # After a claim whose response was lost, more episodes than slots may be running.
         return max(0, self._count - self._num_running - len(self._finished))
 
-    def take(self) -> "Slot":
+    def num_free_of(self, kind: EpisodeKind) -> int:
+        return min(self.num_free, max(0, self._limits.get(kind, self._count) - self._held[kind]))
+
+    def take(self, kind: EpisodeKind = EpisodeKind.TRAIN) -> "Slot":
         self._num_running += 1
-        return Slot(self)
+        self._held[kind] += 1
+        return Slot(self, kind)
 
     async def wait_for_free_slots(self) -> None:
         """Wait until slots were freed since the last call and their holders ran."""
@@ -39,8 +53,9 @@ class SlotPool:
         self._finished.append(slot)
         self._schedule_flush()
 
-    def vacate(self) -> None:
+    def vacate(self, slot: "Slot") -> None:
         self._num_running -= 1
+        self._held[slot.kind] -= 1
         self._schedule_flush()
 
     def _schedule_flush(self) -> None:
@@ -58,15 +73,17 @@ class SlotPool:
         self._next_flush_at = asyncio.get_running_loop().time() + self._flush_interval_s
         finished, self._finished = self._finished, []
         for slot in finished:
+            self._held[slot.kind] -= 1
             slot.flush()
         self._freed.set()
 
 
 class Slot:
-    __slots__ = ("_flushed", "_is_running", "_pool")
+    __slots__ = ("_flushed", "_is_running", "_pool", "kind")
 
-    def __init__(self, pool: SlotPool) -> None:
+    def __init__(self, pool: SlotPool, kind: EpisodeKind) -> None:
         self._pool = pool
+        self.kind = kind
         self._is_running = True
         self._flushed = asyncio.get_running_loop().create_future()
 
@@ -79,7 +96,7 @@ class Slot:
     def leave(self) -> None:
         if self._is_running:
             self._is_running = False
-            self._pool.vacate()
+            self._pool.vacate(self)
 
     def flush(self) -> None:
         """Release the episode for submission unless cancelled."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
-from offbeat.services.buffer.api import RolloutBuffer
+from offbeat.services.buffer.api import ClaimLimits, RolloutBuffer
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.errors import EpisodeError, MeshError
 from offbeat.services.generation.client import GenerationClient
@@ -91,7 +91,9 @@ class EnvWorker:
         self._train_tasks = TaskAssigner(settings, settings.seed, buffer)
         self._samplings = build_samplings(settings, self._chat.stop_ids)
         self._playing: dict[EpisodeTask, asyncio.Task[None]] = {}
-        self._slots = SlotPool(settings.rollout.max_env_num_per_worker)
+        managers = {EpisodeKind.TRAIN: settings.train_env_manager, EpisodeKind.EVAL: settings.val_env_manager}
+        limits = {kind: limit for kind, manager in managers.items() if (limit := manager.max_env_num_per_worker)}
+        self._slots = SlotPool(settings.rollout.max_env_num_per_worker, limits=limits)
         self._may_claim = asyncio.Event()
         self._may_claim.set()
         self._drained = False
@@ -162,19 +164,45 @@ class EnvWorker:
     # --- chores ---------------------------------------------------------------------------------------------------------
 
     async def _claim(self) -> None:
-        position = "$"
-        while True:
-            await self._may_claim.wait()
-            free = self._slots.num_free
-            tasks = (
-                await retry_until_answered(lambda free=free: self._buffer.claim(self._worker_id, free)) if free else []
-            )
-            for task in tasks:
-                self._begin(task)
-            if len(tasks) < free:
-                position = await retry_until_answered(lambda at=position: self._buffer.wait_for_work(at, MAX_IDLE_S))
-            else:
-                await self._slots.wait_for_free_slots()
+        position, work = "$", None
+        try:
+            while True:
+                await self._may_claim.wait()
+                free, free_of = self._slots.num_free, self._slots.num_free_of
+                of_kind = ClaimLimits(train=free_of(EpisodeKind.TRAIN), evaluation=free_of(EpisodeKind.EVAL))
+                tasks = (
+                    await retry_until_answered(
+                        lambda free=free, of_kind=of_kind: self._buffer.claim(self._worker_id, free, of_kind)
+                    )
+                    if free and any(of_kind)
+                    else []
+                )
+                for task in tasks:
+                    self._begin(task)
+                if len(tasks) >= free:
+                    await self._slots.wait_for_free_slots()
+                    continue
+                work = work or asyncio.create_task(self._wait_for_work(position))
+                if of_kind.is_used_up(tasks, free):
+                    await self._wait_for_work_or_slots(work)
+                else:
+                    await asyncio.wait({work})
+                if work.done():
+                    position, work = work.result(), None
+        finally:
+            if work is not None:
+                work.cancel()
+
+    async def _wait_for_work(self, position: str) -> str:
+        return await retry_until_answered(lambda: self._buffer.wait_for_work(position, MAX_IDLE_S))
+
+    async def _wait_for_work_or_slots(self, work: asyncio.Task[str]) -> None:
+        """Wait for work, or for slots of a kind that has reached its limit while others are free."""
+        freed = asyncio.create_task(self._slots.wait_for_free_slots())
+        try:
+            await asyncio.wait({work, freed}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            freed.cancel()
 
     async def _heartbeat(self) -> None:
         interval_s = min(MAX_HEARTBEAT_INTERVAL_S, self._settings.worker_timeout_s / 5)
@@ -217,7 +245,7 @@ class EnvWorker:
     # --- one episode ----------------------------------------------------------------------------------------------------
 
     def _begin(self, task: EpisodeTask) -> None:
-        slot = self._slots.take()
+        slot = self._slots.take(task.kind)
         playing = asyncio.create_task(self._run_episode(task, slot), name=f"{task.group_id}/{task.index}")
         self._playing[task] = playing
         playing.add_done_callback(lambda done: self._release_episode(task, slot, done))

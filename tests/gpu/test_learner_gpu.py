@@ -1,10 +1,21 @@
 """The learner on a GPU: the varlen kernel says what padding says."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from offbeat.trainer.config.learner import ModelArgs, StrategyArgs, TinyPolicyConfig, TrainingArgs
+from offbeat.trainer.engines.base import TrainEngine
+from offbeat.trainer.engines.deepspeed import DeepSpeedEngine
+from offbeat.trainer.engines.fsdp2 import FSDP2Engine
+from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
 from offbeat.trainer.models.attention import packed_attention
+from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.packing import Packing
+from offbeat.trainer.models.policy import Sampled
+from offbeat.trainer.models.tiny import write_tiny_policy
+from tests.trainer.engines.comparing import assert_overflow_is_skipped, assert_steps_agree
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -28,3 +39,22 @@ def test_the_varlen_kernel_agrees_with_padding(kv_heads: int, window: int | None
     torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=3e-2)
     for plain, varlen in zip(*grads, strict=True):
         torch.testing.assert_close(plain, varlen, rtol=5e-2, atol=1e-1)
+
+
+@pytest.mark.parametrize("strategy", [{"zero_stage": 0}, {"zero_stage": 3}, {"strategy_name": "fsdp2_train"}])
+def test_float16_trains_with_a_loss_scale(strategy: dict[str, object], tmp_path: Path) -> None:
+    folder, state = tmp_path / "policy", tmp_path / "state"
+    folder.mkdir()
+    state.mkdir()
+    write_tiny_policy(folder, TinyPolicyConfig(num_hidden_layers=2), ["a", "b", "c", "d"])
+    args = StrategyArgs.model_validate(strategy)
+
+    def build(ranks: Ranks, dtype: str) -> TrainEngine[Sampled]:
+        policy = load_policy(folder, ModelArgs.model_validate({"dtype": dtype}), seed=1)
+        if args.strategy_name == "fsdp2_train":
+            return FSDP2Engine(policy, TrainingArgs(), ranks)
+        return DeepSpeedEngine(policy, TrainingArgs(), args, ranks)
+
+    with process_group(ranks_of_environment("cuda")) as ranks:
+        assert_steps_agree(build(ranks, "float16"), build(ranks, "float32"))
+        assert_overflow_is_skipped(lambda: build(ranks, "float16"), state)

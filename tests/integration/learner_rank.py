@@ -39,9 +39,10 @@ def fixed_batch(micro_batches: int = 3) -> list[PackedInput]:
 
 
 def engine_of(name: str, model: Path, ranks: Ranks) -> TrainEngine[Any]:
-    """name: a ZeRO stage, or `fsdp2`; with `-head`, of a policy with a value head."""
-    kind, _, head = name.partition("-")
-    policy = load_policy(model, ModelArgs(), seed=1, value_head=bool(head))
+    """name: a ZeRO stage, or `fsdp2`; with `-head`, of a policy with a value head; with `-half`, in float16."""
+    kind, _, variant = name.partition("-")
+    args = ModelArgs(dtype="float16" if variant == "half" else "float32")
+    policy = load_policy(model, args, seed=1, value_head=variant == "head")
     if kind == "fsdp2":
         return FSDP2Engine(policy, SMOOTH, ranks)
     return DeepSpeedEngine(policy, SMOOTH, StrategyArgs.model_validate({"zero_stage": int(kind)}), ranks)
@@ -72,6 +73,19 @@ def head_learned(engine: TrainEngine[Sampled]) -> dict[str, Tensor]:
     return weights | {"said": torch.cat(engine.infer(batch, all_of), -1)}
 
 
+def half_learned(engine: TrainEngine[Sampled], rank: int) -> dict[str, Tensor]:
+    """Two steps beside those that find the scale, and one that overflows on the first rank alone."""
+    batch, hyper = fixed_batch(), Hyperparameters(1e-3, 0.1)
+    left = 2
+    while left:
+        left -= engine.train(batch, lambda _, said: -said.logprobs.sum() / 6, hyper).applied
+    factor = 1e6 if rank == 0 else 1.0
+    overflow = engine.train(batch, lambda _, said: -said.logprobs.sum() / 6 * factor, hyper)
+    after = engine.train(batch, lambda _, said: -said.logprobs.sum() / 6, hyper)
+    scales = torch.tensor([overflow.loss_scale or 0.0, after.loss_scale or 0.0, float(overflow.applied)])
+    return {name: tensor.clone() for name, tensor in engine.tensors()} | {"scales": scales}
+
+
 def main(model: Path, out: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     ranks = ranks_of_environment("cpu")
@@ -85,6 +99,11 @@ def main(model: Path, out: Path, names: list[str]) -> None:
                 weights = head_learned(engine)
                 if ranks.rank == 0:
                     save_file(weights, out / f"{name}-of-{ranks.world_size}.safetensors")
+                continue
+            if name.endswith("-half"):
+                save_file(
+                    half_learned(engine, ranks.rank), out / f"{name}-{ranks.rank}-of-{ranks.world_size}.safetensors"
+                )
                 continue
             batch = fixed_batch()
             for _ in range(2):

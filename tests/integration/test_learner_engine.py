@@ -4,7 +4,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,10 +28,21 @@ from offbeat.trainer.models.policy import PackedCritic
 from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.integration.learner_rank import SMOOTH, fixed_batch
 from tests.paths import ROOT
-from tests.trainer.engines.comparing import assert_same, decaying_groups, nll, weights_of
+from tests.trainer.engines.comparing import (
+    assert_overflow_is_skipped,
+    assert_same,
+    assert_scale_ends_at_one,
+    assert_steps_agree,
+    decaying_groups,
+    nll,
+    weights_of,
+)
 
 NAMES = ("0", "2", "3", "fsdp2", "0-head", "1-head", "2-head", "3-head", "fsdp2-head")
 HYPER = Hyperparameters(learning_rate=1e-2, weight_decay=0.1)
+needs_float16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="DeepSpeed needs a CPU with float16 instructions"
+)
 EngineFactory = Callable[..., DeepSpeedEngine]
 
 
@@ -60,18 +71,21 @@ def engine(folder: Path, ranks: Ranks) -> EngineFactory:
     return build
 
 
+def run_ranks(model: Path, out: Path, names: Sequence[str], world: int) -> None:
+    script = Path(__file__).with_name("learner_rank.py")
+    command = [sys.executable, str(script), str(model), str(out), *names]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
+    running = [
+        subprocess.Popen(command, env={**os.environ, **address, "RANK": str(rank), "PYTHONPATH": str(ROOT)})
+        for rank in range(world)
+    ]
+    assert [process.wait(timeout=240) for process in running] == [0] * world
+
+
 def test_zero_stages_fsdp2_and_ranks_learn_the_same(folder: Path, tmp_path: Path) -> None:
     """Three micro-batches on two ranks: one rank has a pass less of its own."""
-    script = Path(__file__).with_name("learner_rank.py")
-    command = [sys.executable, str(script), str(folder), str(tmp_path), *NAMES]
-    root = str(ROOT)
     for world in (1, 2):
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
-        running = [
-            subprocess.Popen(command, env={**os.environ, **address, "RANK": str(rank), "PYTHONPATH": root})
-            for rank in range(world)
-        ]
-        assert [process.wait(timeout=240) for process in running] == [0] * world
+        run_ranks(folder, tmp_path, NAMES, world)
     with torch.no_grad():
         plain = load_policy(folder, ModelArgs(), seed=1)
         alone = torch.cat([plain(x).logprobs for x in fixed_batch()])
@@ -93,6 +107,24 @@ def test_zero_stages_fsdp2_and_ranks_learn_the_same(folder: Path, tmp_path: Path
     saved = load_file(tmp_path / "fsdp2-of-1.safetensors")
     del saved["logprobs"]
     assert_same(load_file(tmp_path / "resumed.safetensors"), saved)
+
+
+@needs_float16
+def test_ranks_agree_on_the_loss_scale(folder: Path, tmp_path: Path) -> None:
+    """A gradient that overflows on one rank alone is skipped by both."""
+    names = ("fsdp2-half", "1-half")
+    for world in (1, 2):
+        run_ranks(folder, tmp_path, names, world)
+    for name in names:
+        alone, first, second = (
+            load_file(tmp_path / f"{name}-{who}.safetensors") for who in ("0-of-1", "0-of-2", "1-of-2")
+        )
+        assert_same(first, second)
+        before, after, applied = first.pop("scales").tolist()
+        assert not applied
+        assert after <= before
+        del alone["scales"]
+        assert_same(alone, first, atol=4e-3)
 
 
 def test_the_cut_into_micro_batches_does_not_change_the_step(engine: EngineFactory) -> None:
@@ -217,6 +249,31 @@ def test_bfloat16_weights_gather_steps_too_small_for_them(engine: EngineFactory)
         before["model.layers.0.self_attn.q_proj.weight"], weights_of(policy)["model.layers.0.self_attn.q_proj.weight"]
     )
     assert float((weights_of(policy)[norm] - before[norm]).abs().max()) < 1e-2
+
+
+@needs_float16
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_float16_skips_overflows_and_resumes_with_its_scale(engine: EngineFactory, stage: int, tmp_path: Path) -> None:
+    assert_overflow_is_skipped(lambda: engine(stage, "float16"), tmp_path)
+
+
+@needs_float16
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_float16_steps_are_those_of_float32_but_for_rounding(engine: EngineFactory, stage: int) -> None:
+    assert_steps_agree(engine(stage, "float16"), engine(stage))
+
+
+@needs_float16
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_loss_that_is_never_finite_ends_at_the_smallest_scale(engine: EngineFactory, stage: int) -> None:
+    assert_scale_ends_at_one(engine(stage, "float16"))
+
+
+@needs_float16
+def test_deepspeeds_own_settings_of_the_scale_hold(folder: Path, ranks: Ranks) -> None:
+    strategy = StrategyArgs.model_validate({"strategy_config": {"fp16": {"initial_scale_power": 8}}})
+    policy = DeepSpeedEngine(load_policy(folder, ModelArgs(dtype="float16"), seed=1), SMOOTH, strategy, ranks)
+    assert policy.train(fixed_batch(), nll, HYPER).loss_scale == 2**8
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -46,6 +46,7 @@ def steps(count: int = 20, **changes: float) -> list[dict[str, float]]:
 
 SEEN: dict[str, dict[str, Any]] = {
     "not_finite": {"actor__skipped_steps": 1.0},
+    "overflow": {"actor__skipped_steps": 1.0, "actor__overflow_steps": 1.0, "actor__loss_scale": 512.0},
     "prompts_too_long": {"episodes_without_tokens": 0.5},
     "prompts_too_long from the first turn": {
         "episodes_without_tokens": 1.0,
@@ -69,6 +70,11 @@ SEEN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("name", "changes"), SEEN.items(), ids=SEEN)
 def test_a_run_that_goes_wrong_has_this_finding_alone(name: str, changes: dict[str, float]):
     assert names(steps(**changes)) == [name.split()[0]]
+
+
+def test_steps_that_find_the_loss_scale_are_no_finding():
+    searching = steps(3, actor__skipped_steps=1.0, actor__overflow_steps=1.0, actor__loss_scale=512.0)
+    assert names(searching + steps(17)) == []
 
 
 def test_every_rule_is_covered():

@@ -38,12 +38,37 @@ def check_learner(config: LearnerConfig) -> Iterator[ConfigIssue]:
             f"critic.{key}",
             f"adv_estimator {config.adv_estimator} has no critic: leave it out, or take adv_estimator gae",
         )
+    yield from _check_float16(config)
+    if config.model_update_frequency - 1 > config.max_staleness:
+        frequency = config.model_update_frequency
+        yield ConfigIssue(
+            "model_update_frequency",
+            f"the last of {frequency} steps trains on groups that lag {frequency - 1} versions, but max_staleness is "
+            f"{config.max_staleness:g}: set max_staleness to {frequency - 1} or more, or publish more often",
+        )
     yield from check_schedule(config)
     yield from _check_models(config)
     yield from _check_reference(config)
     yield from _check_service(config)
     yield from _check_replay(config)
     yield from check_trackers(config)
+
+
+def _check_float16(config: LearnerConfig) -> Iterator[ConfigIssue]:
+    train = config.actor_train
+    roles = {"actor_train": train.model_args.dtype}
+    if config.has_own_critic:
+        roles["critic"] = config.critic.model_args.dtype or train.model_args.dtype
+    half = [role for role, dtype in roles.items() if dtype == "float16"]
+    if not half or train.device != "cpu" or train.strategy_args.strategy_name != "deepspeed_train":
+        return
+    import torch  # noqa: PLC0415  takes seconds
+
+    if not torch.ops.mkldnn._is_mkldnn_fp16_supported():  # what DeepSpeed asks
+        yield ConfigIssue(
+            f"{half[0]}.model_args.dtype",
+            "DeepSpeed can't train in float16 on this CPU: take bfloat16, strategy_args.strategy_name fsdp2_train, or a GPU",
+        )
 
 
 def _leaves(table: dict[str, Any]) -> Iterator[str]:

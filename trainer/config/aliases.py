@@ -19,6 +19,7 @@ ROLES = ("actor_train", "actor_infer", "critic", "reference", "teacher.*")
 KEYS: dict[str, str] = {
     "async_generation_ratio": "max_staleness",
     "max_grad_norm": "actor_train.training_args.max_grad_norm",
+    "data_args.template": "chat_template",
     "actor_infer.dtype": "actor_infer.model_args.dtype",
     "actor_infer.engine_kwargs": ENGINE,
     **{
@@ -66,6 +67,7 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
         for role in ("actor_infer", "reference", "teacher.*")
     },
     "actor_infer.dtype": (("auto",), ""),
+    **{f"{manager}.max_env_num_per_worker": ((0,), "") for manager in MANAGERS},
     "custom_envs.*.agent_runner_cls": ((None,), "use agent_runner: {path: module:function}"),
     **{f"{manager}.generating_args.num_return_sequences": ((1,), ONE_ANSWER) for manager in ("actor_infer", *MANAGERS)},
 }
@@ -89,6 +91,8 @@ def canonicalize(tree: Tree) -> tuple[Tree, list[ConfigIssue]]:
             target = _fill(canonical, pattern, path)
             if problem := _move(tree, table.pop(path[-1]), target):
                 issues.append(ConfigIssue(".".join(path), f"{problem}: set {'.'.join(target)} alone"))
+    if tree.get("data_args") == {}:  # only its `template` has a canonical key
+        del tree["data_args"]
     for pattern, values in VALUES.items():
         for path, table in find_keys(tree, pattern):
             value = table[path[-1]]

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, cast
 from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from offbeat.envs.config import Config
+from offbeat.services.chat.template_override import find_problem, replaces
 from offbeat.services.rollout.data.config import DataConfig, Pipeline
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.conditions import SET, ConditionalConfig, OnlyWith
@@ -89,6 +90,7 @@ class ModelArgs(ConditionalConfig):
     """Model and adapters; ROLL's `model_args`."""
 
     dtype: TrainDtype = "float32"
+    """Of weights and passes; optimizer states are float32. float16 scales the loss dynamically."""
     attn_implementation: AttentionName = "auto"
     """Attention; `auto` is packed causal, padded only inside attention."""
     shared_prefix: Annotated[bool, OnlyWith(attn_implementation=("auto",))] = False
@@ -149,7 +151,7 @@ class TrainingArgs(ScheduleArgs, ConditionalConfig):
     """Decay of norms, biases and embeddings, too."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     max_skipped_steps: int = Field(default=5, ge=1)
-    """Consecutive steps with non-finite gradients until the run fails."""
+    """Consecutive steps with non-finite gradients until the run fails; with float16, those at a loss scale of 1."""
     max_tokens_per_microbatch: int = Field(default=8192, ge=1)
     """Tokens per forward and backward pass."""
     num_minibatches: int = Field(default=1, ge=1)
@@ -269,6 +271,10 @@ class LearnerConfig(AlgorithmConfig):
     """
     reward_pretrain: str | None = Field(default=None, min_length=1)
     """Model of the critic's first weights, unless `critic.model_args.model_name_or_path` is set; None: the policy's."""
+    chat_template: str | None = Field(default=None, min_length=1)
+    """Template in place of the model's own, for policy, engines and trainer: a name (`native`, `qwen2_5`, `qwen3`: its own;
+    `native_nonthinking`, `longcot_V3`, `chatml`), a file `*.jinja`, or a Jinja text; ROLL's `data_args.template`.
+    """
     tiny: TinyPolicyConfig = TinyPolicyConfig()
     warm_start: WarmStartConfig | None = None
     """Supervised fine-tuning before training; None skips it."""
@@ -278,10 +284,22 @@ class LearnerConfig(AlgorithmConfig):
     """Steps between checkpoints."""
     eval_steps: int = Field(default=10, ge=0)
     """Steps between evaluations; 0: only before and after training."""
+    logging_steps: int = Field(default=1, ge=1)
+    """Steps between console rows, text samples and rows of trackers; `metrics.jsonl` keeps every step. With 1, consoles
+    show a row in 10 s and samples in 60 s at most.
+    """
+    logging_samples: int = Field(default=2, ge=0, le=16)
+    """Trajectories per logged step whose text is shown and tracked, from the lowest score to the highest."""
     max_ckpt_to_keep: int = Field(default=2, ge=1)
     """Newest checkpoints kept."""
     system_envs: dict[str, str | int | float | bool] = Field(default_factory=dict[str, str | int | float | bool])
     """Environment variables of learner, engines and env workers."""
+    render_save_dir: Path | None = None
+    """Folder of rendered episodes of each evaluation, by step; None: only those before and after training, in the run's
+    folder.
+    """
+    render_episodes: int = Field(default=8, ge=1, le=32)
+    """Rendered episodes per evaluation."""
     record_batches: int = Field(default=0, ge=0)
     """Newest batches kept in `batches/` for `offbeat learner reproduce`; 0: only those with non-finite gradients."""
     resume_from_checkpoint: bool | Path = False
@@ -291,6 +309,10 @@ class LearnerConfig(AlgorithmConfig):
     max_staleness: float = Field(default=1.0, ge=0)
     """Maximum lag of trained groups, in policy versions; ROLL's `async_generation_ratio`. 0 is synchronous. A fraction
     admits that fraction of a batch ahead; lags are compared with it rounded up.
+    """
+    model_update_frequency: int = Field(default=1, ge=1)
+    """Steps between published versions; above 1 needs `max_staleness` of at least one less. Checkpoints, evaluations, the
+    last step and a lowered bound publish besides.
     """
     staleness_controller: StalenessControllerConfig | None = None
     """Controller of `max_staleness` and `train_env_manager.num_env_groups`; None keeps them fixed."""
@@ -316,6 +338,17 @@ class LearnerConfig(AlgorithmConfig):
         if "rollout_batch_size" not in info.data or "sequence_length" not in info.data:  # rejected already
             return value
         return value.with_batch_sizes(info.data["rollout_batch_size"], info.data["sequence_length"])
+
+    @field_validator("chat_template")
+    @classmethod
+    def _is_a_template(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None or not replaces(value):
+            return None
+        if info.data.get("pretrain") == "tiny":
+            raise ValueError("the tiny policy has ChatML over a vocabulary of its own: leave chat_template out")
+        if problem := find_problem(value):
+            raise ValueError(problem)
+        return value
 
     @field_validator("track_with", mode="before")
     @classmethod
@@ -353,6 +386,11 @@ class LearnerConfig(AlgorithmConfig):
         if self.reads_data:
             return self.pipeline == "dpo" and self.dpo.needs_reference
         return super().needs_reference
+
+    @property
+    def has_policy_folder(self) -> bool:
+        """True if the policy's files are in the run's folder."""
+        return self.pretrain == "tiny" or self.chat_template is not None
 
     @property
     def critic_folder(self) -> str | None:

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 from offbeat.envs.config import Config
 from offbeat.trainer.config.conditions import ConditionalConfig, NotWith, OnlyWith
 
-TrainDtype = Literal["float32", "bfloat16"]
+TrainDtype = Literal["float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 
 UNSUPPORTED = {

@@ -13,7 +13,7 @@ from offbeat.services.rollout.data.config import GROUP_SIZES
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.trainer.config.learner import ActorTrainConfig, LearnerConfig
 
-MISMATCH_KL = {"float32": 1e-6, "bfloat16": 1e-3}
+MISMATCH_KL = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 1e-3}
 """Expected KL of engine and trainer on the same weights by the trainer's type, nats per token: float32 on both sides
 measures 1e-13, bfloat16 on one side 1e-5."""
 
@@ -29,6 +29,8 @@ class LearnerRunConfig(LearnerConfig):
     """Envs and templates by tag; with a data pipeline, those of evaluation by sampling."""
     train_env_manager: EnvManagerConfig = Field(default=EnvManagerConfig(), validate_default=True)
     """Training tags, groups and their size."""
+    val_env_manager: EnvManagerConfig = EnvManagerConfig(group_size=1)
+    """Evaluation episodes; pass@k is measured with `group_size` above 1."""
     val_batch_size: int = Field(default=64, ge=1)
     """Episodes per evaluation during training."""
     final_val_batch_size: int = Field(default=256, ge=1)

@@ -29,12 +29,22 @@ class Hyperparameters:
     """Train only the value head; other weights and moments stay."""
 
 
+MIN_LOSS_SCALE = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     applied: bool
     """False if a non-finite gradient skipped the step."""
     grad_norm: float
     """Before clipping."""
+    loss_scale: float | None = None
+    """Of this step, with float16."""
+
+    @property
+    def overflowed(self) -> bool:
+        """Return whether a lower loss scale may still make the gradient finite."""
+        return not self.applied and self.loss_scale is not None and self.loss_scale > MIN_LOSS_SCALE
 
 
 class TrainEngine(Protocol[Output_co]):

@@ -41,7 +41,7 @@ STAGE_FILE = "zero_stage.json"
 """ZeRO stage and type of gradient sums, on which DeepSpeed's optimizer depends at stage 1."""
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 """Added by DeepSpeed to checkpoints."""
-NAME_OF_DTYPE = {"torch.bfloat16": "bf16", "torch.float32": "fp32"}
+NAME_OF_DTYPE = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
 MAX_BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's default."""
 
@@ -72,30 +72,32 @@ class DeepSpeedEngine(OnRanks):
         super().__init__(ranks)
         self._training = training
         module.to(ranks.device)
-        bf16 = next(module.parameters()).dtype == torch.bfloat16
-        # bf16 needs ZeRO's sharded optimizer for its float32 master weights, even on one process
-        stage = max(strategy.zero_stage, 1) if bf16 else strategy.zero_stage
+        dtype = next(module.parameters()).dtype
+        # 16 bits need ZeRO's sharded optimizer for its float32 master weights, even on one process
+        stage = strategy.zero_stage if dtype == torch.float32 else max(strategy.zero_stage, 1)
         groups = parameter_groups(module, training)
         self._kinds = tuple(groups)
         self._moments = _adamw(list(groups.values()), training, clips=stage == 0)
-        config = engine_config(module, stage, bf16, 0.0 if stage == 0 else training.max_grad_norm)
+        config = engine_config(module, stage, dtype, 0.0 if stage == 0 else training.max_grad_norm)
         self._engine = _deepspeed().initialize(
             model=module, optimizer=self._moments, config=merge_settings(config, strategy.strategy_config)
         )[0]
         self._engine.checkpoint_engine.load = load_deepspeed_state
+        self._keep_minimum_scale()
 
     def train(
         self, batch: Sequence[PackedInput], loss: LossFunction[Any], hyperparameters: Hyperparameters
     ) -> StepOutcome:
         adopt(self._engine.optimizer.param_groups, self._kinds, hyperparameters)
         self._engine.train()
+        scale = self._loss_scale
         for share in self.shares(self._engine, batch, loss):
             self._engine.backward(share, scale_wrt_gas=False)
         self._engine.step()
         if hyperparameters.head_alone:
             forget(self._states_without_head())
         applied = bool(self._engine.was_step_applied())
-        return StepOutcome(applied, float(self._engine.get_global_grad_norm()) if applied else math.nan)
+        return StepOutcome(applied, float(self._engine.get_global_grad_norm()) if applied else math.nan, scale)
 
     @torch.no_grad()
     def infer(self, batch: Sequence[PackedInput], read: Callable[[Any], Tensor] | None = None) -> list[Tensor]:
@@ -114,6 +116,15 @@ class DeepSpeedEngine(OnRanks):
 
     def reset_optimizer(self) -> None:
         forget(self._moments.state.values())
+
+    @property
+    def _loss_scale(self) -> float | None:
+        return float(self._engine.optimizer.loss_scale) if self._engine.fp16_enabled() else None
+
+    def _keep_minimum_scale(self) -> None:
+        """Leave it to `max_skipped_steps` to end a run whose gradients are not finite at the smallest scale."""
+        if self._engine.fp16_enabled():
+            self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
 
     @property
     def _grad_accum(self) -> str:
@@ -166,6 +177,7 @@ class DeepSpeedEngine(OnRanks):
             group.update(adam_settings(self._training))
         if self._stage > 0:
             optimizer.clip_grad = self._training.max_grad_norm
+        self._keep_minimum_scale()
 
 
 class DeepSpeedLogprobModel(OnRanks):
@@ -174,8 +186,8 @@ class DeepSpeedLogprobModel(OnRanks):
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         super().__init__(ranks)
         module.eval().requires_grad_(False).to(ranks.device)
-        bf16 = next(module.parameters()).dtype == torch.bfloat16
-        self._engine = _deepspeed().initialize(model=module, config=engine_config(module, 3, bf16, 0.0))[0]
+        dtype = next(module.parameters()).dtype
+        self._engine = _deepspeed().initialize(model=module, config=engine_config(module, 3, dtype, 0.0))[0]
         self._engine.eval()
 
     @torch.no_grad()
@@ -204,7 +216,7 @@ def _adamw(groups: Sequence[list[nn.Parameter]], training: TrainingArgs, *, clip
     return torch.optim.AdamW(parameters, **settings)
 
 
-def engine_config(module: nn.Module, zero_stage: int, bf16: bool, max_grad_norm: float) -> dict[str, Any]:
+def engine_config(module: nn.Module, zero_stage: int, dtype: torch.dtype, max_grad_norm: float) -> dict[str, Any]:
     """Return DeepSpeed's configuration; its bucket, allocated in full, has at most the number of weights."""
     num_weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in module.parameters())
     config: dict[str, Any] = {
@@ -219,9 +231,12 @@ def engine_config(module: nn.Module, zero_stage: int, bf16: bool, max_grad_norm:
         },
         "steps_per_print": 1_000_000_000,
     }
-    if bf16:
+    if dtype == torch.bfloat16:
         config["bf16"] = {"enabled": True}
-        # Micro-batches' gradients, summed in bf16, would lose what is small beside the sum so far
+    if dtype == torch.float16:
+        config["fp16"] = {"enabled": True, "loss_scale": 0}
+    if dtype != torch.float32:
+        # Micro-batches' gradients, summed in 16 bits, would lose what is small beside the sum so far
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
 

@@ -1,6 +1,7 @@
 # pyright: basic
 """Training engine on PyTorch's `fully_shard` (FSDP2), with `deepspeed`'s invariants."""
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,10 +15,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
 from offbeat.trainer.config.learner import TrainingArgs
-from offbeat.trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
+from offbeat.trainer.engines.base import MIN_LOSS_SCALE, Hyperparameters, LossFunction, StepOutcome
 from offbeat.trainer.engines.param_groups import (
     adam_settings,
     adopt,
@@ -33,6 +35,8 @@ from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.value_head import HEAD
 
 WRAPPER = "model."
+SCALER_FILE = "loss_scaler.json"
+"""State of the loss scaler, with float16; equal on all ranks."""
 
 
 class FSDP2Engine(OnRanks):
@@ -53,6 +57,8 @@ class FSDP2Engine(OnRanks):
             **adam_settings(training),
         )
 
+        self._scaler = ShardedGradScaler(ranks.device.type, enabled=self._dtype == torch.float16)
+
     def _shard(self, module: nn.Module) -> nn.Module:
         """Shard; stored in float32, computed in its dtype."""
         dtype = None if self._dtype == torch.float32 else self._dtype
@@ -71,7 +77,7 @@ class FSDP2Engine(OnRanks):
         adopt(self._optimizer.param_groups, self._kinds, hyperparameters)
         self._module.train()
         for share in self.shares(self._module, batch, loss):
-            share.backward()
+            self._scaler.scale(share).backward()
         outcome = self._step()
         self._optimizer.zero_grad()
         if hyperparameters.head_alone:
@@ -82,13 +88,22 @@ class FSDP2Engine(OnRanks):
 
     def _step(self) -> StepOutcome:
         parameters = [p for p in self._module.parameters() if p.grad is not None]
+        scale = float(self._scaler.get_scale()) if self._scaler.is_enabled() else None
+        self._scaler.unscale_(self._optimizer)
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not math.isfinite(float(norm)):
-            return StepOutcome(False, math.nan)
+            self._update_scale()
+            return StepOutcome(False, math.nan, scale)
         torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
         self._optimizer.step()
-        return StepOutcome(True, float(norm))
+        self._update_scale()
+        return StepOutcome(True, float(norm), scale)
+
+    def _update_scale(self) -> None:
+        self._scaler.update()
+        if self._scaler.is_enabled() and self._scaler.get_scale() < MIN_LOSS_SCALE:
+            self._scaler.update(MIN_LOSS_SCALE)
 
     @torch.no_grad()
     def infer(self, batch: Sequence[PackedInput], read: Callable[[Any], Tensor] | None = None) -> list[Tensor]:
@@ -112,6 +127,8 @@ class FSDP2Engine(OnRanks):
         model, optimizer = get_state_dict(self._module, self._optimizer)
         saving.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
         if self.rank == 0:
+            if self._scaler.is_enabled():
+                (folder / SCALER_FILE).write_text(json.dumps(self._scaler.state_dict()))
             write_layout(folder, self._training)
 
     def load(self, folder: Path) -> None:
@@ -129,6 +146,8 @@ class FSDP2Engine(OnRanks):
         )
         for group in self._optimizer.param_groups:
             group.update(adam_settings(self._training))
+        if self._scaler.is_enabled() and (folder / SCALER_FILE).is_file():
+            self._scaler.load_state_dict(json.loads((folder / SCALER_FILE).read_text()))
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:

@@ -48,14 +48,14 @@ def load_deepspeed_state(path: str, map_location: Any = None) -> Any:
     """Read a file as `CheckpointEngine.load` does.
 
     Raises:
-        StateFileError: it holds more than tensors, plain values and three types of DeepSpeed's.
+        StateFileError: it holds more than tensors, plain values and four types of DeepSpeed's.
     """
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler  # noqa: PLC0415
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler  # noqa: PLC0415
     from deepspeed.runtime.zero.config import ZeroStageEnum  # noqa: PLC0415
     from deepspeed.utils.tensor_fragment import fragment_address  # noqa: PLC0415
 
     try:
-        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+        with torch.serialization.safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
             return torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:  # a damaged pickle raises anything
         raise _refusal(path, error) from None

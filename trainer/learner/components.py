@@ -1,9 +1,11 @@
 """Construction of the loop's components."""
 
 from collections.abc import Callable
+from functools import partial
 
 from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.buffer.scores import GroupScores
+from offbeat.services.chat.tokenizer import load_tokenizer
 from offbeat.services.messages.types import Group
 from offbeat.services.rollout.tasks import make_sampler
 from offbeat.services.telemetry import MetricsSink
@@ -18,8 +20,10 @@ from offbeat.trainer.learner.score_intake import ScoreIntake
 from offbeat.trainer.learner.staleness_controller import StalenessController
 from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.learner.task_sampler import Curriculum
+from offbeat.trainer.learner.trajectory_samples import TrajectorySampler
 from offbeat.trainer.learner.validation import read_validation
 from offbeat.trainer.run import LearnerRun
+from offbeat.trainer.trackers.base import LoggedSteps
 from offbeat.trainer.training.batch_log import BatchLog
 from offbeat.trainer.training.checkpoint import CheckpointStore
 from offbeat.trainer.training.policy_trainer import Trainer
@@ -49,7 +53,15 @@ def build_components(
         trainer=trainer,
         checkpoints=checkpoints,
         batch_log=BatchLog(run.output_dir, config.record_batches, buffer.epoch),
-        evaluations=Evaluations(buffer, sink, log, run.output_dir / EVALUATIONS, checkpoints.score, epoch=buffer.epoch),
+        evaluations=Evaluations(
+            buffer,
+            sink,
+            log,
+            run.output_dir / EVALUATIONS,
+            checkpoints.score,
+            epoch=buffer.epoch,
+            group_size=config.val_env_manager.group_size,
+        ),
         intake=GroupIntake(
             buffer=buffer,
             config=config,
@@ -69,6 +81,12 @@ def build_components(
             num_env_groups=config.train_env_manager.num_env_groups,
         ),
         curriculum=Curriculum(make_sampler(config.custom_envs, config.train_env_manager), buffer),
+        sampler=TrajectorySampler(
+            partial(load_tokenizer, run.model_folder),
+            config.custom_envs,
+            config.logging_samples,
+            LoggedSteps(config.logging_steps, config.max_steps),
+        ),
         should_stop=should_stop,
         validation=read_validation(run),
     )

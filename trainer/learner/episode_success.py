@@ -12,10 +12,10 @@ def success_values(trajectories: Sequence[Trajectory], num_failed: int = 0) -> d
 
     Tags that never report success have none; episodes that failed, without a trajectory, count as those of other tags.
     """
-    reported = {t.tag for t in trajectories if _reports_success(t)}
+    reported = {t.tag for t in trajectories if reports_success(t)}
     if not reported:
         return {}
-    values = [t.metrics["success"] for t in trajectories if _reports_success(t)]
+    values = [t.metrics["success"] for t in trajectories if reports_success(t)]
     num_missing = num_failed + sum(t.tag in reported for t in trajectories) - len(values)
     count = float(len(values) + num_missing)
     return {
@@ -24,5 +24,5 @@ def success_values(trajectories: Sequence[Trajectory], num_failed: int = 0) -> d
     }
 
 
-def _reports_success(trajectory: Trajectory) -> bool:
+def reports_success(trajectory: Trajectory) -> bool:
     return math.isfinite(trajectory.metrics.get("success", math.nan))

@@ -17,13 +17,8 @@ from offbeat.services.keys import RunKeys
 from offbeat.services.messages.codec import encode_trajectories
 from offbeat.services.messages.types import Trajectory
 from offbeat.services.redis.run_writes import RunWrites
-from offbeat.services.telemetry import (
-    MetricRecord,
-    MetricsSink,
-    Partial,
-    mean,
-)
-from offbeat.trainer.learner.episode_success import success_values
+from offbeat.services.telemetry import MetricRecord, MetricsSink, Partial
+from offbeat.trainer.learner.evaluation_metrics import evaluation_values
 from offbeat.trainer.training.fenced_folder import FencedFolder
 
 logger = logging.getLogger(__name__)
@@ -94,8 +89,12 @@ class Evaluations:
         score: Callable[[int, float], None] = lambda _step, _value: None,
         *,
         epoch: int = 0,
+        group_size: int = 1,
     ) -> None:
-        """score: receives sampled success (missing: failure), or reward if envs report none. epoch: the learner's lease."""
+        """score: receives sampled success (missing: failure), or reward if envs report none. epoch: the learner's lease.
+        group_size: `val_env_manager.group_size`.
+        """
+        self._group_size = group_size
         self._epoch = epoch
         self._files: FencedFolder | None = None
         self._score = score
@@ -171,18 +170,23 @@ class Evaluations:
 
     def _record(self, evaluation: Evaluation, trajectories: list[Trajectory]) -> None:
         labels = {"when": evaluation.when, "sampling": evaluation.sampling}
-        values = _values(evaluation, trajectories)
+        values = evaluation_values(
+            trajectories, evaluation.num_episodes, step=evaluation.step, group_size=self._group_size_of(evaluation)
+        )
         self._save(evaluation, trajectories[:MAX_SAVED_EPISODES])
         self._sink.append(MetricRecord("eval", values, step=evaluation.step, labels=labels))
         if evaluation.sampling == "sampled" and "reward" in values:
             self._score(evaluation.step, values.get("success", values["reward"]).value)
-        names = ("success", "success_missing", "reward")
-        shown = ", ".join(f"{name} {values[name].value:.3f}" for name in names if name in values)
+        shown = ", ".join(f"{name} {part.value:.3f}" for name, part in values.items() if not name.startswith("env/"))
         logger.info("evaluation %s of %d episodes: %s", evaluation.eval_id, len(trajectories), shown)
         self._log.put(evaluation.eval_id, RECORDED)
         self._recorded.add(evaluation.eval_id)
         self._buffer.forget_eval(evaluation.eval_id)
         del self._pending[evaluation.eval_id]
+
+    def _group_size_of(self, evaluation: Evaluation) -> int:
+        """Return 1 for greedy evaluations, whose siblings are equal."""
+        return self._group_size if evaluation.sampling == "sampled" else 1
 
     def _save(self, evaluation: Evaluation, trajectories: list[Trajectory]) -> None:
         rows = [
@@ -192,19 +196,3 @@ class Evaluations:
         self._files = self._files or FencedFolder(self._folder, self._epoch)
         self._files.write(f"{evaluation.eval_id}.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
         self._files.write(f"{evaluation.eval_id}{TOKENS}", encode_trajectories(trajectories))
-
-
-def _values(evaluation: Evaluation, trajectories: list[Trajectory]) -> dict[str, Partial]:
-    failed = Partial("sum", float(evaluation.num_episodes - len(trajectories)))
-    if not trajectories:
-        return {"episodes_failed": failed}
-    versions = [span for t in trajectories if (span := t.version_range())]
-    return {
-        **success_values(trajectories, evaluation.num_episodes - len(trajectories)),
-        "reward": mean(t.reward for t in trajectories),
-        "turns": mean(float(len(t.turns)) for t in trajectories),
-        "episodes": Partial("sum", float(len(trajectories))),
-        "episodes_failed": failed,
-        "version_min": Partial("min", float(min((low for low, _ in versions), default=evaluation.step))),
-        "version_max": Partial("max", float(max((high for _, high in versions), default=evaluation.step))),
-    }

@@ -1,8 +1,8 @@
 """The learner's loop: take, train, publish, evaluate, checkpoint, acknowledge.
 
-Invariants: version v is published after v optimizer steps; only groups in a durable checkpoint are acknowledged; a
-resumed learner repeats later steps on the same groups. A Redis that lost data is told what the surviving lineage has
-trained (`LearnerBuffer.reconcile`).
+Invariants: a version's number is that of the optimizer steps behind it; only groups in a durable checkpoint are
+acknowledged; a resumed learner repeats later steps on the same groups. A Redis that lost data is reconciled with what the
+surviving lineage has trained (`LearnerBuffer.reconcile`).
 """
 
 import logging
@@ -23,6 +23,7 @@ from offbeat.trainer.learner.evaluations import Evaluation, Evaluations, When
 from offbeat.trainer.learner.group_intake import GroupIntake, StepGroups
 from offbeat.trainer.learner.reporter import (
     LearnerReporter,
+    is_overflow,
     replay_values,
     step_values,
     was_skipped,
@@ -30,6 +31,7 @@ from offbeat.trainer.learner.reporter import (
 from offbeat.trainer.learner.staleness_controller import StalenessController
 from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.learner.task_sampler import Curriculum
+from offbeat.trainer.learner.trajectory_samples import TrajectorySampler
 from offbeat.trainer.run import FINISHED, LearnerRun
 from offbeat.trainer.training.batch_log import BatchLog
 from offbeat.trainer.training.checkpoint import Checkpoint, CheckpointStore, LearnerState
@@ -55,6 +57,7 @@ class LearnerComponents:
     replay: ReplayBuffer
     staleness: StalenessController
     curriculum: Curriculum
+    sampler: TrajectorySampler
     should_stop: Callable[[], bool]
     validation: Sequence[Group] = ()
     """Rows for evaluation by loss."""
@@ -76,6 +79,7 @@ class Learner:
         self._replay = components.replay
         self._staleness = components.staleness
         self._curriculum = components.curriculum
+        self._sampler = components.sampler
         self._should_stop = components.should_stop
         self._validation = components.validation
         self._checkpointer = Checkpointer(
@@ -169,17 +173,19 @@ class Learner:
         self._ledger.write_reconciled(self._step, result)
         self._curriculum.publish()
         self._evaluations.restart()
-        if self._published == self._step:  # else the weights are published soon
+        if self._published >= 0:  # else the weights are published soon
             self._publish()
 
     def _train_step(self) -> bool:
         step = self._step
         if not self._apply_settings():
             return False
+        if step - self._published > self._settings.max_staleness:  # a lower bound admits no groups for this step before
+            self._publish()
         began = time.monotonic()
         self._reporter.set_phase("evaluating the start" if step == 0 else "training")
         self._reporter.set_activity("taking", step=step, groups=self._config.groups_per_step)
-        newest = max(step, self._newest_version)
+        newest = max(self._published, self._newest_version)
         taken = self._intake.take(step, self._settings.max_staleness, self._should_stop, newest_version=newest)
         # The first weights must not be replaced while they are being evaluated
         if taken is None or (step == 0 and not self._evaluations.wait(self._should_stop)):
@@ -200,11 +206,15 @@ class Learner:
         self._staleness.sample_slots()
         self._curriculum.observe([*taken.groups, *taken.refilled])
         self._record(taken, replayed, skipped=skipped)
-        self._publish()
+        if not (skipped and is_overflow(gauges)):  # a lower loss scale is tried first
+            self._num_skipped = self._num_skipped + 1 if skipped else 0
+        if self._is_publish_due():
+            self._publish()
         self._finish_checkpoint()
         seconds, self._seconds = {**self._seconds, "step": time.monotonic() - began}, {}
         gauges = {**gauges, **replay_values(replayed, step), **self._staleness.observe(gauges, seconds, self._settings)}
-        self._reporter.record_step(self._step, step_values(taken, step, gauges, seconds))
+        samples = self._sampler.sample(self._step, taken.groups)
+        self._reporter.record_step(self._step, step_values(taken, step, gauges, seconds), samples)
         self._raise_on_repeated_skips()
         return True
 
@@ -227,7 +237,6 @@ class Learner:
     def _record(self, taken: StepGroups, replayed: ReplayedGroups, *, skipped: bool) -> None:
         bound = self._settings.max_staleness
         self._ledger.write_step(self._step, taken, max_staleness=bound, skipped=skipped, replayed=replayed)
-        self._num_skipped = self._num_skipped + 1 if skipped else 0
         self._checkpointer.add_consumed(taken.entry_ids)
         self._next_number = max([self._next_number, *(group.number + 1 for group in taken.groups)])
 
@@ -246,6 +255,12 @@ class Learner:
             self._checkpoint()
         if self._checkpointer.must_block(self._step):
             self._save_now()
+
+    def _is_publish_due(self) -> bool:
+        """Return whether engines need this step's weights; determined by the step, so that a resumed run does the same."""
+        config = self._config
+        periods = (config.model_update_frequency, config.save_steps, config.eval_steps)
+        return self._step >= config.max_steps or any(self._step % each == 0 for each in periods if each)
 
     def _publish(self) -> None:
         with self._timed("publish"):

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from rich.console import Console
@@ -12,6 +12,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from offbeat.services.telemetry import Partial, format_rate
+from offbeat.services.text_samples import SampleClock, TextSample, describe_samples
+from offbeat.trainer.trackers.base import LoggedSteps
 
 LINE_INTERVAL_S = 10.0
 """Minimum interval, except for phase changes."""
@@ -40,6 +42,10 @@ class LearnerView(Protocol):
         """Show a step's metrics."""
         ...
 
+    def show_samples(self, samples: Sequence[TextSample]) -> None:
+        """Show excerpts of a step's trajectories."""
+        ...
+
     def close(self) -> None:
         """Stop the display; `print` still works."""
         ...
@@ -52,13 +58,17 @@ class SilentView:
 
     def show_step(self, step: int, values: Mapping[str, Partial]) -> None: ...
 
+    def show_samples(self, samples: Sequence[TextSample]) -> None: ...
+
     def close(self) -> None: ...
 
 
 class LearnerLineView:
-    def __init__(self, console: Console, max_steps: int) -> None:
+    def __init__(self, console: Console, max_steps: int, logging_steps: int = 1) -> None:
         self._console = console
         self._max_steps = max_steps
+        self._logged = LoggedSteps(logging_steps, max_steps)
+        self._clock = SampleClock(logging_steps)
         self._phase = ""
         self._next_at = 0.0
 
@@ -72,8 +82,13 @@ class LearnerLineView:
             self._line(text)
 
     def show_step(self, step: int, values: Mapping[str, Partial]) -> None:
-        if time.monotonic() >= self._next_at or step == self._max_steps:
+        is_paced = self._logged.every == 1 and step != self._max_steps
+        if step in self._logged and not (is_paced and time.monotonic() < self._next_at):
             self._line(f"step {step}/{self._max_steps}  {describe_step(values)}")
+
+    def show_samples(self, samples: Sequence[TextSample]) -> None:
+        if samples and self._clock.is_due():
+            self.print(describe_samples(samples))
 
     def close(self) -> None: ...
 
@@ -83,9 +98,11 @@ class LearnerLineView:
 
 
 class LearnerTerminalView:
-    def __init__(self, console: Console, max_steps: int) -> None:
+    def __init__(self, console: Console, max_steps: int, logging_steps: int = 1) -> None:
         self._console = console
         self._max_steps = max_steps
+        self._logged = LoggedSteps(logging_steps, max_steps)
+        self._clock = SampleClock(logging_steps)
         self._phase, self._step, self._figures = "starting", 0, ""
         self._spinner = Spinner("dots")
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=5, transient=True)
@@ -98,7 +115,13 @@ class LearnerTerminalView:
         self._phase = text
 
     def show_step(self, step: int, values: Mapping[str, Partial]) -> None:
-        self._step, self._figures = step, describe_step(values)
+        self._step = step
+        if step in self._logged:
+            self._figures = describe_step(values)
+
+    def show_samples(self, samples: Sequence[TextSample]) -> None:
+        if samples and self._clock.is_due():
+            self.print(describe_samples(samples))
 
     def close(self) -> None:
         self._live.stop()
@@ -117,7 +140,8 @@ def describe_step(values: Mapping[str, Partial]) -> str:
     return "  ".join(f"{label} {figure}" for label, figure in shown)
 
 
-def open_view(max_steps: int, console: Console | None = None) -> LearnerView:
+def open_view(max_steps: int, console: Console | None = None, *, logging_steps: int = 1) -> LearnerView:
     """Return a live view on terminals, else plain lines."""
     console = console or Console(highlight=False, file=sys.stdout)
-    return LearnerTerminalView(console, max_steps) if console.is_terminal else LearnerLineView(console, max_steps)
+    view = LearnerTerminalView if console.is_terminal else LearnerLineView
+    return view(console, max_steps, logging_steps)

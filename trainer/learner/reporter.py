@@ -22,6 +22,7 @@ from offbeat.services.telemetry import (
     Partial,
     mean,
 )
+from offbeat.services.text_samples import TextSample
 from offbeat.trainer.data.replay_buffer import ReplayedGroups
 from offbeat.trainer.learner.episode_success import success_values
 from offbeat.trainer.learner.group_intake import StepGroups
@@ -100,13 +101,14 @@ class LearnerReporter:
         logger.info("start-up: %s", ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items()))
         self._sink.append(MetricRecord("learner", values, labels={"phase": "startup"}))
 
-    def record_step(self, step: int, values: Mapping[str, Partial]) -> None:
+    def record_step(self, step: int, values: Mapping[str, Partial], samples: tuple[TextSample, ...] = ()) -> None:
         finite = {name: partial for name, partial in values.items() if math.isfinite(partial.total)}
         if len(finite) < len(values):
             logger.warning("step %d: not finite: %s", step, ", ".join(sorted(set(values) - set(finite))))
             finite["not_finite"] = Partial("sum", float(len(values) - len(finite)))
         self._view.show_step(step, finite)
-        self._sink.append(MetricRecord("learner", finite, step=step))
+        self._view.show_samples(samples)
+        self._sink.append(MetricRecord("learner", finite, step=step, samples=samples))
         means = {name: partial.value for name, partial in finite.items()}
         had_gradient = means.get("actor/grad_norm", 0.0) > 0
         trained = {"learner_has_trained": str(int(had_gradient))} if had_gradient or step == 1 else {}
@@ -135,6 +137,15 @@ class LearnerReporter:
 def was_skipped(gauges: Mapping[str, Partial]) -> bool:
     """Return whether a non-finite gradient skipped a step."""
     return any(gauges[name].total > 0 for name in ("actor/skipped_steps", "critic/skipped_steps") if name in gauges)
+
+
+def is_overflow(gauges: Mapping[str, Partial]) -> bool:
+    """Return whether every skipped step may succeed at a lower loss scale."""
+    totals = {name: value.total for name, value in gauges.items()}
+    return all(
+        totals.get(f"{model}/skipped_steps", 0.0) <= totals.get(f"{model}/overflow_steps", 0.0)
+        for model in ("actor", "critic")
+    )
 
 
 def step_values(

@@ -46,7 +46,9 @@ from offbeat.trainer.process.ranks import (
     start_followers,
 )
 from offbeat.trainer.process.signals import stop_on_signals
+from offbeat.trainer.rendering.evaluations import rendered_evaluations
 from offbeat.trainer.run import LearnerRun, buffer_limits, is_ending, read_run
+from offbeat.trainer.trackers.base import LoggedSteps
 from offbeat.trainer.trackers.metrics_writer import MetricsWriter
 from offbeat.trainer.trackers.supervisor import TrackerProcesses, make_start_messages
 from offbeat.trainer.training.checkpoint import Checkpoint, CheckpointStore, read_checkpoint, read_epoch
@@ -219,11 +221,13 @@ class LearnerProcess:
             self._announce_start(epoch)
             self._reporter.record_startup(self._startup.seconds)
             names, kwargs = run.config.track_with, run.config.tracker_kwargs
+            logged = LoggedSteps(run.config.logging_steps, run.config.max_steps)
             with (
                 TrackerProcesses(make_start_messages(run, resumed_step), self._view.print, self._metrics) as trackers,
-                MetricsWriter(self._redis, run.run_id, run.output_dir, names, resumed_step, kwargs),
+                MetricsWriter(self._redis, run.run_id, run.output_dir, names, resumed_step, kwargs, logged),
                 LedgerThread(self._redis, run.run_id, run.output_dir),
                 IncarnationWatch(buffer),
+                rendered_evaluations(run),
             ):
                 finished = learner.run()
                 trackers.ending = "finished" if finished else "stopped"
@@ -237,7 +241,7 @@ class LearnerProcess:
         self._view.print(f"Resuming from step {checkpoint.state.step}: {checkpoint.path}")
         written_by, train = checkpoint.state.num_processes, self._run.config.actor_train
         zero = train.strategy_args.strategy_name == "deepspeed_train"
-        sharded = zero and (train.strategy_args.zero_stage > 0 or train.model_args.dtype == "bfloat16")
+        sharded = zero and (train.strategy_args.zero_stage > 0 or train.model_args.dtype != "float32")
         if sharded and written_by != ranks.world_size:
             raise ControlError(
                 f"{checkpoint.path} was written by {written_by} process(es), and its optimizer shards can't be "
@@ -266,7 +270,7 @@ class LearnerProcess:
         return True
 
     def _announce_start(self, epoch: int) -> None:
-        """Tell scorers that the first weights of this lineage are complete."""
+        """Announce to scorers that the first weights of this lineage are complete."""
         write = RunWrites(self._redis, self._run.run_id, self._run.uid)
         write.epoch = epoch
         write("SET", start_key(self._run.run_id), self._run.lineage)

@@ -11,6 +11,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
+from offbeat.services.text_samples import TextSample
+
 Values = Mapping[str, float | None]
 Ending = Literal["finished", "stopped", "died"]
 """All steps trained, stopped on request, or failed or killed."""
@@ -28,6 +30,8 @@ class Row:
     """Unix time, s."""
     values: Mapping[str, float]
     """Finite; e.g. `learner/reward`, `eval/sampled/success`."""
+    samples: tuple[TextSample, ...] = ()
+    """Text of trajectories, which a tracker may ignore."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +71,26 @@ class Tracker(ABC):
         """Close the run, which a later learner may resume."""
 
 
+@dataclass(frozen=True, slots=True)
+class LoggedSteps:
+    """Steps whose rows trackers receive."""
+
+    every: int = 1
+    last: int = 0
+
+    def __contains__(self, step: int) -> bool:
+        return step % self.every == 0 or step == self.last
+
+
 def make_row(
-    number: int, newest: int, time: float, source: str, step: int | None, labels: Mapping[str, str], values: Values
+    number: int,
+    newest: int,
+    time: float,
+    source: str,
+    step: int | None,
+    labels: Mapping[str, str],
+    values: Values,
+    samples: tuple[TextSample, ...] = (),
 ) -> Row:
     """Convert a record. newest: step if it has none."""
     parts = [source]
@@ -79,4 +101,4 @@ def make_row(
     finite = {
         "/".join([*parts, name]): value for name, value in values.items() if value is not None and isfinite(value)
     }
-    return Row(number, newest if step is None else step, time, finite)
+    return Row(number, newest if step is None else step, time, finite, samples)

@@ -5,10 +5,12 @@ loses nothing; no step or evaluation is sent twice.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from offbeat.trainer.trackers.base import Row, Tracker, make_row
+from offbeat.services.text_samples import TextSample, sample_from_row
+from offbeat.trainer.trackers.base import LoggedSteps, Row, Tracker, make_row
 from offbeat.trainer.trackers.cursor import DeliveryCursor, write_progress
 from offbeat.trainer.trackers.metrics_file import Line, read_lines
 
@@ -22,7 +24,16 @@ class TrackerDownError(Exception):
 
 
 class Delivery:
-    def __init__(self, metrics_path: Path, progress_path: Path, progress: DeliveryCursor, tracker: Tracker) -> None:
+    def __init__(
+        self,
+        metrics_path: Path,
+        progress_path: Path,
+        progress: DeliveryCursor,
+        tracker: Tracker,
+        logged: LoggedSteps | None = None,
+    ) -> None:
+        """logged: the learner's steps to send; None: all."""
+        self._logged = logged or LoggedSteps()
         self._metrics_path = metrics_path
         self._progress_path = progress_path
         self.progress = progress
@@ -72,9 +83,11 @@ class Delivery:
         record = line.record
         if record is None or self.progress.is_sent(record):
             return None
+        if record["source"] == "learner" and record["step"] is not None and record["step"] not in self._logged:
+            return None
         fields = {key: record[key] for key in ("time", "source", "step", "labels", "values")}
-        row = make_row(line.number, self.progress.step, **fields)
-        return row if row.values else None
+        row = make_row(line.number, self.progress.step, **fields, samples=_samples(record))
+        return row if row.values or row.samples else None
 
     def _try_write(self, row: Row) -> Exception | None:
         self.busy_since = time.monotonic()
@@ -99,6 +112,13 @@ class Delivery:
             raise TrackerDownError(_one_line(error)) from error
         finally:
             self.busy_since = None
+
+
+def _samples(record: Mapping[str, Any]) -> tuple[TextSample, ...]:
+    try:
+        return tuple(map(sample_from_row, record.get("samples", ())))
+    except (TypeError, ValueError):  # edited by hand: its values are still good
+        return ()
 
 
 def _one_line(error: Exception | None) -> str:

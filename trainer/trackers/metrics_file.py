@@ -14,13 +14,14 @@ from typing import Any
 
 from offbeat.services.jsonl import LinesFile, last_lines
 from offbeat.services.telemetry import MetricRecord
+from offbeat.services.text_samples import sample_to_row
 
 METRICS_FILE = "metrics.jsonl"
 CHUNK_BYTES = 1 << 18
 
 
 class MetricsFile:
-    """JSON lines: id, time, source, step, labels, values (null if not finite)."""
+    """JSON lines: id, time, source, step, labels, values (null if not finite), and at logged steps samples."""
 
     def __init__(self, path: Path) -> None:
         self._lines = LinesFile(path)  # first: it removes a cut last line, which must be written again
@@ -32,7 +33,8 @@ class MetricsFile:
         """Append with the next `flush`."""
         values = {name: p.value if math.isfinite(p.value) else None for name, p in record.values.items()}
         row = {"id": entry_id, "time": record.time, "source": record.source, "step": record.step}
-        self._rows.append({**row, "labels": record.labels, "values": values})
+        samples = {"samples": [sample_to_row(sample) for sample in record.samples]} if record.samples else {}
+        self._rows.append({**row, "labels": record.labels, "values": values, **samples})
 
     def flush(self) -> None:
         """Write the records. Raises OSError; repeatable."""

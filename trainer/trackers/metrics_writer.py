@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 from offbeat.services.errors import CodecError
 from offbeat.services.telemetry import MetricRecord, RedisMetrics
 from offbeat.services.threads import Follower
-from offbeat.trainer.trackers.base import TrackedRun, Tracker, make_row
+from offbeat.trainer.trackers.base import LoggedSteps, TrackedRun, Tracker, make_row
 from offbeat.trainer.trackers.metrics_file import METRICS_FILE, MetricsFile
 from offbeat.trainer.trackers.registry import IN_LEARNER, arguments, find_tracker
 
@@ -33,13 +33,17 @@ class MetricsWriter(Follower):
         names: Sequence[str],
         resumed_step: int,
         kwargs: Mapping[str, Mapping[str, JsonValue]] | None = None,
+        logged: LoggedSteps | None = None,
     ) -> None:
-        """names, kwargs: `track_with` and `tracker_kwargs`; other than in-learner trackers are ignored."""
+        """names, kwargs: `track_with` and `tracker_kwargs`; other than in-learner trackers are ignored. logged: steps for
+        trackers; None: all.
+        """
         self._stream = RedisMetrics(redis, run_id)
         self._run_id = run_id
         self._output_dir = output_dir
         self._names = [name for name in names if name in IN_LEARNER]
         self._kwargs = kwargs or {}
+        self._logged = logged or LoggedSteps()
         self._resumed_step = self._step = resumed_step
         super().__init__("trackers")
 
@@ -104,6 +108,7 @@ class MetricsWriter(Follower):
 
     def _write(self, tracker: Tracker, record: MetricRecord) -> None:
         values = {name: partial.value for name, partial in record.values.items()}
-        row = make_row(0, self._step, record.time, record.source, record.step, record.labels, values)
+        row = make_row(0, self._step, record.time, record.source, record.step, record.labels, values, record.samples)
         self._step = max(self._step, row.step)
-        tracker.write(row)
+        if record.source != "learner" or record.step is None or record.step in self._logged:
+            tracker.write(row)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from offbeat.services.text_samples import to_columns
 from offbeat.trainer.trackers.base import (
     Ending,
     Row,
@@ -57,6 +58,9 @@ class MLflow(Tracker):
         ]
         for batch in _batched(metrics, MAX_METRICS):
             self._client.log_batch(self._run_id, metrics=batch)
+        if row.samples:
+            # A file per step: MLflow appends to a table by fetching and storing all of it
+            self._client.log_table(self._run_id, to_columns(row.samples), f"samples/step-{row.step}.json")
 
     def close(self, ending: Ending) -> None:
         self._client.set_terminated(self._run_id, STATUS[ending])

@@ -217,6 +217,8 @@ def make_start_messages(run: LearnerRun, resumed_step: int) -> list[StartMessage
             keep_key=config.resume_from_checkpoint is True,
             resumed_step=resumed_step,
             config=public_config,
+            logging_steps=config.logging_steps,
+            last_step=config.max_steps,
         )
         for name in config.track_with
         if name not in IN_LEARNER

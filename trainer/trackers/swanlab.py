@@ -6,6 +6,7 @@ SwanLab keeps the first value per name and step, thus only one of several servic
 from importlib import import_module
 from typing import Any, Literal
 
+from offbeat.services.text_samples import to_text
 from offbeat.trainer.trackers.base import (
     Ending,
     Row,
@@ -36,6 +37,7 @@ class SwanLab(Tracker):
         """experiment_name: default `exp_name`."""
         swanlab: Any = import_module("swanlab")
 
+        self._swanlab = swanlab
         self._run: Any = swanlab.init(
             project=project,
             workspace=workspace,
@@ -57,8 +59,9 @@ class SwanLab(Tracker):
             self.place = str(run.folder)
 
     def write(self, row: Row) -> None:
-        if row.values:
-            self._run.log(dict(row.values), step=row.step)
+        texts = {f"samples/{i}": self._swanlab.Text(to_text(sample)) for i, sample in enumerate(row.samples)}
+        if row.values or texts:
+            self._run.log({**row.values, **texts}, step=row.step)
 
     def close(self, ending: Ending) -> None:
         self._run.finish(state=STATE[ending], error="the learner died" if ending == "died" else None)

@@ -7,6 +7,7 @@ import os
 from importlib import import_module
 from typing import Any
 
+from offbeat.services.text_samples import to_columns
 from offbeat.trainer.trackers.base import (
     Ending,
     Row,
@@ -37,6 +38,7 @@ class Trackio(Tracker):
             os.environ.pop("HF_HUB_OFFLINE", None)  # the learner sets it, for its models
         trackio: Any = import_module("trackio")
 
+        self._trackio = trackio
         self._run: Any = trackio.init(
             project=project,
             name=f"{name or run.name}-{run.key[:6]}",
@@ -55,8 +57,13 @@ class Trackio(Tracker):
         self.place = f"{space_id or server_url or 'trackio show'}, project {project}, run {self._run.name}"
 
     def write(self, row: Row) -> None:
-        if row.values:
-            self._run.log(dict(row.values), step=row.step)
+        table = {"samples": self._make_table(row)} if row.samples else {}
+        if row.values or table:
+            self._run.log({**row.values, **table}, step=row.step)
+
+    def _make_table(self, row: Row) -> Any:
+        pandas: Any = import_module("pandas")  # a dependency of Trackio
+        return self._trackio.Table(dataframe=pandas.DataFrame(to_columns(row.samples)))
 
     def close(self, ending: Ending) -> None:
         del ending

@@ -8,6 +8,7 @@ import os
 from importlib import import_module
 from typing import Any, Literal
 
+from offbeat.services.text_samples import to_columns
 from offbeat.trainer.trackers.base import (
     Ending,
     Row,
@@ -36,6 +37,7 @@ class WeightsAndBiases(Tracker):
         """name: default `exp_name`. settings: fields of `wandb.Settings`."""
         wandb: Any = import_module("wandb")
 
+        self._wandb = wandb
         self._run: Any = wandb.init(
             project=project,
             entity=entity,
@@ -57,8 +59,15 @@ class WeightsAndBiases(Tracker):
         self.place = self._run.settings.sync_dir if self._run.offline else (self._run.url or "")
 
     def write(self, row: Row) -> None:
-        if row.values:
-            self._run.log({"step": row.step, **row.values}, step=row.number, commit=True)
+        if row.values or row.samples:
+            self._run.log({"step": row.step, **row.values, **self._table(row)}, step=row.number, commit=True)
+
+    def _table(self, row: Row) -> dict[str, Any]:
+        if not row.samples:
+            return {}
+        columns = to_columns(row.samples)
+        data = [list(values) for values in zip(*columns.values(), strict=True)]
+        return {"samples": self._wandb.Table(columns=list(columns), data=data)}
 
     def close(self, ending: Ending) -> None:
         self._run.finish(exit_code=1 if ending == "died" else 0)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from offbeat.services.process import JsonLines, claim_stdout
-from offbeat.trainer.trackers.base import Ending, TrackedRun
+from offbeat.trainer.trackers.base import Ending, LoggedSteps, TrackedRun
 from offbeat.trainer.trackers.cursor import (
     DeliveryCursor,
     progress_file,
@@ -59,6 +59,8 @@ class StartMessage:
     """As in `DeliveryCursor.open`."""
     resumed_step: int
     config: dict[str, Any]
+    logging_steps: int = 1
+    last_step: int = 0
 
 
 class StdinCommands:
@@ -167,7 +169,8 @@ class _TrackerSession:
         tracker = tracker_class(run, **arguments(tracker_class, self._order.kwargs))
         progress.place = tracker.place
         self._outbox.send(place=tracker.place, refused=progress.refused)
-        self._delivery = Delivery(self._output_dir / METRICS_FILE, path, progress, tracker)
+        logged = LoggedSteps(self._order.logging_steps, self._order.last_step)
+        self._delivery = Delivery(self._output_dir / METRICS_FILE, path, progress, tracker, logged)
         self._busy_since = None
         reported = progress.number
         while True:

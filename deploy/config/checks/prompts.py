@@ -3,7 +3,10 @@
 import io
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
 
 from offbeat.deploy.config.checks.trials import TrialError, refuse_failures, try_envs
 from offbeat.deploy.config.run import RunConfig
@@ -11,6 +14,7 @@ from offbeat.deploy.config.vocabulary import MissingWordsError, collect_words
 from offbeat.envs import registry
 from offbeat.envs.prompts import IMAGE, fill_template
 from offbeat.services.chat.messages import ChatMessage
+from offbeat.services.chat.template_override import write_policy_folder
 from offbeat.services.errors import RolloutError
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.rollout.envs.runners import EnvTraits, read_traits, render_png
@@ -44,6 +48,22 @@ class BrokenTokenizerError(Exception):
 
 def check_first_prompts(config: RunConfig, on_step: OnStep = ignore_step, *, trial: bool = True) -> list[ConfigIssue]:
     """Check the chat template and first prompts. trial: run foreign envs in processes, also their steps."""
+    if config.chat_template is None:
+        return _check_prompts(config, on_step, trial=trial)
+    with TemporaryDirectory() as folder:
+        try:
+            write_policy_folder(Path(config.pretrain), Path(folder), config.chat_template)
+            replaced = config.model_copy(update={"pretrain": folder, "chat_template": None})
+            issues = _check_prompts(replaced, on_step, trial=trial)
+        except (RolloutError, OSError, UnicodeDecodeError) as error:
+            return [ConfigIssue("chat_template", str(error))]
+        except TemplateError as error:
+            return [ConfigIssue("chat_template", f"can't be rendered: {error}")]
+    key = {"pretrain": "chat_template"}
+    return [ConfigIssue(key.get(i.path, i.path), i.message.replace(folder, config.pretrain)) for i in issues]
+
+
+def _check_prompts(config: RunConfig, on_step: OnStep, *, trial: bool) -> list[ConfigIssue]:
     on_step("custom_envs", "reading the envs' vocabulary, chat template and tokenizer")
     try:
         count_tokens = _count_tokens(config)

@@ -100,10 +100,15 @@ def _check_batch(config: RunConfig) -> Iterator[ConfigIssue]:
             f"or a rollout_batch_size of at most {manager.num_env_groups * size}",
         )
     num_episodes = size + manager.group_size_redundancy + config.num_baselines
-    if rollout.max_env_num_per_worker * rollout.num_workers < num_episodes:
+    limits = {
+        "rollout.max_env_num_per_worker": rollout.max_env_num_per_worker,
+        "train_env_manager.max_env_num_per_worker": manager.max_env_num_per_worker or rollout.max_env_num_per_worker,
+    }
+    key, limit = min(limits.items(), key=lambda item: item[1])
+    if limit * rollout.num_workers < num_episodes:
         yield ConfigIssue(
-            "rollout.max_env_num_per_worker",
-            f"{rollout.num_workers} worker(s) of {rollout.max_env_num_per_worker} episodes can't run {num_episodes} at once "
+            key,
+            f"{rollout.num_workers} worker(s) of {limit} episodes can't run {num_episodes} at once "
             f"(group_size + group_size_redundancy, and {config.num_baselines} greedy): take at least "
             f"{-(-num_episodes // rollout.num_workers)}",
         )

@@ -1,6 +1,6 @@
 -- Hand out episodes: evaluations first, then what was given back, then members of groups, admitting new ones as needed.
 --
--- ARGV     1 worker, 2 its session, 3 nonce, 4 how many at most
+-- ARGV     1 worker, 2 its session, 3 nonce, 4 how many at most, 5 of groups' members, 6 of evaluations
 -- Returns  {doorbell position, msgpack of {unit, member, attempt, min_version, sampling, temperature or nothing} ..., or
 --          nothing for none}
 -- Invariants  C3: a group is admitted only while admitted - dropped - failed is below
@@ -8,6 +8,7 @@
 --          played, and weights are published. The same nonce again gives the same episodes and admits nothing, so a
 --          caller that did not hear the answer asks again.
 local worker, session, nonce, limit = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local limit_train, limit_eval = tonumber(ARGV[5]), tonumber(ARGV[6])
 local RETRY_ELSEWHERE_MS = 5000
 local reply, claims = {}, {}
 
@@ -30,8 +31,9 @@ local function belongs_elsewhere(failed_by, now)
   return who == worker and now - at < RETRY_ELSEWHERE_MS and redis.call('ZCARD', WORKERS) > 1
 end
 
-local function take_from(queue, step, now, aside)
-  while #reply < limit do
+-- `most`: length of the reply up to which the queue is taken from.
+local function take_from(queue, most, step, now, aside)
+  while #reply < most do
     local token = redis.call('LPOP', queue)
     if not token then return end
     local unit, index = split_token(token)
@@ -48,11 +50,11 @@ local function take_from(queue, step, now, aside)
 end
 
 -- Admit a group; its first members are handed out, the others wait in the queue.
-local function admit(limits, step)
+local function admit(limits, most, step)
   local number = redis.call('HINCRBY', LEDGER, 'next', 1) - 1
   local unit, baselines = 't:' .. number, limits.baselines or 0
   local members = limits.group_size + limits.redundancy + baselines
-  local taken, settings = math.min(members, limit - #reply), {'train', limits.temperature, members, baselines}
+  local taken, settings = math.min(members, most - #reply), {'train', limits.temperature, members, baselines}
   local fields, queued = {}, {}
   for index = 0, members - 1 do
     if index < taken then
@@ -74,12 +76,13 @@ end
 
 local function claim_new(limits, step, now)
   local aside, admitted = {}, false
-  take_from(QUEUE_EVAL, step, now, aside)
+  take_from(QUEUE_EVAL, math.min(limit, limit_eval), step, now, aside)
+  local most = math.min(limit, #reply + limit_train)
   -- Given-back members of groups can exist only once weights are published, so `step` is there when it is read.
-  take_from(QUEUE_TRAIN, step, now, aside)
+  take_from(QUEUE_TRAIN, most, step, now, aside)
   local room = count_admissible(limits, step)
-  while #reply < limit and room > 0 do
-    admit(limits, step)
+  while #reply < most and room > 0 do
+    admit(limits, most, step)
     room, admitted = room - 1, true
   end
   call_in_parts(claims, 'HSET', claims_key(worker))

@@ -8,7 +8,6 @@ from typer.testing import CliRunner, Result
 
 from offbeat.deploy.cli.app import app
 from offbeat.deploy.play.parquet import read_parquet
-from offbeat.deploy.play.rollouts import pass_at_k
 from offbeat.services.messages.codec import encode_trajectories
 from offbeat.services.messages.types import (
     Segment,
@@ -17,6 +16,7 @@ from offbeat.services.messages.types import (
     Turn,
     VersionSpan,
 )
+from offbeat.trainer.learner.evaluation_metrics import pass_at_k
 
 
 def offbeat(*arguments: object, typed: str = "") -> Result:

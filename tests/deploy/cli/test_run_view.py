@@ -1,3 +1,6 @@
+import io
+
+import pytest
 from rich.console import Console
 
 from offbeat.deploy.cli.run_view import (
@@ -20,6 +23,7 @@ from offbeat.services.control.schemas import (
     SettingsView,
 )
 from offbeat.services.telemetry import MetricRecord, Partial, mean
+from offbeat.services.text_samples import TextSample
 
 
 def view(state: RunState = RunState.RUNNING, learner: Health = Health.READY, phase: str = "training") -> RunView:
@@ -146,3 +150,29 @@ def test_a_terminal_gets_one_panel_that_goes_away():
         shown.show(view(), history())
         shown.close()
         shown.show(view(), history())
+
+
+def with_step(number: int, samples: tuple[TextSample, ...] = ()) -> RunHistory:
+    made = history()
+    made.add([("9-0", MetricRecord("learner", {"reward": mean([0.5])}, number, {}, 9.0, samples))])
+    return made
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_samples_of_a_logged_step_are_shown_once_and_escaped(terminal: bool):
+    file = io.StringIO()
+    console = Console(file=file, width=200, force_terminal=terminal, highlight=False)
+    made = with_step(4, (TextSample(4, 3, "Lake", 1.0, "\x1b[2J[red]S[/]", ("Left",), ("Left",)),))
+    with open_view("lake", console, logging_steps=2) as shown:
+        shown.show(view(), made)
+        shown.show(view(), made)
+    assert file.getvalue().count("\\x1b[2J[red]S[/]") == 1
+    assert "\x1b[2J" not in file.getvalue()
+
+
+def test_plain_lines_come_every_logging_steps():
+    file = io.StringIO()
+    with open_view("lake", Console(file=file, width=300), logging_steps=3) as shown:
+        for number in range(3, 11):
+            shown.show(view(), with_step(number))
+    assert [line.split("step ")[1].split("/")[0] for line in file.getvalue().splitlines()] == ["3", "6", "9"]

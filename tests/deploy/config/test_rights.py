@@ -61,6 +61,7 @@ NAMING: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "system_envs": ({"system_envs": {"PYTHONPATH": "/evil"}}, "system_envs.PYTHONPATH"),
     "logging_dir": ({"logging_dir": "/etc/logs"}, "logging_dir"),
+    "render_save_dir": ({"render_save_dir": "/etc/episodes"}, "render_save_dir"),
     "actor_train.strategy_args.strategy_config": (
         {"actor_train": {"strategy_args": {"strategy_config": {"compile": {"backend": "evil.backend"}}}}},
         "actor_train.strategy_args.strategy_config.compile.backend",
@@ -84,6 +85,7 @@ PLAIN = {
     **dict.fromkeys(
         (f"data.{key}_key" for key in ("messages", "prompt", "response", "chosen", "rejected", "tools")), "a column"
     ),
+    "chat_template": "a name, text rendered in a sandbox, or a file *.jinja read as such",
     "warm_start.tag": "a tag",
     "actor_train.model_args.lora_target": "names of layers",
     "actor_train.training_args.lr_scheduler_kwargs": "numbers by the names of a fixed table",

@@ -1,7 +1,9 @@
+import io
 import json
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from redis import Redis
 from rich.console import Console
 
@@ -9,11 +11,13 @@ from offbeat.deploy.cli.report import remake_report
 from offbeat.deploy.config.loader import dump_yaml, load_run
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.report.history import RunHistory
-from offbeat.deploy.report.report import ReportMaker, build_report
+from offbeat.deploy.report.report import ReportMaker, build_report, show_report
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.control.schemas import CountersView
 from offbeat.services.keys import RunKeys
 from offbeat.services.telemetry import MetricRecord, Partial, RedisMetrics, mean
+from offbeat.trainer.learner.evaluation_metrics import evaluation_values
+from tests.fakes import make_trajectory
 from tests.paths import QUICKSTART
 
 COUNTERS = CountersView(admitted=10, submitted=9, trained=8, dropped={"stale": 1}, failed={"timeout": 1}, in_flight=0)
@@ -174,3 +178,31 @@ def test_a_rest_run_has_the_attempts_of_its_history(
     assert (report["attempts"], report["wall_s"], report["ended_at"]) == (2, 140.0, 290.0)
     assert (report["success_before"], report["success_after"], report["steps"]) == (0.25, 0.75, 2)
     assert (tmp_path / "learning_curve.png").stat().st_size > 1000
+
+
+def test_the_table_tells_spread_length_pass_at_k_and_each_tag(config: RunConfig, tmp_path: Path):
+    history = RunHistory()
+    for when, at in (("before", 0), ("after", 9)):
+        played = [
+            structs.replace(make_trajectory(0, i, reward=(at + i) / 16), tag="Lake" if i < 2 else "Box")
+            for i in range(4)
+        ]
+        values = evaluation_values(played, 4, step=at, group_size=2)
+        labels = {"when": when, "sampling": "sampled"}
+        history.add([(f"{at + 1}-0", MetricRecord("eval", values, at, labels, float(at)))])
+    report = build_report(config, history, COUNTERS, baselines={}, startup_s={}, ended_at=9.0)
+    assert report["evaluations"][1]["metrics"]["reward_max"] == 0.75
+    console = Console(record=True, width=120, file=io.StringIO())
+    show_report(report, tmp_path, console)
+    lines = [line for line in console.export_text().splitlines() if "│" in line]
+    shown = {
+        cells[0].strip(): [cell.strip() for cell in cells[1:3]]
+        for cells in (line.strip("│").split("│") for line in lines)
+    }
+    assert shown["reward, greatest"] == ["0.188", "0.750"]
+    assert shown["reward, least"] == ["0.000", "0.562"]
+    assert shown["pass@2"] == ["1.000", "1.000"]
+    assert shown["tokens per episode"] == ["4.000", "4.000"]
+    assert shown["answers cut short"] == ["0.000", "0.000"]
+    assert shown["Box: reward, least"] == ["0.125", "0.688"]
+    assert "Lake: pass@2" in shown

@@ -4,6 +4,7 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
+from offbeat.services.buffer.api import ClaimLimits
 from offbeat.services.errors import BufferError, ReconcileError
 from offbeat.services.messages.types import EpisodeKind
 from tests.services.buffer.buffer_play import (
@@ -249,3 +250,20 @@ async def test_a_trajectory_of_another_task_is_refused(run: Run):
     first, second, *_ = await run.buffer.claim("w", 100)
     with pytest.raises(BufferError, match="does not belong"):
         await run.buffer.submit("w", first, trajectory_for(second))
+
+
+async def test_a_claim_has_limits_of_training_and_of_evaluation(redis: Redis, async_redis: AsyncRedis):
+    run = Run.begin(redis, async_redis, limits(max_staleness=9.0))
+    run.learner.start_eval("during-sampled-0", 6, sampling_name="sampled", min_version=0)
+
+    async def claim(limit: int, train: int, evaluation: int) -> tuple[int, int]:
+        tasks = await run.buffer.claim("w", limit, ClaimLimits(train, evaluation))
+        num_eval = sum(task.kind is EpisodeKind.EVAL for task in tasks)
+        return len(tasks) - num_eval, num_eval
+
+    assert await claim(10, 3, 2) == (3, 2)
+    assert await claim(3, 3, 2) == (1, 2)
+    assert await claim(10, 0, 1) == (0, 1)
+    assert await claim(10, 4, 0) == (4, 0)
+    assert await claim(2, 9, 9) == (1, 1)
+    assert run.learner.counters().admitted == 5  # of 9 episodes in groups of two

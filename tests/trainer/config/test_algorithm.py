@@ -1,6 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
+from offbeat.services.generation.config import EngineStrategy
 from offbeat.trainer.checks.learner import check_learner
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.learner import LearnerConfig, StrategyArgs
@@ -63,6 +64,12 @@ def test_unsupported_training_strategy_is_rejected_with_alternative(name: str):
 def test_unsupported_inference_strategy_is_rejected_with_alternative(name: str):
     with pytest.raises(ValidationError, match="take hf_infer or deepspeed_infer"):
         InferStrategyArgs.model_validate({"strategy_name": name})
+
+
+@pytest.mark.parametrize("name", ["sglang", "megatron_infer", "hf_infer"])
+def test_unsupported_engine_is_rejected_with_alternative(name: str):
+    with pytest.raises(ValidationError, match=rf"{name} can't sample \(.*\): take vllm"):
+        EngineStrategy.model_validate({"strategy_name": name})
 
 
 SHARDED = {"reference": {"strategy_args": {"strategy_name": "deepspeed_infer"}}}

@@ -24,7 +24,15 @@ from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of
 from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.integration.learner_rank import SMOOTH, fixed_batch
-from tests.trainer.engines.comparing import assert_same, decaying_groups, nll, weights_of
+from tests.trainer.engines.comparing import (
+    assert_overflow_is_skipped,
+    assert_same,
+    assert_scale_ends_at_one,
+    assert_steps_agree,
+    decaying_groups,
+    nll,
+    weights_of,
+)
 from tests.trainer.learner.harness import learner_config
 
 pytestmark = pytest.mark.slow
@@ -78,7 +86,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(folder: Path, ranks: Ranks) -
     assert_same(weights_of(policy), weights_of(undisturbed))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_loaded_engine_resumes_exactly(folder: Path, ranks: Ranks, dtype: str, tmp_path: Path) -> None:
     saved = engine(folder, ranks, dtype)
     saved.train(fixed_batch(), nll, HYPER)
@@ -122,6 +130,19 @@ def test_bfloat16_weights_gather_steps_too_small_for_them(folder: Path, ranks: R
     name = "model.layers.0.self_attn.q_proj.weight"
     assert before[name].dtype == torch.bfloat16
     assert not torch.equal(before[name], weights_of(policy)[name])
+
+
+def test_float16_skips_overflows_and_resumes_with_its_scale(folder: Path, ranks: Ranks, tmp_path: Path) -> None:
+    assert_overflow_is_skipped(lambda: engine(folder, ranks, "float16"), tmp_path)
+
+
+def test_float16_steps_are_those_of_float32_but_for_rounding(folder: Path, ranks: Ranks) -> None:
+    half, full = engine(folder, ranks, "float16"), engine(folder, ranks)
+    assert_steps_agree(half, full)
+
+
+def test_a_loss_that_is_never_finite_ends_at_the_smallest_scale(folder: Path, ranks: Ranks) -> None:
+    assert_scale_ends_at_one(engine(folder, ranks, "float16"))
 
 
 def test_a_reset_optimizer_forgets_its_moments(folder: Path, ranks: Ranks) -> None:

@@ -15,7 +15,9 @@ from offbeat.trainer.learner.reporter import LearnerReporter
 from offbeat.trainer.learner.staleness_controller import StalenessController
 from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.learner.task_sampler import Curriculum
+from offbeat.trainer.learner.trajectory_samples import TrajectorySampler
 from offbeat.trainer.run import LearnerRun
+from offbeat.trainer.trackers.base import LoggedSteps
 from offbeat.trainer.training.batch_log import BatchLog
 from offbeat.trainer.training.checkpoint import CheckpointStore, read_checkpoint
 from tests.fakes import (
@@ -50,6 +52,14 @@ def learner_config(**settings: object) -> LearnerRunConfig:
     }
     config = LearnerRunConfig.model_validate(tree | settings)
     return config if "final_val_batch_size" in settings else config.model_copy(update={"final_val_batch_size": 0})
+
+
+class NumberTokenizer:
+    """Tokens as their numbers."""
+
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool = False) -> str:
+        del skip_special_tokens
+        return " ".join(map(str, tokens))
 
 
 @dataclass
@@ -97,6 +107,12 @@ class LearnerHarness:
                 num_env_groups=self.config.train_env_manager.num_env_groups,
             ),
             curriculum=Curriculum(make_sampler(self.config.custom_envs, self.config.train_env_manager), self.buffer),
+            sampler=TrajectorySampler(
+                NumberTokenizer,
+                self.config.custom_envs,
+                self.config.logging_samples,
+                LoggedSteps(self.config.logging_steps, self.config.max_steps),
+            ),
             should_stop=should_stop,
         )
         requested = self.config.resume_from_checkpoint

@@ -3,13 +3,17 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 
+import pytest
 from msgspec import structs
 
 from offbeat.services.messages.codec import decode_trajectories
+from offbeat.services.metric_registry import find_metric
 from offbeat.services.telemetry import Partial
-from offbeat.trainer.learner.evaluations import MAX_SAVED_EPISODES, Evaluation, Evaluations
+from offbeat.trainer.learner.evaluation_metrics import evaluation_values
+from offbeat.trainer.learner.evaluations import MAX_SAVED_EPISODES, Evaluation, Evaluations, Sampling
 from tests.fakes import (
     DictLog,
     FakeLearnerBuffer,
@@ -85,6 +89,60 @@ def record(
     ]
     evaluations.collect()
     return sink.records[0].values, scores
+
+
+def test_score_length_and_cut_answers_are_reported_for_all_and_each_tag():
+    cut = make_trajectory(2, 2, reward=0.25, num_turns=1)
+    cut = structs.replace(cut, tag="Talk", turns=(cut.turns[0]._replace(is_truncated=True),), metrics={})
+    played = [make_trajectory(0, 0, reward=1.0, num_turns=3), make_trajectory(1, 1, reward=-0.5, num_turns=2), cut]
+    values = {name: part.value for name, part in evaluation_values(played, 4, step=3).items()}
+    assert (values["reward"], values["reward_min"], values["reward_max"]) == (0.25, -0.5, 1.0)
+    assert [values[f"tokens/response_length/{name}"] for name in ("mean", "min", "max")] == [4.0, 2.0, 6.0]
+    assert (values["turns"], values["answers_truncated"]) == (2.0, 1 / 6)
+    assert values["episodes_truncated"] == 1 / 3
+    walk, talk = (
+        {name.removeprefix(f"env/{tag}/"): v for name, v in values.items() if name.startswith(f"env/{tag}/")}
+        for tag in ("tag", "Talk")
+    )
+    assert (walk["reward"], walk["reward_min"], walk["reward_max"]) == (0.25, -0.5, 1.0)
+    assert (walk["episodes"], walk["answers_truncated"], walk["success"]) == (2.0, 0.0, 0.25)
+    assert (talk["reward_max"], talk["answers_truncated"], talk["tokens/response_length/max"]) == (0.25, 1.0, 2.0)
+    assert "success" not in talk
+    assert all(find_metric("eval", name) for name in values)
+
+
+def test_pass_at_k_equals_the_share_of_draws_with_a_success():
+    """Against all draws of k out of the group, for groups of 5; the last episodes are no whole group."""
+    outcomes = [(1, 0, 0, 1, 0), (0, 0, 0, 0, 0), (1, 1, 1, 1, 1), (1, 1)]
+    flat = [(number, value) for number, value in enumerate(v for group in outcomes for v in group)]
+    played = [make_trajectory(0, number, reward=float(value)) for number, value in flat]
+    values = evaluation_values(played, len(flat), step=0, group_size=5)
+    for k in (2, 4, 5):
+        draws = [[any(draw) for draw in combinations(group, k)] for group in outcomes[:3]]
+        expected = sum(sum(group) / len(group) for group in draws) / 3
+        assert values[f"pass@{k}"].value == pytest.approx(expected)
+    assert not [name for name in values if name.startswith("pass@") and name not in ("pass@2", "pass@4", "pass@5")]
+
+
+def test_pass_at_k_counts_failed_episodes_and_leaves_out_tags_without_success():
+    played = [make_trajectory(0, 0, reward=1.0), make_trajectory(0, 3, reward=0.0)]
+    silent = [structs.replace(make_trajectory(0, index), tag="Talk", metrics={}) for index in (4, 5)]
+    values = evaluation_values([*played, *silent], 6, step=0, group_size=2)
+    assert values["pass@2"].value == 0.5
+    assert values["env/tag/pass@2"].value == 0.5
+    assert "env/Talk/pass@2" not in values
+
+
+@pytest.mark.parametrize(("sampling", "measured"), [("sampled", True), ("greedy", False)])
+def test_the_managers_group_size_gives_pass_at_k(tmp_path: Path, sampling: Sampling, *, measured: bool) -> None:
+    buffer, sink = FakeLearnerBuffer(), ListSink()
+    evaluations = Evaluations(buffer, sink, DictLog(), tmp_path, group_size=2)
+    evaluation = Evaluation("during", sampling, 3, 4)
+    evaluations.start(evaluation)
+    buffer.evaluations[evaluation.eval_id] = [make_trajectory(0, i, reward=float(i == 1)) for i in range(4)]
+    evaluations.collect()
+    assert ("pass@2" in sink.records[0].values) == measured
+    assert not measured or sink.records[0].values["pass@2"].value == 0.5
 
 
 def test_an_evaluation_of_which_nothing_came_back_still_ends(tmp_path: Path) -> None:

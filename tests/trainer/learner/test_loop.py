@@ -95,3 +95,11 @@ def test_a_value_that_is_not_finite_is_counted_and_left_out(harness: LearnerHarn
     assert values["actor/skipped_steps"].total == 1.0
     lines, _ = read_step_ledger(harness.folder)
     assert [line.skipped for line in lines if isinstance(line, StepLine)] == [True] * 5
+
+
+def test_steps_that_overflowed_do_not_end_the_run(harness: LearnerHarness) -> None:
+    learner, trainer = harness.learner()
+    trainer.gauges = {"actor/skipped_steps": Partial("sum", 1.0), "actor/overflow_steps": Partial("sum", 1.0)}
+    assert learner.run()
+    lines, _ = read_step_ledger(harness.folder)
+    assert [line.skipped for line in lines if isinstance(line, StepLine)] == [True] * 6

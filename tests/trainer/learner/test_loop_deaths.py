@@ -36,15 +36,17 @@ CURRICULUM = {
 @given(
     crashes=st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=4),
     replay=st.sampled_from([{}, REPLAY, REPLAY | {"sampler": "prioritized"}]),
+    frequency=st.sampled_from([1, 2, 4]),
 )
 def test_a_learner_killed_anywhere_gives_the_weights_of_an_intact_one(
-    crashes: list[tuple[int, bool]], replay: dict[str, object]
+    crashes: list[tuple[int, bool]], replay: dict[str, object], frequency: int
 ) -> None:
+    config = learner_config(replay=replay, model_update_frequency=frequency, **CURRICULUM)
     with TemporaryDirectory() as one, TemporaryDirectory() as two:
-        undisturbed = LearnerHarness(Path(one), learner_config(replay=replay, **CURRICULUM))
+        undisturbed = LearnerHarness(Path(one), config)
         learner, expected = undisturbed.learner()
         learner.run()
-        harness = LearnerHarness(Path(two), learner_config(replay=replay, **CURRICULUM))
+        harness = LearnerHarness(Path(two), config)
         for crash_at, after in crashes:
             learner, trainer = run_until_crash(harness, Moments(crash_at, after))
         learner, trainer = harness.learner()

@@ -3,6 +3,7 @@ import io
 from rich.console import Console
 
 from offbeat.services.telemetry import Partial, mean
+from offbeat.services.text_samples import TextSample
 from offbeat.trainer.learner.progress_view import (
     LearnerLineView,
     LearnerTerminalView,
@@ -63,3 +64,35 @@ def test_a_terminal_shows_one_transient_status_line():
 
 def test_elsewhere_than_in_a_terminal_lines_are_printed():
     assert isinstance(open_view(1, console(False)[0]), LearnerLineView)
+
+
+SAMPLE = TextSample(2, 1, "Lake", 1.0, "\x1b[2J[bold]S[/]", ("Left",), ("Left",))
+
+
+def test_a_row_and_samples_come_at_every_logged_step():
+    where, out = console(False)
+    view = open_view(7, where, logging_steps=3)
+    for step in range(1, 8):
+        view.show_step(step, STEP)
+        view.show_samples((SAMPLE,) if step % 3 == 0 else ())
+    lines = out.getvalue().splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("step")] == ["3/7", "6/7", "7/7"]
+    assert [line for line in lines if "prompt" in line] == ["  prompt   \\x1b[2J[bold]S[/]"] * 2
+
+
+def test_where_every_step_is_logged_samples_are_few():
+    where, out = console(False)
+    view = open_view(7, where)
+    for _ in range(5):
+        view.show_samples((SAMPLE,))
+    assert out.getvalue().count("prompt") == 1
+
+
+def test_a_terminal_escapes_samples_above_its_status_line():
+    where, out = console(True)
+    view = open_view(7, where, logging_steps=3)
+    view.show_step(2, STEP)
+    view.show_samples((SAMPLE,))
+    view.close()
+    assert "\\x1b[2J[bold]S[/]" in out.getvalue()
+    assert "\x1b[2J" not in out.getvalue()

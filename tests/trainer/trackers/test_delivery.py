@@ -1,11 +1,13 @@
 """A tracker receives each step and evaluation once, across restarts of the learner and of the tracker."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from offbeat.services.telemetry import MetricRecord, mean
-from offbeat.trainer.trackers.base import Row, TrackedRun, Tracker
+from offbeat.services.text_samples import TextSample
+from offbeat.trainer.trackers.base import LoggedSteps, Row, TrackedRun, Tracker
 from offbeat.trainer.trackers.cursor import DeliveryCursor, read_progress
 from offbeat.trainer.trackers.delivery import Delivery, TrackerDownError
 from offbeat.trainer.trackers.metrics_file import MetricsFile
@@ -157,3 +159,32 @@ def test_key_is_kept_unless_the_lineage_changes():
     assert not progress.open("tuesday/2", keep_key=False)  # from a checkpoint by name
     assert progress.key != key
     assert (progress.step, progress.number) == (0, 1)
+
+
+SAMPLES = (TextSample(2, 1, "Lake", 1.0, "prompt \U0001f600 \ud83d", ("a",), ("a",)),)
+
+
+def test_a_tracker_gets_every_nth_step_and_the_last_and_all_else(tmp_path: Path):
+    append(tmp_path, *(step(number) for number in range(1, 6)), GAUGE, evaluation(3), step(6), step(7))
+    tracker = RecordingTracker()
+    path = tmp_path / "progress.json"
+    process = Delivery(tmp_path / "metrics.jsonl", path, read_progress(path), tracker, LoggedSteps(3, 7))
+    assert process.round() == 9
+    assert [(row.step, next(iter(row.values)).split("/")[0]) for row in tracker.rows] == [
+        (3, "learner"), (5, "generation"), (3, "eval"), (6, "learner"), (7, "learner")
+    ]  # fmt: skip
+
+
+def test_samples_reach_a_tracker_with_their_step_once(tmp_path: Path):
+    with_samples = replace(step(2), samples=SAMPLES)
+    append(tmp_path, step(1), with_samples, with_samples)
+    tracker = RecordingTracker()
+    deliver(tmp_path, tracker)
+    assert [(row.step, row.samples) for row in tracker.rows] == [(1, ()), (2, SAMPLES)]
+
+
+def test_a_line_longer_than_the_tail_does_not_hide_the_newest_record(tmp_path: Path):
+    """The stream's records after it would otherwise be written from the start again."""
+    long = replace(step(2), samples=(replace(SAMPLES[0], prompt="\u65e5" * 50_000),))
+    append(tmp_path, step(1), long)
+    assert MetricsFile(tmp_path / "metrics.jsonl").position == "1-0"

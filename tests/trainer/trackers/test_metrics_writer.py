@@ -1,6 +1,7 @@
 """Metric records are written exactly once, across learner restarts."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from offbeat.services.telemetry import (
     RedisMetrics,
     mean,
 )
+from offbeat.services.text_samples import TextSample
+from offbeat.trainer.trackers.base import LoggedSteps
 from offbeat.trainer.trackers.metrics_file import MetricsFile, read_records
 from offbeat.trainer.trackers.metrics_writer import MetricsWriter
 from tests.waiting import wait_until_sync
@@ -124,3 +127,37 @@ def test_tensorboard_log_dir_is_used(redis_url: str, tmp_path: Path) -> None:
     with Redis.from_url(redis_url) as redis, MetricsWriter(redis, "run", tmp_path, ["tensorboard"], 0, kwargs):
         RedisMetrics(redis, "run").append(record(1, 0.25))
     assert scalars(tmp_path / "elsewhere", "learner/reward") == [(1, 0.25)]
+
+
+SAMPLE = TextSample(4, 3, "Lake", 1.0, "# no heading\n<script>x</script>", ("Left",), ("Left",))
+
+
+def test_tensorboard_gets_every_nth_step_and_its_samples_as_text(redis_url: str, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+    from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+    from tensorboard.context import RequestContext
+    from tensorboard.plugins.base_plugin import TBContext
+    from tensorboard.plugins.text.text_plugin import TextPlugin
+
+    logged = LoggedSteps(4, 6)
+    with (
+        Redis.from_url(redis_url) as redis,
+        MetricsWriter(redis, "run", tmp_path, ["tensorboard"], 0, logged=logged),
+    ):
+        for number in range(1, 7):
+            samples = (SAMPLE,) if number == 4 else ()
+            RedisMetrics(redis, "run").append(replace(record(number, 0.5), samples=samples))
+        wait_until_sync(lambda: len(rows(tmp_path)) == 6)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert scalars(tmp_path, "learner/reward") == [(4, 0.5), (6, 0.5)]
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(tmp_path / "tensorboard"))
+    multiplexer.Reload()
+    provider = MultiplexerDataProvider(multiplexer, str(tmp_path))
+    plugin: Any = TextPlugin(TBContext(logdir=str(tmp_path), data_provider=provider))
+    [(run, tags)] = plugin.index_impl(RequestContext(), "x").items()
+    assert tags == ["samples/0"]
+    [shown] = plugin.text_impl(RequestContext(), run, "samples/0", "x", enable_markdown=True)
+    assert shown["step"] == 4
+    assert shown["text"].startswith("<pre><code>step 4, version 3, tag Lake, score 1\n")
+    assert "# no heading\n" in shown["text"]
+    assert "<script>" not in shown["text"]

@@ -6,12 +6,14 @@ Skipped where the package is not installed: `uv pip install 'offbeat[wandb,mlflo
 import json
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offbeat.services.telemetry import MetricRecord, mean
+from offbeat.services.text_samples import TextSample, to_columns, to_text
 from offbeat.trainer.trackers.base import Ending
 from offbeat.trainer.trackers.supervisor import TrackerProcesses
 from offbeat.trainer.trackers.worker import StartMessage
@@ -25,7 +27,11 @@ from tests.trainer.trackers.test_delivery import (
 from tests.waiting import wait_until_sync
 
 CONFIG = {"max_steps": 6, "actor_train": {"training_args": {"learning_rate": 0.001}}}
-FIRST = (step(1, 0.25), evaluation(0), GAUGE, step(2, 0.25), step(3, 0.25))
+SAMPLES = (
+    TextSample(2, 1, "Lake", 0.0, "<b>[red]S F\x1b[2J", ("<answer>Left</answer>", "Up"), ("Left", "Up")),
+    TextSample(2, 0, "Lake", 1.0, "\u65e5\u672c \U0001f600", ("Down",), ("Down",)),
+)
+FIRST = (step(1, 0.25), evaluation(0), GAUGE, replace(step(2, 0.25), samples=SAMPLES), step(3, 0.25))
 SECOND = (
     step(3, 9.0),
     step(4, 0.5),
@@ -85,13 +91,16 @@ def test_wandb_offline(tmp_path: Path):
     runs = [record.run for record in records if record.WhichOneof("record_type") == "run"]
     assert {(run.run_id, run.project, run.display_name) for run in runs} == {(kept["key"], "agents", "exp")}
     rows = [
-        {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in record.history.item}
+        {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
         for record in records
         if record.WhichOneof("record_type") == "history"
     ]
     assert [(row["step"], row["learner/reward"]) for row in rows if "learner/reward" in row] == STEPS
     assert [(row["step"], row["eval/greedy/success"]) for row in rows if "eval/greedy/success" in row] == [(2, 0.5)]
     assert [row["_step"] for row in rows] == [1, 2, 3, 4, 5, 7, 8, 9]
+    [file] = [row["samples.path"] for row in rows if "samples.path" in row]
+    [table] = [json.loads(path.read_text()) for path in tmp_path.rglob(Path(file).name)]
+    assert dict(zip(table["columns"], map(list, zip(*table["data"], strict=True)), strict=True)) == to_columns(SAMPLES)
     config = {
         (item.key or item.nested_key[0]): json.loads(item.value_json)
         for record in records
@@ -110,6 +119,11 @@ def test_mlflow_on_sqlite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     history = client.get_metric_history(run.info.run_id, "learner/reward")
     assert sorted((each.step, each.value) for each in history) == STEPS
     assert client.get_metric_history(run.info.run_id, "eval/sampled/success")[0].step == 0
+    assert [file.path for file in client.list_artifacts(run.info.run_id, "samples")] == ["samples/step-2.json"]
+    table = json.loads(
+        Path(client.download_artifacts(run.info.run_id, "samples/step-2.json", str(tmp_path))).read_text()
+    )
+    assert dict(zip(table["columns"], map(list, zip(*table["data"], strict=True)), strict=True)) == to_columns(SAMPLES)
     assert client.get_metric_history(run.info.run_id, "learner/odd _ _")[0].value == 1.0
     assert (run.info.run_name, run.info.status) == ("exp", "FINISHED")
     assert run.data.params["actor_train.training_args.learning_rate"] == "0.001"
@@ -126,16 +140,22 @@ def test_swanlab_offline(tmp_path: Path):
     folders = sorted((tmp_path / "trackers" / "swanlab").glob("run-*"))
     assert [folder.name.endswith(kept["key"]) for folder in folders] == [True, True]
     found: list[tuple[int, float]] = []
+    media: list[tuple[str, int]] = []
     for folder in folders:
         [path] = folder.glob("*.swanlab")
         reader = DataStoreReader()
         reader.open(path)
         for blob in reader:
-            scalar = Record.FromString(blob).scalar
+            record = Record.FromString(blob)
+            media += [(record.media.key, record.media.step)] if record.HasField("media") else []
+            scalar = record.scalar
             if scalar.key == "learner/reward":
                 found.append((scalar.step, scalar.value.number))
         reader.close()
     assert found == STEPS
+    assert media == [("samples/0", 2), ("samples/1", 2)]
+    texts = [path.read_text() for path in (tmp_path / "trackers" / "swanlab").rglob("*.txt")]
+    assert {to_text(sample) for sample in SAMPLES} <= set(texts)
 
 
 def test_trackio_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -151,3 +171,7 @@ def test_trackio_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     told = [(at, json.loads(metrics)) for _, at, metrics in rows]
     assert [(at, values["learner/reward"]) for at, values in told if "learner/reward" in values] == STEPS
     assert [at for at, values in told if "eval/greedy/success" in values] == [2]
+    [(at, table)] = [(at, values["samples"]) for at, values in told if "samples" in values]
+    assert at == 2
+    columns = to_columns(SAMPLES)
+    assert {name: [row[name] for row in table["_value"]] for name in columns} == columns

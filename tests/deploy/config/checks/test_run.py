@@ -24,6 +24,7 @@ def test_the_quickstart_can_run_on_two_cores():
         (["rollout_batch_size=4"], "rollout_batch_size", "take 8"),
         (["train_env_manager.num_env_groups=4"], "train_env_manager.num_env_groups", "take at least 8, or"),
         (["rollout.max_env_num_per_worker=4"], "rollout.max_env_num_per_worker", "take at least 8"),
+        (["train_env_manager.max_env_num_per_worker=4"], "train_env_manager.max_env_num_per_worker", "take at least 8"),
         (["rollout.num_workers=9"], "rollout.num_workers", "take rollout.num_workers <= 2"),
         (["actor_train.num_threads=3"], "actor_train.num_processes", "must not exceed 2"),
         (["actor_infer.max_model_len=128"], "sequence_length", "take at most 128"),

@@ -3,16 +3,17 @@
 import base64
 import html
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image, ImageDraw
 
-from offbeat.deploy.config.run import RunConfig
 from offbeat.envs import registry
+from offbeat.services.rollout.config import CustomEnv
 
 Frame = npt.NDArray[np.uint8]
 FRAME_MS = 400
@@ -53,7 +54,12 @@ class PlayedEpisode:
     """One more than answers, or none."""
 
 
-def play_again(config: RunConfig, recorded: RecordedEpisode) -> PlayedEpisode:
+class EnvsConfig(Protocol):
+    @property
+    def custom_envs(self) -> Mapping[str, CustomEnv]: ...
+
+
+def play_again(config: EnvsConfig, recorded: RecordedEpisode) -> PlayedEpisode:
     custom = config.custom_envs[recorded.tag]
     settings = dict(custom.env_config)
     if recorded.held_out:
@@ -93,8 +99,6 @@ def render_frame(env: registry.TextEnv) -> Frame | None:
 
 def write_gif(path: Path, episodes: Sequence[PlayedEpisode], *, columns: int = 4) -> bool:
     """Write episodes with images; return False without any. Frames are gray, finally green or red by success."""
-    from PIL import Image
-
     drawable = [episode for episode in episodes if episode.frames]
     if not drawable:
         return False
@@ -118,8 +122,6 @@ def write_gif(path: Path, episodes: Sequence[PlayedEpisode], *, columns: int = 4
 
 
 def _add_title(title: str, frame: Frame) -> Frame:
-    from PIL import Image, ImageDraw
-
     line = Image.new("RGB", (frame.shape[1], TITLE_HEIGHT), "white")
     ImageDraw.Draw(line).text((BORDER, 2), title, fill=(40, 40, 40), font_size=TITLE_HEIGHT - 8)
     return np.concatenate([np.asarray(line, dtype=np.uint8), frame])
@@ -172,8 +174,6 @@ def _article(episode: PlayedEpisode) -> str:
 
 
 def _data_url(frame: Frame) -> str:
-    from PIL import Image
-
     buffer = io.BytesIO()
     Image.fromarray(frame).quantize(32).save(buffer, format="PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -6,7 +6,7 @@ from PIL import Image
 
 from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.config.run import RunConfig
-from offbeat.deploy.report.episodes import (
+from offbeat.trainer.rendering.episodes import (
     RecordedEpisode,
     play_again,
     write_gif,

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from offbeat.deploy.report.episodes import RecordedEpisode
+from offbeat.trainer.rendering.episodes import RecordedEpisode
 
 FOLDER = "evaluations"
 TITLES = {"before": "before training", "after": "after training"}
@@ -19,11 +19,11 @@ def read_recorded_episodes(folder: Path, limit: int) -> list[RecordedEpisode]:
     for kind, title in TITLES.items():
         files = sorted((folder / FOLDER).glob(f"{kind}-sampled-*.jsonl"), key=lambda path: path.stat().st_mtime)
         if files:
-            out += [episode for _, episode in zip(range(limit), _read(files[-1], title), strict=False)]
+            out += [episode for _, episode in zip(range(limit), read_episodes(files[-1], title), strict=False)]
     return out
 
 
-def _read(path: Path, title: str) -> Iterator[RecordedEpisode]:
+def read_episodes(path: Path, title: str) -> Iterator[RecordedEpisode]:
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         success = row["metrics"].get("success")
