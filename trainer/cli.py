@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,12 +36,13 @@ logger = logging.getLogger(__name__)
 REDIS_VARIABLE = "OFFBEAT_REDIS"
 """Environment variable: Redis URL."""
 DONE, FAILED, UNUSABLE, FENCED, OVER = 0, 1, 2, 3, 4
+END_CHECK_INTERVAL_S = 1.0
 
 
 def attach(run_id: str, redis_url: str, *, num_processes: int | None = None, resume_command: str = "") -> int:
     """Train a run until its last step or a signal; return the exit code.
 
-    num_processes: overrides `actor_train.num_processes`. resume_command: shown after a stop.
+    num_processes: over all nodes; overrides `actor_train.num_processes`. resume_command: shown after a stop.
     """
     started = time.monotonic()
     from offbeat.services.weights.locality import check_reach
@@ -55,17 +57,66 @@ def attach(run_id: str, redis_url: str, *, num_processes: int | None = None, res
             state = ended_state(redis, run_id)
             if state is not None:
                 return _fail(OVER, f"run {run_id} is {state}: {_REMEDIES.get(state, _RESUME)}")
-            _check_host(run, num_processes or run.config.actor_train.num_processes)
+            sizes = _ranks_per_node(run, num_processes)
+            _check_host(run, int(os.environ.get("LOCAL_WORLD_SIZE", sizes[0])))
             check_reach(redis, run_id, run.config.weights)
         except (ControlError, WeightsError) as error:
             return _fail(UNUSABLE, str(error))
     _prepare_process(run)
     os.environ[REDIS_VARIABLE] = redis_url  # for the other ranks
-    return _train(run, redis_url, num_processes, resume_command, started)
+    return _train(run, redis_url, sizes, resume_command, started)
 
 
 _RESUME = "start it with resume_from_checkpoint=true, then attach"
 _REMEDIES = {"finished": "all steps are trained; the policy is in its checkpoints/"}
+
+
+def _ranks_per_node(run: "LearnerRun", num_processes: int | None) -> tuple[int, ...]:
+    """Return the number of ranks on each node, this one first."""
+    from offbeat.trainer.process.remote_ranks import RANKS_PER_NODE, split_ranks
+
+    if placed := os.environ.get(RANKS_PER_NODE):
+        return tuple(map(int, placed.split(",")))
+    train = run.config.actor_train
+    return split_ranks(num_processes or train.num_processes, run.config.num_gpus_per_node, train.device_mapping)
+
+
+def follow(run_id: str, redis_url: str, node: int) -> int:
+    """Host a node's ranks of an attached learner until the run ends or a signal; return the exit code."""
+    from offbeat.trainer.process.heartbeat import HEARTBEAT_TIMEOUTS
+    from offbeat.trainer.process.remote_ranks import FollowerHost
+    from offbeat.trainer.process.signals import stop_on_signals
+    from offbeat.trainer.run import ended_state, read_run
+
+    redis, problem = _connect(redis_url)
+    if redis is None:
+        return _fail(UNUSABLE if problem.startswith("not a Redis URL") else FAILED, problem)
+    with redis:
+        try:
+            run = read_run(redis, run_id)
+            sizes = _ranks_per_node(run, None)
+            if node >= len(sizes):
+                raise ControlError(
+                    f"the learner of {run_id} has {len(sizes)} node(s), numbered from 0: set num_gpus_per_node to "
+                    "divide its processes"
+                )
+            _check_host(run, sizes[node])
+        except ControlError as error:
+            return _fail(UNUSABLE, str(error))
+        os.environ[REDIS_VARIABLE] = redis_url  # for the ranks
+        ended = threading.Event()
+        timeout_s = HEARTBEAT_TIMEOUTS * run.config.buffer.learner_timeout_s
+        host = FollowerHost(run_id, redis_url, node, timeout_s=timeout_s)
+        sys.stderr.write(
+            f"Node {node} of {len(sizes)} of {run_id}: {sizes[node]} process(es) on {socket.gethostname()}\n"
+        )
+        with stop_on_signals(ended.set):
+            host.start()
+            # The ranks of a run that is over still complete its last call, until rank 0 leaves them.
+            while not ended.wait(END_CHECK_INTERVAL_S) and (host.pids or ended_state(redis, run_id) is None):
+                pass
+            host.stop()
+    return DONE
 
 
 def _connect(redis_url: str) -> "tuple[Redis | None, str]":
@@ -96,7 +147,9 @@ def _check_host(run: "LearnerRun", num_processes: int) -> None:
             )
 
 
-def _train(run: "LearnerRun", redis_url: str, num_processes: int | None, resume_command: str, started: float) -> int:
+def _train(
+    run: "LearnerRun", redis_url: str, ranks_per_node: tuple[int, ...], resume_command: str, started: float
+) -> int:
     from redis.exceptions import ConnectionError as RedisConnectionError
 
     from offbeat.trainer.learner.progress_view import SilentView, open_view
@@ -104,11 +157,20 @@ def _train(run: "LearnerRun", redis_url: str, num_processes: int | None, resume_
     from offbeat.trainer.training.checkpoint import CheckpointError
 
     follower = [sys.executable, "-m", "offbeat.trainer.cli", run.run_id]
-    count = num_processes or run.config.actor_train.num_processes
+    count = sum(ranks_per_node)
     view = open_view(run.config.max_steps, logging_steps=run.config.logging_steps) if _is_leader() else SilentView()
-    view.print(f"Learner of {run.run_id}: {count} process(es) on {socket.gethostname()}, log in {_log_dir(run)}")
+    nodes = f" and {len(ranks_per_node) - 1} more node(s)" if len(ranks_per_node) > 1 else ""
+    view.print(f"Learner of {run.run_id}: {count} process(es) on {socket.gethostname()}{nodes}, log in {_log_dir(run)}")
     try:
-        process = LearnerProcess(run, redis_url, num_processes=count, follower=follower, view=view, started=started)
+        process = LearnerProcess(
+            run,
+            redis_url,
+            num_processes=count,
+            follower=follower,
+            view=view,
+            started=started,
+            ranks_per_node=ranks_per_node if _is_leader() else (),
+        )
         result = process.run()
     except FencedError as error:
         return _fail(FENCED, f"run {run.run_id}: {error}", view)

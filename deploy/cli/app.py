@@ -267,6 +267,10 @@ def learner_attach(
         int | None,
         typer.Option(min=1, metavar="N", help="Data-parallel processes.", show_default="actor_train.num_processes"),
     ] = None,
+    node: Annotated[
+        int,
+        typer.Option(min=0, metavar="K", help="Node of a learner on several (`num_gpus_per_node`); 0 leads."),
+    ] = 0,
 ) -> None:
     """Train a run from this process.
 
@@ -275,7 +279,9 @@ def learner_attach(
     from offbeat.deploy.cli.learner import UnknownRedisError, attach_learner
 
     try:
-        attach_learner(run, redis, nproc)
+        if node and nproc is not None:
+            raise typer.BadParameter("node 0 sets it for all nodes", param_hint="--nproc")
+        attach_learner(run, redis, nproc, node)
     except UnknownRedisError as error:
         typer.echo(f"offbeat: {error}", err=True)
         raise typer.Exit(EXIT_CONFIG) from None

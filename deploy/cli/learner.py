@@ -8,7 +8,7 @@ from pathlib import Path
 from offbeat.deploy import run_folder
 from offbeat.deploy.redis_address import URL_FILE, find_url, resolve_url
 from offbeat.services.errors import MeshError
-from offbeat.trainer.cli import REDIS_VARIABLE, attach, end_process
+from offbeat.trainer.cli import REDIS_VARIABLE, attach, end_process, follow
 
 RUNS = Path("runs")
 
@@ -49,9 +49,11 @@ def _find_target(run: str, redis_url: str | None) -> Target:
     return Target(run_id, url)
 
 
-def attach_learner(run: str, redis_url: str | None, num_processes: int | None) -> None:
-    """Train a run, exiting with the learner's code. Raises `UnknownRedisError`."""
+def attach_learner(run: str, redis_url: str | None, num_processes: int | None, node: int = 0) -> None:
+    """Train a run, or host the ranks of another node, exiting with the learner's code. Raises `UnknownRedisError`."""
     target = find_target(run, redis_url)
+    if node:
+        end_process(follow(target.run_id, target.redis_url, node))
 
     command = ["offbeat", "learner", "attach", run]
     # A URL from the environment is not shown: it may contain a password

@@ -9,6 +9,8 @@ import ray
 from pydantic import AfterValidator, Field, JsonValue, ValidationError
 from ray.serve import Application
 
+from offbeat.deploy.components.placement import list_nodes
+from offbeat.deploy.config.device_plan import DevicePlan, plan_devices
 from offbeat.deploy.config.devices import choose_devices, count_gpus
 from offbeat.deploy.config.errors import ConfigError, collect_issues
 from offbeat.deploy.config.loader import canonical_tree, compose_tree, validate_tree
@@ -114,6 +116,7 @@ def generation(args: dict[str, Any]) -> Application:
     arguments = parse_arguments(GenerationArguments, args)
     folder = arguments.folder.resolve()
     config = choose_devices(_load_run_config(arguments), _count_gpus()).model_copy(update={"output_dir": folder})
+    plan = _plan_engines(config)
     prepare_folder(config)
     settings = generation_app.ReplicaSettings(
         tenant=None,
@@ -125,8 +128,19 @@ def generation(args: dict[str, Any]) -> Application:
         log_dir=folder / LOGS,
         seed=config.seed,
         environment=config.environment,
+        slots=plan.engines,
     )
     return generation_app.deploy(settings)
+
+
+def _plan_engines(config: RunConfig) -> DevicePlan:
+    """Place the engines of a `device_mapping`; without one Serve's options in the file do. Raises `ConfigError`."""
+    if config.actor_infer.device_mapping is None:
+        return DevicePlan()
+    plan = plan_devices(config, list_nodes())
+    if plan.issues:
+        raise ConfigError(list(plan.issues))
+    return plan
 
 
 def control(args: dict[str, Any]) -> Application:

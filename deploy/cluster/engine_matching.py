@@ -73,7 +73,8 @@ def find_mismatches(config: RunConfig, architecture: Mapping[str, JsonValue], of
 
 
 def is_equivalent(requested: GenerationConfig, offer: EngineOffer) -> bool:
-    return requested.model_dump(exclude=RUN_SPECIFIC_KEYS) == offer.config.model_dump(exclude=RUN_SPECIFIC_KEYS)
+    ignored = RUN_SPECIFIC_KEYS | ({"device_mapping"} if requested.device_mapping is None else set[str]())
+    return requested.model_dump(exclude=ignored) == offer.config.model_dump(exclude=ignored)
 
 
 def _is_different(key: str, architecture: Mapping[str, JsonValue], offer: EngineOffer) -> bool:

@@ -17,7 +17,9 @@ from redis.asyncio import Redis as AsyncRedis
 from offbeat.deploy.cluster.engine_matching import choose_app
 from offbeat.deploy.cluster.reaper import ensure_reaper
 from offbeat.deploy.cluster.run_factory import MachineSize, MeshRunFactory, RunComponents, holds_claim
+from offbeat.deploy.components.placement import list_nodes
 from offbeat.deploy.components.serve_status import read_app_statuses
+from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.buffer.admin import BufferWatch
@@ -42,14 +44,14 @@ MAX_OUTPUT_CHARS = 2000
 @dataclass(frozen=True, slots=True)
 class Cluster:
     cpus: float
-    gpus: float
+    nodes: tuple[ClusterNode, ...]
     hosts: int
 
     @classmethod
     def from_ray(cls) -> "Cluster":
         resources = ray.cluster_resources()
         hosts = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
-        return cls(resources.get("CPU", 0.0), resources.get("GPU", 0.0), len(hosts))
+        return cls(resources.get("CPU", 0.0), tuple(list_nodes()), len(hosts))
 
 
 class RayRunFactory(MeshRunFactory):
@@ -64,7 +66,7 @@ class RayRunFactory(MeshRunFactory):
 
     async def _size(self) -> MachineSize:
         cluster = await asyncio.to_thread(Cluster.from_ray)
-        return MachineSize(cluster.cpus, cluster.gpus)
+        return MachineSize(cluster.cpus, cluster.nodes)
 
     def _place(self, config: RunConfig) -> RunConfig:
         """Choose the generation application."""

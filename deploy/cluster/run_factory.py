@@ -24,6 +24,7 @@ from offbeat.deploy.components.serve_status import ServeStatus
 from offbeat.deploy.components.shared_generation import SharedGeneration
 from offbeat.deploy.config.checks.run import check_settings
 from offbeat.deploy.config.checks.trials import check_trials
+from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.devices import choose_devices
 from offbeat.deploy.config.errors import ConfigError, RightsError
 from offbeat.deploy.config.loader import dump_yaml, read_document
@@ -133,7 +134,7 @@ class MachineSize(NamedTuple):
     """Resources of a machine or cluster; None: this machine's."""
 
     cpus: float | None = None
-    gpus: float | None = None
+    nodes: Sequence[ClusterNode] | None = None
 
 
 class MeshRunFactory:
@@ -170,9 +171,9 @@ class MeshRunFactory:
         if refused := list(check_rights(config, rights)):
             raise RightsError(refused)
         size = await self._size()
-        if size.gpus is not None:
-            config = choose_devices(config, size.gpus)
-        await check_in_process(config, cores=size.cpus, gpus=size.gpus, rights=rights)
+        if size.nodes is not None:
+            config = choose_devices(config, sum(node.gpus for node in size.nodes))
+        await check_in_process(config, cores=size.cpus, nodes=size.nodes, rights=rights)
         return config
 
     async def _size(self) -> MachineSize:
@@ -208,7 +209,7 @@ class MeshRunFactory:
             config = read_document(tree, working_dir=self._working_dir)
         except ConfigError as error:
             return set(error.issues)
-        return set(check_settings(config, cores=size.cpus, gpus=size.gpus))
+        return set(check_settings(config, cores=size.cpus, nodes=size.nodes))
 
     async def snapshot(self, run_id: str) -> Snapshot:
         return await BufferWatch(self._async_redis, run_id).snapshot()

@@ -2,10 +2,13 @@
 """Managed and external learners."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from redis import Redis
 
 from offbeat.deploy.components import ray_actors
@@ -15,12 +18,20 @@ from offbeat.deploy.components.learner_host import (
     read_status,
     request_stop,
 )
-from offbeat.deploy.components.ray_actors import kill_actor
+from offbeat.deploy.components.placement import place
+from offbeat.deploy.components.ray_actors import kill_actor, kill_and_wait
+from offbeat.deploy.config.device_plan import LearnerNode
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.control.interfaces import Health, Observation
+from offbeat.services.devices import VISIBLE, parent_visible, visible_devices
+from offbeat.services.errors import ControlError
 from offbeat.services.keys import ENDING, RunKeys
 from offbeat.services.weights.config import WeightsConfig
+from offbeat.trainer.cli import REDIS_VARIABLE
+from offbeat.trainer.process.heartbeat import HEARTBEAT_TIMEOUTS
+from offbeat.trainer.process.remote_ranks import RANKS_PER_NODE, FollowerHost
 
+START_TIMEOUT_S = 60.0
 NO_RETRY_EXIT_CODE = 2
 """Unusable configuration or checkpoint."""
 RUN_OVER_EXIT_CODE = 4
@@ -28,10 +39,18 @@ RUN_OVER_EXIT_CODE = 4
 
 
 class LearnerHostActor:
-    def __init__(self, run_id: str, redis_url: str, output_dir: Path, threads: int, standby: bool) -> None:
+    def __init__(
+        self, run_id: str, redis_url: str, output_dir: Path, threads: int, standby: bool, nodes: Sequence[LearnerNode]
+    ) -> None:
+        """nodes: of the learner, this one first; empty: this one, with the devices that Ray chose."""
         self._run_id = run_id
         self._output_dir = output_dir
-        self._host = LearnerHost(run_id, redis_url, output_dir, threads=threads, standby=standby)
+        environment = _rank_environment(nodes[0]) if nodes else {}
+        if len(nodes) > 1:
+            environment[RANKS_PER_NODE] = ",".join(str(node.num_ranks) for node in nodes)
+        self._host = LearnerHost(
+            run_id, redis_url, output_dir, threads=threads, standby=standby, environment=environment
+        )
 
     def start(self) -> None:
         self._host.start()
@@ -41,6 +60,38 @@ class LearnerHostActor:
 
         self._host.stop(grace_s)
         cleanup(self._run_id, WeightsConfig(), self._output_dir)
+
+
+class FollowerHostActor:
+    """Host of the ranks on another node than rank 0's."""
+
+    def __init__(
+        self,
+        run_id: str,
+        redis_url: str,
+        output_dir: Path,
+        threads: int,
+        position: int,
+        node: LearnerNode,
+        timeout_s: float,
+    ) -> None:
+        """position: of the node among the learner's."""
+        log = output_dir / LEARNER_LOG.replace("learner", f"learner-node{position}")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        environment = {
+            REDIS_VARIABLE: redis_url,
+            "OMP_NUM_THREADS": str(threads),
+            "PYTHONUNBUFFERED": "1",
+            **_rank_environment(node),
+        }
+        self._host = FollowerHost(run_id, redis_url, position, timeout_s=timeout_s, environment=environment, log=log)
+
+    def start(self) -> None:
+        self._host.start()
+
+
+def _rank_environment(node: LearnerNode) -> dict[str, str]:
+    return {VISIBLE: visible_devices(node.devices, parent_visible())} if node.devices else {}
 
 
 class ManagedLearner:
@@ -62,30 +113,38 @@ class ManagedLearner:
             await asyncio.to_thread(self._start)
 
     def _start(self) -> None:
-        train = self._config.actor_train
-        gpus = train.num_processes if train.device == "cuda" else 0
-        options = {"num_cpus": 0, "num_gpus": gpus, "max_concurrency": 2}
-        actor = (
-            ray.remote(LearnerHostActor)
-            .options(
-                name=self._actor_name,
-                namespace=ray_actors.NAMESPACE,
-                lifetime="detached",
-                get_if_exists=True,
-                **options,
-            )
-            .remote(
-                self._run_id,
-                self._redis_url,
-                self._config.output_dir.resolve(),
-                train.num_threads,
-                self._config.control.standby_learner,
-            )
-        )
+        """Start the host of rank 0 and, for a learner on several nodes, those of the others anew."""
+        config, train = self._config, self._config.actor_train
+        nodes = place(config).learner
+        folder, threads = config.output_dir.resolve(), train.num_threads
+        host = ray.remote(LearnerHostActor).options(**self._host_options(nodes))
+        standby = config.control.standby_learner
+        actors: list[Any] = [host.remote(self._run_id, self._redis_url, folder, threads, standby, nodes)]
+        timeout_s = HEARTBEAT_TIMEOUTS * config.buffer.learner_timeout_s
+        for position, node in enumerate(nodes[1:], start=1):
+            options = _actor_options(ray_actors.follower_host_name(self._run_id, position), node)
+            follower = ray.remote(FollowerHostActor).options(**options)
+            arguments = (self._run_id, self._redis_url, folder, threads, position, node, timeout_s)
+            actors.append(follower.remote(*arguments))
         try:
-            ray.get(actor.start.remote(), timeout=60.0)
+            ray.get([actor.start.remote() for actor in actors], timeout=START_TIMEOUT_S)
         except RayTaskError as error:
             raise error.cause from error
+        except GetTimeoutError as error:
+            raise ControlError(f"the learner's devices are not free within {START_TIMEOUT_S:g} s") from error
+
+    def _host_options(self, nodes: Sequence[LearnerNode]) -> dict[str, Any]:
+        """Return options of rank 0's host, after the end of hosts whose node or devices may differ."""
+        if nodes:
+            self._kill_followers()
+            kill_and_wait(self._actor_name)
+            return _actor_options(self._actor_name, nodes[0])
+        train = self._config.actor_train
+        return _actor_options(self._actor_name) | {"num_gpus": train.num_processes if train.device == "cuda" else 0}
+
+    def _kill_followers(self) -> None:
+        for position in range(1, self._config.actor_train.num_processes):
+            kill_and_wait(ray_actors.follower_host_name(self._run_id, position))
 
     async def stop(self, *, now: bool) -> None:
         await asyncio.to_thread(request_stop, self._redis, self._run_id, now=now)
@@ -115,6 +174,22 @@ class ManagedLearner:
 
     async def forget(self) -> None:
         await asyncio.to_thread(kill_actor, self._actor_name)
+        await asyncio.to_thread(self._kill_followers)
+
+
+def _actor_options(name: str, node: LearnerNode | None = None) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "name": name,
+        "namespace": ray_actors.NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "num_cpus": 0,
+        "max_concurrency": 2,
+    }
+    if node is not None:
+        strategy = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+        options |= {"num_gpus": node.num_exclusive, "scheduling_strategy": strategy}
+    return options
 
 
 def has_finished(redis: Redis, run_id: str) -> bool:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -118,7 +118,10 @@ class LearnerHost:
         command: Sequence[str] | None = None,
         threads: int = 1,
         standby: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        """environment: of the learner, besides this process's."""
+        self._environment = dict(environment or {})
         self._is_standby_enabled = standby
         self._standby: subprocess.Popen[bytes] | None = None
         self._next_standby_at = 0.0
@@ -256,6 +259,7 @@ class LearnerHost:
             LEASE_NONCE: nonce,
             "OMP_NUM_THREADS": str(self._threads),
             "PYTHONUNBUFFERED": "1",
+            **self._environment,
         }
         with log.open("ab") as out:
             process = subprocess.Popen(

@@ -1,6 +1,8 @@
 # pyright: basic
 """Named Ray actors and Ray's errors."""
 
+import time
+
 import ray
 from ray.actor import ActorHandle
 
@@ -8,6 +10,7 @@ NAMESPACE = "offbeat"
 CONTROL_APP = "control"
 REAPER = "reaper"
 LEARNER_HOST_PREFIX = "learner-"
+KILL_TIMEOUT_S = 10.0
 
 
 def find_actor(name: str) -> ActorHandle | None:
@@ -23,9 +26,23 @@ def kill_actor(name: str) -> None:
         ray.kill(actor, no_restart=True)
 
 
+def kill_and_wait(name: str) -> None:
+    """Kill an actor, and wait until its name is free. Raises `TimeoutError`."""
+    kill_actor(name)
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while find_actor(name) is not None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{name} did not end in {KILL_TIMEOUT_S:g} s")
+        time.sleep(0.05)
+
+
 def last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "no reason given"
+
+
+def follower_host_name(run_id: str, node: int) -> str:
+    return f"followers-{node}-{run_id}"
 
 
 def learner_host_name(run_id: str) -> str:

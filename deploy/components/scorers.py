@@ -14,13 +14,16 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from offbeat.deploy.components import ray_actors
 from offbeat.deploy.components.actor_pool import ActorPool
+from offbeat.deploy.components.placement import place
 from offbeat.deploy.components.ray_actors import find_actor
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_setup import LOGS
 from offbeat.services.control.interfaces import Health, Observation
+from offbeat.services.devices import VISIBLE, parent_visible, visible_devices
 from offbeat.services.errors import ControlError, ForeignRunError
 from offbeat.services.telemetry import configure_logging
 from offbeat.trainer.config.scored_roles import ScoredRole
@@ -35,7 +38,19 @@ def scorer_name(run_id: str, role: str, index: int) -> str:
 
 
 class ScorerActor:
-    def __init__(self, run_id: str, uid: str, role: str, index: int, redis_url: str, output_dir: Path) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        uid: str,
+        role: str,
+        index: int,
+        redis_url: str,
+        output_dir: Path,
+        devices: Sequence[int] = (),
+    ) -> None:
+        """devices: of the node; empty: Ray chose."""
+        if devices:
+            os.environ[VISIBLE] = visible_devices(devices, parent_visible())
         self._name = scorer_name(run_id, role, index)
         configure_logging(self._name, output_dir / LOGS)
         self._run_id = run_id
@@ -92,6 +107,12 @@ class ScorerPool(ActorPool):
 
     def _start(self, index: int, name: str) -> None:
         train = self._config.actor_train
+        slots = place(self._config).scorers.get(self.name, ())
+        where = slots[index] if slots else None
+        affinity = (
+            {} if where is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(where.node_id, False)}
+        )
+        arguments = (self._config.exp_name, self._uid, self.name, index, self._redis_url)
         ray.remote(ScorerActor).options(
             name=name,
             namespace=ray_actors.NAMESPACE,
@@ -100,7 +121,8 @@ class ScorerPool(ActorPool):
             num_cpus=0,
             num_gpus=1 if train.device == "cuda" else 0,
             max_restarts=UNLIMITED,
-        ).remote(self._config.exp_name, self._uid, self.name, index, self._redis_url, self._config.output_dir.resolve())
+            **affinity,
+        ).remote(*arguments, self._config.output_dir.resolve(), where.devices if where else ())
 
     async def stop(self, *, now: bool) -> None:  # noqa: ARG002
         """Kill the replicas: a group that one holds has no score yet, and its claim ends."""

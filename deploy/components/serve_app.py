@@ -12,8 +12,10 @@ from ray.exceptions import RayError
 from ray.serve import Application
 from ray.serve.schema import ApplicationStatus
 
+from offbeat.deploy.components.placement import place
 from offbeat.deploy.components.ray_actors import last_line
 from offbeat.deploy.components.serve_status import ServeStatus, count_replicas
+from offbeat.deploy.config.device_plan import with_utilization
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_setup import LOGS
 from offbeat.services.control.interfaces import Health, Observation
@@ -94,9 +96,10 @@ def set_num_replicas(app: str, deployment: str, count: int) -> None:
 def generation_component(config: RunConfig, redis_url: str, model: Path, status: ServeStatus, uid: str) -> ServeApp:
 
     def build() -> Application:
+        plan = place(config)
         return generation_service.build(
             config.exp_name,
-            config.actor_infer,
+            with_utilization(config, plan),
             config.weights,
             model=model.resolve(),
             sequence_length=config.sequence_length,
@@ -105,6 +108,7 @@ def generation_component(config: RunConfig, redis_url: str, model: Path, status:
             seed=config.seed,
             environment=config.environment,
             uid=uid,
+            slots=plan.engines,
         )
 
     return ServeApp("generation", app_name(config.exp_name), build, status)

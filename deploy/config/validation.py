@@ -2,8 +2,10 @@
 
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 
+from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.errors import ConfigError, RightsError
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.control.rights import UNRESTRICTED, Rights
@@ -19,7 +21,7 @@ async def check_in_process(
     config: RunConfig,
     *,
     cores: float | None = None,
-    gpus: float | None = None,
+    nodes: Sequence[ClusterNode] | None = None,
     rights: Rights = UNRESTRICTED,
     timeout_s: float = CHECK_TIMEOUT_S,
 ) -> None:
@@ -36,7 +38,7 @@ async def check_in_process(
             arguments = (config.model_dump_json(), json.dumps(asdict(rights)), stage.name)
             if refused := await child.ask("check_definitions", timeout_s, *arguments):
                 raise RightsError([ConfigIssue(*issue) for issue in refused])
-            if issues := await child.ask("check", timeout_s, arguments[0], cores, gpus, stage.name):
+            if issues := await child.ask("check", timeout_s, arguments[0], cores, nodes, stage.name):
                 raise ConfigError([ConfigIssue(*issue) for issue in issues])
         except EpisodeError as error:
             key, _, doing = stage.read().decode().partition("\n")

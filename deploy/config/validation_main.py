@@ -3,9 +3,11 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from offbeat.deploy.config.checks.prompts import OnStep
 from offbeat.deploy.config.checks.run import check_run
+from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.rights import check_definitions
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.control.rights import Rights
@@ -29,9 +31,10 @@ def _definitions(text: str, rights_text: str, stage_file: str) -> list[Issue]:
     return _plain(check_definitions(RunConfig.model_validate_json(text), rights, _observer(stage_file)))
 
 
-def _check(text: str, cores: float | None, gpus: float | None, stage_file: str) -> list[Issue]:
+def _check(text: str, cores: float | None, nodes: list[list[Any]] | None, stage_file: str) -> list[Issue]:
     config = RunConfig.model_validate_json(text)
-    return _plain(check_run(config, cores=cores, gpus=gpus, on_step=_observer(stage_file), trial=False))
+    cluster = None if nodes is None else [ClusterNode(*node) for node in nodes]
+    return _plain(check_run(config, cores=cores, nodes=cluster, on_step=_observer(stage_file), trial=False))
 
 
 def _plain(issues: Iterable[ConfigIssue]) -> list[Issue]:

@@ -14,9 +14,11 @@ from ray.serve import Application
 from ray.serve.schema import LoggingConfig
 from redis import exceptions as redis_errors
 
+from offbeat.services.devices import EngineDevices
 from offbeat.services.errors import RetryableError
 from offbeat.services.generation.client import DEPLOYMENT
 from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.placement import claim_devices, deployment_options
 from offbeat.services.generation.replica import ReplicaStatus
 from offbeat.services.generation.tenancy import (
     EngineOffer,
@@ -59,6 +61,8 @@ class ReplicaSettings:
     seed: int
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     """Of the replica and its engine."""
+    slots: tuple[EngineDevices, ...] = ()
+    """Devices of engines; empty: Ray chooses."""
 
 
 class GenerationDeployment:
@@ -68,6 +72,7 @@ class GenerationDeployment:
         self._app, self._replica_id = context.app_name, context.replica_tag
         configure_logging(f"generation-{self._replica_id}", s.log_dir)
         os.environ.update(s.environment)
+        self._devices = claim_devices(s.slots)
         self._redis = connect_async(s.redis_url)
         if s.tenant is None:
             await self._make_offer()
@@ -173,19 +178,21 @@ def build(
     seed: int,
     environment: Mapping[str, str] = MappingProxyType({}),
     uid: str = "",
+    slots: tuple[EngineDevices, ...] = (),
 ) -> Application:
     """Build a run's application; replicas are ready once they hold the newest weights, if any."""
     tenant = Tenant(run_id, output_dir, weights, uid)
     logs = output_dir / "logs"
     transport = weights.transport
     return deploy(
-        ReplicaSettings(tenant, config, transport, model, sequence_length, redis_url, logs, seed, dict(environment))
+        ReplicaSettings(
+            tenant, config, transport, model, sequence_length, redis_url, logs, seed, dict(environment), slots
+        )
     )
 
 
 def deploy(settings: ReplicaSettings) -> Application:
     config = settings.config
-    gpus = config.engine.world_size if config.device == "cuda" else 0
     deployment = serve.deployment(
         name=DEPLOYMENT,
         num_replicas=config.num_replicas,
@@ -195,6 +202,6 @@ def deploy(settings: ReplicaSettings) -> Application:
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=2.0,
         logging_config=LoggingConfig(enable_access_log=False),  # a line per call would cost more than the call says
-        ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": gpus},
+        **deployment_options(config, settings.slots),
     )(GenerationDeployment)
     return deployment.bind(settings)

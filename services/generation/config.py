@@ -5,8 +5,11 @@ from typing import Literal
 from pydantic import ConfigDict, Field, JsonValue, field_validator
 
 from offbeat.envs.config import Config
+from offbeat.services.devices import DeviceMapping
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+UTILIZATION = 0.85
+"""Default `gpu_memory_utilization` of a GPU without a learner."""
 
 
 class GeneratingArgs(Config):
@@ -43,7 +46,8 @@ class VllmConfig(Config):
     """Maximum context, tokens; None: the run's `sequence_length`."""
     max_num_seqs: int = Field(default=256, ge=1)
     """Turns that one engine batches."""
-    gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of a GPU's memory. None: 0.85, and 0.45 beside the learner on the same GPU."""
     enforce_eager: bool = True
     enable_prefix_caching: bool = True
     max_lora_rank: int | None = Field(default=None, ge=1, le=512)
@@ -91,9 +95,13 @@ class GenerationConfig(Config):
     keys, else one of the run's own.
     """
     num_replicas: int = Field(default=1, ge=1)
-    """Engines, each with all of the weights."""
+    """Engines, each with all of the weights. With `device_mapping` it follows from that."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Left out, `cuda` where there are GPUs for all engines and CUDA's vLLM is installed."""
+    device_mapping: DeviceMapping | None = None
+    """Devices of the cluster, as a list or ROLL's `list(range(0, 8))`; each engine takes the next `tensor_parallel_size` x
+    `pipeline_parallel_size` of them. None: those that `actor_train` leaves, shared where there are too few.
+    """
     cpus_per_replica: float = Field(default=1.0, gt=0)
     """Logical CPUs reserved per replica in Ray; on a CPU also the engine's OpenMP threads (rounded, at least 1)."""
     kv_cache_gib: float = Field(default=1.0, gt=0)
@@ -104,6 +112,27 @@ class GenerationConfig(Config):
     """Time until a turn is aborted and its episode retried."""
     update_timeout_s: float = Field(default=120.0, gt=0)
     """Time of loading weights after which a replica leaves routing. Reading is limited by `weights.fetch_timeout_s`."""
+
+    def with_mapped_replicas(self) -> "GenerationConfig":
+        """Return a copy with the number of replicas that `device_mapping` implies.
+
+        Raises:
+            ValueError: it is no multiple of an engine's devices, or `num_replicas` disagrees.
+        """
+        if self.device_mapping is None:
+            return self
+        size, number = self.engine.world_size, len(self.device_mapping)
+        if number % size:
+            raise ValueError(
+                f"device_mapping: {number} device(s) are no multiple of {size}, those of an engine (tensor_parallel_size "
+                f"{self.engine.tensor_parallel_size} x pipeline_parallel_size {self.engine.pipeline_parallel_size})"
+            )
+        if "num_replicas" in self.model_fields_set and self.num_replicas != number // size:
+            raise ValueError(
+                f"num_replicas: {self.num_replicas} engine(s) of {size} device(s) disagree with device_mapping of {number}, "
+                f"which implies {number // size}: leave one of them out"
+            )
+        return self.model_copy(update={"num_replicas": number // size})
 
     @property
     def engine(self) -> VllmConfig:

@@ -47,19 +47,21 @@ class RayCluster:
         self.url = f"http://127.0.0.1:{self._ports['api']}"
         self.api = httpx.Client(base_url=self.url, timeout=20.0, trust_env=False, auth=self._authorize)
 
-    def start(self, num_cpus: int) -> None:
+    def start(self, num_cpus: int, num_gpus: int = 0) -> None:
         """Start the head; returns when its dashboard answers."""
         ports = self._ports
         self._start_node(
             *("--head", f"--port={ports['gcs']}", "--include-dashboard=true", f"--temp-dir={self._temp}"),
             *(f"--dashboard-port={ports['dashboard']}", f"--ray-client-server-port={ports['client']}"),
             f"--num-cpus={num_cpus}",
+            f"--num-gpus={num_gpus}",
         )
         wait_until_sync(self._dashboard_answers, timeout_s=180, every_s=0.2)
 
-    def join(self, num_cpus: int) -> None:
+    def join(self, num_cpus: int, num_gpus: int = 0) -> None:
         """Start a second node."""
-        self._start_node(f"--address={self._environment['RAY_ADDRESS']}", f"--num-cpus={num_cpus}")
+        size = (f"--num-cpus={num_cpus}", f"--num-gpus={num_gpus}")
+        self._start_node(f"--address={self._environment['RAY_ADDRESS']}", *size)
 
     def _start_node(self, *options: str) -> None:
         log = (self.folder / f"ray-{len(self._nodes)}.out").open("wb")
@@ -99,6 +101,10 @@ class RayCluster:
     def offbeat(self, *arguments: str) -> str:
         """What an `offbeat` command prints."""
         return self._command("offbeat", *arguments)
+
+    def python(self, script: Path, *arguments: str) -> str:
+        """What a program prints."""
+        return self._command("python", str(script), *arguments)
 
     def _command(self, *command: str) -> str:
         done = subprocess.run(

@@ -137,6 +137,27 @@ def test_a_hanging_rank_ends_the_learner_and_two_ranks_match_one(redis_server: s
         assert gradient_norms(run) == pytest.approx(gradient_norms(alone), rel=1e-4)
 
 
+def test_processes_on_two_hosts_match_one_and_die_together(redis_server: str, tmp_path: Path, alone: Run) -> None:
+    hosts = ("actor_train.num_processes=2", "num_gpus_per_node=1")
+    with a_run(redis_server, tmp_path, "hosts", (*SMOOTH, *hosts)) as run:
+        other = run.attach("--node", "1")
+        first = run.attach()
+        follower = follower_of(other)
+        wait_until_sync(lambda: run.published() >= 1, timeout_s=240)
+        follower.kill()
+        assert first.wait(timeout=60) == 1
+        assert f"rank 1 (pid {follower.pid}) was killed by SIGKILL" in run.said(first)
+        second = run.attach()
+        assert second.wait(timeout=240) == 0, run.said(second)
+        assert "Learner of hosts: 2 process(es) on" in run.said(second)
+        assert run.counters().trained == 12
+        run.redis.hset(run.keys.record, "state", "finished")
+        assert other.wait(timeout=30) == 0, run.said(other)
+        assert_same_weights(alone, run, atol=1e-5)
+        unknown = attach("hosts", "--redis", run.url, "--node", "2")
+        assert "the learner of hosts has 2 node(s), numbered from 0" in unknown.stderr
+
+
 def attach(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "offbeat.deploy.cli.app", "learner", "attach", *arguments]
     return subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)

@@ -8,6 +8,7 @@ from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_va
 from offbeat.envs.config import Config
 from offbeat.services.chat.template_override import find_problem, replaces
 from offbeat.services.rollout.data.config import DataConfig, Pipeline
+from offbeat.services.devices import DeviceMapping
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.conditions import SET, ConditionalConfig, OnlyWith
 from offbeat.trainer.config.preference import PreferenceConfig
@@ -208,7 +209,9 @@ class ActorTrainConfig(Config):
     device: Literal["cpu", "cuda"] = "cpu"
     """Left out, `cuda` where the engines leave GPUs for all processes."""
     num_processes: int = Field(default=1, ge=1)
-    """Data-parallel processes."""
+    """Data-parallel processes, over several nodes where one has too few devices; `device_mapping` implies it."""
+    device_mapping: DeviceMapping | None = None
+    """Devices of the cluster, one per process, as a list or ROLL's `list(range(0, 8))`. None: chosen."""
     backend_timeout: float = Field(default=30.0, gt=0)
     """Minutes without the main thread's progress (micro-batch, checkpoint) or in a collective call until a hung learner
     is replaced. Dead processes are detected earlier.
@@ -225,6 +228,18 @@ class ActorTrainConfig(Config):
         rate = TINY_LR if pretrain == "tiny" else PRETRAINED_LR
         rate *= LORA_LR_FACTOR if self.model_args.lora_target else 1.0
         return self.model_copy(update={"training_args": self.training_args.model_copy(update={"learning_rate": rate})})
+
+    def with_mapped_processes(self) -> "ActorTrainConfig":
+        """Return a copy with a process per device of `device_mapping`. Raises `ValueError` if `num_processes` disagrees."""
+        if self.device_mapping is None:
+            return self
+        number = len(self.device_mapping)
+        if "num_processes" in self.model_fields_set and self.num_processes != number:
+            raise ValueError(
+                f"num_processes: {self.num_processes} process(es) disagree with device_mapping of {number} device(s): leave "
+                "one of them out"
+            )
+        return self.model_copy(update={"num_processes": number})
 
     def with_batch_sizes(self, rollout_batch_size: int, sequence_length: int) -> "ActorTrainConfig":
         """Return a copy with the token budget and optimizer steps that ROLL's batch sizes imply.
@@ -323,14 +338,18 @@ class LearnerConfig(AlgorithmConfig):
     """
     tracker_kwargs: dict[str, dict[str, JsonValue]] = Field(default_factory=dict[str, dict[str, JsonValue]])
     """Arguments by tracker: `{wandb: {project: agents}}`."""
+    num_gpus_per_node: int | None = Field(default=None, ge=1)
+    """Devices of a node in the numbering of `device_mapping`, and learner processes of a node on a CPU. None: each node's
+    GPUs; on a CPU, all processes are on one node.
+    """
     actor_train: ActorTrainConfig = Field(default=ActorTrainConfig(), validate_default=True)
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
 
     @field_validator("actor_train")
     @classmethod
-    def _has_a_rate(cls, value: ActorTrainConfig, info: ValidationInfo) -> ActorTrainConfig:
-        return value.with_default_rate(info.data.get("pretrain", ""))
+    def _has_a_rate_and_processes(cls, value: ActorTrainConfig, info: ValidationInfo) -> ActorTrainConfig:
+        return value.with_default_rate(info.data.get("pretrain", "")).with_mapped_processes()
 
     @field_validator("actor_train")
     @classmethod

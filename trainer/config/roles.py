@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from offbeat.envs.config import Config
+from offbeat.services.devices import DeviceMapping
 from offbeat.trainer.config.conditions import ConditionalConfig, NotWith, OnlyWith
 
 TrainDtype = Literal["float32", "bfloat16", "float16"]
@@ -53,6 +54,8 @@ class CriticConfig(ConditionalConfig):
     """`own`: a separate model. `policy`: a linear head on the policy's last hidden states, trained with it."""
     model_args: Annotated[CriticModelArgs, OnlyWith(backbone=("own",))] = CriticModelArgs()
     training_args: CriticTrainingArgs = CriticTrainingArgs()
+    device_mapping: Annotated[DeviceMapping | None, OnlyWith(backbone=("own",))] = None
+    """Devices, those of `actor_train`: its processes compute this model."""
     infer_batch_size: Annotated[int | None, OnlyWith(backbone=("own",))] = Field(default=None, ge=1)
     """As `actor_train.infer_batch_size`."""
     vf_coef: Annotated[float, OnlyWith(backbone=("policy",))] = Field(default=0.1, gt=0)
@@ -89,6 +92,8 @@ class ReferenceConfig(Config):
 
     model_args: RoleModelArgs = RoleModelArgs()
     """A folder of its own makes a fixed reference policy."""
+    device_mapping: DeviceMapping | None = None
+    """Devices: those of `actor_train`, or of a scoring service its own, one per replica."""
     strategy_args: InferStrategyArgs = InferStrategyArgs()
     infer_batch_size: int | None = Field(default=None, ge=1)
     """As `actor_train.infer_batch_size`."""
@@ -107,6 +112,8 @@ class TeacherConfig(Config):
     """Tags of `custom_envs` to teach; empty for all."""
     opd_kl_coef: float = Field(default=1.0, gt=0)
     """Weight of this teacher's KL."""
+    device_mapping: DeviceMapping | None = None
+    """Devices: those of `actor_train`, or of a scoring service its own, one per replica."""
     strategy_args: InferStrategyArgs = InferStrategyArgs()
     infer_batch_size: int | None = Field(default=None, ge=1)
     """As `actor_train.infer_batch_size`."""

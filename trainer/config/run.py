@@ -78,6 +78,11 @@ class LearnerRunConfig(LearnerConfig):
 
     @field_validator("actor_infer")
     @classmethod
+    def _has_mapped_replicas(cls, value: GenerationConfig) -> GenerationConfig:
+        return value.with_mapped_replicas()
+
+    @field_validator("actor_infer")
+    @classmethod
     def _has_a_dtype(cls, value: GenerationConfig, info: ValidationInfo) -> GenerationConfig:
         train = info.data.get("actor_train")
         if value.model_args.dtype is not None or not isinstance(train, ActorTrainConfig):

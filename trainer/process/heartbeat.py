@@ -12,6 +12,8 @@ from offbeat.trainer.watchdog import STARTUP_TIMEOUT_S
 HEARTBEAT_FD = "OFFBEAT_HEARTBEAT_FD"
 """Environment variable: heartbeat file descriptor."""
 BEATS_PER_TIMEOUT = 16
+HEARTBEAT_TIMEOUTS = 4
+"""Silence that counts as hung, in `buffer.learner_timeout_s`."""
 
 
 class Heartbeat:

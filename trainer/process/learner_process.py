@@ -36,7 +36,7 @@ from offbeat.trainer.learner.progress_view import LearnerView, SilentView
 from offbeat.trainer.learner.reporter import LearnerReporter, RedisStatusBoard
 from offbeat.trainer.learner.step_ledger import newest_epoch, note_lease
 from offbeat.trainer.process import redis_outage
-from offbeat.trainer.process.heartbeat import start_heartbeats
+from offbeat.trainer.process.heartbeat import HEARTBEAT_TIMEOUTS, start_heartbeats
 from offbeat.trainer.process.lease_wait import wait_for_lease
 from offbeat.trainer.process.ranks import (
     FollowerRanks,
@@ -45,6 +45,7 @@ from offbeat.trainer.process.ranks import (
     lead,
     start_followers,
 )
+from offbeat.trainer.process.remote_ranks import RemoteRanks
 from offbeat.trainer.process.signals import stop_on_signals
 from offbeat.trainer.rendering.evaluations import rendered_evaluations
 from offbeat.trainer.run import LearnerRun, buffer_limits, is_ending, read_run
@@ -58,8 +59,6 @@ from offbeat.trainer.watchdog import Watchdog, kill_if_hung
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_TIMEOUTS = 4
-"""Silence that counts as hung, in `buffer.learner_timeout_s`."""
 COLLECTIVE_MARGIN_S = 60.0
 """Watchdog's timeout beyond that of collective calls."""
 
@@ -87,11 +86,13 @@ class LearnerProcess:
         follower: Sequence[str],
         view: LearnerView | None = None,
         started: float,
+        ranks_per_node: Sequence[int] = (),
     ) -> None:
-        """follower: other ranks' command line. started: monotonic time."""
+        """follower: other ranks' command line. started: monotonic time. ranks_per_node: of several nodes, this one first."""
         self._run = run
         self._num_processes = num_processes
         self._follower = follower
+        self._others = RemoteRanks(redis_url, run.run_id, ranks_per_node) if len(ranks_per_node) > 1 else None
         self._view = view or SilentView()
         margin_s = COLLECTIVE_MARGIN_S if num_processes > 1 else 0.0
         self._watchdog = Watchdog(60 * run.config.actor_train.backend_timeout + margin_s)
@@ -134,7 +135,9 @@ class LearnerProcess:
         with (
             self._redis,
             stop_on_signals(self._interrupt),
-            start_followers(self._num_processes, self._follower, self._heartbeat_timeout_s) as self._followers,
+            start_followers(
+                self._num_processes, self._follower, self._heartbeat_timeout_s, self._others
+            ) as self._followers,
             kill_if_hung(self._watchdog),
         ):
             try:

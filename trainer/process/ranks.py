@@ -9,10 +9,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import msgpack
 from torch import Tensor
@@ -129,29 +129,62 @@ class RankDiedError(MeshError):
     """Exit of a rank, which ends the whole learner."""
 
 
+class OtherNodes(Protocol):
+    """Ranks of other nodes."""
+
+    address: str
+    """Of rank 0."""
+    num_local: int
+    """Ranks of this node, with rank 0."""
+
+    def open(self, port: int) -> None: ...
+
+    def check(self) -> None:
+        """Raise `RankDiedError` if one of them has died."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class FollowerRanks:
-    """Ranks 1 to N - 1, which exit with rank 0, even if killed."""
+    """This node's ranks but rank 0, which exit with rank 0, even if killed."""
 
     def __init__(
-        self, processes: Sequence["subprocess.Popen[bytes]"] = (), heartbeats: Sequence[Heartbeat] = ()
+        self,
+        processes: Sequence["subprocess.Popen[bytes]"] = (),
+        heartbeats: Sequence[Heartbeat] = (),
+        *,
+        first_rank: int = 1,
+        world_size: int | None = None,
+        others: OtherNodes | None = None,
     ) -> None:
         self._processes = processes
         self._heartbeats = heartbeats
+        self._first_rank = first_rank
+        self._world_size = world_size or len(processes) + 1
+        self._others = others
         self._stopping = False
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
 
     def check(self) -> None:
         """Raise `RankDiedError` if a rank has died."""
-        for rank, process in enumerate(self._processes, start=1):
+        if self._others is not None and not self._stopping:
+            self._others.check()
+        for rank, process in enumerate(self._processes, start=self._first_rank):
             code = None if self._stopping else process.poll()
             if code:  # 0: it was stopped
                 how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
                 raise RankDiedError(
-                    f"rank {rank} (pid {process.pid}) {how}: all {len(self._processes) + 1} processes exit. "
+                    f"rank {rank} (pid {process.pid}) {how}: all {self._world_size} processes exit. "
                     f"Its log is logs/learner-{rank}.log"
                 )
 
     def kill_hung(self) -> None:
-        for rank, (process, heartbeat) in enumerate(zip(self._processes, self._heartbeats, strict=True), start=1):
+        pairs = zip(self._processes, self._heartbeats, strict=True)
+        for rank, (process, heartbeat) in enumerate(pairs, start=self._first_rank):
             silent_s = heartbeat.silence_s()
             if silent_s and process.poll() is None:
                 logger.error("rank %d (pid %d) sent no heartbeat for %.0f s: killed", rank, process.pid, silent_s)
@@ -160,7 +193,7 @@ class FollowerRanks:
     def raise_if_rank_died(self) -> None:
         """Raise `RankDiedError` if a rank dies within `EXIT_DETECTION_TIMEOUT_S`."""
         deadline = time.monotonic() + EXIT_DETECTION_TIMEOUT_S
-        while self._processes and time.monotonic() < deadline:
+        while (self._processes or self._others) and time.monotonic() < deadline:
             self.check()
             time.sleep(0.05)
 
@@ -177,32 +210,58 @@ class FollowerRanks:
 
 
 @contextmanager
-def start_followers(num_processes: int, command: Sequence[str], timeout_s: float) -> Iterator[FollowerRanks]:
-    """Start ranks 1 to `num_processes - 1` here, unless a launcher (torchrun) did.
+def start_followers(
+    num_processes: int, command: Sequence[str], timeout_s: float, others: OtherNodes | None = None
+) -> Iterator[FollowerRanks]:
+    """Start ranks 1 to `num_processes - 1`, unless a launcher (torchrun) did.
 
-    timeout_s: silence after which a rank is killed.
+    timeout_s: silence after which a rank is killed. others: of other nodes; None: all ranks are here.
     """
     if num_processes == 1 or "WORLD_SIZE" in os.environ:
         yield FollowerRanks()
         return
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_processes)}
-    os.environ.update(address, RANK="0", LOCAL_RANK="0")
-    heartbeats = [Heartbeat(timeout_s) for _ in range(1, num_processes)]
-    processes = [_start_follower(command, rank, heartbeat) for rank, heartbeat in enumerate(heartbeats, start=1)]
-    followers = FollowerRanks(processes, heartbeats)
+    num_local, host = (others.num_local, others.address) if others is not None else (num_processes, "127.0.0.1")
+    port = free_port()
+    address = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(num_processes)}
+    os.environ.update(address, RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(num_local))
+    heartbeats = [Heartbeat(timeout_s) for _ in range(1, num_local)]
+    processes = [
+        start_rank(command, rank, rank, heartbeat, os.environ) for rank, heartbeat in enumerate(heartbeats, start=1)
+    ]
+    if others is not None:
+        others.open(port)
+    followers = FollowerRanks(processes, heartbeats, world_size=num_processes, others=others)
     threading.Thread(target=_exit_if_rank_died, args=(followers,), name="follower-ranks", daemon=True).start()
     try:
         yield followers
         followers.wait()
     finally:
         followers.kill()
+        if others is not None:
+            others.close()
 
 
-def _start_follower(command: Sequence[str], rank: int, heartbeat: Heartbeat) -> "subprocess.Popen[bytes]":
+def start_rank(
+    command: Sequence[str],
+    rank: int,
+    local_rank: int,
+    heartbeat: Heartbeat,
+    environment: Mapping[str, str],
+    log: Path | None = None,
+) -> "subprocess.Popen[bytes]":
+    """Start a rank that dies with the calling thread. log: of its output; None: this process's."""
     fd = heartbeat.write_end
-    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), RANK_ZERO_PID: str(os.getpid()), HEARTBEAT_FD: str(fd)}
-    # A session of its own: Ctrl-C in the terminal is for rank 0, which completes the running step
-    process = subprocess.Popen(command, env={**os.environ, **own}, start_new_session=True, pass_fds=(fd,))
+    own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), RANK_ZERO_PID: str(os.getpid()), HEARTBEAT_FD: str(fd)}
+    with log.open("ab") if log is not None else nullcontext() as out:
+        # A session of its own: Ctrl-C in the terminal is for rank 0, which completes the running step
+        process = subprocess.Popen(
+            command,
+            env={**environment, **own},
+            stdout=out,
+            stderr=out and subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=(fd,),
+        )
     heartbeat.close_write_end()
     return process
 

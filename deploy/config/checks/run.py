@@ -2,18 +2,19 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from offbeat.deploy.config.checks.agents import check_agent, check_function
 from offbeat.deploy.config.checks.data import check_data, check_rows
+from offbeat.deploy.config.checks.devices import check_devices
 from offbeat.deploy.config.checks.episodes import check_episodes
 from offbeat.deploy.config.checks.lora import check_lora
 from offbeat.deploy.config.checks.model import check_engine_arguments, check_resumed_model
 from offbeat.deploy.config.checks.prompts import OnStep, check_first_prompts, ignore_step
 from offbeat.deploy.config.checks.sampling import check_sampling
-from offbeat.deploy.config.devices import count_gpus
+from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_folder import holds_run
 from offbeat.services.redis.url import address_problem
@@ -35,18 +36,18 @@ def check_run(
     config: RunConfig,
     *,
     cores: float | None = None,
-    gpus: float | None = None,
+    nodes: Sequence[ClusterNode] | None = None,
     on_step: OnStep = ignore_step,
     trial: bool = True,
 ) -> list[ConfigIssue]:
     """Return every issue; runs user code (envs, agents, trackers, ...).
 
-    cores, gpus: of the machine or cluster; None: detected. on_step: called before user code. trial: as in
+    cores, nodes: of the machine or cluster; None: detected. on_step: called before user code. trial: as in
     `check_first_prompts`.
     """
     on_step("group_filter_cls, track_with", "import of classes")
     issues = [
-        *_check_static(config, cores, gpus),
+        *_check_static(config, cores, nodes),
         *check_rows(config, on_step),
         *_check_env(config, on_step),
         *check_episodes(config, on_step),
@@ -54,23 +55,23 @@ def check_run(
     return issues or (check_first_prompts(config, on_step, trial=trial) if config.custom_envs else [])
 
 
-def check_settings(config: RunConfig, *, cores: float | None = None, gpus: float | None = None) -> list[ConfigIssue]:
+def check_settings(
+    config: RunConfig, *, cores: float | None = None, nodes: Sequence[ClusterNode] | None = None
+) -> list[ConfigIssue]:
     """Return `check_run`'s issues found without user code."""
     classes = {"group_filter_cls": None, "track_with": (), "tracker_kwargs": {}}
-    return _check_static(config.model_copy(update=classes), cores, gpus)
+    return _check_static(config.model_copy(update=classes), cores, nodes)
 
 
-def _check_static(config: RunConfig, cores: float | None, gpus: float | None) -> list[ConfigIssue]:
+def _check_static(config: RunConfig, cores: float | None, nodes: Sequence[ClusterNode] | None) -> list[ConfigIssue]:
     if cores is None:
         cores = float(len(os.sched_getaffinity(0)))
-    if gpus is None:
-        gpus = float(count_gpus())
     return [
         *_check_batch(config),
         *_check_cpu(config, cores),
         *_check_algorithm(config),
         *check_data(config),
-        *_check_device(config, gpus),
+        *check_devices(config, nodes),
         *_check_model(config),
         *check_engine_arguments(config),
         *check_resumed_model(config),
@@ -206,24 +207,6 @@ def _check_algorithm(config: RunConfig) -> Iterator[ConfigIssue]:
     )
     effects = check_effects(config, group_size=config.train_env_manager.group_size)
     yield from (*algorithm, *effects, *check_learner(config), *controller)
-
-
-def _check_device(config: RunConfig, gpus: float) -> Iterator[ConfigIssue]:
-    infer, train = config.actor_infer, config.actor_train
-    transport = config.weights.transport
-    if transport in ("ipc", "nccl") and "cpu" in (infer.device, train.device):
-        yield ConfigIssue(
-            "weights.transport", f"{transport} transfers tensors between GPUs: on a CPU take shm, or fs across hosts"
-        )
-    default = type(infer.engine).model_fields["gpu_memory_utilization"].default
-    if infer.device == "cpu" and infer.engine.gpu_memory_utilization != default:
-        yield ConfigIssue(
-            f"{ENGINE}.gpu_memory_utilization",
-            "has no effect with device=cpu: leave it out",
-        )
-    for path, device in (("actor_infer.device", infer.device), ("actor_train.device", train.device)):
-        if device == "cuda" and not gpus:
-            yield ConfigIssue(path, "no NVIDIA GPU found: take cpu")
 
 
 def _check_model(config: RunConfig) -> Iterator[ConfigIssue]:

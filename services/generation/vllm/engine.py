@@ -12,7 +12,7 @@ from typing import Any, Protocol, get_args
 
 from offbeat.services.chat.vision import model_family
 from offbeat.services.errors import RetryableError
-from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.config import UTILIZATION, GenerationConfig
 from offbeat.services.generation.vllm.update_request import TAKE_ADAPTER, is_whole, update_request_of
 from offbeat.services.messages.types import (
     Completion,
@@ -119,7 +119,11 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
             "distributed_executor_backend": "uni" if config.engine.world_size == 1 else "mp",
         }
     else:
-        arguments |= {"gpu_memory_utilization": config.engine.gpu_memory_utilization}
+        # In a placement group vLLM would take Ray's executor
+        arguments |= {
+            "gpu_memory_utilization": config.engine.gpu_memory_utilization or UTILIZATION,
+            "distributed_executor_backend": "uni" if config.engine.world_size == 1 else "mp",
+        }
     return arguments | (config.engine.model_extra or {})
 
 

@@ -7,6 +7,7 @@ from offbeat.deploy.cluster import ray_run_factory
 from offbeat.deploy.cluster.ray_run_factory import Cluster, RayRunFactory, check_cluster
 from offbeat.deploy.cluster.run_factory import CLAIM_FILE
 from offbeat.deploy.config import devices
+from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import compose_tree, read_document, validate_tree
 from offbeat.deploy.config.run import RunConfig
@@ -17,6 +18,7 @@ from offbeat.services.errors import ControlError
 from tests.fakes_rollout import HERE
 from tests.paths import QUICKSTART
 
+NO_GPU = ClusterNode("a", "10.0.0.1", 0)
 URL = "redis://127.0.0.1:6390/0"
 
 
@@ -25,7 +27,7 @@ def run_config(*overrides: str) -> RunConfig:
 
 
 def paths(config: RunConfig, hosts: int = 1) -> list[str]:
-    return [problem.path for problem in check_cluster(config, Cluster(8.0, 0.0, hosts), URL)]
+    return [problem.path for problem in check_cluster(config, Cluster(8.0, (NO_GPU,), hosts), URL)]
 
 
 def test_run_uses_the_redis_of_its_mesh():
@@ -47,12 +49,12 @@ def test_relative_paths_start_at_the_folder_of_the_mesh(tmp_path: Path):
 async def test_run_is_checked_against_the_cluster_not_the_service_host():
     workers = read_document(QUICKSTART.read_text().replace("num_workers: 1", "num_workers: 40"))
     with pytest.raises(ConfigError, match=r"rollout\.num_workers"):
-        await check_in_process(workers, cores=4.0, gpus=0.0)
-    await check_in_process(workers, cores=32.0, gpus=0.0)
+        await check_in_process(workers, cores=4.0, nodes=[NO_GPU])
+    await check_in_process(workers, cores=32.0, nodes=[NO_GPU])
     on_gpus = read_document(QUICKSTART.read_text().replace("  num_threads: 1", "  num_threads: 1\n  device: cuda"))
     with pytest.raises(ConfigError, match=r"actor_train\.device"):
-        await check_in_process(on_gpus, cores=32.0, gpus=0.0)
-    await check_in_process(on_gpus, cores=32.0, gpus=8.0)
+        await check_in_process(on_gpus, cores=32.0, nodes=[NO_GPU])
+    await check_in_process(on_gpus, cores=32.0, nodes=[NO_GPU._replace(gpus=8)])
 
 
 @pytest.fixture
@@ -62,7 +64,7 @@ def factory(tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_runs_over_rest_are_tried_before_they_start(factory: RayRunFactory, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Cluster, "from_ray", classmethod(lambda cls: cls(8.0, 0.0, 1)))
+    monkeypatch.setattr(Cluster, "from_ray", classmethod(lambda cls: cls(8.0, (NO_GPU,), 1)))
     monkeypatch.setattr(ray_run_factory, "read_app_statuses", dict)
     tree = compose_tree(QUICKSTART)
     tree["warm_start"] = None
@@ -79,7 +81,7 @@ async def test_runs_over_rest_are_tried_before_they_start(factory: RayRunFactory
 async def test_runs_without_devices_take_the_gpus_of_the_cluster(
     factory: RayRunFactory, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(Cluster, "from_ray", classmethod(lambda cls: cls(8.0, 2.0, 1)))
+    monkeypatch.setattr(Cluster, "from_ray", classmethod(lambda cls: cls(8.0, (NO_GPU._replace(gpus=2),), 1)))
     monkeypatch.setattr(ray_run_factory, "read_app_statuses", dict)
     monkeypatch.setattr(devices, "is_installed", lambda _: True)
     config = await factory.load(compose_tree(QUICKSTART))

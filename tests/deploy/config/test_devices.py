@@ -3,10 +3,17 @@ from typing import Any
 import pytest
 
 from offbeat.deploy.config import devices, loader
-from offbeat.deploy.config.checks import run as checks
+from offbeat.deploy.config.checks import devices as checks
 from offbeat.deploy.config.devices import choose_devices, count_gpus
 from offbeat.deploy.config.loader import validate_tree
 from tests.paths import QUICKSTART
+
+SCORED = {
+    "add_token_level_kl": True,
+    "init_kl_coef": 0.1,
+    "reference": {"strategy_args": {"placement": "service"}},
+}
+"""Keys of a run with a scoring service."""
 
 
 @pytest.fixture
@@ -24,11 +31,14 @@ def chosen(gpus: float, **tables: Any) -> tuple[str, str]:
     ("gpus", "tables", "expected"),
     [
         (0, {}, ("cpu", "cpu")),
-        (1, {}, ("cuda", "cpu")),
+        (1, {}, ("cuda", "cuda")),
         (2, {}, ("cuda", "cuda")),
-        (2, {"actor_infer": {"num_replicas": 2}}, ("cuda", "cpu")),
+        (2, {"actor_infer": {"num_replicas": 2}}, ("cuda", "cuda")),
+        (1, SCORED, ("cuda", "cpu")),
+        (2, SCORED, ("cuda", "cuda")),
         (2, {"actor_infer": {"num_replicas": 3}}, ("cpu", "cuda")),
-        (3, {"actor_train": {"num_processes": 3}}, ("cuda", "cpu")),
+        (3, {"actor_train": {"num_processes": 3}}, ("cuda", "cuda")),
+        (3, {"actor_train": {"num_processes": 4}}, ("cuda", "cpu")),
         (2, {"actor_infer": {"device": "cpu"}}, ("cpu", "cuda")),
         (2, {"actor_train": {"device": "cpu"}}, ("cuda", "cpu")),
         (1, {"actor_infer": {"device": "cpu"}}, ("cpu", "cuda")),
@@ -45,15 +55,15 @@ def test_gpus_are_left_alone_without_cudas_vllm(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("with_cuda")
 def test_chosen_devices_stay_when_the_run_is_read_again():
-    config = choose_devices(validate_tree({"custom_envs": {}}), 1)
+    config = choose_devices(validate_tree({"custom_envs": {}, **SCORED}), 1)
     again = choose_devices(validate_tree(config.model_dump(mode="json")), 8)
     assert (again.actor_infer.device, again.actor_train.device) == ("cuda", "cpu")
 
 
 @pytest.mark.usefixtures("with_cuda")
 def test_a_run_of_this_machine_takes_its_gpus(monkeypatch: pytest.MonkeyPatch):
-    for module in (loader, checks):
-        monkeypatch.setattr(module, "count_gpus", lambda: 2)
+    monkeypatch.setattr(loader, "count_gpus", lambda: 2)
+    monkeypatch.setattr(checks, "count_gpus", lambda: 2)
     config = loader.load_run(QUICKSTART)
     assert (config.actor_infer.device, config.actor_train.device) == ("cuda", "cuda")
 

@@ -131,7 +131,7 @@ IN_THE_STEP = {
     "ref_model_mixup_alpha", "max_refill_ratio",
 }  # fmt: skip
 """Shown by tests/trainer/training/test_optimizer_step.py and tests/trainer/learner/test_group_intake.py."""
-OF_THE_ENGINE = {"model_args", "strategy_args", "infer_batch_size"}
+OF_THE_ENGINE = {"model_args", "strategy_args", "infer_batch_size", "device_mapping"}
 """Of a teacher: which model, and how it lies on processes (tests/integration/test_learner_engine.py)."""
 
 

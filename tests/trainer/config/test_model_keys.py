@@ -109,6 +109,10 @@ def test_a_role_has_the_policys_model_but_for_its_own_keys(key: str, value: obje
 
 def test_every_key_of_a_critic_and_a_model_has_an_effect_that_is_shown():
     shown = {key for _, change in OF_THE_CRITIC.values() for key in change}
-    assert set(CriticConfig.model_fields) == shown | {"infer_batch_size"}  # tests/trainer/training/test_batch_sizes.py
+    elsewhere = {
+        "infer_batch_size",
+        "device_mapping",
+    }  # training/test_batch_sizes.py, deploy/config/test_device_plan.py
+    assert set(CriticConfig.model_fields) == shown | elsewhere
     assert set(ModelArgs.model_fields) == set(OF_THE_MODEL)
     assert set(CriticModelArgs.model_fields) == {"model_name_or_path", *OF_THE_ROLES}

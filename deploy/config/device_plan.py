@@ -1,0 +1,314 @@
+"""Devices of a run on a cluster.
+
+Invariant: a plan is a function of configuration and nodes, so every control replica computes the same.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from offbeat.deploy.config.run import RunConfig
+from offbeat.services.devices import EngineDevices
+from offbeat.services.generation.config import UTILIZATION, GenerationConfig
+from offbeat.trainer.config.issue import ConfigIssue
+from offbeat.trainer.config.scored_roles import ScoredRole, scored_roles
+
+SHARED_UTILIZATION = 0.45
+"""Default share of the engine in the memory of a GPU with a learner."""
+
+
+class ClusterNode(NamedTuple):
+    """Node of the cluster; nodes are numbered by address."""
+
+    node_id: str
+    address: str
+    gpus: int
+
+
+class LearnerNode(NamedTuple):
+    """A node's part of the learner."""
+
+    node_id: str
+    num_ranks: int
+    devices: tuple[int, ...] = ()
+    """Numbers on the node; empty on a CPU."""
+    num_exclusive: int = 0
+    """Devices without an engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    engines: tuple[EngineDevices, ...] = ()
+    """Slots of the engines; empty: Ray chooses."""
+    learner: tuple[LearnerNode, ...] = ()
+    """Rank 0's node first; empty: Ray chooses."""
+    scorers: Mapping[str, tuple[EngineDevices, ...]] = field(default_factory=dict[str, tuple[EngineDevices, ...]])
+    """Devices of scoring services by role, one per replica; a role left out: Ray chooses."""
+    is_shared: bool = False
+    """Whether an engine and the learner have a device in common."""
+    issues: tuple[ConfigIssue, ...] = field(default=())
+
+
+class _Numbering:
+    """Devices of the cluster in order."""
+
+    def __init__(self, nodes: Sequence[ClusterNode], per_node: int | None) -> None:
+        fitting = [node for node in sorted(nodes, key=lambda each: each[1::-1]) if node.gpus >= (per_node or 1)]
+        self.devices = [(node.node_id, index) for node in fitting for index in range(per_node or node.gpus)]
+        self.sizes = [per_node or node.gpus for node in fitting]
+        self.largest = max(self.sizes, default=0)
+        self._reserved = set[int]()
+        self.largest_node = max((node.gpus for node in nodes), default=0)
+
+    def __str__(self) -> str:
+        sizes = " + ".join(map(str, self.sizes))
+        return f"{len(self.devices)} device(s)" + (f" ({sizes} on {len(self.sizes)} nodes)" if sizes else "")
+
+    def reserve(self, numbers: Sequence[int]) -> None:
+        """Take devices out of `free`."""
+        self._reserved |= set(numbers)
+
+    def free(self, taken: Sequence[int]) -> list[int]:
+        return [number for number in range(len(self.devices)) if number not in self._reserved.union(taken)]
+
+    def place(self, numbers: Sequence[int]) -> EngineDevices:
+        """Return devices of one node."""
+        return EngineDevices(self.devices[numbers[0]][0], tuple(self.devices[number][1] for number in numbers))
+
+    def split(self, numbers: Sequence[int]) -> dict[str, list[int]]:
+        """Return the numbers by node."""
+        by_node: dict[str, list[int]] = {}
+        for number in numbers:
+            by_node.setdefault(self.devices[number][0], []).append(number)
+        return by_node
+
+
+def plan_devices(config: RunConfig, nodes: Sequence[ClusterNode], *, owns_engines: bool = True) -> DevicePlan:
+    """Place engines and learner. owns_engines: False for an engine of the deploy file, which has its devices already.
+
+    A learner that users attach is not placed.
+    """
+    infer, train = config.actor_infer, config.actor_train
+    numbering = _Numbering(nodes, config.num_gpus_per_node)
+    needs_engines = owns_engines and infer.device == "cuda"
+    is_managed = config.control.learner == "managed"
+    scorers = _scorer_numbers(config, numbering)
+    issues = [
+        *_check_scorers(config, numbering, needs_engines),
+        *_check_engines(config, numbering, needs_engines),
+        *_check_mappings(config, numbering, needs_engines),
+    ]
+    issues += _check_learner(config, nodes, numbering) if is_managed else ()
+    if issues:
+        return DevicePlan(issues=tuple(dict.fromkeys(issues)))
+    numbering.reserve([number for numbers in scorers.values() for number in numbers])
+    engines, learner = _numbers(config, numbering, needs_engines)
+    learner = learner if is_managed else []
+    common = sorted(set(engines) & set(learner))
+    is_mapped = any(mapping is not None for _, mapping in _mappings(config))
+    if not is_mapped and not common and (train.device == "cpu" or train.num_processes <= numbering.largest):
+        engines, learner, scorers = [], [], {}  # Ray counts the devices of several runs
+    size = infer.engine.world_size
+    groups = [engines[start : start + size] for start in range(0, len(engines), size)]
+    for position, group in enumerate(groups):
+        if len(numbering.split(group)) > 1:
+            message = f"engine {position} takes devices {group} of several nodes: an engine's devices are on one node"
+            issues.append(ConfigIssue("actor_infer.device_mapping", message))
+    slots = tuple(numbering.place(group) for group in groups)
+    scoring = {name: tuple(numbering.place([number]) for number in numbers) for name, numbers in scorers.items()}
+    if not is_managed:
+        parts = ()
+    elif train.device == "cpu":
+        parts = _cpu_nodes(config, nodes)
+    else:
+        parts = tuple(
+            LearnerNode(
+                node_id,
+                len(numbers),
+                tuple(numbering.devices[number][1] for number in numbers),
+                len(set(numbers) - set(common)),
+            )
+            for node_id, numbers in numbering.split(learner).items()
+        )
+    return DevicePlan(slots, parts, scoring, bool(common), tuple(issues))
+
+
+def _numbers(config: RunConfig, numbering: _Numbering, needs_engines: bool) -> tuple[list[int], list[int]]:
+    """Return the devices of engines and learner: those of a mapping, else free ones, else shared ones."""
+    infer, train = config.actor_infer, config.actor_train
+    learner = list(train.device_mapping or ())
+    engines = list(infer.device_mapping or ()) if needs_engines else []
+    if needs_engines and not engines:
+        size, count = infer.engine.world_size, infer.num_replicas
+        for candidates in (numbering.free(learner), numbering.free(())):
+            whole = [
+                group[start : start + size]
+                for group in numbering.split(candidates).values()
+                for start in range(0, len(group) - size + 1, size)
+            ]
+            engines = [number for group in whole[:count] for number in group]
+            if len(whole) >= count:
+                break
+    if train.device == "cuda" and not learner:
+        free = numbering.free(engines)
+        split = sorted(numbering.split(free).values(), key=len)
+        fitting = [group for group in split if len(group) >= train.num_processes]
+        pool = fitting[0] if fitting else free + engines[::-1]
+        learner = sorted(pool[: train.num_processes])
+    return engines, learner
+
+
+def _scored_roles(config: RunConfig) -> list[ScoredRole]:
+    """Return the roles whose services have GPUs."""
+    return scored_roles(config, config.reference) if config.actor_train.device == "cuda" else []
+
+
+def _scorer_numbers(config: RunConfig, numbering: _Numbering) -> dict[str, list[int]]:
+    """Return the devices of scoring services, the last free ones without a mapping."""
+    roles = _scored_roles(config)
+    mapped = {number for _, mapping in _mappings(config) for number in mapping or ()}
+    free = numbering.free(sorted(mapped))
+    numbers: dict[str, list[int]] = {}
+    for role in roles:
+        if role.config.device_mapping is not None:
+            numbers[role.name] = list(role.config.device_mapping)
+            continue
+        cut = max(0, len(free) - role.num_replicas)
+        numbers[role.name], free = free[cut:], free[:cut]
+    return numbers
+
+
+def _cpu_nodes(config: RunConfig, nodes: Sequence[ClusterNode]) -> tuple[LearnerNode, ...]:
+    """Place processes on a CPU: `num_gpus_per_node` to a node, or all on any."""
+    total, per_node = config.actor_train.num_processes, config.num_gpus_per_node
+    if per_node is None or total <= per_node:
+        return ()
+    starts = range(0, total, per_node)
+    hosts = sorted(nodes, key=lambda each: each[1::-1])
+    return tuple(
+        LearnerNode(host.node_id, min(per_node, total - start)) for host, start in zip(hosts, starts, strict=False)
+    )
+
+
+def _check_engines(config: RunConfig, numbering: _Numbering, needs_engines: bool) -> Iterator[ConfigIssue]:
+    infer, size = config.actor_infer, config.actor_infer.engine.world_size
+    if not needs_engines:
+        return
+    if not numbering.devices:
+        yield _explain_none(config, numbering, "actor_infer")
+    elif size > numbering.largest:
+        yield ConfigIssue(
+            "actor_infer.strategy_args.strategy_config.tensor_parallel_size",
+            f"an engine of {size} devices fits no node: the largest has {numbering.largest}",
+        )
+    elif infer.num_replicas > sum(each // size for each in numbering.sizes):
+        yield ConfigIssue(
+            "actor_infer.num_replicas",
+            f"{infer.num_replicas} engine(s) of {size} device(s) need {infer.num_replicas * size}, there are {numbering}",
+        )
+
+
+def _check_learner(config: RunConfig, nodes: Sequence[ClusterNode], numbering: _Numbering) -> Iterator[ConfigIssue]:
+    train, per_node = config.actor_train, config.num_gpus_per_node
+    if train.device == "cuda" and not numbering.devices:
+        yield _explain_none(config, numbering, "actor_train")
+    elif train.device == "cuda" and train.num_processes > len(numbering.devices):
+        yield ConfigIssue(
+            "actor_train.num_processes", f"{train.num_processes} process(es) need a device each, there are {numbering}"
+        )
+    elif train.device == "cpu" and per_node is not None and -(-train.num_processes // per_node) > len(nodes):
+        yield ConfigIssue(
+            "actor_train.num_processes",
+            f"{train.num_processes} process(es), {per_node} to a node (num_gpus_per_node), need "
+            f"{-(-train.num_processes // per_node)} nodes, there are {len(nodes)}",
+        )
+
+
+def _check_scorers(config: RunConfig, numbering: _Numbering, needs_engines: bool) -> Iterator[ConfigIssue]:
+    """Yield services that leave engines or learner too few devices."""
+    infer, train, total = config.actor_infer, config.actor_train, len(numbering.devices)
+    roles = _scored_roles(config)
+    count = sum(role.num_replicas for role in roles)
+    others = max(
+        infer.num_replicas * infer.engine.world_size if needs_engines else 0,
+        train.num_processes if config.control.learner == "managed" else 0,
+    )
+    if total >= others and count + others > total > 0:
+        yield ConfigIssue(
+            f"{roles[0].name}.strategy_args.num_replicas",
+            f"{count} scoring process(es) need a GPU each, beside {others} of engines and learner; there are {numbering}",
+        )
+    for role in roles:
+        mapping = role.config.device_mapping
+        others_devices = {number for path, each in _mappings(config) if path != role.name for number in each or ()}
+        if mapping is not None and len(mapping) != role.num_replicas:
+            yield ConfigIssue(
+                f"{role.name}.device_mapping",
+                f"{len(mapping)} device(s) disagree with strategy_args.num_replicas {role.num_replicas}, of one device each",
+            )
+        elif shared := sorted(others_devices.intersection(mapping or ())):
+            yield ConfigIssue(
+                f"{role.name}.device_mapping", f"device {shared[0]} has another role, and a scoring service shares none"
+            )
+
+
+def _explain_none(config: RunConfig, numbering: _Numbering, role: str) -> ConfigIssue:
+    if not numbering.largest_node:
+        return ConfigIssue(f"{role}.device", "no NVIDIA GPU found: take cpu")
+    largest = numbering.largest_node
+    message = f"no node has {config.num_gpus_per_node} GPUs, the largest has {largest}: take at most {largest}"
+    return ConfigIssue("num_gpus_per_node", message)
+
+
+def _check_mappings(config: RunConfig, numbering: _Numbering, needs_engines: bool) -> Iterator[ConfigIssue]:
+    """Yield mappings with a device that does not exist."""
+    total, is_managed = len(numbering.devices), config.control.learner == "managed"
+    for path, mapping in _mappings(config):
+        if mapping is None or not (needs_engines if path == "actor_infer" else is_managed):
+            continue
+        if mapping[-1] >= total > 0:
+            yield ConfigIssue(
+                f"{path}.device_mapping",
+                f"device {mapping[-1]} does not exist: there are {numbering}, numbered from 0 to {total - 1}",
+            )
+
+
+def _mappings(config: RunConfig) -> Iterator[tuple[str, tuple[int, ...] | None]]:
+    yield "actor_train", config.actor_train.device_mapping
+    yield "actor_infer", config.actor_infer.device_mapping
+    yield "critic", config.critic.device_mapping
+    yield "reference", config.reference.device_mapping
+    for name, teacher in config.teacher.items():
+        yield f"teacher.{name}", teacher.device_mapping
+
+
+def check_mappings(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield mappings of roles that can't have one."""
+    scored = {role.name for role in scored_roles(config, config.reference)}
+    for path, mapping in _mappings(config):
+        if mapping is None:
+            continue
+        role = config.actor_infer if path == "actor_infer" else config.actor_train
+        if role.device == "cpu":
+            yield ConfigIssue(f"{path}.device_mapping", "has no effect on a CPU: leave it out, or take device cuda")
+        elif path not in ("actor_train", "actor_infer", *scored) and mapping != config.actor_train.device_mapping:
+            yield ConfigIssue(
+                f"{path}.device_mapping",
+                "the learner's processes compute this model: leave it out, or take the devices of actor_train",
+            )
+
+
+def with_utilization(config: RunConfig, plan: DevicePlan) -> GenerationConfig:
+    """Return `actor_infer` with the engine's share of a GPU's memory."""
+    infer = config.actor_infer
+    if infer.device == "cpu":
+        return infer
+    engine = infer.engine.model_copy(update={"gpu_memory_utilization": engine_utilization(config, plan)})
+    strategy = infer.strategy_args.model_copy(update={"strategy_config": engine})
+    return infer.model_copy(update={"strategy_args": strategy})
+
+
+def engine_utilization(config: RunConfig, plan: DevicePlan) -> float:
+    """Return the engine's share of a GPU's memory."""
+    given = config.actor_infer.engine.gpu_memory_utilization
+    return (SHARED_UTILIZATION if plan.is_shared else UTILIZATION) if given is None else given

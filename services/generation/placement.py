@@ -1,0 +1,38 @@
+"""Devices of engines: where Serve starts replicas, and which devices a replica takes there."""
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from ray import get_runtime_context
+
+from offbeat.services.devices import VISIBLE, DeviceClaim, EngineDevices, parent_visible, visible_devices
+from offbeat.services.generation.config import GenerationConfig
+
+logger = logging.getLogger(__name__)
+
+NODE_LABEL = "ray.io/node-id"
+"""Label that Ray gives a node."""
+
+
+def deployment_options(config: GenerationConfig, slots: Sequence[EngineDevices]) -> dict[str, Any]:
+    """Return Serve's options. slots: devices of the engines; empty: Ray chooses."""
+    gpus = config.engine.world_size if config.device == "cuda" else 0
+    options: dict[str, Any] = {"ray_actor_options": {"num_cpus": config.cpus_per_replica, "num_gpus": gpus}}
+    if slots:
+        # The placement group reserves GPUs of a node; the replica takes a slot there.
+        nodes = ",".join(sorted({slot.node_id for slot in slots}))
+        options["placement_group_bundles"] = [{"CPU": config.cpus_per_replica, "GPU": gpus}]
+        options["placement_group_bundle_label_selector"] = [{NODE_LABEL: f"in({nodes})"}]
+    return options
+
+
+def claim_devices(slots: Sequence[EngineDevices]) -> DeviceClaim | None:
+    """Take a free slot of this node, before CUDA starts. Raises `NoDeviceError`."""
+    if not slots:
+        return None
+    claim = DeviceClaim(slots, get_runtime_context().get_node_id(), "engine")
+    os.environ[VISIBLE] = visible_devices(claim.slot.devices, parent_visible())
+    logger.info("takes devices %s of this node", os.environ[VISIBLE])
+    return claim

@@ -1,0 +1,86 @@
+"""Devices are checked before a run starts."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat.deploy.config.checks import devices
+from offbeat.deploy.config.checks.devices import check_devices, learner_gib
+from offbeat.deploy.config.device_plan import ClusterNode
+from offbeat.deploy.config.run import RunConfig
+from tests.deploy.config.test_device_plan import ONE_GPU, TWO_NODES, config
+
+KEY = "actor_infer.strategy_args.strategy_config.gpu_memory_utilization"
+
+
+def issues(config: RunConfig, nodes: list[ClusterNode]) -> dict[str, str]:
+    return {issue.path: issue.message for issue in check_devices(config, nodes)}
+
+
+def write_model(folder: Path, num_weights: int) -> str:
+    """Write the header of a model's file."""
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [num_weights // 2, 2], "data_offsets": [0, 0]}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    return str(folder)
+
+
+def sharing(utilization: float | None, **keys: Any) -> RunConfig:
+    return config(infer={"strategy_args": {"strategy_config": {"gpu_memory_utilization": utilization}}}, **keys)
+
+
+def test_defaults_on_one_gpu_are_accepted() -> None:
+    assert issues(config(), ONE_GPU) == {}
+
+
+def test_an_engine_must_leave_memory_to_the_learner_beside_it() -> None:
+    assert "leaves 5% of a GPU" in issues(sharing(0.95), ONE_GPU)[KEY]
+    assert issues(sharing(0.95), TWO_NODES) == {}
+
+
+def test_a_model_too_large_for_engine_and_learner_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "read_memory_gib", lambda: 80.0)
+    small, large = (tmp_path / name for name in ("small", "large"))
+    small.mkdir()
+    large.mkdir()
+    assert issues(config(pretrain=write_model(small, 2**30)), ONE_GPU) == {}
+    says = issues(config(pretrain=write_model(large, 3 * 2**30)), ONE_GPU)[KEY]
+    assert "36.0 GiB (0.45) and at least 48.0 GiB" in says
+    assert "take at most 0.40" in says
+    assert issues(sharing(0.4, pretrain=str(large)), ONE_GPU) == {}
+
+
+@pytest.mark.parametrize(
+    ("train", "gib"),
+    [
+        ({}, 16.0),
+        ({"model_args": {"dtype": "bfloat16"}}, 16.0),
+        ({"num_processes": 4, "strategy_args": {"zero_stage": 1}}, 10.0),
+        ({"num_processes": 4, "strategy_args": {"zero_stage": 3}}, 4.0),
+        ({"num_processes": 4, "strategy_args": {"strategy_name": "fsdp2_train"}}, 4.0),
+        ({"model_args": {"lora_target": "q_proj"}}, 4.0),
+    ],
+)
+def test_a_learners_memory_counts_what_its_strategy_shards(train: dict[str, Any], gib: float, tmp_path: Path) -> None:
+    assert learner_gib(config(train, pretrain=write_model(tmp_path, 2**30))) == gib
+
+
+def test_a_tiny_policy_is_not_weighed() -> None:
+    assert learner_gib(config()) is None
+
+
+def test_a_mapping_without_effect_is_refused() -> None:
+    cpu = config({"device": "cpu", "device_mapping": [0]}, {"device": "cpu"})
+    assert "on a CPU" in issues(cpu, TWO_NODES)["actor_train.device_mapping"]
+    apart = config({"device_mapping": [0, 1]}, {"device_mapping": [2]}, reference={"device_mapping": [3]})
+    assert "take the devices of actor_train" in issues(apart, TWO_NODES)["reference.device_mapping"]
+    together = config({"device_mapping": [0, 1]}, {"device_mapping": [2]}, reference={"device_mapping": [0, 1]})
+    assert issues(together, TWO_NODES) == {}
+
+
+def test_this_machine_has_the_gpus_that_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices.local_node().gpus == 0
+    assert {issue.path for issue in check_devices(config(), None)} == {"actor_train.device", "actor_infer.device"}

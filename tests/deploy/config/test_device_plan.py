@@ -1,0 +1,170 @@
+"""Devices of engines and learner on a cluster."""
+
+from typing import Any
+
+import pytest
+
+from offbeat.deploy.config.device_plan import ClusterNode, DevicePlan, LearnerNode, plan_devices, with_utilization
+from offbeat.deploy.config.errors import ConfigError
+from offbeat.deploy.config.loader import canonical_tree, validate_tree
+from offbeat.deploy.config.run import RunConfig
+from offbeat.services.devices import EngineDevices
+from offbeat.services.generation.config import app_name
+
+ONE_GPU = [ClusterNode("a", "10.0.0.1", 1)]
+TWO_NODES = [ClusterNode("b", "10.0.0.2", 4), ClusterNode("a", "10.0.0.1", 4)]
+CUDA = {"device": "cuda"}
+
+
+def config(train: dict[str, Any] | None = None, infer: dict[str, Any] | None = None, **keys: Any) -> RunConfig:
+    train, infer = CUDA if train is None else CUDA | train, CUDA if infer is None else CUDA | infer
+    tree = {"custom_envs": {"A": {"env_type": "frozen_lake"}}, "actor_train": train, "actor_infer": infer, **keys}
+    return validate_tree(canonical_tree(tree))
+
+
+def issues(config: RunConfig, nodes: list[ClusterNode]) -> dict[str, str]:
+    return {issue.path: issue.message for issue in plan_devices(config, nodes).issues}
+
+
+def engine(size: int, **keys: Any) -> dict[str, Any]:
+    return {"strategy_args": {"strategy_config": {"tensor_parallel_size": size}}, **keys}
+
+
+def test_engine_and_learner_share_the_only_gpu() -> None:
+    plan = plan_devices(config(), ONE_GPU)
+    assert plan == DevicePlan((EngineDevices("a", (0,)),), (LearnerNode("a", 1, (0,), 0),), {}, is_shared=True)
+    assert with_utilization(config(), plan).engine.gpu_memory_utilization == 0.45
+
+
+def test_separate_devices_are_left_to_ray_and_keep_the_memory() -> None:
+    plan = plan_devices(config(), TWO_NODES)
+    assert plan == DevicePlan()
+    assert with_utilization(config(), plan).engine.gpu_memory_utilization == 0.85
+
+
+def test_devices_are_numbered_by_the_nodes_addresses() -> None:
+    run = config({"device_mapping": "list(range(2, 6))"}, engine(2, device_mapping=[6, 7, 0, 1]))
+    assert run.actor_train.num_processes == 4
+    assert run.actor_infer.num_replicas == 2
+    plan = plan_devices(run, TWO_NODES)
+    assert plan.engines == (EngineDevices("a", (0, 1)), EngineDevices("b", (2, 3)))
+    assert plan.learner == (LearnerNode("a", 2, (2, 3), 2), LearnerNode("b", 2, (0, 1), 2))
+    assert plan == plan_devices(run, TWO_NODES[::-1])
+
+
+def test_a_role_without_a_mapping_takes_what_another_leaves() -> None:
+    plan = plan_devices(config({"device_mapping": [0]}, {"num_replicas": 2}), [ClusterNode("a", "10.0.0.1", 3)])
+    assert plan.engines == (EngineDevices("a", (1,)), EngineDevices("a", (2,)))
+    assert not plan.is_shared
+    plan = plan_devices(config({"num_processes": 2}, {"device_mapping": [0, 1]}), TWO_NODES)
+    assert plan.learner == (LearnerNode("a", 2, (2, 3), 2),)
+
+
+def scored(replicas: int = 1, mapping: list[int] | None = None) -> dict[str, Any]:
+    """Keys of a run with a scoring service."""
+    reference = {"strategy_args": {"placement": "service", "num_replicas": replicas}, "device_mapping": mapping}
+    return {"add_token_level_kl": True, "init_kl_coef": 0.1, "reference": reference}
+
+
+def test_a_scoring_service_shares_no_device() -> None:
+    plan = plan_devices(config(**scored()), [ClusterNode("a", "10.0.0.1", 2)])
+    assert plan.engines == (EngineDevices("a", (0,)),)
+    assert plan.learner == (LearnerNode("a", 1, (0,), 0),)
+    assert plan.scorers == {"reference": (EngineDevices("a", (1,)),)}
+    assert plan_devices(config(**scored()), TWO_NODES) == DevicePlan()
+    message = issues(config(**scored()), ONE_GPU)["reference.strategy_args.num_replicas"]
+    assert (
+        message
+        == "1 scoring process(es) need a GPU each, beside 1 of engines and learner; there are 1 device(s) (1 on 1 nodes)"
+    )
+
+
+def test_a_scoring_service_has_devices_of_its_own() -> None:
+    plan = plan_devices(config(**scored(2, [0, 5])), TWO_NODES)
+    assert plan.scorers == {"reference": (EngineDevices("a", (0,)), EngineDevices("b", (1,)))}
+    assert plan.engines == (EngineDevices("a", (1,)),)
+    assert "disagree" in issues(config(**scored(1, [0, 5])), TWO_NODES)["reference.device_mapping"]
+    taken = config({"device_mapping": [0]}, **scored(1, [0]))
+    assert "device 0 has another role" in issues(taken, TWO_NODES)["reference.device_mapping"]
+
+
+def test_the_smallest_overlap_is_taken() -> None:
+    plan = plan_devices(config({"num_processes": 2}, {"num_replicas": 3}), TWO_NODES[:1])
+    assert plan.engines == (EngineDevices("b", (0,)), EngineDevices("b", (1,)), EngineDevices("b", (2,)))
+    assert plan.learner == (LearnerNode("b", 2, (2, 3), 1),)
+    assert plan.is_shared
+
+
+def test_a_learner_beyond_one_node_is_spread_by_node() -> None:
+    plan = plan_devices(config({"num_processes": 6}), TWO_NODES)
+    assert [(part.node_id, part.num_ranks) for part in plan.learner] == [("a", 3), ("b", 3)]
+    assert plan.engines == (EngineDevices("a", (0,)),)
+    assert not plan.is_shared
+
+
+def test_num_gpus_per_node_sizes_the_nodes() -> None:
+    run = config({"device_mapping": [2, 3]}, {"device_mapping": [0]}, num_gpus_per_node=2)
+    assert plan_devices(run, TWO_NODES).learner == (LearnerNode("b", 2, (0, 1), 2),)
+    assert issues(run, TWO_NODES[:1]) == {
+        "actor_train.device_mapping": "device 3 does not exist: there are 2 device(s) (2 on 1 nodes), numbered from 0 to 1"
+    }
+    big = config({"device_mapping": [0]}, num_gpus_per_node=8)
+    assert "the largest has 4" in issues(big, TWO_NODES)["num_gpus_per_node"]
+
+
+def test_a_learner_on_cpus_is_spread_by_num_gpus_per_node() -> None:
+    run = config({"device": "cpu", "num_processes": 3}, {"device": "cpu"}, num_gpus_per_node=2)
+    plan = plan_devices(run, TWO_NODES)
+    assert plan.learner == (LearnerNode("a", 2), LearnerNode("b", 1))
+    assert "need 2 nodes, there are 1" in issues(run, TWO_NODES[:1])["actor_train.num_processes"]
+
+
+@pytest.mark.parametrize(
+    ("run", "path", "says"),
+    [
+        (config({"num_processes": 9}), "actor_train.num_processes", "9 process(es) need a device each, there are 8"),
+        (config(infer={"num_replicas": 9}), "actor_infer.num_replicas", "need 9, there are 8 device(s) (4 + 4 on 2"),
+        (config(infer=engine(8)), "actor_infer.strategy_args.strategy_config.tensor_parallel_size", "largest has 4"),
+        (config(infer=engine(3, num_replicas=3)), "actor_infer.num_replicas", "3 engine(s) of 3 device(s) need 9"),
+        (config({"device_mapping": [7, 8]}), "actor_train.device_mapping", "device 8 does not exist"),
+        (config(infer=engine(2, device_mapping=[3, 4])), "actor_infer.device_mapping", "engine 0 takes devices [3, 4]"),
+        (config(reference={"device_mapping": [9]}), "reference.device_mapping", "device 9 does not exist"),
+    ],
+)
+def test_what_fits_nowhere_is_reported_with_numbers(run: RunConfig, path: str, says: str) -> None:
+    assert says in issues(run, TWO_NODES)[path]
+
+
+def test_a_machine_without_gpu_asks_for_cpu() -> None:
+    assert issues(config(), [ClusterNode("a", "10.0.0.1", 0)]).keys() == {"actor_infer.device", "actor_train.device"}
+
+
+def test_a_learner_that_users_attach_is_not_placed() -> None:
+    run = config({"num_processes": 9}, {"device": "cpu"}, control={"learner": "external"}, num_gpus_per_node=8)
+    assert plan_devices(run, ONE_GPU) == DevicePlan()
+
+
+def test_an_engine_of_the_deploy_file_needs_no_device_of_the_run() -> None:
+    run = config(infer={"app": "generation-8b", "num_replicas": 9})
+    assert plan_devices(run, ONE_GPU, owns_engines=run.actor_infer.app == app_name(run.exp_name)) == DevicePlan()
+
+
+@pytest.mark.parametrize(
+    ("train", "infer", "says"),
+    [
+        ({"device_mapping": [0, 1], "num_processes": 3}, None, "3 process\\(es\\) disagree with device_mapping of 2"),
+        (None, {"device_mapping": [0, 1], "num_replicas": 1}, "which implies 2"),
+        (None, engine(2, device_mapping=[0, 1, 2]), "3 device\\(s\\) are no multiple of 2"),
+        ({"device_mapping": "eval('1')"}, None, "is not a list of device numbers"),
+    ],
+)
+def test_counts_must_agree_with_the_mapping(
+    train: dict[str, Any] | None, infer: dict[str, Any] | None, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        config(train, infer)
+
+
+def test_a_saved_configuration_keeps_its_meaning() -> None:
+    run = config({"device_mapping": "list(range(0,2))"}, engine(2, device_mapping=[0, 1]))
+    assert RunConfig.model_validate_json(run.model_dump_json()) == run

@@ -1,0 +1,137 @@
+"""Two Ray nodes with logical GPUs: devices of each role, and a learner over both."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from offbeat.trainer.config.learner import TinyPolicyConfig
+from offbeat.trainer.models.tiny import write_tiny_policy
+from offbeat.trainer.process.remote_ranks import FollowerHost
+from tests.integration.algorithm_rank import ALGORITHMS
+from tests.integration.ray_cluster import RayCluster
+from tests.integration.rendezvous_rank import RUN
+from tests.paths import ROOT
+from tests.waiting import wait_until_sync
+
+DEPLOY = ROOT / "deploy" / "deploy.yaml"
+HERE = Path(__file__).parent
+SPREAD_RUN = """
+exp_name: spread
+output_dir: runs/spread
+custom_envs:
+  FrozenLake: {env_type: frozen_lake, max_steps: 2, max_tokens_per_step: 2}
+train_env_manager: {num_env_groups: 8, group_size: 4}
+rollout_batch_size: 16
+max_steps: 400
+save_steps: 2
+eval_steps: 0
+final_val_batch_size: 8
+sequence_length: 256
+num_gpus_per_node: 1
+actor_train: {num_processes: 2}
+actor_infer: {generating_args: {max_new_tokens: 2}}
+rollout: {num_workers: 1, cpus_per_worker: 0.5}
+"""
+
+
+def test_two_hosts_learn_what_one_learns(redis_url: str, tmp_path: Path) -> None:
+    """Bit for bit: the ranks meet through Redis instead of a common parent."""
+    model = tmp_path / "model"
+    model.mkdir()
+    write_tiny_policy(model, TinyPolicyConfig(num_hidden_layers=1), ["a", "b", "c", "d"])
+    script, follower = HERE / "rendezvous_rank.py", HERE / "algorithm_rank.py"
+    environment = {"PYTHONPATH": str(ROOT)}
+    for name, url in (("one", ""), ("two", redis_url)):
+        out = tmp_path / name
+        out.mkdir()
+        command = [sys.executable, str(follower), str(model), str(out)]
+        host = FollowerHost(RUN, redis_url, 1, timeout_s=60.0, command=command, environment=environment)
+        host.start()
+        leader = [sys.executable, str(script), str(model), str(out), url]
+        subprocess.run(leader, env={**os.environ, **environment}, check=True, timeout=240)
+        host.stop()
+    for name in ALGORITHMS:
+        one, two = (load_file(tmp_path / hosts / f"{name}-of-2.safetensors") for hosts in ("one", "two"))
+        assert one.keys() == two.keys()
+        assert all(torch.equal(tensor, two[key]) for key, tensor in one.items()), name
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[RayCluster]:
+    cluster = RayCluster(tmp_path)
+    yield cluster
+    cluster.end()
+
+
+@pytest.mark.alone
+@pytest.mark.timeout(600)
+def test_roles_get_exactly_their_devices(cluster: RayCluster, redis_url: str) -> None:
+    """Device 1 is shared by an engine and the learner, device 2 is the learner's alone."""
+    cluster.start(num_cpus=2, num_gpus=2)
+    cluster.join(num_cpus=1, num_gpus=2)
+    cluster.python(HERE / "cluster_devices.py", str(cluster.folder), redis_url)
+    found: dict[str, Any] = json.loads((cluster.folder / "devices.json").read_text())
+    first, second = found["nodes"]
+    assert sorted(map(tuple, found["engines"])) == sorted([(first, "0"), (first, "1"), (second, "1")])
+    assert found["ranks"]["0"] == {"CUDA_VISIBLE_DEVICES": "1", "OFFBEAT_RANKS_PER_NODE": "1,1"}
+    assert found["ranks"]["1"] == {
+        "CUDA_VISIBLE_DEVICES": "0",
+        "RANK": "1",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+    }
+    assert found["free"] == 0
+
+
+def ranks(cluster: RayCluster) -> dict[str, psutil.Process]:
+    """Processes of the learner by rank."""
+    found: dict[str, psutil.Process] = {}
+    for process in cluster.living("offbeat.trainer.cli"):
+        try:
+            found[process.environ().get("RANK", "0")] = process
+        except psutil.Error:
+            continue
+    return found
+
+
+def host_of(cluster: RayCluster, kind: str) -> str:
+    return next((actor["node_id"] for actor in cluster.actors() if actor["class_name"] == kind), "")
+
+
+@pytest.mark.alone
+@pytest.mark.timeout(600)
+def test_a_learner_of_two_nodes_dies_and_returns_as_one(cluster: RayCluster) -> None:
+    cluster.start(num_cpus=3)
+    cluster.join(num_cpus=1)
+    cluster.deploy(DEPLOY)
+    wait_until_sync(lambda: cluster.status().get("control") == "RUNNING", timeout_s=120, every_s=0.5)
+    posted = cluster.api.post("/runs", content=SPREAD_RUN, headers={"content-type": "application/yaml"})
+    assert posted.status_code == 201, posted.text
+    wait_until_sync(lambda: cluster.run("spread").get("step", -1) >= 3, timeout_s=240, every_s=0.3)
+    before = ranks(cluster)
+    assert before.keys() == {"0", "1"}
+    assert host_of(cluster, "LearnerHostActor") != host_of(cluster, "FollowerHostActor") != ""
+
+    before["1"].send_signal(signal.SIGKILL)
+    wait_until_sync(lambda: not before["0"].is_running(), timeout_s=60, every_s=0.2)
+
+    def is_back() -> bool:
+        after = ranks(cluster)
+        return after.keys() == {"0", "1"} and not {p.pid for p in after.values()} & {p.pid for p in before.values()}
+
+    wait_until_sync(is_back, timeout_s=120, every_s=0.2)
+    step = cluster.run("spread")["step"]
+    wait_until_sync(lambda: cluster.run("spread").get("step", -1) > step + 1, timeout_s=120, every_s=0.3)
+    assert cluster.api.post("/runs/spread/stop").status_code in (200, 202)
+    wait_until_sync(lambda: cluster.run("spread").get("state") == "stopped", timeout_s=60, every_s=0.3)
+    wait_until_sync(lambda: not cluster.living("offbeat.trainer.cli"), timeout_s=30, every_s=0.2)
