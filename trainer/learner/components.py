@@ -21,6 +21,7 @@ from offbeat.trainer.learner.staleness_controller import StalenessController
 from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.learner.task_sampler import Curriculum
 from offbeat.trainer.learner.trajectory_samples import TrajectorySampler
+from offbeat.trainer.learner.uploads import CheckpointUploads
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.trackers.base import LoggedSteps
 from offbeat.trainer.training.batch_log import BatchLog
@@ -39,6 +40,7 @@ def build_components(
     publisher: WeightPublisher,
     buffer: RedisLearnerBuffer,
     checkpoints: CheckpointStore,
+    uploads: CheckpointUploads | None,
     sink: MetricsSink,
     log: EvaluationLog,
     reporter: LearnerReporter,
@@ -51,6 +53,7 @@ def build_components(
         publisher=publisher,
         trainer=trainer,
         checkpoints=checkpoints,
+        uploads=uploads,
         batch_log=BatchLog(run.output_dir, config.record_batches, buffer.epoch),
         evaluations=Evaluations(
             buffer,
