@@ -11,7 +11,7 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import collect_words
 from offbeat.deploy.run_folder import make_private
 from offbeat.services.buffer.admin import configure_buffer
-from offbeat.services.chat.replaced_template import write_policy_folder
+from offbeat.services.chat.template_override import write_policy_folder
 from offbeat.services.control.run import RunSpec
 from offbeat.services.generation.config import app_name
 from offbeat.services.generation.tenancy import read_architecture

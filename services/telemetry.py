@@ -117,7 +117,7 @@ def decode_record(blob: bytes) -> MetricRecord:
         samples = tuple(map(sample_from_row, rows[0])) if rows else ()
         partials = {str(k): Partial(kind, float(total), float(count)) for k, (kind, total, count) in values.items()}
         return MetricRecord(str(source), current_names(source, partials), step, dict(labels), float(at), samples)
-    except (ValueError, TypeError, AttributeError, KeyError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, AttributeError, msgpack.UnpackException) as error:
         raise CodecError(f"malformed metric record: {error}") from error
 
 

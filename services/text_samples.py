@@ -2,9 +2,11 @@
 
 import time
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import msgspec
 
 CUT = " [...] "
 COLUMNS = ("step", "version", "tag", "score", "prompt", "answers", "actions")
@@ -50,7 +52,7 @@ def _escape_char(char: str) -> str:
 
 
 def describe_samples(samples: Sequence[TextSample], max_chars: int = 160) -> str:
-    """Return plain text of three lines per sample for a console. max_chars: per text."""
+    """Return plain text of up to four lines per sample for a console. max_chars: per text."""
     lines: list[str] = []
     for sample in samples:
         version = "no sampled token" if sample.version < 0 else f"version {sample.version}"
@@ -98,14 +100,6 @@ def sample_to_row(sample: TextSample) -> dict[str, Any]:
     return asdict(sample)
 
 
-def sample_from_row(row: Mapping[str, Any]) -> TextSample:
-    """Raises TypeError, ValueError or KeyError if malformed."""
-    return TextSample(
-        step=int(row["step"]),
-        version=int(row["version"]),
-        tag=str(row["tag"]),
-        score=float(row["score"]),
-        prompt=str(row["prompt"]),
-        answers=tuple(map(str, row["answers"])),
-        actions=tuple(map(str, row["actions"])),
-    )
+def sample_from_row(row: object) -> TextSample:
+    """Raises ValueError if malformed."""
+    return msgspec.convert(row, TextSample)

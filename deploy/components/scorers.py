@@ -1,7 +1,7 @@
 # pyright: basic
 """Services of frozen models: replicas as Ray actors, one pool per role.
 
-The process exits if scoring fails, so that Ray restarts it; its successor goes on with the group that it held.
+The process exits if scoring fails, so that Ray restarts it; its successor continues with the group that it held.
 """
 
 import asyncio

@@ -20,7 +20,7 @@ from offbeat.deploy.config.rights import check_rights
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.yaml_limits import check_tree_limits, check_yaml_limits, load_yaml
 from offbeat.deploy.run_marker import CONFIG, identify
-from offbeat.services.chat.replaced_template import is_file
+from offbeat.services.chat.template_override import is_file
 from offbeat.trainer.config.aliases import KEYS, NEUTRAL, canonicalize, find_keys
 from offbeat.trainer.config.issue import ConfigIssue
 

@@ -16,7 +16,7 @@ from offbeat.deploy.play.target import PlayTarget, build_target, check_rendering
 from offbeat.deploy.play.vision_policy import VisionPolicy
 from offbeat.envs import registry
 from offbeat.services.chat.append_only import ChatFormat
-from offbeat.services.chat.replaced_template import write_policy_folder
+from offbeat.services.chat.template_override import write_policy_folder
 from offbeat.services.chat.vision import model_family
 from offbeat.services.messages.types import Trajectory
 from offbeat.services.rollout.agents.episode import runtime_for

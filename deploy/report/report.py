@@ -117,7 +117,7 @@ def build_report(
         "groups_in_flight": counters.in_flight if counters else None,
         "mismatch_kl": _mean(history, "learner/actor/mismatch_kl"),
         "mismatch_abs_max": history.peaks.get("learner/actor/mismatch_abs_max"),
-        "diagnosis": [asdict(finding) for finding in _find(config, history)],
+        "diagnosis": [asdict(finding) for finding in _diagnose(config, history)],
         "evaluations": [
             {
                 "kind": evaluation.kind,
@@ -137,7 +137,7 @@ def build_report(
     }
 
 
-def _find(config: RunConfig, history: RunHistory) -> list[RunFinding]:
+def _diagnose(config: RunConfig, history: RunHistory) -> list[RunFinding]:
     failing = find_failing(history.totals)
     return [*([failing] if failing is not None else []), *diagnose(history.window, config.limits)]
 
@@ -238,11 +238,15 @@ MEASURES = {
     "turns per episode": "turns",
     "tokens per episode": "tokens/response_length/mean",
     "answers cut short": "answers_truncated",
-    "success": "success",
-    "reward": "reward",
 }
 """Label -> metric of a sampled evaluation."""
-OF_A_TAG = ("success", "reward", "reward, least", "reward, greatest")
+TAG_MEASURES = {
+    "success": "success",
+    "reward": "reward",
+    "reward, least": "reward_min",
+    "reward, greatest": "reward_max",
+}
+"""The same, of each tag where there are several."""
 
 
 def _evaluation_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -254,10 +258,9 @@ def _evaluation_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str]
     before, after = (metrics[-1] if metrics else {} for metrics in newest)
     names = dict.fromkeys([*before, *after])
     tags = list(dict.fromkeys(name.split("/")[1] for name in names if name.startswith("env/")))
-    rows = {label: name for label, name in MEASURES.items() if label not in ("success", "reward")}
-    rows |= {name: name for name in names if name.startswith("pass@")}
+    rows = MEASURES | {name: name for name in names if name.startswith("pass@")}
     if len(tags) > 1:
-        rows |= {f"{tag}: {label}": f"env/{tag}/{MEASURES[label]}" for tag in tags for label in OF_A_TAG}
+        rows |= {f"{tag}: {label}": f"env/{tag}/{name}" for tag in tags for label, name in TAG_MEASURES.items()}
         rows |= {f"{name.split('/')[1]}: {name.split('/')[2]}": name for name in names if "/pass@" in name}
     for label, name in rows.items():
         if name in names:

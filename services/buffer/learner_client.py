@@ -23,6 +23,7 @@ from offbeat.services.buffer.scripts import (
     Argument,
     BufferKeys,
     BufferScripts,
+    build_group,
     group_id_of,
     translate_errors,
 )
@@ -316,19 +317,7 @@ class RedisLearnerBuffer:
             logger.error("group %d dropped, it can't be decoded: %s", number, reason)
             self._finish_now("dropped", "corrupt", reason, ",".join(map(str, unreadable)), entry_id)
             return None
-        first = trajectories[0]
-        group_id = group_id_of(self._run_id, number)
-        return Group(
-            entry_id.decode(),
-            group_id,
-            number,
-            first.tag,
-            first.seed,
-            version,
-            tuple(trajectory for trajectory in trajectories if not trajectory.baseline),
-            float(temperature) if temperature else None,
-            tuple(trajectory for trajectory in trajectories if trajectory.baseline),
-        )
+        return build_group(self._run_id, number, entry_id, version, temperature, trajectories)
 
     def _finish_now(self, *args: Argument) -> None:
         self._run("finish", self._epoch, *args, incarnation=self._known.get())

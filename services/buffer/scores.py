@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 import msgpack
 from redis import Redis
 
-from offbeat.services.buffer.scripts import Argument, BufferKeys, BufferScripts, group_id_of, translate_errors
+from offbeat.services.buffer.scripts import Argument, BufferKeys, BufferScripts, build_group, translate_errors
 from offbeat.services.errors import CodecError, ReconcileError
 from offbeat.services.messages.codec import decode_trajectory
 from offbeat.services.messages.types import Group
@@ -151,18 +151,6 @@ class RedisScoreQueue:
         try:
             members = sorted((int(flat[i]), flat[i + 1]) for i in range(0, len(flat), 2))
             trajectories = [decode_trajectory(blob) for _, blob in members]
-            first = trajectories[0]
-        except (CodecError, IndexError) as error:  # the learner drops it, too
+        except CodecError as error:  # the learner drops it, too
             return ClaimedGroup(number, None, str(error))
-        group = Group(
-            entry_id.decode(),
-            group_id_of(self._run_id, number),
-            number,
-            first.tag,
-            first.seed,
-            version,
-            tuple(trajectory for trajectory in trajectories if not trajectory.baseline),
-            float(temperature) if temperature else None,
-            tuple(trajectory for trajectory in trajectories if trajectory.baseline),
-        )
-        return ClaimedGroup(number, group)
+        return ClaimedGroup(number, build_group(self._run_id, number, entry_id, version, temperature, trajectories))

@@ -17,6 +17,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.services.errors import BufferError, FencedError, ForeignRunError, MeshError, ReconcileError
 from offbeat.services.keys import RunKeys
+from offbeat.services.messages.types import Group, Trajectory
 from offbeat.services.redis.errors import retryable
 from offbeat.services.redis.incarnation import ANY
 
@@ -39,6 +40,24 @@ MAX_ROUND_TRIPS = 2
 
 def group_id_of(run_id: str, number: int) -> str:
     return f"{run_id}-{number}"
+
+
+def build_group(
+    run_id: str, number: int, entry_id: bytes, version: int, temperature: bytes, trajectories: Sequence[Trajectory]
+) -> Group:
+    """Build a complete group from its entry in the stream. version: at admission; temperature: empty unless changed."""
+    first = trajectories[0]
+    return Group(
+        entry_id.decode(),
+        group_id_of(run_id, number),
+        number,
+        first.tag,
+        first.seed,
+        version,
+        tuple(trajectory for trajectory in trajectories if not trajectory.baseline),
+        float(temperature) if temperature else None,
+        tuple(trajectory for trajectory in trajectories if trajectory.baseline),
+    )
 
 
 @cache

@@ -2,60 +2,35 @@
 unknown.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
-from offbeat.services.buffer.api import Admission, GroupProgress, Snapshot
+from offbeat.services.buffer.api import Admission, GroupProgress
+from offbeat.services.control.causes import (
+    MAX_REPORT_AGE_S,
+    Cause,
+    RunSnapshot,
+    for_seconds,
+    join_components,
+    join_names,
+    spoken_name,
+)
+from offbeat.services.control.explain_episodes import (
+    count_waits,
+    explain_episodes,
+    explain_evaluation,
+    explain_workers,
+    longest_wait,
+)
 from offbeat.services.control.failed_groups import advise_failed
 from offbeat.services.control.failing_episodes import FailingEpisodes
 from offbeat.services.control.interfaces import Health, Observation
-from offbeat.services.control.run import LearnerReport, RunRecord, RunState
-from offbeat.services.weights.replica_reports import ReplicaReport
+from offbeat.services.control.run import RunState
 
-MAX_REPORT_AGE_S = 5.0
 UNATTENDED_AFTER_S = 15.0
 """Age of the last reconciliation."""
-MIN_REPORTED_WAIT_S = 0.05
 SLOW_FETCH_AFTER_S = 30.0
 EVALUATING = "evaluating"
-
-
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """Component and what it waits for."""
-
-    component: str
-    """`learner`, `group 41`, `episodes`, `env workers`, `generation`, `env`, `agent`, `run`, `redis`, or a component.
-    """
-    state: str
-    """One word: `waits`, `trains`, `loads`, `samples`, `absent`, ..."""
-    text: str
-    """Clause for humans."""
-    waits_for: str | None = None
-    """Next link; None if busy."""
-    since_s: float | None = None
-    detail: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-
-@dataclass(frozen=True, slots=True)
-class RunSnapshot:
-    """Input of `chain`."""
-
-    now: float
-    record: RunRecord
-    observations: Mapping[str, Observation]
-    learner: LearnerReport
-    buffer: Snapshot
-    groups: Sequence[GroupProgress]
-    workers: Mapping[str, Mapping[str, Any]]
-    """Worker -> report; see `offbeat.services.rollout.wait_status`."""
-    replicas: Mapping[str, ReplicaReport]
-    version: int
-    """Newest published version; -1: none."""
-    leased: bool = True
-    redis_trouble: str = ""
-    """Error of a Redis that refuses writes."""
 
 
 def chain(snapshot: RunSnapshot) -> list[Cause]:
@@ -140,7 +115,7 @@ def _starting(snapshot: RunSnapshot) -> list[Cause]:
     }
     if not missing:
         return [Cause("run", "starting", "The run starts; no part of it has been looked at yet")]
-    names = _listed(sorted(missing))
+    names = join_components(sorted(missing))
     links = [Cause("run", "waits", f"The run starts and waits for {names}", next(iter(missing)))]
     links += [_component(snapshot, name, observation) for name, observation in missing.items()]
     return [*links, *_slow_fetches(snapshot)]
@@ -149,7 +124,7 @@ def _starting(snapshot: RunSnapshot) -> list[Cause]:
 def _component(snapshot: RunSnapshot, name: str, observation: Observation) -> Cause:
     detail = snapshot.learner.phase if name == "learner" and observation.health is Health.STARTING else ""
     detail = detail or observation.detail
-    clause = f"{_the(name)} is {observation.health}" + (f" ({detail})" if detail else "")
+    clause = f"{spoken_name(name)} is {observation.health}" + (f" ({detail})" if detail else "")
     return Cause(name, observation.health.value, clause, detail={"detail": detail, "log": observation.log})
 
 
@@ -161,7 +136,7 @@ def _draining(snapshot: RunSnapshot) -> list[Cause]:
     ]
     since = snapshot.now - snapshot.record.draining_at
     first = Cause(
-        "run", "draining", f"The run ends since {since:.1f} s and waits for {_listed(remaining)}", None, since
+        "run", "draining", f"The run ends since {since:.1f} s and waits for {join_components(remaining)}", None, since
     )
     if "learner" not in remaining:
         return [first]
@@ -189,7 +164,7 @@ def _running(snapshot: RunSnapshot) -> list[Cause]:
     if busy is not None:
         return [*_rollouts_wait(snapshot), busy, *_scorers(snapshot), *_trouble(snapshot)]
     if EVALUATING in snapshot.learner.phase and not snapshot.buffer.ready:
-        return [*_evaluating(snapshot), *_trouble(snapshot)]
+        return [*explain_evaluation(snapshot), *_trouble(snapshot)]
     return [*_learner_waits(snapshot), *_trouble(snapshot)]
 
 
@@ -238,14 +213,12 @@ def _learner_busy(snapshot: RunSnapshot) -> Cause | None:
         "store": "the learner waits for the store of its checkpoints (checkpoint_config.output_dir)",
     }
     if stage == "scoring":
-        text = (
-            f"the learner waits for {_and(str(doing.get('roles', '')).split(','))} to score group {doing.get('group')}"
-        )
-        clauses["scoring"] = text
+        roles = join_names(str(doing.get("roles", "")).split(","))
+        clauses[stage] = f"the learner waits for {roles} to score group {doing.get('group')}"
     if stage not in clauses:
         return None
     since = max(snapshot.now - float(doing.get("since", snapshot.now)), 0.0)
-    return Cause("learner", str(stage), clauses[stage] + _for(since), None, since, {"step": step})
+    return Cause("learner", str(stage), clauses[stage] + for_seconds(since), None, since, {"step": step})
 
 
 def _scorers(snapshot: RunSnapshot) -> list[Cause]:
@@ -279,7 +252,7 @@ def _learner_waits(snapshot: RunSnapshot) -> list[Cause]:
         return _no_running_group(snapshot, step, since)
     who = f"group {group.number}"
     detail = {"step": step, "groups_needed": doing.get("groups"), "groups_taken": snapshot.buffer.consumed}
-    first = Cause("learner", "waits", f"The learner waits for {who}" + _for(since), who, since, detail)
+    first = Cause("learner", "waits", f"The learner waits for {who}" + for_seconds(since), who, since, detail)
     return [first, *_group(snapshot, group)]
 
 
@@ -291,150 +264,32 @@ def _no_running_group(snapshot: RunSnapshot, step: int, since: float) -> list[Ca
         Admission.ALL_ADMITTED: "all groups of the run were admitted",
         Admission.STALENESS_BOUND: "the staleness bound admits none before the next version is published",
     }
-    text = f"The learner waits for groups of step {step + 1}" + _for(since)
+    text = f"The learner waits for groups of step {step + 1}" + for_seconds(since)
     if admission in reasons:
         first = Cause("learner", "waits", text, "admission", since)
         return [first, Cause("admission", admission.value, f"no group is running: {reasons[admission]}")]
-    return [Cause("learner", "waits", text, "env workers", since), _workers(snapshot, "no group is running yet: ")]
-
-
-def _workers(snapshot: RunSnapshot, opening: str) -> Cause:
-    alive = snapshot.buffer.workers
-    if not alive:
-        observation = snapshot.observations.get("env-workers")
-        how = f" ({observation.health}{f', {observation.detail}' if observation.detail else ''})" if observation else ""
-        return Cause("env workers", "absent", f"{opening}no env worker is there{how}")
-    playing = sum(worker.episodes for worker in alive)
-    text = f"{opening}{len(alive)} env worker(s) run {playing} episodes and claim more as slots become free"
-    return Cause("env workers", "busy", text, detail={"workers": len(alive)})
+    return [
+        Cause("learner", "waits", text, "env workers", since),
+        explain_workers(snapshot, "no group is running yet: "),
+    ]
 
 
 def _group(snapshot: RunSnapshot, group: GroupProgress) -> list[Cause]:
     still = min(group.missing, group.played + group.queued)
-    waits = _waits(snapshot.workers.values(), "groups", str(group.number), snapshot.now)
+    waits = count_waits(snapshot.workers.values(), "groups", str(group.number), snapshot.now)
     if not group.played:
         text = f"{group.missing} of its {group.size} episodes are not claimed yet"
         first = Cause(f"group {group.number}", "queued", text, "env workers", detail=_progress(group))
-        return [first, _workers(snapshot, "")]
+        return [first, explain_workers(snapshot, "")]
     text = f"{still} of its {group.size} episodes {'is' if still == 1 else 'are'} still running"
-    longest = _longest(waits)
+    longest = longest_wait(waits)
     first = Cause(f"group {group.number}", "playing", text, "episodes", detail=_progress(group))
-    return [first, *_episodes(snapshot, waits, longest, still)]
-
-
-def _episodes(
-    snapshot: RunSnapshot, waits: Mapping[str, tuple[int, float]], longest: str | None, still: int
-) -> list[Cause]:
-    if longest is None:
-        silent = [worker for worker in snapshot.buffer.workers if worker.silent_s > MAX_REPORT_AGE_S]
-        about = (
-            f"their env worker has been silent for {max(worker.silent_s for worker in silent):.0f} s" if silent else ""
-        )
-        return [Cause("episodes", "unknown", about or "their env workers have not reported yet what they wait for")]
-    count, since = waits[longest]
-    they = "it waits" if still == 1 else "they wait" if count >= still else f"{count} of them wait{'s' * (count == 1)}"
-    detail: dict[str, Any] = {wait: number for wait, (number, _) in waits.items()}
-    match longest:
-        case "generation":
-            first = Cause("episodes", "waits", f"{they} for generation", "generation", snapshot.now - since, detail)
-            return [first, _generation(snapshot)]
-        case "env":
-            text = f"{they} for {'its' if still == 1 else 'their'} env to answer" + _for(snapshot.now - since)
-            return [Cause("episodes", "waits", text, "env", snapshot.now - since, detail)]
-        case "agent":
-            text = f"{they} for {'its' if still == 1 else 'their'} agent to continue" + _for(snapshot.now - since)
-            return [Cause("episodes", "waits", text, "agent", snapshot.now - since, detail)]
-        case "place":
-            return [Cause("episodes", "waits", f"{they} for an env of the pool", "env", snapshot.now - since, detail)]
-        case _:
-            text = "it is being handed in" if still == 1 else "they are being handed in"
-            return [Cause("episodes", "waits", text, "buffer", snapshot.now - since, detail)]
-
-
-def _generation(snapshot: RunSnapshot) -> Cause:
-    replicas = {
-        name: replica for name, replica in snapshot.replicas.items() if snapshot.now - replica.at < MAX_REPORT_AGE_S
-    }
-    detail = {"replicas": len(replicas), "newest_version": snapshot.version}
-    if not replicas:
-        observation = snapshot.observations.get("generation")
-        how = f" ({observation.health}{f', {observation.detail}' if observation.detail else ''})" if observation else ""
-        return Cause("generation", "absent", f"no replica of which answers{how}", detail=detail)
-    whose = "whose replica is" if len(replicas) == 1 else f"of whose {len(replicas)} replicas one is"
-    for replica in replicas.values():
-        if replica.load.loading is not None:
-            since = snapshot.now - replica.load.loading_since
-            text = f"{whose} loading version {replica.load.loading} since {since:.1f} s"
-            return Cause("generation", "loads", text, None, since, {**detail, "version": replica.load.loading})
-    behind = [replica for replica in replicas.values() if replica.load.waiting and replica.version < snapshot.version]
-    if behind:
-        text = f"which serves version {behind[0].version} and fetches version {snapshot.version}"
-        return Cause("generation", "fetches", text, detail=detail)
-    running = sum(replica.load.running for replica in replicas.values())
-    text = f"which samples {running} request(s) under version {max(replica.version for replica in replicas.values())}"
-    return Cause("generation", "samples", text, detail={**detail, "requests": running})
-
-
-def _evaluating(snapshot: RunSnapshot) -> list[Cause]:
-    units = {name for report in snapshot.workers.values() for name in report.get("evaluations", {})}
-    text = f"The learner waits for an evaluation ({snapshot.learner.phase})"
-    first = Cause("learner", "waits", text, "evaluation")
-    waits: dict[str, tuple[int, float]] = {}
-    for unit in units:
-        waits = _merged(waits, _waits(snapshot.workers.values(), "evaluations", unit, snapshot.now))
-    if not waits:
-        workers = _workers(snapshot, "")
-        text = f"{snapshot.buffer.queued_eval} of its episodes are not claimed yet"
-        return [first, Cause("evaluation", "queued", text, workers.component), workers]
-    playing = sum(number for number, _ in waits.values())
-    text = f"{playing} of its episodes are playing and {snapshot.buffer.queued_eval} are queued"
-    second = Cause("evaluation", "playing", text, "episodes", detail={"queued": snapshot.buffer.queued_eval})
-    return [first, second, *_episodes(snapshot, waits, _longest(waits), playing)]
-
-
-def _waits(reports: Iterable[Mapping[str, Any]], kind: str, unit: str, now: float) -> dict[str, tuple[int, float]]:
-    """Return wait -> (number of episodes, start of the longest), from recent reports."""
-    waits: dict[str, tuple[int, float]] = {}
-    for report in reports:
-        if now - float(report.get("at", 0.0)) < MAX_REPORT_AGE_S:
-            entries = report.get(kind, {}).get(unit, {})
-            waits = _merged(waits, {wait: (int(number), float(since)) for wait, (number, since) in entries.items()})
-    return waits
-
-
-def _merged(
-    one: Mapping[str, tuple[int, float]], other: Mapping[str, tuple[int, float]]
-) -> dict[str, tuple[int, float]]:
-    out = dict(one)
-    for wait, (number, since) in other.items():
-        before = out.get(wait, (0, since))
-        out[wait] = (before[0] + number, min(before[1], since))
-    return out
-
-
-def _longest(waits: Mapping[str, tuple[int, float]]) -> str | None:
-    return min(waits, key=lambda wait: waits[wait][1], default=None)
-
-
-def _playing(snapshot: RunSnapshot) -> int:
-    return sum(worker.episodes for worker in snapshot.buffer.workers)
+    return [first, *explain_episodes(snapshot, waits, longest, still)]
 
 
 def _progress(group: GroupProgress) -> dict[str, Any]:
     return {"done": group.done, "size": group.size, "played": group.played, "queued": group.queued}
 
 
-def _for(seconds: float) -> str:
-    return f" since {seconds:.1f} s" if seconds >= MIN_REPORTED_WAIT_S else ""
-
-
-def _the(name: str) -> str:
-    return f"the {name.replace('-', ' ')}" if name == "learner" else name.replace("-", " ")
-
-
-def _listed(names: Sequence[str]) -> str:
-    return _and([_the(name) for name in names]) or "no component"
-
-
-def _and(names: Sequence[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)
+def _playing(snapshot: RunSnapshot) -> int:
+    return sum(worker.episodes for worker in snapshot.buffer.workers)

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from offbeat.services.buffer.api import GroupProgress, Quarantined, Snapshot
-from offbeat.services.control.explain import Cause, RunSnapshot, chain
+from offbeat.services.control.causes import Cause, RunSnapshot
+from offbeat.services.control.explain import chain
 from offbeat.services.control.failing_episodes import FailingEpisodes
 from offbeat.services.control.run import ComponentReports, ForeignRecordError, LearnerReport, RunRecord
 from offbeat.services.control.schemas import (

@@ -8,7 +8,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from offbeat.services.buffer.api import Counters
-from offbeat.services.control.explain import Cause, sentence
+from offbeat.services.control.causes import Cause
+from offbeat.services.control.explain import sentence
 from offbeat.services.control.interfaces import Health
 from offbeat.services.control.run import (
     DesiredState,

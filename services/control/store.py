@@ -5,19 +5,16 @@ holder of its claims; its epoch never decreases, so isolated learners stay fence
 """
 
 import fnmatch
-import functools
 import json
 import math
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, cast
 
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
-from redis.exceptions import WatchError
 
 from offbeat.services.control.interfaces import Health, Observation
 from offbeat.services.control.run import (
@@ -45,6 +42,7 @@ from offbeat.services.live_settings import (
     encode_change,
     settings_now,
 )
+from offbeat.services.redis.transactions import repeat_transaction
 from offbeat.services.telemetry import MetricRecord, decode_record
 from offbeat.services.weights.replica_reports import decode_report
 
@@ -58,22 +56,6 @@ EPOCH_TTL_S = 7 * 24 * 3600
 """Retention of a deleted run's epoch; exceeds any learner's isolation."""
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _repeat_transaction(method: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any, R]]:
-    """Repeat a transaction whose keys changed, or whose connection was lost: redis-py raises `WatchError` for both."""
-
-    @functools.wraps(method)
-    async def repeat(*args: P.args, **kwargs: P.kwargs) -> R:
-        while True:
-            with suppress(WatchError):
-                return await method(*args, **kwargs)
-
-    return repeat
-
-
 @dataclass(frozen=True, slots=True)
 class RunStore:
     redis: Redis
@@ -81,7 +63,7 @@ class RunStore:
     orphaned_after_s: float = ORPHANED_AFTER_S
     """Infinite where this service alone attends all runs."""
 
-    @_repeat_transaction
+    @repeat_transaction
     async def create(self, spec: RunSpec, *, takeover: bool = False) -> tuple[RunRecord, bool]:
         """Record a run; return the record, and whether it is new. Idempotent.
 
@@ -211,7 +193,7 @@ class RunStore:
             reports = await pipe.execute()
         return [run_id for run_id, report in zip(run_ids, reports, strict=True) if report == REPORT_DUE.encode()]
 
-    @_repeat_transaction
+    @repeat_transaction
     async def close_report(self, record: RunRecord, report: str) -> None:
         """Record a report's outcome, unless the run was deleted or restarted."""
         key = RunKeys(record.run_id).record
@@ -234,7 +216,7 @@ class RunStore:
             if fnmatch.fnmatchcase(place[1], name) and (after is None or place < after)
         ]
 
-    @_repeat_transaction
+    @repeat_transaction
     async def want(self, run_id: str, wanted: DesiredState) -> RunRecord:
         """Set the desired state; ending an ended run changes nothing.
 
@@ -266,7 +248,7 @@ class RunStore:
             raise RunStateError(f"run {record.run_id!r} is ending: it can't {verb} any more")
         return record.wanted is not wanted
 
-    @_repeat_transaction
+    @repeat_transaction
     async def change(self, run_id: str, values: Mapping[str, float]) -> Change:
         """Request new settings. Raises `UnknownRunError`; `RunStateError` if over or ending."""
         key = RunKeys(run_id).record
@@ -306,7 +288,7 @@ class RunStore:
                 self._note(pipe, run_id, "state", event)
             await pipe.execute()
 
-    @_repeat_transaction
+    @repeat_transaction
     async def delete(self, run_id: str) -> None:
         """Delete a run's keys and fence its learners.
 
@@ -326,7 +308,6 @@ class RunStore:
             pipe.expire(keys.epoch, EPOCH_TTL_S)
             pipe.zrem(RUNS, run_id)
             await pipe.execute()
-            return
 
     async def _refuse_deletion(self, run_id: str) -> None:
         try:

@@ -5,10 +5,12 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from offbeat.deploy.audit.audit import Audit
 from offbeat.deploy.cli.audit import examine
 from tests.integration.mesh import TrainProcess, left_behind
 
@@ -35,6 +37,18 @@ def accounted(report: dict) -> bool:
     return report["groups_admitted"] == report["groups_trained"] + lost
 
 
+def finished(train: TrainProcess, steps: int) -> tuple[dict[str, Any], Audit]:
+    """Report and audit of a run that has to train all its steps of 8 groups."""
+    assert train.wait() == 0, train.output
+    report = train.report()
+    assert (report["steps"], report["groups_trained"]) == (steps, steps * 8)
+    assert accounted(report)
+    assert left_behind(train) == []
+    found, _ = examine(train.output_dir)
+    assert found.proven, found.findings
+    return report, found
+
+
 def test_killed_worker_engine_and_learner_lose_no_group(start: Start):
     """The run finishes with every group accounted for."""
     train = start()
@@ -44,15 +58,8 @@ def test_killed_worker_engine_and_learner_lose_no_group(start: Start):
     train.kill("offbeat.trainer.cli")
     train.wait_for_step(7)
     train.kill("ray::ServeReplica:generation")
-    assert train.wait() == 0, train.output
-    report = train.report()
-    assert report["steps"] == 12
-    assert report["groups_trained"] == 12 * 8
-    assert accounted(report)
+    report, found = finished(train, steps=12)
     assert report["max_staleness_seen"] <= 1
-    assert left_behind(train) == []
-    found, _ = examine(train.output_dir)
-    assert found.proven, found.findings
     assert found.lineage.learners == 2
 
 
@@ -64,17 +71,10 @@ def test_a_killed_scorer_returns_and_no_group_is_trained_without_its_score(start
     train.kill("ray::ScorerActor")
     train.wait_for_step(5)
     train.kill("offbeat.trainer.cli")
-    assert train.wait() == 0, train.output
-    report = train.report()
-    assert report["steps"] == 8
-    assert report["groups_trained"] == 8 * 8
-    assert accounted(report)
-    assert left_behind(train) == []
+    finished(train, steps=8)
     records = [json.loads(line) for line in (train.output_dir / "metrics.jsonl").read_text().splitlines()]
     assert any("reference/tokens_per_busy_s" in json.dumps(record) for record in records)
     assert (train.output_dir / "logs" / "scorer-quickstart-reference-0.log").read_text().count("scores groups") == 2
-    found, _ = examine(train.output_dir)
-    assert found.proven, found.findings
 
 
 def test_ctrl_c_stops_cleanly_in_ten_seconds_and_the_run_resumes(start: Start):

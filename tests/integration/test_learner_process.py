@@ -129,7 +129,7 @@ def test_a_killed_learners_successor_ends_with_the_same_weights(
             assert torch.equal(tensor, run.weights(6)[name]), name
 
 
-def test_sigterm_leaves_a_checkpoint_and_a_later_learner_goes_on(
+def test_sigterm_leaves_a_checkpoint_and_a_later_learner_continues(
     redis_server: str, tmp_path: Path, undisturbed: Run
 ) -> None:
     with a_run(redis_server, tmp_path, "stopped", ["save_steps=100"]) as run:

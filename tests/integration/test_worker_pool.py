@@ -10,7 +10,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from offbeat.deploy.components import env_workers, ray_actors
+from offbeat.deploy.components import actor_pool, ray_actors
 from offbeat.deploy.components.env_workers import WorkerPool
 from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.run_setup import prepare_folder
@@ -64,7 +64,7 @@ def pid_of(run_id: str) -> int:
 async def test_a_hung_or_lost_worker_is_restarted_where_there_is_room(
     cluster: Any, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(env_workers, "HANG_TIMEOUT_S", 8.0)
+    monkeypatch.setattr(actor_pool, "HANG_TIMEOUT_S", 8.0)
     config = load_run(QUICKSTART, [f"output_dir={tmp_path}", "exp_name=pool", "rollout.num_workers=1"])
     prepare_folder(config)
     run = Reconciling(WorkerPool(config, redis_url))

@@ -1,4 +1,4 @@
-"""What the protocol's state machine plays with: workers, learners and what is durable of them, on a real Redis."""
+"""Workers, learners and their durable state, on a real Redis."""
 
 import asyncio
 import json
@@ -58,7 +58,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is durable of a learner."""
+    """Durable state of a learner."""
 
     step: int = 0
     lineage: tuple[tuple[int, ...], ...] = ()
@@ -95,6 +95,7 @@ class Played(RuleBasedStateMachine):
         super().__init__()
         self.redis.flushall()
         self.leases: list[LearnerLease] = []
+        self.journals: list[StepLedger] = []
         self.runner = asyncio.Runner()
         self.runner.get_loop()
         self.async_redis = connect_async(self.url)
@@ -110,13 +111,13 @@ class Played(RuleBasedStateMachine):
         self.known: dict[int, KnownIncarnation] = {}
         self.durable = Checkpoint()
         self.may_be_durable = {self.durable}
-        """What the newest checkpoint may hold once a learner has taken the folder over."""
+        """Possible contents of the newest checkpoint once a learner has taken the folder over."""
         self.paused: list[Paused] = []
         self.evaluations: dict[str, None] = {}
         self.history: dict[int, tuple[int, ...]] = {}
         """Groups of each step, which a successor repeats."""
         self.lost_to = -1
-        """Step of the last reconciliation by a learner that went on."""
+        """Step of the last reconciliation by a learner that continued."""
         self.newest = -1
         """Newest version that any learner has published."""
         self.limits = replace(LIMITS, max_staleness=float(self.max_staleness))
@@ -137,6 +138,7 @@ class Played(RuleBasedStateMachine):
         )
         self.known[buffer.epoch] = known
         journal = StepLedger(self.folder, buffer.epoch)
+        self.journals.append(journal)
         journal.write_lease()
         self.leases.append(lease)
         store = CheckpointStore(self.checkpoints, KEEP, buffer.epoch)
@@ -171,7 +173,7 @@ class Played(RuleBasedStateMachine):
         return learner.journal.prove(step, step * GROUPS_PER_STEP, 0)
 
     def _starts(self, learner: Learner) -> None:
-        """What `trainer.learner.loop` does first."""
+        """Start as `trainer.learner.loop` does."""
         learner.buffer.prove_with(lambda: self._prove(learner), lambda result: self._reconciled(learner, result))
         result = learner.buffer.reconcile(self._prove(learner))
         learner.journal.write_resumed(learner.now.step, result.num_added, result.incarnation)

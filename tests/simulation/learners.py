@@ -1,4 +1,4 @@
-"""What learners do to the protocol: each rule is at most one command, so that one may die between any two."""
+"""Rules of learners: each is at most one command, so that one may die between any two."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +29,7 @@ class LearnerRules(Played):
     """A learner in its own order of commands or out of it, one that waits, and one that was replaced and still writes."""
 
     @rule(commands=st.integers(1, 12))
-    def learner_goes_on(self, commands: int) -> None:
+    def learner_continues(self, commands: int) -> None:
         """The learner's own order of commands, stopped after any of them."""
         for _ in range(commands):
             self._next_command()()

@@ -106,6 +106,9 @@ class Protocol(WorkerRules, LearnerRules):
             paused.wake()
         for lease in self.leases:
             lease.release()
+        for journal in self.journals:
+            journal.close()
+        self.ledger.close()
         self.runner.run(self.async_redis.aclose())
         self.runner.close()
         shutil.rmtree(self.folder)

@@ -25,7 +25,7 @@ class InlineExecutor(Executor):
 
 
 class _Stopper(threading.local):
-    """What stops the present thread: operations left, and what then happens at each further one."""
+    """Stop of the current thread: operations left, and the action at each further one."""
 
     left = 0
     folder = ""
@@ -70,7 +70,7 @@ class Paused:
 
     def __init__(self, action: Callable[[], object], folder: Path, before: int) -> None:
         self.error: Exception | None = None
-        self._has_stopped, self._goes_on = threading.Event(), threading.Event()
+        self._has_stopped, self._may_continue = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, args=(action, folder, before), daemon=True)
         self._thread.start()
         self._has_stopped.wait()
@@ -85,10 +85,10 @@ class Paused:
 
     def _stop(self) -> None:
         self._has_stopped.set()
-        self._goes_on.wait()
+        self._may_continue.wait()
 
     def wake(self) -> Exception | None:
         """Let it end; return its error."""
-        self._goes_on.set()
+        self._may_continue.set()
         self._thread.join()
         return self.error

@@ -127,7 +127,7 @@ def test_a_broken_guard_is_found(
         scripts.script_digest.cache_clear()
 
 
-def test_a_failing_seed_is_told_by_the_events_that_it_takes(redis_url: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_failing_seed_is_reported_with_the_events_that_it_takes(redis_url: str, monkeypatch: pytest.MonkeyPatch):
     break_folder_fencing(monkeypatch)
     with connect(redis_url) as redis, pytest.raises(SimulationError) as failure:
         simulate_all(redis, redis_url, range(NUM_SEEDS), shorten_s=20.0)

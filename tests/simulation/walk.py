@@ -47,7 +47,7 @@ def _nothing(_walk: random.Random) -> tuple[()]:
 Draw = Callable[[random.Random], tuple[Any, ...]]
 
 EVENTS: dict[str, tuple[int, Draw]] = {
-    "learner_goes_on": (12, lambda walk: (walk.randint(1, 6),)),
+    "learner_continues": (12, lambda walk: (walk.randint(1, 6),)),
     "submit": (10, lambda walk: (walk.choice(NAMES), walk.randrange(99), walk.randint(0, 1))),
     "claim": (6, lambda walk: (walk.choice(NAMES), walk.randint(1, 7), walk.random() < 0.2)),
     "play_on": (4, lambda walk: (walk.choice(NAMES), walk.randint(0, 3))),

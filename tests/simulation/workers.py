@@ -1,4 +1,4 @@
-"""What workers do to the protocol, and those that were thought dead."""
+"""Rules of workers, those taken for dead included."""
 
 import pytest
 from hypothesis import strategies as st

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, cast
 from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from offbeat.envs.config import Config
-from offbeat.services.chat.replaced_template import find_problem, replaces
+from offbeat.services.chat.template_override import find_problem, replaces
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.checkpoints import CheckpointConfig, CheckpointUrl, find_url_problem
 from offbeat.trainer.config.conditions import SET, ConditionalConfig, OnlyWith

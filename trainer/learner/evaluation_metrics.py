@@ -55,10 +55,10 @@ def _episodes(trajectories: Sequence[Trajectory]) -> dict[str, Partial]:
 
 def _tag_values(members: Sequence[Trajectory], group_size: int) -> dict[str, Partial]:
     """Return a tag's metrics, over the episodes that were played: those that failed have no tag."""
-    reported = {members[0].tag} if any(map(reports_success, members)) else set[str]()
     groups: dict[int, list[bool]] = {}
-    for trajectory in members if reported else ():
-        groups.setdefault(trajectory.index // group_size, []).append(is_success(trajectory))
+    if any(map(reports_success, members)):
+        for trajectory in members:
+            groups.setdefault(trajectory.index // group_size, []).append(is_success(trajectory))
     whole = [group + [False] * (group_size - len(group)) for group in groups.values()]
     return {**success_values(members), **_pass_at_k(whole, group_size), **_episodes(members)}
 

@@ -74,7 +74,11 @@ class GroupIntake:
             if should_stop():
                 return None
             group = self.buffer.take(POLL_S, self.groups_per_step - len(taken.groups))
-            if group is not None and not self._add(group, step, max_staleness, taken, should_stop):
+            if group is None:
+                continue
+            if reason := self._refuse(group, step, max_staleness, taken.newest_version):
+                self._drop(group, reason, taken)
+            elif not self._add(group, step, max_staleness, taken, should_stop):
                 return None
         taken.wait_s = time.monotonic() - began
         return taken
@@ -93,24 +97,21 @@ class GroupIntake:
             collect_rewards([*taken.shaped.values(), *shape_rewards(taken.refilled, self.config)]),
         )
 
+    def _refuse(self, group: Group, step: int, max_staleness: float, newest_version: int) -> str | None:
+        """Return why the step may not train a group, if so."""
+        if defect := _find_defect(group, self.vocab_size, self.config.num_baselines):
+            logger.error("group %d dropped: %s", group.number, defect)
+            return MALFORMED
+        if group.newest_version > newest_version:
+            newest = f"version {group.newest_version}, and the newest is {newest_version}"
+            logger.error("group %d dropped: its tokens are of %s", group.number, newest)
+            return UNPUBLISHED
+        return STALE if _is_stale(group, step, max_staleness) and not self.train_stale else None
+
     def _add(
         self, group: Group, step: int, max_staleness: float, taken: StepGroups, should_stop: Callable[[], bool]
     ) -> bool:
-        """Add or drop a group; return False if stopped."""
-        defect = _find_defect(group, self.vocab_size, self.config.num_baselines)
-        if defect:
-            logger.error("group %d dropped: %s", group.number, defect)
-            self._drop(group, MALFORMED, taken)
-            return True
-        if group.newest_version > taken.newest_version:
-            newest = f"version {group.newest_version}, and the newest is {taken.newest_version}"
-            logger.error("group %d dropped: its tokens are of %s", group.number, newest)
-            self._drop(group, UNPUBLISHED, taken)
-            return True
-        is_stale = step - group.oldest_version >= max_staleness + 1  # a lag is a whole number of versions
-        if is_stale and not self.train_stale:
-            self._drop(group, STALE, taken)
-            return True
+        """Add a group, or drop it without signal or score; return False if stopped."""
         (shaped,) = shape_rewards([group], self.config)
         has_signal = carries_signal(group, self.config, shaped)
         if not has_signal and self.config.zero_variance == "refill":
@@ -134,7 +135,7 @@ class GroupIntake:
                 self._drop(group, scored, taken)
                 return True
             group, shaped = scored, replace(shaped, scores=scored.scores)
-        taken.num_stale += is_stale
+        taken.num_stale += _is_stale(group, step, max_staleness)
         taken.groups.append(group)
         taken.shaped[group.number] = shaped
         (taken.trained if has_signal else taken.masked).append(group)
@@ -143,6 +144,10 @@ class GroupIntake:
     def _drop(self, group: Group, reason: str, taken: StepGroups) -> None:
         self.buffer.drop(group, reason)
         taken.dropped[reason] = taken.dropped.get(reason, 0) + 1
+
+
+def _is_stale(group: Group, step: int, max_staleness: float) -> bool:
+    return step - group.oldest_version >= max_staleness + 1  # a lag is a whole number of versions
 
 
 def _find_defect(group: Group, vocab_size: int, num_baselines: int) -> str:

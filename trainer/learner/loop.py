@@ -1,8 +1,8 @@
 """The learner's loop: take, train, publish, evaluate, checkpoint, acknowledge.
 
 Invariants: a version's number is that of the optimizer steps behind it; only groups in a durable checkpoint are
-acknowledged; a resumed learner repeats later steps on the same groups. A Redis that lost data is told what the surviving
-lineage has trained (`LearnerBuffer.reconcile`).
+acknowledged; a resumed learner repeats later steps on the same groups. A Redis that lost data is reconciled with what the
+surviving lineage has trained (`LearnerBuffer.reconcile`).
 """
 
 import logging

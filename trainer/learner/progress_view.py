@@ -82,8 +82,8 @@ class LearnerLineView:
             self._line(text)
 
     def show_step(self, step: int, values: Mapping[str, Partial]) -> None:
-        is_due = time.monotonic() >= self._next_at or step == self._max_steps if self._logged.every == 1 else True
-        if is_due and step in self._logged:
+        is_paced = self._logged.every == 1 and step != self._max_steps
+        if step in self._logged and not (is_paced and time.monotonic() < self._next_at):
             self._line(f"step {step}/{self._max_steps}  {describe_step(values)}")
 
     def show_samples(self, samples: Sequence[TextSample]) -> None:

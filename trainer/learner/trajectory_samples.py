@@ -1,10 +1,9 @@
 """Excerpts of a step's trajectories as text."""
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from offbeat.envs.parsing import compile_pattern
+from offbeat.envs.parsing import WHOLE_PATTERN, ActionParser
 from offbeat.services.messages.types import Group, Trajectory
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.text_samples import TextSample, cut_middle
@@ -13,6 +12,7 @@ from offbeat.trainer.trackers.base import LoggedSteps
 MAX_PROMPT_CHARS = 2000
 MAX_ANSWER_CHARS = 400
 MAX_ANSWERS = 12
+WHOLE_ANSWER = ActionParser[Any](WHOLE_PATTERN, {})
 
 
 class TrajectorySampler:
@@ -27,7 +27,7 @@ class TrajectorySampler:
     ) -> None:
         self._load_tokenizer = load_tokenizer
         self._tokenizer: Any = None
-        self._patterns = {tag: _pattern(env) for tag, env in custom_envs.items()}
+        self._parsers = {tag: _parser(env) for tag, env in custom_envs.items()}
         self._count = count
         self._logged = logged
 
@@ -49,7 +49,7 @@ class TrajectorySampler:
             ).strip()
             for turn in trajectory.turns[:MAX_ANSWERS]
         ]
-        pattern = self._patterns.get(trajectory.tag)
+        parse = self._parsers.get(trajectory.tag, WHOLE_ANSWER)
         versions = trajectory.version_range()
         return TextSample(
             step=step,
@@ -58,7 +58,7 @@ class TrajectorySampler:
             score=trajectory.reward,
             prompt=cut_middle(self._tokenizer.decode(prompt.tolist()), MAX_PROMPT_CHARS),
             answers=tuple(cut_middle(answer, MAX_ANSWER_CHARS) for answer in answers),
-            actions=tuple(cut_middle(_action(pattern, answer), MAX_ANSWER_CHARS) for answer in answers),
+            actions=tuple(cut_middle(parse(answer).content, MAX_ANSWER_CHARS) for answer in answers),
         )
 
 
@@ -71,15 +71,9 @@ def choose_by_score(trajectories: Sequence[Trajectory], count: int) -> list[Traj
     return [ordered[i * (len(ordered) - 1) // (count - 1)] for i in range(count)]
 
 
-def _pattern(env: CustomEnv) -> re.Pattern[str] | None:
+def _parser(env: CustomEnv) -> ActionParser[Any]:
     pattern = env.env_config.get("action_pattern")
     try:
-        return compile_pattern(pattern) if isinstance(pattern, str) else None
+        return ActionParser(pattern, {}) if isinstance(pattern, str) else WHOLE_ANSWER
     except ValueError:  # of a user's env, which may give the key another meaning
-        return None
-
-
-def _action(pattern: re.Pattern[str] | None, answer: str) -> str:
-    """Return the text of the last group; without a match, or with a whole-answer env, the answer."""
-    match = pattern.search(answer) if pattern else None
-    return (match[match.re.groups] or "").strip() if match else answer
+        return WHOLE_ANSWER

@@ -265,7 +265,7 @@ class LearnerProcess:
         return True
 
     def _announce_start(self, epoch: int) -> None:
-        """Tell scorers that the first weights of this lineage are complete."""
+        """Announce to scorers that the first weights of this lineage are complete."""
         write = RunWrites(self._redis, self._run.run_id, self._run.uid)
         write.epoch = epoch
         write("SET", start_key(self._run.run_id), self._run.lineage)

@@ -4,7 +4,6 @@ Invariants: the learner never waits for it while it trains; an evaluation that w
 resumed learner's process.
 """
 
-import json
 import logging
 import os
 import re
@@ -21,7 +20,6 @@ from pydantic import TypeAdapter
 
 from offbeat.services.process import DIE_WITH_PARENT
 from offbeat.services.rollout.config import CustomEnv
-from offbeat.trainer.config.run import LearnerRunConfig
 from offbeat.trainer.rendering.episodes import PlayedEpisode, play_again, write_gif, write_html
 from offbeat.trainer.rendering.recorded_episodes import FOLDER, read_episodes
 from offbeat.trainer.run import LearnerRun
@@ -33,6 +31,8 @@ POLL_S = 1.0
 END_S = 10.0
 """For the remaining evaluations after the learner's end."""
 LOG = "rendering.log"
+START_MESSAGE = TypeAdapter(tuple[dict[str, CustomEnv], Path, Path, int])
+"""Fields of `EvaluationRenderer`."""
 NAME = re.compile(r"(before|during|after)-(sampled|greedy)-(\d+)")
 
 
@@ -98,7 +98,7 @@ def _start(run: LearnerRun) -> subprocess.Popen[bytes] | None:
         with log.open("ab") as err:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=err, start_new_session=True)
         assert process.stdin is not None
-        process.stdin.write(_start_message(run).encode() + b"\n")
+        process.stdin.write(_start_message(run) + b"\n")
         process.stdin.flush()
     except OSError as error:  # no memory for a process, a full disk: no reason to end training
         logger.warning("evaluations are not rendered: %s", error)
@@ -119,11 +119,11 @@ def _end(process: subprocess.Popen[bytes] | None) -> None:
         process.wait()
 
 
-def _start_message(run: LearnerRun) -> str:
-    config: LearnerRunConfig = run.config
-    envs = {tag: env.model_dump(mode="json") for tag, env in config.custom_envs.items()}
-    target = str(config.render_save_dir)
-    return json.dumps([envs, str(run.output_dir / FOLDER), target, config.render_episodes])
+def _start_message(run: LearnerRun) -> bytes:
+    config = run.config
+    assert config.render_save_dir is not None
+    fields = (config.custom_envs, run.output_dir / FOLDER, config.render_save_dir, config.render_episodes)
+    return START_MESSAGE.dump_json(fields)
 
 
 def main() -> None:
@@ -133,9 +133,7 @@ def main() -> None:
     line = sys.stdin.readline()
     if not line:
         return
-    envs, evaluations, target, limit = json.loads(line)
-    custom_envs = TypeAdapter(dict[str, CustomEnv]).validate_json(json.dumps(envs))
-    renderer = EvaluationRenderer(custom_envs, Path(evaluations), Path(target), int(limit))
+    renderer = EvaluationRenderer(*START_MESSAGE.validate_json(line))
     while True:
         ended = bool(select.select([sys.stdin.fileno()], [], [], POLL_S)[0])
         try:

@@ -1,6 +1,6 @@
 """Scores one role's complete groups, as the learner would in its own process: same model, packing, dtype, attention.
 
-Invariant: every group of the stream gets a score or a refusal with a reason; after any exit a successor goes on.
+Invariant: every group of the stream gets a score or a refusal with a reason; after any exit a successor continues.
 """
 
 import contextlib

@@ -22,6 +22,7 @@ from offbeat.trainer.algorithms.aggregation import MaskedCounts
 from offbeat.trainer.algorithms.kl import KLController
 from offbeat.trainer.algorithms.normalization import RunningMoments
 from offbeat.trainer.config.learner import LearnerConfig
+from offbeat.trainer.config.scored_roles import REFERENCE, TEACHER_PREFIX
 from offbeat.trainer.data.batch import (
     Batch,
     MicroBatch,
@@ -249,7 +250,7 @@ class BatchTrainer:
     def _ref_logprobs(self, groups: Sequence[Group]) -> Tensor | None:
         if not self._config.needs_ref_logprobs:
             return None
-        rows = self._score(self._models.reference, "reference", self._config.reference.infer_batch_size, groups)
+        rows = self._score(self._models.reference, REFERENCE, self._config.reference.infer_batch_size, groups)
         return None if rows is None else torch.cat(rows)
 
     def _teacher_logprobs(self, groups: Sequence[Group], batch: Batch) -> Tensor | None:
@@ -262,7 +263,7 @@ class BatchTrainer:
             self._models.teachers, self._config.teacher.items(), masks, strict=True
         ):
             taught_groups = [group for group in groups if teacher.teaches(group.tag)]
-            scores = self._score(model, f"teacher.{name}", teacher.infer_batch_size, taught_groups) or []
+            scores = self._score(model, f"{TEACHER_PREFIX}{name}", teacher.infer_batch_size, taught_groups) or []
             row = torch.zeros(batch.num_sampled)
             row[taught] = torch.cat(scores) if scores else row.new_zeros(0)
             rows.append(row)

@@ -198,22 +198,25 @@ class PolicyTrainer:
     def _build_companions(self) -> None:
         folder, keys = self._run.first_weights, score_keys(self._run)
         args, seed = self._train.model_args, self._config.seed
-        reference: LogprobModel | None = None
         if self._config.has_own_critic:
             role = self._config.critic.model_args
             weights = Path(self._config.critic_folder or folder)
             self._critic = self._engine(self._kick_watchdog(load_critic(weights, args.of_role(role), seed)))
-        if REFERENCE_ROLE in keys:
-            pass  # scored by its service
-        elif self._refers_to_start and self._uses_adapters:
-            reference = AdapterFreeReference(self._policy, self._model)
-        elif self._config.needs_reference:
-            role = self._config.reference
-            self._check_tokens("reference", role.model_args)
-            reference = self._frozen(self._load_role(role.model_args, folder), role.strategy_args)
-            self._reference = reference if isinstance(reference, FrozenModel) else None
+        reference = None if REFERENCE_ROLE in keys else self._build_reference(folder)
         models = StepModels(self._policy, self._critic, reference, self._teachers(keys), keys)
         self._steps = BatchTrainer(self._config, models, self._ranks)
+
+    def _build_reference(self, folder: Path) -> LogprobModel | None:
+        """Return the reference, if one is needed. folder: of the first weights."""
+        if self._refers_to_start and self._uses_adapters:
+            return AdapterFreeReference(self._policy, self._model)
+        if not self._config.needs_reference:
+            return None
+        role = self._config.reference
+        self._check_tokens(REFERENCE_ROLE, role.model_args)
+        reference = self._frozen(self._load_role(role.model_args, folder), role.strategy_args)
+        self._reference = reference if isinstance(reference, FrozenModel) else None
+        return reference
 
     def _frozen(self, model: PackedPolicy, strategy: InferStrategyArgs) -> FrozenModel | DeepSpeedLogprobModel:
         if strategy.strategy_name == "deepspeed_infer":

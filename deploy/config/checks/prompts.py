@@ -14,7 +14,7 @@ from offbeat.deploy.config.vocabulary import MissingWordsError, collect_words
 from offbeat.envs import registry
 from offbeat.envs.prompts import IMAGE, fill_template
 from offbeat.services.chat.messages import ChatMessage
-from offbeat.services.chat.replaced_template import write_policy_folder
+from offbeat.services.chat.template_override import write_policy_folder
 from offbeat.services.errors import RolloutError
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.rollout.envs.runners import EnvTraits, read_traits, render_png

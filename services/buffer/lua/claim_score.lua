@@ -6,9 +6,9 @@
 --          entry id, version at admission, temperature or nothing, msgpack of {member, blob, ...}. Renewal: 1, or 0 if the
 --          group is gone or another's.
 -- Invariants  a scorer gets the group that it holds again, so a lost reply can be requested again and a restarted scorer
---          goes on; claims and scores go with their group's trajectories, so none outlives it.
+--          continues; claims and scores go with their group's trajectories, so none outlives it.
 local scorer, key, lease_ms, renewed = unpack(ARGV)
-local deadline = now_ms() + lease_ms
+local now = now_ms()
 local mark = '?' .. key
 
 local function holder(blobs)
@@ -18,7 +18,7 @@ local function holder(blobs)
   return name, tonumber(at)
 end
 
-local function hold(blobs) redis.call('HSET', blobs, mark, string.format('%.0f %s', deadline, scorer)) end
+local function hold(blobs) redis.call('HSET', blobs, mark, string.format('%.0f %s', now + lease_ms, scorer)) end
 
 if renewed ~= '' then
   local blobs = blobs_key('t:' .. renewed)
@@ -35,7 +35,7 @@ for _, entry in ipairs(redis.call('XRANGE', STREAM, '-', '+')) do
     local name, at = holder(blobs)
     if name == scorer then
       own = own or entry
-    elseif at < deadline - lease_ms then
+    elseif at < now then
       free = free or entry
     end
   end

@@ -8,6 +8,7 @@ Return value: the reward; `{"reward": ..., "metrics": {...}}`; a string, the ans
 
 import json
 import select
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from http.client import HTTPConnection
@@ -56,7 +57,7 @@ class AgentTask:
         if self._connection is None:
             self._connection = HTTPConnection(address.netloc)
         idle = self._connection.sock
-        if idle is not None and select.select([idle], [], [], 0)[0]:
+        if idle is not None and _is_readable(idle):
             self._connection.close()  # the server closed it while the agent was idle; the request reopens it
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
         self._connection.request("POST", f"{address.path}/step", json.dumps({"action": action}), headers)
@@ -83,3 +84,10 @@ class AgentTask:
     def of(cls, plain: Mapping[str, Any]) -> "AgentTask":
         """Parse `plain()` or the decoded `OFFBEAT_TASK`."""
         return cls(**plain)
+
+
+def _is_readable(connection: socket.socket) -> bool:
+    """Return whether data or the end is there to read; `select.select` refuses descriptors above 1023."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))

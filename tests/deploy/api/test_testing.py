@@ -1,4 +1,6 @@
+import contextlib
 import json
+import os
 from urllib.request import Request, urlopen
 
 import pytest
@@ -30,6 +32,14 @@ def agent(task: AgentTask) -> float:
 def test_an_agent_runs_against_a_fake_model_and_a_real_env():
     with FakeModel(["Right", "Right", "Down", "Down", "Right", "Down"]) as model:
         assert agent(model.task("frozen_lake", seed=1)) == 1.0
+
+
+def test_an_agent_steps_in_a_process_with_many_open_files():
+    with FakeModel(["Right"]) as model, contextlib.ExitStack() as files:
+        assert agent(model.task("frozen_lake", seed=1, max_steps=1)) == 0.0  # opens what is opened once
+        while files.enter_context(open(os.devnull)).fileno() <= 1024:
+            pass
+        assert agent(model.task("frozen_lake", seed=1, max_steps=3)) == 0.0
 
 
 def test_each_task_of_a_fake_model_starts_its_script_anew():

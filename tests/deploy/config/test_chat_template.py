@@ -14,7 +14,7 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.session import find_policy
 from offbeat.deploy.run_setup import model_folder, prepare_folder, worker_settings
 from offbeat.services.chat.append_only import load_chat_format
-from offbeat.services.chat.replaced_template import CHATML, TEMPLATES
+from offbeat.services.chat.template_override import CHATML, TEMPLATES
 from offbeat.trainer.config.aliases import canonicalize
 from offbeat.trainer.config.run import LearnerRunConfig
 from offbeat.trainer.models.export import copy_model_files

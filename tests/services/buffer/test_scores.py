@@ -34,7 +34,7 @@ async def test_scorers_claim_groups_in_stream_order_and_one_each(run: Run):
     a, b, c = queue(run, "a"), queue(run, "b"), queue(run, "c")
     assert [claimed(each) for each in (a, b, c)] == [0, 1, None]
     assert a.claim().num_missing == 2
-    assert claimed(queue(run, "a")) == 0, "a restarted scorer goes on with its group"
+    assert claimed(queue(run, "a")) == 0, "a restarted scorer continues with its group"
     assert a.submit(0, VALUES)
     assert claimed(a) is None
     assert a.claim().num_missing == 1

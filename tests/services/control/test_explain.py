@@ -13,12 +13,8 @@ from offbeat.services.buffer.api import (
     Snapshot,
     WorkerState,
 )
-from offbeat.services.control.explain import (
-    Cause,
-    RunSnapshot,
-    chain,
-    sentence,
-)
+from offbeat.services.control.causes import Cause, RunSnapshot
+from offbeat.services.control.explain import chain, sentence
 from offbeat.services.control.interfaces import Health, Observation
 from offbeat.services.control.run import LearnerReport, RunRecord, RunState
 from offbeat.services.weights.replica_reports import FetchState, ReplicaLoad, ReplicaReport

@@ -91,7 +91,7 @@ def record(
     return sink.records[0].values, scores
 
 
-def test_score_length_and_cut_answers_are_told_for_all_and_each_tag():
+def test_score_length_and_cut_answers_are_reported_for_all_and_each_tag():
     cut = make_trajectory(2, 2, reward=0.25, num_turns=1)
     cut = structs.replace(cut, tag="Talk", turns=(cut.turns[0]._replace(is_truncated=True),), metrics={})
     played = [make_trajectory(0, 0, reward=1.0, num_turns=3), make_trajectory(1, 1, reward=-0.5, num_turns=2), cut]

@@ -1,6 +1,6 @@
-"""Chat templates that replace a model's own, by ROLL's names, as Jinja text or file.
+"""Chat templates in place of a model's own, by ROLL's names, as Jinja text or file.
 
-Invariant: a model's folder is never changed; the policy folder links to its files and holds the replaced template.
+Invariant: a model's folder is never changed; the policy folder links to its files and holds the other template.
 """
 
 import json

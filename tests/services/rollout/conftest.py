@@ -1,0 +1,41 @@
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from offbeat.services.chat.append_only import ChatFormat
+from offbeat.services.messages.types import (
+    EpisodeTask,
+)
+from offbeat.services.rollout.worker import EnvWorker
+from tests.fakes_rollout import (
+    FakeBuffer,
+    FakeGeneration,
+    FakeMetrics,
+    worker_settings,
+)
+from tests.services.rollout.worker_bench import Bench, walker
+
+
+@pytest.fixture
+def bench(policy_folder: Path, chat: ChatFormat, tokenizer: Tokenizer):
+    @contextlib.asynccontextmanager
+    async def make(
+        *tasks: EpisodeTask, generation: FakeGeneration | None = None, worker_id: str = "w", **changes: Any
+    ) -> AsyncIterator[Bench]:
+        settings = worker_settings(policy_folder, **changes)
+        buffer, metrics = FakeBuffer(tasks), FakeMetrics()
+        client = generation or FakeGeneration(walker(tokenizer))
+        worker = EnvWorker(settings, worker_id, buffer=buffer, generation=client, metrics=metrics, chat=chat)
+        made = Bench(worker, buffer, client, metrics)
+        try:
+            yield made
+        finally:
+            worker.stop()
+            await asyncio.gather(made.running, return_exceptions=True)
+
+    return make
