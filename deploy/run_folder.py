@@ -22,7 +22,7 @@ import psutil
 from offbeat.deploy import run_marker
 from offbeat.deploy.run_marker import MARKER, FolderInUseError, find_conflict, identify, mark
 from offbeat.services.control.interfaces import Removal
-from offbeat.trainer.training.checkpoint import last_written
+from offbeat.trainer.training.checkpoint import last_written, read_uploaded
 
 CONFIG = run_marker.CONFIG
 LOCK = ".lock"
@@ -31,7 +31,15 @@ REDIS = "redis"
 MARKS = (CONFIG, "checkpoints", "ledger", "redis", "report.json")
 WRITTEN = {
     "batches": ("*.msgpack", ".epoch-*"),
-    "checkpoints": ("step-" + 6 * "[0-9]", "best", "best.json", "manifest.json", ".writing-*", ".epoch-*"),
+    "checkpoints": (
+        "step-" + 6 * "[0-9]",
+        "best",
+        "best.json",
+        "manifest.json",
+        "uploaded.json",
+        ".writing-*",
+        ".epoch-*",
+    ),
     CONFIG: (),
     "episodes.gif": (),
     "episodes.html": (),
@@ -42,6 +50,7 @@ WRITTEN = {
     "metrics.jsonl": (),
     "policy": (),
     "report.json": (),
+    "restored": (),
     "start": (),
     "tensorboard": (),
     "trackers": (),
@@ -75,6 +84,14 @@ def newest_checkpoint(folder: Path) -> tuple[int, Path] | None:
     """Return step and folder of the checkpoint written last."""
     newest = last_written(folder / "checkpoints")
     return (newest.step, folder / "checkpoints" / newest.name) if newest else None
+
+
+def newest_saved(folder: Path) -> tuple[int, Path | str] | None:
+    """Return step and folder, or URL in the store, of the checkpoint written last."""
+    newest, (url, uploaded) = last_written(folder / "checkpoints"), read_uploaded(folder / "checkpoints")
+    if uploaded and (newest is None or uploaded[-1].serial > newest.serial):
+        return uploaded[-1].step, f"{url}/{uploaded[-1].name}"
+    return newest_checkpoint(folder)
 
 
 def move_aside(folder: Path) -> Path:

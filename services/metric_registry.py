@@ -201,11 +201,24 @@ METRICS: tuple[Metric, ...] = (
         "learner",
         "time/{stage}_s",
         "s",
-        "Time of a stage: wait, train, publish, evaluate, checkpoint, settle; step is all of them. score_wait is the part "
-        "of wait for scores of complete groups.",
+        "Time of a stage: wait, train, publish, evaluate, checkpoint, settle; step is all of them. upload is that of a "
+        "checkpoint, beside them. score_wait is the part of wait for scores of complete groups.",
     ),
     Metric("learner", "startup/{phase}_s", "s", "Time of a phase of the learner's start."),
     Metric("learner", "checkpoints_failed", "checkpoints", "Checkpoints that could not be written at first."),
+    Metric(
+        "learner",
+        "checkpoints_uploaded",
+        "checkpoints",
+        "Checkpoints that are complete in `checkpoint_config`'s store.",
+    ),
+    Metric("learner", "checkpoint_uploads_failed", "uploads", "Uploads that failed; they are repeated."),
+    Metric(
+        "learner",
+        "checkpoint_uploads_skipped",
+        "checkpoints",
+        "Checkpoints that a newer one has overtaken before their upload.",
+    ),
     Metric("learner", "not_finite", "metrics", "Metrics of the step left out because they are not finite."),
     Metric("learner", "staleness_controller/learner_idle", "", "Share of its time that the learner waits for groups."),
     Metric("learner", "staleness_controller/rollout_idle", "", "Share of group slots that are empty."),

@@ -3,6 +3,7 @@
 Invariant: the run's record is the only source.
 """
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -48,6 +49,18 @@ class LearnerRun:
     @property
     def checkpoints(self) -> Path:
         return self.output_dir / "checkpoints"
+
+    @property
+    def restored(self) -> Path:
+        """Folder of a checkpoint downloaded to resume from."""
+        return self.output_dir / "restored"
+
+    @property
+    def store_url(self) -> str:
+        """Place of this run's checkpoints in the store; empty without one."""
+        store = self.config.checkpoint_config
+        own = self.uid or hashlib.sha256(self.lineage.encode()).hexdigest()
+        return f"{store.output_dir.rstrip('/')}/{self.run_id}-{own[:8]}" if store else ""
 
 
 def read_run(redis: Redis, run_id: str) -> LearnerRun:
@@ -107,4 +120,4 @@ def is_ending(redis: Redis, run_id: str) -> bool:
 def _lineage(raw: dict[bytes, bytes], config: LearnerRunConfig) -> str:
     """Return the lineage, a new one if resumed from a named checkpoint."""
     created, attempt = (raw.get(key, b"").decode() for key in (b"created_at", b"attempt"))
-    return f"{created}/{attempt}" if isinstance(config.resume_from_checkpoint, Path) else created
+    return created if isinstance(config.resume_from_checkpoint, bool) else f"{created}/{attempt}"

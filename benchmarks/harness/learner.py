@@ -116,6 +116,7 @@ class BenchLearner:
             publisher=self._publisher,
             buffer=buffer,
             checkpoints=CheckpointStore(run.checkpoints, 1, epoch),
+            uploads=None,
             sink=self.records,
             log=RedisEvaluationLog(bench_env.redis, config.exp_name),
             reporter=LearnerReporter(self.records, self.records),

@@ -131,7 +131,7 @@ class Run:
             return EXIT_STATES.get(code, "failed")
         if self._process is not None or run_folder.running_pid(self.folder) is not None:
             return "running"
-        newest = run_folder.newest_checkpoint(self.folder)
+        newest = run_folder.newest_saved(self.folder)
         return "finished" if newest is not None and newest[0] >= self.config.max_steps else "stopped"
 
     @property

@@ -40,7 +40,7 @@ from offbeat.services.errors import MeshError
 from offbeat.services.redis.connection import connect
 from offbeat.services.redis.server import EmbeddedRedis
 from offbeat.trainer.learner.step_ledger import STEPS_FILE, read_step_ledger
-from offbeat.trainer.training.checkpoint import PREFIX, CheckpointError, read_checkpoint
+from offbeat.trainer.training.checkpoint import PREFIX, CheckpointError, read_checkpoint, read_uploaded
 
 RUNS = Path("runs")
 REDIS_TIMEOUT_S = 3.0
@@ -144,7 +144,8 @@ def _checkpoints(folder: Path) -> dict[int, str]:
         except CheckpointError as error:
             digits = path.name.removeprefix(PREFIX)
             result[int(digits) if digits.isdigit() else -1] = str(error)
-    return result
+    # Recorded after each upload had been verified
+    return {each.step: "" for each in read_uploaded(folder / "checkpoints")[1]} | result
 
 
 def as_tree(result: Audit, evidence: Evidence, group: int | None = None) -> dict[str, Any]:

@@ -237,13 +237,13 @@ class TrainCommand:
         await self._mesh.stop(RunState.STOPPED)
         self._view.close()
         self._view.print(describe_stop(self._config, published))
-        if run_folder.newest_checkpoint(self._config.output_dir) is not None:
+        if run_folder.newest_saved(self._config.output_dir) is not None:
             self._show_resume_command()
         return INTERRUPTED
 
     def _is_resumable(self) -> bool:
         was_resumable = self._last is not None and self._last.resumable
-        return was_resumable and run_folder.newest_checkpoint(self._config.output_dir) is not None
+        return was_resumable and run_folder.newest_saved(self._config.output_dir) is not None
 
     def _write_report(self) -> None:
         """Write an unfinished run's `report.json`, without episodes."""
@@ -271,7 +271,7 @@ class TrainCommand:
 
 def describe_stop(config: RunConfig, published: int) -> str:
     """Describe the checkpoint to resume from. published: newest version."""
-    newest = run_folder.newest_checkpoint(config.output_dir)
+    newest = run_folder.newest_saved(config.output_dir)
     if newest is None:
         return "Stopped before the first checkpoint."
     step, path = newest
@@ -285,8 +285,8 @@ def _has_trained(view: RunView) -> bool:
     return view.state is RunState.DRAINING and learner is not None and learner.health is Health.DONE
 
 
-def _short_path(path: Path) -> str:
+def _short_path(path: Path | str) -> str:
     try:
-        return str(path.relative_to(Path.cwd()))
+        return str(Path(path).relative_to(Path.cwd()))
     except ValueError:
         return str(path)

@@ -30,7 +30,8 @@ MAX_DOCUMENT_CHARS = 1_000_000
 JSON_NUL = "\\u0000"
 TINY = "tiny"
 PATH_KEYS = (
-    *("output_dir", "logging_dir", "render_save_dir", "resume_from_checkpoint", "chat_template"),
+    *("output_dir", "logging_dir", "render_save_dir", "checkpoint_config.output_dir", "resume_from_checkpoint"),
+    "chat_template",
     *DATA_KEYS,
     *MODEL_KEYS,
 )
@@ -212,7 +213,8 @@ def resolve_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
             value = table[path[-1]]
             if pattern == "chat_template" and not (isinstance(value, str) and is_file(value)):
                 continue
-            if isinstance(value, str) and value != TINY and not (pattern in MODEL_KEYS and is_hub_id(value, folder)):
+            is_local = isinstance(value, str) and value != TINY and "://" not in value
+            if is_local and not (pattern in MODEL_KEYS and is_hub_id(value, folder)):
                 table[path[-1]] = str(folder / value)
     return resolved
 

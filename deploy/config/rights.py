@@ -186,6 +186,8 @@ def written_places(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "weights.url", config.weights.url
     if not isinstance(config.resume_from_checkpoint, bool):
         yield "resume_from_checkpoint", str(config.resume_from_checkpoint)
+    if config.checkpoint_config is not None:
+        yield "checkpoint_config.output_dir", config.checkpoint_config.output_dir
     trees = {
         "tracker_kwargs": config.tracker_kwargs,
         "actor_train.strategy_args.strategy_config": config.actor_train.strategy_args.strategy_config,

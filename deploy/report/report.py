@@ -15,7 +15,7 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.report.baselines import run_baselines
 from offbeat.deploy.report.curve import CurvePoint, draw_learning_curve
 from offbeat.deploy.report.history import RunHistory
-from offbeat.deploy.run_folder import newest_checkpoint
+from offbeat.deploy.run_folder import newest_saved
 from offbeat.services.control.failed_groups import advise_failed
 from offbeat.services.control.failing_episodes import find_failing
 from offbeat.services.control.schemas import CountersView
@@ -283,10 +283,11 @@ def _format(value: float | None, form: str = ".3f") -> str:
     return "-" if value is None else format(value, form)
 
 
-def _file_paths(folder: Path) -> list[tuple[str, Path]]:
-    newest = newest_checkpoint(folder)
+def _file_paths(folder: Path) -> list[tuple[str, str]]:
+    newest = newest_saved(folder)
+    saved = newest[1] if newest else folder / "checkpoints"
     places = [
-        ("checkpoint", newest[1] if newest else folder / "checkpoints"),
+        *([("checkpoint", saved)] if isinstance(saved, Path) else []),
         ("TensorBoard", folder / "tensorboard"),
         ("learning curve", folder / CURVE),
         ("episodes", folder / HTML),
@@ -295,8 +296,9 @@ def _file_paths(folder: Path) -> list[tuple[str, Path]]:
         ("logs", folder / "logs"),
     ]
     here = Path.cwd()
-    return [
-        (label, path.relative_to(here) if path.is_relative_to(here) else path)
+    shown = [
+        (label, str(path.relative_to(here) if path.is_relative_to(here) else path))
         for label, path in places
         if path.exists()
     ]
+    return [("checkpoint", saved), *shown] if isinstance(saved, str) else shown

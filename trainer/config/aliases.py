@@ -20,6 +20,7 @@ KEYS: dict[str, str] = {
     "async_generation_ratio": "max_staleness",
     "max_grad_norm": "actor_train.training_args.max_grad_norm",
     "data_args.template": "chat_template",
+    **{f"{role}.data_args.template": "chat_template" for role in ROLES},
     "actor_infer.dtype": "actor_infer.model_args.dtype",
     "actor_infer.engine_kwargs": ENGINE,
     **{
@@ -67,6 +68,17 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
         for role in ("actor_infer", "reference", "teacher.*")
     },
     "actor_infer.dtype": (("auto",), ""),
+    **{f"{table}.generating_args.num_beams": ((1,), "answers are sampled") for table in ("actor_infer", *MANAGERS)},
+    **{f"{role}.model_args.ulysses_size": ((1,), "sequences are not split over devices") for role in ROLES},
+    **{f"{role}.training_args.warmup_ratio": ((0, 0.0), "use warmup_steps") for role in ("actor_train", "critic")},
+    **{f"{role}.use_remove_padding": ((True,), "sequences are always packed, without padding") for role in ROLES},
+    "batch_adjust_mode": (("auto",), "a batch of any number of trajectories is divided over the processes as it is"),
+    "rpc_timeout": (
+        (None,),
+        "each wait has a limit of its own: actor_train.backend_timeout, rollout.episode_timeout_s, ...",
+    ),
+    "profiler_memory": ((False,), "there is no profiler"),
+    "profiler_timeline": ((False,), "there is no profiler"),
     **{f"{manager}.max_env_num_per_worker": ((0,), "") for manager in MANAGERS},
     "custom_envs.*.agent_runner_cls": ((None,), "use agent_runner: {path: module:function}"),
     **{f"{manager}.generating_args.num_return_sequences": ((1,), ONE_ANSWER) for manager in ("actor_infer", *MANAGERS)},
@@ -91,8 +103,10 @@ def canonicalize(tree: Tree) -> tuple[Tree, list[ConfigIssue]]:
             target = _fill(canonical, pattern, path)
             if problem := _move(tree, table.pop(path[-1]), target):
                 issues.append(ConfigIssue(".".join(path), f"{problem}: set {'.'.join(target)} alone"))
-    if tree.get("data_args") == {}:  # only its `template` has a canonical key
-        del tree["data_args"]
+    for pattern in ("data_args", *(f"{role}.data_args" for role in ROLES)):
+        for path, table in list(find_keys(tree, pattern)):
+            if table[path[-1]] == {}:  # only its `template` has a canonical key
+                del table[path[-1]]
     for pattern, values in VALUES.items():
         for path, table in find_keys(tree, pattern):
             value = table[path[-1]]

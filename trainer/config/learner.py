@@ -7,9 +7,10 @@ from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_va
 
 from offbeat.envs.config import Config
 from offbeat.services.chat.template_override import find_problem, replaces
-from offbeat.services.rollout.data.config import DataConfig, Pipeline
 from offbeat.services.devices import DeviceMapping
+from offbeat.services.rollout.data.config import DataConfig, Pipeline
 from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.config.checkpoints import CheckpointConfig, CheckpointUrl, find_url_problem
 from offbeat.trainer.config.conditions import SET, ConditionalConfig, OnlyWith
 from offbeat.trainer.config.preference import PreferenceConfig
 from offbeat.trainer.config.replay import ReplayConfig
@@ -317,8 +318,12 @@ class LearnerConfig(AlgorithmConfig):
     """Rendered episodes per evaluation."""
     record_batches: int = Field(default=0, ge=0)
     """Newest batches kept in `batches/` for `offbeat learner reproduce`; 0: only those with non-finite gradients."""
-    resume_from_checkpoint: bool | Path = False
-    """Checkpoint folder to resume from; `true`: newest complete one in `output_dir`."""
+    resume_from_checkpoint: Annotated[bool | CheckpointUrl | Path, Field(union_mode="left_to_right")] = False
+    """Checkpoint to resume from: a folder, or a URL in a store (of a checkpoint, or of a run for its newest); `true`: newest
+    complete one of `output_dir`.
+    """
+    checkpoint_config: CheckpointConfig | None = None
+    """Store for copies of finished checkpoints; None: `output_dir` alone."""
     rollout_batch_size: int = Field(default=64, ge=1)
     """Trajectories per step; a multiple of `train_env_manager.group_size`."""
     max_staleness: float = Field(default=1.0, ge=0)
@@ -386,6 +391,13 @@ class LearnerConfig(AlgorithmConfig):
                 if kwargs is not None and not isinstance(kwargs, dict):
                     raise ValueError(f"arguments are grouped by tracker: use tracker_kwargs.NAME.{key}")
         return cast(object, value)
+
+    @field_validator("resume_from_checkpoint")
+    @classmethod
+    def _is_usable(cls, value: bool | str | Path) -> bool | str | Path:
+        if isinstance(value, str) and (problem := find_url_problem(value)):
+            raise ValueError(problem)
+        return value
 
     @property
     def environment(self) -> dict[str, str]:

@@ -39,14 +39,16 @@ class Checkpointer:
         save_steps: int,
         *,
         tolerant: bool,
+        on_durable: Callable[[Path], None] = lambda _: None,
     ) -> None:
-        """tolerant: continue after a failed write; single rank only."""
+        """tolerant: continue after a failed write; single rank only. on_durable: called with a checkpoint's folder."""
         self._store = store
         self._buffer = buffer
         self._ledger = ledger
         self._reporter = reporter
         self._save_steps = save_steps
         self._tolerant = tolerant
+        self._on_durable = on_durable
         self.newest: Path | None = None
         """Newest durable checkpoint."""
         self.step: int | None = None
@@ -116,6 +118,7 @@ class Checkpointer:
             self._buffer.ack(contained, self._durable_step)
         self._retry_at = None
         self._reporter.set_problem("")
+        self._on_durable(self.newest)
 
     def save_now(self, state: LearnerState, write: Callable[[Path], None], should_stop: Callable[[], bool]) -> bool:
         """Write a checkpoint, waiting for disk space; return False if stopped.

@@ -21,6 +21,7 @@ from offbeat.trainer.learner.staleness_controller import StalenessController
 from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.learner.task_sampler import Curriculum
 from offbeat.trainer.learner.trajectory_samples import TrajectorySampler
+from offbeat.trainer.learner.uploads import CheckpointUploads
 from offbeat.trainer.learner.validation import read_validation
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.trackers.base import LoggedSteps
@@ -40,6 +41,7 @@ def build_components(
     publisher: WeightPublisher,
     buffer: RedisLearnerBuffer,
     checkpoints: CheckpointStore,
+    uploads: CheckpointUploads | None,
     sink: MetricsSink,
     log: EvaluationLog,
     reporter: LearnerReporter,
@@ -52,6 +54,7 @@ def build_components(
         publisher=publisher,
         trainer=trainer,
         checkpoints=checkpoints,
+        uploads=uploads,
         batch_log=BatchLog(run.output_dir, config.record_batches, buffer.epoch),
         evaluations=Evaluations(
             buffer,

@@ -32,6 +32,7 @@ from offbeat.trainer.learner.staleness_controller import StalenessController
 from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.learner.task_sampler import Curriculum
 from offbeat.trainer.learner.trajectory_samples import TrajectorySampler
+from offbeat.trainer.learner.uploads import FOREGROUND_TIMEOUT_S, STOP_TIMEOUT_S, CheckpointUploads
 from offbeat.trainer.run import FINISHED, LearnerRun
 from offbeat.trainer.training.batch_log import BatchLog
 from offbeat.trainer.training.checkpoint import Checkpoint, CheckpointStore, LearnerState
@@ -49,6 +50,7 @@ class LearnerComponents:
     publisher: WeightPublisher
     trainer: Trainer
     checkpoints: CheckpointStore
+    uploads: CheckpointUploads | None
     batch_log: BatchLog
     evaluations: Evaluations
     intake: GroupIntake
@@ -82,6 +84,7 @@ class Learner:
         self._sampler = components.sampler
         self._should_stop = components.should_stop
         self._validation = components.validation
+        self._uploads = components.uploads
         self._checkpointer = Checkpointer(
             components.checkpoints,
             components.buffer,
@@ -89,6 +92,7 @@ class Learner:
             components.reporter,
             run.config.save_steps,
             tolerant=num_processes == 1,
+            on_durable=self._upload,
         )
         self._step = 0
         self._next_number = 0
@@ -107,8 +111,10 @@ class Learner:
         return self._step
 
     @property
-    def newest_checkpoint(self) -> Path | None:
-        return self._checkpointer.newest
+    def newest_checkpoint(self) -> Path | str | None:
+        newest = self._checkpointer.newest
+        is_local = newest is not None and newest.is_dir()
+        return newest if is_local or self._uploads is None else self._uploads.newest_url or newest
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Load a checkpoint; `run` acknowledges its groups, in case its writer died first."""
@@ -150,6 +156,7 @@ class Learner:
                 self._evaluate_and_checkpoint()
         saved = self._step == 0 or self._save_now()
         if self._step < self._config.max_steps or not saved:
+            self._finish_uploads(STOP_TIMEOUT_S)
             return False
         return self._finish()
 
@@ -211,6 +218,8 @@ class Learner:
         if self._is_publish_due():
             self._publish()
         self._finish_checkpoint()
+        if self._uploads is not None:
+            self._uploads.report()
         seconds, self._seconds = {**self._seconds, "step": time.monotonic() - began}, {}
         gauges = {**gauges, **replay_values(replayed, step), **self._staleness.observe(gauges, seconds, self._settings)}
         samples = self._sampler.sample(self._step, taken.groups)
@@ -317,8 +326,18 @@ class Learner:
         self._reporter.set_phase("evaluating the result")
         if not self._evaluations.wait(self._should_stop):
             return False
+        self._finish_uploads(FOREGROUND_TIMEOUT_S)
         self._reporter.set_phase(FINISHED)
         return True
+
+    def _upload(self, path: Path) -> None:
+        if self._uploads is not None:
+            self._uploads.after_checkpoint(path, self._should_stop)
+
+    def _finish_uploads(self, timeout_s: float) -> None:
+        if self._uploads is not None and not self._uploads.wait(0.0):
+            self._reporter.set_phase("uploading the last checkpoint")
+            self._uploads.wait(timeout_s)
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:

@@ -7,8 +7,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, Protocol
 
 from redis import Redis
 
@@ -67,7 +67,8 @@ class LearnerReporter:
         self._sink = sink
         self._board = board
         self._phase = ""
-        self._problem: str | None = None
+        self._problems = {"checkpoint": "", "upload": ""}
+        self._shown: str | None = None
 
     def set_phase(self, text: str) -> None:
         """Set the phase, e.g. `warming up 120/300`."""
@@ -85,16 +86,30 @@ class LearnerReporter:
             self._watchdog.kick()
         self._board.show(learner_doing=json.dumps({"stage": stage, "step": step, "since": time.time(), **detail}))
 
-    def set_problem(self, problem: str) -> None:
-        """Set the problem; empty clears it."""
-        if problem == self._problem:
-            return
-        self._problem = problem
-        if problem:
+    def set_problem(self, problem: str, of: Literal["checkpoint", "upload"] = "checkpoint") -> None:
+        """Set the problem of checkpoints or their uploads; empty clears it."""
+        is_new = bool(problem) and problem != self._problems[of]
+        self._problems[of] = problem
+        if is_new:
             logger.error("%s", problem)
             self._view.print(f"{problem[:1].upper()}{problem[1:]}.")
+        if is_new and of == "checkpoint":
             self._sink.append(MetricRecord("learner", {"checkpoints_failed": Partial("sum", 1.0)}))
-        self._board.show(learner_trouble=problem)
+        shown = "; ".join(each for each in self._problems.values() if each)
+        if shown != self._shown:
+            self._shown = shown
+            self._board.show(learner_trouble=shown)
+
+    def record_uploads(self, seconds: Sequence[float], num_failed: int, num_skipped: int) -> None:
+        """Record uploads of checkpoints since the last call. seconds: of each complete one."""
+        values = {
+            "checkpoints_uploaded": Partial("sum", float(len(seconds))),
+            "checkpoint_uploads_failed": Partial("sum", float(num_failed)),
+            "checkpoint_uploads_skipped": Partial("sum", float(num_skipped)),
+            **({"time/upload_s": mean(seconds)} if seconds else {}),
+        }
+        if seconds or num_failed or num_skipped:
+            self._sink.append(MetricRecord("learner", values))
 
     def record_startup(self, seconds: Mapping[str, float]) -> None:
         values = {f"startup/{name}_s": Partial("last", value) for name, value in seconds.items()}

@@ -3,7 +3,6 @@
 Invariant: only the lease holder reads or writes the run; after any exit, the next learner can resume.
 """
 
-import errno
 import logging
 import os
 import socket
@@ -28,13 +27,13 @@ from offbeat.services.telemetry import RedisMetrics
 from offbeat.services.weights.locality import check_reach
 from offbeat.services.weights.publisher import RedisWeightPublisher
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
-from offbeat.trainer.learner.checkpointing import RETRY_INTERVAL_S
 from offbeat.trainer.learner.components import build_components
 from offbeat.trainer.learner.evaluations import RedisEvaluationLog
 from offbeat.trainer.learner.loop import Learner
 from offbeat.trainer.learner.progress_view import LearnerView, SilentView
 from offbeat.trainer.learner.reporter import LearnerReporter, RedisStatusBoard
 from offbeat.trainer.learner.step_ledger import newest_epoch, note_lease
+from offbeat.trainer.learner.uploads import CheckpointUploads
 from offbeat.trainer.process import redis_outage
 from offbeat.trainer.process.heartbeat import HEARTBEAT_TIMEOUTS, start_heartbeats
 from offbeat.trainer.process.lease_wait import wait_for_lease
@@ -46,13 +45,14 @@ from offbeat.trainer.process.ranks import (
     start_followers,
 )
 from offbeat.trainer.process.remote_ranks import RemoteRanks
+from offbeat.trainer.process.run_checkpoints import RunCheckpoints
 from offbeat.trainer.process.signals import stop_on_signals
 from offbeat.trainer.rendering.evaluations import rendered_evaluations
 from offbeat.trainer.run import LearnerRun, buffer_limits, is_ending, read_run
 from offbeat.trainer.trackers.base import LoggedSteps
 from offbeat.trainer.trackers.metrics_writer import MetricsWriter
 from offbeat.trainer.trackers.supervisor import TrackerProcesses, make_start_messages
-from offbeat.trainer.training.checkpoint import Checkpoint, CheckpointStore, read_checkpoint, read_epoch
+from offbeat.trainer.training.checkpoint import Checkpoint, CheckpointStore, read_epoch
 from offbeat.trainer.training.policy_trainer import PolicyTrainer, Trainer
 from offbeat.trainer.training.score_keys import start_key
 from offbeat.trainer.watchdog import Watchdog, kill_if_hung
@@ -71,7 +71,8 @@ class LearnerResult:
     """True if stopped by a signal, not by the run's record."""
     step: int = -1
     """Version of the weights; -1 without."""
-    checkpoint: Path | None = None
+    checkpoint: Path | str | None = None
+    """Newest one: its folder, or its URL in the store."""
 
 
 class LearnerProcess:
@@ -212,9 +213,10 @@ class LearnerProcess:
                 limits=buffer_limits(run.config),
                 reclaim=lease.reclaim,
             )
-            checkpoints = self._open_checkpoints(epoch)
-            learner = self._build_learner(trainer, vocab_size, publisher, buffer, checkpoints, ranks)
-            checkpoint = self._find_checkpoint(checkpoints)
+            checkpoints = RunCheckpoints(run, epoch, self._reporter, self._should_stop)
+            checkpoint = checkpoints.find()
+            uploads = checkpoints.start_uploads()
+            learner = self._build_learner(trainer, vocab_size, publisher, buffer, checkpoints.local, uploads, ranks)
             resumed_step = 0
             if checkpoint is not None:
                 self._resume(learner, checkpoint, ranks)
@@ -288,6 +290,7 @@ class LearnerProcess:
         publisher: RedisWeightPublisher,
         buffer: RedisLearnerBuffer,
         checkpoints: CheckpointStore,
+        uploads: CheckpointUploads | None,
         ranks: Ranks,
     ) -> Learner:
         run = self._run
@@ -298,6 +301,7 @@ class LearnerProcess:
             publisher=publisher,
             buffer=buffer,
             checkpoints=checkpoints,
+            uploads=uploads,
             sink=self._metrics,
             log=RedisEvaluationLog(self._redis, run.run_id, run.uid),
             reporter=self._reporter,
@@ -311,24 +315,6 @@ class LearnerProcess:
         self._followers.check()
         check_reach(self._redis, self._run.run_id, self._run.config.weights)
         return self._stop.is_set() or self._lost.is_set() or is_ending(self._redis, self._run.run_id)
-
-    def _open_checkpoints(self, epoch: int) -> CheckpointStore:
-        """Take over the checkpoints once the disk has room."""
-        while True:
-            try:
-                return CheckpointStore(self._run.checkpoints, self._run.config.max_ckpt_to_keep, epoch)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or self._should_stop():
-                    raise
-                self._reporter.set_problem(f"{self._run.checkpoints} can't be written ({error})")
-                self._reporter.set_activity("no_room", step=0)
-                time.sleep(RETRY_INTERVAL_S)
-
-    def _find_checkpoint(self, checkpoints: CheckpointStore) -> Checkpoint | None:
-        """Return the run's newest checkpoint (any lineage with `true`), else the configured one."""
-        requested = self._run.config.resume_from_checkpoint
-        newest = checkpoints.newest_complete(None if requested is True else self._run.lineage)
-        return read_checkpoint(requested) if newest is None and isinstance(requested, Path) else newest
 
 
 @contextmanager

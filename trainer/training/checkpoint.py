@@ -15,7 +15,7 @@ import math
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -43,6 +43,7 @@ MANIFEST = "manifest.json"
 PREFIX = "step-"
 TEMPORARY = ".writing-"
 BEST, SCORE = "best", "best.json"
+UPLOADED = "uploaded.json"
 READ_SIZE = 1 << 22
 SCHEMA = 1
 
@@ -89,6 +90,21 @@ class ListedCheckpoint:
     epoch: int
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteCheckpoint:
+    """Checkpoint in a store, in a folder `name` of the run's."""
+
+    name: str
+    step: int
+    lineage: str
+    serial: int
+    epoch: int
+
+    @property
+    def local_name(self) -> str:
+        return f"{PREFIX}{self.step:06d}"
+
+
 class CheckpointStore:
     """Writer of checkpoints in one lease epoch."""
 
@@ -106,6 +122,10 @@ class CheckpointStore:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._sequence = itertools.count()
         self._listed = self._adopt()
+        self._last_serial = max((each.serial for each in self._listed), default=0)
+        self._elsewhere: frozenset[str] = frozenset()
+        self.pinned: Callable[[], Collection[str]] = tuple
+        """Names that are being copied and must stay."""
         self._remove_unfinished()
         try:
             self._write_manifest(self._listed)
@@ -138,7 +158,7 @@ class CheckpointStore:
         name = f"{PREFIX}{state.step:06d}"
         # Not inside the epoch's folder: a library that makes missing parents would bring that back
         temporary = self._folder / f"{TEMPORARY}{self._files.epoch:06d}-{next(self._sequence)}-{name}"
-        serial = 1 + max((each.serial for each in self._listed), default=0)
+        self._last_serial = serial = 1 + self._last_serial
         state = replace(state, serial=serial, epoch=self._files.epoch)
         self._files.check()
         with self._unsaved_if_failing(temporary):
@@ -150,7 +170,7 @@ class CheckpointStore:
 
     def _make_durable(self, temporary: Path, new: ListedCheckpoint) -> Path:
         with self._unsaved_if_failing(temporary):
-            digests = {str(p.relative_to(temporary)): _fingerprint(p) for p in _files(temporary)}
+            digests = {str(p.relative_to(temporary)): fingerprint(p) for p in _files(temporary)}
             write_json(temporary / MANIFEST, digests)
             sync_tree(temporary)
             self._publish(temporary, new.name)
@@ -184,7 +204,9 @@ class CheckpointStore:
         best = self._best()
         candidates = [each for each in others if best is None or each.name != best[0]]
         newest = candidates[len(candidates) - (self._keep - 1) :] if self._keep > 1 else []
-        return [*(each for each in others if each in newest or each not in candidates), new]
+        pinned = self.pinned()
+        kept = [each for each in others if each in newest or each not in candidates or each.name in pinned]
+        return [*kept, new]
 
     def _write_manifest(self, listed: list[ListedCheckpoint]) -> None:
         tree = {"schema": SCHEMA, "epoch": self._files.epoch, "checkpoints": [asdict(each) for each in listed]}
@@ -196,10 +218,14 @@ class CheckpointStore:
         best = self._best()
         # After a resume, the same step may have different weights and another score
         is_best = best is None or best[0] == path.name or best[1] <= value
-        if not path.is_dir() or not math.isfinite(value) or not is_best:
+        if not self._has(path.name) or not math.isfinite(value) or not is_best:
             return
         self._files.write_json(SCORE, {"step": step, "score": value})
-        self._files.link(BEST, path.name)
+        if path.is_dir():
+            self._files.link(BEST, path.name)
+
+    def _has(self, name: str) -> bool:
+        return (self._folder / name).is_dir() or name in self._elsewhere
 
     def _best(self) -> tuple[str, float] | None:
         try:
@@ -207,10 +233,45 @@ class CheckpointStore:
             name, score = f"{PREFIX}{int(tree['step']):06d}", float(tree["score"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return (name, score) if (self._folder / name).is_dir() else None
+        return (name, score) if self._has(name) else None
 
     def newest_complete(self, lineage: str | None = None) -> Checkpoint | None:
         return newest_complete(self._folder, lineage)
+
+    def note_elsewhere(self, listed: Sequence[RemoteCheckpoint], url: str) -> None:
+        """Record the checkpoints that are complete in a store. Raises `FencedError`."""
+        self._elsewhere = frozenset(each.local_name for each in listed)
+        self._last_serial = max([self._last_serial, *(each.serial for each in listed)])
+        self._files.write_json(UPLOADED, {"url": url, "checkpoints": [asdict(each) for each in listed]})
+
+    def continue_after(self, serial: int) -> None:
+        """Number later checkpoints after `serial`."""
+        self._last_serial = max(self._last_serial, serial)
+
+    def release(self, name: str) -> "Future[None]":
+        """Remove a local checkpoint that is complete in a store."""
+        return self._thread.submit(self._release, name)
+
+    def _release(self, name: str) -> None:
+        best = self._best()
+        self._listed = [each for each in self._listed if each.name != name]
+        self._write_manifest(self._listed)
+        if best is not None and best[0] == name:
+            with suppress(FileNotFoundError):
+                self._files.take_away(BEST)
+        self._files.remove(name)
+        self._remove_unfinished()
+
+    @property
+    def paths(self) -> list[Path]:
+        """Local checkpoints in order of writing."""
+        return [self._folder / each.name for each in self._listed]
+
+    @property
+    def best(self) -> str | None:
+        """Name of the checkpoint with the best evaluation."""
+        best = self._best()
+        return best[0] if best else None
 
     def _remove_unfinished(self) -> None:
         self._files.discard(EPOCH, REMOVED, PREFIX)
@@ -264,7 +325,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         if missing:
             raise CheckpointError(f"{', '.join(missing)} is missing")
         for name, expected in manifest.items():
-            if _fingerprint(path / name) != expected:
+            if fingerprint(path / name) != expected:
                 raise CheckpointError(f"{name} is damaged")
         tree = json.loads((path / LEARNER).read_text())
         known = {each.name: tree[each.name] for each in fields(LearnerState) if each.name in tree}
@@ -279,6 +340,15 @@ def read_manifest(folder: Path) -> list[ListedCheckpoint]:
         return [ListedCheckpoint(**each) for each in json.loads((folder / MANIFEST).read_text())["checkpoints"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []
+
+
+def read_uploaded(folder: Path) -> tuple[str, list[RemoteCheckpoint]]:
+    """Return the URL of the run's folder in a store and what is complete there, oldest first; empty if unknown."""
+    try:
+        tree = json.loads((folder / UPLOADED).read_text())
+        return str(tree["url"]), [RemoteCheckpoint(**each) for each in tree["checkpoints"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "", []
 
 
 def read_epoch(folder: Path) -> int:
@@ -313,7 +383,8 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST)
 
 
-def _fingerprint(path: Path) -> list[int]:
+def fingerprint(path: Path) -> list[int]:
+    """Return size and CRC."""
     crc = 0
     with path.open("rb") as file:
         while chunk := file.read(READ_SIZE):

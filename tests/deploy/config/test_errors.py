@@ -66,7 +66,7 @@ def test_all_issues_are_listed_with_full_paths():
 def test_union_branches_are_one_issue():
     found = problems({"custom_envs": ENVS, "resume_from_checkpoint": 7, "reward_clip": "x", "redis": {"url": 3}})
     assert set(found) == {"resume_from_checkpoint", "reward_clip", "redis.url"}
-    assert found["resume_from_checkpoint"] == "expected a boolean or a path, got 7 (an integer)"
+    assert found["resume_from_checkpoint"] == "expected a boolean or a string or a path, got 7 (an integer)"
     assert found["reward_clip"].startswith("expected a number")
 
 

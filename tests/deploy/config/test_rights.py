@@ -60,6 +60,10 @@ NAMING: dict[str, tuple[dict[str, Any], str]] = {
         f"{ENGINE}.worker_cls",
     ),
     "system_envs": ({"system_envs": {"PYTHONPATH": "/evil"}}, "system_envs.PYTHONPATH"),
+    "checkpoint_config.output_dir": (
+        {"checkpoint_config": {"output_dir": "s3://elsewhere/c"}},
+        "checkpoint_config.output_dir",
+    ),
     "logging_dir": ({"logging_dir": "/etc/logs"}, "logging_dir"),
     "render_save_dir": ({"render_save_dir": "/etc/episodes"}, "render_save_dir"),
     "actor_train.strategy_args.strategy_config": (
@@ -76,6 +80,7 @@ PLAIN = {
     "critic.model_args.model_name_or_path": "read as data",
     "reference.model_args.model_name_or_path": "read as data",
     "reward_pretrain": "read as data",
+    "checkpoint_config.type": "a protocol, restricted by a pattern",
     "custom_envs.*.env_instruction": "text",
     "teacher.*.tag_included": "tags",
     "reward_shaping.format_metric": "a metric's name",

@@ -123,3 +123,31 @@ def test_every_spelling_is_documented():
         assert f"`{key.rpartition('.')[2]}`" in page or f"`{key.replace('*', 'NAME')}`" in page, key
     for values in VALUES.values():
         assert any(value in page for value in values) or "roll." in str(values)
+
+
+def test_keys_of_rolls_examples_that_change_nothing_are_dropped():
+    given = {
+        "profiler_memory": False,
+        "actor_train": {
+            "data_args": {"template": "qwen2_5"},
+            "training_args": {"warmup_ratio": 0},
+            "use_remove_padding": True,
+        },
+        "actor_infer": {"data_args": {"template": "qwen2_5"}, "generating_args": {"num_beams": 1}},
+        "reference": {"data_args": {"template": "qwen2_5"}, "model_args": {"ulysses_size": 1}},
+    }
+    tree, issues = canonicalize(given)
+    assert not issues
+    assert tree == {
+        "chat_template": "qwen2_5",
+        "actor_train": {"training_args": {}},
+        "actor_infer": {"generating_args": {}},
+        "reference": {"model_args": {}},
+    }
+
+
+def test_keys_of_rolls_examples_without_effect_are_refused_with_the_reason():
+    _, issues = canonicalize({"batch_adjust_mode": "copy", "actor_infer": {"generating_args": {"num_beams": 4}}})
+    assert {issue.path for issue in issues} == {"batch_adjust_mode", "actor_infer.generating_args.num_beams"}
+    _, issues = canonicalize({"actor_train": {"data_args": {"template": "qwen3"}}, "chat_template": "chatml"})
+    assert [issue.path for issue in issues] == ["actor_train.data_args.template"]

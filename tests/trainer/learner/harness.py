@@ -94,6 +94,7 @@ class LearnerHarness:
             publisher=self.publisher,
             trainer=trainer,
             checkpoints=checkpoints,
+            uploads=None,
             batch_log=BatchLog(self.folder, self.config.record_batches, epoch),
             evaluations=Evaluations(self.buffer, self.sink, self.log, self.folder / "evaluations", epoch=epoch),
             intake=GroupIntake(self.buffer, self.config, GROUPS_PER_STEP, False, 11),

@@ -167,9 +167,9 @@ def test_checkpoints_of_earlier_builds_are_taken_over(tmp_path: Path) -> None:
         del tree["epoch"]
         (folder / "learner.json").write_text(json.dumps(tree))
         digests = json.loads((folder / "manifest.json").read_text())
-        from offbeat.trainer.training.checkpoint import _fingerprint
+        from offbeat.trainer.training.checkpoint import fingerprint
 
-        digests["learner.json"] = _fingerprint(folder / "learner.json")
+        digests["learner.json"] = fingerprint(folder / "learner.json")
         (folder / "manifest.json").write_text(json.dumps(digests))
     (old / ".writing-host~17-0-step-000012").mkdir()
     (old / "step-000004-mine").mkdir()

@@ -1,0 +1,303 @@
+"""Copies of checkpoints in a store that fsspec reaches.
+
+A run's folder in the store: `step-000020.000003-000007/` (a checkpoint's files; epoch 3, serial 7),
+`manifest-000003-000002.json` (complete checkpoints in order of writing) and `.epoch-000003`.
+
+Invariants: every object is written once, under a name of its writer's epoch, so nobody can replace another epoch's. The
+newest manifest of the highest epoch is the list; it names a checkpoint after its last file, its `manifest.json`, has
+been stored and verified. A learner takes a checkpoint off its list, then looks for later epochs, then deletes; a
+successor announces its epoch before it reads the list. So it sees that list, or nothing is deleted. This needs a store
+whose reads and listings show completed writes: S3, GCS, Azure, file systems.
+"""
+
+# pyright: basic
+import json
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from offbeat.services.errors import FencedError, RetryableError
+from offbeat.trainer.training.checkpoint import (
+    MANIFEST,
+    PREFIX,
+    READ_SIZE,
+    SCHEMA,
+    Checkpoint,
+    CheckpointError,
+    RemoteCheckpoint,
+    fingerprint,
+    read_checkpoint,
+)
+from offbeat.trainer.training.durable_files import sync_tree
+from offbeat.trainer.training.fenced_folder import EPOCH, delete
+
+LISTS = re.compile(r"manifest-(\d{6})-(\d{6})\.json")
+CHECKPOINT = re.compile(rf"{PREFIX}(\d{{6}})\.(\d{{6}})-(\d{{6}})")
+BUCKETS = ("s3", "s3a", "gs", "gcs", "abfs", "az", "abfss", "oss", "oci", "r2")
+"""Protocols without folders; making one could make a bucket."""
+
+
+class StoreError(RetryableError):
+    """Failed access to a store."""
+
+
+class SourceError(Exception):
+    """Local checkpoint that is gone or damaged."""
+
+
+class RemoteFolder:
+    """A run's folder in a store, read by anyone and written by one epoch."""
+
+    def __init__(self, url: str, epoch: int = 0) -> None:
+        """epoch: of the writer; 0 reads only. Raises `CheckpointError` for an unusable URL."""
+        self.url = url.rstrip("/")
+        self._epoch = epoch
+        try:
+            self._fs, root = fsspec.core.url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            raise CheckpointError(f"{url} can't be used: {error}") from error
+        self._root = str(root).rstrip("/")
+        self._listed: list[RemoteCheckpoint] = []
+        self._sequence = 0
+        self.is_taken = False
+
+    def take_over(self) -> None:
+        """Announce the epoch and adopt the earlier ones' checkpoints.
+
+        Raises:
+            FencedError: a later epoch has the folder.
+            StoreError: no access.
+        """
+        with self._translating():
+            self._make_folder(self._root)
+            self._fs.pipe_file(f"{self._root}/{EPOCH}{self._epoch:06d}", b"")
+            self._check()
+            self._listed = list(self._newest_list()[1])
+            self._write_list()
+            listed = {each.name for each in self._listed}
+            for name in self._names():
+                match = CHECKPOINT.fullmatch(name)
+                if match and name not in listed and int(match[2]) < self._epoch:
+                    self._delete(name)
+        self.is_taken = True
+
+    @property
+    def checkpoints(self) -> Sequence[RemoteCheckpoint]:
+        """Complete checkpoints as of this writer's last change, in order of writing."""
+        return tuple(self._listed)
+
+    def read_list(self) -> list[RemoteCheckpoint]:
+        """Return the complete checkpoints, in order of writing. Raises `StoreError`."""
+        with self._translating():
+            return self._newest_list()[1]
+
+    def upload(self, checkpoint: Checkpoint, retained: Sequence[str], *, read_back: bool) -> RemoteCheckpoint:
+        """Store and list a checkpoint; delete those whose `local_name` is not in `retained`.
+
+        read_back: compare all bytes, not sizes alone.
+
+        Raises:
+            FencedError: a later epoch has the folder.
+            SourceError: the local copy is gone or damaged.
+            StoreError: a file could not be stored, or differs.
+        """
+        state, path = checkpoint.state, checkpoint.path
+        name = f"{PREFIX}{state.step:06d}.{self._epoch:06d}-{state.serial:06d}"
+        new = RemoteCheckpoint(name, state.step, state.lineage, state.serial, self._epoch)
+        with self._translating():
+            self._check()
+            for file, expected in _read_manifest(path).items():
+                self._store(path / file, f"{self._root}/{name}/{file}", expected, read_back=read_back)
+            manifest = path / MANIFEST
+            self._store(manifest, f"{self._root}/{name}/{MANIFEST}", fingerprint(manifest), read_back=True)
+            if isinstance(self._fs, LocalFileSystem):
+                sync_tree(Path(self._root) / name)
+            others = [each for each in self._listed if each.name != name]
+            kept = [each for each in others if each.local_name in retained and each.step != state.step]
+            self._listed = [*kept, new]
+            self._write_list()
+            self._check()
+            for each in others:
+                if each not in kept:
+                    self._delete(each.name)
+        return new
+
+    def _store(self, source: Path, target: str, expected: Sequence[int], *, read_back: bool) -> None:
+        if not source.is_file() or source.stat().st_size != expected[0]:
+            raise SourceError(f"{source} is gone or damaged")
+        self._make_folder(target.rpartition("/")[0])
+        self._fs.put_file(str(source), target)
+        self._fs.invalidate_cache()
+        size = self._fs.info(target)["size"]
+        if size != expected[0]:
+            raise StoreError(f"{target} has {size} bytes instead of {expected[0]}")
+        if read_back and self._fingerprint(target) != list(expected):
+            if fingerprint(source) != list(expected):
+                raise SourceError(f"{source} is damaged")
+            raise StoreError(f"{target} differs from {source}")
+
+    def _fingerprint(self, path: str) -> list[int]:
+        crc = size = 0
+        with self._fs.open(path, "rb") as file:
+            while chunk := file.read(READ_SIZE):
+                crc, size = zlib.crc32(chunk, crc), size + len(chunk)
+        return [size, crc]
+
+    def _write_list(self) -> None:
+        self._sequence += 1
+        tree = {"schema": SCHEMA, "epoch": self._epoch, "checkpoints": [asdict(each) for each in self._listed]}
+        self._fs.pipe_file(f"{self._root}/{self._list_name(self._sequence)}", json.dumps(tree, indent=2).encode())
+        if self._sequence > 2:  # a reader that has listed the one before can still read it
+            self._fs.rm_file(f"{self._root}/{self._list_name(self._sequence - 2)}")
+
+    def _list_name(self, sequence: int) -> str:
+        return f"manifest-{self._epoch:06d}-{sequence:06d}.json"
+
+    def _newest_list(self) -> tuple[int, list[RemoteCheckpoint]]:
+        """Return the newest whole list and its epoch."""
+        for name in sorted((name for name in self._names() if LISTS.fullmatch(name)), reverse=True):
+            try:
+                tree = json.loads(self._fs.cat_file(f"{self._root}/{name}"))
+                return int(tree["epoch"]), [RemoteCheckpoint(**each) for each in tree["checkpoints"]]
+            except (FileNotFoundError, ValueError, KeyError, TypeError):  # replaced since, or half written
+                continue
+        return 0, []
+
+    def _names(self) -> list[str]:
+        self._fs.invalidate_cache()
+        try:
+            return [str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
+        except FileNotFoundError:
+            return []
+
+    def _check(self) -> None:
+        newest = self._newest_epoch()
+        if newest > self._epoch:
+            raise FencedError(
+                f"{self.url} belongs to a learner of epoch {newest}; this learner's epoch is {self._epoch}"
+            )
+
+    def _is_fenced(self) -> bool:
+        """Return True if a later epoch is known to have the folder."""
+        try:
+            return bool(self._epoch) and self._newest_epoch() > self._epoch
+        except Exception:  # no access: the caller reports that
+            return False
+
+    def _newest_epoch(self) -> int:
+        return max((int(name.removeprefix(EPOCH)) for name in self._names() if name.startswith(EPOCH)), default=0)
+
+    def _delete(self, name: str) -> None:
+        folder = f"{self._root}/{name}"
+        if self._fs.exists(f"{folder}/{MANIFEST}"):  # first, so that no reader takes the rest for a checkpoint
+            self._fs.rm_file(f"{folder}/{MANIFEST}")
+        if self._fs.exists(folder):
+            self._fs.rm(folder, recursive=True)
+
+    def _make_folder(self, path: str) -> None:
+        protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
+        if not protocols & set(BUCKETS):
+            self._fs.makedirs(path, exist_ok=True)
+
+    def fetch(self, name: str, folder: Path) -> Checkpoint:
+        """Download and verify a checkpoint of this folder into `folder`, unless it is there.
+
+        Raises:
+            CheckpointError: incomplete or damaged.
+            StoreError: no access.
+        """
+        target = folder / (f"{PREFIX}{match[1]}" if (match := CHECKPOINT.fullmatch(name)) else name)
+        source = f"{self._root}/{name}"
+        with self._translating():
+            try:
+                manifest = self._fs.cat_file(f"{source}/{MANIFEST}")
+            except FileNotFoundError:
+                raise CheckpointError(f"{self.url}/{name} is not a complete checkpoint: it has no {MANIFEST}") from None
+            if (target / MANIFEST).is_file() and (target / MANIFEST).read_bytes() == manifest:
+                return read_checkpoint(target)
+            temporary = folder / f".fetching-{name}"
+            delete(temporary)
+            for file in _parse_manifest(manifest):
+                if not (temporary / file).resolve().is_relative_to(temporary.resolve()):
+                    raise CheckpointError(f"{self.url}/{name} names a file outside of it: {file}")
+                (temporary / file).parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    self._fs.get_file(f"{source}/{file}", str(temporary / file))
+                except FileNotFoundError:
+                    raise CheckpointError(f"{self.url}/{name} lacks {file}") from None
+            (temporary / MANIFEST).write_bytes(manifest)
+        read_checkpoint(temporary)
+        for earlier in folder.iterdir():
+            if earlier != temporary:
+                delete(earlier)
+        return read_checkpoint(temporary.rename(target))
+
+    @contextmanager
+    def _translating(self) -> Iterator[None]:
+        """Translate what the libraries of the many stores raise, which has no common base."""
+        try:
+            yield
+        except (FencedError, SourceError, CheckpointError):
+            raise
+        except Exception as error:
+            if self._is_fenced():  # a successor removes what was not complete
+                self._check()
+            if isinstance(error, StoreError):
+                raise
+            said = " ".join(str(error).split()) or type(error).__name__
+            raise StoreError(f"{self.url}: {said}") from error
+
+
+def fetch_by_url(url: str, folder: Path) -> Checkpoint:
+    """Download a checkpoint: of a URL of one, of a run's newest, or of the only run in a folder.
+
+    Raises:
+        CheckpointError: no, or several, runs; incomplete or damaged.
+        StoreError: no access.
+    """
+    parent, _, name = url.rstrip("/").rpartition("/")
+    if name.startswith(PREFIX):
+        run = RemoteFolder(parent)
+        listed = run.read_list()
+        found = [each.name for each in listed if name in (each.name, each.local_name)]
+        if listed and not found:
+            raise CheckpointError(f"{url} is not complete: {parent} has {', '.join(each.name for each in listed)}")
+        return run.fetch(found[-1] if found else name, folder)
+    runs = _runs_below(url)
+    if len(runs) > 1:
+        told = ", ".join(f"{run.url} (step {listed[-1].step})" for run, listed in runs)
+        raise CheckpointError(f"{url} has checkpoints of several runs: name one: {told}")
+    if not runs:
+        raise CheckpointError(f"{url} has no complete checkpoint")
+    run, listed = runs[0]
+    return run.fetch(listed[-1].name, folder)
+
+
+def _runs_below(url: str) -> list[tuple[RemoteFolder, list[RemoteCheckpoint]]]:
+    top = RemoteFolder(url)
+    if listed := top.read_list():
+        return [(top, listed)]
+    with top._translating():
+        below = [RemoteFolder(f"{top.url}/{name}") for name in sorted(top._names()) if not name.startswith(".")]
+    return [(run, listed) for run in below if (listed := run.read_list())]
+
+
+def _read_manifest(path: Path) -> dict[str, list[int]]:
+    try:
+        return _parse_manifest((path / MANIFEST).read_bytes())
+    except OSError as error:
+        raise SourceError(f"{path} is gone: {error}") from error
+
+
+def _parse_manifest(content: bytes) -> dict[str, Any]:
+    try:
+        return dict(json.loads(content))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"unreadable {MANIFEST}: {error}") from error
