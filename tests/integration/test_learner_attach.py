@@ -187,7 +187,8 @@ def test_a_run_that_is_over_is_not_trained(alone: Run) -> None:
 
 def test_shared_memory_is_refused_across_hosts(redis_server: str, tmp_path: Path) -> None:
     with a_run(redis_server, tmp_path, "far", ("weights.transport=shm",)) as run:
-        report = ReplicaReport(-1, time.time(), host="gpu-7", memory="another-boot:26")
+        # a replica reports each second: its newest report must not age while the command starts
+        report = ReplicaReport(-1, time.time() + 600, host="gpu-7", memory="another-boot:26")
         run.redis.hset(RunKeys("far").served, "replica", encode_report(report))
         ended = attach("far", "--redis", run.url)
     assert ended.returncode == 2
