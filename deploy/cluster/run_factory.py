@@ -80,7 +80,7 @@ class RunComponents:
         self._redis = redis
         self._watch = watch
         external = config.control.learner == "external"
-        learner = ExternalLearner(config, redis) if external else ManagedLearner(config, redis, redis_url)
+        learner = ExternalLearner(config, redis) if external else ManagedLearner(config, redis, redis_url, uid)
         self._workers = WorkerPool(config, redis_url, uid)
         self._generation = _build_generation(config, redis, redis_url, serve_status, uid)
         broker = broker_component(config, redis_url, serve_status, uid)

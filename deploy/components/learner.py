@@ -2,6 +2,8 @@
 """Managed and external learners."""
 
 import asyncio
+import logging
+import time
 from pathlib import Path
 
 import ray
@@ -15,12 +17,17 @@ from offbeat.deploy.components.learner_host import (
     read_status,
     request_stop,
 )
-from offbeat.deploy.components.ray_actors import kill_actor
+from offbeat.deploy.components.ray_actors import find_actor, kill_actor
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.control.interfaces import Health, Observation
+from offbeat.services.errors import RetryableError
 from offbeat.services.keys import ENDING, RunKeys
 from offbeat.services.weights.config import WeightsConfig
 
+logger = logging.getLogger(__name__)
+
+KILL_TIMEOUT_S = 10.0
+"""Until a killed actor's name is free."""
 NO_RETRY_EXIT_CODE = 2
 """Unusable configuration or checkpoint."""
 RUN_OVER_EXIT_CODE = 4
@@ -28,13 +35,18 @@ RUN_OVER_EXIT_CODE = 4
 
 
 class LearnerHostActor:
-    def __init__(self, run_id: str, redis_url: str, output_dir: Path, threads: int, standby: bool) -> None:
+    def __init__(self, run_id: str, uid: str, redis_url: str, output_dir: Path, threads: int, standby: bool) -> None:
         self._run_id = run_id
+        self._uid = uid
         self._output_dir = output_dir
-        self._host = LearnerHost(run_id, redis_url, output_dir, threads=threads, standby=standby)
+        self._host = LearnerHost(run_id, redis_url, output_dir, uid=uid, threads=threads, standby=standby)
 
-    def start(self) -> None:
+    def start(self, uid: str) -> bool:
+        """Start a missing learner; return False for a run other than the actor's."""
+        if uid != self._uid:
+            return False
         self._host.start()
+        return True
 
     def stop(self, grace_s: float) -> None:
         from offbeat.services.weights.transports.factory import cleanup  # noqa: PLC0415
@@ -46,10 +58,12 @@ class LearnerHostActor:
 class ManagedLearner:
     name = "learner"
 
-    def __init__(self, config: RunConfig, redis: Redis, redis_url: str) -> None:
+    def __init__(self, config: RunConfig, redis: Redis, redis_url: str, uid: str = "") -> None:
+        """uid: of the run's record."""
         self._config = config
         self._redis = redis
         self._redis_url = redis_url
+        self._uid = uid
         self._run_id = config.exp_name
         self._actor_name = ray_actors.learner_host_name(self._run_id)
         self._reported_death = ""
@@ -62,6 +76,19 @@ class ManagedLearner:
             await asyncio.to_thread(self._start)
 
     def _start(self) -> None:
+        if self._start_in_actor():
+            return
+        logger.warning("run %s: the learner's host is of an earlier run of this name and is replaced", self._run_id)
+        kill_actor(self._actor_name)
+        deadline = time.monotonic() + KILL_TIMEOUT_S
+        while find_actor(self._actor_name) is not None:
+            if time.monotonic() > deadline:
+                raise RetryableError(f"actor {self._actor_name} of an earlier run of this name does not end")
+            time.sleep(0.05)
+        if not self._start_in_actor():
+            raise RetryableError(f"actor {self._actor_name} is of another run of this name")
+
+    def _start_in_actor(self) -> bool:
         train = self._config.actor_train
         gpus = train.num_processes if train.device == "cuda" else 0
         options = {"num_cpus": 0, "num_gpus": gpus, "max_concurrency": 2}
@@ -76,6 +103,7 @@ class ManagedLearner:
             )
             .remote(
                 self._run_id,
+                self._uid,
                 self._redis_url,
                 self._config.output_dir.resolve(),
                 train.num_threads,
@@ -83,7 +111,7 @@ class ManagedLearner:
             )
         )
         try:
-            ray.get(actor.start.remote(), timeout=60.0)
+            return ray.get(actor.start.remote(self._uid), timeout=60.0)
         except RayTaskError as error:
             raise error.cause from error
 
