@@ -64,6 +64,16 @@ class HfEngine:
         await engine.generate(GenerateRequest("warm-up", (0,), Sampling(max_new_tokens=2)), -1)
         return engine
 
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a row."""
+        return self._scheduler.num_running
+
+    @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens whose keys and values were found, since the start."""
+        return self._scheduler.reused_tokens
+
     def salted(self, salt: str) -> "HfEngine":
         """Return the engine: a run loads weights before it samples, and that drops all earlier keys and values."""
         del salt

@@ -83,6 +83,10 @@ class Scheduler:
         """Prompt tokens that were not computed again."""
 
     @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
