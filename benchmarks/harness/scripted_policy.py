@@ -7,8 +7,8 @@ from pathlib import Path
 
 from offbeat.envs.frozen_lake.maps import ACTIONS
 from offbeat.services.chat.append_only import ChatFormat
+from offbeat.services.generation.engine import LoadTimes
 from offbeat.services.generation.replica import GenerationReplica
-from offbeat.services.generation.vllm.engine import LoadTimes
 from offbeat.services.messages.types import (
     Completion,
     FinishReason,

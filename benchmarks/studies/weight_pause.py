@@ -25,7 +25,8 @@ from offbeat.benchmarks.weights import (
 )
 from offbeat.envs.frozen_lake import WORDS
 from offbeat.services.generation.config import GenerationConfig
-from offbeat.services.generation.vllm.engine import LoadTimes, VllmEngine
+from offbeat.services.generation.engine import LoadTimes
+from offbeat.services.generation.vllm.engine import VllmEngine
 from offbeat.services.messages.types import GenerateRequest, Sampling
 from offbeat.trainer.config.learner import ModelArgs
 from offbeat.trainer.models.loading import load_policy

@@ -63,6 +63,9 @@ def find_mismatches(config: RunConfig, architecture: Mapping[str, JsonValue], of
         yield f"its model differs from the run's: {', '.join(different)} of config.json differ"
     if config.sequence_length > offer.sequence_length:
         yield f"its context of {offer.sequence_length} tokens is below the run's sequence_length of {config.sequence_length}"
+    offered, requested = (each.strategy_args.strategy_name for each in (offer.config, config.actor_infer))
+    if offered != requested:
+        yield f"its engine is {offered}, the run's is {requested} (actor_infer.strategy_args.strategy_name)"
     if BACKENDS[config.weights.transport] != BACKENDS[offer.transport]:
         yield f"takes weights by {offer.transport}, the run sends them by {config.weights.transport} (weights.transport)"
     offered_rank, requested_rank = offer.config.engine.max_lora_rank, config.actor_infer.engine.max_lora_rank

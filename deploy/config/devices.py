@@ -20,7 +20,8 @@ def choose_devices(config: RunConfig, gpus: float) -> RunConfig:
     if gpus < 1 or not is_installed(GPU_ENGINE):
         return config
     infer, train = config.actor_infer, config.actor_train
-    if "device" not in infer.model_fields_set and infer.num_replicas * infer.engine.world_size <= gpus:
+    suffice = infer.num_replicas * infer.engine.world_size <= gpus
+    if "device" not in infer.model_fields_set and suffice and infer.strategy_args.strategy_name == "vllm":
         infer = infer.model_copy(update={"device": "cuda"})
     engines = infer.num_replicas * infer.engine.world_size if infer.device == "cuda" else 0
     scorers = sum(role.num_replicas for role in scored_roles(config, config.reference))

@@ -18,6 +18,7 @@ from offbeat.services.devices import EngineDevices
 from offbeat.services.errors import RetryableError
 from offbeat.services.generation.client import DEPLOYMENT
 from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.engine import SharedEngine
 from offbeat.services.generation.placement import claim_devices, deployment_options
 from offbeat.services.generation.replica import ReplicaStatus
 from offbeat.services.generation.tenancy import (
@@ -28,7 +29,6 @@ from offbeat.services.generation.tenancy import (
     make_offer,
     read_architecture,
 )
-from offbeat.services.generation.vllm.engine import VllmEngine
 from offbeat.services.messages.codec import decode_requests, encode_completions
 from offbeat.services.redis.connection import connect_async
 from offbeat.services.redis.errors import complaint
@@ -78,13 +78,7 @@ class GenerationDeployment:
             await self._make_offer()
         self._tenancy: Tenancy | None = None
         self._occupied = asyncio.Event()
-        self._engine = await VllmEngine.start(
-            s.config,
-            s.model,
-            sequence_length=s.sequence_length,
-            seed=s.seed + context.rank.rank,
-            transport=s.transport,
-        )
+        self._engine = await _start_engine(s, s.seed + context.rank.rank)
         if s.tenant is not None:
             await self._serve(s.tenant)
         # A million objects of torch and vLLM stay for good: without this the collector walks them between requests.
@@ -164,6 +158,21 @@ class GenerationDeployment:
         engine = self.__dict__.get("_engine")
         if engine is not None:
             engine.close()
+
+
+async def _start_engine(settings: ReplicaSettings, seed: int) -> SharedEngine:
+    """Start the configured engine, with random weights until a run's are loaded."""
+    s = settings
+    # each imports libraries that take seconds, and that the other does not need
+    if s.config.strategy_args.strategy_name == "hf_infer":
+        from offbeat.services.generation.hf.engine import HfEngine  # noqa: PLC0415
+
+        return await HfEngine.start(s.config, s.model, sequence_length=s.sequence_length, seed=seed)
+    from offbeat.services.generation.vllm.engine import VllmEngine  # noqa: PLC0415
+
+    return await VllmEngine.start(
+        s.config, s.model, sequence_length=s.sequence_length, seed=seed, transport=s.transport
+    )
 
 
 def build(

@@ -59,11 +59,14 @@ class VllmConfig(Config):
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
+HF_ARGUMENTS = ("max_model_len", "max_num_seqs", "enable_prefix_caching", "max_lora_rank")
+"""`VllmConfig`'s fields that `hf_infer` has, too."""
+
 UNSUPPORTED = {
-    "sglang": "vLLM alone updates weights under running requests here",
+    "sglang": "it can't change weights under running requests here",
     "megatron_infer": "vLLM shards engines by tensor_parallel_size and pipeline_parallel_size",
     **dict.fromkeys(
-        ("hf_infer", "deepspeed_infer", "fsdp2_infer"),
+        ("deepspeed_infer", "fsdp2_infer"),
         "it computes logprobs of frozen models, for `reference` and a `teacher`",
     ),
 }
@@ -73,14 +76,15 @@ UNSUPPORTED = {
 class EngineStrategy(Config):
     """Engine; ROLL's `strategy_args`."""
 
-    strategy_name: Literal["vllm"] = "vllm"
+    strategy_name: Literal["vllm", "hf_infer"] = "vllm"
+    """`hf_infer`: transformers in the replica's process, for small models on a CPU."""
     strategy_config: VllmConfig = VllmConfig()
 
     @field_validator("strategy_name", mode="before")
     @classmethod
     def _is_supported(cls, value: object) -> object:
         if isinstance(value, str) and value in UNSUPPORTED:
-            raise ValueError(f"{value} can't sample ({UNSUPPORTED[value]}): take vllm")
+            raise ValueError(f"{value} can't sample ({UNSUPPORTED[value]}): take vllm or hf_infer")
         return value
 
 

@@ -1,6 +1,6 @@
 """Counters of a replica between two metric records."""
 
-from offbeat.services.generation.vllm.engine import LoadTimes
+from offbeat.services.generation.engine import LoadTimes
 from offbeat.services.messages.types import Completion
 from offbeat.services.telemetry import MetricRecord, Partial, mean
 

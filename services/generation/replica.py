@@ -13,8 +13,8 @@ from typing import TypedDict
 
 from offbeat.services.errors import GenerationError, RetryableError, WeightsError
 from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.engine import PolicyEngine
 from offbeat.services.generation.metrics import Counts
-from offbeat.services.generation.vllm.engine import PolicyEngine
 from offbeat.services.messages.types import Completion, GenerateRequest, Manifest
 from offbeat.services.telemetry import MetricRecord
 from offbeat.services.weights.api import WeightSubscriber

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from offbeat.services.generation.config import EngineModelArgs, GenerationConfig
+from offbeat.services.generation.tensor_file import TensorFile
 from offbeat.services.generation.vllm.engine import engine_arguments, engine_environment
-from offbeat.services.generation.vllm.tensor_file import TensorFile
 
 
 class OneDiffers:

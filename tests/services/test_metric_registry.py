@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from offbeat.deploy.report.metrics_page import render_page
+from offbeat.services.generation.engine import LoadTimes
 from offbeat.services.generation.metrics import Counts
-from offbeat.services.generation.vllm.engine import LoadTimes
 from offbeat.services.messages.types import Completion
 from offbeat.services.metric_registry import METRICS, RENAMED, current_names, find_metric
 from offbeat.services.rollout.metrics import OWN_METRICS

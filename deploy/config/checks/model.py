@@ -32,6 +32,8 @@ SHAPE_KEYS = (
 
 def check_engine_arguments(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield arguments unknown to the installed vLLM."""
+    if config.actor_infer.strategy_args.strategy_name != "vllm":
+        return
     known = engine_argument_names()
     for name in config.actor_infer.engine.model_extra or ():
         if not known or name in known:

@@ -12,6 +12,7 @@ from offbeat.deploy.config.checks.agents import check_agent, check_function
 from offbeat.deploy.config.checks.data import check_data, check_rows
 from offbeat.deploy.config.checks.devices import check_devices
 from offbeat.deploy.config.checks.episodes import check_episodes
+from offbeat.deploy.config.checks.hf_infer import check_hf_infer
 from offbeat.deploy.config.checks.lora import check_lora
 from offbeat.deploy.config.checks.model import check_engine_arguments, check_resumed_model
 from offbeat.deploy.config.checks.prompts import OnStep, check_first_prompts, ignore_step
@@ -76,6 +77,7 @@ def _check_static(config: RunConfig, cores: float | None, nodes: Sequence[Cluste
         *check_devices(config, nodes),
         *_check_model(config),
         *check_engine_arguments(config),
+        *check_hf_infer(config),
         *check_resumed_model(config),
         *check_sampling(config),
         *check_lora(config),
@@ -241,7 +243,8 @@ def _check_model(config: RunConfig) -> Iterator[ConfigIssue]:
     heads, width = text.get("num_attention_heads"), text.get("hidden_size")
     if isinstance(heads, int) and isinstance(width, int):
         head_dim = text.get("head_dim") or width // heads
-        if config.actor_infer.device == "cpu" and head_dim < MIN_CPU_HEAD_DIM:
+        infer = config.actor_infer
+        if infer.device == "cpu" and infer.strategy_args.strategy_name == "vllm" and head_dim < MIN_CPU_HEAD_DIM:
             yield ConfigIssue(
                 "pretrain", f"head dimension {head_dim} is too small for vLLM on a CPU: at least {MIN_CPU_HEAD_DIM}"
             )

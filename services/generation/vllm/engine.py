@@ -5,14 +5,14 @@ import asyncio
 import logging
 import os
 import time
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 from offbeat.services.chat.vision import model_family
 from offbeat.services.errors import RetryableError
 from offbeat.services.generation.config import UTILIZATION, GenerationConfig
+from offbeat.services.generation.engine import LoadTimes
 from offbeat.services.generation.vllm.update_request import TAKE_ADAPTER, is_whole, update_request_of
 from offbeat.services.messages.types import (
     Completion,
@@ -32,40 +32,6 @@ the time of small batches.
 MAX_CACHED_SAMPLING_PARAMS = 1024
 """Turns differ in their maximum tokens."""
 SHUTDOWN_TIMEOUT_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class LoadTimes:
-    """Of a weight update, s."""
-
-    pause_s: float
-    """From the pause request until the engine runs again."""
-    load_s: float
-    """Loading and comparing; before the pause if staged."""
-
-
-class PolicyEngine(Protocol):
-    async def generate(self, request: GenerateRequest, version: int) -> Completion:
-        """Sample one turn under `version`; refused requests yield `error`.
-
-        Raises:
-            RetryableError: the engine died.
-        """
-        ...
-
-    async def stage(self, path: Path) -> None:
-        """Prepare a version while sampling, as far as possible."""
-        ...
-
-    async def load(self, path: Path, version: int) -> LoadTimes:
-        """Switch to the staged version; any error leaves the engine unusable."""
-        ...
-
-    async def check(self) -> None:
-        """Raise `RetryableError` if the engine is dead."""
-        ...
-
-    def close(self) -> None: ...
 
 
 def engine_environment(config: GenerationConfig) -> dict[str, str]:

@@ -13,7 +13,7 @@ import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-from offbeat.services.generation.vllm.tensor_file import TensorFile
+from offbeat.services.generation.tensor_file import TensorFile
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 """Relative error of a packed matrix's probe, beyond rounding."""

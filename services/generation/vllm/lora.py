@@ -16,8 +16,8 @@ import torch
 from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
 from vllm.lora.request import LoRARequest
 
+from offbeat.services.generation.tensor_file import TensorFile
 from offbeat.services.generation.vllm.loading import TOLERANCE, LoadError, fused_names
-from offbeat.services.generation.vllm.tensor_file import TensorFile
 
 NAME, NUMBER = "policy", 1
 SETTINGS, ADAPTER, BASE = "adapter_config.json", "adapter_model.safetensors", "model.safetensors"

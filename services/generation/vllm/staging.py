@@ -19,8 +19,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 from vllm.platforms import current_platform
 
+from offbeat.services.generation.tensor_file import TensorFile
 from offbeat.services.generation.vllm.loading import compare, finish_reload
-from offbeat.services.generation.vllm.tensor_file import TensorFile
 
 SLICE_S = (0.002, 0.05)
 """Shortest and longest slice; between, half of the time since the last."""

@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+from offbeat.services.generation.tensor_file import TensorFile
 from offbeat.services.generation.vllm.loading import compare, finish_reload
 from offbeat.services.generation.vllm.lora import (
     BASE,
@@ -27,7 +28,6 @@ from offbeat.services.generation.vllm.lora import (
     unwrap,
 )
 from offbeat.services.generation.vllm.staging import Staging, can_stage
-from offbeat.services.generation.vllm.tensor_file import TensorFile
 from offbeat.services.process import die_with_parent
 
 

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from offbeat.services.errors import RetryableError, WeightsError
-from offbeat.services.generation.vllm.engine import LoadTimes
+from offbeat.services.generation.engine import LoadTimes
 from offbeat.services.messages.types import (
     Completion,
     GenerateRequest,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from offbeat.services.generation.vllm.tensor_file import DTYPES, TensorFile
+from offbeat.services.generation.tensor_file import DTYPES, TensorFile
 
 pytestmark = pytest.mark.slow
 

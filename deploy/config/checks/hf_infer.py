@@ -1,0 +1,54 @@
+"""Checks of the engine by transformers (`actor_infer.strategy_args.strategy_name: hf_infer`)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.vocabulary import MissingWordsError
+from offbeat.deploy.run_setup import load_architecture
+from offbeat.services.chat.vision import model_family
+from offbeat.services.generation.config import HF_ARGUMENTS
+from offbeat.services.generation.hf.limits import architecture_problem, bytes_per_token, cache_problem
+from offbeat.trainer.config.aliases import ENGINE
+from offbeat.trainer.config.issue import ConfigIssue
+
+NAME = "actor_infer.strategy_args.strategy_name"
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def check_hf_infer(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield what `hf_infer` does not support; nothing for another engine."""
+    infer = config.actor_infer
+    if infer.strategy_args.strategy_name != "hf_infer":
+        return
+    engine = infer.engine
+    unsupported = [
+        name
+        for name, field in type(engine).model_fields.items()
+        if name not in HF_ARGUMENTS and getattr(engine, name) != field.default
+    ]
+    for name in (*unsupported, *(engine.model_extra or ())):
+        yield ConfigIssue(
+            f"{ENGINE}.{name}", f"hf_infer has {', '.join(HF_ARGUMENTS)} alone: leave {name} out, or take vllm"
+        )
+    if infer.device == "cuda":
+        yield ConfigIssue("actor_infer.device", "hf_infer computes on a CPU: take cpu, or vllm on GPUs")
+    has_vision = (
+        config.tiny.vision is not None if config.pretrain == "tiny" else model_family(Path(config.pretrain)) is not None
+    )
+    if has_vision:
+        yield ConfigIssue(NAME, "the policy has image input, and hf_infer reads none: take vllm")
+    yield from _check_model(config)
+
+
+def _check_model(config: RunConfig) -> Iterator[ConfigIssue]:
+    try:
+        architecture = load_architecture(config)
+        token_bytes = bytes_per_token(architecture, ITEMSIZE[config.actor_infer.model_args.dtype or "float32"])
+    except (OSError, ValueError, KeyError, MissingWordsError):
+        return  # an unreadable model has its own error
+    if problem := architecture_problem(architecture):
+        yield ConfigIssue(NAME, f"{config.pretrain}: {problem}: take vllm")
+    context = config.actor_infer.engine.max_model_len or config.sequence_length
+    if problem := cache_problem(config.actor_infer.kv_cache_gib, context, token_bytes):
+        yield ConfigIssue("actor_infer.kv_cache_gib", problem)

@@ -1,0 +1,49 @@
+"""Interface of engines."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from offbeat.services.messages.types import Completion, GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTimes:
+    """Of a weight update, s."""
+
+    pause_s: float
+    """From the pause request until the engine runs again."""
+    load_s: float
+    """Loading and comparing; before the pause if staged."""
+
+
+class PolicyEngine(Protocol):
+    async def generate(self, request: GenerateRequest, version: int) -> Completion:
+        """Sample one turn under `version`; refused requests yield `error`.
+
+        Raises:
+            RetryableError: the engine died.
+        """
+        ...
+
+    async def stage(self, path: Path) -> None:
+        """Prepare a version while sampling, as far as possible."""
+        ...
+
+    async def load(self, path: Path, version: int) -> LoadTimes:
+        """Switch to the staged version; any error leaves the engine unusable."""
+        ...
+
+    async def check(self) -> None:
+        """Raise `RetryableError` if the engine is dead."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SharedEngine(PolicyEngine, Protocol):
+    """Engine that serves one run after another."""
+
+    def salted(self, salt: str) -> PolicyEngine:
+        """Return the engine for a run, which reuses no keys and values of another one."""
+        ...

@@ -1,0 +1,1 @@
+"""Engine by transformers in the replica's own process."""

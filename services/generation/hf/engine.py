@@ -1,0 +1,202 @@
+"""Engine by transformers: an event loop schedules, one thread computes, and weights change between two passes.
+
+Invariants: no pass runs while weights are exchanged, so that every token has one version; new requests reuse no keys and
+values of older weights.
+"""
+
+# pyright: basic
+import asyncio
+import math
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from offbeat.services.errors import GenerationError, RetryableError
+from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.engine import LoadTimes
+from offbeat.services.generation.hf.attention import KvCache
+from offbeat.services.generation.hf.layout import Chunk, StepLayout
+from offbeat.services.generation.hf.limits import cache_problem
+from offbeat.services.generation.hf.model import PolicyModel, Version
+from offbeat.services.generation.hf.rows import RowStore
+from offbeat.services.generation.hf.sampler import sample
+from offbeat.services.generation.hf.scheduler import PlannedChunk, RunningSequence, Scheduler
+from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
+
+MAX_PASSES_BEFORE_LOAD = 2
+"""Passes in which submitted requests reach their first token before weights change, lest they be sampled again."""
+
+
+class HfEngine:
+    def __init__(self, model: PolicyModel, config: GenerationConfig, context: int, seed: int) -> None:
+        """context: longest sequence, tokens. Raises GenerationError if the cache does not hold one."""
+        if problem := cache_problem(config.kv_cache_gib, context, model.bytes_per_token):
+            raise GenerationError(f"actor_infer.kv_cache_gib: {problem}")
+        num_rows = int(config.kv_cache_gib * 2**30) // (context * model.bytes_per_token)
+        self._model = model
+        self._context = context
+        self._recompute = config.on_weight_update == "recompute"
+        self._timeout_s = config.update_timeout_s
+        self._cache = KvCache(num_rows, context)
+        rows = RowStore(num_rows, shares_prefixes=config.engine.enable_prefix_caching)
+        self._scheduler = Scheduler(rows, config.engine.max_num_seqs, self._cache.copy)
+        self._answers: dict[RunningSequence, asyncio.Future[Completion]] = {}
+        self._generator = torch.Generator().manual_seed(seed)
+        self._version = -1
+        self._staged: tuple[Path, Version, float] | None = None
+        self._between_passes = asyncio.Lock()
+        self._submitted = asyncio.Event()
+        self._pass_began: float | None = None
+        threads = max(1, round(config.cpus_per_replica))
+        self._thread = ThreadPoolExecutor(1, "policy", initializer=torch.set_num_threads, initargs=(threads,))
+        self._passes = asyncio.create_task(self._run())
+
+    @classmethod
+    async def start(cls, config: GenerationConfig, model: Path, *, sequence_length: int, seed: int) -> "HfEngine":
+        """Start with random weights until the first `load`."""
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        dtype = getattr(torch, config.model_args.dtype or "float32")
+        policy = await asyncio.to_thread(PolicyModel, model, dtype)
+        engine = cls(policy, config, config.engine.max_model_len or sequence_length, seed)
+        await engine.generate(GenerateRequest("warm-up", (0,), Sampling(max_new_tokens=2)), -1)
+        return engine
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a row."""
+        return self._scheduler.num_running
+
+    @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens whose keys and values were found, since the start."""
+        return self._scheduler.reused_tokens
+
+    def salted(self, salt: str) -> "HfEngine":
+        """Return the engine: a run loads weights before it samples, and that drops all earlier keys and values."""
+        del salt
+        return self
+
+    async def generate(self, request: GenerateRequest, version: int) -> Completion:
+        del version  # that of a token is known from the pass that sampled it
+        if problem := self._problem(request):
+            return Completion(request.request_id, error=problem)
+        self._raise_if_dead()
+        limit = min(request.sampling.max_new_tokens, self._context - len(request.prompt))
+        sequence = RunningSequence(request, limit, list(request.prompt))
+        answer = self._answers[sequence] = asyncio.get_running_loop().create_future()
+        self._scheduler.add(sequence)
+        self._submitted.set()
+        try:
+            return await answer
+        finally:
+            self._answers.pop(sequence, None)
+
+    async def stage(self, path: Path) -> None:
+        began = time.monotonic()
+        version = await asyncio.to_thread(self._model.read, path)
+        self._staged = path, version, time.monotonic() - began
+
+    async def load(self, path: Path, version: int) -> LoadTimes:
+        if self._staged is None or self._staged[0] != path:
+            await self.stage(path)
+        assert self._staged is not None
+        (_, weights, load_s), self._staged = self._staged, None
+        for _ in range(MAX_PASSES_BEFORE_LOAD):
+            async with self._between_passes:
+                if not self._scheduler.has_unstarted:
+                    break
+            await asyncio.sleep(0)  # an idle engine begins its first pass
+        asked = time.monotonic()
+        async with self._between_passes:
+            self._raise_if_dead()
+            self._model.exchange(weights)
+            self._scheduler.change_weights(recompute=self._recompute)
+            self._version = version
+        return LoadTimes(pause_s=time.monotonic() - asked, load_s=load_s)
+
+    async def check(self) -> None:
+        self._raise_if_dead()
+        if self._pass_began is not None and time.monotonic() > self._pass_began + self._timeout_s:
+            raise RetryableError(f"the engine has computed one pass for {self._timeout_s:g} s")
+
+    def close(self) -> None:
+        self._passes.cancel()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _problem(self, request: GenerateRequest) -> str:
+        """Return why a request is refused; empty if it is not."""
+        if request.images:
+            return "the prompt holds images, and hf_infer reads none"
+        if not 0 < len(request.prompt) < self._context:
+            return f"a prompt of {len(request.prompt)} tokens does not fit a context of {self._context}"
+        if not all(0 <= token < self._model.vocab_size for token in request.prompt):
+            return f"a token id is outside the vocabulary of {self._model.vocab_size}"
+        return ""
+
+    def _raise_if_dead(self) -> None:
+        if self._passes.done():
+            error = None if self._passes.cancelled() else self._passes.exception()
+            raise RetryableError(f"the engine failed: {error or 'closed'}") from error
+
+    async def _run(self) -> None:
+        """Compute passes while there are requests; any error ends the engine."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                await self._submitted.wait()
+                async with self._between_passes:
+                    self._drop_aborted()
+                    if chunks := self._scheduler.plan():
+                        self._pass_began = time.monotonic()
+                        sampled = await loop.run_in_executor(self._thread, self._compute, chunks)
+                        self._pass_began = None
+                        self._record(chunks, sampled)
+                    elif not self._scheduler.has_work:
+                        self._submitted.clear()
+        except Exception as error:
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_exception(RetryableError(f"the engine failed: {error}"))
+            raise
+
+    def _compute(self, chunks: list[PlannedChunk]) -> dict[int, tuple[int, float]]:
+        """Compute a pass; return token and logprob by row, for sequences whose tokens are all computed."""
+        layout = StepLayout([Chunk(each.row.number, each.row.computed, each.tokens) for each in chunks], self._context)
+        logits = self._model.logits(layout, self._cache)
+        sampling = {each.row.number: each.sequence.request.sampling for each in chunks if each.is_last}
+        places = [place for place, row in enumerate(layout.rows) if row in sampling]
+        rows = [layout.rows[place] for place in places]
+        if not rows:
+            return {}
+        ids, logprobs = sample(logits[places], [sampling[row] for row in rows], self._generator)
+        return dict(zip(rows, zip(ids, logprobs, strict=True), strict=True))
+
+    def _record(self, chunks: list[PlannedChunk], sampled: dict[int, tuple[int, float]]) -> None:
+        for chunk in chunks:
+            chunk.row.computed += chunk.count
+            if (result := sampled.get(chunk.row.number)) is None:
+                continue
+            token, logprob = result
+            if math.isnan(logprob):
+                self._cache.clear(chunk.row.number)  # a masked key that is no number spoils every later output
+                chunk.row.computed = 0
+                request_id = chunk.sequence.request.request_id
+                self._answer(chunk.sequence, Completion(request_id, error="the logits are not finite"))
+                continue
+            chunk.sequence.add(token, logprob, self._version)
+            if reason := chunk.sequence.finish_reason():
+                self._answer(chunk.sequence, chunk.sequence.completion(reason))
+
+    def _answer(self, sequence: RunningSequence, completion: Completion) -> None:
+        self._scheduler.remove(sequence)
+        answer = self._answers.get(sequence)
+        if answer is not None and not answer.done():
+            answer.set_result(completion)
+
+    def _drop_aborted(self) -> None:
+        for sequence in self._scheduler.sequences():
+            if sequence not in self._answers:
+                self._scheduler.remove(sequence)

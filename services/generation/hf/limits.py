@@ -1,0 +1,37 @@
+"""What `hf_infer` serves, and the memory of keys and values; from `config.json`, without transformers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def text_config(architecture: Mapping[str, Any]) -> Mapping[str, Any]:
+    return architecture.get("text_config") or architecture
+
+
+def architecture_problem(architecture: Mapping[str, Any]) -> str | None:
+    """Return why the model can't be served; None if it can."""
+    text = text_config(architecture)
+    kinds = set(text.get("layer_types") or ()) - ATTENTION_LAYERS
+    if kinds:
+        return f"it has layers of {', '.join(sorted(kinds))}, and hf_infer keeps keys and values alone"
+    if text.get("attn_logit_softcapping") is not None:
+        return "its attention caps logits, which hf_infer does not"
+    return None
+
+
+def bytes_per_token(architecture: Mapping[str, Any], itemsize: int) -> int:
+    """Return the memory of one token's keys and values. Raises `KeyError` for a key that the file leaves out."""
+    text = text_config(architecture)
+    heads = text.get("num_key_value_heads") or text["num_attention_heads"]
+    dimension = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    return 2 * text["num_hidden_layers"] * heads * dimension * itemsize
+
+
+def cache_problem(kv_cache_gib: float, context: int, token_bytes: int) -> str | None:
+    """Return why the cache is too small; None if it holds a sequence."""
+    needed = context * token_bytes / 2**30
+    if needed <= kv_cache_gib:
+        return None
+    return f"{kv_cache_gib:g} GiB hold no sequence of {context} tokens, which needs {needed:.3g}: take at least that"

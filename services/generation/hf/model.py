@@ -1,0 +1,129 @@
+"""The policy as a transformers model: one pass over rows of the KV cache, and exchange of its weights.
+
+Invariant: a version is complete and fits the model before anything of it is used.
+"""
+
+# pyright: basic
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from offbeat.services.errors import GenerationError, WeightsError
+from offbeat.services.generation.hf.attention import ROW_ATTENTION, KvCache
+from offbeat.services.generation.hf.layout import StepLayout
+from offbeat.services.generation.hf.limits import architecture_problem, bytes_per_token, text_config
+from offbeat.services.generation.tensor_file import TensorFile
+
+SETTINGS, ADAPTER, BASE = "adapter_config.json", "adapter_model.safetensors", "model.safetensors"
+"""PEFT's file names; the base is included if the replica lacks it."""
+PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Low-rank addition to a layer: down [r, in], up [out, r]."""
+
+    down: Tensor
+    up: Tensor
+    scaling: float
+
+    def __call__(self, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output + self.scaling * (inputs[0] @ self.down.T) @ self.up.T
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """Weights read from a file, and adapters by layer."""
+
+    weights: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    adapters: dict[str, Adapter] = field(default_factory=dict[str, Adapter])
+
+
+class PolicyModel:
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        """Make the folder's architecture with random weights.
+
+        Raises:
+            GenerationError: it can't be served.
+        """
+        config = AutoConfig.from_pretrained(folder)
+        architecture = config.to_dict()
+        if problem := architecture_problem(architecture):
+            raise GenerationError(f"{folder}: {problem}")
+        self._model: Any = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=ROW_ATTENTION
+        ).eval()
+        if not self._model._supports_attention_backend:
+            raise GenerationError(f"transformers lets nobody replace the attention of {config.model_type}: take vllm")
+        self._parameters: dict[str, nn.Parameter] = dict(self._model.named_parameters())
+        self._tied = {name for name, _ in self._model.named_parameters(remove_duplicate=False)} - set(self._parameters)
+        self._hooks: list[Any] = []
+        self.dtype = dtype
+        self.vocab_size: int = text_config(architecture)["vocab_size"]
+        self.bytes_per_token = bytes_per_token(architecture, dtype.itemsize)
+
+    @torch.inference_mode()
+    def logits(self, layout: StepLayout, cache: KvCache) -> Tensor:
+        """Compute a pass; return the logits after each chunk's last token, [chunks, V]."""
+        output = self._model(
+            input_ids=layout.token_ids,
+            position_ids=layout.position_ids,
+            use_cache=False,
+            logits_to_keep=layout.last,
+            layout=layout,
+            cache=cache,
+        )
+        return output.logits[0]
+
+    def read(self, path: Path) -> Version:
+        """Read a file of weights or an adapter's folder.
+
+        Raises:
+            WeightsError: it does not fit the model.
+        """
+        if not path.is_dir():
+            return Version(self._read_weights(path))
+        base = path / BASE
+        return Version(self._read_weights(base) if base.exists() else {}, self._read_adapters(path))
+
+    def exchange(self, version: Version) -> None:
+        """Use a version; no pass may run meanwhile."""
+        for name, tensor in version.weights.items():
+            self._parameters[name].data = tensor
+        for hook in self._hooks:
+            hook.remove()
+        modules = dict(self._model.named_modules())
+        self._hooks = [modules[name].register_forward_hook(each) for name, each in version.adapters.items()]
+
+    def _read_weights(self, path: Path) -> dict[str, Tensor]:
+        with TensorFile(path) as file:
+            names = set(file.names()) - self._tied
+            if missing := sorted(self._parameters.keys() - names):
+                raise WeightsError(f"{missing[0]} is not in the file {path.name}, nor are {len(missing) - 1} others")
+            if unknown := sorted(names - self._parameters.keys()):
+                raise WeightsError(f"{path.name} holds {unknown[0]}, which the model has not")
+            weights = {name: file.get_tensor(name).to(self.dtype, copy=True) for name in self._parameters}
+        for name, tensor in weights.items():
+            if tensor.shape != self._parameters[name].shape:
+                raise WeightsError(
+                    f"{name} has shape {list(tensor.shape)} in the file, {list(self._parameters[name].shape)} in the model"
+                )
+        return weights
+
+    def _read_adapters(self, folder: Path) -> dict[str, Adapter]:
+        settings = json.loads((folder / SETTINGS).read_text())
+        scaling = settings["lora_alpha"] / settings["r"]
+        modules = dict(self._model.named_modules())
+        with TensorFile(folder / ADAPTER) as file:
+            tensors = {name.removeprefix(PREFIX): tensor.to(self.dtype, copy=True) for name, tensor in file.items()}
+        paths = sorted({name.rsplit(".", 2)[0] for name in tensors})
+        if other := [path for path in paths if not isinstance(modules.get(path), nn.Linear)]:
+            raise WeightsError(f"{other[0]} takes no adapter here")
+        return {
+            path: Adapter(tensors[f"{path}.lora_A.weight"], tensors[f"{path}.lora_B.weight"], scaling) for path in paths
+        }

@@ -1,0 +1,153 @@
+"""Rows of the KV cache: which sequence holds which, and whose prefix the next prompt may reuse.
+
+Invariants: a row is reused only under the weights that computed it; idle rows are reused least recently used first.
+"""
+
+import heapq
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+CHUNK = 16
+"""Tokens by which prefixes are indexed; a shorter prefix is not looked for."""
+MAX_CANDIDATES = 16
+"""Rows compared token by token per look-up."""
+
+
+@dataclass(slots=True)
+class Row:
+    """Tokens whose keys and values a row holds, or will once they are computed."""
+
+    number: int
+    tokens: array = field(default_factory=lambda: array("i"))
+    computed: int = 0
+    """Of `tokens`, from the first."""
+    chunks: list[int] = field(default_factory=list[int])
+    """Digests of the prefixes of `tokens` by which the row is indexed."""
+    is_idle: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Row with the longest common prefix."""
+
+    row: Row
+    length: int
+    """Tokens in common."""
+
+    @property
+    def usable(self) -> int:
+        return min(self.length, self.row.computed)
+
+
+class RowStore:
+    def __init__(self, num_rows: int, *, shares_prefixes: bool) -> None:
+        self._shares = shares_prefixes
+        self._free = list(range(num_rows))
+        self._idle: OrderedDict[int, Row] = OrderedDict()
+        self._index: dict[int, dict[int, Row]] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Rows that can be taken."""
+        return len(self._free) + len(self._idle)
+
+    def find(self, prompt: array) -> Match | None:
+        """Return the row that shares most of a prompt's tokens but the last, whose logits are needed."""
+        best: Match | None = None
+        for digest in reversed(_digests(prompt)):
+            for row in list(self._index.get(digest, {}).values())[:MAX_CANDIDATES]:
+                match = Match(row, _common_length(prompt, row.tokens, len(prompt) - 1))
+                if best is None or (match.usable, row.is_idle) > (best.usable, best.row.is_idle):
+                    best = match
+            if best is not None:
+                return best
+        return None
+
+    def take(self, prompt: array, match: Match | None) -> tuple[Row, int]:
+        """Take a row for a prompt; return it and how many of the match's tokens are to be copied into it.
+
+        A row that holds a prefix of the prompt and nothing else goes on instead.
+        """
+        if match is not None and match.row.is_idle and match.usable == match.row.computed:
+            row, copied = match.row, 0
+            del self._idle[row.number]
+        else:
+            if match is not None and match.row.is_idle:
+                self._idle.move_to_end(match.row.number)
+            row, copied = self._take_any(match), 0 if match is None else match.usable
+            row.computed = copied
+        self._forget(row)
+        row.is_idle = False
+        row.tokens = array("i", prompt)
+        self._remember(row)
+        return row, copied
+
+    def keep(self, row: Row, tokens: Sequence[int]) -> None:
+        """Keep a finished sequence's row for later prompts that begin with its tokens."""
+        if not self._shares or row.computed < CHUNK:
+            self.free(row)
+            return
+        self._forget(row)
+        row.tokens = array("i", tokens[: row.computed])
+        row.is_idle = True
+        self._remember(row)
+        self._idle[row.number] = row
+
+    def free(self, row: Row) -> None:
+        self._forget(row)
+        self._idle.pop(row.number, None)
+        heapq.heappush(self._free, row.number)
+
+    def hide(self, rows: Iterable[Row]) -> None:
+        """Let no prompt find the rows, which hold keys and values of older weights."""
+        for row in rows:
+            self._forget(row)
+
+    def drop_idle(self) -> None:
+        for row in list(self._idle.values()):
+            self.free(row)
+
+    def _take_any(self, match: Match | None) -> Row:
+        """Take a free row, else the least recently used idle one that is not the match's."""
+        if self._free:
+            return Row(heapq.heappop(self._free))
+        kept = match.row if match is not None else None
+        row = next((each for each in self._idle.values() if each is not kept), None) or next(iter(self._idle.values()))
+        del self._idle[row.number]
+        return row
+
+    def _remember(self, row: Row) -> None:
+        if self._shares:
+            row.chunks = _digests(row.tokens)
+            for digest in row.chunks:
+                self._index.setdefault(digest, {})[row.number] = row
+
+    def _forget(self, row: Row) -> None:
+        for digest in row.chunks:
+            rows = self._index[digest]
+            del rows[row.number]
+            if not rows:
+                del self._index[digest]
+        row.chunks = []
+
+
+def _digests(tokens: array) -> list[int]:
+    """Return digests of every prefix of a multiple of `CHUNK` tokens."""
+    data, digest, out = tokens.tobytes(), 0, list[int]()
+    step = CHUNK * tokens.itemsize
+    for start in range(0, len(data) - step + 1, step):
+        digest = hash((digest, data[start : start + step]))
+        out.append(digest)
+    return out
+
+
+def _common_length(a: array, b: array, limit: int) -> int:
+    """Return the length of the common prefix, at most `limit`."""
+    x, y = (np.frombuffer(each, np.int32)[:limit] for each in (a, b))
+    length = min(len(x), len(y))
+    differing = np.flatnonzero(x[:length] != y[:length])
+    return int(differing[0]) if len(differing) else length

@@ -1,0 +1,159 @@
+"""Continuous batching: which sequences compute which tokens in the next pass.
+
+Invariants: a sequence holds a row from its first pass to its end; the versions of its tokens are those of the passes that
+sampled them.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from offbeat.services.generation.hf.rows import CHUNK, Row, RowStore
+from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, VersionSpan
+
+MAX_TOKENS_PER_PASS = 2048
+"""Tokens of prompts; a longer prompt takes several passes, between which others sample."""
+
+
+@dataclass(slots=True, eq=False)
+class RunningSequence:
+    request: GenerateRequest
+    limit: int
+    """Tokens to sample at most."""
+    tokens: list[int]
+    """Of prompt and answer."""
+    row: Row | None = None
+    is_stale: bool = False
+    """True if its row holds keys and values of older weights."""
+    logprobs: list[float] = field(default_factory=list[float])
+    versions: list[VersionSpan] = field(default_factory=list[VersionSpan])
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.logprobs)
+
+    def add(self, token: int, logprob: float, version: int) -> None:
+        place = self.num_sampled
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if self.versions and self.versions[-1].version == version:
+            self.versions[-1] = self.versions[-1]._replace(end=place + 1)
+        else:
+            self.versions.append(VersionSpan(place, place + 1, version))
+
+    def finish_reason(self) -> FinishReason | None:
+        """Return why it ended; None while it runs."""
+        if self.tokens[-1] in self.request.sampling.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_sampled >= self.limit else None
+
+    def completion(self, reason: FinishReason) -> Completion:
+        answer = tuple(self.tokens[len(self.tokens) - self.num_sampled :])
+        return Completion(self.request.request_id, answer, tuple(self.logprobs), tuple(self.versions), reason)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedChunk:
+    """The next `count` tokens of a sequence."""
+
+    sequence: RunningSequence
+    row: Row
+    count: int
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        return self.sequence.tokens[self.row.computed : self.row.computed + self.count]
+
+    @property
+    def is_last(self) -> bool:
+        """True if the pass samples the sequence's next token."""
+        return self.row.computed + self.count == len(self.sequence.tokens)
+
+
+class Scheduler:
+    def __init__(self, rows: RowStore, max_running: int, copy_prefix: Callable[[int, int, int], None]) -> None:
+        """copy_prefix: copies keys and values: row, other row, number of tokens."""
+        self._rows = rows
+        self._max_running = max_running
+        self._copy_prefix = copy_prefix
+        self._waiting: deque[RunningSequence] = deque()
+        self._running: list[RunningSequence] = []
+        self.reused_tokens = 0
+        """Prompt tokens that were not computed again."""
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    @property
+    def has_unstarted(self) -> bool:
+        """True if a sequence that could run has sampled nothing."""
+        return any(not each.num_sampled for each in self._running) or (
+            bool(self._waiting) and self._rows.num_free > 0 and len(self._running) < self._max_running
+        )
+
+    def sequences(self) -> list[RunningSequence]:
+        return [*self._running, *self._waiting]
+
+    def add(self, sequence: RunningSequence) -> None:
+        self._waiting.append(sequence)
+
+    def remove(self, sequence: RunningSequence) -> None:
+        """Forget a sequence, aborted or ended; keep its row's keys and values if they are of the current weights."""
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        if sequence in self._running:
+            self._running.remove(sequence)
+        row, sequence.row = sequence.row, None
+        if row is None:
+            return
+        if sequence.is_stale:
+            self._rows.free(row)
+        else:
+            self._rows.keep(row, sequence.tokens)
+
+    def plan(self) -> list[PlannedChunk]:
+        """Start what there is room for, and choose the next pass's tokens."""
+        self._start_waiting()
+        left, chunks = MAX_TOKENS_PER_PASS, list[PlannedChunk]()
+        for sequence in self._running:
+            assert sequence.row is not None
+            count = len(sequence.tokens) - sequence.row.computed
+            if count > 1:
+                count = min(count, left)
+                left -= count
+            if count:
+                chunks.append(PlannedChunk(sequence, sequence.row, count))
+        return chunks
+
+    def change_weights(self, *, recompute: bool) -> None:
+        """Make rows of older weights unavailable to new prompts; recompute: running sequences begin anew, too."""
+        self._rows.drop_idle()
+        for sequence in self._running:
+            assert sequence.row is not None
+            if recompute:
+                sequence.row.computed = 0
+            elif sequence.row.computed:
+                sequence.is_stale = True
+        self._rows.hide(each.row for each in self._running if each.is_stale and each.row is not None)
+
+    def _start_waiting(self) -> None:
+        held_back: list[RunningSequence] = []
+        while self._waiting and len(self._running) < self._max_running and self._rows.num_free:
+            sequence = self._waiting.popleft()
+            prompt = array("i", sequence.tokens)
+            match = self._rows.find(prompt)
+            if match is not None and match.length - match.usable >= CHUNK:
+                held_back.append(sequence)  # another sequence computes this prefix right now
+                continue
+            sequence.row, copied = self._rows.take(prompt, match)
+            if copied and match is not None:
+                self._copy_prefix(match.row.number, sequence.row.number, copied)
+            self.reused_tokens += sequence.row.computed
+            self._running.append(sequence)
+        self._waiting.extendleft(reversed(held_back))

@@ -1,0 +1,72 @@
+"""Blocks of rows attend as each row would alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Module
+from torch.nn.functional import scaled_dot_product_attention
+
+from offbeat.services.generation.hf.attention import KvCache, row_attention
+from offbeat.services.generation.hf.layout import MAX_PADDING, Chunk, StepLayout
+
+KEYS, SHARED, DIMENSION, LENGTH = 2, 3, 8, 40
+
+
+class Layer(Module):
+    layer_idx = 0
+
+
+def states(heads: int, count: int, seed: int) -> torch.Tensor:
+    return torch.randn(1, heads, count, DIMENSION, generator=torch.Generator().manual_seed(seed))
+
+
+def run(cache: KvCache, chunks: list[Chunk], seed: int, **kwargs: Any) -> dict[int, tuple[torch.Tensor, ...]]:
+    """Return output, query, key and value of each row's chunk, [tokens, heads, D]."""
+    layout = StepLayout(chunks, LENGTH)
+    total = sum(len(chunk.tokens) for chunk in chunks)
+    query, key, value = (states(heads, total, seed + i) for i, heads in enumerate((KEYS * SHARED, KEYS, KEYS)))
+    out, _ = row_attention(Layer(), query, key, value, None, layout=layout, cache=cache, **kwargs)
+    parts = [each[0].transpose(0, 1).split([len(c.tokens) for c in sorted(chunks)]) for each in (query, key, value)]
+    outs = out[0].split([len(c.tokens) for c in sorted(chunks)])
+    return {row: tuple(each) for row, *each in zip(layout.rows, outs, *parts, strict=True)}
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_each_row_attends_to_its_own_tokens_up_to_each_position(window: int | None) -> None:
+    """Ragged prompts, then single tokens and longer chunks in one pass, with rows that take no part."""
+    cache = KvCache(20, LENGTH)
+    first = [Chunk(row, 0, [1] * (3 + row)) for row in (0, 1, 2, 4, 9, 10, 17)]
+    before = run(cache, first, 1, sliding_window=window)
+    second = [Chunk(row, 3 + row, [1] * count) for row, count in ((0, 1), (1, 1), (4, 1), (2, 5), (9, 4), (17, 1))]
+    for row, (out, query, key, value) in run(cache, second, 5, sliding_window=window).items():
+        keys, values = (torch.cat([before[row][i], new]).transpose(0, 1) for i, new in ((2, key), (3, value)))
+        total = keys.shape[1]
+        at = torch.arange(total - len(query), total)[:, None]
+        allowed = torch.arange(total) <= at
+        if window is not None:
+            allowed &= torch.arange(total) > at - window
+        k, v = (each.repeat_interleave(SHARED, 0) for each in (keys, values))
+        alone = scaled_dot_product_attention(query.transpose(0, 1), k, v, attn_mask=allowed)
+        assert (alone.transpose(0, 1) - out).abs().max() < 1e-5
+
+
+def test_neighbours_share_a_block_as_long_as_padding_is_bounded() -> None:
+    layout = StepLayout([Chunk(row, 30, [1]) for row in (0, 1, 2, 3, 15)] + [Chunk(5, 0, [1] * 20)], LENGTH)
+    assert [(block.first, block.last) for block in layout.blocks] == [(0, 4), (15, 16), (5, 6)]
+    for block in layout.blocks:
+        assert (block.last - block.first) * block.width <= MAX_PADDING * len(block.tokens)
+
+
+def test_a_copied_prefix_serves_another_row() -> None:
+    cache = KvCache(3, LENGTH)
+    run(cache, [Chunk(0, 0, [1] * 12)], 1)
+    cache.copy(0, 2, 12)
+    results = [run(cache, [Chunk(row, 12, [1])], 9)[row][0] for row in (0, 2)]
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("extra", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}])
+def test_attention_of_another_kind_is_refused(extra: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match="take actor_infer's strategy vllm"):
+        run(KvCache(1, LENGTH), [Chunk(0, 0, [1])], 1, **extra)
