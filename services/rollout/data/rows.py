@@ -90,7 +90,7 @@ class TableRows:
         return self._table[index]
 
     def name(self, index: int) -> str:
-        return f"{self._path}:{index + 1}"
+        return f"{self._path} row {index + 1}"
 
 
 def open_rows(path: Path) -> DatasetRows:

@@ -19,6 +19,7 @@ from offbeat.services.rollout.data.config import GROUP_SIZES, DataConfig
 from offbeat.services.rollout.data.rows import DatasetRows, Row, RowError, open_rows, row_of_group
 
 BAD_ROW = "bad_row"
+DATASET_KEY = "data.dataset_name"
 Message = dict[str, Any]
 
 
@@ -150,7 +151,8 @@ def _messages(row: Row, key: str, role: str | None = None) -> list[Message]:
         return [{"role": role, "content": value}]
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         expected = "a list of messages" if role is None else "a text or a list of messages"
-        raise ConversationError(f"{key}: expected {expected}, got {type(value).__name__}")
+        got = "nothing" if value is None else type(value).__name__
+        raise ConversationError(f"{key}: expected {expected}, got {got}")
     return [_message(each, f"{key}[{i}]") for i, each in enumerate(cast(Sequence[Any], value))]
 
 
