@@ -98,13 +98,19 @@ class AssistantTokens:
     def _span(self, messages: Messages, i: int, tools: Sequence[Any], text: str) -> tuple[int, int]:
         through = text if i == len(messages) - 1 else self._render(messages[: i + 1], tools)
         opened = self._render(messages[:i], tools) if i else ""
-        if not text.startswith(through) or not through.startswith(opened):
+        before = self._render(messages[:i], tools, prompt=True) if i else ""
+        start = _common_length(before, through)  # a generation prompt may open a thought, say
+        # A template may close conversations, so that a rendered beginning has that text in place of the next turn
+        unclosed = opened[: _common_length(opened, before)]
+        shared = _common_length(text, through)
+        end = through.rfind(self._end_text, start, shared)
+        is_whole = shared == len(through) or (end >= 0 and text.endswith(through[shared:]))
+        if not is_whole or not through.startswith(unclosed):
             raise ConversationError(
                 "the chat template changes earlier turns when later ones follow: set data.train_on to last"
             )
-        before = self._render(messages[:i], tools, prompt=True) if i else ""
-        start = _common_length(before, through)  # a generation prompt may open a thought, say
-        end = through.rfind(self._end_text, start)
+        if shared < len(through):
+            return start, end + len(self._end_text)
         is_end = end >= 0 and not through[end + len(self._end_text) :].strip()
         return start, end + len(self._end_text) if is_end else len(through)
 
