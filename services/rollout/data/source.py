@@ -94,7 +94,11 @@ class DataSource:
     def _tokenize(self, row: Row, index: int) -> Tokenized:
         messages, first = read_conversation(row, self._config, self._pipeline, index)
         tools = _read_tools(row.get(self._config.tools_key))
-        return self._tokens.tokenize(messages, tools, first=first, last_only=self._config.train_on == "last")
+        train_on = self._config.train_on
+        tokenized = self._tokens.tokenize(messages, tools, first=first, last_only=train_on == "last")
+        if train_on != "completion" or not tokenized.turns:
+            return tokenized
+        return tokenized._replace(turns=[(tokenized.turns[0][0], tokenized.turns[-1][1])])
 
 
 def message_keys(config: DataConfig) -> tuple[str, ...]:
