@@ -228,3 +228,17 @@ def test_a_data_pipelines_report_tells_its_losses(tmp_path: Path):
         ["loss of training rows", "1.8333", "1.8333"],
         ["loss of validation rows", "2.5000", "1.5000"],
     ]
+
+
+def test_a_report_is_made_again_of_a_run_without_envs(tmp_path: Path, redis_url: str):
+    write_rows(tmp_path / "rows.jsonl", conversations(4))
+    rows = [f"data.{name}={tmp_path / 'rows.jsonl'}" for name in ("dataset_name", "val_dataset_name")]
+    config = load_run(CONFIGS / "sft.yaml", [f"output_dir={tmp_path}", *rows])
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    with Redis.from_url(redis_url) as redis:
+        redis.hset(RunKeys(config.exp_name).record, mapping={"started_at": "100.0", "ended_at": "200.0"})
+        RedisMetrics(redis, config.exp_name).append(MetricRecord("learner", {"loss": mean([3.0])}, 1, time=130.0))
+        assert remake_report(str(tmp_path), redis_url) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["steps"], report["training_loss"]) == (1, {"before": 3.0, "after": 3.0})
+    assert (tmp_path / "learning_curve.png").is_file()
