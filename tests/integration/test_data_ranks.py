@@ -42,7 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def curve(folder: Path, name: str, world: int) -> list[dict[str, float]]:
     """Gauges of each step, and of validation rows after the last."""
-    return json.loads((folder / f"{name}-of-{world}.json").read_text())
+    steps: list[dict[str, float]] = json.loads((folder / f"{name}-of-{world}.json").read_text())
+    steps[0].pop("rewards/accuracies", None)  # policy and reference are equal: which is greater is rounding
+    return steps
 
 
 def weights(folder: Path, name: str, world: int) -> dict[str, Tensor]:
@@ -59,10 +61,10 @@ def reference_of(pipeline: str, name: str) -> str:
 def test_losses_and_weights_are_those_of_one_process(folder: Path, pipeline: str, name: str, world: int) -> None:
     expected = reference_of(pipeline, name)
     for ours, theirs in zip(curve(folder, f"{pipeline} {name}", world), curve(folder, expected, 1), strict=True):
-        assert ours == pytest.approx(theirs, rel=2e-4, abs=2e-5)
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
     first = weights(folder, expected, 1)
     for key, tensor in weights(folder, f"{pipeline} {name}", world).items():
-        torch.testing.assert_close(tensor, first[key], rtol=0, atol=5e-5, msg=f"{name}: {key}")
+        torch.testing.assert_close(tensor, first[key], rtol=0, atol=2e-6, msg=f"{name}: {key}")
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
