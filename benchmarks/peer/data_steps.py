@@ -31,7 +31,7 @@ STEPS = 10
 VOCABULARY = 2000
 MIB = 1 << 20
 LENGTHS = ("equal", "ragged")
-UNSHARED = "offbeat, prompts apart"
+SHARED = "offbeat, shared prefix"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ def _num_steps(options: PeerOptions) -> int:
 def _measure(options: PeerOptions, pipeline: str, lengths: str, model: Path, folder: Path) -> dict[str, Any]:
     rows = SHAPES[pipeline].rows_per_step * (_num_steps(options) + 1)
     write_rows(folder / f"{lengths}.jsonl", pipeline, rows, ragged=lengths == "ragged", vocabulary=VOCABULARY)
-    config = side_config(options, pipeline, lengths, model, folder, shared=pipeline == "dpo")
+    config = side_config(options, pipeline, lengths, model, folder, shared=False)
     tokens = [
         sum(len(s.tokens) for g in groups for t in g.trajectories for s in t.segments) for groups in read_steps(config)
     ]
@@ -166,8 +166,8 @@ def _measure(options: PeerOptions, pipeline: str, lengths: str, model: Path, fol
         if OFFBEAT in options.sides:
             sides[OFFBEAT] = stack.enter_context(_start_offbeat(OFFBEAT, config, folder, options.threads))
         if OFFBEAT in options.sides and pipeline == "dpo":
-            apart = side_config(options, pipeline, lengths, model, folder, shared=False)
-            sides[UNSHARED] = stack.enter_context(_start_offbeat("apart", apart, folder, options.threads))
+            shared = side_config(options, pipeline, lengths, model, folder, shared=True)
+            sides[SHARED] = stack.enter_context(_start_offbeat("shared", shared, folder, options.threads))
         if TRL in options.sides:
             sides[TRL] = stack.enter_context(_start_trl(options, config, folder))
         for side in sides.values():

@@ -117,6 +117,10 @@ def test_sft_is_paused_changed_stopped_and_resumed_over_rest(cluster: RayCluster
     assert re.search(r"loss 0\.\d+, validation 0\.\d+", watched), watched
 
 
+def health(cluster: RayCluster, run: str, component: str) -> str:
+    return cluster.run(run).get("components", {}).get(component, {}).get("health", "")
+
+
 def adopted(cluster: RayCluster, run: str) -> bool:
     changes = cluster.run(run).get("changes", [])
     return bool(changes) and changes[-1]["from_step"] is not None
@@ -126,8 +130,8 @@ def test_dpo_is_trained_by_an_attached_learner_and_reproduced(cluster: RayCluste
     path = cluster.folder / "pairs.yaml"
     path.write_text(document("dpo", "max_steps: 12", "save_steps: 4", "eval_steps: 4", "control: {learner: external}"))
     assert cluster.offbeat("runs", "start", str(path), "--url", cluster.url) == "dpo\n"
-    wait_until_sync(lambda: cluster.run("dpo").get("counters", {}).get("submitted", 0) > 0, timeout_s=120, every_s=0.2)
-    assert "offbeat learner attach dpo" in cluster.offbeat("runs", "why", "dpo", "--url", cluster.url)
+    wait_until_sync(lambda: health(cluster, "dpo", "env-workers") == "ready", timeout_s=120, every_s=0.2)
+    assert "learner" in cluster.offbeat("runs", "why", "dpo", "--url", cluster.url)
     said = cluster.offbeat("learner", "attach", "dpo", "--redis", "runs/redis/url")
     assert re.search(r"step 12/12  loss 0\.\d+  accuracy ", said), said
     wait_until_sync(lambda: state(cluster, "dpo") == "finished", timeout_s=60, every_s=0.2)
