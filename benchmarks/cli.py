@@ -227,6 +227,7 @@ def bench_learner(
 ) -> None:
     """Compare tokens/s and peak memory of an optimizer step with bare transformers and TRL."""
     from offbeat.benchmarks import learner
+    from offbeat.benchmarks.harness.pace import PacedSideError
 
     options = learner.LearnerOptions(
         model=model, size=size.value, sequences=sequences, longest=longest, budget=budget, steps=steps, threads=threads,
@@ -236,9 +237,9 @@ def bench_learner(
         options = replace(options, sequences=8, longest=64, budget=256, steps=2, vocabulary=256)
     try:
         if complaint := learner.check(options):
-            raise learner.LearnerSideError(complaint)
+            raise PacedSideError(complaint)
         _run("learner", learner.run, options, json)
-    except learner.LearnerSideError as error:
+    except PacedSideError as error:
         typer.echo(f"offbeat: {error}", err=True)
         raise typer.Exit(2) from None
 
@@ -276,7 +277,7 @@ def bench_weights(
 
 @bench_app.command("peer")
 def bench_peer(
-    settings: Annotated[str, typer.Option(metavar="LIST", help="Of a, b and c, with commas.")] = "a,b,c",
+    settings: Annotated[str, typer.Option(metavar="LIST", help="Of a, b, c, sft and dpo, with commas.")] = "a,b,c",
     seeds: Annotated[str, typer.Option(metavar="LIST", help="Of the runs, with commas.")] = "1,2,3",
     sides: Annotated[str, typer.Option(metavar="LIST", help="Who is run or read: offbeat, trl.")] = "offbeat,trl",
     steps: Annotated[int | None, typer.Option(min=8, help="Of each run. Default: the setting's own.")] = None,
@@ -298,10 +299,12 @@ def bench_peer(
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is there.")] = False,
     json: JsonFile = None,
 ) -> None:
-    """Compare with TRL's GRPOTrainer: success over wall time, trajectories/s.
+    """Compare with TRL: GRPOTrainer's success over wall time and trajectories/s; SFTTrainer's and DPOTrainer's tokens/s.
 
-    a: tiny policy, instant env. b: env steps of 0.1 s on average, heavy-tailed. c: SmolLM2-135M.
+    a: tiny policy, instant env. b: env steps of 0.1 s on average, heavy-tailed. c: SmolLM2-135M. sft, dpo: optimizer
+    steps of 1M parameters on rows of equal and of ragged lengths.
     """
+    from offbeat.benchmarks.harness.pace import PacedSideError
     from offbeat.benchmarks.harness.venv import VenvError
     from offbeat.benchmarks.peer import comparison, options
     from offbeat.deploy.config.errors import ConfigError
@@ -312,7 +315,7 @@ def bench_peer(
             plot=plot, together=together, fresh=fresh, overrides=tuple(set_ or ()),
         )  # fmt: skip
         _run("peer", comparison.run, chosen, json)
-    except (options.PeerError, VenvError, ConfigError) as error:
+    except (options.PeerError, PacedSideError, VenvError, ConfigError) as error:
         typer.echo(f"offbeat: {error}", err=True)
         raise typer.Exit(2) from None
 

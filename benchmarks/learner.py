@@ -5,24 +5,20 @@ Invariant: sides train one model on one batch in separate processes, in turn.
 """
 
 import importlib.util
-import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from offbeat.benchmarks.harness.pace import PacedProcess, PacedSideError
 from offbeat.benchmarks.harness.result import Spread, console, show
 from offbeat.benchmarks.learner_backends import (
     GROUP,
-    READY,
-    STEP,
     BackendTask,
 )
 
@@ -46,15 +42,11 @@ class LearnerOptions:
     device: str = "cpu"
 
 
-class LearnerSideError(Exception):
-    """Early exit of a side."""
-
-
 def run(options: LearnerOptions) -> dict[str, Any]:
     """Measure equal, ragged and long-prompt sequences."""
     sides = ["offbeat", "bare", *(["trl"] if importlib.util.find_spec("trl") else [])]
     with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
-        model = str(options.model) if options.model else _make_model(Path(folder) / "model", options)
+        model = str(options.model) if options.model else make_model(Path(folder) / "model", options)
         batches: dict[str, Any] = {}
         equal = [options.longest] * options.sequences
         long_prompt = options.longest * (LENGTH_PER_ANSWER - 1) // LENGTH_PER_ANSWER
@@ -84,7 +76,7 @@ def _ragged(options: LearnerOptions) -> list[int]:
     return lengths
 
 
-def _make_model(folder: Path, options: LearnerOptions) -> str:
+def make_model(folder: Path, options: LearnerOptions) -> str:
     import torch
 
     from offbeat.benchmarks.weights import SHAPES
@@ -103,12 +95,12 @@ def _measure(sides: list[str], task: Path, num_tokens: int, steps: int) -> dict[
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     peak: dict[str, int] = {}
     with ExitStack() as stack:
-        running = {side: stack.enter_context(_side(side, task)) for side in sides}
+        running = {side: stack.enter_context(_start(side, task)) for side in sides}
         for number in range(-1, steps):
             for side, process in running.items():
                 if number % 5 == 0:
                     console().print(f"{side}: step {number + 1} of {steps}")
-                took = _step(process)
+                took = process.step()
                 if number >= 0:  # the first one compiles and allocates
                     seconds[side].append(took["seconds"])
                     peak[side] = took["bytes"]
@@ -126,45 +118,17 @@ def _measure(sides: list[str], task: Path, num_tokens: int, steps: int) -> dict[
     }
 
 
-@contextmanager
-def _side(side: str, task: Path) -> Iterator["subprocess.Popen[str]"]:
+def _start(side: str, task: Path) -> PacedProcess:
     command = [sys.executable, "-m", "offbeat.benchmarks.learner_backends", side, str(task)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    log = task.with_name(f"{side}.log")
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            command,
-            cwd=task.parent,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
+    process = PacedProcess(
+        side, command, task.parent, {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    )
     try:
-        _read(process, READY, log)
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def _step(process: "subprocess.Popen[str]") -> dict[str, Any]:
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):  # how it ended is told below
-        process.stdin.write("\n")
-        process.stdin.flush()
-    return json.loads(_read(process, STEP))
-
-
-def _read(process: "subprocess.Popen[str]", word: str, log: Path | None = None) -> str:
-    """Return the rest of the next `word` line."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(word):
-            return line.removeprefix(word)
-    tail = log.read_text().strip().splitlines()[-3:] if log else []
-    raise LearnerSideError(f"{cast(list[str], process.args)[3]} ended early: {' '.join(tail) or process.wait()}")
+        process.wait_until_ready()
+    except PacedSideError:
+        process.close()
+        raise
+    return process
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -12,14 +12,12 @@ budget.
 import json
 import math
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-READY, STEP = "READY", "STEP"
+from offbeat.benchmarks.harness.pace import Pace
+
 RATE, CLIP, MAX_NORM, GROUP = 1e-5, 0.2, 1.0, 4
 
 
@@ -38,43 +36,6 @@ class BackendTask:
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
-
-
-class Pace:
-    def __init__(self, device: str) -> None:
-        self._cuda = device == "cuda"
-        if not self._cuda:  # what imports took and gave back is no part of a step
-            Path("/proc/self/clear_refs").write_text("5")
-        self._start = self._peak()
-        self._began = 0.0
-
-    def ready(self) -> None:
-        print(READY, flush=True)  # noqa: T201
-
-    def before(self) -> None:
-        """Wait for a line; exit at end of input."""
-        if not sys.stdin.readline():
-            sys.exit(0)
-        self._began = time.perf_counter()
-
-    def after(self) -> None:
-        seconds = time.perf_counter() - self._began
-        print(STEP, json.dumps({"seconds": seconds, "bytes": self._peak() - self._start}), flush=True)  # noqa: T201
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        self.before()
-        yield
-        self.after()
-
-    def _peak(self) -> int:
-        if self._cuda:
-            import torch
-
-            torch.cuda.synchronize()
-            return torch.cuda.max_memory_allocated()
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
 @dataclass

@@ -54,4 +54,5 @@ class EpisodeError(RolloutError):
     def __init__(self, reason: str, detail: str = "", trace: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
+        self.detail = detail
         self.trace = trace

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.benchmarks.harness.result import console, show
+from offbeat.benchmarks.peer import data_steps
 from offbeat.benchmarks.peer.options import (
+    DATA_SETTINGS,
     OFFBEAT,
     TRL,
     PeerOptions,
@@ -109,15 +111,19 @@ class PeerBench:
 
 
 def run(options: PeerOptions) -> dict[str, Any]:
-    settings = [with_overrides(SETTINGS[name], options.overrides) for name in options.settings]
+    names = [name for name in options.settings if name not in DATA_SETTINGS]
+    settings = [with_overrides(SETTINGS[name], options.overrides) for name in names]
     with console().status("starting") as status:
         bench = PeerBench(options, status.update)
         results = [_setting(bench, options, setting) for setting in settings]
+        of_rows = [data_steps.run(options, name, status.update) for name in DATA_SETTINGS if name in options.settings]
     for result in results:
         _show(result)
+    for result in of_rows:
+        data_steps.show_result(result)
     if options.plot is not None:
         draw(options.plot, results)
-    return {"settings": results}
+    return {"settings": [*results, *of_rows]}
 
 
 def _setting(bench: PeerBench, options: PeerOptions, setting: PeerSetting) -> dict[str, Any]:

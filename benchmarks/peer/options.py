@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 OFFBEAT, TRL = "offbeat", "trl"
-SETTING_NAMES = ("a", "b", "c")
+DATA_SETTINGS = ("sft", "dpo")
+SETTING_NAMES = ("a", "b", "c", *DATA_SETTINGS)
 
 
 class PeerError(Exception):

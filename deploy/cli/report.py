@@ -35,7 +35,7 @@ def remake_report(run: str, redis_url: str | None = None) -> int:
     """Write and print a run's report; return the exit code. redis_url: overrides the folder's."""
     try:
         folder = find_folder(run)
-        config = load_config(folder / CONFIG).model_copy(update={"output_dir": folder})
+        config = load_config(folder / CONFIG, needs_env=False).model_copy(update={"output_dir": folder})
         with _redis_of(folder, config, redis_url) as redis:
             history, counters = read_history(redis, config.exp_name)
             ended_at = _ended_at(redis, config.exp_name)

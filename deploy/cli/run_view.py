@@ -236,9 +236,8 @@ def summary(view: RunView, history: RunHistory) -> dict[str, str]:
             shown.append(f"at first {evaluations[0].success:.2f}")
     if shown:
         out["success"] = ", ".join(shown)
-    if loss := _format_value(last, "loss"):
-        validated = history.curve("loss")
-        out["loss"] = loss + (f", validation {validated[-1].loss:.3f} (step {validated[-1].step})" if validated else "")
+    if last is not None and not math.isnan(last.value("loss")):
+        out["loss"] = _describe_loss(last, history)
     if last is not None:
         if reward := _format_value(last, "reward"):
             out["reward"] = reward + ("" if evaluations else _evaluated_reward(history))
@@ -255,6 +254,15 @@ def summary(view: RunView, history: RunHistory) -> dict[str, str]:
         pause = history.means.get("generation/pause_s")
         out["weight updates"] = f"{updates:.0f}" + (f", pause {1000 * pause.value:.0f} ms" if pause else "")
     return out
+
+
+def _describe_loss(last: Step, history: RunHistory) -> str:
+    """Return loss, accuracy of pairs, and the newest validation loss."""
+    accuracy = _format_value(last, "rewards/accuracies")
+    parts = [f"{last.value('loss'):.4f}", *([f"accuracy {accuracy}"] if accuracy else [])]
+    if validated := history.curve("loss"):
+        parts.append(f"validation {validated[-1].loss:.4f} (step {validated[-1].step})")
+    return ", ".join(parts)
 
 
 def _evaluated_reward(history: RunHistory) -> str:

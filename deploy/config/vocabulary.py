@@ -6,6 +6,7 @@ from typing import cast
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.envs import registry
+from offbeat.services.chat.assistant_tokens import content_parts
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.rollout.data.rows import open_rows
 from offbeat.services.rollout.data.source import message_keys
@@ -58,7 +59,8 @@ def _words_of_value(value: object) -> Iterator[str]:
         yield from value.split()
     elif isinstance(value, list):
         for message in cast(list[dict[str, object]], value):
-            yield from str(message.get("content") or "").split()
+            texts = [part.get("text") for part in content_parts(message)] or [message.get("content")]
+            yield from (word for text in texts for word in str(text or "").split())
 
 
 def _words_of_instance(env: CustomEnv) -> tuple[str, ...] | None:

@@ -32,7 +32,7 @@ class PlayTarget:
         return replace(self, env=self.env.model_copy(update={"env_config": {**self.env.env_config, **changes}}))
 
 
-def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
+def load_config(path: Path, overrides: list[str] | None = None, *, needs_env: bool = True) -> RunConfig:
     """Load a configuration, without checks of resources. Raises `ConfigError` with all issues."""
     from offbeat.deploy.config.loader import compose_tree, validate_tree
 
@@ -42,7 +42,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
         for tag, env in config.custom_envs.items()
         for message in registry.check_env_config(env.env_type, env.env_config)
     ]
-    if not config.custom_envs:
+    if needs_env and not config.custom_envs:
         problems.append(ConfigIssue("custom_envs", "no env: name at least one tag"))
     problems += [
         ConfigIssue(

@@ -45,14 +45,15 @@ def draw_learning_curve(
             color="tab:blue",
             label=trained,
         )
-        axis.plot(
-            [float(getattr(point, name)) for point in evaluations],
-            [point.success for point in evaluations],
-            color="tab:red",
-            marker="o",
-            markersize=4,
-            label=evaluated,
-        )
+        if evaluations:
+            axis.plot(
+                [float(getattr(point, name)) for point in evaluations],
+                [point.success for point in evaluations],
+                color="tab:red",
+                marker="o",
+                markersize=4,
+                label=evaluated,
+            )
         for (baseline, value), style in zip(baselines.items(), (":", "--", "-."), strict=False):
             axis.axhline(value, color="gray", linestyle=style, linewidth=1, label=f"{baseline} ({value:.2f})")
         axis.set_xlabel(label)
@@ -60,7 +61,7 @@ def draw_learning_curve(
     axes[0].set_ylabel(metric)
     if metric == "success":
         axes[0].set_ylim(-0.02, 1.02)
-    axes[1].legend(loc="lower right", fontsize=8)
+    axes[1].legend(loc="upper right" if of_rows else "lower right", fontsize=8)
     figure.savefig(path)
 
 

@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from rich.table import Table
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.report.baselines import run_baselines
-from offbeat.deploy.report.curve import CurvePoint, draw_learning_curve
-from offbeat.deploy.report.history import RunHistory
+from offbeat.deploy.report.curve import SMOOTHED_STEPS, CurvePoint, draw_learning_curve, smooth
+from offbeat.deploy.report.history import RunHistory, Step
 from offbeat.deploy.run_folder import newest_saved
 from offbeat.services.control.failed_groups import advise_failed
 from offbeat.services.control.failing_episodes import find_failing
@@ -106,6 +106,7 @@ def build_report(
         "trajectories": int(sum(step.values["trajectories"] for step in steps if "trajectories" in step.values)),
         "tokens_generated": int(history.total("generation/tokens")),
         "tokens_trained": int(sum(trained)),
+        "training_loss": _training_loss(steps),
         "weight_updates": int(history.total("generation/weight_updates")),
         "pause_mean_s": _mean(history, "generation/pause_s"),
         "pause_max_s": history.peaks.get("generation/pause_max_s"),
@@ -172,6 +173,13 @@ def phases(history: RunHistory, ended_at: float) -> dict[str, float]:
     }
 
 
+def _training_loss(steps: Sequence[Step]) -> dict[str, float] | None:
+    """Return the loss of a data pipeline's first and last steps, as the curve smooths it."""
+    losses = [step.values["loss"] for step in steps if "loss" in step.values]
+    smoothed = smooth(losses, SMOOTHED_STEPS)
+    return {"before": smoothed[0], "after": smoothed[-1]} if smoothed else None
+
+
 def draw_curve(path: Path, config: RunConfig, history: RunHistory, baselines: Mapping[str, float]) -> None:
     """Draw success, else reward."""
     steps, sampling = history.steps.newest(), "loss" if config.reads_data else "sampled"
@@ -203,7 +211,7 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
     table = Table(
         title=f"{report['exp_name']} after {report['steps']} steps, {report['wall_s']:.0f} s", title_justify="left"
     )
-    table.add_column("on held-out tasks")
+    table.add_column("on held-out tasks" if report["pipeline"] == "agentic" else "")
     table.add_column("before", justify="right")
     table.add_column("after", justify="right")
     for measure in ("success", "reward"):
@@ -211,9 +219,11 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
             before, after = (_newest_measure(report, kind, sampling, measure) for kind in ("before", "after"))
             if report["pipeline"] == "agentic" or before is not None:
                 table.add_row(f"{measure}, {sampling}", _format(before), _format(after))
+    if training := report.get("training_loss"):
+        table.add_row("loss of training rows", _format(training["before"], ".4f"), _format(training["after"], ".4f"))
     losses = [_newest_measure(report, kind, "loss", "loss") for kind in ("before", "after")]
     if any(loss is not None for loss in losses):
-        table.add_row("loss of validation rows", *map(_format, losses))
+        table.add_row("loss of validation rows", *(_format(loss, ".4f") for loss in losses))
     for label, *figures in _evaluation_rows(report):
         table.add_row(label, *figures)
     missing = [_newest_measure(report, kind, "sampled", "success_missing") for kind in ("before", "after")]

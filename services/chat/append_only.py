@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from offbeat.services.chat.image_tokens import ImageReader, ImageTokens
 from offbeat.services.chat.template import ChatTemplate, load_chat_template
-from offbeat.services.chat.tokenizer import find_end_ids, load_tokenizer
+from offbeat.services.chat.tokenizer import find_end_ids, load_tokenizer, require_template
 from offbeat.services.chat.vision import ImageProcessor
 from offbeat.services.errors import RolloutError
 
@@ -163,8 +163,7 @@ def load_chat_format(folder: Path, calling: FunctionTemplate | None = None) -> C
         RolloutError: no tokenizer or usable chat template.
     """
     tokenizer = load_tokenizer(folder)
-    if tokenizer.chat_template is None:
-        raise RolloutError(f"{folder} has a tokenizer without a chat template: put one into chat_template.jinja")
+    require_template(folder, tokenizer)
     backend = cast(Tokenizer, tokenizer.backend_tokenizer)
     backend.no_truncation()
     backend.no_padding()

@@ -5,6 +5,7 @@ before it with its generation prompt. Whitespace after the end-of-turn token is 
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -12,6 +13,9 @@ from jinja2 import TemplateError
 
 from offbeat.services.chat.template import load_chat_template
 from offbeat.services.chat.tokenizer import load_tokenizer
+from offbeat.services.chat.vision import ImageProcessor
+from offbeat.services.errors import RolloutError
+from offbeat.services.messages.types import PromptImage
 
 GENERATION_TAG = "generation %}"
 Messages = Sequence[dict[str, Any]]
@@ -26,6 +30,7 @@ class Tokenized(NamedTuple):
 
     tokens: list[int]
     turns: list[tuple[int, int]]
+    images: tuple[PromptImage, ...] = ()
 
 
 class AssistantTokens:
@@ -33,6 +38,7 @@ class AssistantTokens:
 
     def __init__(self, folder: Path) -> None:
         """Load a Hugging Face folder's template. Raises RolloutError as `load_chat_template`."""
+        self._folder = folder
         self._end_text = load_chat_template(folder).end_text
         self._tokenizer = load_tokenizer(folder)
         self._backend = self._tokenizer.backend_tokenizer
@@ -42,14 +48,22 @@ class AssistantTokens:
         self._has_tags = "generation" in template and GENERATION_TAG in template.replace("-%}", "%}")
 
     def tokenize(
-        self, messages: Messages, tools: Sequence[Any] = (), *, first: int = 0, last_only: bool = False
+        self,
+        messages: Messages,
+        tools: Sequence[Any] = (),
+        *,
+        first: int = 0,
+        last_only: bool = False,
+        images: Sequence[bytes] = (),
     ) -> Tokenized:
         """Tokenize a conversation up to its last assistant turn.
 
-        first: message from which assistant turns count. last_only: only the last counts.
+        first: message from which assistant turns count. last_only: only the last counts. images: PNG, in the order of the
+        messages' image parts.
 
         Raises:
-            ConversationError: rejected by the template, without an assistant turn, or with turns that later ones change.
+            ConversationError: rejected by the template, without an assistant turn, with turns that later ones change, or
+                with images that do not fit messages or policy.
         """
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
         if not answers:
@@ -62,7 +76,43 @@ class AssistantTokens:
             spans = [self._span(messages, i, tools, text) for i in chosen]
         encoding = self._backend.encode(text, add_special_tokens=False)
         starts = [start for start, _ in encoding.offsets]
-        return Tokenized(encoding.ids, [turn for span in spans if (turn := _token_range(starts, span))])
+        tokenized = Tokenized(encoding.ids, [turn for span in spans if (turn := _token_range(starts, span))])
+        return self._place(tokenized, images) if images or self._has_image_parts(messages) else tokenized
+
+    @cached_property
+    def _images(self) -> ImageProcessor:
+        try:
+            return ImageProcessor(self._folder)
+        except RolloutError as error:
+            raise ConversationError(f"the row has images, but the policy has no image input: {error}") from error
+
+    def _has_image_parts(self, messages: Messages) -> bool:
+        return any(part.get("type") == "image" for message in messages for part in content_parts(message))
+
+    def _place(self, tokenized: Tokenized, images: Sequence[bytes]) -> Tokenized:
+        """Expand each image's placeholder to its tokens."""
+        placeholder = self._images.image_token_id
+        if (count := tokenized.tokens.count(placeholder)) != len(images):
+            raise ConversationError(
+                f"{len(images)} images for {count} image parts of the messages up to the last answer"
+            )
+        rest, tokens, starts = iter(images), list[int](), list[int]()
+        placed: list[PromptImage] = []
+        for token in tokenized.tokens:
+            starts.append(len(tokens))
+            if token != placeholder:
+                tokens.append(token)
+                continue
+            png = next(rest)
+            try:
+                num_tokens = self._images.count(png)
+            except ValueError as error:
+                raise ConversationError(str(error)) from error
+            placed.append(PromptImage(len(tokens), num_tokens, png))
+            tokens += [placeholder] * num_tokens
+        starts.append(len(tokens))
+        turns = [(starts[start], starts[end]) for start, end in tokenized.turns]
+        return Tokenized(tokens, turns, tuple(placed))
 
     def _render(self, messages: Messages, tools: Sequence[Any], *, prompt: bool = False) -> str:
         try:
@@ -98,15 +148,27 @@ class AssistantTokens:
     def _span(self, messages: Messages, i: int, tools: Sequence[Any], text: str) -> tuple[int, int]:
         through = text if i == len(messages) - 1 else self._render(messages[: i + 1], tools)
         opened = self._render(messages[:i], tools) if i else ""
-        if not text.startswith(through) or not through.startswith(opened):
+        before = self._render(messages[:i], tools, prompt=True) if i else ""
+        start = _common_length(before, through)  # a generation prompt may open a thought, say
+        # A template may close conversations, so that a rendered beginning has that text in place of the next turn
+        unclosed = opened[: _common_length(opened, before)]
+        shared = _common_length(text, through)
+        end = through.rfind(self._end_text, start, shared)
+        is_whole = shared == len(through) or (end >= 0 and text.endswith(through[shared:]))
+        if not is_whole or not through.startswith(unclosed):
             raise ConversationError(
                 "the chat template changes earlier turns when later ones follow: set data.train_on to last"
             )
-        before = self._render(messages[:i], tools, prompt=True) if i else ""
-        start = _common_length(before, through)  # a generation prompt may open a thought, say
-        end = through.rfind(self._end_text, start)
+        if shared < len(through):
+            return start, end + len(self._end_text)
         is_end = end >= 0 and not through[end + len(self._end_text) :].strip()
         return start, end + len(self._end_text) if is_end else len(through)
+
+
+def content_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a message's parts; a text is none."""
+    content: Any = message.get("content")
+    return cast(list[dict[str, Any]], content) if isinstance(content, list) else []
 
 
 def _token_range(starts: Sequence[int], span: tuple[int, int]) -> tuple[int, int] | None:

@@ -22,7 +22,7 @@ from offbeat.services.chat.messages import (
     Tools,
     normalize_arguments,
 )
-from offbeat.services.chat.tokenizer import find_end_ids, load_tokenizer
+from offbeat.services.chat.tokenizer import find_end_ids, load_tokenizer, require_template
 from offbeat.services.errors import RolloutError
 
 RenderAny = Callable[[Sequence[dict[str, Any]], Sequence[Any], bool], str]
@@ -126,8 +126,7 @@ def load_chat_template(folder: Path, parser_for: Callable[[Any], CallParser] | N
         RolloutError: no tokenizer or chat template, or an unknown end of answers.
     """
     tokenizer = load_tokenizer(folder)
-    if tokenizer.chat_template is None:
-        raise RolloutError(f"{folder} has a tokenizer without a chat template: put one into chat_template.jinja")
+    require_template(folder, tokenizer)
     backend = cast(Tokenizer, tokenizer.backend_tokenizer)
     backend.no_truncation()
     backend.no_padding()

@@ -37,3 +37,17 @@ def load_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise RolloutError(f"no tokenizer in {folder}: {error}") from error
+
+
+def require_template(folder: Path, tokenizer: Any) -> None:
+    """Raise RolloutError unless the tokenizer has a chat template that parses."""
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    if tokenizer.chat_template is None:
+        raise RolloutError(f"{folder} has a tokenizer without a chat template: put one into chat_template.jinja")
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise RolloutError(f"the chat template of {folder}, line {error.lineno}: {error.message}") from error
+    except (TemplateError, TypeError, ValueError, KeyError):
+        return  # whatever this message lacks

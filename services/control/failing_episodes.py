@@ -11,6 +11,7 @@ from offbeat.services.messages.types import EpisodeKind
 MAX_FAILED_SHARE = 0.25
 """Share of recent episodes above which failures are reported."""
 NAME = "failing_episodes"
+ENVS, BAD_ROW = "custom_envs.", "bad_row"
 CAUSE = "they are repeated, so that only those which pass are trained"
 MIN_RECENT = 8
 """Fewest recent episodes for that."""
@@ -25,7 +26,8 @@ class FailingEpisodes:
     recent: int = 0
     recent_failed: int = 0
     limit: int = 0
-    tag: str = ""
+    key: str = ""
+    """Of the configuration, where to mend it."""
     error: str = ""
     trace: str = ""
 
@@ -37,8 +39,9 @@ class FailingEpisodes:
             return cls()
         sums = {key: sum(each[key] for each in outcomes) for key in ("finished", "failed", "recent", "recent_failed")}
         last = next((each for each in outcomes if each.get("error")), {})
-        named = {key: last.get(key, "") for key in ("tag", "error", "trace")}
-        return cls(**sums, limit=max(each["limit"] for each in outcomes), **named)
+        key = last.get("key") or f"custom_envs.{last.get('tag', '')}"  # older workers report the tag
+        named = {name: last.get(name, "") for name in ("error", "trace")}
+        return cls(**sums, limit=max(each["limit"] for each in outcomes), key=key, **named)
 
     @property
     def all_failed(self) -> bool:
@@ -50,22 +53,19 @@ class FailingEpisodes:
         return self.recent >= MIN_RECENT and self.recent_failed > MAX_FAILED_SHARE * self.recent
 
     def describe_all(self) -> str:
-        return (
-            f"all of the first {self.failed} episodes failed: {self.error}\n"
-            f"Fix custom_envs.{self.tag}; `offbeat env check` and `offbeat play` try it without a run.\n\n{self.trace}"
-        ).rstrip()
+        trial = "; `offbeat env check` and `offbeat play` try it without a run" if self.key.startswith(ENVS) else ""
+        what = f"all of the first {self.failed} episodes failed: {self.error}"
+        return f"{what}\nFix {self.key}{trial}.\n\n{self.trace}".rstrip()
 
     @property
     def finding(self) -> RunFinding | None:
         if not self.many_fail:
             return None
         cause = f"{CAUSE}; `offbeat runs why --json` has the traceback"
-        return RunFinding(NAME, self.describe_many(), cause, (f"custom_envs.{self.tag}",))
+        return RunFinding(NAME, self.describe_many(), cause, (self.key,))
 
     def describe_many(self) -> str:
-        return (
-            f"{self.recent_failed} of the last {self.recent} episodes failed, in custom_envs.{self.tag}: {self.error}"
-        )
+        return f"{self.recent_failed} of the last {self.recent} episodes failed, in {self.key}: {self.error}"
 
 
 def find_failing(totals: Mapping[str, float]) -> RunFinding | None:
@@ -80,4 +80,5 @@ def find_failing(totals: Mapping[str, float]) -> RunFinding | None:
     if num_all < MIN_RECENT or num_failed <= MAX_FAILED_SHARE * num_all:
         return None
     reasons = ", ".join(f"{reason} {n}" for reason, n in failed.most_common())
-    return RunFinding(NAME, f"{num_failed} of {num_all} episodes failed ({reasons})", CAUSE, ("custom_envs.TAG",))
+    key = "data.dataset_name" if set(failed) == {BAD_ROW} else f"{ENVS}TAG"
+    return RunFinding(NAME, f"{num_failed} of {num_all} episodes failed ({reasons})", CAUSE, (key,))

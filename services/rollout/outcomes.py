@@ -24,13 +24,13 @@ class EpisodeOutcomes:
         self._num_finished += 1
         self._recent.append(True)
 
-    def failed(self, tag: str, error: Exception) -> None:
-        """Count a failure of env or agent, not of generation."""
+    def failed(self, key: str, error: Exception) -> None:
+        """Count a failure of env, agent or row, not of generation. key: of the configuration, where to mend it."""
         if isinstance(error, EpisodeError) and error.reason.startswith("generation"):
             return
         self._num_failed += 1
         self._recent.append(False)
-        self._last = {"tag": tag, "error": str(error), "trace": _trace(error)[-MAX_TRACE_CHARS:]}
+        self._last = {"key": key, "error": str(error), "trace": _trace(error)[-MAX_TRACE_CHARS:]}
 
     def report(self) -> Mapping[str, Any]:
         """Return counts, also of the last `WINDOW`, the `limit` of failures, and the last failure."""

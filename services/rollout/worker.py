@@ -22,7 +22,7 @@ from offbeat.services.messages.types import EpisodeKind, EpisodeTask, Trajectory
 from offbeat.services.retry import retry_until_answered
 from offbeat.services.rollout.agents.episode import play_with_agent, runtime_for
 from offbeat.services.rollout.config import WorkerSettings
-from offbeat.services.rollout.data.source import DataSource
+from offbeat.services.rollout.data.source import DATASET_KEY, DataSource
 from offbeat.services.rollout.envs.pool import EnvPool, LeasedEnv
 from offbeat.services.rollout.episodes.episode import EpisodePlan, play
 from offbeat.services.rollout.episodes.instrumented import InstrumentedEpisode
@@ -280,7 +280,7 @@ class EnvWorker:
             is_expected = isinstance(error, MeshError)
             logger.warning("episode %s/%s failed: %s", task.group_id, task.index, error, exc_info=not is_expected)
             self._reporter.failed(task.kind, tag, reason)
-            self._outcomes.failed(tag, error)
+            self._outcomes.failed(DATASET_KEY if self._reads(task) else f"custom_envs.{tag}", error)
             await retry_until_answered(lambda: self._buffer.fail(self._worker_id, task, reason))
         else:
             self._outcomes.finished()

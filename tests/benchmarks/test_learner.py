@@ -54,7 +54,7 @@ def test_check_returns_the_reason_for_unsupported_options(options: dict[str, int
 
 
 def test_the_bare_loop_and_ours_have_one_loss_and_one_gradient(tmp_path: Path) -> None:
-    backend_task = task(learner._make_model(tmp_path / "model", SMALL))
+    backend_task = task(learner.make_model(tmp_path / "model", SMALL))
     policy = load_policy(Path(backend_task.model), ModelArgs(), seed=1)
     engine = PlainEngine(policy)
     args = {"learning_rate": RATE, "max_grad_norm": MAX_NORM, "max_tokens_per_microbatch": backend_task.budget}

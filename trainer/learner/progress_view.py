@@ -19,6 +19,8 @@ LINE_INTERVAL_S = 10.0
 """Minimum interval, except for phase changes."""
 NO_DIGITS = str.maketrans("", "", "0123456789")
 SHOWN = {
+    "loss": ("loss", "{:.4f}".format),
+    "rewards/accuracies": ("accuracy", "{:.2f}".format),
     "reward": ("reward", "{:.2f}".format),
     "success": ("success", "{:.2f}".format),
     "staleness": ("staleness", "{:.1f}".format),

@@ -66,6 +66,7 @@ class PreferenceLosses:
             loss = loss + self.config.sft_coef * chosen_nll / self.num_chosen_tokens
             size = float(counts[is_chosen].sum())
             gauges["sft_loss"] = Partial("mean", float(chosen_nll.detach()), size)
+            gauges["loss"] = Partial("mean", float(loss.detach()) * self.num_pairs, float(len(losses)))
         return loss, gauges
 
     def _total(self, logprobs: Tensor, place: Tensor, counts: Tensor) -> Tensor:

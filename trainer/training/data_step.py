@@ -17,7 +17,7 @@ from offbeat.trainer.engines.base import Hyperparameters
 from offbeat.trainer.losses.preference import PreferenceLosses
 from offbeat.trainer.losses.supervised import SupervisedLosses
 from offbeat.trainer.models.policy import Sampled
-from offbeat.trainer.training.group_scorer import to_input
+from offbeat.trainer.training.group_scorer import inference_budget, scatter_outputs, to_input
 from offbeat.trainer.training.optimizer_step import (
     BatchTrainer,
     Gauges,
@@ -38,8 +38,9 @@ class DataTrainer(BatchTrainer):
         batch = pack(groups)
         if not batch.num_sampled:
             return {}
-        micro_batches = self._cut_whole(batch, range(batch.num_sequences))
-        losses = self._losses(batch, micro_batches, self._reference_logprobs(groups))
+        sequences = range(batch.num_sequences)
+        micro_batches = self._cut_whole(batch, sequences)
+        losses = self._losses(batch, micro_batches, self._reference_logprobs(batch, sequences, micro_batches))
         inputs = [to_input(micro) for micro in micro_batches]
         outputs = self._models.policy.infer(inputs, lambda output: torch.stack([output.logprobs, output.entropies]))
         for i, rows in enumerate(outputs):
@@ -52,12 +53,11 @@ class DataTrainer(BatchTrainer):
         if not batch.num_sampled:
             return {}
         rate = self._rate(step, self.learning_rate, self._args.warmup_steps)
-        reference = self._reference_logprobs(step_batch.groups)
         pieces: list[Gauges] = []
         parts: list[list[MicroBatch]] = []
         for sequences in group_minibatches(batch, self._args.num_minibatches):
             micro_batches = self._cut_whole(batch, sequences)
-            losses = self._losses(batch, micro_batches, reference)
+            losses = self._losses(batch, micro_batches, self._reference_logprobs(batch, sequences, micro_batches))
             inputs = [to_input(micro) for micro in micro_batches]
             outcome = self._models.policy.train(
                 inputs, losses.of_policy, Hyperparameters(rate, self._args.weight_decay)
@@ -91,15 +91,22 @@ class DataTrainer(BatchTrainer):
             ref_logprobs=reference,
         )
 
-    def _reference_logprobs(self, groups: Sequence[Group]) -> Tensor | None:
-        rows = self._score(self._models.reference, "reference", self._config.reference.infer_batch_size, groups)
-        return None if rows is None else torch.cat(rows)
+    def _reference_logprobs(
+        self, batch: Batch, sequences: Sequence[int], micro_batches: Sequence[MicroBatch]
+    ) -> Tensor | None:
+        """Score the policy's micro-batches, so that equal weights have equal logprobs; `infer_batch_size` cuts others."""
+        model = self._models.reference
+        if model is None:
+            return None
+        budget = inference_budget(self._config, self._config.reference.infer_batch_size)
+        cuts = micro_batches if budget is None else self._cut_whole(batch, sequences, budget)
+        return scatter_outputs(batch, cuts, model.infer([to_input(micro) for micro in cuts]))
 
-    def _cut_whole(self, batch: Batch, sequences: Sequence[int]) -> list[MicroBatch]:
+    def _cut_whole(self, batch: Batch, sequences: Sequence[int], budget: int | None = None) -> list[MicroBatch]:
         return whole_group_microbatches(
             batch,
             sequences,
-            self._args.max_tokens_per_microbatch,
+            budget or self._args.max_tokens_per_microbatch,
             share_prefix=self._config.actor_train.model_args.shared_prefix,
             multiple_of=self._ranks.world_size,
         )

@@ -10,23 +10,33 @@ from offbeat.deploy.cli.run_view import MARKS
 from offbeat.services.control.schemas import RunsView, RunView
 from offbeat.services.telemetry import format_rate
 
+METRICS = {"success": ".2f", "loss": ".4f", "rewards/accuracies": ".2f", "rewards/margins": ".3f"}
+OF_ROWS = {"loss": "loss", "rewards/accuracies": "accuracy", "rewards/margins": "margin"}
+"""Metrics of the data pipelines, and their labels."""
+
 
 def runs_table(listing: RunsView) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("run", "state", "step", "success", "trajectories/s", "since"):
+    has_loss = any(view.metrics.get("loss") is not None for view in listing.runs)
+    result = ("success", "loss") if has_loss else ("success",)
+    for heading in ("run", "state", "step", *result, "trajectories/s", "since"):
         table.add_column(heading, no_wrap=True)
     for view in listing.runs:
-        success = view.metrics.get("success")
         rate = view.rates.trajectories if view.rates else 0.0
         table.add_row(
             escape(view.id),
             view.state.value,
             f"{max(view.step, 0)}/{view.max_steps}",
-            f"{success:.2f}" if success is not None else "",
+            *(_metric(view, name) for name in result),
             f"{rate:.1f}" if rate else "",
             _ago(view.created_at),
         )
     return table
+
+
+def _metric(view: RunView, name: str) -> str:
+    value = view.metrics.get(name)
+    return "" if value is None else f"{value:{METRICS[name]}}"
 
 
 def run_table(view: RunView) -> Table:
@@ -45,6 +55,8 @@ def _rows(view: RunView) -> Iterator[tuple[str, str]]:
     if view.error:
         yield "error", escape(view.error) + (f" (see {escape(view.log)})" if view.log else "")
     yield "step", f"{max(view.step, 0)} of {view.max_steps}, version {view.version}, attempt {view.attempt}"
+    if shown := [f"{label} {_metric(view, name)}" for name, label in OF_ROWS.items() if _metric(view, name)]:
+        yield "newest step", ", ".join(shown)
     if view.staleness and view.staleness.mean is not None:
         maximum = f", at most {view.staleness.max:.0f}" if view.staleness.max is not None else ""
         yield "staleness", f"{view.staleness.mean:.2f} on average{maximum} (bound {view.staleness.bound:g})"

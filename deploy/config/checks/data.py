@@ -1,12 +1,15 @@
 """Checks of the data pipelines: rows, and keys that only episodes use."""
 
 import math
+import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from offbeat.deploy.config.checks.prompts import OnStep
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.vocabulary import MissingWordsError, collect_words
 from offbeat.services.chat.assistant_tokens import ConversationError
 from offbeat.services.errors import EpisodeError, RolloutError
 from offbeat.services.rollout.data.config import GROUP_SIZES, DataConfig
@@ -47,19 +50,34 @@ def check_data(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.reference.strategy_args.placement == "service":
         message = f"{pipeline} scores its rows beside the policy, not in a service: leave it out"
         yield ConfigIssue("reference.strategy_args.placement", message)
+    if not config.uses_engine:
+        yield from _check_engine_settings(config, unset)
     reference = config.reference.model_dump(exclude_defaults=True)
     if reference and not config.needs_reference:
         yield ConfigIssue("reference", f"has no effect with {pipeline} and no reference: leave it out")
+
+
+def _check_engine_settings(config: RunConfig, unset: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield live settings of engines, which do not exist."""
+    for key, value, default in (
+        ("num_replicas", config.actor_infer.num_replicas, unset.actor_infer.num_replicas),
+        (
+            "generating_args.temperature",
+            config.actor_infer.generating_args.temperature,
+            unset.actor_infer.generating_args.temperature,
+        ),
+    ):
+        if value != default:
+            yield ConfigIssue(
+                f"actor_infer.{key}", f"pipeline: {config.pipeline} samples nothing without custom_envs: leave it out"
+            )
 
 
 def check_rows(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
     """Yield what is wrong with the files' columns and first rows."""
     if config.data is None or not config.reads_data:
         return
-    for key in DATA_KEYS:
-        path: Path | None = getattr(config.data, key.removeprefix("data."))
-        if path is None:
-            continue
+    for key, path in _files(config.data):
         on_step(key, f"reading {path}")
         try:
             rows = open_rows(path)
@@ -69,8 +87,39 @@ def check_rows(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
         except (ValueError, OSError) as error:
             yield ConfigIssue(key, str(error))
             return
-    if config.pretrain != "tiny" and Path(config.pretrain).is_dir():
-        yield from _check_tokens(config, config.data)
+    with _tokenizer_folder(config) as folder:
+        if folder is not None:
+            yield from _first_issue(config, config.data, folder)
+
+
+def _first_issue(config: RunConfig, data: DataConfig, folder: Path) -> list[ConfigIssue]:
+    for key, path in _files(data):
+        if issues := list(_check_tokens(config, data.model_copy(update={"dataset_name": path}), key, folder)):
+            return issues
+    return []
+
+
+def _files(data: DataConfig) -> list[tuple[str, Path]]:
+    """Return key and path of each file."""
+    paths: list[tuple[str, Path | None]] = [(key, getattr(data, key.removeprefix("data."))) for key in DATA_KEYS]
+    return [(key, path) for key, path in paths if path is not None]
+
+
+@contextmanager
+def _tokenizer_folder(config: RunConfig) -> Iterator[Path | None]:
+    """Yield a folder with the policy's tokenizer and template; None if there is none, which has its own issue."""
+    if config.pretrain != "tiny":
+        yield Path(config.pretrain) if Path(config.pretrain).is_dir() else None
+        return
+    from offbeat.trainer.models.tiny import write_tiny_policy
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            write_tiny_policy(Path(folder), config.tiny, collect_words(config))
+        except (MissingWordsError, ValueError):
+            yield None
+            return
+        yield Path(folder)
 
 
 def _check_conversations(row: Mapping[str, Any], data: DataConfig, pipeline: str, name: str) -> None:
@@ -81,22 +130,25 @@ def _check_conversations(row: Mapping[str, Any], data: DataConfig, pipeline: str
         raise RowError(f"{name}: {error}") from error
 
 
-def _check_tokens(config: RunConfig, data: DataConfig) -> Iterator[ConfigIssue]:
-    """Render the first rows by the chat template; yield an issue if none fits."""
-    unshuffled = data.model_copy(update={"shuffle": False})
+def _check_tokens(config: RunConfig, data: DataConfig, key: str, folder: Path) -> Iterator[ConfigIssue]:
+    """Render the first rows by the chat template; yield an issue for the first that it can't render, or if none fits."""
+    in_order = data.model_copy(update={"shuffle": False})
     try:
-        source = DataSource(
-            unshuffled, config.pipeline, Path(config.pretrain), seed=0, max_tokens=config.sequence_length
-        )
-        for number in range(min(source.num_rows, CHECKED_ROWS)):
-            for index in range(GROUP_SIZES[config.pipeline]):
-                trajectory = source.trajectory(number, index, 0)
-                if trajectory.num_sampled:
-                    return
-    except (EpisodeError, RolloutError) as error:
-        yield ConfigIssue("data.dataset_name", str(error))
+        source = DataSource(in_order, config.pipeline, folder, seed=0, max_tokens=config.sequence_length)
+        trajectories = [
+            source.trajectory(number, index, 0)
+            for number in range(min(source.num_rows, CHECKED_ROWS))
+            for index in range(GROUP_SIZES[config.pipeline])
+        ]
+    except EpisodeError as error:
+        yield ConfigIssue(key, error.detail)
         return
-    yield ConfigIssue(
-        "sequence_length",
-        f"none of the first rows fits in {config.sequence_length} tokens: take more, or data.too_long: truncate",
-    )
+    except RolloutError as error:
+        yield ConfigIssue("pretrain", str(error))
+        return
+    if not any(trajectory.num_sampled for trajectory in trajectories):
+        yield ConfigIssue(
+            "sequence_length",
+            f"none of the first rows of {data.dataset_name} fits in {config.sequence_length} tokens: take more, or "
+            "data.too_long: truncate",
+        )

@@ -28,10 +28,14 @@ class DataConfig(Config):
     chosen_key: str = "chosen"
     """Column of the preferred response, for `dpo`: text, or messages, with their prompt unless `prompt_key` exists."""
     rejected_key: str = "rejected"
+    images_key: str = "images"
+    """Column of images, in place of the parts `{"type": "image"}`, if it exists: paths from the file's folder, or bytes."""
     tools_key: str = "tools"
     """Column of the tools offered to the assistant, if it exists: JSON schemas, as a list or JSON text."""
-    train_on: Literal["all", "last"] = "all"
-    """Assistant turns with a loss: every one, or the last."""
+    train_on: Literal["all", "last", "completion"] = "all"
+    """Tokens with a loss: those of every assistant turn, of the last, or all from the first answer on, with the turns in
+    between, as in the warm start.
+    """
     too_long: Literal["drop", "truncate"] = "drop"
     """Rows of more than `sequence_length` tokens: dropped and replaced by the next, or cut."""
     shuffle: bool = True

@@ -26,6 +26,8 @@ class RowError(ValueError):
 
 class DatasetRows(Protocol):
     columns: tuple[str, ...]
+    folder: Path
+    """Of the files that rows name."""
 
     def __len__(self) -> int: ...
 
@@ -41,6 +43,7 @@ class JsonLinesRows:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.folder = path if path.is_dir() else path.parent
         self._starts: list[int] = []
         self._lines: list[int] = []
         position = 0
@@ -78,6 +81,7 @@ class TableRows:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.folder = path if path.is_dir() else path.parent
         self._table = read_table(path)
         self.columns = tuple(cast(list[str], self._table.column_names))
         if not len(self._table):
@@ -90,7 +94,7 @@ class TableRows:
         return self._table[index]
 
     def name(self, index: int) -> str:
-        return f"{self._path}:{index + 1}"
+        return f"{self._path} row {index + 1}"
 
 
 def open_rows(path: Path) -> DatasetRows:

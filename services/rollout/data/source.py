@@ -16,9 +16,11 @@ from offbeat.services.chat.assistant_tokens import AssistantTokens, Conversation
 from offbeat.services.errors import EpisodeError
 from offbeat.services.messages.types import Segment, StopReason, Trajectory, Turn, VersionSpan
 from offbeat.services.rollout.data.config import GROUP_SIZES, DataConfig
+from offbeat.services.rollout.data.images import read_images
 from offbeat.services.rollout.data.rows import DatasetRows, Row, RowError, open_rows, row_of_group
 
 BAD_ROW = "bad_row"
+DATASET_KEY = "data.dataset_name"
 Message = dict[str, Any]
 
 
@@ -72,7 +74,7 @@ class DataSource:
         self, rows: DatasetRows, row: int, number: int, index: int, version: int, group_id: str, attempt: int
     ) -> Trajectory:
         try:
-            tokenized = self._tokenize(rows[row], index)
+            tokenized = self._tokenize(rows[row], index, rows.folder)
         except (ConversationError, RowError) as error:
             name = "" if isinstance(error, RowError) else f"{rows.name(row)}: "
             raise EpisodeError(BAD_ROW, f"{name}{error}") from error
@@ -90,10 +92,21 @@ class DataSource:
             },
         )
 
-    def _tokenize(self, row: Row, index: int) -> Tokenized:
+    def _tokenize(self, row: Row, index: int, folder: Path) -> Tokenized:
+        """folder: holds the row's files."""
         messages, first = read_conversation(row, self._config, self._pipeline, index)
         tools = _read_tools(row.get(self._config.tools_key))
-        return self._tokens.tokenize(messages, tools, first=first, last_only=self._config.train_on == "last")
+        train_on = self._config.train_on
+        images = read_images(row.get(self._config.images_key), folder)
+        tokenized = self._tokens.tokenize(messages, tools, first=first, last_only=train_on == "last", images=images)
+        if train_on != "completion" or not tokenized.turns:
+            return tokenized
+        first_answer, end = tokenized.turns[0][0], tokenized.turns[-1][1]
+        if any(image.start >= first_answer for image in tokenized.images):
+            raise ConversationError(
+                "train_on: completion can't learn an image after the first answer: take all or last"
+            )
+        return tokenized._replace(turns=[(first_answer, end)])
 
 
 def message_keys(config: DataConfig) -> tuple[str, ...]:
@@ -150,7 +163,8 @@ def _messages(row: Row, key: str, role: str | None = None) -> list[Message]:
         return [{"role": role, "content": value}]
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         expected = "a list of messages" if role is None else "a text or a list of messages"
-        raise ConversationError(f"{key}: expected {expected}, got {type(value).__name__}")
+        got = "nothing" if value is None else type(value).__name__
+        raise ConversationError(f"{key}: expected {expected}, got {got}")
     return [_message(each, f"{key}[{i}]") for i, each in enumerate(cast(Sequence[Any], value))]
 
 
@@ -158,10 +172,25 @@ def _message(value: Any, name: str) -> Message:
     if not isinstance(value, Mapping) or not isinstance(cast(Mapping[str, Any], value).get("role"), str):
         raise ConversationError(f"{name}: expected an object with role and content")
     # Tables fill the keys that other messages have
-    message = {str(key): each for key, each in cast(Mapping[str, Any], value).items() if each is not None}
+    message = _without_nothing(cast(Mapping[str, Any], value))
+    if isinstance(content := message.get("content"), Sequence) and not isinstance(content, str):
+        message["content"] = [_part(part, name) for part in cast(Sequence[Any], content)]
     if "content" not in message and "tool_calls" not in message:
         raise ConversationError(f"{name}: a message needs content or tool_calls")
     return message if "content" in message else {**message, "content": ""}
+
+
+def _without_nothing(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {str(key): each for key, each in value.items() if each is not None}
+
+
+def _part(value: Any, name: str) -> dict[str, Any]:
+    """Return a part of a message; `image_url` and its like hold no image that is read here."""
+    part = _without_nothing(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else {}
+    kind = part.get("type")
+    if kind == "image" or (kind == "text" and isinstance(part.get("text"), str)):
+        return part
+    raise ConversationError(f"{name}: a part of a content is {{type: text, text: ...}} or {{type: image}}")
 
 
 def _read_tools(value: Any) -> list[Any]:
@@ -182,6 +211,10 @@ def _to_trajectory(
     is_long = len(tokenized.tokens) > max_tokens
     end = max_tokens if truncate else 0
     limit = end if is_long else len(tokenized.tokens)
+    images = [image for image in tokenized.images if image.start + image.count <= (limit or max_tokens)]
+    if is_long and len(images) < len(tokenized.images):
+        # Image tokens without their image would be learned from as they are
+        limit = min(limit, tokenized.images[len(images)].start)
     tokens = np.array(tokenized.tokens[: limit or max_tokens], dtype=np.int32)
     # A sequence's first token is predicted by nothing
     turns = [(max(start, 1), min(stop, limit)) for start, stop in tokenized.turns]
@@ -190,7 +223,7 @@ def _to_trajectory(
     for start, stop in turns:
         mask[start:stop] = True
     spans = tuple(VersionSpan(start, stop, version) for start, stop in turns)
-    segment = Segment(tokens, mask, np.zeros(len(tokens), dtype=np.float32), spans)
+    segment = Segment(tokens, mask, np.zeros(len(tokens), dtype=np.float32), spans, images=tuple(images))
     return Trajectory(
         **identity,
         segments=(segment,),

@@ -12,6 +12,7 @@ from offbeat.deploy.cli.run_view import (
     render,
     summary,
 )
+from offbeat.deploy.cli.runs.tables import run_table, runs_table
 from offbeat.deploy.report.history import RunHistory
 from offbeat.services.control.interfaces import Health
 from offbeat.services.control.run import DesiredState, RunState
@@ -19,6 +20,7 @@ from offbeat.services.control.schemas import (
     ComponentView,
     CountersView,
     PathsView,
+    RunsView,
     RunView,
     SettingsView,
 )
@@ -176,3 +178,19 @@ def test_plain_lines_come_every_logging_steps():
         for number in range(3, 11):
             shown.show(view(), with_step(number))
     assert [line.split("step ")[1].split("/")[0] for line in file.getvalue().splitlines()] == ["3", "6", "9"]
+
+
+def test_a_data_pipeline_is_shown_by_its_losses():
+    made = RunHistory()
+    values = {"loss": mean([0.61234]), "rewards/accuracies": mean([0.75])}
+    records = [
+        MetricRecord("learner", values, 1, time=2.0),
+        MetricRecord("eval", {"loss": mean([0.6501])}, 1, {"when": "during", "sampling": "loss"}, 3.0),
+    ]
+    made.add((f"{i}-0", record) for i, record in enumerate(records))
+    assert summary(view(), made)["loss"] == "0.6123, accuracy 0.75, validation 0.6501 (step 1)"
+    measured = view().model_copy(update={"metrics": {"loss": 0.61234, "rewards/accuracies": 0.75}})
+    listed = text_of(runs_table(RunsView(runs=[measured, view()])))
+    assert ("loss" in listed, "0.6123" in listed) == (True, True)
+    assert "loss" not in text_of(runs_table(RunsView(runs=[view()])))
+    assert "loss 0.6123, accuracy 0.75" in text_of(run_table(measured))

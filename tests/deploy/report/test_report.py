@@ -12,13 +12,14 @@ from offbeat.deploy.config.loader import dump_yaml, load_run
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.report.history import RunHistory
 from offbeat.deploy.report.report import ReportMaker, build_report, show_report
+from offbeat.envs.frozen_lake.rows import conversations, write_rows
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.control.schemas import CountersView
 from offbeat.services.keys import RunKeys
 from offbeat.services.telemetry import MetricRecord, Partial, RedisMetrics, mean
 from offbeat.trainer.learner.evaluation_metrics import evaluation_values
 from tests.fakes import make_trajectory
-from tests.paths import QUICKSTART
+from tests.paths import CONFIGS, QUICKSTART
 
 COUNTERS = CountersView(admitted=10, submitted=9, trained=8, dropped={"stale": 1}, failed={"timeout": 1}, in_flight=0)
 ISSUE_2 = {
@@ -206,3 +207,38 @@ def test_the_table_tells_spread_length_pass_at_k_and_each_tag(config: RunConfig,
     assert shown["answers cut short"] == ["0.000", "0.000"]
     assert shown["Box: reward, least"] == ["0.125", "0.688"]
     assert "Lake: pass@2" in shown
+
+
+def test_a_data_pipelines_report_tells_its_losses(tmp_path: Path):
+    write_rows(tmp_path / "rows.jsonl", conversations(4))
+    rows = [f"data.{name}={tmp_path / 'rows.jsonl'}" for name in ("dataset_name", "val_dataset_name")]
+    config = load_run(CONFIGS / "sft.yaml", [f"output_dir={tmp_path}", *rows])
+    history = RunHistory()
+    steps = [MetricRecord("learner", {"loss": mean([3.0 / n])}, n, time=130.0 + n) for n in (1, 2, 3)]
+    labels = [{"when": when, "sampling": "loss"} for when in ("before", "after")]
+    losses = [MetricRecord("eval", {"loss": mean([2.5 - n])}, 3 * n, labels[n], 130.0 + 4 * n) for n in (0, 1)]
+    history.add((f"{n}-0", record) for n, record in enumerate([*records()[:1], losses[0], *steps, losses[1]]))
+    report = build_report(config, history, None, baselines={}, startup_s={}, ended_at=140.0)
+    assert report["training_loss"] == {"before": pytest.approx(11 / 6), "after": pytest.approx(11 / 6)}
+    out = io.StringIO()
+    show_report(report, tmp_path, Console(file=out, width=120))
+    assert "held-out tasks" not in out.getvalue()
+    table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.getvalue().splitlines() if "loss" in line]
+    assert table == [
+        ["loss of training rows", "1.8333", "1.8333"],
+        ["loss of validation rows", "2.5000", "1.5000"],
+    ]
+
+
+def test_a_report_is_made_again_of_a_run_without_envs(tmp_path: Path, redis_url: str):
+    write_rows(tmp_path / "rows.jsonl", conversations(4))
+    rows = [f"data.{name}={tmp_path / 'rows.jsonl'}" for name in ("dataset_name", "val_dataset_name")]
+    config = load_run(CONFIGS / "sft.yaml", [f"output_dir={tmp_path}", *rows])
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    with Redis.from_url(redis_url) as redis:
+        redis.hset(RunKeys(config.exp_name).record, mapping={"started_at": "100.0", "ended_at": "200.0"})
+        RedisMetrics(redis, config.exp_name).append(MetricRecord("learner", {"loss": mean([3.0])}, 1, time=130.0))
+        assert remake_report(str(tmp_path), redis_url) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["steps"], report["training_loss"]) == (1, {"before": 3.0, "after": 3.0})
+    assert (tmp_path / "learning_curve.png").is_file()

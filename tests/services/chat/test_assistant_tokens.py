@@ -120,7 +120,7 @@ def load(folder: Path, template: str, *, bos: str = "<|im_start|>", eos: str = "
 
 
 def texts(tokens: AssistantTokens, messages: list[Any], tools: list[Any] | None = None, **options: Any) -> list[str]:
-    ids, turns = tokens.tokenize(messages, tools or [], **options)
+    ids, turns, _ = tokens.tokenize(messages, tools or [], **options)
     return [tokens._backend.decode(ids[start:end], skip_special_tokens=False) for start, end in turns]
 
 
@@ -147,7 +147,7 @@ def test_the_tokens_before_an_answer_are_the_prompt_of_a_rollout(family: str, tm
     template, bos, eos, _ = FAMILIES[family]
     tokens = load(tmp_path, template, bos=bos, eos=eos)
     chat = load_chat_format(tmp_path)
-    ids, turns = tokens.tokenize(DIALOGUE[:2])
+    ids, turns, _ = tokens.tokenize(DIALOGUE[:2])
     prompt = chat.first_prompt("", str(DIALOGUE[0]["content"]))
     assert tuple(ids[: turns[0][0]]) == prompt
     assert tuple(ids[turns[0][0] : turns[0][1]]) == (*chat.encode("Down  of P."), chat.end_id)

@@ -1,7 +1,7 @@
 import pytest
 
 from offbeat.deploy.report.history import RunHistory
-from offbeat.services.control.failing_episodes import find_failing
+from offbeat.services.control.failing_episodes import FailingEpisodes, find_failing
 from offbeat.services.messages.types import EpisodeKind, StopReason, Trajectory
 from offbeat.services.rollout.metrics import WorkerMetrics
 
@@ -31,3 +31,15 @@ def test_a_report_names_the_reasons_of_failing_episodes():
 @pytest.mark.parametrize("failed", [{"step_error": 1}, {"generation_timeout": 9}, {}])
 def test_few_failures_and_those_of_generation_are_no_finding(failed: dict[str, int]):
     assert find_failing(totals(6, failed)) is None
+
+
+def test_rows_that_can_not_be_read_are_the_datasets_problem():
+    finding = find_failing(totals(6, {"bad_row": 4}))
+    assert finding is not None
+    assert finding.keys == ("data.dataset_name",)
+    counts = {"finished": 0, "failed": 16, "recent": 16, "recent_failed": 16, "limit": 16}
+    last = {"key": "data.dataset_name", "error": "bad_row: a.jsonl:3: no assistant turn", "trace": ""}
+    failing = FailingEpisodes.of([{"at": 1.0, "episodes": {**counts, **last}}], since=0.0)
+    assert failing.describe_all().endswith("a.jsonl:3: no assistant turn\nFix data.dataset_name.")
+    assert failing.finding is not None
+    assert failing.finding.keys == ("data.dataset_name",)

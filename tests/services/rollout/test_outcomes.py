@@ -9,14 +9,14 @@ def fail(outcomes: EpisodeOutcomes) -> None:
         except ZeroDivisionError as error:
             raise EpisodeError("step_error", "ZeroDivisionError: no slope") from error
     except EpisodeError as error:
-        outcomes.failed("Hills", error)
+        outcomes.failed("custom_envs.Hills", error)
 
 
 def test_last_failure_is_reported_with_what_the_env_raised():
     outcomes = EpisodeOutcomes(group_size=2)
     fail(outcomes)
     report = outcomes.report()
-    assert (report["finished"], report["failed"], report["limit"], report["tag"]) == (0, 1, 16, "Hills")
+    assert (report["finished"], report["failed"], report["limit"], report["key"]) == (0, 1, 16, "custom_envs.Hills")
     assert report["error"] == "step_error: ZeroDivisionError: no slope"
     assert report["trace"].endswith("ZeroDivisionError: no slope\n")
     assert "EpisodeError" not in report["trace"]
@@ -24,13 +24,13 @@ def test_last_failure_is_reported_with_what_the_env_raised():
 
 def test_traceback_of_another_process_is_kept():
     outcomes = EpisodeOutcomes(group_size=2)
-    outcomes.failed("Hills", EpisodeError("step_error", "no slope", "Traceback of the child"))
+    outcomes.failed("custom_envs.Hills", EpisodeError("step_error", "no slope", "Traceback of the child"))
     assert outcomes.report()["trace"] == "Traceback of the child"
 
 
 def test_failures_of_generation_are_not_counted():
     outcomes = EpisodeOutcomes(group_size=2)
-    outcomes.failed("Hills", EpisodeError("generation_timeout"))
+    outcomes.failed("custom_envs.Hills", EpisodeError("generation_timeout"))
     assert outcomes.report() == {"finished": 0, "failed": 0, "recent": 0, "recent_failed": 0, "limit": 16}
 
 

@@ -28,6 +28,11 @@ def test_a_step_is_told_by_the_figures_that_it_has():
     assert describe_step(STEP) == "reward 0.50  staleness 1.0  tokens/s 1,500  waited 0.2 s"
 
 
+def test_a_step_of_a_data_pipeline_is_told_by_its_loss():
+    step = {"loss": mean([0.5, 0.25]), "rewards/accuracies": mean([1.0, 0.0]), "time/train_s": mean([1.0])}
+    assert describe_step(step) == "loss 0.3750  accuracy 0.50  trained 1.0 s"
+
+
 def test_without_a_terminal_a_count_that_goes_up_is_no_new_line():
     where, out = console(False)
     view = LearnerLineView(where, 10)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from offbeat.trainer.algorithms.preference import PREFERENCE_LOSSES, PairLogprobs, PreferenceTerms
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.data.batch import Batch, pack
 from offbeat.trainer.losses.policy_loss import policy_loss
@@ -163,3 +164,32 @@ def test_rloo_equals_trl():
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     one, two = torch.autograd.grad(loss, logprobs)[0], torch.autograd.grad(expected, logprobs)[0]
     torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7)
+
+
+def test_simpo_and_orpos_odds_ratio_equal_trl():
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.orpo import ORPOTrainer
+
+    generator = torch.Generator().manual_seed(0)
+    chosen, rejected = (-torch.rand(5, generator=generator) - 0.05 for _ in range(2))
+    zero = torch.zeros(5)
+    alone = SimpleNamespace(device=torch.device("cpu"))
+    trl = SimpleNamespace(
+        beta=2.0, simpo_gamma=0.7, alpha=0.0, loss_type="simpo", label_smoothing=0.0, accelerator=alone
+    )
+    terms = PreferenceTerms(beta=2.0, gamma=0.7)
+    pairs = PairLogprobs(chosen.requires_grad_(), rejected.requires_grad_(), zero, zero)
+    expected, *_ = CPOTrainer.cpo_loss(trl, pairs.chosen, pairs.rejected)  # pyright: ignore[reportArgumentType]
+    assert_equal_losses(PREFERENCE_LOSSES["simpo"](pairs, terms), expected, pairs)
+    ratios, *_ = ORPOTrainer.odds_ratio_loss(trl, pairs.chosen, pairs.rejected)  # pyright: ignore[reportArgumentType]
+    assert_equal_losses(PREFERENCE_LOSSES["orpo"](pairs, terms), -pairs.chosen - ratios, pairs)
+
+
+def assert_equal_losses(ours: Tensor, theirs: Tensor, pairs: PairLogprobs) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    for ours_of, theirs_of in zip(
+        torch.autograd.grad(ours.sum(), [pairs.chosen, pairs.rejected], retain_graph=True),
+        torch.autograd.grad(theirs.sum(), [pairs.chosen, pairs.rejected], retain_graph=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours_of, theirs_of, rtol=1e-5, atol=1e-6)

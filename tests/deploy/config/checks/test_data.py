@@ -11,7 +11,7 @@ from offbeat.deploy.config.loader import load_run, read_run
 from offbeat.deploy.config.run import RunConfig
 from offbeat.envs.frozen_lake.rows import conversations, pairs, write_rows
 from tests.paths import CONFIGS
-from tests.pretrained import write_llama
+from tests.pretrained import FORGETTING, write_llama
 
 
 def load(folder: Path, pipeline: str, *overrides: str) -> RunConfig:
@@ -98,7 +98,7 @@ def test_a_reference_needs_a_loss_that_has_one(tmp_path: Path):
             "data.dataset_name",
             "rows.jsonl:2: messages[0]: a message needs content",
         ),
-        (None, ["sequence_length=8"], "sequence_length", "none of the first rows fits in 8 tokens"),
+        (None, ["sequence_length=8"], "sequence_length", "rows.jsonl fits in 8 tokens"),
     ],
 )
 def test_first_rows_are_read_before_the_start(row: Any, overrides: list[str], path: str, problem: str, tmp_path: Path):
@@ -109,3 +109,72 @@ def test_first_rows_are_read_before_the_start(row: Any, overrides: list[str], pa
         (tmp_path / "rows.jsonl").write_text("\n".join([lines[0], json.dumps(row), *lines[2:]]) + "\n")
     issues = refused(tmp_path, "sft", f"pretrain={tmp_path / 'model'}", *overrides)
     assert problem in issues[path]
+
+
+ASKED = {"role": "user", "content": "Where is G ?"}
+ANSWERED = {"role": "assistant", "content": "Down"}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "rows.jsonl has no rows"),
+        ("hello\n", "rows.jsonl:1: not JSON"),
+        ("[1]\n", "rows.jsonl:1: expected an object, got list"),
+        (
+            '{"question": "a"}\n',
+            "neither the column 'messages' (messages_key) nor 'prompt' (prompt_key); there is question",
+        ),
+        ('{"messages": "a"}\n', "rows.jsonl:1: messages: expected a list of messages, got str"),
+        (
+            '{"prompt": "a", "response": null}\n',
+            "rows.jsonl:1: response: expected a text or a list of messages, got nothing",
+        ),
+        (json.dumps({"messages": [ASKED]}), "rows.jsonl:1: there is no assistant turn to learn"),
+    ],
+)
+def test_a_wrong_file_is_told_by_its_line(text: str, problem: str, tmp_path: Path):
+    """With the tiny policy, whose vocabulary is the file's."""
+    (tmp_path / "rows.jsonl").write_text(text)
+    for key in ("dataset_name", "val_dataset_name"):
+        other = "val_dataset_name" if key == "dataset_name" else "dataset_name"
+        write_rows(tmp_path / "good.jsonl", conversations(4))
+        files = [f"data.{key}={tmp_path / 'rows.jsonl'}", f"data.{other}={tmp_path / 'good.jsonl'}"]
+        issues = refused(tmp_path, "sft", *files)
+        assert list(issues) == [f"data.{key}"]
+        assert problem in issues[f"data.{key}"]
+        assert "bad_row" not in issues[f"data.{key}"]
+
+
+def test_the_tiny_policys_rows_must_fit(tmp_path: Path):
+    assert "fits in 8 tokens" in refused(tmp_path, "sft", "sequence_length=8")["sequence_length"]
+
+
+def test_a_table_names_the_row(tmp_path: Path):
+    (tmp_path / "rows.csv").write_text("prompt,response\nhi,yo\nho,\n")
+    issues = refused(tmp_path, "sft", f"data.dataset_name={tmp_path / 'rows.csv'}")
+    assert "rows.csv row 2: response: expected" in issues["data.dataset_name"]
+
+
+def test_each_of_the_first_rows_must_fit_the_template(tmp_path: Path):
+    write_llama(tmp_path / "model", FORGETTING)
+    write_rows(tmp_path / "rows.jsonl", iter([{"messages": [ASKED, ANSWERED]}, {"messages": [ASKED, ANSWERED] * 2}]))
+    model = f"pretrain={tmp_path / 'model'}"
+    issues = refused(tmp_path, "sft", model)
+    assert "rows.jsonl:2: the chat template changes earlier turns" in issues["data.dataset_name"]
+    assert load(tmp_path, "sft", model, "data.train_on=last").data is not None
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"), [(None, "without a chat template"), ("{% for m in %}", "line 1: Expected")]
+)
+def test_a_model_without_a_usable_template_is_the_models_problem(template: str | None, problem: str, tmp_path: Path):
+    write_llama(tmp_path / "model")
+    path = tmp_path / "model" / "chat_template.jinja"
+    path.unlink() if template is None else path.write_text(template)
+    assert problem in refused(tmp_path, "sft", f"pretrain={tmp_path / 'model'}")["pretrain"]
+
+
+@pytest.mark.parametrize("override", ["actor_infer.num_replicas=2", "actor_infer.generating_args.temperature=0.5"])
+def test_engines_that_do_not_exist_have_no_settings(override: str, tmp_path: Path):
+    assert "samples nothing" in refused(tmp_path, "sft", override)[override.partition("=")[0]]

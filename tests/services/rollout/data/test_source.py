@@ -56,6 +56,16 @@ def test_the_last_answer_alone_is_learned_on_request(policy: Path):
     assert np.array_equal(last.segments[0].tokens, every.segments[0].tokens)
 
 
+def test_everything_after_the_prompt_is_learned_on_request(policy: Path):
+    messages = [SAY, ANSWER, SAY, {"role": "assistant", "content": "Up"}]
+    every = source(policy, [{"messages": messages}]).trajectory(0, 0, 0)
+    rest = source(policy, [{"messages": messages}], train_on="completion").trajectory(0, 0, 0)
+    (turn,) = rest.turns
+    assert (turn.start, turn.end) == (every.turns[0].start, every.turns[-1].end)
+    assert rest.num_sampled == turn.end - turn.start == int(rest.segments[0].loss_mask.sum())
+    assert rest.num_sampled > every.num_sampled
+
+
 @pytest.mark.parametrize(
     "row",
     [

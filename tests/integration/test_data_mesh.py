@@ -1,0 +1,146 @@
+"""Data pipelines on the deployed mesh: started over REST, controlled and shown by `offbeat runs`, proven and reproduced."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from offbeat.envs.frozen_lake.rows import conversations, pairs, write_rows
+from tests.integration.ray_cluster import RayCluster
+from tests.integration.test_deploy import DEPLOY
+from tests.paths import CONFIGS
+from tests.waiting import wait_until_sync
+
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    cluster = RayCluster(tmp_path_factory.mktemp("mesh"))
+    for name, seed in (("rows.jsonl", 0), ("val.jsonl", 1)):
+        write_rows(cluster.folder / "sft" / name, conversations(20, seed))
+        write_rows(cluster.folder / "dpo" / name, pairs(20, seed))
+    cluster.start(num_cpus=2)
+    cluster.deploy(DEPLOY)
+    wait_until_sync(lambda: set(cluster.status().values()) == {"RUNNING"}, timeout_s=240, every_s=0.5)
+    yield cluster
+    cluster.end()
+
+
+def document(pipeline: str, *lines: str) -> str:
+    """The packaged configuration, with our files and sizes."""
+    text = (CONFIGS / f"{pipeline}.yaml").read_text()
+    for name, file in (("dataset_name", "rows"), ("val_dataset_name", "val")):
+        text = re.sub(rf"^  {name}: \S+", f"  {name}: {pipeline}/{file}.jsonl", text, flags=re.MULTILINE)
+    text = re.sub(r"^  num_train_epochs: .*$", "", text, flags=re.MULTILINE)
+    for key in ("rollout_batch_size", "eval_steps", "save_steps"):
+        text = re.sub(rf"^{key}: .*$", "", text, flags=re.MULTILINE)
+    return "\n".join([text, "tiny: {num_hidden_layers: 1}", "rollout_batch_size: 8", "record_batches: 1000", *lines])
+
+
+def post(cluster: RayCluster, text: str, **options: Any) -> httpx.Response:
+    return cluster.api.post("/runs", content=text, headers={"content-type": "application/yaml"}, **options)
+
+
+def step(cluster: RayCluster, run: str) -> int:
+    return cluster.run(run).get("step", -1)
+
+
+def state(cluster: RayCluster, run: str) -> str:
+    return cluster.run(run).get("state", "")
+
+
+def proven_and_reported(cluster: RayCluster, run: str, steps: int) -> dict[str, Any]:
+    """The report of a run that is over."""
+    folder = cluster.folder / "runs" / run
+    assert "PROVEN: every group" in cluster.offbeat("audit", run)
+    wait_until_sync((folder / "report.json").exists, timeout_s=120, every_s=0.5)
+    report = json.loads((folder / "report.json").read_text())
+    assert (report["pipeline"], report["steps"]) == (run, steps)
+    losses = [evaluation["loss"] for evaluation in report["evaluations"] if evaluation["sampling"] == "loss"]
+    assert losses[-1] < losses[0]
+    assert (folder / "learning_curve.png").stat().st_size > 1000
+    return report
+
+
+def test_a_file_that_can_not_be_trained_is_refused_over_rest(cluster: RayCluster) -> None:
+    text = document("sft", "max_steps: 5").replace("sft/rows.jsonl", "dpo/rows.jsonl")
+    refused = post(cluster, text, params={"dry_run": "true"})
+    (problem,) = refused.json()["error"]["problems"]
+    assert (refused.status_code, problem["path"]) == (422, "data.dataset_name")
+    assert "neither the column 'messages'" in problem["message"]
+    valid = post(cluster, document("sft", "max_steps: 5"), params={"dry_run": "true"})
+    assert (valid.status_code, valid.json()) == (200, None)
+
+
+def test_sft_is_paused_changed_stopped_and_resumed_over_rest(cluster: RayCluster) -> None:
+    text = document("sft", "max_steps: 4000", "save_steps: 1000", "eval_steps: 1000")
+    started = post(cluster, text)
+    assert started.status_code == 201, started.text
+    wait_until_sync(lambda: step(cluster, "sft") >= 5, timeout_s=240, every_s=0.2)
+    view = cluster.run("sft")
+    assert set(view["components"]) == {"learner", "env-workers"}, "no engine and no broker"
+    assert {"loss", "tokens_trained"} <= set(view["metrics"])
+    assert "loss" in cluster.offbeat("runs", "list", "--url", cluster.url)
+    shown = cluster.offbeat("runs", "show", "sft", "--url", cluster.url)
+    assert re.search(r"newest step +loss \d", shown), shown
+    assert "Traceback" not in cluster.offbeat("runs", "why", "sft", "--url", cluster.url)
+
+    cluster.offbeat("runs", "pause", "sft", "--url", cluster.url)
+    wait_until_sync(lambda: state(cluster, "sft") == "paused", timeout_s=60, every_s=0.2)
+    assert "The run is paused" in cluster.offbeat("runs", "why", "sft", "--url", cluster.url)
+    cluster.offbeat("runs", "resume", "sft", "--url", cluster.url)
+    reached = step(cluster, "sft")
+    wait_until_sync(lambda: step(cluster, "sft") >= reached + 5, timeout_s=120, every_s=0.2)
+
+    cluster.offbeat("runs", "set", "sft", "learning_rate=0.0005", "--url", cluster.url)
+    wait_until_sync(lambda: adopted(cluster, "sft"), timeout_s=60, every_s=0.2)
+    for name, value in (("temperature", 0.5), ("num_replicas", 2)):
+        refused = cluster.api.patch("/runs/sft", json={name: value})
+        assert refused.status_code == 422
+        assert "samples nothing" in refused.json()["error"]["problems"][0]["message"]
+
+    cluster.offbeat("runs", "stop", "sft", "--url", cluster.url)
+    wait_until_sync(lambda: state(cluster, "sft") == "stopped", timeout_s=120, every_s=0.2)
+    reached = step(cluster, "sft")
+    assert reached > 5
+    resumed = text.replace("max_steps: 4000", f"max_steps: {reached + 10}")
+    assert post(cluster, resumed + "\nresume_from_checkpoint: true").status_code == 201
+    wait_until_sync(lambda: state(cluster, "sft") == "finished", timeout_s=240, every_s=0.2)
+    counters = cluster.run("sft")["counters"]
+    assert (counters["trained"], counters["in_flight"]) == (8 * (reached + 10), 0)
+    proven_and_reported(cluster, "sft", reached + 10)
+    watched = cluster.offbeat("runs", "watch", "sft", "--url", cluster.url)
+    assert re.search(r"loss 0\.\d+, validation 0\.\d+", watched), watched
+
+
+def health(cluster: RayCluster, run: str, component: str) -> str:
+    return cluster.run(run).get("components", {}).get(component, {}).get("health", "")
+
+
+def adopted(cluster: RayCluster, run: str) -> bool:
+    changes = cluster.run(run).get("changes", [])
+    return bool(changes) and changes[-1]["from_step"] is not None
+
+
+def test_dpo_is_trained_by_an_attached_learner_and_reproduced(cluster: RayCluster) -> None:
+    path = cluster.folder / "pairs.yaml"
+    path.write_text(document("dpo", "max_steps: 12", "save_steps: 4", "eval_steps: 4", "control: {learner: external}"))
+    assert cluster.offbeat("runs", "start", str(path), "--url", cluster.url) == "dpo\n"
+    wait_until_sync(lambda: health(cluster, "dpo", "env-workers") == "ready", timeout_s=120, every_s=0.2)
+    assert "learner" in cluster.offbeat("runs", "why", "dpo", "--url", cluster.url)
+    said = cluster.offbeat("learner", "attach", "dpo", "--redis", "runs/redis/url")
+    assert re.search(r"step 12/12  loss 0\.\d+  accuracy ", said), said
+    wait_until_sync(lambda: state(cluster, "dpo") == "finished", timeout_s=60, every_s=0.2)
+    report = proven_and_reported(cluster, "dpo", 12)
+    assert report["groups_trained"] == 48
+    reproduced = json.loads(cluster.offbeat("learner", "reproduce", "dpo", "--json"))
+    assert reproduced["compared"]
+    assert all(weights["equal"] for weights in reproduced["compared"])
+    step_two = cluster.offbeat("learner", "reproduce", "dpo", "--step", "2")
+    assert "step 2: 8 trained trajectories" in step_two
+    cluster.offbeat("runs", "delete", "dpo", "--files", "--url", cluster.url)
+    assert not (cluster.folder / "runs" / "dpo" / "config.yaml").exists()
