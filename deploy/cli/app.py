@@ -150,6 +150,28 @@ def config_list() -> None:
         typer.echo(f"{name:{width}}  {summary}".rstrip())
 
 
+@config_app.command("import")
+def config_import(
+    library: Annotated[
+        Literal["roll"], typer.Argument(metavar="roll", help="Library of the files.", show_default=False)
+    ],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Its configurations.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="New file, or folder for several.", show_default=False)],
+    trial: Annotated[
+        bool, typer.Option("--trial", help="With the tiny policy on CPUs, to see the run train on this machine.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
+) -> None:
+    """Convert another library's configurations; report what became of each key."""
+    from offbeat.deploy.cli.config_import import ImportFailedError, import_files
+
+    try:
+        import_files(library, files, out, force=force, trial=trial, echo=typer.echo)
+    except ImportFailedError as error:
+        typer.echo(f"offbeat: {error}", err=True)
+        raise typer.Exit(EXIT_CONFIG) from None
+
+
 @app.command(rich_help_panel=VERIFY)
 def doctor() -> None:
     """Check this machine's installation.
