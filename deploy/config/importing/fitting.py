@@ -13,6 +13,7 @@ from offbeat.deploy.config.importing.report import KeyPath, KeyReport, Outcome
 from offbeat.deploy.config.importing.rules import Tree, get, remove
 from offbeat.deploy.config.run import RunConfig
 from offbeat.trainer.checks.effects import check_effects
+from offbeat.trainer.config.aliases import find_keys
 from offbeat.trainer.config.issue import ConfigIssue
 
 NO_EFFECT = "has no effect"
@@ -71,7 +72,8 @@ def check_imported(tree: Tree) -> list[ConfigIssue]:
     """Return what `offbeat config validate` would refuse on this machine; nothing is taken from a hub."""
     config = choose_devices(RunConfig.model_validate_json(json.dumps(tree)), count_gpus())
     issues = check_run(config, trial=False)
-    names = {key: get(tree, key) for key in MODEL_KEYS}
+    found = (each for pattern in MODEL_KEYS for each in find_keys(tree, pattern))
+    names = {".".join(path): table[path[-1]] for path, table in found}
     return [
         ConfigIssue(
             issue.path, f"{names[issue.path]} is a model of the hub, which `offbeat train` takes; or set a folder"

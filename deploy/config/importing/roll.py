@@ -9,7 +9,9 @@ from offbeat.deploy.config.importing.fitting import fit
 from offbeat.deploy.config.importing.report import Imported, KeyPath, KeyReport, Outcome
 from offbeat.deploy.config.importing.roll_agentic import AGENTIC, add_gem_ids, agentic_defaults
 from offbeat.deploy.config.importing.roll_data import DPO, SFT, dpo_defaults, sft_defaults
+from offbeat.deploy.config.importing.roll_distill import DISTILL, distill_defaults
 from offbeat.deploy.config.importing.roll_keys import find_unknown
+from offbeat.deploy.config.importing.roll_rlvr import RLVR, name_domains, rlvr_defaults
 from offbeat.deploy.config.importing.roll_roles import ENGINES, GENERATING, ROLES, SCORED, TRAINING
 from offbeat.deploy.config.importing.roll_run import ALGORITHM, RUN, defaults
 from offbeat.deploy.config.importing.rules import Key, Rules, Tree, apply, apply_aliases, get, leaves, put, translate
@@ -22,9 +24,16 @@ COMMON: Rules = (*RUN, *ROLES, *ENGINES, *GENERATING)
 PIPELINES: Mapping[str, tuple[Rules, tuple[Defaults, ...]]] = {
     "agentic": ((*SCORED, *AGENTIC, *ALGORITHM, *TRAINING, *COMMON), (agentic_defaults, defaults)),
     "sft": ((*SFT, *TRAINING, *COMMON), (sft_defaults, defaults)),
+    "rlvr": ((*SCORED, *RLVR, *ALGORITHM, *TRAINING, *COMMON), (rlvr_defaults, defaults)),
+    "distill": ((*DISTILL, *TRAINING, *COMMON), (distill_defaults, defaults)),
     "dpo": ((*DPO, *TRAINING, *COMMON), (dpo_defaults, defaults)),
 }
-ROLE_NAMES = {"student_train": "actor_train", "student_infer": "actor_infer", "sft_train": "actor_train"}
+ROLE_NAMES = {
+    "student_train": "actor_train",
+    "student_infer": "actor_infer",
+    "sft_train": "actor_train",
+    "student": "actor_train",
+}
 """ROLL's other names of roles."""
 WHOLE = ("custom_envs.*.env_config.*", "custom_envs.*.tool_wrapper", "custom_envs.*.agent_config", "tracker_kwargs.*")
 """Tables that are values."""
@@ -34,6 +43,13 @@ ENVIRONMENT = "oc.env:"
 
 def import_roll(path: Path) -> Imported:
     """Import a file of ROLL's. Raises `ConfigError` if it can't be read."""
+    tree, reports, remarks = translate_roll(path)
+    reports, to_do = fit(tree, reports)
+    return Imported(path, tree, tuple(reports), tuple(to_do), tuple(remarks))
+
+
+def translate_roll(path: Path) -> tuple[Tree, list[KeyReport], list[str]]:
+    """Return our tree, not yet validated, with the outcome of each key and remarks. Raises `ConfigError`."""
     source, variables, remarks = _compose(path)
     pipeline = find_pipeline(source)
     rules, default_sets = PIPELINES[pipeline]
@@ -45,19 +61,23 @@ def import_roll(path: Path) -> Imported:
             yield original, Key(_uniform_path(original, source), value, uniform)
 
     def decide(key: Key) -> Outcome:
-        if key.path[0] in variables:
+        if key.path[0] in variables and find_unknown(pipeline, key.path[:1]):
             return Outcome("same", note="a variable, in place where it is read")
+        neutral = apply_aliases(key)
+        if neutral.status == "same" and neutral.target is None:
+            return neutral
         outcome = apply(rules, key)
         if outcome is None and (unknown := find_unknown(pipeline, key.path)) is not None:
             return Outcome("no effect", note=f"ROLL has no key {'.'.join(unknown)}")
-        return outcome or apply_aliases(key)
+        return outcome or neutral
 
     tree, reports = translate(keys(), decide)
     if pipeline == "agentic":
         add_gem_ids(tree, source)
+    if pipeline == "rlvr":
+        name_domains(tree, source)
     reports += _add_defaults(tree, uniform, default_sets)
-    reports, to_do = fit(tree, reports)
-    return Imported(path, tree, tuple(reports), tuple(to_do), tuple(remarks))
+    return tree, reports, remarks
 
 
 def find_pipeline(tree: Tree) -> str:
@@ -74,7 +94,10 @@ def find_pipeline(tree: Tree) -> str:
 
 
 def _compose(path: Path) -> tuple[Tree, set[str], list[str]]:
-    """Return the file with all others in it, variables among its top-level keys, and remarks."""
+    """Return the file with all others in it, its variables and remarks.
+
+    Variables are top-level keys that other keys read, or of other files.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
@@ -96,7 +119,7 @@ def _compose(path: Path) -> tuple[Tree, set[str], list[str]]:
         raise ConfigError([ConfigIssue("", "expected a mapping of keys to values")], str(path))
     tree = _name_envs({str(key): value for key, value in tree.items()})
     read = {str(key) for key in tree if f"${{{key}}}" in text or f"${{{key}." in text or str(key) not in own}
-    return tree, {key for key in read if find_unknown("agentic", (key,))}, remarks
+    return tree, read, remarks
 
 
 def _compose_existing(path: Path) -> tuple[Any, set[str], list[str]]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from offbeat.deploy.config.importing.report import Outcome
 from offbeat.deploy.config.importing.roll_roles import WITH_IMAGE
+from offbeat.deploy.config.importing.roll_run import estimator_default
 from offbeat.deploy.config.importing.rules import Key, Rule, Tree, get, missing, no_effect, rename, same
 from offbeat.envs.registry import BUILT_IN, setting_names
 
@@ -199,8 +200,7 @@ def agentic_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
         return
     yield "", "old_logprobs", "recompute"
     yield "async_generation_ratio", "max_staleness", 0
-    if not get(tree, "is_pure_opd"):
-        yield "adv_estimator", "adv_estimator", "gae"
+    yield estimator_default(tree)
     yield "loss_agg_mode", "loss_agg_mode", "seq-mean-token-mean"
     yield "rollout_batch_size", "rollout_batch_size", 128
     yield "val_batch_size", "val_batch_size", 128

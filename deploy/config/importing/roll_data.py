@@ -10,7 +10,7 @@ from offbeat.deploy.config.importing.rules import Key, Rule, Tree, become, get, 
 ONE_FILE = "one file: join them"
 
 
-def _dataset(target: str) -> Rule:
+def dataset(target: str) -> Rule:
     """Take a file, or the first of a list."""
 
     def rule(key: Key) -> Outcome | None:
@@ -25,10 +25,11 @@ def _dataset(target: str) -> Rule:
 
 
 DATA: tuple[tuple[str, Rule], ...] = (
-    ("actor_train.data_args.file_name", _dataset("data.dataset_name")),
-    ("validation.data_args.file_name", _dataset("data.val_dataset_name")),
-    ("*.data_args.template", lambda key: same("global_template")(key) if get(key.tree, "global_template") else None),
+    ("actor_train.data_args.file_name", dataset("data.dataset_name")),
+    ("validation.data_args.file_name", dataset("data.val_dataset_name")),
     ("validation.data_args.template", same("as actor_train")),
+    ("*.data_args.template", lambda key: same("global_template")(key) if get(key.tree, "global_template") else None),
+    ("actor_train.data_args.template", template_outcome),
     ("*.data_args.dataset_dir", no_effect("ROLL never reads it")),
     ("*.data_args.preprocessing_num_workers", missing("rollout.num_workers render rows while the learner trains")),
     ("*.data_args.**", missing("rows are read from columns alone (docs/pipelines.md)")),
@@ -73,7 +74,7 @@ def _batch(tree: Tree, per_row: int) -> int | None:
     return per_row * rows * max(1, devices // num_shards(tree))
 
 
-def _batch_rules(per_row: int) -> tuple[tuple[str, Rule], ...]:
+def batch_rules(per_row: int) -> tuple[tuple[str, Rule], ...]:
     """The trajectories of a step follow from ROLL's batch sizes and devices."""
 
     def rule(key: Key) -> Outcome:
@@ -89,8 +90,8 @@ def _batch_rules(per_row: int) -> tuple[tuple[str, Rule], ...]:
     )
 
 
-DPO = (*_batch_rules(2), *DPO)
-SFT = (*_batch_rules(1), *SFT)
+DPO = (*batch_rules(2), *DPO)
+SFT = (*batch_rules(1), *SFT)
 
 
 def sft_defaults(_tree: Tree) -> Iterator[tuple[str, str, Any]]:
@@ -103,4 +104,5 @@ def sft_defaults(_tree: Tree) -> Iterator[tuple[str, str, Any]]:
 
 
 def dpo_defaults(_tree: Tree) -> Iterator[tuple[str, str, Any]]:
+    yield "", "data.prompt_key", "instruction"
     yield "", "pipeline", "dpo"

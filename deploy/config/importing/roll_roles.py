@@ -42,15 +42,21 @@ def num_devices(tree: Tree) -> int | None:
         return None
 
 
+def num_trajectories(tree: Tree) -> int | None:
+    """Return the trajectories of a batch; RLVR counts prompts."""
+    batch, size = get(tree, "rollout_batch_size"), get(tree, "num_return_sequences_in_group") or 1
+    return batch * size if isinstance(batch, int) and isinstance(size, int) else None
+
+
 def steps_of_batch(tree: Tree) -> int | None:
     """Return ROLL's optimizer steps per batch of trajectories."""
     args, devices = get(tree, "actor_train.training_args") or {}, num_devices(tree)
     sizes = (args.get("per_device_train_batch_size"), args.get("gradient_accumulation_steps"))
-    batch = get(tree, "rollout_batch_size")
+    batch = num_trajectories(tree)
     if devices is None or not all(isinstance(each, int) and each > 0 for each in (*sizes, batch)):
         return None
     per_step = sizes[0] * sizes[1] * max(1, devices // num_shards(tree))
-    return max(1, batch * (get(tree, "num_return_sequences_in_group") or 1) // per_step)
+    return max(1, batch // per_step)
 
 
 def shows_images(tree: Tree) -> bool:
@@ -67,6 +73,8 @@ def _train_strategy(key: Key) -> Outcome | None:
         return None
     if shows_images(key.tree):
         return Outcome("value", key.path, "deepspeed_train", "which alone trains a policy with image input")
+    if get(key.tree, "actor_train.model_args.lora_target"):
+        return Outcome("value", key.path, "deepspeed_train", "which merges adapters")
     is_split = num_shards(key.tree) > 1 or (get(key.tree, f"{TRAIN_CONFIG}.expert_model_parallel_size") or 1) > 1
     name = "fsdp2_train" if is_split else "deepspeed_train"
     why = "fsdp2_train shards the weights that Megatron splits" if is_split else "all its sizes are 1: data-parallel"
@@ -116,9 +124,9 @@ def _accumulation(key: Key) -> Outcome | None:
 
 def _within_batch(key: Key) -> int | None:
     """Return the micro-batches of a whole batch, if ROLL's are more than that."""
-    devices, batch = num_devices(key.tree), get(key.tree, "rollout_batch_size")
+    devices, batch = num_devices(key.tree), num_trajectories(key.tree)
     size = get(key.tree, "actor_train.training_args.per_device_train_batch_size") or 8
-    if devices is None or not isinstance(batch, int) or size * (key.value // num_shards(key.tree)) * devices <= batch:
+    if devices is None or batch is None or size * (key.value // num_shards(key.tree)) * devices <= batch:
         return None
     return max(1, batch // (size * devices))
 
@@ -181,7 +189,6 @@ TRAINING: tuple[tuple[str, Rule], ...] = (
     ("*.model_args.lora_dropout", same("", 0.0, 0)),
     ("*.model_args.lora_dropout", missing("adapters have no dropout: sampled and trained logprobs would differ")),
     ("*.model_args.freeze_module_prefix", missing("freeze all but adapters by lora_target, or train all")),
-    ("*.model_args.ulysses_size", same("no such split", 1)),
     ("*.model_args.ulysses_size", missing("a sequence is on one device: bound max_tokens_per_microbatch")),
     ("actor_train.worker_cls", no_effect("pg_variant selects the loss")),
     ("*.training_args.num_train_epochs", no_effect("max_steps counts")),
@@ -267,6 +274,15 @@ def _engine_argument(key: Key) -> Outcome | None:
     return Outcome("no counterpart", note="vLLM has no such engine argument")
 
 
+def _context(key: Key) -> Outcome | None:
+    """Widen an engine's context that ends within a trajectory."""
+    lengths = (get(key.tree, "prompt_length"), get(key.tree, "response_length"))
+    total = get(key.tree, "sequence_length") or (sum(lengths) if all(isinstance(each, int) for each in lengths) else 0)
+    if not isinstance(key.value, int) or key.value >= total:
+        return None
+    return Outcome("value", key.path, total, "sequence_length")
+
+
 def _gpus_of_sglang(key: Key) -> Outcome | None:
     if get(key.tree, "actor_infer.strategy_args.strategy_name") != "sglang" or key.value == 1:
         return None
@@ -278,6 +294,7 @@ ENGINES: tuple[tuple[str, Rule], ...] = (
         "actor_infer.strategy_args.strategy_name", lambda _: "vllm", "updates weights under running requests", "sglang"
     )),
     (f"{ENGINE}.mem_fraction_static", rename(f"{ENGINE}.gpu_memory_utilization")),
+    (f"{ENGINE}.max_model_len", _context),
     (f"{ENGINE}.load_format", same("engines always get their weights from the learner")),
     (f"{ENGINE}.sleep_level|enable_memory_saver", missing("engines keep their memory: they sample all the time")),
     (f"{ENGINE}.*", _engine_argument),
@@ -291,7 +308,6 @@ ENGINES: tuple[tuple[str, Rule], ...] = (
 GENERATING: tuple[tuple[str, Rule], ...] = tuple(
     (f"actor_infer|train_env_manager|val_env_manager.generating_args.{name}", rule)
     for name, rule in (
-        ("num_beams", same("tokens are sampled", 1)),
         ("do_sample", same("tokens are sampled", True)),
         ("repetition_penalty|length_penalty", same("", 1, 1.0)),
         ("repetition_penalty|length_penalty|num_beams|do_sample", missing("logprobs would not be the policy's")),

@@ -6,7 +6,6 @@ from typing import Any
 
 from offbeat.deploy.config.importing.report import Outcome
 from offbeat.deploy.config.importing.rules import Key, Rule, Tree, become, get, missing, no_effect, rename, same
-from offbeat.deploy.config.run import RunConfig
 
 
 def _name(key: Key) -> Outcome | None:
@@ -38,10 +37,15 @@ def _kl_estimator(key: Key) -> Outcome | None:
     return Outcome("value", key.path, "k2", "the same formula") if key.value == "mse" else None
 
 
+def is_distillation(tree: Tree) -> bool:
+    """Return whether teachers replace rewards; ROLL's on-policy distillation sets `is_pure_opd` itself."""
+    return bool(get(tree, "is_pure_opd")) or ("teacher" in tree and not get(tree, "use_opd"))
+
+
 def _estimator(key: Key) -> Outcome | None:
     """ROLL's `grpo` normalizes nothing by itself in the agentic pipeline."""
-    if get(key.tree, "is_pure_opd"):
-        return Outcome("no effect", note="is_pure_opd")
+    if is_distillation(key.tree):
+        return Outcome("no effect", note="teachers alone: adv_estimator: opd")
     table = get(key.tree, "reward_normalization") or {}
     is_off = table.get("method", "identity") == "identity" and not (
         table.get("norm_mean_type") or table.get("norm_std_type")
@@ -113,9 +117,9 @@ def _is_weight(key: Key) -> Outcome | None:
 
 
 def _checkpoints(key: Key) -> Outcome | None:
-    if key.path[0] in RunConfig.model_fields:
+    if get(key.tree, "checkpoint_config.output_dir"):
         return None
-    return Outcome("no counterpart", note="checkpoints are in output_dir/checkpoints")
+    return Outcome("no effect", note="checkpoint_config names no output_dir")
 
 
 RUN: tuple[tuple[str, Rule], ...] = (
@@ -125,10 +129,9 @@ RUN: tuple[tuple[str, Rule], ...] = (
     ("local_rank", no_effect("unused")),
     ("rpc_timeout", missing("each wait has its own: custom_envs.*.step_timeout_s, actor_infer.request_timeout_s")),
     ("rollout_dump_dir", become("rollout.keep_text", lambda value: True if value else None, "texts in the run's folder")),
-    ("checkpoint_config.**", _checkpoints),
+    ("checkpoint_config.*", _checkpoints),
     ("rollout_mock.**", missing("record_batches keeps batches for `offbeat learner reproduce`")),
     ("profiler_*.**", missing("no profiler")),
-    ("profiler_timeline|profiler_memory", same("", False)),
     ("profiler_timeline|profiler_memory|profiler_output_dir|otlp_output_dir", missing("see docs/performance.md for traces")),
     ("is_offload_states|is_offload_optimizer_states_in_train_step", missing("learner and engines work at the same time")),
     ("model_download_type|model_update_buffer_size_mb|base_dir", missing("see docs/configuration.md")),
@@ -157,11 +160,15 @@ ALGORITHM: tuple[tuple[str, Rule], ...] = (
     ("train_infer_correction.is_weight.*", _is_weight),
     ("ratio_type", become("ratio_type", {"segment": "turn"}.get, "its name here", "segment")),
     ("l2|use_reward_scaling|add_len_reward|use_reward_norm", no_effect("ROLL never reads it")),
-    ("is_pure_opd", become("adv_estimator", lambda value: "opd" if value else None, "teachers alone")),
+    ("is_pure_opd", same("adv_estimator: opd", True)),
     ("is_pure_opd", same("", False)),
     ("adv_estimator", _estimator),
     ("pure_opd_pipeline_type", same("`pipeline`")),
 )  # fmt: skip
+
+
+def estimator_default(tree: Tree) -> tuple[str, str, Any]:
+    return ("", "adv_estimator", "opd") if is_distillation(tree) else ("adv_estimator", "adv_estimator", "gae")
 
 
 def defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:

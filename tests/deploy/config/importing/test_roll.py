@@ -152,10 +152,10 @@ def test_filters_keep_the_bounds_that_are_on(tmp_path: Path):
 
 
 def test_a_key_that_roll_drops_has_no_effect(tmp_path: Path):
-    imported = import_roll(write_variant(tmp_path, "{reward_shift: false, actor_train: {use_remove_padding: true}}"))
+    imported = import_roll(write_variant(tmp_path, "{reward_shift: false, actor_train: {use_kernel: true}}"))
     notes = {".".join(each.key): each.outcome.note for each in imported.of_status("no effect")}
     assert notes["reward_shift"] == "ROLL has no key reward_shift"
-    assert notes["actor_train.use_remove_padding"] == "ROLL has no key actor_train.use_remove_padding"
+    assert notes["actor_train.use_kernel"] == "ROLL has no key actor_train.use_kernel"
 
 
 def test_secrets_of_the_environment_are_not_written(monkeypatch: pytest.MonkeyPatch):
