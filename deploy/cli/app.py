@@ -150,6 +150,14 @@ def config_list() -> None:
         typer.echo(f"{name:{width}}  {summary}".rstrip())
 
 
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON Schema of a configuration, for completion, types and docs in an editor."""
+    from offbeat.deploy.config.schema import run_schema_text
+
+    typer.echo(run_schema_text(), nl=False)
+
+
 @config_app.command("import")
 def config_import(
     library: Annotated[

@@ -188,7 +188,7 @@ def packaged_configs() -> dict[str, str]:
 
 def _first_comment(file: Path) -> str:
     for line in file.read_text(encoding="utf-8").splitlines():
-        if line.startswith("# ") and not line.startswith("# @"):
+        if line.startswith("# ") and not line.startswith(("# @", "# yaml-language-server:")):
             return line.removeprefix("# ").rstrip(".:")
     return ""
 
