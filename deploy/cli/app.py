@@ -161,7 +161,8 @@ def config_schema() -> None:
 @config_app.command("import")
 def config_import(
     library: Annotated[
-        Literal["roll"], typer.Argument(metavar="roll", help="Library of the files.", show_default=False)
+        Literal["roll", "trl", "verl"],
+        typer.Argument(metavar="roll|trl|verl", help="Library of the files.", show_default=False),
     ],
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Its configurations.", show_default=False)],
     out: Annotated[Path, typer.Option("--out", "-o", help="New file, or folder for several.", show_default=False)],

@@ -9,9 +9,11 @@ from offbeat.deploy.config.importing.fitting import check_imported
 from offbeat.deploy.config.importing.report import Imported
 from offbeat.deploy.config.importing.roll import import_roll
 from offbeat.deploy.config.importing.trial import make_trial
+from offbeat.deploy.config.importing.trl import import_trl
+from offbeat.deploy.config.importing.verl import import_verl
 from offbeat.deploy.config.importing.writing import to_text, to_yaml
 
-LIBRARIES: dict[str, Callable[[Path], Imported]] = {"roll": import_roll}
+LIBRARIES: dict[str, Callable[[Path], Imported]] = {"roll": import_roll, "trl": import_trl, "verl": import_verl}
 
 
 class ImportFailedError(Exception):

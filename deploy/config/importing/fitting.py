@@ -1,7 +1,9 @@
 """Imported keys fitted to the run's configuration: what it refuses is reported, and left out or to be filled in."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -9,7 +11,7 @@ from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.devices import choose_devices, count_gpus
 from offbeat.deploy.config.errors import collect_issues
 from offbeat.deploy.config.hub import MODEL_KEYS, is_hub_id
-from offbeat.deploy.config.importing.report import KeyPath, KeyReport, Outcome
+from offbeat.deploy.config.importing.report import Imported, KeyPath, KeyReport, Outcome
 from offbeat.deploy.config.importing.rules import Tree, get, remove
 from offbeat.deploy.config.run import RunConfig
 from offbeat.trainer.checks.effects import check_effects
@@ -82,3 +84,9 @@ def check_imported(tree: Tree) -> list[ConfigIssue]:
         else issue
         for issue in issues
     ]
+
+
+def finish(path: Path, tree: Tree, reports: list[KeyReport], remarks: Sequence[str] = ()) -> Imported:
+    """Fit the tree, and return the import."""
+    reports, to_do = fit(tree, reports)
+    return Imported(path, tree, tuple(reports), tuple(to_do), tuple(remarks))

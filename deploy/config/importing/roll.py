@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.deploy.config.errors import ConfigError
-from offbeat.deploy.config.importing.fitting import fit
+from offbeat.deploy.config.importing.fitting import finish
 from offbeat.deploy.config.importing.report import Imported, KeyPath, KeyReport, Outcome
 from offbeat.deploy.config.importing.roll_agentic import AGENTIC, add_gem_ids, agentic_defaults
 from offbeat.deploy.config.importing.roll_data import DPO, SFT, dpo_defaults, sft_defaults
@@ -44,8 +44,7 @@ ENVIRONMENT = "oc.env:"
 def import_roll(path: Path) -> Imported:
     """Import a file of ROLL's. Raises `ConfigError` if it can't be read."""
     tree, reports, remarks = translate_roll(path)
-    reports, to_do = fit(tree, reports)
-    return Imported(path, tree, tuple(reports), tuple(to_do), tuple(remarks))
+    return finish(path, tree, reports, remarks)
 
 
 def translate_roll(path: Path) -> tuple[Tree, list[KeyReport], list[str]]:

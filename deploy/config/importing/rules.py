@@ -1,6 +1,7 @@
 """Rules from a foreign key to ours: a rule returns what a key becomes, or None for a value that it is not about.
 
-Patterns are dotted: `*` is any part, `a|b` one of several, a last `**` any rest. The first rule that answers counts.
+Patterns are dotted: `*` is any part, `a|b` one of several, `a*` a beginning, a last `**` any rest. The first rule that
+answers counts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,8 +71,13 @@ def matches(pattern: str, path: KeyPath) -> bool:
         parts = parts[:-1]
         path = path[: len(parts)] if len(path) > len(parts) else ()
     return len(parts) == len(path) and all(
-        part == "*" or name in part.split("|") for part, name in zip(parts, path, strict=True)
+        part == "*" or any(_is_like(option, name) for option in part.split("|"))
+        for part, name in zip(parts, path, strict=True)
     )
+
+
+def _is_like(option: str, name: str) -> bool:
+    return name.startswith(option[:-1]) if option.endswith("*") else name == option
 
 
 def leaves(tree: Mapping[str, Any], whole: Sequence[str], path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
