@@ -181,6 +181,24 @@ def config_import(
         raise typer.Exit(EXIT_CONFIG) from None
 
 
+@app.command(rich_help_panel=TRAIN)
+def init(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="snake_case, such as `word_game`.", show_default=False)],
+) -> None:
+    """Create a project in a new folder NAME: an env, its test, a configuration that trains at once, and a README."""
+    from offbeat.deploy.cli.env_template import BadNameError
+    from offbeat.deploy.cli.project_template import write_project
+
+    try:
+        written = write_project(Path(name), name)
+    except (BadNameError, OSError) as error:
+        typer.echo(f"offbeat: {error}", err=True)
+        raise typer.Exit(EXIT_CONFIG) from None
+    typer.echo(f"wrote {', '.join(path.name for path in written)} in {name}/; next:")
+    typer.echo(f"  cd {name}")
+    typer.echo(f"  offbeat train {name}.yaml")
+
+
 @app.command(rich_help_panel=VERIFY)
 def doctor() -> None:
     """Check this machine's installation.
