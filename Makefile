@@ -86,8 +86,9 @@ bench: $(STAMP) ## measure what `offbeat bench` does not: the short scripts of b
 simulate: $(STAMP) ## simulate the protocol under faults for an hour, or as ARGS says: --minutes 5, --seed 17
 	@$(BIN)/python -m tests.simulation $(ARGS)
 
-docs: $(STAMP) ## generate docs/metrics.md from the registry
+docs: $(STAMP) ## generate docs/metrics.md and the schema of configurations
 	@$(BIN)/python -m offbeat.deploy.report.metrics_page > docs/metrics.md
+	@$(BIN)/python -m offbeat.deploy.config.schema > deploy/configs/run.schema.json
 
 clean: ## remove the environment and caches; runs/ stays
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

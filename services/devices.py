@@ -45,7 +45,9 @@ def parse_device_mapping(value: object) -> object:
     return tuple(sorted(devices))
 
 
-DeviceMapping = Annotated[tuple[int, ...], BeforeValidator(parse_device_mapping)]
+DeviceMapping = Annotated[
+    tuple[int, ...], BeforeValidator(parse_device_mapping, json_schema_input_type=tuple[int, ...] | str)
+]
 
 
 def _evaluate(node: ast.expr) -> list[int]:

@@ -123,9 +123,10 @@ def test_a_class_name_stands_for_one_class():
     assert {name: paths for name, paths in modules.items() if len(paths) > 1} == {}
 
 
-def test_every_yaml_file_of_deploy_is_packaged():
+def test_every_configuration_of_deploy_is_packaged_with_its_schema():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     patterns = settings["tool"]["setuptools"]["package-data"]["offbeat.deploy"]
     packaged = {path for pattern in patterns for path in (ROOT / "deploy").glob(pattern)}
-    sources = (path for path in (ROOT / "deploy").rglob("*.yaml") if "package" not in path.relative_to(ROOT).parts)
+    found = (path for suffix in ("*.yaml", "*.json") for path in (ROOT / "deploy").rglob(suffix))
+    sources = (path for path in found if "package" not in path.relative_to(ROOT).parts)
     assert set(sources) == packaged

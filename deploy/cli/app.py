@@ -150,6 +150,55 @@ def config_list() -> None:
         typer.echo(f"{name:{width}}  {summary}".rstrip())
 
 
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON Schema of a configuration, for completion, types and docs in an editor."""
+    from offbeat.deploy.config.schema import run_schema_text
+
+    typer.echo(run_schema_text(), nl=False)
+
+
+@config_app.command("import")
+def config_import(
+    library: Annotated[
+        Literal["roll", "trl", "verl"],
+        typer.Argument(metavar="roll|trl|verl", help="Library of the files.", show_default=False),
+    ],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Its configurations.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="New file, or folder for several.", show_default=False)],
+    trial: Annotated[
+        bool, typer.Option("--trial", help="With the tiny policy on CPUs, to see the run train on this machine.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
+) -> None:
+    """Convert another library's configurations; report what became of each key."""
+    from offbeat.deploy.cli.config_import import ImportFailedError, import_files
+
+    try:
+        import_files(library, files, out, force=force, trial=trial, echo=typer.echo)
+    except ImportFailedError as error:
+        typer.echo(f"offbeat: {error}", err=True)
+        raise typer.Exit(EXIT_CONFIG) from None
+
+
+@app.command(rich_help_panel=TRAIN)
+def init(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="snake_case, such as `word_game`.", show_default=False)],
+) -> None:
+    """Create a project in a new folder NAME: an env, its test, a configuration that trains at once, and a README."""
+    from offbeat.deploy.cli.env_template import BadNameError
+    from offbeat.deploy.cli.project_template import write_project
+
+    try:
+        written = write_project(Path(name), name)
+    except (BadNameError, OSError) as error:
+        typer.echo(f"offbeat: {error}", err=True)
+        raise typer.Exit(EXIT_CONFIG) from None
+    typer.echo(f"wrote {', '.join(path.name for path in written)} in {name}/; next:")
+    typer.echo(f"  cd {name}")
+    typer.echo(f"  offbeat train {name}.yaml")
+
+
 @app.command(rich_help_panel=VERIFY)
 def doctor() -> None:
     """Check this machine's installation.

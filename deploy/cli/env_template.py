@@ -111,6 +111,7 @@ def write_template(folder: Path, name: str) -> list[Path]:
     for path in (folder / file for file in texts):
         if path.exists():
             raise FileExistsError(f"{path} exists already: take another name, or remove it")
+    folder.mkdir(parents=True, exist_ok=True)
     for file, text in texts.items():
         (folder / file).write_text(text.format(name=name, cls=cls, title=title), encoding="utf-8")
     return [folder / file for file in texts]

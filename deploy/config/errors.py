@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 
 from offbeat.trainer.config.aliases import find_alias
 from offbeat.trainer.config.issue import ConfigIssue
+from offbeat.trainer.config.user_function import FUNCTION_PATTERN
 
 MIN_SIMILARITY = 0.6
 """Similarity of a misspelling."""
@@ -67,6 +68,8 @@ def _format_expectation(details: ErrorDetails) -> str:
         if message.startswith(opening):
             message = message.removeprefix(opening)
             break
+    if details["type"] == "string_pattern_mismatch" and details.get("ctx", {}).get("pattern") == FUNCTION_PATTERN:
+        return "`module:function`"
     if details["loc"] and "path_validator" in str(details["loc"][-1]):
         return "a path"
     return message.replace("a valid ", "a ").replace("a integer", "an integer")

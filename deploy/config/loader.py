@@ -6,9 +6,10 @@ Invariant: a `ConfigError` lists all issues, before the start.
 import copy
 import json
 import warnings
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -24,6 +25,9 @@ from offbeat.deploy.run_marker import CONFIG, identify
 from offbeat.services.chat.template_override import is_file
 from offbeat.trainer.config.aliases import KEYS, NEUTRAL, canonicalize, find_keys
 from offbeat.trainer.config.issue import ConfigIssue
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MAX_DOCUMENT_CHARS = 1_000_000
@@ -97,28 +101,44 @@ def _validate_models(tree: dict[str, Any], resolve: Callable[[str], str], source
 
 def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Compose a YAML file and overrides with Hydra. Raises `ConfigError`."""
-    import yaml
-    from hydra import compose, initialize_config_dir
-    from hydra.errors import HydraException
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
     path = find_config(path)
-    if path.suffix != ".yaml":
-        raise ConfigError([ConfigIssue("", f"Hydra reads only *.yaml files: rename {path.name}")], str(path))
-    folder = path.resolve().parent
-    try:
-        if issue := check_yaml_limits(text := path.read_text(encoding="utf-8")):
-            raise ConfigError([issue], str(path))
-        own = load_yaml(text)
-        with initialize_config_dir(config_dir=str(folder), version_base="1.3"), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*Defaults list is missing `_self_`.*")  # ROLL's files: last by default
-            composed = compose(config_name=path.name, overrides=_allow_new_keys(overrides))
-            files = compose(config_name=path.name) if overrides else composed
+    with readable(path):
+        composed, own = compose_files(path, overrides)
+        files = compose_files(path)[0] if overrides else composed
         tree = OmegaConf.to_container(composed, resolve=True)
         if isinstance(tree, dict):
             own_keys = set(map(str, own)) if isinstance(own, dict) else set[str]()
             tree = _without_variables(tree, {str(key) for key in files}, own_keys, OmegaConf.to_yaml(composed))
+    return canonical_tree(tree, str(path))
+
+
+def compose_files(path: Path, overrides: Sequence[str] = ()) -> tuple["DictConfig", object]:
+    """Return a file with those of its defaults list and overrides, unresolved, and its own tree. Raises `ConfigError`."""
+    from hydra import compose, initialize_config_dir
+
+    if path.suffix != ".yaml":
+        raise ConfigError([ConfigIssue("", f"Hydra reads only *.yaml files: rename {path.name}")], str(path))
+    with readable(path):
+        if issue := check_yaml_limits(text := path.read_text(encoding="utf-8")):
+            raise ConfigError([issue], str(path))
+        own = load_yaml(text)
+        folder = str(path.resolve().parent)
+        with initialize_config_dir(config_dir=folder, version_base="1.3"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*Defaults list is missing `_self_`.*")  # ROLL's files: last by default
+            return compose(config_name=path.name, overrides=_allow_new_keys(overrides)), own
+
+
+@contextmanager
+def readable(path: Path) -> Generator[None]:
+    """Raise `ConfigError` for a file that can't be composed."""
+    import yaml
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         # OmegaConf raises OSError for a document that is a scalar
         raise ConfigError([ConfigIssue("", _first_lines(error))], str(path)) from error
@@ -128,7 +148,6 @@ def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         ) from error
     except ValueError as error:  # Python's, for an integer of too many digits
         raise ConfigError([ConfigIssue("", f"not a valid value: {_first_lines(error)}")], str(path)) from error
-    return canonical_tree(tree, str(path))
 
 
 def _without_variables(
@@ -169,7 +188,7 @@ def packaged_configs() -> dict[str, str]:
 
 def _first_comment(file: Path) -> str:
     for line in file.read_text(encoding="utf-8").splitlines():
-        if line.startswith("# ") and not line.startswith("# @"):
+        if line.startswith("# ") and not line.startswith(("# @", "# yaml-language-server:")):
             return line.removeprefix("# ").rstrip(".:")
     return ""
 

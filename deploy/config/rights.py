@@ -17,6 +17,7 @@ from offbeat.envs.registry import BUILT_IN, entry_point_paths
 from offbeat.services.control.rights import Rights
 from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
+from offbeat.trainer.config.user_function import is_function
 from offbeat.trainer.trackers.registry import TRACKERS
 
 OWN_PACKAGE = "offbeat"
@@ -111,6 +112,13 @@ def code_paths(config: RunConfig) -> Iterator[CodePath]:
         yield CodePath("warm_start.demos", config.warm_start.demos)
     if config.group_filter_cls:
         yield CodePath("group_filter_cls", config.group_filter_cls)
+    functions = {
+        "adv_estimator": config.adv_estimator,
+        "pg_variant": config.pg_variant,
+        "reward_shaping.function": config.reward_shaping.function or "",
+        "train_infer_correction.function": config.train_infer_correction.function or "",
+    }
+    yield from (CodePath(key, path) for key, path in functions.items() if is_function(path))
     for place, tracker in enumerate(config.track_with):
         if tracker not in TRACKERS:
             yield CodePath(f"track_with.{place}", tracker)

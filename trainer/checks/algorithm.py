@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from types import FunctionType
 
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.issue import ConfigIssue
@@ -131,21 +132,25 @@ def _check_teacher(config: AlgorithmConfig, tags: Collection[str]) -> Iterator[C
         )
 
 
-def load_filter(path: str) -> type:
-    """Import `group_filter_cls`.
+def load_filter(path: str) -> type | FunctionType:
+    """Import `group_filter_cls`, a class or function.
 
     Raises:
-        ValueError: class not importable, or its instances not callable.
+        ValueError: not importable, or instances of the class not callable.
     """
     module, _, name = path.partition(":")
     if not module or not name:
-        raise ValueError(f"expected `module:Class`, got {path!r}")
+        raise ValueError(f"expected `module:function` or `module:Class`, got {path!r}")
     try:
         filter_class = getattr(importlib.import_module(module), name, None)
     except ImportError as error:
         raise ValueError(f"can't import {module!r}: {error}") from error
     except Exception as error:  # a user's module may raise anything
         raise ValueError(f"can't import {module!r}: {type(error).__name__}: {error}") from error
+    if isinstance(filter_class, FunctionType):
+        return filter_class
     if not isinstance(filter_class, type) or not any("__call__" in base.__dict__ for base in filter_class.__mro__):
-        raise ValueError(f"{module} has no class {name!r} whose instances can be called with a group")
+        raise ValueError(
+            f"{module} has no function {name!r}, nor a class of that name whose instances can be called with a group"
+        )
     return filter_class

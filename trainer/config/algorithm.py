@@ -14,6 +14,7 @@ from offbeat.trainer.config.corrections import TrainInferCorrection
 from offbeat.trainer.config.rewards import Over, RewardNormalization, RewardShaping
 from offbeat.trainer.config.roles import TeacherConfig
 from offbeat.trainer.config.schedule import Scheduler
+from offbeat.trainer.config.user_function import ANY_FUNCTION, UserFunction
 
 Estimator = Literal[
     "gae",
@@ -49,7 +50,7 @@ WHITENING = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 DISTILLING = ("opd",)
 """Estimators that ignore rewards."""
 NO_REWARD = "opd learns from teachers alone: leave it out, or take another adv_estimator with use_opd=true"
-WITH_RATIO = ("ppo", "tis", "cispo", "topr", "sapo")
+WITH_RATIO = ("ppo", "tis", "cispo", "topr", "sapo", ANY_FUNCTION)
 """Losses with `ratio_type`."""
 AGAINST_BEHAVIOR = ("aipo", "dppo_tv")
 """Losses with a ratio to the behavior policy."""
@@ -67,10 +68,10 @@ class AlgorithmConfig(ConditionalConfig):
     """Maximum tokens of a trajectory, including observations."""
 
     # --- From rewards to advantages
-    adv_estimator: Estimator = "grpo"
+    adv_estimator: Estimator | UserFunction = "grpo"
     """Advantage estimator. `grpo`, `dr_grpo`, `rloo`, `opo`, `maxrl`, `gigpo`, `reinforce_plus_plus_baseline`: compare
     a group; `remax`: a greedy episode per group; `gae`: a critic; `step_reinforce`, `gigpo`: per turn; `opd`: teachers
-    alone.
+    alone; `module:function`: your own (docs/algorithms.md).
     """
     use_opd: Annotated[bool, NotWith("opd distills already", adv_estimator=DISTILLING)] = False
     """Subtraction of the teachers' KL from advantages; `adv_estimator: opd` ignores rewards (ROLL's `is_pure_opd`)."""
@@ -127,7 +128,7 @@ class AlgorithmConfig(ConditionalConfig):
     steps.
     """
     group_filter_cls: Annotated[str | None, OnlyWith(zero_variance=("mask", "refill"))] = None
-    """`module:Class`, constructed without arguments; called with a `Group`, returns whether to train."""
+    """`module:function`, or `module:Class`, constructed without arguments: called with a `Group`, tells whether to train."""
     difficulty_mask: Annotated[bool, OnlyWith(zero_variance=("mask", "refill"))] = False
     """Training only on mean rewards strictly between the thresholds."""
     difficulty_low_threshold: Annotated[float, OnlyWith(difficulty_mask=(True,))] = 0.0
@@ -145,8 +146,10 @@ class AlgorithmConfig(ConditionalConfig):
     """Episode's loss factor 1.5 - sampled tokens / batch maximum."""
 
     # --- Policy loss
-    pg_variant: Literal["ppo", "vanilla", "tis", "cispo", "topr", "kimi15", "aipo", "dppo_tv", "sapo", "gpg"] = "ppo"
-    """Policy loss per token (docs/algorithms.md); `ppo` is the clipped surrogate."""
+    pg_variant: (
+        Literal["ppo", "vanilla", "tis", "cispo", "topr", "kimi15", "aipo", "dppo_tv", "sapo", "gpg"] | UserFunction
+    ) = "ppo"
+    """Policy loss per token (docs/algorithms.md); `ppo` is the clipped surrogate, `module:function` your own."""
     ratio_type: Annotated[
         Literal["token", "turn", "sequence", "sequence-token", "sequence-product"], OnlyWith(pg_variant=WITH_RATIO)
     ] = "token"

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from offbeat.trainer.config.conditions import ConditionalConfig
+from offbeat.trainer.config.user_function import UserFunction
 
 
 class ImportanceWeight(ConditionalConfig):
@@ -57,6 +58,8 @@ class TrainInferCorrection(ConditionalConfig):
     """Importance weights of the policy at the start of the step; need `old_logprobs: recompute` or `loglinear`."""
     filters: tuple[MismatchFilter, ...] = ()
     """Masks, combined by union."""
+    function: UserFunction | None = None
+    """Weights and masks of your own, `module:function`, besides the others (docs/algorithms.md)."""
     m2_threshold: float | None = Field(default=None, gt=0)
     """Bound on a batch's mean squared log-ratio; the largest are masked (M2PO; 0.04 in the paper). Needs `old_logprobs:
     recompute`.

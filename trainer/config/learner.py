@@ -374,7 +374,7 @@ class LearnerConfig(AlgorithmConfig):
             raise ValueError(problem)
         return value
 
-    @field_validator("track_with", mode="before")
+    @field_validator("track_with", mode="before", json_schema_input_type=tuple[str, ...] | str)
     @classmethod
     def _as_tuple(cls, value: object) -> object:
         """Convert lists, which strict mode rejects after a `before` validator."""
@@ -382,7 +382,7 @@ class LearnerConfig(AlgorithmConfig):
             return tuple(cast(list[object], value))
         return (value,) if isinstance(value, str) else value
 
-    @field_validator("tracker_kwargs", mode="before")
+    @field_validator("tracker_kwargs", mode="before", json_schema_input_type=dict[str, JsonValue])
     @classmethod
     def _is_grouped_by_tracker(cls, value: object) -> object:
         """Reject ROLL's form, all keys of one tracker."""

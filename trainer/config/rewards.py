@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from offbeat.trainer.config.conditions import SET, ConditionalConfig, OnlyWith
+from offbeat.trainer.config.user_function import UserFunction
 
 Over = Literal["batch", "group", "running"]
 
@@ -43,7 +44,12 @@ class RewardShaping(ConditionalConfig):
     format_metric: Annotated[str, OnlyWith(format_penalty=SET)] = "action_is_valid"
     """Env metric, mean over turns, clamped to [0, 1]; no penalty if absent or not finite."""
 
+    function: UserFunction | None = None
+    """Reward of your own, `module:function`, added to the others' (docs/algorithms.md)."""
+
     @property
     def is_on(self) -> bool:
         """Whether any reward changes."""
-        return bool(self.overlong_max_length or self.response_length_penalty_coef or self.format_penalty)
+        return bool(
+            self.overlong_max_length or self.response_length_penalty_coef or self.format_penalty or self.function
+        )

@@ -10,6 +10,7 @@ from offbeat.services.messages.types import Group, Trajectory
 from offbeat.trainer.algorithms.shaping import overlong_penalty
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.rewards import RewardShaping
+from offbeat.trainer.data.user_functions import UserFunctionError, load_function
 
 
 def shape_rewards(groups: Sequence[Group], config: AlgorithmConfig) -> list[Group]:
@@ -35,7 +36,7 @@ def _shape(trajectory: Trajectory, shaping: RewardShaping) -> Trajectory:
 
 
 def compute_shaping(trajectory: Trajectory, shaping: RewardShaping) -> float:
-    """Return the term added to an episode's reward, at most 0."""
+    """Return the term added to an episode's reward; without a function of the user's at most 0."""
     length = trajectory.num_sampled
     penalty = shaping.response_length_penalty_coef * length
     if shaping.overlong_max_length is not None:
@@ -45,4 +46,13 @@ def compute_shaping(trajectory: Trajectory, shaping: RewardShaping) -> float:
         value = trajectory.metrics.get(shaping.format_metric, 1.0)
         if math.isfinite(value):
             penalty += shaping.format_penalty * (1.0 - min(max(value, 0.0), 1.0))
-    return -penalty
+    own = 0.0 if shaping.function is None else call_shaping(shaping.function, trajectory)
+    return own - penalty
+
+
+def call_shaping(path: str, trajectory: Trajectory) -> float:
+    """Return the reward that `reward_shaping.function` adds. Raises `UserFunctionError` unless it is a finite number."""
+    result = load_function(path)(trajectory)
+    if not isinstance(result, int | float) or not math.isfinite(result):
+        raise UserFunctionError(f"{path} returned {result!r}, not a finite number")
+    return float(result)

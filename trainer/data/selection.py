@@ -57,7 +57,8 @@ def _turns_differ(group: Group, config: AlgorithmConfig, *, by_state: bool) -> b
 
 @lru_cache(maxsize=8)
 def _filter(path: str) -> Callable[[Group], bool]:
-    return cast(Callable[[Group], bool], load_filter(path)())
+    found = load_filter(path)
+    return cast(Callable[[Group], bool], found() if isinstance(found, type) else found)
 
 
 def select_most_varied(

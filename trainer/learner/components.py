@@ -10,6 +10,7 @@ from offbeat.services.messages.types import Group
 from offbeat.services.rollout.tasks import make_sampler
 from offbeat.services.telemetry import MetricsSink
 from offbeat.services.weights.api import WeightPublisher
+from offbeat.trainer.checks.user_functions import refuse_broken_functions
 from offbeat.trainer.config.scored_roles import scored_roles
 from offbeat.trainer.data.replay_buffer import ReplayBuffer
 from offbeat.trainer.learner.evaluations import EvaluationLog, Evaluations
@@ -49,6 +50,7 @@ def build_components(
     should_stop: Callable[[], bool],
 ) -> LearnerComponents:
     config = run.config
+    refuse_broken_functions(config)  # this host may lack the user's module
     return LearnerComponents(
         buffer=buffer,
         publisher=publisher,

@@ -31,7 +31,9 @@ from offbeat.trainer.algorithms.turn_gae import turn_advantages
 from offbeat.trainer.algorithms.vtrace import vtrace
 from offbeat.trainer.config.algorithm import TURN_WISE, AlgorithmConfig
 from offbeat.trainer.config.rewards import Over
+from offbeat.trainer.config.user_function import is_function
 from offbeat.trainer.data.batch import Batch
+from offbeat.trainer.data.user_functions import estimate_advantages
 
 
 class AdvantageEstimate(NamedTuple):
@@ -153,6 +155,10 @@ def _teacher_advantages(inputs: AdvantageInputs) -> AdvantageEstimate:
     return AdvantageEstimate(inputs.distilled)
 
 
+def _own(inputs: AdvantageInputs) -> AdvantageEstimate:
+    return AdvantageEstimate(estimate_advantages(inputs.config.adv_estimator, inputs.rewards, inputs.batch))
+
+
 ESTIMATORS: dict[str, Callable[[AdvantageInputs], AdvantageEstimate]] = {
     "gae": _gae,
     "gigpo": _gigpo,
@@ -181,9 +187,8 @@ def estimate(
     Raises:
         ValueError: `gae` without values, or `vtrace` without logprobs.
     """
-    result = ESTIMATORS.get(config.adv_estimator, _returns)(
-        AdvantageInputs(config, batch, rewards, values, logprobs, distilled, bootstrapped)
-    )
+    estimator = _own if is_function(config.adv_estimator) else ESTIMATORS.get(config.adv_estimator, _returns)
+    result = estimator(AdvantageInputs(config, batch, rewards, values, logprobs, distilled, bootstrapped))
     advantages = result.advantages
     if config.whitens_advantages:
         advantages = _whiten_trained(advantages, trained)

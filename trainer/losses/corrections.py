@@ -13,6 +13,7 @@ from offbeat.trainer.algorithms.corrections import (
 )
 from offbeat.trainer.algorithms.ratio import bounded_exp
 from offbeat.trainer.config.corrections import MismatchFilter, TrainInferCorrection
+from offbeat.trainer.data.user_functions import correct_tokens
 from offbeat.trainer.losses.targets import Targets
 
 
@@ -40,6 +41,13 @@ def correct(config: TrainInferCorrection, logprobs: Tensor, targets: Targets) ->
     for mismatch_filter in config.filters:
         passed = _apply_filter(mismatch_filter, logprobs, log_ratio, targets)
         kept = passed if kept is None else kept & passed
+    if config.function is not None:
+        own, passed = correct_tokens(
+            config.function, logprobs, targets.behavior_logprobs, targets.turn, targets.sequence
+        )
+        if own is not None:
+            weight = own if weight is None else weight * own
+        kept = passed if kept is None else kept if passed is None else kept & passed
     return Correction(weight, kept, cut)
 
 

@@ -26,7 +26,9 @@ from offbeat.trainer.algorithms.value import value_loss
 from offbeat.trainer.algorithms.vanilla import policy_gradient
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.learner import LearnerConfig
+from offbeat.trainer.config.user_function import is_function
 from offbeat.trainer.data.batch import MicroBatch
+from offbeat.trainer.data.user_functions import compute_loss
 from offbeat.trainer.losses.corrections import correct
 from offbeat.trainer.losses.metrics import correction_gauges, loss_gauges, policy_gauges
 from offbeat.trainer.losses.targets import Targets
@@ -150,8 +152,11 @@ def policy_loss(
     if targets.proximal is not None:
         old = proximal_logprobs(logprobs, targets.behavior_logprobs, targets.proximal)
     ratio = unit_ratio(config.ratio_type, logprobs, old, targets.turn, targets.sequence)
-    surrogate = POLICY_LOSSES[config.pg_variant](
-        config, LossInputs(logprobs, old, targets.behavior_logprobs, ratio, targets.advantages)
+    inputs = LossInputs(logprobs, old, targets.behavior_logprobs, ratio, targets.advantages)
+    surrogate = (
+        compute_loss(config.pg_variant, inputs, ratio)
+        if is_function(config.pg_variant)
+        else POLICY_LOSSES[config.pg_variant](config, inputs)
     )
     pg_loss, correction_metrics = _apply_correction(
         config, surrogate.loss, logprobs if config.old_logprobs == "behavior" else old, targets

@@ -25,6 +25,7 @@ from offbeat.services.rollout.config import EnvManagerConfig
 from offbeat.trainer.checks.algorithm import check_algorithm
 from offbeat.trainer.checks.effects import check_effects
 from offbeat.trainer.checks.learner import check_learner, check_staleness_controller
+from offbeat.trainer.checks.user_functions import check_user_functions
 from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
 
@@ -54,6 +55,7 @@ def check_run(
         *check_rows(config, on_step),
         *_check_env(config, on_step),
         *check_episodes(config, on_step),
+        *_check_functions(config, on_step),
     ]
     return issues or (check_first_prompts(config, on_step, trial=trial) if config.custom_envs else [])
 
@@ -64,6 +66,11 @@ def check_settings(
     """Return `check_run`'s issues found without user code."""
     classes = {"group_filter_cls": None, "track_with": (), "tracker_kwargs": {}}
     return _check_static(config.model_copy(update=classes), cores, nodes)
+
+
+def _check_functions(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
+    on_step("adv_estimator, pg_variant, reward_shaping, train_infer_correction", "trial of functions")
+    yield from check_user_functions(config)
 
 
 def _check_static(config: RunConfig, cores: float | None, nodes: Sequence[ClusterNode] | None) -> list[ConfigIssue]:

@@ -49,6 +49,13 @@ NAMING: dict[str, tuple[dict[str, Any], str]] = {
         {"reward_normalization": {}, "group_filter_cls": "evil:Filter"},
         "group_filter_cls",
     ),
+    "adv_estimator": ({"adv_estimator": "evil:estimate"}, "adv_estimator"),
+    "pg_variant": ({"pg_variant": "evil:loss"}, "pg_variant"),
+    "reward_shaping.function": ({"reward_shaping": {"function": "evil:shape"}}, "reward_shaping.function"),
+    "train_infer_correction.function": (
+        {"train_infer_correction": {"function": "evil:correct"}},
+        "train_infer_correction.function",
+    ),
     "track_with": ({"track_with": ["tensorboard", "evil:Tracker"]}, "track_with.1"),
     "tracker_kwargs": (
         {"tracker_kwargs": {"tensorboard": {"log_dir": "/etc/tb"}}},

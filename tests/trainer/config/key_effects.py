@@ -174,6 +174,10 @@ NESTED: dict[str, list[Change]] = {
     "RewardShaping.overlong_penalty": [
         (shaping(overlong_max_length=4), shaping(overlong_max_length=4, overlong_penalty=0.5))
     ],
+    "RewardShaping.function": [({}, shaping(function="tests.trainer.own_algorithm:pay_length"))],
+    "TrainInferCorrection.function": [
+        ({}, {"train_infer_correction": TrainInferCorrection(function="tests.trainer.own_algorithm:halve_first")})
+    ],
     "RewardShaping.response_length_penalty_coef": [({}, shaping(response_length_penalty_coef=0.1))],
     "RewardShaping.format_penalty": [({}, shaping(format_penalty=0.5))],
     "RewardShaping.format_metric": [

@@ -97,7 +97,7 @@ def test_custom_filter_is_applied():
     [
         ("nowhere.at.all:X", "can't import"),
         ("offbeat.trainer.data.selection", "module:Class"),
-        ("offbeat.trainer.data.selection:Nothing", "no class"),
+        ("offbeat.trainer.data.selection:Nothing", "nor a class of that name"),
         ("offbeat.services.messages.types:Turn", "instances can be called"),
     ],
 )

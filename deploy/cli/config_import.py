@@ -1,0 +1,59 @@
+"""`offbeat config import`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from offbeat.deploy.config.errors import ConfigError
+from offbeat.deploy.config.importing.fitting import check_imported
+from offbeat.deploy.config.importing.report import Imported
+from offbeat.deploy.config.importing.roll import import_roll
+from offbeat.deploy.config.importing.trial import make_trial
+from offbeat.deploy.config.importing.trl import import_trl
+from offbeat.deploy.config.importing.verl import import_verl
+from offbeat.deploy.config.importing.writing import to_text, to_yaml
+
+LIBRARIES: dict[str, Callable[[Path], Imported]] = {"roll": import_roll, "trl": import_trl, "verl": import_verl}
+
+
+class ImportFailedError(Exception):
+    """A file that can't be imported."""
+
+
+def import_files(
+    library: str, files: Sequence[Path], out: Path, *, force: bool, trial: bool, echo: Callable[[str], None]
+) -> None:
+    """Import each file and print its report; several files need a folder.
+
+    trial: with the tiny policy on CPUs.
+
+    Raises:
+        ImportFailedError: an unreadable file, or an existing one of ours without `force`.
+    """
+    if len(files) > 1 and out.is_file():
+        raise ImportFailedError(f"{out} is a file, for {len(files)} configurations: name a folder")
+    is_folder = len(files) > 1 or out.is_dir()
+    targets = [out / f"{file.stem}.yaml" if is_folder else out for file in files]
+    for target in targets:
+        if target.exists() and not force:
+            raise ImportFailedError(f"{target} exists already: take another name, or --force")
+        if target.suffix != ".yaml":
+            raise ImportFailedError(f"{target}: configurations are *.yaml files")
+    for file, target in zip(files, targets, strict=True):
+        imported = _import(library, file, trial=trial)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(to_yaml(imported, library), encoding="utf-8")
+        for line in to_text(imported, str(target)):
+            echo(line)
+
+
+def _import(library: str, file: Path, *, trial: bool) -> Imported:
+    if not file.is_file():
+        raise ImportFailedError(f"no such file: {file}")
+    try:
+        imported = LIBRARIES[library](file)
+    except ConfigError as error:
+        raise ImportFailedError(f"{file}: {error}") from error
+    if trial:
+        imported = replace(imported, tree=make_trial(imported.tree))
+    return imported if imported.to_do else imported.with_to_do(check_imported(imported.tree))

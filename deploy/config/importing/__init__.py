@@ -1,0 +1,1 @@
+"""Other libraries' configurations as Offbeat's, with a report of every key."""

@@ -1,0 +1,92 @@
+"""Imported keys fitted to the run's configuration: what it refuses is reported, and left out or to be filled in."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from offbeat.deploy.config.checks.run import check_run
+from offbeat.deploy.config.devices import choose_devices, count_gpus
+from offbeat.deploy.config.errors import collect_issues
+from offbeat.deploy.config.hub import MODEL_KEYS, is_hub_id
+from offbeat.deploy.config.importing.report import Imported, KeyPath, KeyReport, Outcome
+from offbeat.deploy.config.importing.rules import Tree, get, remove
+from offbeat.deploy.config.run import RunConfig
+from offbeat.trainer.checks.effects import check_effects
+from offbeat.trainer.config.aliases import find_keys
+from offbeat.trainer.config.issue import ConfigIssue
+
+NO_EFFECT = "has no effect"
+MAX_ROUNDS = 100
+"""Each round leaves keys out, so the number of keys bounds them; far more than any file has needed."""
+
+
+def fit(tree: Tree, reports: list[KeyReport]) -> tuple[list[KeyReport], list[ConfigIssue]]:
+    """Leave unknown keys and those without effect out of `tree`; return the reports and what remains to be filled in."""
+    for _ in range(MAX_ROUNDS):
+        issues = _validate(tree)
+        dropped = [issue for issue in issues if _is_dropped(issue, tree)]
+        if not dropped:
+            return reports, issues
+        for issue in dropped:
+            path = tuple(issue.path.split("."))
+            reports = _report(reports, path, issue)
+            remove(tree, path)
+    return reports, _validate(tree)
+
+
+def _validate(tree: Tree) -> list[ConfigIssue]:
+    """Return what the configuration refuses, and what has no effect on its algorithm."""
+    try:
+        config = RunConfig.model_validate_json(json.dumps(tree))
+    except ValidationError as error:
+        return collect_issues(error, RunConfig)
+    issues = check_effects(config, group_size=config.train_env_manager.group_size)
+    return [issue for issue in issues if _is_dropped(issue, tree)]
+
+
+def _is_dropped(issue: ConfigIssue, tree: Tree) -> bool:
+    path = tuple(issue.path.split("."))
+    is_refused = issue.hint is not None or issue.message.startswith(NO_EFFECT)
+    return is_refused and get(tree, path, default=tree) is not tree
+
+
+def _report(reports: list[KeyReport], path: KeyPath, issue: ConfigIssue) -> list[KeyReport]:
+    """Change the outcome of the keys below `path`."""
+    status = "no effect" if issue.message.startswith(NO_EFFECT) else "no counterpart"
+    note = issue.message if status == "no effect" else "no such key here"
+    return [
+        replace(each, outcome=Outcome(status, note=note))
+        if each.outcome.target is not None and each.outcome.target[: len(path)] == path
+        else each
+        for each in reports
+        if not (
+            each.outcome.status == "default"
+            and each.outcome.target is not None
+            and each.outcome.target[: len(path)] == path
+        )
+    ]
+
+
+def check_imported(tree: Tree) -> list[ConfigIssue]:
+    """Return what `offbeat config validate` would refuse on this machine; nothing is taken from a hub."""
+    config = choose_devices(RunConfig.model_validate_json(json.dumps(tree)), count_gpus())
+    issues = check_run(config, trial=False)
+    found = (each for pattern in MODEL_KEYS for each in find_keys(tree, pattern))
+    names = {".".join(path): table[path[-1]] for path, table in found}
+    return [
+        ConfigIssue(
+            issue.path, f"{names[issue.path]} is a model of the hub, which `offbeat train` takes; or set a folder"
+        )
+        if isinstance(names.get(issue.path), str) and is_hub_id(names[issue.path])
+        else issue
+        for issue in issues
+    ]
+
+
+def finish(path: Path, tree: Tree, reports: list[KeyReport], remarks: Sequence[str] = ()) -> Imported:
+    """Fit the tree, and return the import."""
+    reports, to_do = fit(tree, reports)
+    return Imported(path, tree, tuple(reports), tuple(to_do), tuple(remarks))

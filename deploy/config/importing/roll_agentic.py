@@ -1,0 +1,224 @@
+"""ROLL's agentic keys as ours."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from offbeat.deploy.config.importing.report import Outcome
+from offbeat.deploy.config.importing.roll_roles import WITH_IMAGE
+from offbeat.deploy.config.importing.roll_run import estimator_default
+from offbeat.deploy.config.importing.rules import Key, Rule, Tree, get, missing, no_effect, rename, same
+from offbeat.envs.registry import BUILT_IN, setting_names
+
+GEM_KINDS = ("game", "math", "code", "qa", "logic", "rg", "eval")
+"""Name spaces of GEM's ids."""
+ENVS = {
+    "roll_math": ("math", "questions and answers from a file"),
+    "roll_qa": ("qa", "questions and answers from a file"),
+    "roll_code": ("code", "problems from a file"),
+    "sokoban_sandbox": ("sokoban", "the same game without ROCK's sandbox: execution: process isolates it"),
+    "sokoban_native_env": ("sokoban", "the same game"),
+    "sokoban_tool_call": ("sokoban", "the same game, without calls of tools"),
+}
+"""ROLL's env -> ours."""
+OWN_ENV = "no such env here: name a class of your own as `module:Class` (docs/environments.md)"
+
+
+def _env_type(key: Key) -> Outcome | None:
+    name = str(key.value)
+    if name in BUILT_IN:
+        return None
+    if name in ENVS:
+        ours, why = ENVS[name]
+        return Outcome("value", key.path, ours, why)
+    if ":" in name and name.partition(":")[0] in GEM_KINDS:
+        return Outcome("value", key.path, "gem", f"env_config.id: {name}, by package gem-llm")
+    return Outcome("value", key.path, name, OWN_ENV)
+
+
+def _env_setting(key: Key) -> Outcome | None:
+    """Move settings of GEM's envs; leave out those that our env of that name lacks."""
+    tag, name = key.path[1], key.path[3]
+    env_type = str(get(key.tree, ("custom_envs", tag, "env_type")))
+    if name == "env_instruction":
+        return None
+    if ":" in env_type:
+        return Outcome("renamed", (*key.path[:3], "kwargs", name), key.value, "an argument of gem.make")
+    ours = env_type if env_type in BUILT_IN else ENVS.get(env_type, ("",))[0]
+    if not ours or name in setting_names(ours):
+        return None
+    if name == "max_steps":
+        return Outcome("same", note=f"custom_envs.{tag}.max_steps")
+    return Outcome("no counterpart", note=f"{ours} has no such setting")
+
+
+def _manager(key: Key) -> Outcome | None:
+    """Map managers that `aliases.py` does not know."""
+    name = str(key.value).rpartition(".")[2]
+    if WITH_IMAGE in str(key.value):
+        return Outcome("value", key.path, "TrajEnvManager", "images are {image} in agent_template")
+    if "proxy_env_manager" in str(key.value):
+        return Outcome(
+            "value", key.path, "TrajEnvManager", "write agent_runner: {path: module:function} (docs/agents.md)"
+        )
+    if name == "AgentNativeStepEnvManager" or "agent_native" in str(key.value):
+        return Outcome(
+            "value",
+            key.path,
+            "StepConcatEnvManager",
+            "ROLL's agent loop: here an agent_runner has one (docs/agents.md)",
+        )
+    return None
+
+
+def _runner(key: Key) -> Outcome:
+    if key.value is None:
+        return Outcome("same", note="the policy answers observations")
+    return Outcome(
+        "no counterpart", note=f"{key.value}: write agent_runner: {{path: module:function}} (docs/agents.md)"
+    )
+
+
+def _history(key: Key) -> Outcome | None:
+    manager = str(get(key.tree, ("custom_envs", key.path[1], "env_manager_cls")) or "")
+    if manager.endswith(".StepEnvManager"):
+        return None
+    return Outcome("no effect", note="of StepEnvManager alone")
+
+
+def _image_template(key: Key) -> Outcome:
+    """Put the text before the image and after it into one template."""
+    tag = key.path[1]
+    env = get(key.tree, ("custom_envs", tag)) or {}
+    before, after = env.get("pre_step_template") or "", env.get("next_step_template") or ""
+    text = f"{before}{{image}}{after}"
+    return Outcome("value", ("custom_envs", tag, "agent_template"), text, "one template with {image}")
+
+
+def _template(key: Key) -> Outcome | None:
+    """ROLL's `{history}` of StepConcatEnvManager ends with the current observation, as `{observation}` does here."""
+    manager = str(get(key.tree, ("custom_envs", key.path[1], "env_manager_cls")) or "")
+    if key.value is None:
+        return Outcome("same", note="the observation alone")
+    if not manager.endswith(".StepConcatEnvManager") or "{history}" not in str(key.value):
+        return None
+    return Outcome(
+        "value", key.path, key.value.replace("{history}", "{observation}"), "{history} is {observation} here"
+    )
+
+
+def _normalization(key: Key) -> Outcome | None:
+    """`grouping` and `method` are without effect where nothing is normalized."""
+    table = get(key.tree, "reward_normalization") or {}
+    method = table.get("method", "identity")
+    split = table.get("norm_mean_type") or table.get("norm_std_type")
+    if key.path[-1] == "grouping" and method == "identity" and not split:
+        return Outcome("no effect", note="nothing is normalized")
+    if split and get(key.tree, "adv_estimator") == "step_reinforce":
+        return _turn_normalization(key, table)
+    if key.path[-1] == "method" and split:
+        return Outcome("no effect", note="norm_mean_type and norm_std_type count")
+    if key.path[-1] == "method" and method == "asym_clip":
+        return Outcome("value", key.path, "mean_std", "which ROLL takes for it: there is no clip")
+    return None
+
+
+def _turn_normalization(key: Key, table: Tree) -> Outcome | None:
+    """Turns have one scope of mean and deviation here."""
+    if key.path[-1] == "grouping":
+        return None
+    if key.path[-1] != "norm_mean_type":
+        return Outcome("no counterpart", note="mean and deviation have one scope, reward_normalization.grouping")
+    method = "mean_std" if table.get("norm_std_type") else "mean"
+    return Outcome("value", (*key.path[:-1], "method"), method, "over reward_normalization.grouping")
+
+
+def _groups_per_step(tree: Tree) -> int:
+    batch, size = get(tree, "rollout_batch_size"), get(tree, "train_env_manager.group_size") or 1
+    return -(-batch // size) if isinstance(batch, int) and isinstance(size, int) and batch > 0 else 1
+
+
+def _groups(key: Key) -> Outcome | None:
+    """ROLL plays a batch in several rounds; here its groups are in flight together."""
+    least = _groups_per_step(key.tree)
+    if not isinstance(key.value, int) or key.value >= least:
+        return None
+    return Outcome("value", key.path, least, "groups of a batch, which are in flight together")
+
+
+def _partition(key: Key) -> Outcome | None:
+    """Keep the shares of tags in the number of groups."""
+    groups, least = get(key.tree, "train_env_manager.num_env_groups"), _groups_per_step(key.tree)
+    if not isinstance(groups, int) or groups >= least or not isinstance(key.value, list):
+        return None
+    if len(key.value) == 1:
+        return Outcome("value", key.path, [least], "as num_env_groups")
+    return Outcome("no counterpart", note="equal shares, since num_env_groups is another: set it again")
+
+
+def _episodes_per_worker(key: Key) -> Outcome | None:
+    manager = get(key.tree, key.path[:1]) or {}
+    size = (manager.get("group_size") or 1) + (manager.get("group_size_redundancy") or 0)
+    if not isinstance(key.value, int) or key.value == 0 or key.value >= size:
+        return None
+    return Outcome("value", key.path, size, "a worker holds a group; set rollout.num_workers for more workers")
+
+
+AGENTIC: tuple[tuple[str, Rule], ...] = (
+    ("train_env_manager|val_env_manager.format_penalty", no_effect("ROLL never reads it: env_config.format_penalty counts")),
+    ("train_env_manager|val_env_manager.max_traj_per_env", same("unlimited", -1)),
+    ("train_env_manager|val_env_manager.llm_proxy.**", missing("the policy's engines answer")),
+    ("train_env_manager|val_env_manager.worker_cls", missing("env workers are rollout.num_workers")),
+    ("train_env_manager.group_filter_cls", rename("group_filter_cls", "a class of yours needs Offbeat's interface")),
+    ("train_env_manager.num_env_groups", _groups),
+    ("train_env_manager.num_groups_partition", _partition),
+    ("train_env_manager|val_env_manager.max_env_num_per_worker", _episodes_per_worker),
+    ("val_env_manager.group_filter_cls", missing("evaluation keeps all groups")),
+    ("custom_envs.*.env_type", _env_type),
+    ("custom_envs.*.env_config.*", _env_setting),
+    ("custom_envs.*.env_manager_cls", _manager),
+    ("custom_envs.*.agent_runner_cls", _runner),
+    ("custom_envs.*.history_length", _history),
+    ("custom_envs.*.agent_template", _template),
+    ("custom_envs.*.pre_step_template", _image_template),
+    ("custom_envs.*.next_step_template", same("with pre_step_template")),
+    ("custom_envs.*.tool_wrapper", missing("tools are functions of the env, or of an agent (docs/environments.md)")),
+    ("batch_adjust_mode", same("batches are whole groups: none is copied or left out")),
+    ("env_monitor.**", missing("custom_envs.*.step_timeout_s and episode_timeout_s replace it")),
+    ("reward_normalization.grouping|method|norm_mean_type|norm_std_type", _normalization),
+    ("reward_normalization.global_scale_factor|global_shift_value", no_effect("ROLL never reads it")),
+    ("dirty_data_mask|open_feedback_turn|use_token_reward", no_effect("ROLL never reads it")),
+    ("parse_tool_call_parameter_to_dict|skip_mock_system_prompt", missing("templates decide: tokens stay as sampled")),
+    ("reward.**", missing("no reward model of episodes: let the env call it (docs/environments.md)")),
+    ("prompt_length|response_length|val_prompt_length|val_sequence_length", no_effect("sequence_length counts")),
+    ("norm_mean_type|norm_std_type", no_effect("reward_normalization counts")),
+)  # fmt: skip
+
+
+def agentic_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
+    """Yield ROLL's key, ours and ROLL's default, where defaults differ."""
+    if "actor_train" not in tree and "actor_infer" not in tree:
+        return
+    yield "", "old_logprobs", "recompute"
+    yield "async_generation_ratio", "max_staleness", 0
+    yield estimator_default(tree)
+    yield "loss_agg_mode", "loss_agg_mode", "seq-mean-token-mean"
+    yield "rollout_batch_size", "rollout_batch_size", 128
+    yield "val_batch_size", "val_batch_size", 128
+    if not get(tree, "reward_normalization.norm_mean_type") and get(tree, "adv_estimator") in ("grpo", "gigpo"):
+        yield "reward_normalization.method", "reward_normalization.method", "identity"
+    args = "actor_infer.generating_args"
+    for name, value in (("temperature", 0.95), ("top_p", 0.7), ("top_k", 50)):
+        if get(tree, f"train_env_manager.generating_args.{name}") is None:
+            yield f"{args}.{name}", f"{args}.{name}", value
+    for name, value in (("num_env_groups", 128), ("group_size", 1)):
+        yield f"train_env_manager.{name}", f"train_env_manager.{name}", value
+
+
+def add_gem_ids(tree: Tree, source: Tree) -> None:
+    """Set the id of each of GEM's envs."""
+    for tag, env in (source.get("custom_envs") or {}).items():
+        name = str((env or {}).get("env_type"))
+        if ":" in name and name.partition(":")[0] in GEM_KINDS:
+            table = tree["custom_envs"][str(tag)]
+            table["env_config"] = {"id": name, **table.get("env_config", {})}
+            table.setdefault("execution", "process")

@@ -1,0 +1,197 @@
+"""ROLL's keys of reinforcement learning with verifiable rewards as ours: each domain is a tag with a reward."""
+
+from collections.abc import Iterator
+from math import ceil
+from typing import Any
+
+from offbeat.deploy.config.importing.report import Outcome
+from offbeat.deploy.config.importing.roll_data import dataset
+from offbeat.deploy.config.importing.roll_roles import template_outcome
+from offbeat.deploy.config.importing.roll_run import estimator_default
+from offbeat.deploy.config.importing.rules import Key, Rule, Tree, get, missing, no_effect, rename, same
+
+KINDS = {
+    "math_rule_reward_worker": "math_rule",
+    "code_sandbox_reward_worker": "code_sandbox",
+    "llm_judge_reward_worker": "llm_judge",
+    "ifeval_rule_reward_worker": "ifeval",
+    "crossthinkqa_rule_reward_worker": "crossthink_qa",
+    "multiple_choice_boxed_rule_reward_worker": "multiple_choice",
+    "detection_reward_worker": "detection",
+    "remote_reward_system_worker": "http",
+}
+"""ROLL's module of a reward worker -> kind."""
+MAX_SHARE_ERROR = 1e-6
+IN_WORKERS = "rewards are computed in env workers, or in num_replicas of their own"
+
+
+def _kind(key: Key) -> Outcome:
+    module = str(key.value).rpartition(".")[0].rpartition(".")[2]
+    path = (*key.path[:-1], "kind")
+    if module not in KINDS:
+        return Outcome("value", path, "function", f"no {module} here: name a function of yours in `path`")
+    return Outcome("value", path, KINDS[module])
+
+
+def _is_judge(key: Key) -> bool:
+    return "llm_judge" in str(get(key.tree, (*key.path[:2], "worker_cls")))
+
+
+def _model(key: Key) -> Outcome:
+    if not _is_judge(key):
+        return Outcome("no effect", note="a rule needs no model")
+    return Outcome("renamed", (*key.path[:2], "model"), key.value, "of a service: set url")
+
+
+def _crossthink_mode(key: Key) -> Outcome:
+    if "crossthinkqa" not in str(get(key.tree, (*key.path[:2], "worker_cls"))):
+        return Outcome("no effect", note="read by crossthinkqa's reward alone")
+    return Outcome("renamed", (*key.path[:2], "mode"), key.value)
+
+
+def _filter_type(key: Key) -> Outcome:
+    if key.value == "no_filter":
+        return Outcome("same", note="no filter")
+    return Outcome("renamed", ("query_filter_config", key.path[1], "type"), key.value)
+
+
+def _filter_argument(key: Key) -> Outcome | None:
+    if get(key.tree, (*key.path[:3], "type"), "no_filter") == "no_filter":
+        return Outcome("no effect", note="no_filter")
+    return Outcome("renamed", ("query_filter_config", key.path[1], "filter_args", *key.path[4:]), key.value)
+
+
+REWARDS: tuple[tuple[str, Rule], ...] = (
+    ("rewards.*.worker_cls", _kind),
+    ("rewards.*.tag_included", lambda key: Outcome("renamed", ("data", "tag_included", key.path[1]), key.value)),
+    ("rewards.*.query_filter_config.type", _filter_type),
+    ("rewards.*.query_filter_config.filter_args.*", _filter_argument),
+    ("rewards.*.response_filter_config.**", no_effect("ROLL never reads it")),
+    ("rewards.*.reward_type", _crossthink_mode),
+    ("rewards.*.response_length_penalty_coef", same("", 0, 0.0)),
+    ("rewards.*.response_length_penalty_coef", rename("reward_shaping.response_length_penalty_coef", "of all domains")),
+    ("rewards.*.model_args.model_name_or_path", _model),
+    ("rewards.*.use_local", same("programs run in the sandbox of the env worker", True)),
+    ("rewards.*.data_args.template|model_args.model_type", no_effect("rewards read text")),
+    ("rewards.*.judge_model_name", rename("rewards.*.model")),
+    ("rewards.*.judge_api_url", rename("rewards.*.url")),
+    ("rewards.*.judge_model_type", missing("a judge is a service with OpenAI's API (`vllm serve`): set url")),
+    ("rewards.*.judge_api_key", missing("keys are read from the environment, not from files")),
+    ("rewards.*.name", no_effect("the domain names it")),
+    ("rewards.**", missing(IN_WORKERS)),
+    ("reward_model.**", missing("a judge is a service with OpenAI's API (`vllm serve`): set url of its reward")),
+)  # fmt: skip
+
+
+def _batch(key: Key) -> Outcome | None:
+    size = get(key.tree, "num_return_sequences_in_group") or 1
+    if size == 1 or not isinstance(key.value, int):
+        return None
+    return Outcome("value", key.path, key.value * size, "trajectories, not prompts")
+
+
+def _normalization(key: Key) -> Outcome:
+    if get(key.tree, "adv_estimator") == "grpo":
+        return Outcome("no effect", note="of its group, with grpo")
+    if key.value is None:
+        return Outcome("same", note="none")
+    return Outcome("renamed", ("reward_normalization", key.path[0]), key.value)
+
+
+def _share(key: Key) -> Outcome:
+    shares = [each for each in (get(key.tree, key.path[:-1]) or {}).values() if isinstance(each, int | float)]
+    path, total = ("data", "domain_interleave_probs", key.path[-1]), sum(shares)
+    if abs(total - 1) < MAX_SHARE_ERROR or not isinstance(key.value, int | float):
+        return Outcome("renamed", path, key.value)
+    return Outcome("value", path, key.value / total, f"shares sum to 1, not to {total:g}")
+
+
+def _taught(key: Key) -> Outcome | None:
+    """Name domains instead of values of the dataset's column."""
+    domains = (get(key.tree, "rewards") or {}).items()
+    if not isinstance(key.value, list):
+        return None
+    names = [str(name) for name, reward in domains if {*(reward or {}).get("tag_included", [])} & {*key.value}]
+    return Outcome("value", key.path, names, "domains") if names else None
+
+
+def _ratio(key: Key) -> Outcome:
+    if key.value != "seq":
+        return Outcome("same", note="ratio_type: token")
+    return Outcome("value", ("ratio_type",), "sequence")
+
+
+RLVR: tuple[tuple[str, Rule], ...] = (
+    *REWARDS,
+    ("rollout_batch_size", _batch),
+    ("num_return_sequences_in_group", rename("train_env_manager.group_size")),
+    ("actor_infer.generating_args.num_return_sequences", same("train_env_manager.group_size")),
+    ("prompt_length", rename("data.prompt_length")),
+    ("response_length", same("actor_infer.generating_args.max_new_tokens")),
+    ("val_prompt_length|val_sequence_length", missing("as in training")),
+    ("val_batch_size", no_effect("each evaluation takes every row once")),
+    ("norm_mean_type|norm_std_type", _normalization),
+    ("importance_sampling", _ratio),
+    ("rl_loss_coef", same("", 1, 1.0)),
+    ("rl_loss_coef", missing("set the coefficients of the other terms")),
+    ("save_logging_board_dir", missing("see track_with")),
+    ("postive_loss_coef|use_topr_neg_loss_coef|use_policy_loss_type|use_topr_loss|val_greedy|val_n_sample|mask_type|"
+     "balance_length|minibatch_data_iter_num", no_effect("ROLL never reads it")),
+    ("dataset_filter.**", no_effect("ROLL never reads it")),
+    ("global_template", template_outcome),
+    ("tag_to_template.*", lambda key: same("the model's own template")(key) if key.value in ("native", "qwen2_5", "qwen3")
+     else Outcome("no counterpart", note="one template for all: chat_template")),
+    ("actor_train.data_args.file_name", dataset("data.dataset_name")),
+    ("validation.data_args.file_name", dataset("data.val_dataset_name")),
+    ("actor_train.data_args.domain_interleave_probs.*", _share),
+    ("teacher.*.tag_included", _taught),
+    ("actor_train.data_args.messages", rename("data.messages_key")),
+    ("actor_train.data_args.prompt", rename("data.prompt_key")),
+    ("actor_train.data_args.tag", rename("data.tag_key")),
+    ("*.data_args.dataset_dir", no_effect("file_name is a path")),
+    ("*.data_args.preprocessing_num_workers", missing("rows are read as they are needed")),
+    ("*.data_args.image_folder|video_folder|audio_folder", missing("rows hold text alone: an env of yours can show images")),
+    ("validation.data_args.template", same("as actor_train")),
+    ("actor_train.data_args.template", template_outcome),
+    ("*.data_args.**", missing("rows hold text alone: an env of yours can show images")),
+    ("validation.generating_args.num_beams|do_sample", same("answers are sampled", 1, True)),
+    ("validation.generating_args.num_return_sequences", rename("val_env_manager.group_size")),
+    ("validation.generating_args.temperature|top_p|top_k|max_new_tokens", lambda key: Outcome(
+        "renamed", ("val_env_manager", *key.path[1:]), key.value
+    )),
+    ("validation.eval_steps", no_effect("ROLL reads that of the top level")),
+    ("validation.**", missing("evaluation samples from the policy's engines")),
+)  # fmt: skip
+
+
+def rlvr_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
+    """Yield ROLL's key, ours and ROLL's default, where defaults differ."""
+    yield "", "pipeline", "rlvr"
+    yield "", "old_logprobs", "recompute"
+    yield "async_generation_ratio", "max_staleness", 0
+    yield estimator_default(tree)
+    yield "loss_agg_mode", "loss_agg_mode", "seq-mean-token-mean"
+    yield "num_return_sequences_in_group", "train_env_manager.group_size", 1
+    prompts = get(tree, "rollout_batch_size") or 128
+    size = get(tree, "num_return_sequences_in_group") or 1
+    yield "rollout_batch_size", "rollout_batch_size", prompts * size
+    ahead = 1 + ceil(get(tree, "async_generation_ratio") or 0)
+    yield "", "train_env_manager.num_env_groups", prompts * ahead
+    lengths = (get(tree, "prompt_length") or 1024, get(tree, "response_length"))
+    if isinstance(lengths[1], int):
+        yield "sequence_length", "sequence_length", lengths[0] + lengths[1]
+    args = "actor_infer.generating_args"
+    for name, value in (("temperature", 0.95), ("top_p", 0.7), ("top_k", 50)):
+        yield f"{args}.{name}", f"{args}.{name}", value
+
+
+def name_domains(tree: Tree, source: Tree) -> None:
+    """Make a tag of each domain, and a list of the rewards."""
+    answer = get(source, "response_length") or get(tree, "actor_infer.generating_args.max_new_tokens")
+    domains = source.get("rewards") or {}
+    template = {"env_type": "prompt", "max_steps": 1, "agent_template": "{observation}", "execution": "inline"}
+    if isinstance(answer, int):
+        template["max_tokens_per_step"] = answer
+    tree["custom_envs"] = {str(name): dict(template) for name in domains}
+    rewards = tree.get("rewards", {})
+    tree["rewards"] = [{"name": str(name), "tags": [str(name)], **rewards.get(str(name), {})} for name in domains]

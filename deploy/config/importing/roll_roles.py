@@ -1,0 +1,321 @@
+"""ROLL's keys of roles and engines as ours; names that both have are in `trainer/config/aliases.py`."""
+
+from offbeat.deploy.config.importing.report import Outcome
+from offbeat.deploy.config.importing.rules import (
+    Key,
+    Rule,
+    Tree,
+    become,
+    get,
+    missing,
+    no_effect,
+    rename,
+    same,
+)
+from offbeat.services.devices import parse_device_mapping
+from offbeat.services.generation.vllm.engine_arguments import engine_argument_names
+from offbeat.trainer.config.aliases import ENGINE
+
+FROZEN = ("reference", "teacher.*")
+SHARDING = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+TRAIN_CONFIG = "actor_train.strategy_args.strategy_config"
+NOT_SPLIT = "a process holds whole layers: fsdp2_train shards weights, gradients and moments over all of them"
+PACKED = "sequences are always packed without padding"
+WITH_IMAGE = "vl_traj_env_manager"
+
+
+def num_shards(tree: Tree) -> int:
+    """Return the devices of one data-parallel replica of the policy."""
+    config = get(tree, TRAIN_CONFIG) or {}
+    sizes = [config.get(name) for name in SHARDING]
+    sizes.append(get(tree, "actor_train.model_args.ulysses_size"))
+    product = 1
+    for size in sizes:
+        product *= size if isinstance(size, int) and size > 0 else 1
+    return product
+
+
+def num_devices(tree: Tree) -> int | None:
+    try:
+        return len(parse_device_mapping(get(tree, "actor_train.device_mapping")) or ()) or None
+    except ValueError:
+        return None
+
+
+def num_trajectories(tree: Tree) -> int | None:
+    """Return the trajectories of a batch; RLVR counts prompts."""
+    batch, size = get(tree, "rollout_batch_size"), get(tree, "num_return_sequences_in_group") or 1
+    return batch * size if isinstance(batch, int) and isinstance(size, int) else None
+
+
+def steps_of_batch(tree: Tree) -> int | None:
+    """Return ROLL's optimizer steps per batch of trajectories."""
+    args, devices = get(tree, "actor_train.training_args") or {}, num_devices(tree)
+    sizes = (args.get("per_device_train_batch_size"), args.get("gradient_accumulation_steps"))
+    batch = num_trajectories(tree)
+    if devices is None or not all(isinstance(each, int) and each > 0 for each in (*sizes, batch)):
+        return None
+    per_step = sizes[0] * sizes[1] * max(1, devices // num_shards(tree))
+    return max(1, batch // per_step)
+
+
+def shows_images(tree: Tree) -> bool:
+    """Return whether envs show images (ROLL's VLTrajEnvManager)."""
+    envs = get(tree, "custom_envs") or {}
+    return any(WITH_IMAGE in str((env or {}).get("env_manager_cls")) for env in envs.values())
+
+
+# --- Training engine
+
+
+def _train_strategy(key: Key) -> Outcome | None:
+    if key.value != "megatron_train":
+        return None
+    if shows_images(key.tree):
+        return Outcome("value", key.path, "deepspeed_train", "which alone trains a policy with image input")
+    if get(key.tree, "actor_train.model_args.lora_target"):
+        return Outcome("value", key.path, "deepspeed_train", "which merges adapters")
+    is_split = num_shards(key.tree) > 1 or (get(key.tree, f"{TRAIN_CONFIG}.expert_model_parallel_size") or 1) > 1
+    name = "fsdp2_train" if is_split else "deepspeed_train"
+    why = "fsdp2_train shards the weights that Megatron splits" if is_split else "all its sizes are 1: data-parallel"
+    return Outcome("value", key.path, name, why)
+
+
+def _parallel_size(key: Key) -> Outcome:
+    return (
+        Outcome("same", note="no such split")
+        if key.value == 1 or key.value is None
+        else Outcome("no counterpart", note=NOT_SPLIT)
+    )
+
+
+def _distributed_optimizer(key: Key) -> Outcome:
+    engine = _train_strategy(Key((), get(key.tree, "actor_train.strategy_args.strategy_name"), key.tree))
+    if engine is None or engine.value != "deepspeed_train":
+        return Outcome("same", note="fsdp2_train shards the optimizer's state")
+    target = ("actor_train", "strategy_args", "zero_stage")
+    return Outcome("value", target, 1 if key.value else 0, "ZeRO 1 shards the optimizer's state")
+
+
+def _accumulation(key: Key) -> Outcome | None:
+    """Keep ROLL's trajectories per optimizer step, though every device is data-parallel here."""
+    shards = num_shards(key.tree)
+    if get(key.tree, "actor_train.use_dynamic_batching_in_train"):
+        steps = steps_of_batch(key.tree)
+        target = ("actor_train", "training_args", "num_minibatches")
+        if steps is None:
+            return Outcome(
+                "no counterpart", note="set actor_train.training_args.num_minibatches, optimizer steps per batch"
+            )
+        return Outcome("value", target, steps, "optimizer steps per batch; micro-batches are bounded in tokens")
+    if not isinstance(key.value, int):
+        return None
+    if (fitting := _within_batch(key)) is not None:
+        return Outcome(
+            "value", key.path, fitting, "one optimizer step per batch: ROLL counted turns, trajectories count here"
+        )
+    if shards == 1:
+        return None
+    value = max(1, key.value // shards)
+    note = f"each device is a replica of its own, which took {shards} devices"
+    exact = "" if value * shards == key.value else "; trajectories per optimizer step change"
+    return Outcome("value", key.path, value, note + exact)
+
+
+def _within_batch(key: Key) -> int | None:
+    """Return the micro-batches of a whole batch, if ROLL's are more than that."""
+    devices, batch = num_devices(key.tree), num_trajectories(key.tree)
+    size = get(key.tree, "actor_train.training_args.per_device_train_batch_size") or 8
+    if devices is None or batch is None or size * (key.value // num_shards(key.tree)) * devices <= batch:
+        return None
+    return max(1, batch // (size * devices))
+
+
+def _micro_batch(key: Key) -> Outcome | None:
+    if not get(key.tree, "actor_train.use_dynamic_batching_in_train"):
+        return None
+    return Outcome("no effect", note="micro-batches are bounded in tokens (max_tokens_per_microbatch_in_train)")
+
+
+def _dynamic_tokens(key: Key) -> Outcome:
+    if not get(key.tree, "actor_train.use_dynamic_batching_in_train"):
+        return Outcome("no effect", note="use_dynamic_batching_in_train is not set")
+    return Outcome("renamed", ("actor_train", "training_args", "max_tokens_per_microbatch"), key.value)
+
+
+def _warmup_ratio(key: Key) -> Outcome | None:
+    steps, ratio = get(key.tree, "max_steps"), key.value
+    if not ratio or get(key.tree, (*key.path[:-1], "warmup_steps")):
+        return Outcome("same" if not ratio else "no effect", note="warmup_steps counts" if ratio else "no warm-up")
+    if not isinstance(steps, int) or not isinstance(ratio, int | float):
+        return Outcome("no counterpart", note="set warmup_steps")
+    return Outcome("value", (*key.path[:-1], "warmup_steps"), round(steps * ratio), "of max_steps")
+
+
+def _lora_rank_of_engine(key: Key) -> Outcome | None:
+    if not isinstance(key.value, int) or not get(key.tree, "actor_train.model_args.lora_target"):
+        return Outcome("no effect", note="no actor_train.model_args.lora_target")
+    return Outcome("value", tuple(f"{ENGINE}.max_lora_rank".split(".")), key.value, "adapters are published alone")
+
+
+TRAINING: tuple[tuple[str, Rule], ...] = (
+    ("actor_train.strategy_args.strategy_name", _train_strategy),
+    (f"{TRAIN_CONFIG}.{'|'.join(SHARDING)}|virtual_pipeline_model_parallel_size", _parallel_size),
+    (f"{TRAIN_CONFIG}.expert_model_parallel_size|ep_size|efsdp_size", _parallel_size),
+    (f"{TRAIN_CONFIG}.use_distributed_optimizer", _distributed_optimizer),
+    (f"{TRAIN_CONFIG}.recompute_granularity", same("disable_gradient_checkpointing: false recomputes whole layers")),
+    (f"{TRAIN_CONFIG}.bf16|fp16|param_dtype", same("actor_train.model_args.dtype")),
+    (f"{TRAIN_CONFIG}.reduce_dtype", same("gradients are reduced in float32", "float32", "fp32")),
+    (f"{TRAIN_CONFIG}.reduce_dtype", missing("gradients are reduced in float32")),
+    (f"{TRAIN_CONFIG}.fsdp_size", same("all processes share the shards")),
+    (f"{TRAIN_CONFIG}.offload_policy|apply_tiled_mlp|apply_expert_patch", same("not done", False)),
+    (f"{TRAIN_CONFIG}.offload_policy", missing(
+        "take strategy_name: deepspeed_train, zero_stage: 3 and DeepSpeed's zero_optimization.offload_* in strategy_config"
+    )),
+    (f"{TRAIN_CONFIG}.reshard_after_forward", same("", True)),
+    (f"{TRAIN_CONFIG}.max_grad_norm", same("actor_train.training_args.max_grad_norm")),
+    (f"{TRAIN_CONFIG}.**", missing("a setting of that engine's speed or memory alone")),
+    ("actor_train.training_args.per_device_train_batch_size", _micro_batch),
+    ("actor_train.training_args.gradient_accumulation_steps", _accumulation),
+    ("actor_train.training_args.warmup_ratio", _warmup_ratio),
+    ("actor_train.max_tokens_per_microbatch_in_train", _dynamic_tokens),
+    ("*.use_dynamic_batching_in_train|use_dynamic_batching_in_infer|use_sequence_packing", same(PACKED)),
+    ("*.sequence_length_round_in_train|sequence_length_round_in_infer", no_effect(PACKED)),
+    ("*.max_tokens_per_microbatch_in_infer|max_tokens_per_microbatch_in_train", missing("set infer_batch_size")),
+    ("*.sequence_packing_args.**", missing(f"{PACKED}, up to actor_train.training_args.max_tokens_per_microbatch")),
+    ("actor_infer.model_args.lora_rank", _lora_rank_of_engine),
+    ("actor_infer.model_args.lora_*", same("as actor_train")),
+    ("actor_infer.model_args.lora_target|lora_alpha|lora_dropout", same("as actor_train")),
+    ("*.model_args.lora_dropout", same("", 0.0, 0)),
+    ("*.model_args.lora_dropout", missing("adapters have no dropout: sampled and trained logprobs would differ")),
+    ("*.model_args.freeze_module_prefix", missing("freeze all but adapters by lora_target, or train all")),
+    ("*.model_args.ulysses_size", missing("a sequence is on one device: bound max_tokens_per_microbatch")),
+    ("actor_train.worker_cls", no_effect("pg_variant selects the loss")),
+    ("*.training_args.num_train_epochs", no_effect("max_steps counts")),
+)  # fmt: skip
+
+# --- Other roles
+
+
+def _same_devices(key: Key) -> Outcome | None:
+    """Frozen models of the learner are computed by its processes."""
+    if key.value == get(key.tree, "actor_train.device_mapping"):
+        return None
+    return Outcome("no counterpart", note="the learner's processes compute this model, on actor_train's devices")
+
+
+def _frozen_strategy(key: Key) -> Outcome | None:
+    names = {"megatron_infer": "hf_infer", "fsdp2_infer": "deepspeed_infer"}
+    if key.value not in names:
+        return None
+    shards = num_shards({"actor_train": get(key.tree, key.path[:-2])})
+    name = "deepspeed_infer" if shards > 1 else names[key.value]
+    return Outcome("value", key.path, name, "shards the weights" if name == "deepspeed_infer" else "a copy per process")
+
+
+def _role_environment(key: Key) -> Outcome | None:
+    if not isinstance(key.value, str | int | float | bool):
+        return None
+    return Outcome("renamed", ("system_envs", key.path[-1]), key.value, "of all components")
+
+
+def _chat_template(key: Key) -> Outcome:
+    """Take the policy's template; other roles have the same one."""
+    if key.path[0] not in ("actor_train", "validation") and get(key.tree, "actor_train.data_args.template"):
+        return Outcome("same", note="as actor_train")
+    return template_outcome(key)
+
+
+TEMPLATES = ("native", "qwen2_5", "qwen3", "native_nonthinking", "longcot_V3", "chatml")
+
+
+def template_outcome(key: Key) -> Outcome:
+    if key.value is None or key.value in ("native", "qwen2_5", "qwen3"):
+        return Outcome("same", note="the model's own template")
+    if key.value in TEMPLATES:
+        return Outcome("renamed", ("chat_template",), key.value)
+    return Outcome("no counterpart", note=f"{key.value}: the model's own template is used, unless chat_template is set")
+
+
+def _unused(key: Key) -> Outcome | None:
+    """ROLL loads the reference for a KL, and the critic for `gae`."""
+    if key.path[0] in ("critic", "reward_pretrain"):
+        is_used = get(key.tree, "adv_estimator", "gae") == "gae"
+        return None if is_used else Outcome("no effect", note="adv_estimator needs no critic")
+    is_used = get(key.tree, "use_kl_loss") or get(key.tree, "add_token_level_kl")
+    return None if is_used else Outcome("no effect", note="no KL needs the reference")
+
+
+SCORED: tuple[tuple[str, Rule], ...] = (("reference.**", _unused), ("critic.**", _unused), ("reward_pretrain", _unused))
+ROLES: tuple[tuple[str, Rule], ...] = (
+    *((f"{role}.device_mapping", _same_devices) for role in ("critic", *FROZEN)),
+    *((f"{role}.strategy_args.strategy_name", _frozen_strategy) for role in FROZEN),
+    *((f"{role}.strategy_args.strategy_config.**", missing("no setting of the frozen model's engine")) for role in FROZEN),
+    *((f"{role}.training_args.**", no_effect("the model is frozen")) for role in FROZEN),
+    ("critic.strategy_args.**", same("the policy's engine")),
+    ("critic.training_args.per_device_train_batch_size|gradient_accumulation_steps|weight_decay|lr_scheduler_type",
+     missing("the policy's batches and optimizer")),
+    *((f"{role}.data_args.template", _chat_template) for role in ("actor_train", "actor_infer", "critic", *FROZEN)),
+    ("*.num_gpus_per_worker|world_size", no_effect("ROLL derives it from device_mapping")),
+    ("*.offload_nccl", no_effect("ROLL sets it to false")),
+    ("*.name|worker_cls|max_concurrency", missing("no such workers here")),
+    ("*.backend_timeout", missing("actor_train.backend_timeout holds for all")),
+    *((f"{role}.system_envs.*", _role_environment) for role in
+      ("actor_train", "actor_infer", "critic", "reference", "train_env_manager", "val_env_manager")),
+)  # fmt: skip
+
+# --- Engines
+
+
+def _engine_argument(key: Key) -> Outcome | None:
+    known = engine_argument_names()
+    if not known or key.path[-1] in known or key.path[-1] in ("tp_size", "pp_size"):
+        return None
+    return Outcome("no counterpart", note="vLLM has no such engine argument")
+
+
+def _context(key: Key) -> Outcome | None:
+    """Widen an engine's context that ends within a trajectory."""
+    lengths = (get(key.tree, "prompt_length"), get(key.tree, "response_length"))
+    total = get(key.tree, "sequence_length") or (sum(lengths) if all(isinstance(each, int) for each in lengths) else 0)
+    if not isinstance(key.value, int) or key.value >= total:
+        return None
+    return Outcome("value", key.path, total, "sequence_length")
+
+
+def _gpus_of_sglang(key: Key) -> Outcome | None:
+    if get(key.tree, "actor_infer.strategy_args.strategy_name") != "sglang" or key.value == 1:
+        return None
+    return Outcome("value", tuple(f"{ENGINE}.tensor_parallel_size".split(".")), key.value, "GPUs of an engine")
+
+
+ENGINES: tuple[tuple[str, Rule], ...] = (
+    ("actor_infer.strategy_args.strategy_name", become(
+        "actor_infer.strategy_args.strategy_name", lambda _: "vllm", "updates weights under running requests", "sglang"
+    )),
+    (f"{ENGINE}.mem_fraction_static", rename(f"{ENGINE}.gpu_memory_utilization")),
+    (f"{ENGINE}.max_model_len", _context),
+    (f"{ENGINE}.load_format", same("engines always get their weights from the learner")),
+    (f"{ENGINE}.sleep_level|enable_memory_saver", missing("engines keep their memory: they sample all the time")),
+    (f"{ENGINE}.*", _engine_argument),
+    (f"{ENGINE}.*.*", lambda key: _engine_argument(Key(key.path[:-1], key.value, key.tree))),
+    ("actor_infer.num_gpus_per_worker", _gpus_of_sglang),
+    ("actor_infer.infer_batch_size", no_effect("the engine batches by itself: max_num_seqs")),
+    ("actor_infer.model_args.attn_implementation|model_name_or_path", no_effect("the engine chooses; its model: pretrain")),
+    ("actor_infer.model_args.disable_gradient_checkpointing", no_effect("inference has no backward pass")),
+    ("actor_infer.strategy_args.strategy_config", same("", None)),
+)  # fmt: skip
+GENERATING: tuple[tuple[str, Rule], ...] = tuple(
+    (f"actor_infer|train_env_manager|val_env_manager.generating_args.{name}", rule)
+    for name, rule in (
+        ("do_sample", same("tokens are sampled", True)),
+        ("repetition_penalty|length_penalty", same("", 1, 1.0)),
+        ("repetition_penalty|length_penalty|num_beams|do_sample", missing("logprobs would not be the policy's")),
+        ("logprobs", same("logprobs of sampled tokens are always recorded")),
+        ("max_length", missing("sequence_length bounds a trajectory, max_new_tokens an answer")),
+        (
+            "stop_strings|include_stop_str_in_output",
+            missing("an answer ends at the model's end token or max_new_tokens"),
+        ),
+    )
+)

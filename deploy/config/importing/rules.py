@@ -1,0 +1,160 @@
+"""Rules from a foreign key to ours: a rule returns what a key becomes, or None for a value that it is not about.
+
+Patterns are dotted: `*` is any part, `a|b` one of several, `a*` a beginning, a last `**` any rest. The first rule that
+answers counts.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from offbeat.deploy.config.importing.report import KeyPath, KeyReport, Outcome
+from offbeat.trainer.config.aliases import canonicalize
+
+Tree = dict[str, Any]
+ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a foreign configuration."""
+
+    path: KeyPath
+    value: Any
+    tree: Tree
+    """The whole of it, with uniform names of roles."""
+
+
+Rule = Callable[[Key], Outcome | None]
+Rules = Sequence[tuple[str, Rule]]
+
+
+def same(note: str = "", *values: object) -> Rule:
+    """Leave out what holds here anyway, if the value is one of these (none: any)."""
+    return lambda key: Outcome("same", note=note) if _is_one_of(key.value, values) else None
+
+
+def no_effect(note: str, *values: object) -> Rule:
+    return lambda key: Outcome("no effect", note=note) if _is_one_of(key.value, values) else None
+
+
+def missing(note: str, *values: object) -> Rule:
+    return lambda key: Outcome("no counterpart", note=note) if _is_one_of(key.value, values) else None
+
+
+def rename(target: str, note: str = "") -> Rule:
+    """Take the value under another key; each `*` of the target is the part of the key at its place."""
+    return lambda key: Outcome("renamed", fill(target, key.path), key.value, note)
+
+
+def become(target: str, convert: Callable[[Any], Any], note: str = "", *values: object) -> Rule:
+    """Take a converted value; `convert` returns None for a value that it is not about."""
+
+    def rule(key: Key) -> Outcome | None:
+        value = convert(key.value) if _is_one_of(key.value, values) else None
+        return None if value is None else Outcome("value", fill(target, key.path), value, note)
+
+    return rule
+
+
+def fill(target: str, path: KeyPath) -> KeyPath:
+    return tuple(path[at] if part == "*" else part for at, part in enumerate(target.split(".")))
+
+
+def _is_one_of(value: Any, values: Sequence[object]) -> bool:
+    return not values or any(type(each) is type(value) and each == value for each in values)
+
+
+def matches(pattern: str, path: KeyPath) -> bool:
+    parts = pattern.split(".")
+    if parts[-1] == "**":
+        parts = parts[:-1]
+        path = path[: len(parts)] if len(path) > len(parts) else ()
+    return len(parts) == len(path) and all(
+        part == "*" or any(_is_like(option, name) for option in part.split("|"))
+        for part, name in zip(parts, path, strict=True)
+    )
+
+
+def _is_like(option: str, name: str) -> bool:
+    return name.startswith(option[:-1]) if option.endswith("*") else name == option
+
+
+def leaves(tree: Mapping[str, Any], whole: Sequence[str], path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield keys with values; tables that match `whole` are values."""
+    for name, value in tree.items():
+        at = (*path, str(name))
+        if isinstance(value, dict) and value and not any(matches(pattern, at) for pattern in whole):
+            yield from leaves(value, whole, at)
+        else:
+            yield at, value
+
+
+def apply(rules: Rules, key: Key) -> Outcome | None:
+    for pattern, rule in rules:
+        if matches(pattern, key.path) and (outcome := rule(key)) is not None:
+            return outcome
+    return None
+
+
+def apply_aliases(key: Key) -> Outcome:
+    """Return what `trainer/config/aliases.py` makes of the key; by default the key itself."""
+    canonical, issues = canonicalize(nest(key.path, key.value))
+    if issues:
+        return Outcome("no counterpart", note=issues[0].message)
+    value = get(canonical, key.path, default=ABSENT)
+    if value is not ABSENT and not (value == {} and key.value is None):
+        return Outcome("same" if value == key.value else "value", key.path, value)
+    moved = next(((path, each) for path, each in leaves(canonical, ()) if each != {}), None)
+    if moved is None:
+        return Outcome("same", note="changes nothing")
+    return Outcome("renamed" if moved[1] == key.value else "value", *moved)
+
+
+def nest(path: KeyPath, value: Any) -> Tree:
+    for name in reversed(path):
+        value = {name: value}
+    return value
+
+
+def put(tree: Tree, path: KeyPath, value: Any) -> str:
+    """Set a key; return the problem if it has another value already, which stays."""
+    for name in path[:-1]:
+        child = tree.setdefault(name, {})
+        if not isinstance(child, dict):
+            return f"{name} has a value of its own"
+        tree = child
+    old = tree.setdefault(path[-1], value)
+    return "" if old == value else f"another key sets it to {old!r}"
+
+
+def get(tree: Mapping[str, Any], path: KeyPath | str, default: Any = None) -> Any:
+    value: Any = tree
+    for name in path.split(".") if isinstance(path, str) else path:
+        if not isinstance(value, Mapping) or name not in value:
+            return default
+        value = value[name]
+    return value
+
+
+def remove(tree: Tree, path: KeyPath) -> None:
+    """Delete a key, and tables that become empty."""
+    child = get(tree, path[:-1], tree) if len(path) > 1 else tree
+    if not isinstance(child, dict) or path[-1] not in child:
+        return
+    del child[path[-1]]
+    if not child and len(path) > 1:
+        remove(tree, path[:-1])
+
+
+def translate(keys: Iterator[tuple[KeyPath, Key]], decide: Callable[[Key], Outcome]) -> tuple[Tree, list[KeyReport]]:
+    """Return our tree and the outcome of each key, by its original name."""
+    tree, reports = Tree(), list[KeyReport]()
+    for original, key in keys:
+        outcome = decide(key)
+        if outcome.target is not None and (problem := put(tree, outcome.target, outcome.value)):
+            outcome = Outcome("no effect", note=f"{'.'.join(outcome.target)}: {problem}")
+        elif outcome.status == "same" and outcome.target not in (None, original):
+            outcome = Outcome("renamed", outcome.target, outcome.value, outcome.note)
+        reports.append(KeyReport(original, outcome))
+    return tree, reports

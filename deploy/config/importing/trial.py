@@ -1,0 +1,68 @@
+"""An imported run with the tiny policy on this machine's CPUs, to see it train before it gets a model and GPUs."""
+
+import copy
+import json
+
+from pydantic import ValidationError
+
+from offbeat.deploy.config.importing.rules import Tree, get, put, remove
+from offbeat.deploy.config.run import RunConfig
+from offbeat.envs.prompts import IMAGE
+from offbeat.trainer.config.aliases import ENGINE
+from offbeat.trainer.config.learner import TinyPolicyConfig
+
+ROLES = ("actor_train", "actor_infer", "critic", "reference")
+MODEL_ARGS = ("model_name_or_path", "attn_implementation", "dtype")
+DEVICE_KEYS = (
+    "checkpoint_config",
+    "tracker_kwargs",
+    "num_gpus_per_node",
+    "reward_pretrain",
+    "chat_template",
+    *(f"{role}.device_mapping" for role in ROLES),
+    *(f"{role}.model_args.{name}" for role in ROLES for name in MODEL_ARGS),
+    *(f"actor_train.training_args.{name}" for name in ("per_device_train_batch_size", "gradient_accumulation_steps")),
+    "actor_train.infer_batch_size",
+    "actor_infer.num_replicas",
+    *(
+        f"{ENGINE}.{name}"
+        for name in (
+            "gpu_memory_utilization",
+            "max_model_len",
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "block_size",
+        )
+    ),
+)
+"""Keys of the model and of GPUs, and folders of the machine with them."""
+
+
+def num_minibatches(tree: Tree) -> int | None:
+    """Return the optimizer steps per batch that batch sizes and devices imply; None if the tree is not valid yet."""
+    try:
+        return RunConfig.model_validate_json(json.dumps(tree)).actor_train.training_args.num_minibatches
+    except ValidationError:
+        return None
+
+
+def make_trial(tree: Tree) -> Tree:
+    """Return the tree with model and devices replaced; the algorithm, its steps per batch and the envs are its own."""
+    tree, steps = copy.deepcopy(tree), num_minibatches(tree)
+    for key in DEVICE_KEYS:
+        remove(tree, tuple(key.split(".")))
+    for name in list(get(tree, "teacher", {})):
+        for part in ("device_mapping", *(f"model_args.{arg}" for arg in MODEL_ARGS[1:])):
+            remove(tree, ("teacher", name, *part.split(".")))
+    if steps is not None:
+        put(tree, ("actor_train", "training_args", "num_minibatches"), steps)
+    tree["pretrain"] = "tiny"
+    for role in ROLES[:2]:
+        remove(tree, (role, "device"))
+        put(tree, (role, "device"), "cpu")
+    if any(IMAGE in (env.get("agent_template") or "") for env in tree.get("custom_envs", {}).values()):
+        put(tree, ("tiny", "vision"), {})
+    longest = tree.get("sequence_length")
+    if isinstance(longest, int) and longest > TinyPolicyConfig().max_position_embeddings:
+        put(tree, ("tiny", "max_position_embeddings"), longest)
+    return tree

@@ -1,0 +1,159 @@
+"""JSON Schema of a run's file, for editors: keys, types, ranges, choices and docs.
+
+It is of the file before it is composed: `${...}` may stand for a value, and other spellings of keys are known. Required
+keys, conditions between keys, and variables at the top level are known to `offbeat config validate` alone.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from offbeat.deploy.config.run import RunConfig
+from offbeat.trainer.config.aliases import KEYS, NEUTRAL, VALUES
+
+Schema = dict[str, Any]
+DIALECT = "http://json-schema.org/draft-07/schema#"
+"""The newest one that YAML language servers know in full."""
+FILE = "run.schema.json"
+INTERPOLATION = {"type": "string", "pattern": r"\$\{"}
+HYDRA: Schema = {
+    "defaults": {"type": "array", "description": "Files that this one is composed with, as in Hydra."},
+    "hydra": {"type": "object", "description": "Hydra's own keys; without effect."},
+}
+
+
+def run_schema() -> Schema:
+    """Return the schema of a run's file."""
+    schema = RunConfig.model_json_schema()
+    definitions: Schema = schema.pop("$defs")
+    root = {"properties": schema["properties"]}
+    for table in (root, *definitions.values()):
+        table.pop("required", None)  # a file of the defaults list may have it
+        table["properties"] = {name: _tidy(each) for name, each in table.get("properties", {}).items()}
+    for key, target in KEYS.items():
+        _add_spelling(root, definitions, key, target)
+    for key, (values, reason) in NEUTRAL.items():
+        _add_values(root, definitions, key, values, f"Without effect: {reason}." if reason else "")
+    for key, spellings in VALUES.items():
+        _add_values(root, definitions, key, tuple(spellings), "")
+    for table in (root, *definitions.values()):
+        if table["properties"]:
+            table["properties"] = {name: _or_interpolation(each) for name, each in table["properties"].items()}
+        else:
+            del table["properties"]
+    return {
+        "$schema": DIALECT,
+        "title": "Offbeat run",
+        "description": schema["description"],
+        "type": "object",
+        "properties": {**root["properties"], **HYDRA},
+        "additionalProperties": False,
+        "definitions": definitions,
+    }
+
+
+def run_schema_text() -> str:
+    """Return the schema as JSON of one line per key, with references in draft 7's place."""
+    text = json.dumps(run_schema(), indent=1, ensure_ascii=False)
+    return text.replace('"#/$defs/', '"#/definitions/') + "\n"
+
+
+def _tidy(schema: Schema) -> Schema:
+    """Leave out titles that repeat the key, and defaults of whole tables."""
+    kept = {name: value for name, value in schema.items() if name != "title"}
+    if isinstance(kept.get("default"), dict | list) and kept["default"]:
+        del kept["default"]
+    return kept
+
+
+def _add_spelling(root: Schema, definitions: Schema, key: str, target: str) -> None:
+    """Give another spelling of a key its schema."""
+    found = _find(root, definitions, target, create=False)
+    table = _find(root, definitions, key.rpartition(".")[0], create=True) if "." in key else root
+    if found is None or table is None or "properties" not in table:
+        return
+    table["properties"].setdefault(
+        key.rpartition(".")[2], {**found, "description": f"Another spelling of `{target}`.", "deprecated": True}
+    )
+
+
+def _add_values(root: Schema, definitions: Schema, key: str, values: tuple[object, ...], description: str) -> None:
+    """Accept more values of a key, which may be one that has no other."""
+    table = _find(root, definitions, key.rpartition(".")[0], create=True) if "." in key else root
+    if table is None or "properties" not in table:
+        return
+    leaf, choice = key.rpartition(".")[2], {"enum": list(values)}
+    known = table["properties"].get(leaf)
+    if known is None:
+        table["properties"][leaf] = {**choice, "description": description, "deprecated": True}
+    else:
+        table["properties"][leaf] = _either(known, choice)
+
+
+def _find(root: Schema, definitions: Schema, key: str, *, create: bool) -> Schema | None:
+    """Return the schema of a key; `*` is any name. create: make tables that only have other spellings."""
+    schema: Schema | None = root
+    for part in key.split("."):
+        table = _table(schema, definitions)
+        if table is None:
+            return None
+        if part == "*":
+            schema = table.get("additionalProperties") or None
+            continue
+        properties = table.setdefault("properties", {})
+        if part not in properties and create and table.get("additionalProperties") is False:
+            properties[part] = {"type": "object", "properties": {}, "additionalProperties": False, "deprecated": True}
+        schema = properties.get(part)
+    return _table(schema, definitions) or schema
+
+
+def _table(schema: Schema | None, definitions: Schema) -> Schema | None:
+    """Return the table that a schema refers to."""
+    if not isinstance(schema, dict):
+        return None
+    for option in (schema, *schema.get("anyOf", ())):
+        if "$ref" in option:
+            return definitions[option["$ref"].rpartition("/")[2]]
+        if "properties" in option or "additionalProperties" in option:
+            return option
+    return None
+
+
+def _or_interpolation(schema: Schema, *, is_property: bool = True) -> Schema:
+    """Accept `${...}` in place of a value, or of a table under a name of the user's."""
+    if is_property and _is_table(schema):
+        return schema  # an editor then names the mistake within it
+    schema = dict(schema)
+    for name in ("items", "additionalProperties"):
+        if isinstance(schema.get(name), dict) and schema[name]:
+            schema[name] = _or_interpolation(schema[name], is_property=False)
+    if isinstance(schema.get("properties"), dict):
+        schema["properties"] = {name: _or_interpolation(each) for name, each in schema["properties"].items()}
+    return schema if any(_is_any_text(option) for option in _options(schema)) else _either(schema, INTERPOLATION)
+
+
+def _is_table(schema: Schema) -> bool:
+    return any("$ref" in option and not option["$ref"].endswith("/JsonValue") for option in _options(schema))
+
+
+def _is_any_text(schema: Schema) -> bool:
+    return not schema or (schema.get("type") == "string" and not {"enum", "pattern", "format", "maxLength"} & {*schema})
+
+
+def _options(schema: Schema) -> Iterator[Schema]:
+    if "anyOf" in schema:
+        yield from schema["anyOf"]
+    else:
+        yield {name: value for name, value in schema.items() if name not in ("description", "default")}
+
+
+def _either(schema: Schema, other: Schema) -> Schema:
+    """Return both as alternatives, with what an editor shows of the first."""
+    shown = {name: schema[name] for name in ("description", "default", "deprecated") if name in schema}
+    options = [{name: value for name, value in each.items() if name not in shown} for each in _options(schema)]
+    return {**shown, "anyOf": [*options, other]}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(run_schema_text())

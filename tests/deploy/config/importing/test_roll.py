@@ -1,0 +1,199 @@
+"""ROLL's own files (Apache-2.0; each names its place in github.com/alibaba/ROLL) become ours."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from offbeat.deploy.config.importing.fitting import check_imported
+from offbeat.deploy.config.importing.report import Imported
+from offbeat.deploy.config.importing.roll import import_roll
+from offbeat.deploy.config.importing.trial import make_trial
+from offbeat.deploy.config.importing.writing import to_yaml
+from offbeat.deploy.config.loader import compose_files, load_run, validate_tree
+
+FILES = Path(__file__).parent / "roll"
+FROZEN_LAKE = FILES / "agentic" / "agent_val_frozen_lake.yaml"
+DYNAMIC = FILES / "agentic" / "agentic_val_sokoban_dynamic_batching.yaml"
+ATROPOS = FILES / "agentic_demo" / "atropos_gsm8k_grpo_qwen25_0.5b.yaml"
+
+
+def outcomes(imported: Imported) -> dict[str, tuple[str, object]]:
+    """Each key with its status and value; defaults under our name."""
+    return {
+        ".".join(each.key or each.outcome.target or ()): (each.outcome.status, each.outcome.value)
+        for each in imported.keys
+    }
+
+
+def write_variant(folder: Path, text: str) -> Path:
+    """A file beside ROLL's, with keys that replace those of the frozen lake."""
+    tree = {**yaml.safe_load(FROZEN_LAKE.read_text()), **yaml.safe_load(text)}
+    (folder / "config").mkdir(exist_ok=True)
+    (folder / "config" / "traj_envs.yaml").write_text((FILES / "config" / "traj_envs.yaml").read_text())
+    (folder / "agentic").mkdir(exist_ok=True)
+    path = folder / "agentic" / "variant.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+@pytest.mark.parametrize("file", [FROZEN_LAKE, DYNAMIC], ids=lambda file: file.stem)
+def test_every_key_of_a_file_is_reported_once(file: Path):
+    composed = OmegaConf.to_container(compose_files(file)[0], resolve=True)
+    assert isinstance(composed, dict)
+    imported = import_roll(file)
+    reported = [each.key for each in imported.keys if each.key]
+    assert len(reported) == len(set(reported))
+    assert {key[0] for key in reported} == set(map(str, composed))
+    for role in ("actor_train", "actor_infer", "reference", "train_env_manager"):
+        assert {key[1] for key in reported if key[0] == role} == set(composed[role])
+
+
+@pytest.mark.parametrize("file", [FROZEN_LAKE, DYNAMIC], ids=lambda file: file.stem)
+def test_an_agentic_file_validates_with_model_and_devices_replaced(file: Path, tmp_path: Path):
+    imported = import_roll(file)
+    assert imported.to_do == ()
+    validate_tree(imported.tree)
+    trial = Imported(file, make_trial(imported.tree), imported.keys)
+    assert check_imported(trial.tree) == []
+    out = tmp_path / "out.yaml"
+    out.write_text(to_yaml(trial, "roll"))
+    assert load_run(out).custom_envs["FrozenLake"].max_tokens_per_step == 64
+
+
+def test_the_algorithm_is_that_of_roll():
+    config = validate_tree(import_roll(FROZEN_LAKE).tree)
+    assert config.reward_normalization.method == "mean_std"
+    assert (config.adv_estimator, config.loss_agg_mode, config.max_staleness) == ("grpo", "seq-mean-token-mean", 0)
+    assert (config.old_logprobs, config.whiten_advantages, config.advantage_clip) == ("recompute", True, 0.2)
+    args = config.actor_train.training_args
+    assert (args.lr_scheduler_type, args.warmup_steps, args.adam_beta2, args.num_minibatches) == (
+        "cosine",
+        10,
+        0.999,
+        1,
+    )
+    assert (config.actor_train.num_processes, config.actor_infer.num_replicas) == (8, 8)
+    assert config.actor_train.strategy_args.zero_stage == 1
+    assert config.actor_infer.generating_args.top_k == 100
+
+
+def test_the_report_says_what_became_of_a_key():
+    found = outcomes(import_roll(FROZEN_LAKE))
+    assert found["max_grad_norm"] == ("renamed", 1.0)
+    assert found["actor_train.model_args.dtype"] == ("value", "bfloat16")
+    assert found["actor_train.strategy_args.strategy_name"] == ("value", "deepspeed_train")
+    assert found["actor_infer.strategy_args.strategy_config.load_format"][0] == "same"
+    assert found["reference.strategy_args.strategy_name"][0] == "no effect"
+    assert found["max_staleness"] == ("default", 0)
+    assert found["custom_env"][0] == "same"
+    found = outcomes(import_roll(DYNAMIC))
+    assert found["actor_train.sequence_length_round_in_train"][0] == "no effect"
+    assert found["actor_train.max_tokens_per_microbatch_in_train"][0] == "renamed"
+
+
+def test_without_a_counterpart_a_key_is_listed_in_the_report_and_the_file(tmp_path: Path):
+    imported = import_roll(write_variant(tmp_path, "rpc_timeout: 72000\nmodel_download_type: MODELSCOPE"))
+    lines = [str(each) for each in imported.of_status("no counterpart")]
+    assert any(line.startswith("rpc_timeout (each wait has its own") for line in lines)
+    assert "rpc_timeout" not in imported.tree
+    header = to_yaml(imported, "roll").partition("\n\n")[0]
+    assert "#   rpc_timeout (" in header
+    assert "#   model_download_type (" in header
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "expected"),
+    [
+        ("{dual_clip_loss: true, ppo_epochs: 2}", "dual_clip", 1.4),
+        ("{ppo_epochs: 2, use_pg_clip_range: true, pg_clip_low: 0.1}", "pg_clip_low", 0.1),
+        ("pg_clip_low: 0.1", "pg_clip_low", None),
+        ("async_generation_ratio: 1", "max_staleness", 1),
+        ("reward_normalization: {grouping: batch, method: identity}", "adv_estimator", "reinforce"),
+        ("{adv_estimator: gae, critic: {device_mapping: 'list(range(0,8))'}}", "adv_estimator", "gae"),
+        ("{init_kl_coef: 0.1}", "init_kl_coef", None),
+        ("{init_kl_coef: 0.1, add_token_level_kl: true}", "init_kl_coef", 0.1),
+        ("max_ckpt_to_keep: 0", "max_ckpt_to_keep", 1_000_000),
+        ("exp_name: 'a b/c'", "exp_name", "a-b-c"),
+        ("rollout_dump_dir: dumps", "rollout", {"keep_text": True}),
+    ],
+)
+def test_a_value_is_mapped(text: str, key: str, expected: object, tmp_path: Path):
+    imported = import_roll(write_variant(tmp_path, text))
+    assert imported.tree.get(key) == expected
+    validate_tree(imported.tree)
+
+
+def test_a_pure_distillation_takes_the_opd_estimator(tmp_path: Path):
+    text = "{is_pure_opd: true, teacher: {model_args: {model_name_or_path: /m}, device_mapping: 'list(range(0,8))'}}"
+    config = validate_tree(import_roll(write_variant(tmp_path, text)).tree)
+    assert config.adv_estimator == "opd"
+    assert config.teacher["teacher"].model_args.model_name_or_path == "/m"
+
+
+def test_megatron_of_several_devices_becomes_fsdp_with_the_same_optimizer_steps(tmp_path: Path):
+    tree = yaml.safe_load(FROZEN_LAKE.read_text())["actor_train"]
+    tree["strategy_args"]["strategy_config"]["tensor_model_parallel_size"] = 4
+    imported = import_roll(write_variant(tmp_path, yaml.safe_dump({"actor_train": tree, "rollout_batch_size": 1024})))
+    train = validate_tree(imported.tree).actor_train
+    assert train.strategy_args.strategy_name == "fsdp2_train"
+    assert train.training_args.gradient_accumulation_steps == 16  # of 2 trajectories on 8 devices, not 64 on 2
+    assert train.training_args.num_minibatches == 4
+    key = "actor_train.strategy_args.strategy_config.tensor_model_parallel_size"
+    assert outcomes(imported)[key][0] == "no counterpart"
+
+
+def test_filters_keep_the_bounds_that_are_on(tmp_path: Path):
+    text = "train_infer_correction: {filters: [{enabled: true, agg_type: segment, ratio_high: 1.1}, {enabled: false}]}"
+    config = validate_tree(import_roll(write_variant(tmp_path, text)).tree)
+    (only,) = config.train_infer_correction.filters
+    assert (only.agg_type, only.ratio_low, only.ratio_high, only.diff_low) == ("turn", 0.8, 1.1, None)
+
+
+def test_a_key_that_roll_drops_has_no_effect(tmp_path: Path):
+    imported = import_roll(write_variant(tmp_path, "{reward_shift: false, actor_train: {use_kernel: true}}"))
+    notes = {".".join(each.key): each.outcome.note for each in imported.of_status("no effect")}
+    assert notes["reward_shift"] == "ROLL has no key reward_shift"
+    assert notes["actor_train.use_kernel"] == "ROLL has no key actor_train.use_kernel"
+
+
+def test_secrets_of_the_environment_are_not_written(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_API_KEY", "secret-key")
+    imported = import_roll(ATROPOS)
+    assert "secret-key" not in to_yaml(imported, "roll")
+    assert outcomes(imported)["tracker_kwargs.api_key"][0] == "no counterpart"
+    assert imported.tree["tracker_kwargs"]["wandb"]["project"] == "roll-atropos-integration"
+
+
+def test_a_missing_file_of_the_defaults_list_is_a_remark():
+    assert any("deepspeed_zero2.yaml" in remark for remark in import_roll(ATROPOS).remarks)
+
+
+def test_an_interpolation_of_nothing_is_a_remark(tmp_path: Path):
+    imported = import_roll(write_variant(tmp_path, "critic: {strategy_args: {strategy_config: '${deepspeed_zero2}'}}"))
+    assert any("deepspeed_zero2" in remark for remark in imported.remarks)
+    validate_tree(imported.tree)
+
+
+def test_an_env_without_counterpart_is_to_be_filled_in():
+    issues = check_imported(make_trial(import_roll(ATROPOS).tree))
+    assert any(issue.path == "custom_envs.AtroposGSM8KTrain.env_type" for issue in issues)
+
+
+def test_envs_of_a_file_that_others_include_are_its_envs():
+    tree = import_roll(FILES / "config" / "traj_envs.yaml").tree
+    assert set(tree["custom_envs"]) == {
+        "SimpleSokoban", "LargerSokoban", "SokobanDifferentGridVocab", "FrozenLake", "FrozenLakeThink", "WebShopEnv",
+    }  # fmt: skip
+    assert "actor_train" not in tree
+
+
+def test_gems_envs_are_those_of_the_adapter(tmp_path: Path):
+    env = "{env_type: 'game:GuessTheNumber-v0', max_steps: 3, env_config: {max_number: 9}}"
+    text = (
+        f"{{custom_envs: {{Guess: {env}}}, train_env_manager: {{tags: [Guess]}}, val_env_manager: {{tags: [Guess]}}}}"
+    )
+    env = validate_tree(import_roll(write_variant(tmp_path, text)).tree).custom_envs["Guess"]
+    assert (env.env_type, env.execution) == ("gem", "process")
+    assert env.env_config == {"id": "game:GuessTheNumber-v0", "kwargs": {"max_number": 9}}

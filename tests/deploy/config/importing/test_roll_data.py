@@ -1,0 +1,106 @@
+"""ROLL's files of pipelines that read datasets become ours."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat.deploy.config.importing.fitting import check_imported
+from offbeat.deploy.config.importing.report import KeyReport
+from offbeat.deploy.config.importing.roll import import_roll, translate_roll
+from offbeat.deploy.config.importing.trial import make_trial
+from offbeat.deploy.config.loader import validate_tree
+
+FILES = Path(__file__).parent / "roll"
+DPO = FILES / "dpo" / "qwen2.5-3B_dpo_megatron.yaml"
+SFT = FILES / "sft" / "sft_config.yaml"
+RLVR = FILES / "rlvr" / "rlvr_config.yaml"
+DISTILL = FILES / "distill" / "distill_megatron.yaml"
+PAIR = {"instruction": "walk", "chosen": "right", "rejected": "left"}
+ANSWER = {"instruction": "walk", "input": "", "output": "right"}
+
+
+def by_key(reports: list[KeyReport]) -> dict[str, KeyReport]:
+    return {".".join(each.key): each for each in reports if each.key}
+
+
+@pytest.mark.parametrize(("file", "row"), [(DPO, PAIR), (SFT, ANSWER)], ids=["dpo", "sft"])
+def test_a_file_validates_with_model_devices_and_data_replaced(file: Path, row: dict[str, str], tmp_path: Path):
+    imported = import_roll(file)
+    assert imported.to_do == ()
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(json.dumps(row) for _ in range(4)))
+    tree = make_trial(imported.tree)
+    assert [issue.path for issue in check_imported(tree)] == ["data.dataset_name"]
+    tree["data"] |= {"dataset_name": str(data), "val_dataset_name": str(data)}
+    assert check_imported(tree) == []
+
+
+def test_preferences_have_rolls_batch_and_loss():
+    config = validate_tree(import_roll(DPO).tree)
+    assert config.rollout_batch_size == 2 * 16 * 8  # pairs of two on 8 devices
+    assert (config.dpo.loss_type, config.dpo.beta, config.max_steps) == ("sigmoid", 0.1, 500)
+    assert config.data is not None
+    assert (config.data.prompt_key, config.data.chosen_key, config.data.num_train_epochs) == (
+        "instruction",
+        "chosen",
+        10,
+    )
+
+
+def test_fine_tuning_has_rolls_batch_and_columns():
+    imported = import_roll(SFT)
+    config = validate_tree(imported.tree)
+    assert config.rollout_batch_size == 2 * 16  # 8 devices of one replica
+    assert config.data is not None
+    assert (config.data.prompt_key, config.data.response_key, config.data.shuffle) == ("instruction", "output", False)
+    report = by_key(list(imported.keys))["query_key"]
+    assert report.outcome.status == "no counterpart"
+    assert "append it to the prompt" in report.outcome.note
+
+
+def test_domains_become_tags_with_a_reward():
+    tree, reports, _ = translate_roll(RLVR)
+    domains = ["crossthinkqa", "ifeval", "math_rule", "code_sandbox", "llm_judge"]
+    assert list(tree["custom_envs"]) == domains
+    assert tree["custom_envs"]["math_rule"]["max_tokens_per_step"] == 4096
+    rewards: list[dict[str, Any]] = tree["rewards"]
+    kinds = [(each["name"], each["kind"], each["tags"]) for each in rewards]
+    assert kinds == [
+        ("crossthinkqa", "crossthink_qa", ["crossthinkqa"]),
+        ("ifeval", "ifeval", ["ifeval"]),
+        ("math_rule", "math_rule", ["math_rule"]),
+        ("code_sandbox", "code_sandbox", ["code_sandbox"]),
+        ("llm_judge", "llm_judge", ["llm_judge"]),
+    ]
+    assert rewards[0]["mode"] == "soft"
+    assert rewards[4]["model"] == "virtuoussy/Qwen2.5-7B-Instruct-RLVR"
+    assert tree["data"]["tag_included"]["math_rule"] == ["deepmath_103k", "aime"]
+    assert tree["data"]["domain_interleave_probs"]["math_rule"] == 0.4
+    found = by_key(reports)
+    assert found["rewards.ifeval.reward_type"].outcome.status == "no effect"
+    assert "code_KodCode" in tree["data"]["dataset_name"]
+    assert "llm_judge_Multi" in found["actor_train.data_args.file_name"].outcome.note
+
+
+def test_prompts_are_counted_as_trajectories():
+    tree, _, _ = translate_roll(RLVR)
+    assert tree["rollout_batch_size"] == 64 * 8
+    assert tree["train_env_manager"] == {"group_size": 8, "num_env_groups": 64}
+    assert tree["sequence_length"] == 2048 + 4096
+    assert tree["actor_infer"]["strategy_args"]["strategy_config"]["max_model_len"] == 8000
+    assert tree["val_env_manager"]["generating_args"]["temperature"] == 0.6
+
+
+def test_a_students_file_has_its_teacher_and_loss():
+    tree, reports, _ = translate_roll(DISTILL)
+    assert tree["pipeline"] == "distill"
+    assert (tree["pretrain"], tree["sequence_length"]) == ("Qwen/Qwen2.5-7B-Instruct", 2048)
+    assert tree["teacher"]["teacher"]["model_args"]["model_name_or_path"] == "Qwen/Qwen2.5-14B-Instruct"
+    assert tree["distill"] == {
+        "logits_topk": 64, "distill_loss_weight": 0.85, "kd_objective": "forward_kl", "distill_on_prompt": False,
+    }  # fmt: skip
+    assert (tree["data"]["prompt_key"], tree["data"]["response_key"]) == ("question_zh", "answer_zh")
+    assert tree["rollout_batch_size"] == 8 * 4
+    assert by_key(reports)["logits_transfer_backend"].outcome.status == "no counterpart"

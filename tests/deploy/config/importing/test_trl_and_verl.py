@@ -1,0 +1,165 @@
+"""Configurations of TRL and verl become ours, by the names and defaults of their documentation."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat.deploy.config.errors import ConfigError
+from offbeat.deploy.config.importing.report import KeyReport
+from offbeat.deploy.config.importing.trl import import_trl, translate_trl
+from offbeat.deploy.config.importing.verl import import_verl, read_overrides, translate_verl
+from offbeat.deploy.config.loader import validate_tree
+
+SFT = """
+model_name_or_path: org/model
+dataset_name: rows.jsonl
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+max_length: 2048
+bf16: true
+use_peft: true
+lora_r: 32
+report_to: [tensorboard]
+"""
+DPO = """
+model_name_or_path: org/model
+dataset_name: pairs.jsonl
+beta: 0.2
+loss_type: ipo
+max_steps: 100
+per_device_train_batch_size: 4
+"""
+GRPO = """
+model_name_or_path: org/model
+dataset_name: math.jsonl
+reward_funcs: [accuracy_reward, my_rewards.length]
+reward_weights: [1.0, 0.2]
+num_generations: 4
+max_completion_length: 256
+beta: 0.04
+loss_type: dr_grpo
+scale_rewards: none
+per_device_train_batch_size: 8
+gradient_accumulation_steps: 4
+lora_r: 8
+new_option: 3
+"""
+VERL = """#!/bin/bash
+set -x
+MODEL=org/model
+export N=8
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files=$HOME/train.parquet \\
+    data.train_batch_size=64 \\
+    data.max_response_length=1024 \\
+    actor_rollout_ref.model.path=${MODEL} \\
+    actor_rollout_ref.actor.optim.lr=1e-6 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
+    actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.actor.kl_loss_coef=0.001 \\
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \\
+    +actor_rollout_ref.rollout.n=${N:-5} \\
+    trainer.total_training_steps=${STEPS:-20} \\
+    trainer.total_epochs=15 \\
+    trainer.logger='["console","tensorboard"]' $@
+"""
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def statuses(reports: list[KeyReport]) -> dict[str, str]:
+    return {".".join(each.key): each.outcome.status for each in reports if each.key}
+
+
+def test_fine_tuning_with_lora(tmp_path: Path):
+    imported = import_trl(write(tmp_path, "sft.yaml", SFT))
+    assert imported.to_do == ()
+    config = validate_tree(imported.tree)
+    assert (config.pipeline, config.rollout_batch_size, config.sequence_length) == ("sft", 16, 2048)
+    args = config.actor_train.model_args
+    assert (args.dtype, args.lora_rank, args.lora_alpha, args.lora_target) == ("bfloat16", 32, 32, "all-linear")
+    assert config.data is not None
+    assert (config.data.num_train_epochs, config.data.shuffle, config.data.too_long) == (3, False, "truncate")
+    training = config.actor_train.training_args
+    assert (training.learning_rate, training.lr_scheduler_type, training.adam_beta2) == (2e-5, "linear", 0.999)
+
+
+def test_preferences(tmp_path: Path):
+    imported = import_trl(write(tmp_path, "dpo.yaml", DPO))
+    assert imported.to_do == ()
+    config = validate_tree(imported.tree)
+    assert (config.dpo.loss_type, config.dpo.beta) == ("ipo", 0.2)
+    assert (config.rollout_batch_size, config.max_steps) == (8, 100)  # four pairs
+    assert config.data is not None
+    assert config.data.num_train_epochs is None
+
+
+def test_grpo_becomes_rlvr(tmp_path: Path):
+    tree, reports = translate_trl(write(tmp_path, "grpo.yaml", GRPO))
+    assert (tree["pipeline"], tree["rollout_batch_size"], tree["train_env_manager"]) == ("rlvr", 32, {"group_size": 4})
+    assert (tree["adv_estimator"], tree["loss_agg_mode"], tree["loss_agg_length"]) == (
+        "dr_grpo", "seq-mean-token-sum-norm", 256,
+    )  # fmt: skip
+    assert (tree["use_kl_loss"], tree["kl_loss_coef"]) == (True, 0.04)
+    assert tree["rewards"] == [
+        {"name": "accuracy-reward", "kind": "math_rule"},
+        {"name": "length", "kind": "function", "path": "my_rewards:length", "weight": 0.2},
+    ]
+    found = statuses(reports)
+    assert found["lora_r"] == "no effect"  # use_peft is not set
+    assert found["new_option"] == "no counterpart"
+    assert len(found) == 13
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "expected"),
+    [
+        ("scale_rewards: batch", "reward_normalization", {"norm_std_type": "batch", "norm_mean_type": "group"}),
+        ("loss_type: cispo", "pg_variant", "cispo"),
+        ("{num_iterations: 2, top_k: 0}", "actor_infer", {"generating_args": {"top_k": -1, "max_new_tokens": 512}}),
+        ("importance_sampling_level: sequence", "ratio_type", "sequence"),
+        ("beta: 0.0", "use_kl_loss", None),
+    ],
+)
+def test_an_option_of_grpo(line: str, key: str, expected: object, tmp_path: Path):
+    text = line if line.startswith("{") else f"num_generations: 8\n{line}\n"
+    assert translate_trl(write(tmp_path, "grpo.yaml", text))[0].get(key) == expected
+
+
+def test_a_script_of_verl_passes_its_variables():
+    tree = read_overrides(VERL)
+    assert tree["actor_rollout_ref"]["model"]["path"] == "org/model"
+    assert tree["actor_rollout_ref"]["rollout"]["n"] == 8
+    assert tree["trainer"] == {
+        "total_training_steps": 20, "total_epochs": 15, "logger": ["console", "tensorboard"],
+    }  # fmt: skip
+    assert tree["data"]["train_files"] == "$HOME/train.parquet"  # of the environment
+
+
+def test_a_script_of_verl_becomes_rlvr(tmp_path: Path):
+    tree, reports = translate_verl(write(tmp_path, "run.sh", VERL))
+    assert (tree["pipeline"], tree["rollout_batch_size"], tree["sequence_length"]) == ("rlvr", 512, 1536)
+    training: dict[str, Any] = tree["actor_train"]["training_args"]
+    assert (training["learning_rate"], training["num_minibatches"]) == (1e-6, 4)
+    assert (tree["kl_loss_coef"], tree["kl_loss_type"]) == (0.001, "k3")
+    assert tree["max_steps"] == 20
+    found = statuses(reports)
+    assert found["trainer.total_epochs"] == "no effect"
+    assert len(found) == len(set(found)) == 14
+
+
+def test_a_yaml_of_verl_is_read_too(tmp_path: Path):
+    text = "actor_rollout_ref: {actor: {clip_ratio: 0.1}}\nalgorithm: {adv_estimator: rloo}\n"
+    tree = import_verl(write(tmp_path, "ppo.yaml", text)).tree
+    assert (tree["pg_clip"], tree["adv_estimator"]) == (0.1, "rloo")
+
+
+def test_a_script_without_keys_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="no `key=value` of verl"):
+        translate_verl(write(tmp_path, "run.sh", "echo hello\n"))
