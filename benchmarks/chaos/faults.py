@@ -16,6 +16,10 @@ STOP_S = (2.0, 8.0)
 SHARED_TRACKER = "resource_tracker"
 
 
+class MissedError(Exception):
+    """Fault that could not be injected."""
+
+
 class FaultKind(StrEnum):
     KILL = "killed"
     STOP = "stopped"
@@ -89,6 +93,7 @@ FAULTS = (
     Fault("checkpoint disk full", FaultKind.DISK),
     Fault("Redis loses its last writes", FaultKind.LOSS, "cut"),
     Fault("Redis emptied", FaultKind.LOSS, "emptied"),
+    Fault("Redis fails over to a lagging replica", FaultKind.LOSS, "failover"),
 )
 
 

@@ -8,11 +8,13 @@ from pathlib import Path
 import psutil
 
 from offbeat.benchmarks.chaos.disk import SmallDisk
+from offbeat.benchmarks.chaos.failover import Wait, fail_over
 from offbeat.benchmarks.chaos.faults import (
     PROCESSES,
     RAYLET,
     Fault,
     FaultKind,
+    MissedError,
     processes_of,
     strike,
 )
@@ -31,15 +33,10 @@ DISK_FULL_S = (1.0, 4.0)
 MAX_LOST_BYTES = 256 << 10
 """Of the append-only file: seconds of writes."""
 APPEND_ONLY_FILE = "appendonly.aof"
+LAG_S = (1.0, 8.0)
+"""Of a promoted replica."""
 FAILURE_TIMEOUT_S = 60.0
 LEARNER, REDIS_SERVER = PROCESSES["learner"], PROCESSES["redis-server"]
-
-Wait = Callable[[Callable[[], bool], float], bool]
-"""(condition, timeout in seconds) -> met in time."""
-
-
-class MissedError(Exception):
-    """Fault that could not be injected."""
 
 
 class FaultInjector:
@@ -87,7 +84,7 @@ class FaultInjector:
             case FaultKind.DISK:
                 return self._fill_disk()
             case FaultKind.LOSS:
-                return self._empty_redis() if fault.target == "emptied" else self._cut_redis()
+                return self._lose_writes(fault.target)
 
     def _process(self, fault: Fault) -> float:
         victims = self.victims(fault)
@@ -134,20 +131,37 @@ class FaultInjector:
             self._wait(lambda: self._run.limit_memory(0), FAILURE_TIMEOUT_S)
         return duration_s
 
-    def _cut_redis(self) -> float:
-        """Cut the append-only file, and kill the server, which comes back with the rest."""
+    def _lose_writes(self, how: str) -> float:
+        if how == "emptied":
+            return self._empty_redis()
         servers = [each for each in processes_of([psutil.Process()], REDIS_SERVER) if each.name() == REDIS_SERVER]
         if not servers:
             raise MissedError("there was no redis-server at that moment")
+        return self._fail_over(servers[0]) if how == "failover" else self._cut_redis(servers[0])
+
+    def _cut_redis(self, server: psutil.Process) -> float:
+        """Cut the append-only file, and kill the server, which comes back with the rest."""
         self._run.expect_older_version()
-        servers[0].suspend()
+        server.suspend()
         try:
             file = self._run.output_dir / "redis" / APPEND_ONLY_FILE
             size = file.stat().st_size
             os.truncate(file, size - self._rng.randint(1, min(MAX_LOST_BYTES, size // 2)))
         finally:
-            servers[0].kill()
+            server.kill()
         return 0.0
+
+    def _fail_over(self, server: psutil.Process) -> float:
+        url, lag_s = self._run.redis_url(), self._rng.uniform(*LAG_S)
+        fail_over(
+            url,
+            server,
+            self._orders,
+            lag=lambda: self._pause(lag_s),
+            promoted=self._run.expect_older_version,
+            wait=self._wait,
+        )
+        return lag_s
 
     def _empty_redis(self) -> float:
         self._run.expect_older_version()

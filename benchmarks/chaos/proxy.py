@@ -16,6 +16,9 @@ from pathlib import Path
 from offbeat.services.process import die_with_parent, free_port
 
 CUT, TORN, DELAYED, SILENT = "cut", "torn", "delayed", "silent"
+FAILOVER = "failover"
+"""Order `REPLICA PRIVATE` (ports): the next server copies REPLICA's data and listens on PRIVATE; its proxy waits until
+the order is gone."""
 POLL_INTERVAL_S = 0.02
 BIND_S = 5.0
 CHUNK = 1 << 16
@@ -40,16 +43,28 @@ def become_server(server: str, orders: str) -> None:
     lines = sys.stdin.read().splitlines()
     public = next(line.split()[1] for line in lines if line.startswith("port "))
     private = str(free_port())
+    with suppress(FileNotFoundError):
+        replica, private = (Path(orders) / FAILOVER).read_text().split()
+        lines = _copy_of(lines, replica)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.Popen(
         [sys.executable, "-m", "offbeat.benchmarks.chaos.proxy", public, private, orders, str(os.getpid())],
         env=environment,
     )
     moved = os.memfd_create("configuration")
-    os.write(moved, "\n".join(f"port {private}" if line.startswith("port ") else line for line in lines).encode())
+    os.write(
+        moved, "\n".join([*(f"port {private}" if line.startswith("port ") else line for line in lines), ""]).encode()
+    )
     os.lseek(moved, 0, os.SEEK_SET)
     os.dup2(moved, 0)
     os.execv(server, [server, "-"])
+
+
+def _copy_of(lines: list[str], port: str) -> list[str]:
+    """Return the configuration of a server that copies the data of the one on `port`, and does not load its own file."""
+    passwords = [line.split()[1] for line in lines if line.startswith("requirepass ")]
+    kept = [line for line in lines if not line.startswith("appendonly ")]
+    return [*kept, f"replicaof 127.0.0.1 {port}", *(f"masterauth {each}" for each in passwords)]
 
 
 @dataclass
@@ -150,6 +165,8 @@ def main() -> None:
     """Run `python -m offbeat.benchmarks.chaos.proxy PUBLIC PRIVATE ORDERS PARENT`."""
     public, private, orders, parent = sys.argv[1:]
     die_with_parent(int(parent))
+    while (Path(orders) / FAILOVER).exists():
+        time.sleep(POLL_INTERVAL_S)
     asyncio.run(Proxy(int(private), Path(orders)).run(int(public)))
 
 

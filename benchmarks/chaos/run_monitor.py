@@ -67,12 +67,15 @@ class RunUnderChaos:
             with suppress(psutil.NoSuchProcess):
                 self.processes.setdefault(process.pid, process.create_time())
 
+    def redis_url(self) -> str:
+        """Return the URL; empty before the start."""
+        endpoints = run_folder.read_endpoints(self.output_dir)
+        return endpoints.redis_url if endpoints is not None else ""
+
     def redis(self) -> Redis | None:
         """Return a client without retries, if there is a Redis."""
-        if self._redis is None:
-            endpoints = run_folder.read_endpoints(self.output_dir)
-            if endpoints is not None:
-                self._redis = Redis.from_url(endpoints.redis_url, socket_timeout=1.0, socket_connect_timeout=1.0)
+        if self._redis is None and (url := self.redis_url()):
+            self._redis = Redis.from_url(url, socket_timeout=1.0, socket_connect_timeout=1.0)
         return self._redis
 
     def _field(self, key: str, name: str) -> str | None:

@@ -10,9 +10,10 @@ from offbeat.benchmarks.chaos.disk import SmallDisk
 from offbeat.benchmarks.chaos.faults import (
     Fault,
     FaultKind,
+    MissedError,
     pids,
 )
-from offbeat.benchmarks.chaos.injector import FaultInjector, MissedError
+from offbeat.benchmarks.chaos.injector import FaultInjector
 from offbeat.benchmarks.chaos.report import ChaosReport, InjectedFault
 from offbeat.benchmarks.chaos.run_monitor import FOLDER_S, RunUnderChaos
 from offbeat.benchmarks.chaos.second_node import SecondNode, cluster_environment

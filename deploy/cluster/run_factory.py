@@ -81,7 +81,7 @@ class RunComponents:
         self._redis = redis
         self._watch = watch
         external = config.control.learner == "external"
-        learner = ExternalLearner(config, redis) if external else ManagedLearner(config, redis, redis_url)
+        learner = ExternalLearner(config, redis) if external else ManagedLearner(config, redis, redis_url, uid)
         self._workers = WorkerPool(config, redis_url, uid)
         scorers = [ScorerPool(config, role, redis_url, uid) for role in scored_roles(config, config.reference)]
         self._generation: ServeApp | SharedGeneration | None = None

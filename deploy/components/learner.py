@@ -2,6 +2,7 @@
 """Managed and external learners."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,14 @@ from offbeat.deploy.config.device_plan import LearnerNode
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.control.interfaces import Health, Observation
 from offbeat.services.devices import VISIBLE, parent_visible, visible_devices
-from offbeat.services.errors import ControlError
+from offbeat.services.errors import ControlError, RetryableError
 from offbeat.services.keys import ENDING, RunKeys
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.trainer.cli import REDIS_VARIABLE
 from offbeat.trainer.process.heartbeat import HEARTBEAT_TIMEOUTS
 from offbeat.trainer.process.remote_ranks import RANKS_PER_NODE, FollowerHost
+
+logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 NO_RETRY_EXIT_CODE = 2
@@ -40,20 +43,32 @@ RUN_OVER_EXIT_CODE = 4
 
 class LearnerHostActor:
     def __init__(
-        self, run_id: str, redis_url: str, output_dir: Path, threads: int, standby: bool, nodes: Sequence[LearnerNode]
+        self,
+        run_id: str,
+        uid: str,
+        redis_url: str,
+        output_dir: Path,
+        threads: int,
+        standby: bool,
+        nodes: Sequence[LearnerNode],
     ) -> None:
         """nodes: of the learner, this one first; empty: this one, with the devices that Ray chose."""
         self._run_id = run_id
+        self._uid = uid
         self._output_dir = output_dir
         environment = _rank_environment(nodes[0]) if nodes else {}
         if len(nodes) > 1:
             environment[RANKS_PER_NODE] = ",".join(str(node.num_ranks) for node in nodes)
         self._host = LearnerHost(
-            run_id, redis_url, output_dir, threads=threads, standby=standby, environment=environment
+            run_id, redis_url, output_dir, uid=uid, threads=threads, standby=standby, environment=environment
         )
 
-    def start(self) -> None:
+    def start(self, uid: str) -> bool:
+        """Start a missing learner; return False for a run other than the actor's."""
+        if uid != self._uid:
+            return False
         self._host.start()
+        return True
 
     def stop(self, grace_s: float) -> None:
         from offbeat.services.weights.transports.factory import cleanup  # noqa: PLC0415
@@ -97,10 +112,12 @@ def _rank_environment(node: LearnerNode) -> dict[str, str]:
 class ManagedLearner:
     name = "learner"
 
-    def __init__(self, config: RunConfig, redis: Redis, redis_url: str) -> None:
+    def __init__(self, config: RunConfig, redis: Redis, redis_url: str, uid: str = "") -> None:
+        """uid: of the run's record."""
         self._config = config
         self._redis = redis
         self._redis_url = redis_url
+        self._uid = uid
         self._run_id = config.exp_name
         self._actor_name = ray_actors.learner_host_name(self._run_id)
         self._reported_death = ""
@@ -113,21 +130,33 @@ class ManagedLearner:
             await asyncio.to_thread(self._start)
 
     def _start(self) -> None:
-        """Start the host of rank 0 and, for a learner on several nodes, those of the others anew."""
+        if self._start_in_actors():
+            return
+        logger.warning("run %s: the learner's host is of an earlier run of this name and is replaced", self._run_id)
+        kill_and_wait(self._actor_name)
+        if not self._start_in_actors():
+            raise RetryableError(f"actor {self._actor_name} is of another run of this name")
+
+    def _start_in_actors(self) -> bool:
+        """Start the host of rank 0 and, for a learner on several nodes, those of the others anew; return False if the
+        former is of another run.
+        """
         config, train = self._config, self._config.actor_train
         nodes = place(config).learner
         folder, threads = config.output_dir.resolve(), train.num_threads
         host = ray.remote(LearnerHostActor).options(**self._host_options(nodes))
         standby = config.control.standby_learner
-        actors: list[Any] = [host.remote(self._run_id, self._redis_url, folder, threads, standby, nodes)]
+        leader = host.remote(self._run_id, self._uid, self._redis_url, folder, threads, standby, nodes)
+        followers: list[Any] = []
         timeout_s = HEARTBEAT_TIMEOUTS * config.buffer.learner_timeout_s
         for position, node in enumerate(nodes[1:], start=1):
             options = _actor_options(ray_actors.follower_host_name(self._run_id, position), node)
             follower = ray.remote(FollowerHostActor).options(**options)
             arguments = (self._run_id, self._redis_url, folder, threads, position, node, timeout_s)
-            actors.append(follower.remote(*arguments))
+            followers.append(follower.remote(*arguments))
+        starts = [leader.start.remote(self._uid), *(each.start.remote() for each in followers)]
         try:
-            ray.get([actor.start.remote() for actor in actors], timeout=START_TIMEOUT_S)
+            return ray.get(starts, timeout=START_TIMEOUT_S)[0]
         except RayTaskError as error:
             raise error.cause from error
         except GetTimeoutError as error:

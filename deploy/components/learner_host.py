@@ -26,6 +26,7 @@ from offbeat.services.keys import RunKeys
 from offbeat.services.process import bind_to_thread
 from offbeat.services.redis.connection import OutageRetry, connect
 from offbeat.services.redis.lease import LEASE_NONCE, free_lease_of, owner_of
+from offbeat.services.redis.run_writes import RunWrites
 from offbeat.trainer.cli import REDIS_VARIABLE
 from offbeat.trainer.watchdog import EXIT_HUNG
 
@@ -115,12 +116,15 @@ class LearnerHost:
         redis_url: str,
         output_dir: Path,
         *,
+        uid: str = "",
         command: Sequence[str] | None = None,
         threads: int = 1,
         standby: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """environment: of the learner, besides this process's."""
+        """uid: of the run's record; writes to another run of this name are refused. environment: of the learner, besides this
+        process's.
+        """
         self._environment = dict(environment or {})
         self._is_standby_enabled = standby
         self._standby: subprocess.Popen[bytes] | None = None
@@ -129,6 +133,7 @@ class LearnerHost:
         self._lease_held_at: float | None = None
         """Monotonic time."""
         self._run_id = run_id
+        self._uid = uid
         self._redis_url = redis_url
         self._output_dir = output_dir
         self._command = list(command or learner_command(run_id))
@@ -145,20 +150,32 @@ class LearnerHost:
         return [process.pid for process in (self._process, self._standby) if process is not None]
 
     def start(self) -> None:
-        """Start a missing learner; wait for its state in Redis."""
+        """Start a missing learner; wait for its state in Redis.
+
+        Raises:
+            RetryableError: Redis has no record of this run.
+        """
         if self._thread and self._thread.is_alive():
             return
         self._exited.clear()
         self._stopping = False
         incarnation = uuid.uuid4().hex
-        with connect(self._redis_url) as redis, redis.pipeline() as pipe:
-            pipe.delete(learner_key(self._run_id))
-            pipe.hset(learner_key(self._run_id), mapping={"incarnation": incarnation, "host": socket.gethostname()})
-            pipe.set(alive_key(self._run_id), incarnation, px=int(HEARTBEAT_TTL_S * 1000))
-            pipe.execute()
+        key = learner_key(self._run_id)
+        with connect(self._redis_url) as redis:
+            write = RunWrites(redis, self._run_id, self._uid)
+            is_accepted = (
+                self._write_alive(write, incarnation)
+                and write("DEL", key)
+                and write("HSET", key, "incarnation", incarnation, "host", socket.gethostname())
+            )
+        if not is_accepted:
+            raise RetryableError(f"no learner is started: Redis has no record of this run {self._run_id}")
         # The kernel kills the learner when the thread that forked it ends, so that thread has to wait for it.
         self._thread = threading.Thread(target=self._watch, args=(incarnation,), name="learner host", daemon=True)
         self._thread.start()
+
+    def _write_alive(self, write: RunWrites, incarnation: str) -> bool:
+        return write("SET", alive_key(self._run_id), incarnation, "PX", int(HEARTBEAT_TTL_S * 1000))
 
     def wait(self, timeout_s: float) -> bool:
         return self._exited.wait(timeout_s)
@@ -179,12 +196,13 @@ class LearnerHost:
         handled = ""
         retry = OutageRetry(REDIS_RETRY_TIMEOUT_S)
         redis = Redis.from_url(self._redis_url, socket_timeout=2.0, socket_connect_timeout=2.0, retry=retry)
+        write = RunWrites(redis, self._run_id, self._uid)
         try:
             while True:
                 try:
                     code = process.wait(HEARTBEAT_INTERVAL_S)
                 except subprocess.TimeoutExpired:
-                    handled = self._send_heartbeat(redis, process, incarnation, handled)
+                    handled = self._send_heartbeat(redis, write, process, incarnation, handled)
                     self._ensure_standby(redis, required=self._is_standby_enabled and not handled)
                     continue
                 self._free_lease(redis, process.pid)
@@ -199,8 +217,8 @@ class LearnerHost:
                 process = self._process = self._standby
                 self._standby, self._next_standby_at = None, time.monotonic() + STANDBY_START_INTERVAL_S
                 self._lease_held_at = None
-                incarnation = self._take_over(redis, incarnation, code, process)
-            self._report_exit(redis, incarnation, code)
+                incarnation = self._take_over(write, incarnation, code, process)
+            self._report_exit(redis, write, incarnation, code)
         finally:
             self._ensure_standby(redis, required=False)
             redis.close()
@@ -228,15 +246,15 @@ class LearnerHost:
             self._next_standby_at = time.monotonic() + STANDBY_START_INTERVAL_S
             logger.warning("can't start a standby learner: %s; retrying in %g s", error, STANDBY_START_INTERVAL_S)
 
-    def _take_over(self, redis: Redis, before: str, code: int, process: subprocess.Popen[bytes]) -> str:
+    def _take_over(self, write: RunWrites, before: str, code: int, process: subprocess.Popen[bytes]) -> str:
         """Activate the standby; return its incarnation."""
         incarnation = uuid.uuid4().hex
         reason = _describe_exit(code)
         logger.warning("learner exited (%s); standby learner %d takes over", reason, process.pid)
-        update = {"incarnation": incarnation, "pid": process.pid, "died": before, "died_how": reason}
+        update = ("incarnation", incarnation, "pid", process.pid, "died", before, "died_how", reason)
         while True:
             try:
-                redis.hset(learner_key(self._run_id), mapping=update)
+                write("HSET", learner_key(self._run_id), *update)
                 return incarnation
             except RedisError as error:  # without it, the next heartbeat would kill the new learner
                 logger.warning("can't report the new learner: %s; retrying", error)
@@ -274,15 +292,18 @@ class LearnerHost:
         self._nonces[process.pid] = nonce
         return process
 
-    def _send_heartbeat(self, redis: Redis, process: subprocess.Popen[bytes], incarnation: str, handled: str) -> str:
+    def _send_heartbeat(
+        self, redis: Redis, write: RunWrites, process: subprocess.Popen[bytes], incarnation: str, handled: str
+    ) -> str:
         """Write a heartbeat; execute and return a stop request."""
         try:
+            if self._write_alive(write, incarnation):
+                write("HSET", learner_key(self._run_id), "pid", process.pid)
+                write("HSETNX", learner_key(self._run_id), "incarnation", incarnation)  # unless Redis was emptied
             with redis.pipeline() as pipe:
-                pipe.set(alive_key(self._run_id), incarnation, px=int(HEARTBEAT_TTL_S * 1000))
-                pipe.hset(learner_key(self._run_id), mapping={"pid": process.pid})
                 pipe.hmget(learner_key(self._run_id), ["stop", "incarnation"])
                 pipe.get(RunKeys(self._run_id).lease)
-                _, _, (stop, current), holder = pipe.execute()
+                (stop, current), holder = pipe.execute()
         except RedisError as error:
             logger.warning("learner %d: can't reach Redis: %s", process.pid, error)
             self._lease_held_at = (
@@ -305,12 +326,12 @@ class LearnerHost:
             self._lease_held_at = time.monotonic()
         return self._lease_held_at is not None and time.monotonic() > self._lease_held_at + HANG_TIMEOUT_S
 
-    def _report_exit(self, redis: Redis, incarnation: str, code: int) -> None:
+    def _report_exit(self, redis: Redis, write: RunWrites, incarnation: str, code: int) -> None:
         logger.info("learner exited: %s", _describe_exit(code))
         try:
             current = cast(bytes | None, redis.hget(learner_key(self._run_id), "incarnation"))
             if current is not None and current.decode() == incarnation:
-                redis.hset(learner_key(self._run_id), "exit_code", str(code))
+                write("HSET", learner_key(self._run_id), "exit_code", code)
         except RedisError as error:
             # If Redis is gone for good, the heartbeat's expiry reports it.
             logger.warning("can't report the learner's exit: %s", error)

@@ -169,7 +169,7 @@ class LocalMesh:
             threads = config.actor_train.num_threads
             standby = config.control.standby_learner
             self._learner = LearnerHost(
-                config.exp_name, self._redis_url, self._folder, threads=threads, standby=standby
+                config.exp_name, self._redis_url, self._folder, uid=record.uid, threads=threads, standby=standby
             )
             await asyncio.to_thread(self._learner.start)
             self._record_timing("learner")

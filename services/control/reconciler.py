@@ -32,6 +32,7 @@ from offbeat.services.control.run import (
     RunState,
     UnknownRunError,
 )
+from offbeat.services.control.server_watch import ServerWatch
 from offbeat.services.control.store import REPORT_DUE, REPORT_FAILED, REPORT_WRITTEN, RunStore
 from offbeat.services.diagnosis import describe_untrained
 from offbeat.services.redis.errors import RedisReadOnlyError
@@ -95,6 +96,7 @@ class Reconciler:
         """Components whose last failure was a start that failed only because of Redis."""
         self._outage_at = float("-inf")
         """Monotonic time of the last Redis failure."""
+        self._server = ServerWatch(store.redis)
         self.redis_trouble = ""
         """Error of a Redis that refuses writes; empty otherwise."""
         self._wake = asyncio.Event()
@@ -137,7 +139,9 @@ class Reconciler:
     async def _active_runs(self) -> list[str]:
         try:
             run_ids = await self._store.unfinished()
-            run_ids += await self._lost.put_back(run_ids)
+            if restored := await self._lost.put_back(run_ids):
+                self._outage_at = time.monotonic()
+                run_ids += restored
         except redis_errors.RedisError as error:
             self._note_outage(error)
             logger.warning("no run is reconciled: %s; retrying", error)
@@ -246,6 +250,8 @@ class Reconciler:
         """Start absent components, replace dead ones, detect the end of training."""
         await mesh.apply_settings(await self._store.settings(record), paused=record.wanted is DesiredState.PAUSED)
         observations = await self._observe(record, mesh.components)
+        if await self._server.is_replaced():  # which may lack the newest heartbeats
+            self._outage_at = time.monotonic()
         if time.monotonic() < self._outage_at + OUTAGE_GRACE_S:
             return record.state
         healths = {each.name: observations[each.name].health for each in mesh.components}

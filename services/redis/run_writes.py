@@ -38,12 +38,13 @@ class _Refusals:
     def _arguments(self, command: str, arguments: tuple[Any, ...]) -> list[Any]:
         return [self._uid, "" if self.epoch is None else self.epoch, command, *arguments]
 
-    def _note(self, accepted: object) -> None:
+    def _note(self, accepted: object) -> bool:
         if not accepted and not self._warned:
             self._warned = True
             logger.warning(
                 "run %s was deleted or created anew, or its record is lost: writes are dropped", self._keys.run_id
             )
+        return bool(accepted)
 
 
 class RunWrites(_Refusals):
@@ -53,8 +54,9 @@ class RunWrites(_Refusals):
         super().__init__(run_id, uid)
         self._script = redis.register_script(_WRITE)
 
-    def __call__(self, command: str, key: str, *arguments: Any) -> None:
-        self._note(self._script(keys=self._keys_of(key), args=self._arguments(command, arguments)))
+    def __call__(self, command: str, key: str, *arguments: Any) -> bool:
+        """Write; return False if it is refused."""
+        return self._note(self._script(keys=self._keys_of(key), args=self._arguments(command, arguments)))
 
 
 class AsyncRunWrites(_Refusals):

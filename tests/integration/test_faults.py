@@ -10,9 +10,13 @@ from typing import Any
 import psutil
 import pytest
 
+from offbeat.benchmarks.chaos.failover import fail_over
+from offbeat.benchmarks.chaos.proxy import write_server_script
 from offbeat.deploy.audit.audit import Audit
 from offbeat.deploy.cli.audit import examine
+from offbeat.services.redis.server import server_binary
 from tests.integration.mesh import TrainProcess, left_behind
+from tests.waiting import wait_until_sync
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
@@ -75,6 +79,36 @@ def test_a_killed_scorer_returns_and_no_group_is_trained_without_its_score(start
     records = [json.loads(line) for line in (train.output_dir / "metrics.jsonl").read_text().splitlines()]
     assert any("reference/tokens_per_busy_s" in json.dumps(record) for record in records)
     assert (train.output_dir / "logs" / "scorer-quickstart-reference-0.log").read_text().count("scores groups") == 2
+
+
+@pytest.mark.parametrize("bound", [(), ("max_staleness=8", "buffer.order=completion")], ids=["quickstart", "loose"])
+def test_a_failover_to_a_lagging_replica_has_no_group_trained_twice(
+    start: Start, tmp_path: Path, bound: tuple[str, ...]
+):
+    """The replica lacks the acknowledgements of at least one checkpoint, and all groups admitted since."""
+    orders = tmp_path / "orders"
+    orders.mkdir()
+    train = start(f"redis.server={write_server_script(orders / 'server', server_binary(None), orders)}", *bound)
+    train.wait_for_step(2)
+    server = train.find("redis-server")
+    assert server is not None
+    fail_over(
+        json.loads((train.output_dir / "endpoints.json").read_text())["redis_url"],
+        server,
+        orders,
+        lag=lambda: train.wait_for_step(train.wait_for_step(0)["step"] + 4),
+        promoted=lambda: None,
+        wait=waits,
+    )
+    _, found = finished(train, steps=12)
+    assert found.lineage.learners == 1, "the learner that lives reconciles the data"
+    events = [json.loads(line) for line in (train.output_dir / "ledger" / "groups.jsonl").read_text().splitlines()]
+    assert any(event["event"] == "reconciled" for event in events), events[-5:]
+
+
+def waits(done: Callable[[], bool], timeout_s: float) -> bool:
+    wait_until_sync(done, timeout_s)
+    return True
 
 
 def test_ctrl_c_stops_cleanly_in_ten_seconds_and_the_run_resumes(start: Start):

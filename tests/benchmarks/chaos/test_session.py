@@ -5,7 +5,8 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,7 @@ from redis.retry import Retry
 from typer.testing import CliRunner
 
 from offbeat.benchmarks.chaos import proxy
+from offbeat.benchmarks.chaos.failover import fail_over
 from offbeat.benchmarks.chaos.faults import (
     FAULTS,
     PROCESSES,
@@ -138,6 +140,48 @@ def test_proxied_connections_are_delayed_silenced_torn_and_cut(tmp_path: Path):
         server.restart()
         assert client.get("key") == b"x" * 100_000
         wait_until_sync(lambda: has_ended(first))
+
+
+def test_a_lagging_replica_replaces_the_server_at_its_address(tmp_path: Path):
+    orders = tmp_path / "orders"
+    orders.mkdir()
+    program = proxy.write_server_script(orders / "server", server_binary(None), orders)
+    with (
+        EmbeddedRedis(tmp_path / "redis", RedisConfig(server=program)) as server,
+        Redis.from_url(server.url, socket_timeout=5.0, retry=Retry(NoBackoff(), 0)) as client,
+        ThreadPoolExecutor() as pool,
+    ):
+        client.set("before", "1")
+        pid, identity = server.pid, run_id_of(client)
+        seen: list[bool] = []
+        failover = pool.submit(
+            fail_over,
+            server.url,
+            psutil.Process(pid),
+            orders,
+            lag=lambda: client.set("after", "1"),
+            promoted=lambda: seen.append(answers(client)),
+            wait=waits,
+        )
+        wait_until_sync(lambda: not server.is_alive() or failover.done())
+        server.restart()
+        failover.result()
+        assert seen == [False]
+        assert run_id_of(client) != identity
+        assert client.keys() == [b"before"]
+        client.set("since", "1")
+        server.restart()
+        assert sorted(client.keys()) == [b"before", b"since"], "what the replica held is in the server's own file"
+        assert [path.name for path in orders.iterdir()] == ["server"]
+
+
+def run_id_of(client: Redis) -> str:
+    return client.info("server")["run_id"]
+
+
+def waits(done: Callable[[], bool], timeout_s: float) -> bool:
+    wait_until_sync(done, timeout_s)
+    return True
 
 
 def has_ended(process: psutil.Process) -> bool:

@@ -23,6 +23,7 @@ from offbeat.deploy.components.learner_host import (
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import load_run
 from offbeat.services.control.interfaces import Health
+from offbeat.services.errors import RetryableError
 from offbeat.services.keys import ENDING, RunKeys
 from offbeat.trainer.watchdog import EXIT_HUNG
 from tests.paths import QUICKSTART
@@ -136,6 +137,47 @@ def test_learner_exits_when_another_host_replaces_it(redis: Redis, redis_url: st
     assert read_status(redis, "r").alive
     request_stop(redis, "r", now=True)
     assert second.wait(30)
+
+
+def test_a_host_of_an_earlier_run_changes_nothing_of_a_new_run(
+    redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Its learner dies while the new run's lives, so its standby takes over."""
+    monkeypatch.setattr("offbeat.deploy.components.learner_host.STANDBY_START_INTERVAL_S", 0.0)
+    redis.hset(RunKeys("r").record, "uid", "old")
+    redis.hset(RunKeys("r").progress, mapping={"step": 0, "version": 0})
+    old = LearnerHost("r", redis_url, tmp_path, uid="old", command=FOREVER, standby=True)
+    old.start()
+    wait_until_sync(lambda: len(old.pids) == 2)
+    redis.delete(*redis.keys("*"))
+    redis.hset(RunKeys("r").record, "uid", "new")
+    new = LearnerHost("r", redis_url, tmp_path / "new", uid="new", command=FOREVER)
+    with monkeypatch.context() as patch:
+        patch.setattr(old, "_send_heartbeat", lambda *_: "")  # none comes between the new run's start and the death
+        new.start()
+        started = redis.hgetall(learner_key("r"))
+        os.kill(old.pids[0], signal.SIGKILL)
+        wait_until_sync(lambda: "takes over" in caplog.text)
+        wait_until_sync(lambda: "writes are dropped" in caplog.text)
+    assert old.wait(30), "its standby ends, as the new run has a learner"
+    assert {**started, b"pid": b""} == {**redis.hgetall(learner_key("r")), b"pid": b""}
+    assert redis.get(alive_key("r")) == started[b"incarnation"]
+    request_stop(redis, "r", now=True)
+    assert new.wait(30)
+    with pytest.raises(RetryableError, match="Redis has no record of this run r"):
+        old.start()
+    assert read_status(redis, "r").exit_code == -signal.SIGKILL
+
+
+def test_a_host_reports_its_learner_to_an_emptied_redis(redis: Redis, redis_url: str, tmp_path: Path):
+    host = LearnerHost("r", redis_url, tmp_path, command=FOREVER)
+    host.start()
+    before = read_status(redis, "r")
+    redis.flushall()
+    wait_until_sync(lambda: read_status(redis, "r") == before)
+    assert not host.wait(0)
+    request_stop(redis, "r", now=True)
+    assert host.wait(30)
 
 
 def test_learner_dies_with_its_host_and_counts_as_dead(redis: Redis, redis_url: str, tmp_path: Path):

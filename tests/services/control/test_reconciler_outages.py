@@ -1,11 +1,13 @@
 """The reconciler while Redis is away or refuses writes."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
+from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.control.interfaces import Health
 from offbeat.services.control.reconciler import Reconciler
 from offbeat.services.control.run import (
@@ -15,7 +17,8 @@ from offbeat.services.control.run import (
 from offbeat.services.control.store import RunStore
 from offbeat.services.errors import RetryableError
 from offbeat.services.redis.connection import connect_async
-from tests.services.control.control_fakes import FakeMesh, reconcile_until
+from offbeat.services.redis.server import EmbeddedRedis
+from tests.services.control.control_fakes import SPEC, FakeMesh, reconcile_until
 from tests.waiting import wait_until
 
 
@@ -54,6 +57,44 @@ async def test_a_component_silenced_by_a_read_only_redis_is_not_replaced(
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await client.aclose()
+
+
+async def test_a_component_whose_heartbeats_another_redis_lacks_is_not_replaced(
+    tmp_path: Path, mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch
+):
+    """No command fails: each is repeated until the server is back."""
+    monkeypatch.setattr("offbeat.services.control.reconciler.OUTAGE_GRACE_S", 60.0)
+    with EmbeddedRedis(tmp_path, RedisConfig()) as server:
+        client = connect_async(server.url)
+        store = RunStore(client)
+        await store.create(SPEC)
+        reconciler = Reconciler(store, lambda _: mesh)
+        assert await reconciler.reconcile("lake") is RunState.STARTING
+        assert await reconciler.reconcile("lake") is RunState.RUNNING
+        server.restart()
+        mesh["learner"].die("its host fell silent")
+        await reconciler.reconcile("lake")
+        mesh["learner"].health = Health.READY
+        monkeypatch.setattr("offbeat.services.control.reconciler.OUTAGE_GRACE_S", 0.0)
+        await reconciler.reconcile("lake")
+        assert mesh["learner"].starts == 1
+        mesh["learner"].die("really")
+        await reconciler.reconcile("lake")
+        assert mesh["learner"].starts == 2
+        await client.aclose()
+
+
+async def test_a_component_that_an_emptied_redis_does_not_know_is_not_replaced(
+    store: RunStore, mesh: FakeMesh, async_redis: Redis, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("offbeat.services.control.reconciler.OUTAGE_GRACE_S", 60.0)
+    reconciler = Reconciler(store, lambda _: mesh, reconcile_s=0.02)
+    await reconcile_until(reconciler, RunState.RUNNING)
+    await async_redis.flushall()
+    mesh["learner"].health = Health.ABSENT
+    assert await reconciler._active_runs() == ["lake"]
+    await reconciler.reconcile("lake")
+    assert mesh["learner"].starts == 1
 
 
 async def test_redis_trouble_is_reported_while_redis_refuses_writes(
