@@ -1,6 +1,7 @@
 """Idempotent preparation of a run, by the command line and control replicas."""
 
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,7 +23,8 @@ POLICY = "policy"
 LOGS = "logs"
 
 
-def run_spec(config: RunConfig) -> RunSpec:
+def run_spec(config: RunConfig, downloads: Sequence[str] = ()) -> RunSpec:
+    """downloads: hub models that the configuration still names."""
     return RunSpec(
         run_id=config.exp_name,
         config=config.model_dump_json(),
@@ -31,6 +33,7 @@ def run_spec(config: RunConfig) -> RunSpec:
         settings=config.settings,
         resume=bool(config.resume_from_checkpoint),
         claims={"folder": str(config.output_dir.resolve()), "app": generation_app(config)},
+        downloads=tuple(downloads),
     )
 
 

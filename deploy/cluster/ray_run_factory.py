@@ -16,13 +16,12 @@ from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.deploy.cluster.engine_matching import choose_app
 from offbeat.deploy.cluster.reaper import ensure_reaper
-from offbeat.deploy.cluster.run_factory import MachineSize, MeshRunFactory, RunComponents, holds_claim
+from offbeat.deploy.cluster.run_factory import MachineSize, MeshRunFactory, holds_claim, missing_models_of
 from offbeat.deploy.components.placement import list_nodes
 from offbeat.deploy.components.serve_status import read_app_statuses
 from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.run import RunConfig
-from offbeat.services.buffer.admin import BufferWatch
 from offbeat.services.control.rights import UNRESTRICTED, Rights
 from offbeat.services.control.run import RunRecord, RunState
 from offbeat.services.control.schemas import ProblemView
@@ -71,7 +70,9 @@ class RayRunFactory(MeshRunFactory):
     def _place(self, config: RunConfig) -> RunConfig:
         """Choose the generation application."""
         active = self._find_active_run(config.exp_name)
-        if config.actor_infer.app is None and active is not None:
+        if missing_models_of(config):  # whose architecture decides
+            app, problems = None, []
+        elif config.actor_infer.app is None and active is not None:
             app, problems = active.actor_infer.app, []
         else:
             app, problems = choose_app(
@@ -91,9 +92,10 @@ class RayRunFactory(MeshRunFactory):
         await super().validate_change(record, values)
 
     def _find_active_run(self, run_id: str) -> RunConfig | None:
-        """Return the active run, so that resubmission keeps its application."""
-        config, state = cast(list[bytes | None], self._redis.hmget(RunKeys(run_id).record, ["config", "state"]))
-        if config is None or state is None or RunState(state.decode()).is_terminal:
+        """Return the active run, so that resubmission keeps its application, unless it has yet to choose one."""
+        names = ["config", "state", "downloads"]
+        config, state, downloads = cast(list[bytes | None], self._redis.hmget(RunKeys(run_id).record, names))
+        if config is None or state is None or downloads or RunState(state.decode()).is_terminal:
             return None
         return RunConfig.model_validate_json(canonical_json(config))
 
@@ -108,18 +110,8 @@ class RayRunFactory(MeshRunFactory):
         state = cast(bytes | None, self._redis.hget(RunKeys(holder.decode()).record, "state"))
         return state is None or RunState(state.decode()).is_terminal
 
-    def build_mesh(self, record: RunRecord) -> RunComponents:
-        config = RunConfig.model_validate_json(canonical_json(record.config))
-        watch = BufferWatch(self._async_redis, record.run_id)
-        return RunComponents(
-            config,
-            self._redis,
-            watch,
-            self._redis_url,
-            self._serve_status,
-            uid=record.uid,
-            claim=_claim_id(record),
-        )
+    def _claim_of(self, record: RunRecord) -> str:
+        return _claim_id(record)
 
     async def write_report(self, record: RunRecord) -> None:
         """Run `offbeat report` in a process, because it renders the user's envs; raises `ControlError`.

@@ -18,6 +18,7 @@ from redis.asyncio import Redis as AsyncRedis
 from offbeat.deploy import run_folder
 from offbeat.deploy.components.env_workers import WorkerPool
 from offbeat.deploy.components.learner import ExternalLearner, ManagedLearner
+from offbeat.deploy.components.model_download import DownloadMesh
 from offbeat.deploy.components.scorers import ScorerPool
 from offbeat.deploy.components.serve_app import ServeApp, broker_component, generation_component
 from offbeat.deploy.components.serve_status import ServeStatus
@@ -27,6 +28,7 @@ from offbeat.deploy.config.checks.trials import check_trials
 from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.devices import choose_devices
 from offbeat.deploy.config.errors import ConfigError, RightsError
+from offbeat.deploy.config.hub import missing_models
 from offbeat.deploy.config.loader import dump_yaml, read_document
 from offbeat.deploy.config.rights import check_rights
 from offbeat.deploy.config.run import RunConfig
@@ -43,11 +45,12 @@ from offbeat.deploy.run_setup import (
 )
 from offbeat.services.buffer.admin import BufferWatch, release_all_workers
 from offbeat.services.buffer.api import GroupProgress, Quarantined, Snapshot
-from offbeat.services.control.interfaces import Component, Removal
+from offbeat.services.control.interfaces import Component, Removal, RunMesh
 from offbeat.services.control.rights import UNRESTRICTED, Rights
 from offbeat.services.control.run import BusyError, RunRecord, RunSpec
 from offbeat.services.control.schemas import ProblemView
 from offbeat.services.control.service import InvalidRunError, NotAllowedError
+from offbeat.services.errors import ControlError
 from offbeat.services.generation.config import app_name
 from offbeat.services.live_settings import LIVE_SETTINGS, Settings
 from offbeat.services.redis.connection import connect
@@ -149,10 +152,14 @@ class MeshRunFactory:
         self._serve_status = ServeStatus()
 
     async def validate(self, document: str | dict[str, Any], rights: Rights = UNRESTRICTED) -> RunSpec:
-        """Return a document's run. Raises `InvalidRunError` or `NotAllowedError` with all issues."""
+        """Return a document's run. Raises `InvalidRunError` or `NotAllowedError` with all issues.
+
+        While a model has to be downloaded, checks that need it are left to `complete`.
+        """
         try:
             config = await self.load(document, rights)
-            if self.tries_episodes and (issues := await asyncio.to_thread(_try_episodes, config)):
+            downloads = missing_models_of(config)
+            if self.tries_episodes and not downloads and (issues := await asyncio.to_thread(_try_episodes, config)):
                 raise ConfigError(issues)
         except RightsError as error:
             raise NotAllowedError([_to_problem_view(issue) for issue in error.issues]) from error
@@ -160,7 +167,14 @@ class MeshRunFactory:
             raise InvalidRunError([_to_problem_view(issue) for issue in error.issues]) from error
         if problem := run_folder.find_problem(config.output_dir):
             raise InvalidRunError([ProblemView(path="output_dir", message=problem)])
-        return run_spec(config)
+        return run_spec(config, downloads)
+
+    async def complete(self, record: RunRecord) -> RunSpec:
+        """Return the whole run of a record whose models are downloaded. Raises `ControlError`."""
+        spec = await self.validate(json.loads(record.config))
+        if spec.downloads:
+            raise ControlError(f"{', '.join(spec.downloads)} was removed from the hub's cache: start the run again")
+        return spec
 
     async def load(self, document: str | dict[str, Any], rights: Rights = UNRESTRICTED) -> RunConfig:
         """Return a document's configuration, checked in another process.
@@ -173,16 +187,31 @@ class MeshRunFactory:
         size = await self._size()
         if size.nodes is not None:
             config = choose_devices(config, sum(node.gpus for node in size.nodes))
-        await check_in_process(config, cores=size.cpus, nodes=size.nodes, rights=rights)
+        missing = missing_models_of(config)
+        if missing:
+            issues = check_settings(config, cores=size.cpus, nodes=size.nodes)
+            if issues := [each for each in issues if not any(model in each.message for model in missing)]:
+                raise ConfigError(issues)
+        await check_in_process(config, cores=size.cpus, nodes=size.nodes, rights=rights, models=not missing)
         return config
 
     async def _size(self) -> MachineSize:
         return MachineSize()
 
-    def build_mesh(self, record: RunRecord) -> RunComponents:
+    def build_mesh(self, record: RunRecord) -> RunMesh:
+        if record.downloads:
+            return DownloadMesh(record.downloads.split())
         config = RunConfig.model_validate_json(canonical_json(record.config))
         watch = BufferWatch(self._async_redis, record.run_id)
-        return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status, uid=record.uid)
+        claim = self._claim_of(record)
+        return RunComponents(
+            config, self._redis, watch, self._redis_url, self._serve_status, uid=record.uid, claim=claim
+        )
+
+    def _claim_of(self, record: RunRecord) -> str | None:
+        """Return the id of a start that has to claim its folder; None: `offbeat train` has claimed it."""
+        del record
+        return None
 
     async def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
         """Check live settings, which never depend on user code. Raises `InvalidRunError` with all issues."""
@@ -219,6 +248,10 @@ class MeshRunFactory:
 
     async def quarantine(self, run_id: str) -> list[Quarantined]:
         return await BufferWatch(self._async_redis, run_id).quarantine()
+
+
+def missing_models_of(config: RunConfig) -> list[str]:
+    return missing_models(config.model_dump(mode="json"))
 
 
 def _apply_values(tree: dict[str, Any], values: Mapping[str, float]) -> dict[str, Any]:

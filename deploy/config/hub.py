@@ -1,11 +1,15 @@
 """Models of the Hugging Face hub: `ORGANIZATION/NAME` or `ORGANIZATION/NAME@REVISION` becomes a snapshot's folder.
 
-Invariant: an id is resolved once, where a configuration is read, so that engine, learner and workers see one folder. The
-hub's environment variables hold (HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE).
+Invariant: an id is resolved once, where a configuration is read, so that engine, learner and workers see one folder; or,
+by `find`, to one commit, whose snapshot is downloaded later. The hub's environment variables hold (HF_HOME, HF_ENDPOINT,
+HF_TOKEN, HF_HUB_OFFLINE). Run as a module, it downloads one snapshot.
 """
 
 import copy
 import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,9 @@ MODEL_KEYS = (
 TIMEOUT_S = 5.0
 """Limit of the hub's first answer; its client would wait for minutes."""
 
+SERVER_ERROR = 500
+"""Lowest status of a failing hub."""
+
 
 class HubError(ValueError):
     """Id that no model was found for."""
@@ -37,61 +44,122 @@ def is_hub_id(name: str, folder: Path = Path()) -> bool:
     return HUB_ID.fullmatch(name) is not None and not (folder / name).exists()
 
 
-def resolve_models(tree: dict[str, Any]) -> tuple[dict[str, Any], list[ConfigIssue]]:
-    """Return a canonical tree with folders for hub ids, and an issue per unresolved id."""
+def resolve_models(tree: dict[str, Any], resolve: Callable[[str], str]) -> tuple[dict[str, Any], list[ConfigIssue]]:
+    """Return a canonical tree with hub ids replaced by `resolve` (`download` or `find`), and an issue per failure."""
     resolved = copy.deepcopy(tree)
-    folders: dict[str, str] = {}
+    found: dict[str, str] = {}
     issues: list[ConfigIssue] = []
-    for pattern in MODEL_KEYS:
-        for path, table in find_keys(resolved, pattern):
-            name = table[path[-1]]
-            if not isinstance(name, str) or not is_hub_id(name):
-                continue
-            try:
-                folders[name] = folders.get(name) or str(download(name))
-            except HubError as error:
-                issues.append(ConfigIssue(".".join(path), str(error)))
-            else:
-                table[path[-1]] = folders[name]
+    for path, table in _hub_models(resolved):
+        name = table[path[-1]]
+        try:
+            found[name] = found.get(name) or resolve(name)
+        except HubError as error:
+            issues.append(ConfigIssue(".".join(path), str(error)))
+        else:
+            table[path[-1]] = found[name]
     return resolved, issues
 
 
-def download(name: str) -> Path:
+def missing_models(tree: dict[str, Any]) -> list[str]:
+    """Return the hub ids that are left in a canonical tree."""
+    return list(dict.fromkeys(table[path[-1]] for path, table in _hub_models(tree)))
+
+
+def _hub_models(tree: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Yield each key of a hub model, and its table."""
+    for pattern in MODEL_KEYS:
+        for path, table in find_keys(tree, pattern):
+            name = table[path[-1]]
+            if isinstance(name, str) and is_hub_id(name):
+                yield path, table
+
+
+def download(name: str) -> str:
     """Return a snapshot's folder, from the cache if the hub can't be reached.
 
     Raises:
         HubError: no such model or revision, no access, no connection, or no weights.
     """
-    from huggingface_hub import constants, snapshot_download
+    repo, revision = _split(name)
+    with _hub_errors(name):
+        return _snapshot(repo, revision, local=not _is_online())
+
+
+def find(name: str) -> str:
+    """Return, within seconds, a complete snapshot's folder, or `ID@COMMIT` of one that has to be downloaded.
+
+    Raises:
+        HubError: as `download`.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    repo, revision = _split(name)
+    with _hub_errors(name):
+        if not _is_online():
+            return _snapshot(repo, revision, local=True)
+        try:
+            commit = HfApi().model_info(repo, revision=revision, timeout=TIMEOUT_S).sha
+        except HfHubHTTPError as error:
+            if error.response.status_code < SERVER_ERROR:
+                raise
+            return _snapshot(repo, revision, local=True)
+        try:
+            return _snapshot(repo, commit, local=True)
+        except LocalEntryNotFoundError:
+            return f"{repo}@{commit}"
+
+
+def _split(name: str) -> tuple[str, str | None]:
+    match = HUB_ID.fullmatch(name)
+    assert match is not None, "is_hub_id"
+    return match["id"], match["revision"]
+
+
+def _snapshot(repo: str, revision: str | None, *, local: bool) -> str:
+    from huggingface_hub import snapshot_download
+
+    for patterns in (FILES, [*FILES, *WEIGHTS]):
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=local))
+        if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
+            return str(folder)
+    raise HubError(f"the snapshot of {repo} has no weights (*.safetensors, pytorch_model*.bin)")
+
+
+@contextmanager
+def _hub_errors(name: str) -> Iterator[None]:
+    """Translate the hub's errors to `HubError`."""
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
 
-    match = HUB_ID.fullmatch(name)
-    assert match is not None, "is_hub_id"
-    repo, revision, absent = match["id"], match["revision"], f"there is no folder {name}, and"
+    repo, revision = _split(name)
+    absent = f"there is no folder {name}, and"
     try:
-        for patterns in (FILES, [*FILES, *WEIGHTS]):
-            offline = constants.HF_HUB_OFFLINE or not _answers(constants.ENDPOINT)
-            folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=offline))
-            if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
-                return folder
+        yield
     except GatedRepoError as error:
         raise HubError(f"{repo} asks for its license to be accepted: accept it on the hub, and set HF_TOKEN") from error
     except RevisionNotFoundError as error:
         raise HubError(f"{repo} has no revision {revision!r} on the hub") from error
     except RepositoryNotFoundError as error:
         raise HubError(f"{absent} no model {repo} on the hub that HF_TOKEN may read") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except (LocalEntryNotFoundError, ConnectionError) as error:
         raise HubError(
             f"{absent} the model hub can't be reached, and its cache has no snapshot of {repo}: set pretrain to a local "
             "Hugging Face folder, or fill the cache where there is a connection (`hf download`)"
         ) from error
-    raise HubError(f"the snapshot of {repo} has no weights (*.safetensors, pytorch_model*.bin)")
+    except OSError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise HubError(f"{name} can't be downloaded from the hub: {reason}") from error
+
+
+def _is_online() -> bool:
+    from huggingface_hub import constants
+
+    return not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT)
 
 
 def _answers(endpoint: str) -> bool:
@@ -100,3 +168,10 @@ def _answers(endpoint: str) -> bool:
     except (httpx.HTTPError, OSError):
         return False
     return True
+
+
+if __name__ == "__main__":
+    try:
+        download(sys.argv[1])
+    except HubError as reason:
+        sys.exit(str(reason))

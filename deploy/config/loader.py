@@ -6,7 +6,7 @@ Invariant: a `ConfigError` lists all issues, before the start.
 import copy
 import json
 import warnings
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from offbeat.deploy.config.checks.data import DATA_KEYS, steps_of_epochs
 from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.devices import choose_devices, count_gpus
 from offbeat.deploy.config.errors import ConfigError, collect_issues
-from offbeat.deploy.config.hub import MODEL_KEYS, is_hub_id, resolve_models
+from offbeat.deploy.config.hub import MODEL_KEYS, download, find, is_hub_id, resolve_models
 from offbeat.deploy.config.rights import check_rights
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.yaml_limits import check_tree_limits, check_yaml_limits, load_yaml
@@ -40,7 +40,7 @@ PATH_KEYS = (
 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Compose, validate and check a run. Raises `ConfigError` with every issue."""
-    config = choose_devices(_validate_models(_compose_saved(path, overrides), str(path)), count_gpus())
+    config = choose_devices(_validate_models(_compose_saved(path, overrides), download, str(path)), count_gpus())
     if issues := [*check_rights(config, config.control.to_rights(), "control"), *check_run(config)]:
         raise ConfigError(issues, str(path))
     return config
@@ -61,7 +61,7 @@ def _compose_saved(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def read_document(document: str | dict[str, Any], *, working_dir: Path | None = None) -> RunConfig:
-    """Validate a YAML text or tree, without checks of this machine and user code.
+    """Validate a YAML text or tree, without checks of this machine and user code; download no model.
 
     working_dir: base of relative paths; None keeps them.
 
@@ -74,13 +74,13 @@ def read_document(document: str | dict[str, Any], *, working_dir: Path | None = 
         raise ConfigError([issue])
     else:
         tree = canonical_tree(document)
-    return _validate_models(tree if working_dir is None else resolve_paths(tree, working_dir))
+    return _validate_models(tree if working_dir is None else resolve_paths(tree, working_dir), find)
 
 
-def _validate_models(tree: dict[str, Any], source: str = "") -> RunConfig:
-    """Validate a canonical tree, and then take the models of the hub that it names."""
+def _validate_models(tree: dict[str, Any], resolve: Callable[[str], str], source: str = "") -> RunConfig:
+    """Validate a canonical tree, and then resolve the models of the hub that it names."""
     config = validate_tree(tree, source)
-    resolved, issues = resolve_models(tree)
+    resolved, issues = resolve_models(tree, resolve)
     if issues:
         raise ConfigError(issues, source)
     config = config if resolved == tree else validate_tree(resolved, source)

@@ -23,9 +23,10 @@ async def check_in_process(
     cores: float | None = None,
     nodes: Sequence[ClusterNode] | None = None,
     rights: Rights = UNRESTRICTED,
+    models: bool = True,
     timeout_s: float = CHECK_TIMEOUT_S,
 ) -> None:
-    """Check a configuration that `check_rights` accepts.
+    """Check a configuration that `check_rights` accepts. models: False while they have to be downloaded.
 
     Raises:
         RightsError: it reaches foreign code through an allowed module.
@@ -38,7 +39,7 @@ async def check_in_process(
             arguments = (config.model_dump_json(), json.dumps(asdict(rights)), stage.name)
             if refused := await child.ask("check_definitions", timeout_s, *arguments):
                 raise RightsError([ConfigIssue(*issue) for issue in refused])
-            if issues := await child.ask("check", timeout_s, arguments[0], cores, nodes, stage.name):
+            if models and (issues := await child.ask("check", timeout_s, arguments[0], cores, nodes, stage.name)):
                 raise ConfigError([ConfigIssue(*issue) for issue in issues])
         except EpisodeError as error:
             key, _, doing = stage.read().decode().partition("\n")

@@ -21,7 +21,8 @@ from ray.serve.context import _get_global_client
 from offbeat.services.control.api import create_api
 from offbeat.services.control.auth import LOOPBACK_NAMES
 from offbeat.services.control.config import ControlTuning
-from offbeat.services.control.reconciler import Reconciler, RestartPolicy
+from offbeat.services.control.reconciler import Reconciler
+from offbeat.services.control.restart_policy import RestartPolicy
 from offbeat.services.control.rights import NO_TOKENS, Tokens
 from offbeat.services.control.service import ControlService
 from offbeat.services.control.store import RunStore
@@ -39,7 +40,7 @@ class ControlSettings:
 
     redis_url: str
     factory: str
-    """`module:name` of a callable (redis, redis_url, working_dir) -> `RunFactory` with `build_mesh`."""
+    """`module:name` of a callable (redis, redis_url, working_dir) -> `RunFactory` with `build_mesh` and `complete`."""
     tokens: Tokens = NO_TOKENS
     reconcile_s: float = 0.5
     log_dir: Path | None = None
@@ -76,6 +77,7 @@ class ControlDeployment:
             reconcile_s=settings.reconcile_s,
             own_log=logs,
             write_report=factory.write_report,
+            complete=factory.complete,
         )
         service = ControlService(store, factory, wake=reconciler.wake, redis_trouble=lambda: reconciler.redis_trouble)
 

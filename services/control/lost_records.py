@@ -26,7 +26,8 @@ class LostRecords:
 
     async def note(self, record: RunRecord) -> None:
         known = self._known.get(record.run_id)
-        same = known is not None and known[0].started_at == record.started_at
+        # A start whose models were downloaded has another configuration, and other claims
+        same = known is not None and (known[0].started_at, known[0].config) == (record.started_at, record.config)
         self._known[record.run_id] = record, known[1] if known and same else await self._claims_of(record.run_id)
 
     async def put_back(self, active: Sequence[str]) -> list[str]:

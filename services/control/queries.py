@@ -82,7 +82,7 @@ class Overview:
             id=run_id,
             state=record.state,
             wanted=record.wanted,
-            phase=learner.phase,
+            phase=learner.phase or _download_phase(record),
             error=record.error,
             log=record.log,
             resumable=record.resumable,
@@ -132,6 +132,11 @@ class Overview:
             leased=reports.leased,
             redis_trouble=self._redis_trouble(),
         )
+
+
+def _download_phase(record: RunRecord) -> str:
+    is_waiting = record.downloads and not record.state.is_terminal
+    return f"downloading {' and '.join(record.downloads.split())}" if is_waiting else ""
 
 
 def _findings(record: RunRecord, learner: LearnerReport, reports: ComponentReports) -> list[RunFinding]:

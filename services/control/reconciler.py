@@ -12,10 +12,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from redis import exceptions as redis_errors
 
+from offbeat.services.control.downloads import complete_record
 from offbeat.services.control.failing_episodes import FailingEpisodes
 from offbeat.services.control.interfaces import (
     Component,
@@ -24,17 +25,20 @@ from offbeat.services.control.interfaces import (
     RunMesh,
 )
 from offbeat.services.control.lost_records import LostRecords
+from offbeat.services.control.restart_policy import RestartPolicy
 from offbeat.services.control.run import (
     DesiredState,
     ForeignRecordError,
     Restarts,
     RunRecord,
+    RunSpec,
     RunState,
     UnknownRunError,
 )
 from offbeat.services.control.server_watch import ServerWatch
 from offbeat.services.control.store import REPORT_DUE, REPORT_FAILED, REPORT_WRITTEN, RunStore
 from offbeat.services.diagnosis import describe_untrained
+from offbeat.services.errors import ControlError
 from offbeat.services.redis.errors import RedisReadOnlyError
 
 logger = logging.getLogger(__name__)
@@ -45,21 +49,6 @@ OUTAGE_GRACE_S = 3.0
 """Time after an outage in which nothing counts as dead."""
 REPORT_RETRY_S = 5.0
 STOPPED_STATES = (Health.ABSENT, Health.DEAD, Health.DONE)
-
-
-@dataclass(frozen=True, slots=True)
-class RestartPolicy:
-    """Restart limits, counted since the run last progressed."""
-
-    max_restarts: int = 5
-    backoff_s: float = 0.25
-    """Delay before the second restart, doubled for each further one."""
-    max_backoff_s: float = 15.0
-    drain_timeout_s: float = 60.0
-
-    def delay_s(self, count: int) -> float:
-        """Return the delay before restart `count` (1-based)."""
-        return 0.0 if count <= 1 else min(self.backoff_s * 2.0 ** (count - 2), self.max_backoff_s)
 
 
 def _redis_outage(error: BaseException | None) -> redis_errors.RedisError | None:
@@ -78,8 +67,12 @@ class Reconciler:
         policy: RestartPolicy | None = None,
         own_log: str = "logs/control.log",
         write_report: Callable[[RunRecord], Awaitable[None]] | None = None,
+        complete: Callable[[RunRecord], Awaitable[RunSpec]] | None = None,
     ) -> None:
-        """own_log: this process's log, absolute or relative to a run's folder."""
+        """own_log: this process's log, absolute or relative to a run's folder. complete: validates a run whose models are
+        downloaded.
+        """
+        self._complete = complete
         self._write_report = write_report
         self._reporting = asyncio.Lock()
         self._scan_reports = write_report is not None
@@ -89,7 +82,7 @@ class Reconciler:
         self._build_mesh = build_mesh
         self._reconcile_s = reconcile_s
         self._policy = policy or RestartPolicy()
-        self._meshes: dict[tuple[str, float], RunMesh] = {}
+        self._meshes: dict[tuple[str, float, str], RunMesh] = {}
         self._lost = LostRecords(store)
         self._foreign: set[str] = set()
         self._excused_starts: set[tuple[str, str]] = set()
@@ -229,7 +222,7 @@ class Reconciler:
         self._meshes = {key: mesh for key, mesh in self._meshes.items() if key[0] != run_id}
 
     def _mesh(self, record: RunRecord) -> RunMesh:
-        key = (record.run_id, record.started_at)
+        key = (record.run_id, record.started_at, record.downloads)
         if key not in self._meshes:
             self._meshes[key] = self._build_mesh(record)
         return self._meshes[key]
@@ -266,7 +259,19 @@ class Reconciler:
             return await self._start_draining(record, RunState.FAILED, reason, resumable=False)
         if record.state is RunState.STARTING and any(health is not Health.READY for health in healths.values()):
             return record.state
+        if record.downloads:
+            return await self._complete_record(record)
         return await self._record_running(record)
+
+    async def _complete_record(self, record: RunRecord) -> RunState:
+        """Go on with the downloaded models, unless the configuration does not fit them."""
+        assert self._complete is not None, "a factory whose runs may wait for downloads"
+        try:
+            await complete_record(self._store, record, await self._complete(record))
+        except ControlError as error:
+            return await self._start_draining(record, RunState.FAILED, str(error), self._own_log, resumable=False)
+        self.wake()
+        return RunState.PREPARING
 
     async def _find_untrained(self, record: RunRecord) -> str:
         """Return why a finished run learned nothing, if no step had a gradient."""

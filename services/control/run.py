@@ -76,6 +76,8 @@ class RunSpec:
     """Resume the earlier run of this name."""
     claims: Mapping[str, str] = field(default_factory=dict[str, str])
     """Exclusive resources: kind (`folder`, `app`) -> name."""
+    downloads: tuple[str, ...] = ()
+    """Models to download before the configuration is complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,8 @@ class RunRecord:
     """`due`, `written` or `failed`; empty if none is written."""
     uid: str = ""
     """Id unique among runs of this name, kept by resuming, carried by every write."""
+    downloads: str = ""
+    """Models, space-separated, to download before the configuration is complete."""
 
     def encode(self) -> dict[str, str]:
         plain = {each.name: str(getattr(self, each.name)) for each in fields(self)}

@@ -170,7 +170,7 @@ class RunView(View):
     state: RunState
     wanted: DesiredState
     phase: str
-    """The learner's phase: `warm start`, `evaluating`, `training`."""
+    """The learner's phase: `warm start`, `evaluating`, `training`; before it starts, the model that is downloaded."""
     error: str
     """Why it failed, or, if it is finished, why it trained nothing."""
     log: str

@@ -16,6 +16,7 @@ from typing import Any, cast
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 
+from offbeat.services.control.claims import exchange_claims
 from offbeat.services.control.interfaces import Health, Observation
 from offbeat.services.control.run import (
     BusyError,
@@ -85,8 +86,8 @@ class RunStore:
                 raise RunExistsError(
                     f"run {spec.run_id!r} is {old.state}: stop it first, or choose another name{self._hint()}"
                 )
-            await self._refuse_busy(spec)
-            released = await self._old_claims(spec)
+            await self.refuse_busy(spec)
+            released = await self.old_claims(spec)
             record = self._new(spec, old if spec.resume else None)
             stale = [] if spec.resume else await self._keys_of(spec.run_id)
             pipe.multi()
@@ -98,17 +99,15 @@ class RunStore:
             pipe.delete(keys.record, *(keys.key(name) for name in ATTEMPT_FIELDS))
             pipe.hset(keys.record, mapping=cast(dict[Any, Any], record.encode()))
             pipe.zadd(RUNS, {spec.run_id: record.created_at})
-            for kind, names in released.items():
-                pipe.hdel(claims_key(kind), *names)
-            for kind, name in spec.claims.items():
-                pipe.hset(claims_key(kind), name, spec.run_id)
+            exchange_claims(pipe, spec, released)
             if spec.resume and old and (values := _differences(old.settings, spec.settings)):
                 pipe.rpush(keys.changes, encode_change(values, self.clock()))
             self._note(pipe, spec.run_id, "created", {"attempt": record.attempt})
             await pipe.execute()
             return record, True
 
-    async def _refuse_busy(self, spec: RunSpec) -> None:
+    async def refuse_busy(self, spec: RunSpec) -> None:
+        """Raise `BusyError` if another active run has claimed a resource."""
         for kind, name in spec.claims.items():
             holder = await cast(Any, self.redis.hget(claims_key(kind), name))
             if holder is None or holder.decode() == spec.run_id:
@@ -120,7 +119,7 @@ class RunStore:
                     f"stop it first, or use another {kind}"
                 )
 
-    async def _old_claims(self, spec: RunSpec) -> dict[str, list[str]]:
+    async def old_claims(self, spec: RunSpec) -> dict[str, list[str]]:
         """Return an earlier start's claims that this one lacks, by kind."""
         old: dict[str, list[str]] = {}
         for kind, name in spec.claims.items():
@@ -156,9 +155,8 @@ class RunStore:
     def _new(self, spec: RunSpec, old: RunRecord | None) -> RunRecord:
         now = self.clock()
         uid = old.uid if old and old.uid else secrets.token_hex(8)
-        record = RunRecord(
-            spec.run_id, spec.config, spec.output_dir, spec.max_steps, spec.settings, started_at=now, beat=now, uid=uid
-        )
+        record = RunRecord(spec.run_id, spec.config, spec.output_dir, spec.max_steps, spec.settings)
+        record = replace(record, started_at=now, beat=now, uid=uid, downloads=" ".join(spec.downloads))
         if old is None:
             return replace(record, created_at=now)
         return replace(record, created_at=old.created_at, attempt=old.attempt + 1)

@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from offbeat.services.control.reconciler import Reconciler, RestartPolicy
+from offbeat.services.control.reconciler import Reconciler
+from offbeat.services.control.restart_policy import RestartPolicy
 from offbeat.services.control.store import RunStore
 from tests.services.control.api_harness import (
     ApiHarness,

@@ -375,7 +375,7 @@ async def test_runs_that_are_over_cost_the_loop_no_look_and_leave_nothing_in_it(
     reconciler = Reconciler(store, lambda _: FakeMesh(), reconcile_s=0.01)
     looking = asyncio.create_task(reconciler.run())
     await wait_until(lambda: looked.count("lake") > 5)
-    assert [run_id for run_id, _ in reconciler._meshes] == ["lake"]
+    assert [key[0] for key in reconciler._meshes] == ["lake"]
     await store.want("lake", DesiredState.KILLED)
     await wait_until(lambda: not reconciler._meshes)
     assert "over" not in looked

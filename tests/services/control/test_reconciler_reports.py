@@ -8,7 +8,8 @@ import pytest
 from redis.exceptions import ConnectionError
 
 from offbeat.services.control.interfaces import Health
-from offbeat.services.control.reconciler import Reconciler, RestartPolicy
+from offbeat.services.control.reconciler import Reconciler
+from offbeat.services.control.restart_policy import RestartPolicy
 from offbeat.services.control.run import (
     DesiredState,
     RunRecord,

@@ -26,7 +26,8 @@ from redis.asyncio import Redis
 from offbeat.services.control import auth
 from offbeat.services.control.api import create_api
 from offbeat.services.control.interfaces import Health, Removal
-from offbeat.services.control.reconciler import Reconciler, RestartPolicy
+from offbeat.services.control.reconciler import Reconciler
+from offbeat.services.control.restart_policy import RestartPolicy
 from offbeat.services.control.rights import Rights
 from offbeat.services.control.run import RunRecord, RunSpec
 from offbeat.services.control.service import ControlService

@@ -1,0 +1,34 @@
+"""Runs that wait for a model's download before their configuration is complete.
+
+Invariant: a run is validated whole, and claims what it needs, before any component that uses a model is built.
+"""
+
+from typing import Any, cast
+
+from offbeat.services.control.claims import exchange_claims
+from offbeat.services.control.run import RunRecord, RunSpec, RunState
+from offbeat.services.control.store import RunStore
+from offbeat.services.keys import RunKeys, claims_key
+from offbeat.services.redis.transactions import repeat_transaction
+
+
+@repeat_transaction
+async def complete_record(store: RunStore, record: RunRecord, spec: RunSpec) -> None:
+    """Give a waiting run its complete configuration; the next pass prepares it. Idempotent.
+
+    Raises:
+        BusyError: another active run has claimed a resource.
+    """
+    key = RunKeys(record.run_id).record
+    async with store.redis.pipeline() as pipe:
+        await pipe.watch(key, *(claims_key(kind) for kind in spec.claims))
+        started_at, downloads = await cast(Any, pipe.hmget(key, ["started_at", "downloads"]))
+        if not downloads or float(started_at) != record.started_at:
+            return
+        await store.refuse_busy(spec)
+        released = await store.old_claims(spec)
+        pipe.multi()
+        changes = {"config": spec.config, "downloads": "", "state": RunState.PREPARING.value}
+        pipe.hset(key, mapping=cast(dict[Any, Any], changes))
+        exchange_claims(pipe, spec, released)
+        await pipe.execute()
