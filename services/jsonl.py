@@ -11,16 +11,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from offbeat.services.durable_files import make_folder, sync_folder
+
 TAIL_BYTES = 1 << 16
 
 
 class LinesFile:
-    """Append-only file, created with its folder."""
+    """Append-only file, created with its folder; a power loss takes neither away again."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
+        is_new = not path.exists()
         _cut_broken_end(path)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if is_new:
+            sync_folder(path.parent)
         self._cut = False
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:

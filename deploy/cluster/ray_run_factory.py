@@ -16,12 +16,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.deploy.cluster.engine_matching import choose_app
 from offbeat.deploy.cluster.reaper import ensure_reaper
-from offbeat.deploy.cluster.run_factory import (
-    MachineSize,
-    MeshRunFactory,
-    holds_claim,
-    missing_models_of,
-)
+from offbeat.deploy.cluster.run_factory import MachineSize, MeshRunFactory, holds_claim, missing_models_of
 from offbeat.deploy.components.placement import list_nodes
 from offbeat.deploy.components.serve_status import read_app_statuses
 from offbeat.deploy.config.device_plan import ClusterNode

@@ -130,33 +130,33 @@ class ManagedLearner:
             await asyncio.to_thread(self._start)
 
     def _start(self) -> None:
-        nodes = place(self._config).learner
-        if self._start_on(nodes):
+        if self._start_in_actors():
             return
         logger.warning("run %s: the learner's host is of an earlier run of this name and is replaced", self._run_id)
         kill_and_wait(self._actor_name)
-        if not self._start_on(nodes):
+        if not self._start_in_actors():
             raise RetryableError(f"actor {self._actor_name} is of another run of this name")
 
-    def _start_on(self, nodes: Sequence[LearnerNode]) -> bool:
-        """Start the host of rank 0 and, for a learner on several nodes, those of the others anew.
-
-        Returns False if a host of another run has the name.
+    def _start_in_actors(self) -> bool:
+        """Start the host of rank 0 and, for a learner on several nodes, those of the others anew; return False if the
+        former is of another run.
         """
         config, train = self._config, self._config.actor_train
+        nodes = place(config).learner
         folder, threads = config.output_dir.resolve(), train.num_threads
         host = ray.remote(LearnerHostActor).options(**self._host_options(nodes))
         standby = config.control.standby_learner
         leader = host.remote(self._run_id, self._uid, self._redis_url, folder, threads, standby, nodes)
-        started: list[Any] = [leader.start.remote(self._uid)]
+        followers: list[Any] = []
         timeout_s = HEARTBEAT_TIMEOUTS * config.buffer.learner_timeout_s
         for position, node in enumerate(nodes[1:], start=1):
             options = _actor_options(ray_actors.follower_host_name(self._run_id, position), node)
             follower = ray.remote(FollowerHostActor).options(**options)
             arguments = (self._run_id, self._redis_url, folder, threads, position, node, timeout_s)
-            started.append(follower.remote(*arguments).start.remote())
+            followers.append(follower.remote(*arguments))
+        starts = [leader.start.remote(self._uid), *(each.start.remote() for each in followers)]
         try:
-            return ray.get(started, timeout=START_TIMEOUT_S)[0]
+            return ray.get(starts, timeout=START_TIMEOUT_S)[0]
         except RayTaskError as error:
             raise error.cause from error
         except GetTimeoutError as error:

@@ -27,7 +27,7 @@ from offbeat.services.buffer.scripts import (
     group_id_of,
     translate_errors,
 )
-from offbeat.services.errors import CodecError, MeshError, ReconcileError
+from offbeat.services.errors import CodecError, FencedError, MeshError, ReconcileError
 from offbeat.services.live_settings import decode_change, encode_change
 from offbeat.services.messages.codec import decode_trajectory
 from offbeat.services.messages.types import Group, Trajectory
@@ -104,7 +104,6 @@ class RedisLearnerBuffer:
         checkpoints are dropped as `rewound` and replaced; unknown numbers as `lost`.
         """
         with self._lock:
-            self._reclaim()
             numbers = [number + 1 for _, batch in proof.saved for number in batch]
             num_known = len(numbers)
             next_number = max([proof.next_number, *numbers, *(number + 1 for number in self._held)])
@@ -124,13 +123,21 @@ class RedisLearnerBuffer:
                 }
             )
             arguments = (self._epoch, self._known.uid, secrets.token_hex(4), cast(bytes, packed))
-            incarnation, is_new, added, corrected, entries = self._run("reconcile", *arguments)
+            incarnation, is_new, added, corrected, entries = self._reconcile_as_holder(*arguments)
             self._known.set(incarnation.decode())
             self._prefetched.clear()
             self._out_of_order.clear()
             self._last = "0-0"
             self._entries = {int(entries[i]): entries[i + 1].decode() for i in range(0, len(entries), 2)}
         return Reconciled(number_of(incarnation.decode()), bool(is_new), int(added), int(corrected))
+
+    def _reconcile_as_holder(self, *arguments: Argument) -> Any:
+        self._reclaim()
+        try:
+            return self._run("reconcile", *arguments)
+        except FencedError:  # by another learner, as reclaiming says, or Redis has forgotten the lease once more
+            self._reclaim()
+            return self._run("reconcile", *arguments)
 
     def prove_with(self, prove: Callable[[], Proof], on_reconciled: Callable[[Reconciled], None]) -> None:
         self._prove, self._on_reconciled = prove, on_reconciled

@@ -12,6 +12,7 @@ from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.redis.connection import connect
 from offbeat.services.redis.server import EmbeddedRedis
 from tests.simulation.walk import SimulationError, draw, simulate
+from tests.simulation.whole_learner import BrokenLifeError, live
 
 
 def main() -> int:
@@ -32,13 +33,16 @@ def main() -> int:
                 break
             try:
                 result = simulate(redis, server.url, seed)
-            except SimulationError as error:
+                happened = live(redis, server.url, seed)
+            except (SimulationError, BrokenLifeError) as error:
                 sys.stdout.write(f"{error}\n")
                 return 1
             num_played += 1
             if options.seed is not None:
                 settings, events = draw(seed)
-                sys.stdout.write("\n".join([str(settings), *map(str, events), result, ""]))
+                sys.stdout.write(
+                    "\n".join([str(settings), *map(str, events), result, f"whole learners: {dict(happened)}", ""])
+                )
     first = options.first if options.seed is None else options.seed
     sys.stdout.write(f"{num_played} seeds from {first} on: all hold\n")
     return 0

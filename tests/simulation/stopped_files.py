@@ -55,6 +55,11 @@ def _run(action: Callable[[], object], folder: Path, before: int, stop: Callable
         _stopper.stop = None
 
 
+def at_each(action: Callable[[], object], folder: Path, act: Callable[[], None]) -> None:
+    """Run an action; call `act` before each of its file operations in `folder`."""
+    _run(action, folder, 0, act)
+
+
 def kill_at(action: Callable[[], object], folder: Path, before: int) -> None:
     """Run an action whose process is killed after `before` file operations, if it has more."""
 

@@ -1,5 +1,6 @@
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -8,15 +9,20 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 from redis import Redis
 
+from offbeat.services import jsonl
 from offbeat.services.buffer import scripts
 from offbeat.services.buffer.api import Proof
 from offbeat.services.redis.connection import connect
+from offbeat.trainer.learner.checkpointing import Checkpointer
+from offbeat.trainer.learner.loop import Learner
 from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.training import checkpoint
+from offbeat.trainer.training.checkpoint import LearnerState
 from offbeat.trainer.training.fenced_folder import FencedFolder
 from tests.copying import replace
 from tests.simulation.machine import Protocol
 from tests.simulation.walk import SimulationError, draw, simulate
+from tests.simulation.whole_learner import FAULTS, BrokenLifeError, live
 
 pytestmark = pytest.mark.slow
 
@@ -123,6 +129,81 @@ def test_a_broken_guard_is_found(
     try:
         with connect(redis_url) as redis, pytest.raises(SimulationError, match="replay: make simulate ARGS='--seed"):
             simulate_all(redis, redis_url, range(NUM_SEEDS))
+    finally:
+        scripts.script_digest.cache_clear()
+
+
+# Whole learners
+
+
+def live_all(redis: Redis, url: str, seeds: Sequence[int]) -> None:
+    for seed in seeds:
+        live(redis, url, seed)
+
+
+@pytest.mark.timeout(600)
+def test_whole_learners_lose_nothing_and_train_nothing_twice(redis_url: str):
+    ends_at = time.monotonic() + BUDGET_S
+    happened = Counter[str]()
+    with connect(redis_url) as redis:
+        for seed in range(NUM_SEEDS):
+            if seed >= MIN_SEEDS and time.monotonic() > ends_at:
+                break
+            happened += live(redis, redis_url, seed)
+        assert set(happened) == {"lives", *FAULTS}
+        assert live(redis, redis_url, 3) == live(redis, redis_url, 3)
+
+
+def break_acknowledgement(patch: pytest.MonkeyPatch) -> None:
+    """Acknowledge groups before their checkpoint is durable."""
+    begin = Checkpointer.begin
+
+    def begin_and_acknowledge(self: Checkpointer, state: LearnerState, write: Callable[[Path], None]) -> None:
+        self._buffer.ack(tuple(self._consumed), state.step)
+        begin(self, state, write)
+
+    patch.setattr(Checkpointer, "begin", begin_and_acknowledge)
+
+
+def break_synced_checkpoints(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(checkpoint, "sync_tree", lambda _folder: None)
+
+
+def break_synced_journal(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepLedger, "sync", lambda _self: None)
+
+
+def break_synced_entries(patch: pytest.MonkeyPatch) -> None:
+    """Sync the journal's lines, but not its entry in its folder."""
+    patch.setattr(jsonl, "sync_folder", lambda _folder: None)
+
+
+def break_publication(patch: pytest.MonkeyPatch) -> None:
+    """Count an announcement that met a Redis that forgot as done."""
+    patch.setattr(
+        Learner, "_after_reconciliation", lambda self, result: self._ledger.write_reconciled(self._step, result)
+    )
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "broken",
+    [
+        break_acknowledgement,
+        break_synced_checkpoints,
+        break_synced_journal,
+        break_synced_entries,
+        break_publication,
+        break_script_fencing,
+    ],
+)
+def test_a_broken_guard_of_whole_learners_is_found(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, broken: Callable[[pytest.MonkeyPatch], None]
+):
+    broken(monkeypatch)
+    try:
+        with connect(redis_url) as redis, pytest.raises(BrokenLifeError, match=r"seed \d+ of whole learners"):
+            live_all(redis, redis_url, range(3 * NUM_SEEDS))
     finally:
         scripts.script_digest.cache_clear()
 

@@ -24,8 +24,8 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from offbeat.services.durable_files import sync_tree, write_json
 from offbeat.services.errors import FencedError
-from offbeat.trainer.training.durable_files import sync_tree, write_json
 from offbeat.trainer.training.fenced_folder import (
     EPOCH,
     REMOVED,

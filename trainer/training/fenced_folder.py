@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from offbeat.services.durable_files import make_folder, sync_folder, write_bytes, write_json
 from offbeat.services.errors import FencedError
-from offbeat.trainer.training.durable_files import make_folder, sync_folder, write_bytes, write_json
 
 EPOCH = ".epoch-"
 REMOVED = "removed-"

@@ -8,6 +8,7 @@ from threading import Event
 
 import pytest
 
+from offbeat.services.durable_files import sync_tree
 from offbeat.trainer.training.checkpoint import (
     CheckpointError,
     CheckpointStore,
@@ -15,7 +16,6 @@ from offbeat.trainer.training.checkpoint import (
     UnsavedError,
     read_checkpoint,
 )
-from offbeat.trainer.training.durable_files import sync_tree
 
 
 def write(folder: Path) -> None:
