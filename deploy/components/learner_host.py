@@ -122,8 +122,9 @@ class LearnerHost:
         standby: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """uid: of the run's record; writes to another run of this name are refused. environment: of the learner, besides this
-        process's.
+        """uid: of the run's record; writes to another run of this name are refused.
+
+        environment: of the learner, besides this process's.
         """
         self._environment = dict(environment or {})
         self._is_standby_enabled = standby
