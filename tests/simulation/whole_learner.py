@@ -299,6 +299,7 @@ class World:
             publisher=publisher,
             trainer=FakeTrainer(),
             checkpoints=store,
+            uploads=None,
             batch_log=BatchLog(self.folder),
             evaluations=Evaluations(buffer, sink, DictLog(), self.folder / "evaluations", epoch=buffer.epoch),
             intake=GroupIntake(buffer, config, GROUPS_PER_STEP, False, VOCABULARY),

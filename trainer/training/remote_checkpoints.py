@@ -23,6 +23,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from offbeat.services.durable_files import sync_tree
 from offbeat.services.errors import FencedError, RetryableError
 from offbeat.trainer.training.checkpoint import (
     MANIFEST,
@@ -35,7 +36,6 @@ from offbeat.trainer.training.checkpoint import (
     fingerprint,
     read_checkpoint,
 )
-from offbeat.trainer.training.durable_files import sync_tree
 from offbeat.trainer.training.fenced_folder import EPOCH, delete
 
 LISTS = re.compile(r"manifest-(\d{6})-(\d{6})\.json")
