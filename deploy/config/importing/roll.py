@@ -127,17 +127,18 @@ def _compose_existing(path: Path) -> tuple[Any, set[str], list[str]]:
 
     with readable(path):
         own = load_yaml(path.read_text(encoding="utf-8"))
-    entries = own.get("defaults") if isinstance(own, dict) else None
-    names = [each for each in entries or () if isinstance(each, str) and each != "_self_"]
-    missing = [name for name in names if not _file_of(path, name).is_file()]
-    keys = set(map(str, own)) if isinstance(own, dict) else set[str]()
-    if not missing:
-        return compose_files(path)[0], keys, []
-    others = [compose_files(_file_of(path, name))[0] for name in names if name not in missing]
-    composed = OmegaConf.merge(
-        *others, OmegaConf.create({key: own[key] for key in own if key not in ("defaults", "hydra")})
+    tree: Tree = {str(key): value for key, value in own.items()} if isinstance(own, dict) else {}
+    entries: Any = tree.get("defaults")
+    names = (
+        [each for each in entries if isinstance(each, str) and each != "_self_"] if isinstance(entries, list) else []
     )
-    return composed, keys, [f"defaults: there is no file {_file_of(path, name)}" for name in missing]
+    missing = [name for name in names if not _file_of(path, name).is_file()]
+    if not missing:
+        return compose_files(path)[0], set(tree), []
+    others = [compose_files(_file_of(path, name))[0] for name in names if name not in missing]
+    own_keys = {key: value for key, value in tree.items() if key not in ("defaults", "hydra")}
+    composed = OmegaConf.merge(*others, OmegaConf.create(own_keys))
+    return composed, set(tree), [f"defaults: there is no file {_file_of(path, name)}" for name in missing]
 
 
 def _file_of(path: Path, name: str) -> Path:

@@ -6,7 +6,7 @@ from typing import Any
 from offbeat.deploy.config.importing.report import Outcome
 from offbeat.deploy.config.importing.roll_roles import WITH_IMAGE
 from offbeat.deploy.config.importing.roll_run import estimator_default
-from offbeat.deploy.config.importing.rules import Key, Rule, Tree, get, missing, no_effect, rename, same
+from offbeat.deploy.config.importing.rules import Key, Rule, Tree, get, get_table, missing, no_effect, rename, same
 from offbeat.envs.registry import BUILT_IN, setting_names
 
 GEM_KINDS = ("game", "math", "code", "qa", "logic", "rg", "eval")
@@ -88,7 +88,7 @@ def _history(key: Key) -> Outcome | None:
 def _image_template(key: Key) -> Outcome:
     """Put the text before the image and after it into one template."""
     tag = key.path[1]
-    env = get(key.tree, ("custom_envs", tag)) or {}
+    env = get_table(key.tree, ("custom_envs", tag))
     before, after = env.get("pre_step_template") or "", env.get("next_step_template") or ""
     text = f"{before}{{image}}{after}"
     return Outcome("value", ("custom_envs", tag, "agent_template"), text, "one template with {image}")
@@ -108,7 +108,7 @@ def _template(key: Key) -> Outcome | None:
 
 def _normalization(key: Key) -> Outcome | None:
     """`grouping` and `method` are without effect where nothing is normalized."""
-    table = get(key.tree, "reward_normalization") or {}
+    table = get_table(key.tree, "reward_normalization")
     method = table.get("method", "identity")
     split = table.get("norm_mean_type") or table.get("norm_std_type")
     if key.path[-1] == "grouping" and method == "identity" and not split:
@@ -156,7 +156,7 @@ def _partition(key: Key) -> Outcome | None:
 
 
 def _episodes_per_worker(key: Key) -> Outcome | None:
-    manager = get(key.tree, key.path[:1]) or {}
+    manager = get_table(key.tree, key.path[:1])
     size = (manager.get("group_size") or 1) + (manager.get("group_size_redundancy") or 0)
     if not isinstance(key.value, int) or key.value == 0 or key.value >= size:
         return None
@@ -216,7 +216,7 @@ def agentic_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
 
 def add_gem_ids(tree: Tree, source: Tree) -> None:
     """Set the id of each of GEM's envs."""
-    for tag, env in (source.get("custom_envs") or {}).items():
+    for tag, env in get_table(source, "custom_envs").items():
         name = str((env or {}).get("env_type"))
         if ":" in name and name.partition(":")[0] in GEM_KINDS:
             table = tree["custom_envs"][str(tag)]

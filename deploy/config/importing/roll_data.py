@@ -5,7 +5,18 @@ from typing import Any
 
 from offbeat.deploy.config.importing.report import Outcome
 from offbeat.deploy.config.importing.roll_roles import num_devices, num_shards, template_outcome
-from offbeat.deploy.config.importing.rules import Key, Rule, Tree, become, get, missing, no_effect, rename, same
+from offbeat.deploy.config.importing.rules import (
+    Key,
+    Rule,
+    Tree,
+    become,
+    get,
+    get_table,
+    missing,
+    no_effect,
+    rename,
+    same,
+)
 
 ONE_FILE = "one file: join them"
 
@@ -67,7 +78,7 @@ SFT: tuple[tuple[str, Rule], ...] = (
 def _batch(tree: Tree, per_row: int) -> int | None:
     """Return the trajectories of an optimizer step."""
     devices = num_devices(tree)
-    args = get(tree, "actor_train.training_args") or {}
+    args = get_table(tree, "actor_train.training_args")
     if devices is None:
         return None
     rows = (args.get("per_device_train_batch_size") or 8) * (args.get("gradient_accumulation_steps") or 1)

@@ -124,19 +124,27 @@ MANAGERS = _names("train_env_manager val_env_manager")
 
 def find_unknown(pipeline: str, path: KeyPath) -> KeyPath | None:
     """Return the start of a key that no class of ROLL has; None if ROLL reads it. path: with uniform names of roles."""
-    if path[0] not in PIPELINES[pipeline] | ROLES:
-        return path[:1]
-    start = 2 if path[0] == "rewards" or (path[0] == "teacher" and len(path) > 1 and path[1] not in WORKER) else 1
-    role = WORKER if path[0] in ROLES else None
-    if path[0] in MANAGERS:
-        role = WORKER | MANAGER
-    if path[0] in ("rewards", "reward"):
-        role = WORKER | REWARD | {"llm_proxy"}
-    if path[0] == "reward_normalization":
-        role = NORMALIZATION
-    if role is None or len(path) <= start:
+    first, *rest = path
+    if first not in PIPELINES[pipeline] | ROLES:
+        return (first,)
+    is_named = first == "rewards" or (first == "teacher" and bool(rest) and rest[0] not in WORKER)
+    names = rest[1:] if is_named else rest
+    known = _keys_of(first)
+    if known is None or not names:
         return None
-    if path[start] not in role:
+    start = len(path) - len(names)
+    if names[0] not in known:
         return path[: start + 1]
-    arguments = ARGUMENTS.get(path[start])
-    return path[: start + 2] if arguments and len(path) > start + 1 and path[start + 1] not in arguments else None
+    arguments = ARGUMENTS.get(names[0])
+    return path[: start + 2] if arguments and len(names) > 1 and names[1] not in arguments else None
+
+
+def _keys_of(table: str) -> frozenset[str] | None:
+    """Return the keys of a table; None: free, or a value."""
+    if table in MANAGERS:
+        return WORKER | MANAGER
+    if table in ("rewards", "reward"):
+        return WORKER | REWARD | {"llm_proxy"}
+    if table == "reward_normalization":
+        return NORMALIZATION
+    return WORKER if table in ROLES else None

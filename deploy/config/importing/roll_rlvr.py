@@ -8,7 +8,7 @@ from offbeat.deploy.config.importing.report import Outcome
 from offbeat.deploy.config.importing.roll_data import dataset
 from offbeat.deploy.config.importing.roll_roles import template_outcome
 from offbeat.deploy.config.importing.roll_run import estimator_default
-from offbeat.deploy.config.importing.rules import Key, Rule, Tree, get, missing, no_effect, rename, same
+from offbeat.deploy.config.importing.rules import Key, Rule, Tree, get, get_table, missing, no_effect, rename, same
 
 KINDS = {
     "math_rule_reward_worker": "math_rule",
@@ -99,7 +99,7 @@ def _normalization(key: Key) -> Outcome:
 
 
 def _share(key: Key) -> Outcome:
-    shares = [each for each in (get(key.tree, key.path[:-1]) or {}).values() if isinstance(each, int | float)]
+    shares = [each for each in get_table(key.tree, key.path[:-1]).values() if isinstance(each, int | float)]
     path, total = ("data", "domain_interleave_probs", key.path[-1]), sum(shares)
     if abs(total - 1) < MAX_SHARE_ERROR or not isinstance(key.value, int | float):
         return Outcome("renamed", path, key.value)
@@ -108,7 +108,7 @@ def _share(key: Key) -> Outcome:
 
 def _taught(key: Key) -> Outcome | None:
     """Name domains instead of values of the dataset's column."""
-    domains = (get(key.tree, "rewards") or {}).items()
+    domains = get_table(key.tree, "rewards").items()
     if not isinstance(key.value, list):
         return None
     names = [str(name) for name, reward in domains if {*(reward or {}).get("tag_included", [])} & {*key.value}]
@@ -188,7 +188,7 @@ def rlvr_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
 def name_domains(tree: Tree, source: Tree) -> None:
     """Make a tag of each domain, and a list of the rewards."""
     answer = get(source, "response_length") or get(tree, "actor_infer.generating_args.max_new_tokens")
-    domains = source.get("rewards") or {}
+    domains = get_table(source, "rewards")
     template = {"env_type": "prompt", "max_steps": 1, "agent_template": "{observation}", "execution": "inline"}
     if isinstance(answer, int):
         template["max_tokens_per_step"] = answer

@@ -1,5 +1,7 @@
 """ROLL's keys of roles and engines as ours; names that both have are in `trainer/config/aliases.py`."""
 
+from typing import cast
+
 from offbeat.deploy.config.importing.report import Outcome
 from offbeat.deploy.config.importing.rules import (
     Key,
@@ -7,6 +9,7 @@ from offbeat.deploy.config.importing.rules import (
     Tree,
     become,
     get,
+    get_table,
     missing,
     no_effect,
     rename,
@@ -26,7 +29,7 @@ WITH_IMAGE = "vl_traj_env_manager"
 
 def num_shards(tree: Tree) -> int:
     """Return the devices of one data-parallel replica of the policy."""
-    config = get(tree, TRAIN_CONFIG) or {}
+    config = get_table(tree, TRAIN_CONFIG)
     sizes = [config.get(name) for name in SHARDING]
     sizes.append(get(tree, "actor_train.model_args.ulysses_size"))
     product = 1
@@ -37,9 +40,10 @@ def num_shards(tree: Tree) -> int:
 
 def num_devices(tree: Tree) -> int | None:
     try:
-        return len(parse_device_mapping(get(tree, "actor_train.device_mapping")) or ()) or None
+        devices = parse_device_mapping(get(tree, "actor_train.device_mapping"))
     except ValueError:
         return None
+    return len(cast(tuple[int, ...], devices)) if isinstance(devices, tuple) else None
 
 
 def num_trajectories(tree: Tree) -> int | None:
@@ -50,18 +54,21 @@ def num_trajectories(tree: Tree) -> int | None:
 
 def steps_of_batch(tree: Tree) -> int | None:
     """Return ROLL's optimizer steps per batch of trajectories."""
-    args, devices = get(tree, "actor_train.training_args") or {}, num_devices(tree)
-    sizes = (args.get("per_device_train_batch_size"), args.get("gradient_accumulation_steps"))
-    batch = num_trajectories(tree)
-    if devices is None or not all(isinstance(each, int) and each > 0 for each in (*sizes, batch)):
+    args, devices = get_table(tree, "actor_train.training_args"), num_devices(tree)
+    size, steps, batch = (
+        args.get("per_device_train_batch_size"),
+        args.get("gradient_accumulation_steps"),
+        num_trajectories(tree),
+    )
+    if devices is None or batch is None or not isinstance(size, int) or not isinstance(steps, int) or size * steps <= 0:
         return None
-    per_step = sizes[0] * sizes[1] * max(1, devices // num_shards(tree))
+    per_step = size * steps * max(1, devices // num_shards(tree))
     return max(1, batch // per_step)
 
 
 def shows_images(tree: Tree) -> bool:
     """Return whether envs show images (ROLL's VLTrajEnvManager)."""
-    envs = get(tree, "custom_envs") or {}
+    envs = get_table(tree, "custom_envs")
     return any(WITH_IMAGE in str((env or {}).get("env_manager_cls")) for env in envs.values())
 
 

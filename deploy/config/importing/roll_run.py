@@ -5,7 +5,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from offbeat.deploy.config.importing.report import Outcome
-from offbeat.deploy.config.importing.rules import Key, Rule, Tree, become, get, missing, no_effect, rename, same
+from offbeat.deploy.config.importing.rules import (
+    Key,
+    Rule,
+    Tree,
+    become,
+    get,
+    get_table,
+    missing,
+    no_effect,
+    rename,
+    same,
+)
 
 
 def _name(key: Key) -> Outcome | None:
@@ -46,7 +57,7 @@ def _estimator(key: Key) -> Outcome | None:
     """ROLL's `grpo` normalizes nothing by itself in the agentic pipeline."""
     if is_distillation(key.tree):
         return Outcome("no effect", note="teachers alone: adv_estimator: opd")
-    table = get(key.tree, "reward_normalization") or {}
+    table = get_table(key.tree, "reward_normalization")
     is_off = table.get("method", "identity") == "identity" and not (
         table.get("norm_mean_type") or table.get("norm_std_type")
     )
@@ -93,7 +104,8 @@ def _filters(key: Key) -> Outcome | None:
 def _filter(each: Any) -> dict[str, Any]:
     if not isinstance(each, dict) or not each.get("enabled"):
         return {}
-    result: dict[str, Any] = {"agg_type": {"segment": "turn"}.get(each.get("agg_type"), each.get("agg_type", "token"))}
+    unit = str(each.get("agg_type", "token"))
+    result: dict[str, Any] = {"agg_type": "turn" if unit == "segment" else unit}
     if each.get("ratio_enabled", True):
         result |= {"ratio_low": each.get("ratio_low", 0.8), "ratio_high": each.get("ratio_high", 1.2)}
     if each.get("diff_enabled"):
@@ -102,7 +114,7 @@ def _filter(each: Any) -> dict[str, Any]:
 
 
 def _is_weight(key: Key) -> Outcome | None:
-    table = get(key.tree, "train_infer_correction.is_weight") or {}
+    table = get_table(key.tree, "train_infer_correction.is_weight")
     name = key.path[-1]
     if not table.get("enabled"):
         return Outcome("same" if name == "enabled" else "no effect", note="no importance weight")

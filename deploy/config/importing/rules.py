@@ -6,7 +6,7 @@ answers counts.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from offbeat.deploy.config.importing.report import KeyPath, KeyReport, Outcome
 from offbeat.trainer.config.aliases import canonicalize
@@ -137,14 +137,21 @@ def get(tree: Mapping[str, Any], path: KeyPath | str, default: Any = None) -> An
     return value
 
 
+def get_table(tree: Mapping[str, Any], path: KeyPath | str) -> Tree:
+    """Return a table; an empty one for a key that is absent or no table."""
+    value = get(tree, path)
+    return cast(Tree, value) if isinstance(value, dict) else {}
+
+
 def remove(tree: Tree, path: KeyPath) -> None:
     """Delete a key, and tables that become empty."""
-    child = get(tree, path[:-1], tree) if len(path) > 1 else tree
-    if not isinstance(child, dict) or path[-1] not in child:
+    *parents, leaf = path
+    child = get(tree, tuple(parents))
+    if not isinstance(child, dict) or leaf not in child:
         return
-    del child[path[-1]]
-    if not child and len(path) > 1:
-        remove(tree, path[:-1])
+    del child[leaf]
+    if not child and parents:
+        remove(tree, tuple(parents))
 
 
 def translate(keys: Iterator[tuple[KeyPath, Key]], decide: Callable[[Key], Outcome]) -> tuple[Tree, list[KeyReport]]:
