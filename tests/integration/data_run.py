@@ -1,6 +1,7 @@
 """A run of a data pipeline over a real Redis: the real env worker reads its rows; tests bring the learner. No Ray."""
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ from offbeat.services.redis.connection import connect_async
 from offbeat.services.rollout.data.source import DataSource
 from offbeat.services.rollout.worker import EnvWorker
 from offbeat.services.telemetry import AsyncRedisMetrics
+from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig
+from offbeat.trainer.models.loading import load_policy
+from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.integration.learner_run import Run, killed_at_exit, prepared_run
 from tests.paths import CONFIGS
 
@@ -37,12 +41,15 @@ def a_data_run(
     url: str, folder: Path, name: str, pipeline: str, overrides: Sequence[str] = (), *, works: bool = True
 ) -> Iterator[Run]:
     """works: start a worker."""
-    make = conversations if pipeline == "sft" else pairs
+    make = pairs if pipeline == "dpo" else conversations
     rows, held_out = folder / f"{pipeline}.jsonl", folder / f"{pipeline}_val.jsonl"
     write_rows(rows, make(20))
     write_rows(held_out, make(5, seed=1))
     settings = [f"output_dir={folder / name}", f"exp_name={name}", *SMALL]
-    settings += [f"data.dataset_name={rows}", f"data.val_dataset_name={held_out}", *overrides]
+    settings += [f"data.dataset_name={rows}", f"data.val_dataset_name={held_out}"]
+    if pipeline == "distill":
+        settings.append(f"teacher.lake.model_args.model_name_or_path={write_teacher(folder / 'teacher', rows)}")
+    settings += overrides
     with (
         prepared_run(url, load_run(CONFIGS / f"{pipeline}.yaml", settings)) as run,
         killed_at_exit(run.learners),
@@ -52,6 +59,19 @@ def a_data_run(
             return
         with a_worker(run, "worker"):
             yield run
+
+
+def write_teacher(folder: Path, rows: Path) -> Path:
+    """A tiny policy of random weights with the rows' words."""
+    words = dict.fromkeys(word for message in _messages(rows) for word in message["content"].split())
+    write_tiny_policy(folder, TinyPolicyConfig(num_hidden_layers=2), list(words))
+    load_policy(folder, ModelArgs(), seed=7).model.save_pretrained(folder)
+    return folder
+
+
+def _messages(rows: Path) -> Iterator[dict[str, str]]:
+    for line in rows.read_text().splitlines():
+        yield from json.loads(line)["messages"]
 
 
 @contextmanager

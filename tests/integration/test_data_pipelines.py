@@ -20,12 +20,12 @@ from tests.waiting import wait_until_sync
 
 pytestmark = pytest.mark.slow
 
-GROUPS = {"sft": 48, "dpo": 24}
+GROUPS = {"sft": 48, "dpo": 24, "distill": 48}
 """Of six steps."""
 RECORDING = ("record_batches=100",)
 
 
-@pytest.fixture(scope="module", params=["sft", "dpo"])
+@pytest.fixture(scope="module", params=["sft", "dpo", "distill"])
 def undisturbed(
     request: pytest.FixtureRequest, redis_server: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Run]:
@@ -68,6 +68,8 @@ def test_a_data_run_lowers_its_losses_and_says_so(undisturbed: Run) -> None:
         assert {"rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"} <= set(steps[-1])
         # The policy is still the reference, which is scored in other micro-batches: float32 sums differ in the last digits
         assert steps[0]["rewards/margins"].value == pytest.approx(0, abs=1e-5)
+    if pipeline == "distill":
+        assert {"kd_loss", "sft_loss"} <= set(steps[-1])
     losses = [r.values["loss"].value for r in records if r.source == "eval"]
     assert len(losses) == 4  # before, at 2 and 4, after
     assert losses[-1] < losses[0]

@@ -12,6 +12,7 @@ from offbeat.services.rollout.data.config import DataConfig, Pipeline
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.checkpoints import CheckpointConfig, CheckpointUrl, find_url_problem
 from offbeat.trainer.config.conditions import SET, ConditionalConfig, OnlyWith
+from offbeat.trainer.config.distillation import DistillConfig
 from offbeat.trainer.config.preference import PreferenceConfig
 from offbeat.trainer.config.replay import ReplayConfig
 from offbeat.trainer.config.roles import AttentionName, CriticConfig, ReferenceConfig, RoleModelArgs, TrainDtype
@@ -271,12 +272,13 @@ class ActorTrainConfig(Config):
 
 class LearnerConfig(AlgorithmConfig):
     pipeline: Pipeline = "agentic"
-    """What groups are made of. `agentic`: episodes of envs; `sft`: conversations of a dataset; `dpo`: pairs of a dataset
-    (docs/pipelines.md).
+    """What groups are made of. `agentic`: episodes of envs; `sft`: conversations of a dataset; `distill`: conversations with
+    teachers' distributions; `dpo`: pairs of a dataset (docs/pipelines.md).
     """
-    data: Annotated[DataConfig | None, OnlyWith(pipeline=("sft", "dpo"))] = None
+    data: Annotated[DataConfig | None, OnlyWith(pipeline=("sft", "dpo", "distill"))] = None
     """Dataset of the data pipelines."""
     dpo: Annotated[PreferenceConfig, OnlyWith(pipeline=("dpo",))] = PreferenceConfig()
+    distill: Annotated[DistillConfig, OnlyWith(pipeline=("distill",))] = DistillConfig()
     seed: int = Field(default=42, ge=0, lt=2**31)
     """Seed of tasks, initial weights and sampling; below 2**31, since engines add ranks."""
     output_dir: Path = Path("runs/offbeat")
@@ -411,6 +413,10 @@ class LearnerConfig(AlgorithmConfig):
     def reads_data(self) -> bool:
         """Whether training groups are dataset rows."""
         return self.pipeline != "agentic"
+
+    @property
+    def distills(self) -> bool:
+        return self.pipeline == "distill" if self.reads_data else super().distills
 
     @property
     def needs_reference(self) -> bool:

@@ -14,16 +14,20 @@ from offbeat.trainer.data.batch import Batch, MicroBatch, group_minibatches, pac
 from offbeat.trainer.data.prefix_groups import whole_group_microbatches
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.base import Hyperparameters
-from offbeat.trainer.losses.preference import PreferenceLosses
-from offbeat.trainer.losses.supervised import SupervisedLosses
 from offbeat.trainer.models.policy import Sampled
-from offbeat.trainer.training.group_scorer import to_input
+from offbeat.trainer.training.data_objectives import (
+    Objective,
+    PreferenceObjective,
+    SupervisedObjective,
+    distillation_of,
+)
 from offbeat.trainer.training.optimizer_step import (
     BatchTrainer,
     Gauges,
     StepPreview,
     shared_tokens,
 )
+from offbeat.trainer.training.teacher_scorer import TeacherScorer
 
 
 class DataTrainer(BatchTrainer):
@@ -35,30 +39,30 @@ class DataTrainer(BatchTrainer):
 
     def evaluate(self, groups: Sequence[Group]) -> Gauges:
         """Return the losses of groups under current weights."""
-        batch = pack(groups)
+        objective = self._objective(groups)
+        batch = objective.batch
         if not batch.num_sampled:
             return {}
         micro_batches = self._cut_whole(batch, range(batch.num_sequences))
-        losses = self._losses(batch, micro_batches, self._reference_logprobs(groups))
-        inputs = [to_input(micro) for micro in micro_batches]
-        outputs = self._models.policy.infer(inputs, lambda output: torch.stack([output.logprobs, output.entropies]))
+        losses = objective.make_losses(micro_batches)
+        outputs = self._models.policy.infer([objective.to_input(micro) for micro in micro_batches], _loss_inputs)
         for i, rows in enumerate(outputs):
-            losses.of_policy(i, Sampled(rows[0], rows[1]))
+            losses.of_policy(i, Sampled(*rows))
         # Every rank has every output
-        return merge_all(losses.gauges)
+        return objective.finish(merge_all(losses.gauges))
 
     def _train(self, step_batch: StepBatch) -> Gauges:
-        batch, step = pack(step_batch.groups), step_batch.step
+        objective, step = self._objective(step_batch.groups), step_batch.step
+        batch = objective.batch
         if not batch.num_sampled:
             return {}
         rate = self._rate(step, self.learning_rate, self._args.warmup_steps)
-        reference = self._reference_logprobs(step_batch.groups)
         pieces: list[Gauges] = []
         parts: list[list[MicroBatch]] = []
         for sequences in group_minibatches(batch, self._args.num_minibatches):
             micro_batches = self._cut_whole(batch, sequences)
-            losses = self._losses(batch, micro_batches, reference)
-            inputs = [to_input(micro) for micro in micro_batches]
+            losses = objective.make_losses(micro_batches)
+            inputs = [objective.to_input(micro) for micro in micro_batches]
             outcome = self._models.policy.train(
                 inputs, losses.of_policy, Hyperparameters(rate, self._args.weight_decay)
             )
@@ -66,7 +70,7 @@ class DataTrainer(BatchTrainer):
             parts.append(micro_batches)
         lengths = batch.lengths.float()
         return {
-            **self._merge(pieces),
+            **objective.finish(self._merge(pieces)),
             "tokens_trained": Partial("sum", float(batch.num_sampled)),
             "tokens/computed": Partial("sum", float(batch.num_tokens)),
             "tokens/shared": shared_tokens(batch, parts),
@@ -75,21 +79,21 @@ class DataTrainer(BatchTrainer):
             "tokens/response_length/max": Partial("max", float(lengths.max())),
         }
 
-    def _losses(
-        self, batch: Batch, micro_batches: Sequence[MicroBatch], reference: Tensor | None
-    ) -> SupervisedLosses | PreferenceLosses:
-        index = torch.cat([micro.index for micro in micro_batches])
+    def _objective(self, groups: Sequence[Group]) -> Objective:
+        if self._config.pipeline == "distill":
+            return distillation_of(self._config, groups, self._teacher_scorers(), self._models.score_keys)
+        batch = pack(groups)
         if self._config.pipeline == "sft":
-            return SupervisedLosses(len(index))
-        trajectories = batch.trajectory[index]
-        return PreferenceLosses(
-            self._config.dpo,
-            batch,
-            micro_batches,
-            num_pairs=len(torch.unique(batch.group[trajectories])),
-            num_chosen_tokens=int((trajectories % 2 == 0).sum()),
-            ref_logprobs=reference,
-        )
+            return SupervisedObjective(batch)
+        return PreferenceObjective(self._config, batch, self._reference_logprobs(groups))
+
+    def _teacher_scorers(self) -> dict[str, TeacherScorer]:
+        models = zip(self._config.teacher.items(), self._models.teachers, strict=True)
+        return {
+            name: TeacherScorer(model, self._config, teacher.infer_batch_size, self._models.vocab_size)
+            for (name, teacher), model in models
+            if model is not None
+        }
 
     def _reference_logprobs(self, groups: Sequence[Group]) -> Tensor | None:
         rows = self._score(self._models.reference, "reference", self._config.reference.infer_batch_size, groups)
@@ -103,3 +107,8 @@ class DataTrainer(BatchTrainer):
             share_prefix=self._config.actor_train.model_args.shared_prefix,
             multiple_of=self._ranks.world_size,
         )
+
+
+def _loss_inputs(output: Sampled) -> Tensor:
+    outputs = (output.logprobs, output.entropies, output.divergences)
+    return torch.stack([values for values in outputs if values is not None])

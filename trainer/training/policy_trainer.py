@@ -214,7 +214,7 @@ class PolicyTrainer:
             weights = Path(self._config.critic_folder or folder)
             self._critic = self._engine(self._kick_watchdog(load_critic(weights, args.of_role(role), seed)))
         reference = None if REFERENCE_ROLE in keys else self._build_reference(folder)
-        models = StepModels(self._policy, self._critic, reference, self._teachers(keys), keys)
+        models = StepModels(self._policy, self._critic, reference, self._teachers(keys), keys, self.vocab_size)
         make_trainer = DataTrainer if self._config.reads_data else BatchTrainer
         self._steps = make_trainer(self._config, models, self._ranks)
 

@@ -14,6 +14,7 @@ from offbeat.services.rollout.data.rows import RowError, open_rows
 from offbeat.services.rollout.data.source import DataSource, check_columns, read_conversation
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.issue import ConfigIssue
+from offbeat.trainer.config.scored_roles import scored_roles
 
 DATA_KEYS = ("data.dataset_name", "data.val_dataset_name")
 CHECKED_ROWS = 64
@@ -37,11 +38,18 @@ def steps_of_epochs(config: RunConfig) -> int | None:
 def check_data(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield missing data, and keys without effect."""
     if not config.reads_data:
+        for role in scored_roles(config, config.reference, "files"):
+            message = "files hold the scores of a dataset's rows: take learner or service"
+            yield ConfigIssue(f"{role.name}.strategy_args.placement", message)
         return
     pipeline, unset = f"pipeline: {config.pipeline}", RunConfig()
     if config.data is None:
         yield ConfigIssue("data.dataset_name", f"{pipeline} trains on rows: name a file")
+    if config.pipeline == "distill":
+        yield from _check_distillation(config)
     for key in EPISODE_KEYS:
+        if key == "teacher" and config.pipeline == "distill":
+            continue
         if getattr(config, key) != getattr(unset, key):
             yield ConfigIssue(key, f"has no effect with {pipeline}: leave it out")
     if config.reference.strategy_args.placement == "service":
@@ -50,6 +58,20 @@ def check_data(config: RunConfig) -> Iterator[ConfigIssue]:
     reference = config.reference.model_dump(exclude_defaults=True)
     if reference and not config.needs_reference:
         yield ConfigIssue("reference", f"has no effect with {pipeline} and no reference: leave it out")
+
+
+def _check_distillation(config: RunConfig) -> Iterator[ConfigIssue]:
+    if not config.teacher:
+        yield ConfigIssue(
+            "teacher", "distillation needs one: set teacher.NAME.model_args.model_name_or_path to a folder"
+        )
+    for name, teacher in config.teacher.items():
+        key, folder = f"teacher.{name}.model_args.model_name_or_path", teacher.model_args.model_name_or_path
+        if not Path(folder).is_dir():
+            yield ConfigIssue(key, f"no such folder: {folder}; set it to a local Hugging Face folder")
+        if teacher.strategy_args.placement == "service" and config.data and config.data.val_dataset_name:
+            message = "a service scores training rows alone: take learner or files, or leave data.val_dataset_name out"
+            yield ConfigIssue(f"teacher.{name}.strategy_args.placement", message)
 
 
 def check_rows(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:

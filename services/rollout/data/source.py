@@ -62,17 +62,27 @@ class DataSource:
             return []
         rows = open_rows(self._config.val_dataset_name)
         check_columns(rows, self._config, self._pipeline)
-        size = GROUP_SIZES[self._pipeline]
-        groups = [
-            [self._read(rows, row, row, index, 0, str(row), 0) for index in range(size)] for row in range(len(rows))
-        ]
+        groups = [self._members(rows, row) for row in range(len(rows))]
         return [group for group in groups if all(trajectory.num_sampled for trajectory in group)]
+
+    def row(self, row: int) -> list[Trajectory]:
+        """Return the members of a training row's group.
+
+        Raises:
+            EpisodeError: as `trajectory`.
+        """
+        return self._members(self._rows, row)
+
+    def _members(self, rows: DatasetRows, row: int) -> list[Trajectory]:
+        size = GROUP_SIZES[self._pipeline]
+        return [self._read(rows, row, row, index, 0, str(row), 0) for index in range(size)]
 
     def _read(
         self, rows: DatasetRows, row: int, number: int, index: int, version: int, group_id: str, attempt: int
     ) -> Trajectory:
         try:
-            tokenized = self._tokenize(rows[row], index)
+            content = rows[row]
+            tokenized = self._tokenize(content, index)
         except (ConversationError, RowError) as error:
             name = "" if isinstance(error, RowError) else f"{rows.name(row)}: "
             raise EpisodeError(BAD_ROW, f"{name}{error}") from error
@@ -85,7 +95,7 @@ class DataSource:
                 "group_id": group_id or str(number),
                 "index": index,
                 "attempt": attempt,
-                "tag": self._pipeline,
+                "tag": str(content.get(self._config.tag_key) or self._pipeline),
                 "seed": row,
             },
         )
@@ -104,7 +114,7 @@ def message_keys(config: DataConfig) -> tuple[str, ...]:
 def check_columns(rows: DatasetRows, config: DataConfig, pipeline: str) -> None:
     """Raise ValueError naming key and columns unless the pipeline's columns exist."""
     has = ", ".join(rows.columns)
-    if pipeline == "sft":
+    if GROUP_SIZES[pipeline] == 1:
         if config.messages_key in rows.columns:
             return
         for key in ("prompt_key", "response_key"):
@@ -125,7 +135,7 @@ def read_conversation(row: Row, config: DataConfig, pipeline: str, index: int) -
     Raises:
         RowError, ConversationError: no messages.
     """
-    if pipeline == "sft":
+    if GROUP_SIZES[pipeline] == 1:
         if row.get(config.messages_key) is not None:
             return _messages(row, config.messages_key), 0
         prompt = _messages(row, config.prompt_key, "user")

@@ -88,7 +88,8 @@ PLAIN = {
     "data.dataset_name": "read as data",
     "data.val_dataset_name": "read as data",
     **dict.fromkeys(
-        (f"data.{key}_key" for key in ("messages", "prompt", "response", "chosen", "rejected", "tools")), "a column"
+        (f"data.{key}_key" for key in ("messages", "prompt", "response", "chosen", "rejected", "tools", "tag")),
+        "a column",
     ),
     "chat_template": "a name, text rendered in a sandbox, or a file *.jinja read as such",
     "warm_start.tag": "a tag",
