@@ -116,6 +116,9 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "learner", "sft_loss", "nats", "Negative log-likelihood per token of chosen responses, or of `distill`'s rows."
     ),
+    Metric(
+        "learner", "kl", "nats", "KL to the reference on mismatched responses, per response (`dpo.loss_type: kto`)."
+    ),
     Metric("learner", "kd_loss", "nats", "Weighted divergence from the teachers per taught token (`distill`)."),
     *(
         Metric(source, f"{name}/{member}", unit, text.format(member))
@@ -136,6 +139,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("eval", "loss", "", "Mean loss of the validation rows, as the learner's."),
     Metric("eval", "sft_loss", "nats", "Negative log-likelihood per token of the validation rows, as the learner's."),
+    Metric("eval", "kl", "nats", "KL to the reference on mismatched validation responses, per response."),
     Metric("eval", "kd_loss", "nats", "Divergence from the teachers per taught token of the validation rows."),
     Metric("eval", "rows", "rows", "Validation rows (pairs with `dpo`)."),
     Metric("learner", "actor/pg_loss", "", "Policy loss, with its corrections."),

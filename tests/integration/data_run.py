@@ -9,7 +9,7 @@ from pathlib import Path
 
 from offbeat.deploy import run_setup
 from offbeat.deploy.config.loader import load_run
-from offbeat.envs.frozen_lake.rows import conversations, pairs, write_rows
+from offbeat.envs.frozen_lake.rows import conversations, pairs, unpaired, write_rows
 from offbeat.services.buffer.worker_client import AsyncRolloutBuffer
 from offbeat.services.chat.append_only import load_chat_format
 from offbeat.services.generation.client import NoGeneration
@@ -40,8 +40,8 @@ SMALL = (
 def a_data_run(
     url: str, folder: Path, name: str, pipeline: str, overrides: Sequence[str] = (), *, works: bool = True
 ) -> Iterator[Run]:
-    """works: start a worker."""
-    make = pairs if pipeline == "dpo" else conversations
+    """pipeline: or `kto`, which is a loss of `dpo`. works: start a worker."""
+    make = {"dpo": pairs, "kto": unpaired}.get(pipeline, conversations)
     rows, held_out = folder / f"{pipeline}.jsonl", folder / f"{pipeline}_val.jsonl"
     write_rows(rows, make(20))
     write_rows(held_out, make(5, seed=1))
@@ -49,9 +49,12 @@ def a_data_run(
     settings += [f"data.dataset_name={rows}", f"data.val_dataset_name={held_out}"]
     if pipeline == "distill":
         settings.append(f"teacher.lake.model_args.model_name_or_path={write_teacher(folder / 'teacher', rows)}")
+    if pipeline == "kto":
+        settings.append("dpo.loss_type=kto")
     settings += overrides
+    config = "dpo" if pipeline == "kto" else pipeline
     with (
-        prepared_run(url, load_run(CONFIGS / f"{pipeline}.yaml", settings)) as run,
+        prepared_run(url, load_run(CONFIGS / f"{config}.yaml", settings)) as run,
         killed_at_exit(run.learners),
     ):
         if not works:

@@ -351,7 +351,7 @@ class LearnerConfig(AlgorithmConfig):
     """
     actor_train: ActorTrainConfig = Field(default=ActorTrainConfig(), validate_default=True)
     critic: CriticConfig = CriticConfig()
-    reference: ReferenceConfig = ReferenceConfig()
+    reference: ReferenceConfig = Field(default=ReferenceConfig(), validate_default=True)
 
     @field_validator("actor_train")
     @classmethod
@@ -375,6 +375,15 @@ class LearnerConfig(AlgorithmConfig):
         if problem := find_problem(value):
             raise ValueError(problem)
         return value
+
+    @field_validator("reference")
+    @classmethod
+    def _is_precomputed(cls, value: ReferenceConfig, info: ValidationInfo) -> ReferenceConfig:
+        dpo = info.data.get("dpo")
+        if not isinstance(dpo, PreferenceConfig) or not dpo.precompute_ref_log_probs:
+            return value
+        strategy = value.strategy_args.model_copy(update={"placement": "files"})
+        return value.model_copy(update={"strategy_args": strategy})
 
     @field_validator("track_with", mode="before")
     @classmethod
@@ -428,6 +437,10 @@ class LearnerConfig(AlgorithmConfig):
     def has_policy_folder(self) -> bool:
         """True if the policy's files are in the run's folder."""
         return self.pretrain == "tiny" or self.chat_template is not None
+
+    @property
+    def needs_ref_logprobs(self) -> bool:
+        return self.needs_reference if self.reads_data else super().needs_ref_logprobs
 
     @property
     def critic_folder(self) -> str | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from offbeat.services.errors import ControlError
 from offbeat.services.messages.types import Group
 from offbeat.services.rollout.data.rows import open_rows
-from offbeat.trainer.config.scored_roles import ScoredRole, scored_roles
+from offbeat.trainer.config.scored_roles import REFERENCE, ScoredRole, scored_roles
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.score_files import COMMAND, ScoreFiles, token_digest
 from offbeat.trainer.training.score_keys import score_keys
@@ -43,6 +43,8 @@ def open_file_scores(run: LearnerRun, dataset: Path | None) -> FileScores | None
         return None
     keys, num_rows = score_keys(run), len(open_rows(dataset))
     for role in roles:
+        if role.name == REFERENCE:
+            continue  # written before the first step
         files = ScoreFiles(dataset, keys[role.name])
         if missing := files.missing_files(num_rows):
             count = sum(map(len, missing))

@@ -1,6 +1,6 @@
 """Losses of the data pipelines for one optimizer step's batch, on every rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from offbeat.trainer.data.whole_sequences import learned_tokens, with_prompts
 from offbeat.trainer.losses.distillation import DistillationLosses, add_loss, make_distillation
 from offbeat.trainer.losses.preference import PreferenceLosses
 from offbeat.trainer.losses.supervised import SupervisedLosses
+from offbeat.trainer.losses.unpaired import UnpairedLosses, add_margins
 from offbeat.trainer.models.distillation import TeacherTokens
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import Sampled
@@ -84,6 +85,47 @@ class PreferenceObjective:
 
     def finish(self, gauges: Gauges) -> Gauges:
         return gauges
+
+
+@dataclass(frozen=True, slots=True)
+class UnpairedObjective:
+    """Even trajectories are trained; odd ones have mismatched responses, on which the KL is estimated.
+
+    infer_logprobs: sequences -> the policy's logprobs, [M], zeros elsewhere; collective.
+    """
+
+    config: LearnerConfig
+    batch: Batch
+    ref_logprobs: Tensor
+    infer_logprobs: Callable[[Sequence[int]], Tensor]
+
+    def to_input(self, micro: MicroBatch) -> PackedInput:
+        return to_input(micro)
+
+    def trained(self, sequences: Sequence[int]) -> list[int]:
+        return [s for s in sequences if int(self._owners[s]) % 2 == 0]
+
+    def make_losses(self, micro_batches: Sequence[MicroBatch]) -> DataLosses:
+        rows = torch.unique(self.batch.trajectory[torch.cat([micro.index for micro in micro_batches])])
+        kl = self._estimate_kl(rows + 1)
+        return UnpairedLosses(self.config.dpo, self.batch, micro_batches, kl, len(rows), self.ref_logprobs)
+
+    def finish(self, gauges: Gauges) -> Gauges:
+        return add_margins(gauges)
+
+    @property
+    def _owners(self) -> Tensor:
+        """Trajectory of each sequence, [S]."""
+        owners = torch.zeros(self.batch.num_sequences, dtype=torch.int64)
+        owners[self.batch.sequence] = self.batch.trajectory
+        return owners
+
+    def _estimate_kl(self, mismatched: Tensor) -> float:
+        """Return the mean log-ratio of mismatched responses, at least 0."""
+        sequences = torch.isin(self._owners, mismatched).nonzero()[:, 0].tolist()
+        chosen = torch.isin(self.batch.trajectory, mismatched)
+        ratios = self.infer_logprobs(sequences)[chosen].double() - self.ref_logprobs[chosen].double()
+        return max(0.0, float(ratios.sum()) / max(len(mismatched), 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,10 @@ from offbeat.trainer.training.data_objectives import (
     Objective,
     PreferenceObjective,
     SupervisedObjective,
+    UnpairedObjective,
     distillation_of,
 )
+from offbeat.trainer.training.group_scorer import scatter_outputs, to_input
 from offbeat.trainer.training.optimizer_step import (
     BatchTrainer,
     Gauges,
@@ -43,7 +45,7 @@ class DataTrainer(BatchTrainer):
         batch = objective.batch
         if not batch.num_sampled:
             return {}
-        micro_batches = self._cut_whole(batch, range(batch.num_sequences))
+        micro_batches = self._cut_rows(objective, range(batch.num_sequences))
         losses = objective.make_losses(micro_batches)
         outputs = self._models.policy.infer([objective.to_input(micro) for micro in micro_batches], _loss_inputs)
         for i, rows in enumerate(outputs):
@@ -60,7 +62,7 @@ class DataTrainer(BatchTrainer):
         pieces: list[Gauges] = []
         parts: list[list[MicroBatch]] = []
         for sequences in group_minibatches(batch, self._args.num_minibatches):
-            micro_batches = self._cut_whole(batch, sequences)
+            micro_batches = self._cut_rows(objective, sequences)
             losses = objective.make_losses(micro_batches)
             inputs = [objective.to_input(micro) for micro in micro_batches]
             outcome = self._models.policy.train(
@@ -85,7 +87,19 @@ class DataTrainer(BatchTrainer):
         batch = pack(groups)
         if self._config.pipeline == "sft":
             return SupervisedObjective(batch)
-        return PreferenceObjective(self._config, batch, self._reference_logprobs(groups))
+        reference = self._reference_logprobs(groups)
+        if self._config.dpo.loss_type != "kto":
+            return PreferenceObjective(self._config, batch, reference)
+        if reference is None:
+            raise ValueError("kto needs a reference")
+        return UnpairedObjective(self._config, batch, reference, lambda sequences: self._logprobs(batch, sequences))
+
+    def _logprobs(self, batch: Batch, sequences: Sequence[int]) -> Tensor:
+        """Return the policy's logprobs of sequences, [M]; zeros elsewhere."""
+        micro_batches = self._cut(batch, sequences)
+        return scatter_outputs(
+            batch, micro_batches, self._models.policy.infer([to_input(micro) for micro in micro_batches])
+        )
 
     def _teacher_scorers(self) -> dict[str, TeacherScorer]:
         models = zip(self._config.teacher.items(), self._models.teachers, strict=True)
@@ -99,9 +113,11 @@ class DataTrainer(BatchTrainer):
         rows = self._score(self._models.reference, "reference", self._config.reference.infer_batch_size, groups)
         return None if rows is None else torch.cat(rows)
 
-    def _cut_whole(self, batch: Batch, sequences: Sequence[int]) -> list[MicroBatch]:
+    def _cut_rows(self, objective: Objective, sequences: Sequence[int]) -> list[MicroBatch]:
+        if isinstance(objective, UnpairedObjective):
+            return self._cut(objective.batch, objective.trained(sequences))
         return whole_group_microbatches(
-            batch,
+            objective.batch,
             sequences,
             self._args.max_tokens_per_microbatch,
             share_prefix=self._config.actor_train.model_args.shared_prefix,

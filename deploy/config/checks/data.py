@@ -10,8 +10,8 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.services.chat.assistant_tokens import ConversationError
 from offbeat.services.errors import EpisodeError, RolloutError
 from offbeat.services.rollout.data.config import GROUP_SIZES, DataConfig
-from offbeat.services.rollout.data.rows import RowError, open_rows
-from offbeat.services.rollout.data.source import DataSource, check_columns, read_conversation
+from offbeat.services.rollout.data.rows import DatasetRows, RowError, open_rows
+from offbeat.services.rollout.data.source import DataSource, check_columns, is_unpaired, read_conversation
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.scored_roles import scored_roles
@@ -52,11 +52,17 @@ def check_data(config: RunConfig) -> Iterator[ConfigIssue]:
             continue
         if getattr(config, key) != getattr(unset, key):
             yield ConfigIssue(key, f"has no effect with {pipeline}: leave it out")
+    if config.dpo.precompute_ref_log_probs and not config.dpo.needs_reference:
+        message = f"loss_type {config.dpo.loss_type} has no reference: leave it out"
+        yield ConfigIssue("dpo.precompute_ref_log_probs", message)
+    precomputed = config.dpo.precompute_ref_log_probs
+    if config.reference.strategy_args.placement == "files" and not precomputed:
+        yield ConfigIssue("reference.strategy_args.placement", "set dpo.precompute_ref_log_probs=true instead")
     if config.reference.strategy_args.placement == "service":
         message = f"{pipeline} scores its rows beside the policy, not in a service: leave it out"
         yield ConfigIssue("reference.strategy_args.placement", message)
     reference = config.reference.model_dump(exclude_defaults=True)
-    if reference and not config.needs_reference:
+    if reference and not config.needs_reference and not precomputed:
         yield ConfigIssue("reference", f"has no effect with {pipeline} and no reference: leave it out")
 
 
@@ -86,6 +92,7 @@ def check_rows(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
         try:
             rows = open_rows(path)
             check_columns(rows, config.data, config.pipeline)
+            yield from _check_kind(config, rows, key)
             for index in range(min(len(rows), CHECKED_ROWS)):
                 _check_conversations(rows[index], config.data, config.pipeline, rows.name(index))
         except (ValueError, OSError) as error:
@@ -93,6 +100,20 @@ def check_rows(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
             return
     if config.pretrain != "tiny" and Path(config.pretrain).is_dir():
         yield from _check_tokens(config, config.data)
+
+
+def _check_kind(config: RunConfig, rows: DatasetRows, key: str) -> Iterator[ConfigIssue]:
+    """Yield a loss of pairs for rows without partners, or the reverse."""
+    if config.pipeline != "dpo" or config.data is None:
+        return
+    unpaired, loss = is_unpaired(rows, config.data, config.pipeline), config.dpo.loss_type
+    if unpaired != (loss == "kto"):
+        has, needs = (
+            ("one response and a label", "pairs") if unpaired else ("pairs", "one response and a label per row")
+        )
+        yield ConfigIssue(key, f"{rows.name(0)}: its rows have {has}, but dpo.loss_type {loss} needs {needs}")
+    elif unpaired and len(rows) < 2:
+        yield ConfigIssue(key, f"{rows.name(0)}: kto needs at least two rows, whose responses it exchanges")
 
 
 def _check_conversations(row: Mapping[str, Any], data: DataConfig, pipeline: str, name: str) -> None:

@@ -80,16 +80,21 @@ class DataSource:
     def _read(
         self, rows: DatasetRows, row: int, number: int, index: int, version: int, group_id: str, attempt: int
     ) -> Trajectory:
+        unpaired = is_unpaired(rows, self._config, self._pipeline)
         try:
             content = rows[row]
-            tokenized = self._tokenize(content, index)
+            if unpaired and index:
+                content = _mismatch(rows, row, self._config)
+            tokenized = self._tokenize(content, 0 if unpaired else index)
+            reward = float(unpaired and _read_label(content, self._config.label_key))
         except (ConversationError, RowError) as error:
             name = "" if isinstance(error, RowError) else f"{rows.name(row)}: "
             raise EpisodeError(BAD_ROW, f"{name}{error}") from error
         return _to_trajectory(
             tokenized,
             self._max_tokens,
-            truncate=self._config.too_long == "truncate",
+            truncate=self._config.too_long == "truncate" or (unpaired and index > 0),
+            reward=reward,
             version=version,
             identity={
                 "group_id": group_id or str(number),
@@ -106,9 +111,27 @@ class DataSource:
         return self._tokens.tokenize(messages, tools, first=first, last_only=self._config.train_on == "last")
 
 
+def is_unpaired(rows: DatasetRows, config: DataConfig, pipeline: str) -> bool:
+    """Return whether rows of pipeline `dpo` have one response with a label."""
+    return pipeline == "dpo" and config.chosen_key not in rows.columns and config.completion_key in rows.columns
+
+
+def _mismatch(rows: DatasetRows, row: int, config: DataConfig) -> Row:
+    """Return a row with the response of the one before it, on which KTO's KL is estimated."""
+    return {**rows[row], config.completion_key: rows[(row - 1) % len(rows)].get(config.completion_key)}
+
+
+def _read_label(row: Row, key: str) -> bool:
+    value: Any = row.get(key)
+    if not isinstance(value, bool) and value not in (0, 1):
+        raise ConversationError(f"{key}: expected true or false, got {value!r}")
+    return bool(value)
+
+
 def message_keys(config: DataConfig) -> tuple[str, ...]:
     """Return the columns of texts and messages."""
-    return config.messages_key, config.prompt_key, config.response_key, config.chosen_key, config.rejected_key
+    pairs = (config.chosen_key, config.rejected_key, config.completion_key)
+    return config.messages_key, config.prompt_key, config.response_key, *pairs
 
 
 def check_columns(rows: DatasetRows, config: DataConfig, pipeline: str) -> None:
@@ -124,7 +147,10 @@ def check_columns(rows: DatasetRows, config: DataConfig, pipeline: str) -> None:
                     f"{getattr(config, key)!r} ({key}); there is {has}"
                 )
         return
-    for key in ("chosen_key", "rejected_key"):
+    keys = ("chosen_key", "rejected_key")
+    if is_unpaired(rows, config, pipeline):
+        keys = ("prompt_key", "completion_key", "label_key")
+    for key in keys:
         if getattr(config, key) not in rows.columns:
             raise ValueError(f"{rows.name(0)}: there is no column {getattr(config, key)!r} ({key}); there is {has}")
 
@@ -140,6 +166,9 @@ def read_conversation(row: Row, config: DataConfig, pipeline: str, index: int) -
             return _messages(row, config.messages_key), 0
         prompt = _messages(row, config.prompt_key, "user")
         return [*prompt, *_messages(row, config.response_key, "assistant")], len(prompt)
+    if row.get(config.chosen_key) is None and row.get(config.completion_key) is not None:
+        prompt = _messages(row, config.prompt_key, "user")
+        return [*prompt, *_messages(row, config.completion_key, "assistant")], len(prompt)
     key = (config.chosen_key, config.rejected_key)[index]
     if row.get(config.prompt_key) is not None:
         prompt = _messages(row, config.prompt_key, "user")
@@ -187,7 +216,7 @@ def _read_tools(value: Any) -> list[Any]:
 
 
 def _to_trajectory(
-    tokenized: Tokenized, max_tokens: int, *, truncate: bool, version: int, identity: Mapping[str, Any]
+    tokenized: Tokenized, max_tokens: int, *, truncate: bool, reward: float, version: int, identity: Mapping[str, Any]
 ) -> Trajectory:
     is_long = len(tokenized.tokens) > max_tokens
     end = max_tokens if truncate else 0
@@ -201,9 +230,10 @@ def _to_trajectory(
         mask[start:stop] = True
     spans = tuple(VersionSpan(start, stop, version) for start, stop in turns)
     segment = Segment(tokens, mask, np.zeros(len(tokens), dtype=np.float32), spans)
+    rewards = [0.0] * (len(turns) - 1) + [reward]
     return Trajectory(
         **identity,
         segments=(segment,),
-        turns=tuple(Turn(0, start, stop, 0.0) for start, stop in turns),
+        turns=tuple(Turn(0, start, stop, own) for (start, stop), own in zip(turns, rewards, strict=False)),
         stop_reason=StopReason.MAX_LENGTH if is_long else StopReason.TERMINATED,
     )
