@@ -52,9 +52,7 @@ def prepare_run(config: "RunConfig") -> dict[str, int]:
     from rich.progress import Progress
 
     from offbeat.deploy import run_setup
-    from offbeat.deploy.config.vocabulary import collect_words
     from offbeat.trainer.config.scored_roles import scored_roles
-    from offbeat.trainer.models.tiny import write_tiny_policy
     from offbeat.trainer.run import LearnerRun
     from offbeat.trainer.training.frozen_roles import load_scorer
     from offbeat.trainer.training.prepare_scores import open_sources, prepare_scores
@@ -66,10 +64,9 @@ def prepare_run(config: "RunConfig") -> dict[str, int]:
     torch.set_num_threads(config.actor_train.num_threads)
     scored: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as temporary, Progress() as bar:
-        folder = Path(config.pretrain)
-        if config.pretrain == "tiny":
-            folder = Path(temporary) / run_setup.POLICY
-            write_tiny_policy(folder, config.tiny, collect_words(config))
+        folder = Path(temporary) / run_setup.POLICY if config.has_policy_folder else Path(config.pretrain)
+        if config.has_policy_folder:
+            run_setup.write_policy(config, folder)
         run = LearnerRun(config.exp_name, "", config.output_dir, config)
         sources = list(open_sources(run, folder))
         for role in roles:
