@@ -8,7 +8,7 @@ from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_va
 from offbeat.envs.config import Config
 from offbeat.services.chat.template_override import find_problem, replaces
 from offbeat.services.devices import DeviceMapping
-from offbeat.services.rollout.data.config import DataConfig, Pipeline
+from offbeat.services.rollout.data.config import GROUP_SIZES, DataConfig, Pipeline
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.checkpoints import CheckpointConfig, CheckpointUrl, find_url_problem
 from offbeat.trainer.config.conditions import SET, ConditionalConfig, OnlyWith
@@ -272,12 +272,13 @@ class ActorTrainConfig(Config):
 
 class LearnerConfig(AlgorithmConfig):
     pipeline: Pipeline = "agentic"
-    """What groups are made of. `agentic`: episodes of envs; `sft`: conversations of a dataset; `distill`: conversations with
+    """What groups are made of. `agentic`: episodes of envs; `online_dpo`: the same, of which each group's best
+    and worst are a pair; `sft`: conversations of a dataset; `distill`: conversations with
     teachers' distributions; `dpo`: pairs of a dataset (docs/pipelines.md).
     """
     data: Annotated[DataConfig | None, OnlyWith(pipeline=("sft", "dpo", "distill"))] = None
     """Dataset of the data pipelines."""
-    dpo: Annotated[PreferenceConfig, OnlyWith(pipeline=("dpo",))] = PreferenceConfig()
+    dpo: Annotated[PreferenceConfig, OnlyWith(pipeline=("dpo", "online_dpo"))] = PreferenceConfig()
     distill: Annotated[DistillConfig, OnlyWith(pipeline=("distill",))] = DistillConfig()
     seed: int = Field(default=42, ge=0, lt=2**31)
     """Seed of tasks, initial weights and sampling; below 2**31, since engines add ranks."""
@@ -421,7 +422,7 @@ class LearnerConfig(AlgorithmConfig):
     @property
     def reads_data(self) -> bool:
         """Whether training groups are dataset rows."""
-        return self.pipeline != "agentic"
+        return self.pipeline in GROUP_SIZES
 
     @property
     def distills(self) -> bool:
@@ -431,6 +432,8 @@ class LearnerConfig(AlgorithmConfig):
     def needs_reference(self) -> bool:
         if self.reads_data:
             return self.pipeline == "dpo" and self.dpo.needs_reference
+        if self.pipeline == "online_dpo":
+            return self.dpo.needs_reference
         return super().needs_reference
 
     @property

@@ -62,7 +62,7 @@ class LearnerRunConfig(LearnerConfig):
     @field_validator("buffer")
     @classmethod
     def _has_the_pipelines_order(cls, value: BufferConfig, info: ValidationInfo) -> BufferConfig:
-        if info.data.get("pipeline", "agentic") == "agentic":
+        if info.data.get("pipeline") not in GROUP_SIZES:
             return value
         if "order" in value.model_fields_set and value.order != "admission":
             raise ValueError(f"order {value.order}: rows are trained in the order that the seed draws: leave it out")

@@ -1,4 +1,4 @@
-"""Optimizer steps of the data pipelines, and their validation losses.
+"""Optimizer steps of the data pipelines and of pairs from a policy's own groups, and their validation losses.
 
 Invariants: as `optimizer_step`; a minibatch and a micro-batch hold complete groups.
 """
@@ -10,10 +10,13 @@ from torch import Tensor
 
 from offbeat.services.messages.types import Group
 from offbeat.services.telemetry import Partial, merge_all
+from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.data.batch import Batch, MicroBatch, group_minibatches, pack
+from offbeat.trainer.data.pairs import best_and_worst
 from offbeat.trainer.data.prefix_groups import whole_group_microbatches
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.base import Hyperparameters
+from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.policy import Sampled
 from offbeat.trainer.training.data_objectives import (
     Objective,
@@ -26,6 +29,7 @@ from offbeat.trainer.training.group_scorer import scatter_outputs, to_input
 from offbeat.trainer.training.optimizer_step import (
     BatchTrainer,
     Gauges,
+    StepModels,
     StepPreview,
     shared_tokens,
 )
@@ -33,10 +37,10 @@ from offbeat.trainer.training.teacher_scorer import TeacherScorer
 
 
 class DataTrainer(BatchTrainer):
-    """Training on dataset rows; collective."""
+    """Training on dataset rows, or on pairs; collective."""
 
     def preview(self, step_batch: StepBatch) -> StepPreview | None:
-        """Return None: rows have neither ratios nor advantages."""
+        """Return None: there are neither ratios nor advantages."""
         del step_batch
 
     def evaluate(self, groups: Sequence[Group]) -> Gauges:
@@ -54,7 +58,10 @@ class DataTrainer(BatchTrainer):
         return objective.finish(merge_all(losses.gauges))
 
     def _train(self, step_batch: StepBatch) -> Gauges:
-        objective, step = self._objective(step_batch.groups), step_batch.step
+        groups, step = step_batch.groups, step_batch.step
+        if self._config.pipeline == "online_dpo":
+            groups = list(best_and_worst(step_batch.shaped))
+        objective = self._objective(groups)
         batch = objective.batch
         if not batch.num_sampled:
             return {}
@@ -87,7 +94,7 @@ class DataTrainer(BatchTrainer):
         batch = pack(groups)
         if self._config.pipeline == "sft":
             return SupervisedObjective(batch)
-        reference = self._reference_logprobs(groups)
+        reference = self._reference_logprobs(groups) if groups else None
         if self._config.dpo.loss_type != "kto":
             return PreferenceObjective(self._config, batch, reference)
         if reference is None:
@@ -111,7 +118,7 @@ class DataTrainer(BatchTrainer):
 
     def _reference_logprobs(self, groups: Sequence[Group]) -> Tensor | None:
         rows = self._score(self._models.reference, "reference", self._config.reference.infer_batch_size, groups)
-        return None if rows is None else torch.cat(rows)
+        return torch.cat(rows) if rows else None
 
     def _cut_rows(self, objective: Objective, sequences: Sequence[int]) -> list[MicroBatch]:
         if isinstance(objective, UnpairedObjective):
@@ -123,6 +130,12 @@ class DataTrainer(BatchTrainer):
             share_prefix=self._config.actor_train.model_args.shared_prefix,
             multiple_of=self._ranks.world_size,
         )
+
+
+def make_trainer(config: LearnerConfig, models: StepModels, ranks: Ranks) -> BatchTrainer:
+    """Return the trainer of the pipeline's groups."""
+    kind = BatchTrainer if config.pipeline == "agentic" else DataTrainer
+    return kind(config, models, ranks)
 
 
 def _loss_inputs(output: Sampled) -> Tensor:

@@ -35,7 +35,7 @@ from offbeat.trainer.models.lora import FACTORS, save_adapter
 from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tokenizer_check import check_same_tokens
 from offbeat.trainer.run import START, LearnerRun
-from offbeat.trainer.training.data_step import DataTrainer
+from offbeat.trainer.training.data_step import DataTrainer, make_trainer
 from offbeat.trainer.training.group_scorer import GroupScorer
 from offbeat.trainer.training.optimizer_step import (
     BatchTrainer,
@@ -222,7 +222,6 @@ class PolicyTrainer:
             self._precompute(reference, keys[REFERENCE_ROLE])
             reference = self._reference = None
         models = StepModels(self._policy, self._critic, reference, self._teachers(keys), keys, self.vocab_size)
-        make_trainer = DataTrainer if self._config.reads_data else BatchTrainer
         self._steps = make_trainer(self._config, models, self._ranks)
 
     def _build_reference(self, folder: Path) -> LogprobModel | None:

@@ -22,6 +22,11 @@ CHECKED_ROWS = 64
 EPISODE_KEYS = (*(key for key in AlgorithmConfig.model_fields if key != "sequence_length"), "warm_start", "replay",
                 "staleness_controller", "reward_pretrain", "critic")  # fmt: skip
 
+ONLINE_KEYS = ("sequence_length", "reward_shaping", "zero_variance", "max_refill_ratio", "group_filter_cls",
+               "difficulty_mask", "difficulty_low_threshold", "difficulty_high_threshold", "ref_model_sync_steps",
+               "ref_model_mixup_alpha")  # fmt: skip
+"""Keys of the algorithm that `online_dpo` uses."""
+
 
 def steps_of_epochs(config: RunConfig) -> int | None:
     """Return the steps that `num_train_epochs` implies; None without it or a readable file."""
@@ -33,6 +38,27 @@ def steps_of_epochs(config: RunConfig) -> int | None:
     except ValueError:
         return None  # the file has its own issue
     return max(1, math.ceil(data.num_train_epochs * num_rows / config.groups_per_step))
+
+
+def check_online(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield keys without effect on pairs from the policy's own groups."""
+    if config.pipeline != "online_dpo":
+        return
+    for key in AlgorithmConfig.model_fields:
+        if key not in ONLINE_KEYS and getattr(config, key) != getattr(RunConfig(), key):
+            yield ConfigIssue(key, "has no effect with pipeline: online_dpo: leave it out")
+    if config.train_env_manager.group_size < 2:
+        yield ConfigIssue("train_env_manager.group_size", "a pair needs at least 2 episodes of a task")
+    if config.dpo.loss_type == "kto":
+        yield ConfigIssue("dpo.loss_type", "kto is for rows: take a loss of pairs")
+    if config.dpo.precompute_ref_log_probs:
+        yield ConfigIssue(
+            "dpo.precompute_ref_log_probs", "the policy's own episodes are not known beforehand: leave it out"
+        )
+    if config.reference.strategy_args.placement == "service":
+        yield ConfigIssue(
+            "reference.strategy_args.placement", "the reference scores pairs in the learner: leave it out"
+        )
 
 
 def check_data(config: RunConfig) -> Iterator[ConfigIssue]:

@@ -7,9 +7,9 @@ from pydantic import Field
 
 from offbeat.envs.config import Config
 
-Pipeline = Literal["agentic", "sft", "dpo", "distill"]
+Pipeline = Literal["agentic", "online_dpo", "sft", "dpo", "distill"]
 GROUP_SIZES: dict[str, int] = {"sft": 1, "dpo": 2, "distill": 1}
-"""Trajectories per row."""
+"""Trajectories per row, of the pipelines that read rows."""
 
 
 class DataConfig(Config):

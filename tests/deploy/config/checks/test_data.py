@@ -119,6 +119,22 @@ def test_what_can_not_be_trained_is_refused(pipeline: str, override: str, path: 
     assert problem in refused(tmp_path, pipeline, override)[path]
 
 
+@pytest.mark.parametrize(
+    ("override", "path", "problem"),
+    [
+        ("entropy_loss_coef=0.1", "entropy_loss_coef", "no effect with pipeline: online_dpo"),
+        ("adv_estimator=rloo", "adv_estimator", "no effect with pipeline: online_dpo"),
+        ("dpo.loss_type=kto", "dpo.loss_type", "kto is for rows"),
+        ("dpo.precompute_ref_log_probs=true", "dpo.precompute_ref_log_probs", "not known beforehand"),
+        ("reference.strategy_args.placement=service", "reference.strategy_args.placement", "in the learner"),
+    ],
+)
+def test_what_online_pairs_do_not_use_is_refused(override: str, path: str, problem: str):
+    with pytest.raises(ConfigError) as caught:
+        load_run(CONFIGS / "recipes" / "online_dpo.yaml", [override])
+    assert problem in {issue.path: issue.message for issue in caught.value.issues}[path]
+
+
 def test_scores_in_files_are_of_rows(tmp_path: Path):
     teacher = f"teacher.a.model_args.model_name_or_path={tmp_path}"
     with pytest.raises(ConfigError) as caught:
