@@ -14,7 +14,7 @@ from offbeat.services.buffer.worker_client import AsyncRolloutBuffer
 from offbeat.services.chat.append_only import load_chat_format
 from offbeat.services.generation.client import NoGeneration
 from offbeat.services.redis.connection import connect_async
-from offbeat.services.rollout.data.source import DataSource
+from offbeat.services.rollout.data.source import open_data
 from offbeat.services.rollout.worker import EnvWorker
 from offbeat.services.telemetry import AsyncRedisMetrics
 from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig
@@ -84,14 +84,6 @@ def a_worker(run: Run, worker_id: str) -> Iterator[EnvWorker]:
 
     async def work() -> None:
         settings = run_setup.worker_settings(run.config, run.url)
-        assert settings.data is not None
-        source = DataSource(
-            settings.data,
-            settings.pipeline,
-            settings.model_folder,
-            seed=settings.seed,
-            max_tokens=settings.sequence_length,
-        )
         redis = connect_async(run.url, run_id=run.config.exp_name)
         worker = EnvWorker(
             settings,
@@ -100,7 +92,7 @@ def a_worker(run: Run, worker_id: str) -> Iterator[EnvWorker]:
             generation=NoGeneration(),
             metrics=AsyncRedisMetrics(redis, run.config.exp_name),
             chat=load_chat_format(settings.model_folder),
-            data=source,
+            data=open_data(settings),
         )
         workers.append(worker)
         started.set()

@@ -39,3 +39,5 @@ class DistillConfig(ConditionalConfig):
     """All other tokens are one more outcome; false: both distributions are normalized over the most probable tokens."""
     distill_on_prompt: bool = False
     """KD on tokens of prompts, too."""
+    lmbda: float = Field(default=0.0, ge=0, le=1)
+    """Share of rows whose last response the policy samples (GKD); they have no likelihood term. TRL's `lmbda`."""

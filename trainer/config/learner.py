@@ -429,6 +429,11 @@ class LearnerConfig(AlgorithmConfig):
         return self.pipeline == "distill" if self.reads_data else super().distills
 
     @property
+    def sampled_share(self) -> float:
+        """Share of rows whose last response is sampled."""
+        return self.distill.lmbda if self.pipeline == "distill" else 0.0
+
+    @property
     def needs_reference(self) -> bool:
         if self.reads_data:
             return self.pipeline == "dpo" and self.dpo.needs_reference

@@ -92,7 +92,12 @@ class LearnerRunConfig(LearnerConfig):
 
     @property
     def uses_engine(self) -> bool:
-        """Whether anything is sampled: by envs in training, or in evaluation."""
+        """Whether anything is sampled: in training, or in evaluation."""
+        return self.plays or self.sampled_share > 0
+
+    @property
+    def plays(self) -> bool:
+        """Whether envs are played: in training, or in evaluation."""
         return not self.reads_data or bool(self.custom_envs)
 
     @property

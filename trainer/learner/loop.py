@@ -309,7 +309,7 @@ class Learner:
 
     def _evaluate(self, when: When, *, greedy: bool, num_episodes: int) -> None:
         self._evaluate_loss(when)
-        if not self._config.uses_engine:
+        if not self._config.plays:
             return
         self._evaluations.start(Evaluation(when, "sampled", self._step, num_episodes))
         if greedy:

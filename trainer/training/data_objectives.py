@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from offbeat.services.messages.types import Group
+from offbeat.services.rollout.data.sampled import SAMPLED
 from offbeat.services.telemetry import Partial
 from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.config.scored_roles import TEACHER_PREFIX
@@ -172,10 +173,12 @@ def distillation_of(
     sequences = with_prompts(groups) if config.distill.distill_on_prompt else list(groups)
     batch = pack(sequences)
     learned = torch.ones(batch.num_sampled, dtype=torch.bool)
+    are_given = [not trajectory.metrics.get(SAMPLED) for group in groups for trajectory in group.trajectories]
     if not batch.num_sampled:
         return DistillationObjective(config, batch, (), learned)
     if config.distill.distill_on_prompt:
         learned = learned_tokens(groups)
+    learned &= torch.tensor(are_given)[batch.trajectory]
     counts = torch.bincount(batch.group[batch.trajectory], minlength=len(groups)).tolist()
     teachers: list[TeacherTokens] = []
     for name, teacher in config.teacher.items():

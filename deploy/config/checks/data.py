@@ -101,6 +101,9 @@ def _check_distillation(config: RunConfig) -> Iterator[ConfigIssue]:
         key, folder = f"teacher.{name}.model_args.model_name_or_path", teacher.model_args.model_name_or_path
         if not Path(folder).is_dir():
             yield ConfigIssue(key, f"no such folder: {folder}; set it to a local Hugging Face folder")
+        if teacher.strategy_args.placement == "files" and config.sampled_share:
+            message = "files have no distributions of what the policy samples (distill.lmbda): take learner or service"
+            yield ConfigIssue(f"teacher.{name}.strategy_args.placement", message)
         if teacher.strategy_args.placement == "service" and config.data and config.data.val_dataset_name:
             message = "a service scores training rows alone: take learner or files, or leave data.val_dataset_name out"
             yield ConfigIssue(f"teacher.{name}.strategy_args.placement", message)

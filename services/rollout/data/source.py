@@ -15,6 +15,7 @@ import numpy as np
 from offbeat.services.chat.assistant_tokens import AssistantTokens, ConversationError, Tokenized
 from offbeat.services.errors import EpisodeError
 from offbeat.services.messages.types import Segment, StopReason, Trajectory, Turn, VersionSpan
+from offbeat.services.rollout.config import WorkerSettings
 from offbeat.services.rollout.data.config import GROUP_SIZES, DataConfig
 from offbeat.services.rollout.data.rows import DatasetRows, Row, RowError, open_rows, row_of_group
 
@@ -109,6 +110,19 @@ class DataSource:
         messages, first = read_conversation(row, self._config, self._pipeline, index)
         tools = _read_tools(row.get(self._config.tools_key))
         return self._tokens.tokenize(messages, tools, first=first, last_only=self._config.train_on == "last")
+
+
+def open_data(settings: WorkerSettings) -> DataSource | None:
+    """Open a worker's rows; None if it plays episodes."""
+    if settings.data is None:
+        return None
+    return DataSource(
+        settings.data,
+        settings.pipeline,
+        settings.model_folder,
+        seed=settings.seed,
+        max_tokens=settings.sequence_length,
+    )
 
 
 def is_unpaired(rows: DatasetRows, config: DataConfig, pipeline: str) -> bool:

@@ -174,3 +174,16 @@ def test_a_batch_without_learned_tokens_trains_nothing(folder: Path):
     trainer = make_trainer(folder, make_config(folder))
     assert trainer.evaluate(empty) == {}
     assert trainer.train(StepBatch(0, tuple(empty), tuple(empty))) == {}
+
+
+@pytest.mark.parametrize("on_prompt", [False, True])
+def test_what_the_policy_sampled_has_no_likelihood_term(folder: Path, on_prompt: bool):
+    config = make_config(folder, logits_topk=3, distill_on_prompt=on_prompt)
+    sampled = replace(ROWS[0], metrics={"sampled": 1.0})
+    groups = [replace(GROUPS[0], trajectories=(sampled,)), GROUPS[1]]
+    given = make_trainer(folder, config).evaluate(GROUPS[:2])
+    mixed = make_trainer(folder, config).evaluate(groups)
+    alone = make_trainer(folder, config).evaluate([GROUPS[1]])
+    assert mixed["kd_loss"] == given["kd_loss"]
+    assert mixed["sft_loss"].count == alone["sft_loss"].count < given["sft_loss"].count
+    assert mixed["sft_loss"].value == pytest.approx(alone["sft_loss"].value)

@@ -109,6 +109,7 @@ def test_a_saved_configuration_is_read_again(tmp_path: Path):
             "no such folder",
         ),
         ("distill", f"{PLACEMENT}=service", PLACEMENT, "a service scores training rows alone"),
+        ("distill", "distill.lmbda=1.5", "distill.lmbda", "less than or equal to 1"),
         ("distill", "distill.distill_loss_weight=0", "distill.distill_loss_weight", "greater than 0"),
         ("distill", "distill.js_beta=0.3", "distill.js_beta", "take kd_objective=js_divergence"),
         ("distill", "distill.add_tail=false", "distill.add_tail", "set logits_topk"),
@@ -140,6 +141,14 @@ def test_scores_in_files_are_of_rows(tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
         load_run(CONFIGS / "quickstart.yaml", ["use_opd=true", teacher, "teacher.a.strategy_args.placement=files"])
     assert "hold the scores of a dataset's rows" in str(caught.value.issues[0])
+
+
+def test_only_sampled_rows_need_an_engine(tmp_path: Path):
+    assert not load(tmp_path, "distill").uses_engine
+    sampled = load(tmp_path, "distill", "distill.lmbda=0.5")
+    assert (sampled.uses_engine, sampled.plays, sampled.sampled_share) == (True, False, 0.5)
+    issues = refused(tmp_path, "distill", "distill.lmbda=0.5", f"{PLACEMENT}=files")
+    assert "no distributions of what the policy samples" in issues[PLACEMENT]
 
 
 def test_a_tiny_policy_takes_its_teachers_token_ids(tmp_path: Path):
