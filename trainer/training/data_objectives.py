@@ -30,7 +30,7 @@ Gauges = dict[str, Partial]
 class DataLosses(Protocol):
     gauges: list[Gauges]
 
-    def of_policy(self, i: int, output: Sampled) -> Tensor: ...
+    def of_policy(self, i: int, output: Sampled, /) -> Tensor: ...
 
 
 class Objective(Protocol):
