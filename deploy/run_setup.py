@@ -77,6 +77,7 @@ def worker_settings(
         generation_app=generation_app(config) if config.uses_engine else "",
         pipeline=config.pipeline,
         data=config.data,
+        sampled_share=config.sampled_share,
         request_timeout_s=config.actor_infer.request_timeout_s,
         worker_timeout_s=timeout_s or config.buffer.worker_timeout_s,
     )
@@ -89,12 +90,18 @@ def prepare_folder(config: RunConfig) -> None:
     """
     make_private(config.output_dir)
     make_log_folder(config)
+    if config.has_policy_folder:
+        write_policy(config, model_folder(config))
+
+
+def write_policy(config: RunConfig, folder: Path) -> None:
+    """Write the files of a tiny policy, or of one with another chat template. Raises as `prepare_folder`."""
     if config.pretrain == "tiny":
         from offbeat.trainer.models.tiny import write_tiny_policy  # noqa: PLC0415
 
-        write_tiny_policy(model_folder(config), config.tiny, collect_words(config))
+        write_tiny_policy(folder, config.tiny, collect_words(config))
     elif config.chat_template is not None:
-        write_policy_folder(Path(config.pretrain), model_folder(config), config.chat_template)
+        write_policy_folder(Path(config.pretrain), folder, config.chat_template)
 
 
 def make_log_folder(config: RunConfig) -> Path:

@@ -110,8 +110,16 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "learner", "critic/skipped_steps", "steps", "Steps of the critic skipped for a gradient that was not finite."
     ),
-    Metric("learner", "loss", "", "Mean loss of a data pipeline: nats per learned token (`sft`), or per pair (`dpo`)."),
-    Metric("learner", "sft_loss", "nats", "Negative log-likelihood of chosen responses per token (`dpo.sft_coef`)."),
+    Metric(
+        "learner", "loss", "", "Mean loss of a data pipeline: nats per token (`sft`, `distill`), or per pair (`dpo`)."
+    ),
+    Metric(
+        "learner", "sft_loss", "nats", "Negative log-likelihood per token of chosen responses, or of `distill`'s rows."
+    ),
+    Metric(
+        "learner", "kl", "nats", "KL to the reference on mismatched responses, per response (`dpo.loss_type: kto`)."
+    ),
+    Metric("learner", "kd_loss", "nats", "Weighted divergence from the teachers per taught token (`distill`)."),
     *(
         Metric(source, f"{name}/{member}", unit, text.format(member))
         for source in ("learner", "eval")
@@ -130,7 +138,9 @@ METRICS: tuple[Metric, ...] = (
         )
     ),
     Metric("eval", "loss", "", "Mean loss of the validation rows, as the learner's."),
-    Metric("eval", "sft_loss", "nats", "Negative log-likelihood of chosen validation responses per token."),
+    Metric("eval", "sft_loss", "nats", "Negative log-likelihood per token of the validation rows, as the learner's."),
+    Metric("eval", "kl", "nats", "KL to the reference on mismatched validation responses, per response."),
+    Metric("eval", "kd_loss", "nats", "Divergence from the teachers per taught token of the validation rows."),
     Metric("eval", "rows", "rows", "Validation rows (pairs with `dpo`)."),
     Metric("learner", "actor/pg_loss", "", "Policy loss, with its corrections."),
     Metric("learner", "actor/kl_loss", "nats", "KL to the reference in the loss, before its coefficient."),

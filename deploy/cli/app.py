@@ -11,6 +11,7 @@ from offbeat.benchmarks.chaos.cli import chaos
 from offbeat.benchmarks.chaos.soak import soak
 from offbeat.benchmarks.cli import bench_app
 from offbeat.deploy.cli.agent import agent_app
+from offbeat.deploy.cli.distill import distill_app
 from offbeat.deploy.cli.env import env_app
 from offbeat.deploy.cli.play import inspect, play, rollout
 from offbeat.deploy.cli.runs.app import runs_app
@@ -34,6 +35,7 @@ learner_app = typer.Typer(help="Attach a learner to a run, or reproduce recorded
 model_app = typer.Typer(help="Install pretrained models without a model hub.", no_args_is_help=True)
 app.add_typer(config_app, name="config", rich_help_panel=TRAIN)
 app.add_typer(learner_app, name="learner", rich_help_panel=TRAIN)
+app.add_typer(distill_app, name="distill", rich_help_panel=TRAIN)
 app.add_typer(model_app, name="model", rich_help_panel=TRAIN)
 app.add_typer(bench_app, name="bench", rich_help_panel=VERIFY)
 app.add_typer(env_app, name="env", rich_help_panel=PLAY)

@@ -160,8 +160,11 @@ def rollout(
         Path, typer.Option(help="File to write: .parquet with tokens, or .jsonl with messages alone, for TRL.")
     ] = Path("rollout.parquet"),
     per: Annotated[
-        Literal["episode", "answer"],
-        typer.Option(help="Rows of a .jsonl: an episode's `messages`, or each answer's `prompt` and `completion`."),
+        Literal["episode", "answer", "pair"],
+        typer.Option(
+            help="Rows of a .jsonl: an episode's `messages`, each answer's `prompt` and `completion`, or `chosen` and "
+            "`rejected`, a group's best and worst episode, for `pipeline: dpo`."
+        ),
     ] = "episode",
     agent: Annotated[
         str | None,
@@ -192,6 +195,8 @@ def rollout(
         _exit_usage(f"--out {out}: the name must end in .parquet or .jsonl")
     if per != "episode" and out.suffix != ".jsonl":
         _exit_usage(f"--per {per} needs a .jsonl file as --out")
+    if per == "pair" and group_size < 2:
+        _exit_usage("--per pair compares the episodes of a task: set --group-size to at least 2")
     if not out.parent.is_dir():
         _exit_usage(f"--out {out}: there is no folder {out.parent}")
     kind = EpisodeKind.EVAL if split == "held_out" else EpisodeKind.TRAIN
@@ -228,7 +233,8 @@ def _rollout(config: Any, order: Any, agent: str | None, temperature: float | No
         rollouts = asyncio.run(collect(config, order, agent, show))
     played, chat = rollouts.result, rollouts.chat
     if out.suffix == ".jsonl":
-        write_conversations(out, played.trajectories, per)
+        num_rows = write_conversations(out, played.trajectories, per)
+        typer.echo(f"{num_rows} rows")
     else:
         write_parquet(out, [decode_episode(trajectory, chat) for trajectory in played.trajectories])
     _print_summary(played, order)

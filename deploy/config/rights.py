@@ -196,6 +196,10 @@ def written_places(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "resume_from_checkpoint", str(config.resume_from_checkpoint)
     if config.checkpoint_config is not None:
         yield "checkpoint_config.output_dir", config.checkpoint_config.output_dir
+    if config.reads_data and config.dpo.precompute_ref_log_probs and config.data is not None:
+        for name in ("dataset_name", "val_dataset_name"):
+            if path := getattr(config.data, name):
+                yield f"data.{name}", str(path)
     trees = {
         "tracker_kwargs": config.tracker_kwargs,
         "actor_train.strategy_args.strategy_config": config.actor_train.strategy_args.strategy_config,

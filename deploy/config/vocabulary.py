@@ -1,7 +1,9 @@
 """Vocabulary of the tiny policy."""
 
+import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import cast
 
 from offbeat.deploy.config.run import RunConfig
@@ -10,6 +12,7 @@ from offbeat.services.chat.assistant_tokens import content_parts
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.rollout.data.rows import open_rows
 from offbeat.services.rollout.data.source import message_keys
+from offbeat.trainer.models.tiny import SPECIAL_TOKENS
 
 
 class MissingWordsError(Exception):
@@ -22,6 +25,8 @@ def collect_words(config: RunConfig) -> tuple[str, ...]:
 
 
 def _words(config: RunConfig) -> Iterator[str]:
+    if config.pipeline == "distill":
+        yield from _words_of_teachers(config)
     yield from _words_of_data(config)
     for env in config.custom_envs.values():
         factory = registry.find_factory(env.env_type)
@@ -39,6 +44,18 @@ def _words(config: RunConfig) -> Iterator[str]:
             yield from (word for word in template.split() if "{" not in word)
         if "{step}" in env.agent_template or "{actions_left}" in env.agent_template:
             yield from (str(number) for number in range(env.max_steps + 1))
+
+
+def _words_of_teachers(config: RunConfig) -> Iterator[str]:
+    """Yield tiny teachers' words in the order of their ids, since a teacher needs the policy's ids."""
+    for teacher in config.teacher.values():
+        path = Path(teacher.model_args.model_name_or_path) / "tokenizer.json"
+        if not path.is_file():
+            continue
+        model = json.loads(path.read_text())["model"]
+        if model["type"] == "WordLevel":
+            words = sorted(model["vocab"], key=model["vocab"].__getitem__)
+            yield from (word for word in words if word not in SPECIAL_TOKENS)
 
 
 def _words_of_data(config: RunConfig) -> Iterator[str]:

@@ -20,6 +20,7 @@ from offbeat.services.control.failed_groups import advise_failed
 from offbeat.services.control.failing_episodes import find_failing
 from offbeat.services.control.schemas import CountersView
 from offbeat.services.diagnosis import RunFinding, diagnose
+from offbeat.services.rollout.data.config import GROUP_SIZES
 from offbeat.trainer.rendering.episodes import (
     PlayedEpisode,
     play_again,
@@ -217,7 +218,7 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
     for measure in ("success", "reward"):
         for sampling in ("sampled", "greedy"):
             before, after = (_newest_measure(report, kind, sampling, measure) for kind in ("before", "after"))
-            if report["pipeline"] == "agentic" or before is not None:
+            if report["pipeline"] not in GROUP_SIZES or before is not None:
                 table.add_row(f"{measure}, {sampling}", _format(before), _format(after))
     if training := report.get("training_loss"):
         table.add_row("loss of training rows", _format(training["before"], ".4f"), _format(training["after"], ".4f"))
@@ -237,7 +238,7 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
     sampled = (
         f", {report['tokens_generated']:,} tokens generated, {report['tokens_trained']:,} trained, "
         f"{report['weight_updates']:,} weight updates, staleness at most {_format(report['max_staleness_seen'], '.0f')}"
-        if report["pipeline"] == "agentic" or report["tokens_generated"]
+        if report["pipeline"] not in GROUP_SIZES or report["tokens_generated"]
         else f", {report['tokens_trained']:,} tokens"
     )
     console.print(f"{report['trajectories']:,} trajectories trained{sampled}", soft_wrap=True)

@@ -1,6 +1,7 @@
 """Datasets for the data pipelines, as JSONL: `python -m offbeat.envs.frozen_lake.rows OUT.jsonl [--rows 512] [--pairs]`.
 
-Rows are conversations of careful walks, or pairs after a part of one: a step that nears the goal against one that does not.
+Rows are conversations of careful walks; or, after a part of one, pairs of a step that nears the goal against one that does
+not; or (`--unpaired`) either step with a label.
 """
 
 import argparse
@@ -39,6 +40,13 @@ def pairs(count: int, seed: int = 0) -> Iterator[Row]:
             written += 1
 
 
+def unpaired(count: int, seed: int = 0) -> Iterator[Row]:
+    rng = np.random.default_rng([seed, 1])
+    for row in pairs(count, seed):
+        label = bool(rng.integers(2))
+        yield {"prompt": row["prompt"], "completion": row["chosen" if label else "rejected"], "label": label}
+
+
 def _position_before_last(env: FrozenLakeEnv, messages: list[dict[str, str]]) -> tuple[int, int]:
     at = env.lake.start
     for message in messages:
@@ -57,9 +65,11 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pairs", action="store_true")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--pairs", action="store_const", dest="make", const=pairs)
+    kind.add_argument("--unpaired", action="store_const", dest="make", const=unpaired)
     arguments = parser.parse_args()
-    make = pairs if arguments.pairs else conversations
+    make = arguments.make or conversations
     write_rows(arguments.out, make(arguments.rows, arguments.seed))
 
 

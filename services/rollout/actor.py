@@ -27,7 +27,7 @@ from offbeat.services.redis.connection import connect_async
 from offbeat.services.redis.errors import retryable
 from offbeat.services.redis.run_writes import AsyncRunWrites
 from offbeat.services.rollout.config import WorkerSettings
-from offbeat.services.rollout.data.source import DataSource
+from offbeat.services.rollout.data.source import open_data
 from offbeat.services.rollout.worker import EnvWorker, WorkerEnd
 from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, configure_logging
 
@@ -105,7 +105,7 @@ class EnvWorkerActor:
                 generation=generation,
                 metrics=_RetryableMetrics(redis, run_id, uid),
                 chat=self._chat,
-                data=await asyncio.to_thread(_open_data, self._settings),
+                data=await asyncio.to_thread(open_data, self._settings),
                 board=_WaitStatusWriter(redis, run_id, uid),
             )
             tune_garbage_collector(self._settings.rollout.max_env_num_per_worker)
@@ -132,18 +132,6 @@ class EnvWorkerActor:
             except (RayError, RayServeException, KeyError) as error:  # KeyError: Serve runs, the application does not
                 logger.info("generation is unavailable: %s; retrying", error)
                 await asyncio.sleep(POLL_INTERVAL_S)
-
-
-def _open_data(settings: WorkerSettings) -> DataSource | None:
-    if settings.data is None:
-        return None
-    return DataSource(
-        settings.data,
-        settings.pipeline,
-        settings.model_folder,
-        seed=settings.seed,
-        max_tokens=settings.sequence_length,
-    )
 
 
 class _WaitStatusWriter:

@@ -255,6 +255,8 @@ class WorkerSettings(Config):
     pipeline: Pipeline = "agentic"
     data: DataConfig | None = None
     """Dataset whose rows are the training groups; None: episodes are played."""
+    sampled_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of rows whose last response is sampled (`distill.lmbda`)."""
     request_timeout_s: float = Field(default=60.0, gt=0)
     """Timeout of a turn, s (`actor_infer.request_timeout_s`)."""
     worker_timeout_s: float = Field(default=15.0, gt=0)

@@ -22,6 +22,7 @@ from offbeat.services.messages.types import EpisodeKind, EpisodeTask, Trajectory
 from offbeat.services.retry import retry_until_answered
 from offbeat.services.rollout.agents.episode import play_with_agent, runtime_for
 from offbeat.services.rollout.config import WorkerSettings
+from offbeat.services.rollout.data.sampled import is_sampled, mark_given, sample_response
 from offbeat.services.rollout.data.source import DATASET_KEY, DataSource
 from offbeat.services.rollout.envs.pool import EnvPool, LeasedEnv
 from offbeat.services.rollout.episodes.episode import EpisodePlan, play
@@ -301,7 +302,23 @@ class EnvWorker:
             group_id=task.group_id,
             attempt=task.attempt,
         )
+        trajectory = await self._sample_row(task, trajectory)
         return structs.replace(trajectory, worker_id=self._worker_id, duration_s=time.monotonic() - began)
+
+    async def _sample_row(self, task: EpisodeTask, trajectory: Trajectory) -> Trajectory:
+        """Return the row with the policy's response, if it is one of those that are sampled."""
+        settings = self._settings
+        if not settings.sampled_share:
+            return trajectory
+        if not is_sampled(task.number, settings.seed, settings.sampled_share):
+            return mark_given(trajectory)
+        sampling = self._samplings[task.sampling_name]
+        return await sample_response(
+            trajectory,
+            EpisodeSampler(self._batcher, sampling, task.min_version, retry_s=settings.rollout.max_generation_retry_s),
+            max_new_tokens=sampling.max_new_tokens,
+            max_tokens=settings.sequence_length,
+        )
 
     async def _play(self, task: EpisodeTask, env_task: Task, waiting: Waiting) -> Trajectory:
         rules = self._settings.custom_envs[env_task.tag]

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,8 +12,9 @@ from offbeat.trainer.config.learner import LearnerConfig, ModelArgs, StrategyArg
 from offbeat.trainer.engines.deepspeed import DeepSpeedEngine
 from offbeat.trainer.engines.frozen import FrozenModel
 from offbeat.trainer.engines.process_group import process_group, ranks_of_environment
-from offbeat.trainer.models.loading import load_critic, load_policy
-from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
+from offbeat.trainer.models.loading import load_critic, load_policy, read_vocab_size
+from offbeat.trainer.training.data_step import make_trainer
+from offbeat.trainer.training.optimizer_step import StepModels
 from tests.fakes import make_group, train_on
 from tests.integration.learner_rank import SMOOTH
 
@@ -41,6 +43,13 @@ ALGORITHMS: dict[str, dict[str, object]] = {
         "critic_warmup": 1,
         "zero_variance": "train",
     },
+    "distillation": {
+        "pipeline": "distill",
+        "distill": {"logits_topk": 3, "distill_on_prompt": True, "kd_objective": "adaptive_kl"},
+        "teacher": {"own": {"model_args": TEACHER}, "other": {"model_args": TEACHER, "opd_kl_coef": 0.5}},
+    },
+    "online pairs": {"pipeline": "online_dpo", "dpo": {"sft_coef": 0.1}},
+    "unpaired": {"pipeline": "dpo", "dpo": {"loss_type": "kto"}},
 }
 
 
@@ -60,9 +69,12 @@ def main(model: Path, out: Path) -> None:
                 None if critic is None else DeepSpeedEngine(critic, training, StrategyArgs(), ranks),
                 FrozenModel(load_policy(model, ModelArgs(), seed=2), ranks) if config.needs_reference else None,
                 [FrozenModel(load_policy(model, ModelArgs(), seed=3), ranks) for _ in config.teacher],
+                vocab_size=read_vocab_size(model),
             )
-            batches = BatchTrainer(config, models, ranks)
-            gauges = [train_on(batches, groups, step) for step in range(2)][-1]
+            batches = make_trainer(config, models, ranks)
+            rows = [replace(group, trajectories=group.trajectories[:2]) for group in groups]
+            own = rows if config.dpo.loss_type == "kto" else groups
+            gauges = [train_on(batches, own, step) for step in range(2)][-1]
             engines = {"policy": models.policy, "critic": models.critic}
             weights = {
                 f"{who}.{key}": tensor.clone()

@@ -1,6 +1,7 @@
 """A run of a data pipeline over a real Redis: the real env worker reads its rows; tests bring the learner. No Ray."""
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,14 +9,17 @@ from pathlib import Path
 
 from offbeat.deploy import run_setup
 from offbeat.deploy.config.loader import load_run
-from offbeat.envs.frozen_lake.rows import conversations, pairs, write_rows
+from offbeat.envs.frozen_lake.rows import conversations, pairs, unpaired, write_rows
 from offbeat.services.buffer.worker_client import AsyncRolloutBuffer
 from offbeat.services.chat.append_only import load_chat_format
 from offbeat.services.generation.client import NoGeneration
 from offbeat.services.redis.connection import connect_async
-from offbeat.services.rollout.data.source import DataSource
+from offbeat.services.rollout.data.source import open_data
 from offbeat.services.rollout.worker import EnvWorker
 from offbeat.services.telemetry import AsyncRedisMetrics
+from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig
+from offbeat.trainer.models.loading import load_policy
+from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.integration.learner_run import Run, killed_at_exit, prepared_run
 from tests.paths import CONFIGS
 
@@ -36,15 +40,21 @@ SMALL = (
 def a_data_run(
     url: str, folder: Path, name: str, pipeline: str, overrides: Sequence[str] = (), *, works: bool = True
 ) -> Iterator[Run]:
-    """works: start a worker."""
-    make = conversations if pipeline == "sft" else pairs
+    """pipeline: or `kto`, which is a loss of `dpo`. works: start a worker."""
+    make = {"dpo": pairs, "kto": unpaired}.get(pipeline, conversations)
     rows, held_out = folder / f"{pipeline}.jsonl", folder / f"{pipeline}_val.jsonl"
     write_rows(rows, make(20))
     write_rows(held_out, make(5, seed=1))
     settings = [f"output_dir={folder / name}", f"exp_name={name}", *SMALL]
-    settings += [f"data.dataset_name={rows}", f"data.val_dataset_name={held_out}", *overrides]
+    settings += [f"data.dataset_name={rows}", f"data.val_dataset_name={held_out}"]
+    if pipeline == "distill":
+        settings.append(f"teacher.lake.model_args.model_name_or_path={write_teacher(folder / 'teacher', rows)}")
+    if pipeline == "kto":
+        settings.append("dpo.loss_type=kto")
+    settings += overrides
+    config = "dpo" if pipeline == "kto" else pipeline
     with (
-        prepared_run(url, load_run(CONFIGS / f"{pipeline}.yaml", settings)) as run,
+        prepared_run(url, load_run(CONFIGS / f"{config}.yaml", settings)) as run,
         killed_at_exit(run.learners),
     ):
         if not works:
@@ -54,6 +64,19 @@ def a_data_run(
             yield run
 
 
+def write_teacher(folder: Path, rows: Path) -> Path:
+    """A tiny policy of random weights with the rows' words."""
+    words = dict.fromkeys(word for message in _messages(rows) for word in message["content"].split())
+    write_tiny_policy(folder, TinyPolicyConfig(num_hidden_layers=2), list(words))
+    load_policy(folder, ModelArgs(), seed=7).model.save_pretrained(folder)
+    return folder
+
+
+def _messages(rows: Path) -> Iterator[dict[str, str]]:
+    for line in rows.read_text().splitlines():
+        yield from json.loads(line)["messages"]
+
+
 @contextmanager
 def a_worker(run: Run, worker_id: str) -> Iterator[EnvWorker]:
     """A worker on a thread; it returns its rows at the end."""
@@ -61,14 +84,6 @@ def a_worker(run: Run, worker_id: str) -> Iterator[EnvWorker]:
 
     async def work() -> None:
         settings = run_setup.worker_settings(run.config, run.url)
-        assert settings.data is not None
-        source = DataSource(
-            settings.data,
-            settings.pipeline,
-            settings.model_folder,
-            seed=settings.seed,
-            max_tokens=settings.sequence_length,
-        )
         redis = connect_async(run.url, run_id=run.config.exp_name)
         worker = EnvWorker(
             settings,
@@ -77,7 +92,7 @@ def a_worker(run: Run, worker_id: str) -> Iterator[EnvWorker]:
             generation=NoGeneration(),
             metrics=AsyncRedisMetrics(redis, run.config.exp_name),
             chat=load_chat_format(settings.model_folder),
-            data=source,
+            data=open_data(settings),
         )
         workers.append(worker)
         started.set()

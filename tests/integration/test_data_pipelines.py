@@ -20,12 +20,12 @@ from tests.waiting import wait_until_sync
 
 pytestmark = pytest.mark.slow
 
-GROUPS = {"sft": 48, "dpo": 24}
+GROUPS = {"sft": 48, "dpo": 24, "kto": 24, "distill": 48}
 """Of six steps."""
 RECORDING = ("record_batches=100",)
 
 
-@pytest.fixture(scope="module", params=["sft", "dpo"])
+@pytest.fixture(scope="module", params=["sft", "dpo", "kto", "distill"])
 def undisturbed(
     request: pytest.FixtureRequest, redis_server: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Run]:
@@ -35,6 +35,11 @@ def undisturbed(
     with a_data_run(redis_server, folder, f"undisturbed-{pipeline}", pipeline, RECORDING) as run:
         assert run.start().wait(timeout=240) == 0, run.complaint()
         yield run
+
+
+def pipeline_of(run: Run) -> str:
+    """`kto` is a loss of `dpo`."""
+    return "kto" if run.config.dpo.loss_type == "kto" else run.config.pipeline
 
 
 def rows_trained(run: Run) -> list[int]:
@@ -48,7 +53,7 @@ def rows_trained(run: Run) -> list[int]:
 def test_every_row_is_trained_once_per_epoch_in_an_order_of_the_seed(undisturbed: Run) -> None:
     rows = rows_trained(undisturbed)
     epochs = [epoch for epoch in (rows[:20], rows[20:40], rows[40:]) if epoch]
-    assert len(rows) == GROUPS[undisturbed.config.pipeline]
+    assert len(rows) == GROUPS[pipeline_of(undisturbed)]
     for epoch in epochs:
         assert set(Counter(epoch).values()) <= {1}
         assert epoch != sorted(epoch)
@@ -56,7 +61,7 @@ def test_every_row_is_trained_once_per_epoch_in_an_order_of_the_seed(undisturbed
 
 
 def test_a_data_run_lowers_its_losses_and_says_so(undisturbed: Run) -> None:
-    counters, pipeline = undisturbed.counters(), undisturbed.config.pipeline
+    counters, pipeline = undisturbed.counters(), pipeline_of(undisturbed)
     assert (counters.admitted, counters.trained, counters.in_flight) == (GROUPS[pipeline], GROUPS[pipeline], 0)
     records = undisturbed.records()
     assert [name for r in records for name in r.values if find_metric(r.source, name) is None] == []
@@ -68,6 +73,11 @@ def test_a_data_run_lowers_its_losses_and_says_so(undisturbed: Run) -> None:
         assert {"rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"} <= set(steps[-1])
         # The policy is still the reference, which is scored in other micro-batches: float32 sums differ in the last digits
         assert steps[0]["rewards/margins"].value == pytest.approx(0, abs=1e-5)
+    if pipeline == "distill":
+        assert {"kd_loss", "sft_loss"} <= set(steps[-1])
+    if pipeline == "kto":
+        assert {"rewards/chosen", "rewards/rejected", "rewards/margins", "kl"} <= set(steps[-1])
+        assert steps[0]["kl"].value == pytest.approx(0, abs=1e-5)
     losses = [r.values["loss"].value for r in records if r.source == "eval"]
     assert len(losses) == 4  # before, at 2 and 4, after
     assert losses[-1] < losses[0]
@@ -85,7 +95,7 @@ def test_a_data_run_is_proven_by_the_audit(undisturbed: Run, capfd: pytest.Captu
 def test_a_killed_learners_successor_ends_the_epoch_with_the_same_weights(
     redis_server: str, tmp_path: Path, undisturbed: Run, version: int
 ) -> None:
-    pipeline = undisturbed.config.pipeline
+    pipeline = pipeline_of(undisturbed)
     with a_data_run(redis_server, tmp_path, f"killed-{pipeline}{version}", pipeline) as run:
         victim = run.start()
         wait_until_sync(lambda: run.published() >= version, timeout_s=240)
@@ -99,7 +109,7 @@ def test_a_killed_learners_successor_ends_the_epoch_with_the_same_weights(
 
 
 def test_a_stopped_data_run_goes_on_within_the_epoch(redis_server: str, tmp_path: Path, undisturbed: Run) -> None:
-    pipeline = undisturbed.config.pipeline
+    pipeline = pipeline_of(undisturbed)
     with a_data_run(redis_server, tmp_path, f"stopped-{pipeline}", pipeline, ["save_steps=100"]) as run:
         first = run.start()
         wait_until_sync(lambda: run.published() >= 1, timeout_s=240)
@@ -111,7 +121,7 @@ def test_a_stopped_data_run_goes_on_within_the_epoch(redis_server: str, tmp_path
 
 
 def test_rows_of_a_worker_that_ends_are_read_by_another(redis_server: str, tmp_path: Path, undisturbed: Run) -> None:
-    pipeline = undisturbed.config.pipeline
+    pipeline = pipeline_of(undisturbed)
     with a_data_run(redis_server, tmp_path, f"worker-{pipeline}", pipeline, works=False) as run:
         learner = run.start()
         with a_worker(run, "first"):
@@ -135,3 +145,27 @@ def test_too_long_and_bad_rows_are_replaced_and_counted(redis_server: str, tmp_p
         assert counters.trained == 48
         assert counters.dropped == {"too_long": 3}
         assert counters.failed == {"bad_row": 3}
+
+
+@pytest.mark.parametrize("pipeline", ["dpo", "kto"])
+def test_a_precomputed_reference_gives_the_same_weights(redis_server: str, tmp_path: Path, pipeline: str) -> None:
+    """Its logprobs are kept beside the rows, for the successor of a killed learner and for later runs."""
+    with a_data_run(redis_server, tmp_path, f"computed-{pipeline}", pipeline) as run:
+        assert run.start().wait(timeout=240) == 0, run.complaint()
+        expected = run.weights(6)
+    precomputed = ["dpo.precompute_ref_log_probs=true"]
+    with a_data_run(redis_server, tmp_path, f"precomputed-{pipeline}", pipeline, precomputed) as run:
+        victim = run.start()
+        wait_until_sync(lambda: run.published() >= 3, timeout_s=240)
+        files = sorted(tmp_path.rglob("*.scores/reference@*/*.safetensors"))
+        assert [path.parent.parent.name for path in files] == [
+            f"{pipeline}.jsonl.scores",
+            f"{pipeline}_val.jsonl.scores",
+        ]
+        written = [path.stat().st_mtime_ns for path in files]
+        victim.kill()
+        victim.wait()
+        assert run.start().wait(timeout=240) == 0, run.complaint()
+        assert [path.stat().st_mtime_ns for path in files] == written
+        for name, tensor in expected.items():
+            assert torch.equal(tensor, run.weights(6)[name]), name

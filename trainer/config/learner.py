@@ -8,10 +8,11 @@ from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_va
 from offbeat.envs.config import Config
 from offbeat.services.chat.template_override import find_problem, replaces
 from offbeat.services.devices import DeviceMapping
-from offbeat.services.rollout.data.config import DataConfig, Pipeline
+from offbeat.services.rollout.data.config import GROUP_SIZES, DataConfig, Pipeline
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.checkpoints import CheckpointConfig, CheckpointUrl, find_url_problem
 from offbeat.trainer.config.conditions import SET, ConditionalConfig, OnlyWith
+from offbeat.trainer.config.distillation import DistillConfig
 from offbeat.trainer.config.preference import PreferenceConfig
 from offbeat.trainer.config.replay import ReplayConfig
 from offbeat.trainer.config.roles import AttentionName, CriticConfig, ReferenceConfig, RoleModelArgs, TrainDtype
@@ -271,12 +272,14 @@ class ActorTrainConfig(Config):
 
 class LearnerConfig(AlgorithmConfig):
     pipeline: Pipeline = "agentic"
-    """What groups are made of. `agentic`: episodes of envs; `sft`: conversations of a dataset; `dpo`: pairs of a dataset
-    (docs/pipelines.md).
+    """What groups are made of. `agentic`: episodes of envs; `online_dpo`: the same, of which each group's best
+    and worst are a pair; `sft`: conversations of a dataset; `distill`: conversations with
+    teachers' distributions; `dpo`: pairs of a dataset (docs/pipelines.md).
     """
-    data: Annotated[DataConfig | None, OnlyWith(pipeline=("sft", "dpo"))] = None
+    data: Annotated[DataConfig | None, OnlyWith(pipeline=("sft", "dpo", "distill"))] = None
     """Dataset of the data pipelines."""
-    dpo: Annotated[PreferenceConfig, OnlyWith(pipeline=("dpo",))] = PreferenceConfig()
+    dpo: Annotated[PreferenceConfig, OnlyWith(pipeline=("dpo", "online_dpo"))] = PreferenceConfig()
+    distill: Annotated[DistillConfig, OnlyWith(pipeline=("distill",))] = DistillConfig()
     seed: int = Field(default=42, ge=0, lt=2**31)
     """Seed of tasks, initial weights and sampling; below 2**31, since engines add ranks."""
     output_dir: Path = Path("runs/offbeat")
@@ -349,7 +352,7 @@ class LearnerConfig(AlgorithmConfig):
     """
     actor_train: ActorTrainConfig = Field(default=ActorTrainConfig(), validate_default=True)
     critic: CriticConfig = CriticConfig()
-    reference: ReferenceConfig = ReferenceConfig()
+    reference: ReferenceConfig = Field(default=ReferenceConfig(), validate_default=True)
 
     @field_validator("actor_train")
     @classmethod
@@ -373,6 +376,15 @@ class LearnerConfig(AlgorithmConfig):
         if problem := find_problem(value):
             raise ValueError(problem)
         return value
+
+    @field_validator("reference")
+    @classmethod
+    def _is_precomputed(cls, value: ReferenceConfig, info: ValidationInfo) -> ReferenceConfig:
+        dpo = info.data.get("dpo")
+        if not isinstance(dpo, PreferenceConfig) or not dpo.precompute_ref_log_probs:
+            return value
+        strategy = value.strategy_args.model_copy(update={"placement": "files"})
+        return value.model_copy(update={"strategy_args": strategy})
 
     @field_validator("track_with", mode="before", json_schema_input_type=tuple[str, ...] | str)
     @classmethod
@@ -410,18 +422,33 @@ class LearnerConfig(AlgorithmConfig):
     @property
     def reads_data(self) -> bool:
         """Whether training groups are dataset rows."""
-        return self.pipeline != "agentic"
+        return self.pipeline in GROUP_SIZES
+
+    @property
+    def distills(self) -> bool:
+        return self.pipeline == "distill" if self.reads_data else super().distills
+
+    @property
+    def sampled_share(self) -> float:
+        """Share of rows whose last response is sampled."""
+        return self.distill.lmbda if self.pipeline == "distill" else 0.0
 
     @property
     def needs_reference(self) -> bool:
         if self.reads_data:
             return self.pipeline == "dpo" and self.dpo.needs_reference
+        if self.pipeline == "online_dpo":
+            return self.dpo.needs_reference
         return super().needs_reference
 
     @property
     def has_policy_folder(self) -> bool:
         """True if the policy's files are in the run's folder."""
         return self.pretrain == "tiny" or self.chat_template is not None
+
+    @property
+    def needs_ref_logprobs(self) -> bool:
+        return self.needs_reference if self.reads_data else super().needs_ref_logprobs
 
     @property
     def critic_folder(self) -> str | None:

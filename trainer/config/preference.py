@@ -6,7 +6,7 @@ from pydantic import Field
 
 from offbeat.trainer.config.conditions import ConditionalConfig, OnlyWith
 
-LossType = Literal["sigmoid", "ipo", "hinge", "robust", "simpo", "orpo", "apo_zero", "apo_down"]
+LossType = Literal["sigmoid", "ipo", "hinge", "robust", "simpo", "orpo", "apo_zero", "apo_down", "kto"]
 WITH_SFT_TERM = ("sigmoid", "ipo", "hinge", "robust", "simpo", "apo_zero", "apo_down")
 """`orpo` has one already."""
 REFERENCE_FREE = ("simpo", "orpo")
@@ -19,7 +19,7 @@ class PreferenceConfig(ConditionalConfig):
     loss_type: LossType = "sigmoid"
     """`sigmoid`: DPO (arXiv:2305.18290), with `label_smoothing` cDPO; `ipo` (2310.12036), `hinge` (SLiC, 2305.10425),
     `robust` (2403.00409), `apo_zero` and `apo_down` (2408.06266); without reference `simpo` (2405.14734) and `orpo`
-    (2403.07691).
+    (2403.07691). `kto` (2402.01306): rows with one response and a label.
     """
     beta: float = Field(default=0.1, gt=0)
     """Scale of the rewards, beta * (logprob - reference's); `ipo`'s tau, `orpo`'s lambda."""
@@ -33,6 +33,14 @@ class PreferenceConfig(ConditionalConfig):
     """Mean instead of the sum of a response's logprobs; `ipo`, `simpo` and `orpo` always take the mean."""
     simpo_gamma: Annotated[float, OnlyWith(loss_type=("simpo",))] = Field(default=0.5, ge=0)
     """Margin that the chosen response's reward should exceed."""
+    desirable_weight: Annotated[float, OnlyWith(loss_type=("kto",))] = Field(default=1.0, gt=0)
+    """Factor of desirable responses' loss."""
+    undesirable_weight: Annotated[float, OnlyWith(loss_type=("kto",))] = Field(default=1.0, gt=0)
+    """Factor of undesirable responses' loss."""
+    precompute_ref_log_probs: Annotated[bool, OnlyWith(reference_free=(False,))] = False
+    """The reference scores all rows before training, and its logprobs are kept in files beside the dataset, for later runs,
+    too; it takes no memory during training.
+    """
     sft_coef: Annotated[
         float, OnlyWith(loss_type=("sigmoid", "ipo", "hinge", "robust", "simpo", "apo_zero", "apo_down"))
     ] = Field(default=0.0, ge=0)

@@ -70,11 +70,14 @@ class InferStrategyArgs(ConditionalConfig):
     layer. Both split batches over processes.
     """
     placement: Annotated[
-        Literal["learner", "service"],
-        NotWith("a replica of the service holds the whole model: take hf_infer", strategy_name=("deepspeed_infer",)),
+        Literal["learner", "service", "files"],
+        NotWith(
+            "a process beside the learner holds the whole model: take hf_infer", strategy_name=("deepspeed_infer",)
+        ),
     ] = "learner"
     """`learner`: in the learner's processes. `service`: in processes of its own, which score each group once it is
-    complete, beside rollouts and training.
+    complete, beside rollouts and training. `files`: beside a data pipeline's dataset, written once by `offbeat distill
+    prepare`.
     """
     num_replicas: Annotated[int, OnlyWith(placement=("service",))] = Field(default=1, ge=1)
     """Processes of the service, each with the whole model (with `actor_train.device: cuda` on a GPU of its own)."""
@@ -109,7 +112,7 @@ class TeacherConfig(Config):
 
     model_args: TeacherModelArgs
     tag_included: tuple[str, ...] = ()
-    """Tags of `custom_envs` to teach; empty for all."""
+    """Tags of `custom_envs`, or of a dataset's rows, to teach; empty for all."""
     opd_kl_coef: float = Field(default=1.0, gt=0)
     """Weight of this teacher's KL."""
     device_mapping: DeviceMapping | None = None

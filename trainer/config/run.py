@@ -62,7 +62,7 @@ class LearnerRunConfig(LearnerConfig):
     @field_validator("buffer")
     @classmethod
     def _has_the_pipelines_order(cls, value: BufferConfig, info: ValidationInfo) -> BufferConfig:
-        if info.data.get("pipeline", "agentic") == "agentic":
+        if info.data.get("pipeline") not in GROUP_SIZES:
             return value
         if "order" in value.model_fields_set and value.order != "admission":
             raise ValueError(f"order {value.order}: rows are trained in the order that the seed draws: leave it out")
@@ -92,7 +92,12 @@ class LearnerRunConfig(LearnerConfig):
 
     @property
     def uses_engine(self) -> bool:
-        """Whether anything is sampled: by envs in training, or in evaluation."""
+        """Whether anything is sampled: in training, or in evaluation."""
+        return self.plays or self.sampled_share > 0
+
+    @property
+    def plays(self) -> bool:
+        """Whether envs are played: in training, or in evaluation."""
         return not self.reads_data or bool(self.custom_envs)
 
     @property

@@ -1,10 +1,12 @@
-"""Frozen models in services of their own (`placement: service`)."""
+"""Frozen models in services of their own (`placement: service`), or whose scores are in files."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.roles import ReferenceConfig, TeacherConfig
 
+Placement = Literal["service", "files"]
 REFERENCE = "reference"
 TEACHER_PREFIX = "teacher."
 
@@ -29,10 +31,13 @@ class ScoredRole:
         return not isinstance(self.config, TeacherConfig) or self.config.teaches(tag)
 
 
-def scored_roles(config: AlgorithmConfig, reference: ReferenceConfig) -> list[ScoredRole]:
+def scored_roles(
+    config: AlgorithmConfig, reference: ReferenceConfig, placement: Placement = "service"
+) -> list[ScoredRole]:
+    """Return the roles that are scored there, outside the learner."""
     teachers = config.teacher if config.distills else {}
     roles = {f"{TEACHER_PREFIX}{name}": teacher for name, teacher in teachers.items()}
     own = {REFERENCE: reference} if config.needs_ref_logprobs else {}
     return [
-        ScoredRole(name, role) for name, role in {**own, **roles}.items() if role.strategy_args.placement == "service"
+        ScoredRole(name, role) for name, role in {**own, **roles}.items() if role.strategy_args.placement == placement
     ]

@@ -80,23 +80,21 @@ class OnRanks:
     ) -> list[Tensor]:
         """Return the results of all ranks."""
         results: dict[int, Tensor] = {}
-        rows = torch.Size()
+        like = torch.empty(0)
         for forward in passes(batch, self._ranks):
             output = (read or _first_of)(model(forward.x))
-            rows = output.shape[:-1]
+            like = output[..., :0]
             if forward.index is not None:
                 results[forward.index] = output
-        return _all_gather(results, rows, batch, self._ranks)
+        return _all_gather(results, like, batch, self._ranks)
 
 
-def _all_gather(
-    results: dict[int, Tensor], rows: torch.Size, batch: Sequence[PackedInput], ranks: Ranks
-) -> list[Tensor]:
-    """Return all ranks' results: [*rows, M] each."""
+def _all_gather(results: dict[int, Tensor], like: Tensor, batch: Sequence[PackedInput], ranks: Ranks) -> list[Tensor]:
+    """Return all ranks' results, [*rows, M] each. like: [*rows, 0]"""
     lengths = [len(x.positions) for x in batch]
     if ranks.world_size == 1 or not batch:  # a batch may have none of a teacher's tags
         return [results[i] for i in range(len(batch))]
-    parts = [results.get(i, torch.zeros(*rows, n, device=ranks.device)) for i, n in enumerate(lengths)]
+    parts = [results.get(i, like.new_zeros(*like.shape[:-1], n)) for i, n in enumerate(lengths)]
     results_of_all = torch.cat(parts, -1)
     dist.all_reduce(results_of_all)
     return list(results_of_all.split(lengths, -1))

@@ -14,6 +14,7 @@ from offbeat.trainer.checks.user_functions import refuse_broken_functions
 from offbeat.trainer.config.scored_roles import scored_roles
 from offbeat.trainer.data.replay_buffer import ReplayBuffer
 from offbeat.trainer.learner.evaluations import EvaluationLog, Evaluations
+from offbeat.trainer.learner.file_scores import open_file_scores
 from offbeat.trainer.learner.group_intake import GroupIntake
 from offbeat.trainer.learner.loop import LearnerComponents
 from offbeat.trainer.learner.reporter import LearnerReporter
@@ -74,6 +75,7 @@ def build_components(
             train_stale=config.buffer.stale_policy == "train",
             vocab_size=vocab_size,
             scores=_build_scores(run, scores, reporter),
+            files=open_file_scores(run, None if config.data is None else config.data.dataset_name),
             reads_data=config.reads_data,
         ),
         reporter=reporter,

@@ -17,6 +17,7 @@ from offbeat.trainer.data.replay_buffer import ReplayedGroups
 from offbeat.trainer.data.reward_shaping import shape_rewards
 from offbeat.trainer.data.selection import carries_signal, masked_counts
 from offbeat.trainer.data.step_batch import StepBatch, collect_rewards
+from offbeat.trainer.learner.file_scores import FileScores
 from offbeat.trainer.learner.score_intake import ScoreIntake
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,8 @@ class GroupIntake:
     vocab_size: int
     scores: ScoreIntake | None = None
     """Of roles in services of their own."""
+    files: FileScores | None = None
+    """Of a dataset's rows."""
     reads_data: bool = False
     """Rows instead of episodes: all are trained, those without learned tokens replaced."""
 
@@ -120,8 +123,7 @@ class GroupIntake:
     ) -> bool:
         """Add a group, or drop it without signal or score; return False if stopped."""
         if self.reads_data:
-            self._add_row(group, taken)
-            return True
+            return self._add_row(group, step, taken, should_stop)
         (shaped,) = shape_rewards([group], self.config)
         has_signal = carries_signal(group, self.config, shaped)
         if not has_signal and self.config.zero_variance == "refill":
@@ -136,14 +138,9 @@ class GroupIntake:
                     len(taken.refilled),
                 )
         if has_signal and self.scores is not None:
-            began = time.monotonic()
-            scored = self.scores.attach(group, step, should_stop)
-            taken.score_wait_s += time.monotonic() - began
-            if scored is None:
-                return False
-            if isinstance(scored, str):
-                self._drop(group, scored, taken)
-                return True
+            scored = self._attach_scores(self.scores, group, step, taken, should_stop)
+            if not isinstance(scored, Group):
+                return scored
             group, shaped = scored, replace(shaped, scores=scored.scores)
         taken.num_stale += _is_stale(group, step, max_staleness)
         taken.groups.append(group)
@@ -151,13 +148,34 @@ class GroupIntake:
         (taken.trained if has_signal else taken.masked).append(group)
         return True
 
-    def _add_row(self, group: Group, taken: StepGroups) -> None:
+    def _add_row(self, group: Group, step: int, taken: StepGroups, should_stop: Callable[[], bool]) -> bool:
+        """Add or drop a row; return False if stopped."""
         if not all(trajectory.num_sampled for trajectory in group.trajectories):
             self._drop(group, TOO_LONG, taken)
-            return
+            return True
+        if self.scores is not None:
+            scored = self._attach_scores(self.scores, group, step, taken, should_stop)
+            if not isinstance(scored, Group):
+                return scored
+            group = scored
+        if self.files is not None:
+            group = self.files.attach(group)
         taken.groups.append(group)
         taken.trained.append(group)
         taken.shaped[group.number] = group
+        return True
+
+    def _attach_scores(
+        self, scores: ScoreIntake, group: Group, step: int, taken: StepGroups, should_stop: Callable[[], bool]
+    ) -> Group | bool:
+        """Return the group with its scores; True if it was dropped, False if stopped."""
+        began = time.monotonic()
+        scored = scores.attach(group, step, should_stop)
+        taken.score_wait_s += time.monotonic() - began
+        if isinstance(scored, str):
+            self._drop(group, scored, taken)
+            return True
+        return scored or False
 
     def _drop(self, group: Group, reason: str, taken: StepGroups) -> None:
         self.buffer.drop(group, reason)

@@ -7,15 +7,14 @@ surviving lineage has trained (`LearnerBuffer.reconcile`).
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from offbeat.services.buffer.api import LearnerBuffer, Proof, Reconciled
 from offbeat.services.errors import ControlError
 from offbeat.services.live_settings import Settings, settings_at
-from offbeat.services.messages.types import Group
 from offbeat.services.weights.api import WeightPublisher
 from offbeat.trainer.data.replay_buffer import ReplayBuffer, ReplayedGroups
 from offbeat.trainer.learner.checkpointing import Checkpointer
@@ -33,6 +32,7 @@ from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.learner.task_sampler import Curriculum
 from offbeat.trainer.learner.trajectory_samples import TrajectorySampler
 from offbeat.trainer.learner.uploads import FOREGROUND_TIMEOUT_S, STOP_TIMEOUT_S, CheckpointUploads
+from offbeat.trainer.learner.validation import ValidationRows
 from offbeat.trainer.run import FINISHED, LearnerRun
 from offbeat.trainer.training.batch_log import BatchLog
 from offbeat.trainer.training.checkpoint import Checkpoint, CheckpointStore, LearnerState
@@ -61,7 +61,7 @@ class LearnerComponents:
     curriculum: Curriculum
     sampler: TrajectorySampler
     should_stop: Callable[[], bool]
-    validation: Sequence[Group] = ()
+    validation: ValidationRows = field(default_factory=lambda: ValidationRows([]))
     """Rows for evaluation by loss."""
 
 
@@ -309,7 +309,7 @@ class Learner:
 
     def _evaluate(self, when: When, *, greedy: bool, num_episodes: int) -> None:
         self._evaluate_loss(when)
-        if not self._config.uses_engine:
+        if not self._config.plays:
             return
         self._evaluations.start(Evaluation(when, "sampled", self._step, num_episodes))
         if greedy:
@@ -317,9 +317,9 @@ class Learner:
 
     def _evaluate_loss(self, when: When) -> None:
         evaluation = Evaluation(when, "loss", self._step, len(self._validation))
-        if self._validation and not self._evaluations.is_recorded(evaluation):
+        if len(self._validation) and not self._evaluations.is_recorded(evaluation):
             with self._timed("evaluate"):
-                self._evaluations.record_losses(evaluation, self._trainer.evaluate(self._validation))
+                self._evaluations.record_losses(evaluation, self._trainer.evaluate(self._validation.groups()))
 
     def _finish(self) -> bool:
         self._evaluate("after", greedy=True, num_episodes=self._config.final_val_batch_size)

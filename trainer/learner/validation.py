@@ -1,39 +1,41 @@
 """Validation rows of a data pipeline, read once by rank 0."""
 
-from collections.abc import Sequence
-
 from offbeat.services.errors import ControlError, EpisodeError
-from offbeat.services.messages.types import Group, Trajectory
+from offbeat.services.messages.types import Group
 from offbeat.services.rollout.data.source import DataSource
+from offbeat.trainer.learner.file_scores import FileScores, open_file_scores
 from offbeat.trainer.run import LearnerRun
+from offbeat.trainer.training.prepare_scores import row_group
 
 
-def read_validation(run: LearnerRun) -> list[Group]:
-    """Return the validation rows as groups.
+class ValidationRows:
+    def __init__(self, groups: list[Group], files: FileScores | None = None) -> None:
+        self._groups = groups
+        self._files = files
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def groups(self) -> list[Group]:
+        """Return the groups with their scores. Raises ControlError as `FileScores.attach`."""
+        files = self._files
+        return self._groups if files is None else [files.attach(group) for group in self._groups]
+
+
+def read_validation(run: LearnerRun) -> ValidationRows:
+    """Read the validation rows.
 
     Raises:
         ControlError: a row can't be read; names file and line.
     """
     config = run.config
     if config.data is None or config.data.val_dataset_name is None:
-        return []
+        return ValidationRows([])
     try:
         source = DataSource(
             config.data, config.pipeline, run.model_folder, seed=config.seed, max_tokens=config.sequence_length
         )
-        return [_group(number, members) for number, members in enumerate(source.validation())]
+        groups = [row_group(number, members) for number, members in enumerate(source.validation())]
     except (EpisodeError, ValueError) as error:
         raise ControlError(f"data.val_dataset_name: {error}") from error
-
-
-def _group(number: int, members: Sequence[Trajectory]) -> Group:
-    first = members[0]
-    return Group(
-        entry_id="",
-        group_id=first.group_id,
-        number=number,
-        tag=first.tag,
-        seed=first.seed,
-        admitted_version=0,
-        trajectories=tuple(members),
-    )
+    return ValidationRows(groups, open_file_scores(run, config.data.val_dataset_name))

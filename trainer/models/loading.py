@@ -22,6 +22,11 @@ def has_weights(folder: Path) -> bool:
     return any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
 
 
+def read_vocab_size(folder: Path) -> int:
+    """Return the number of a model's logits."""
+    return int(AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config().vocab_size)
+
+
 def load_policy(
     folder: Path, args: ModelArgs, seed: int, temperature: float = 1.0, *, value_head: bool = False
 ) -> PackedPolicy:

@@ -1,11 +1,12 @@
 """Packed sequences and model input."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from offbeat.services.messages.types import PromptImage
+from offbeat.trainer.models.distillation import Distillation, TopQuery
 from offbeat.trainer.models.divergence import ReferenceStates
 from offbeat.trainer.models.prefix_attention import SharedPrefixLayout, position_ids
 
@@ -60,7 +61,8 @@ class PackedInput:
 
     tokens: [N] int64; positions: [M] int64, to score, never a sequence's first; temperatures: [M] float32, NaN for the
     default, None if all are; reference: for a full KL; images: in token order; head_alone: detach values from the
-    policy; with_next: also return values after `positions`.
+    policy; with_next: also return values after `positions`; distillation: for a divergence from teachers; top: return
+    the most probable tokens alone.
     """
 
     tokens: Tensor
@@ -71,6 +73,8 @@ class PackedInput:
     images: tuple[PromptImage, ...] = ()
     head_alone: bool = False
     with_next: bool = False
+    distillation: Distillation | None = None
+    top: TopQuery | None = None
 
     @classmethod
     def of(
@@ -119,7 +123,12 @@ class PackedInput:
         reference = (
             None if self.reference is None else ReferenceStates(self.reference.hidden.to(device), self.reference.head)
         )
-        tokens, positions = self.tokens.to(device), self.positions.to(device)
-        return PackedInput(
-            tokens, packing, positions, temperatures, reference, self.images, self.head_alone, self.with_next
+        return replace(
+            self,
+            tokens=self.tokens.to(device),
+            packing=packing,
+            positions=self.positions.to(device),
+            temperatures=temperatures,
+            reference=reference,
+            distillation=None if self.distillation is None else self.distillation.to(device),
         )

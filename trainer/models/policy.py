@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from offbeat.trainer.models.distillation import teacher_divergence, top_logprobs
 from offbeat.trainer.models.divergence import ReferenceStates, full_kl
 from offbeat.trainer.models.logprobs import token_logprobs
 from offbeat.trainer.models.packing import PackedInput, Packing
@@ -17,7 +18,7 @@ from offbeat.trainer.models.value_head import ValueHead, last_hidden_states
 
 
 class Sampled(NamedTuple):
-    """Sampled tokens' outputs, [M] float32; logprobs, entropies and full KL in nats."""
+    """Sampled tokens' outputs, [M] float32, in nats. divergences: full KL to the reference, or from the teachers."""
 
     logprobs: Tensor
     entropies: Tensor
@@ -51,7 +52,9 @@ class PackedPolicy(nn.Module):
     def add_value_head(self) -> None:
         self.value_head = ValueHead(self.model.config.get_text_config().hidden_size)
 
-    def forward(self, x: PackedInput) -> Sampled:
+    def forward(self, x: PackedInput) -> Sampled | tuple[Tensor]:
+        if x.top is not None:
+            return (top_logprobs(self.logits(x), x.top),)
         if self.value_head is None:
             return self._score(x, self.logits(x))
         with last_hidden_states(self.model) as states:
@@ -68,6 +71,8 @@ class PackedPolicy(nn.Module):
         if x.temperatures is not None:
             temperature = x.temperatures.nan_to_num(nan=self.temperature)
         divergences = None if x.reference is None else full_kl(logits, x.reference, temperature)
+        if x.distillation is not None:
+            divergences = teacher_divergence(logits, x.distillation)
         return Sampled(*token_logprobs(logits, x.tokens[x.positions], temperature), divergences)
 
     def logits(self, x: PackedInput) -> Tensor:

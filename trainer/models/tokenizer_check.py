@@ -16,7 +16,7 @@ def check_same_tokens(policy: Path, other: Path, path: str) -> None:
         differing = next(token for token in (*policy_ids, *other_ids) if policy_ids.get(token) != other_ids.get(token))
         raise ValueError(
             f"{path}: {other} has another tokenizer than the policy: {differing!r} is token "
-            f"{other_ids.get(differing)} instead of {policy_ids.get(differing)}. On-policy distillation "
+            f"{other_ids.get(differing)} instead of {policy_ids.get(differing)}. Distillation "
             "needs equal tokenizers"
         )
 

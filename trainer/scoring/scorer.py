@@ -8,7 +8,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -16,18 +15,15 @@ from redis import Redis
 from redis import exceptions as redis_errors
 
 from offbeat.services.buffer.scores import ClaimedGroup, RedisScoreQueue
-from offbeat.services.errors import ControlError, RetryableError
+from offbeat.services.errors import RetryableError
 from offbeat.services.messages.types import Group
 from offbeat.services.telemetry import MetricRecord, MetricsSink, Partial
 from offbeat.trainer.config.scored_roles import ScoredRole
 from offbeat.trainer.data.reward_shaping import shape_rewards
 from offbeat.trainer.data.selection import carries_signal
-from offbeat.trainer.engines.frozen import FrozenModel
-from offbeat.trainer.engines.process_group import Ranks
-from offbeat.trainer.models.loading import load_policy
-from offbeat.trainer.models.tokenizer_check import check_same_tokens
 from offbeat.trainer.run import LearnerRun
-from offbeat.trainer.training.group_scorer import GroupScorer, encode_scores
+from offbeat.trainer.training.frozen_roles import load_scorer
+from offbeat.trainer.training.prepare_scores import RowScorer
 from offbeat.trainer.training.score_keys import start_key
 
 logger = logging.getLogger(__name__)
@@ -69,7 +65,7 @@ class Scorer:
         if not self._wait_for_start():
             return
         self.status = "loads its model"
-        scorer = self._load()
+        scorer = load_scorer(self._run, self._role, self._run.model_folder)
         self.status = ""
         logger.info("%s scores groups", self._role.name)
         while not self._stop.is_set():
@@ -89,23 +85,7 @@ class Scorer:
             self._stop.wait(IDLE_POLL_S)
         return False
 
-    def _load(self) -> GroupScorer:
-        config, own = self._run.config, self._role.config.model_args
-        folder = Path(own.model_name_or_path or self._run.first_weights)
-        try:
-            if own.model_name_or_path is not None:
-                key = f"{self._role.name}.model_args.model_name_or_path"
-                check_same_tokens(self._run.model_folder, folder, key)
-            args = config.actor_train.model_args.of_role(own)
-            model = load_policy(folder, args, config.seed, config.temperature)
-        except torch.OutOfMemoryError:
-            raise
-        except (ValueError, RuntimeError, OSError, ImportError) as error:
-            raise ControlError(f"the model of {self._role.name} can't be loaded: {error}") from error
-        device = torch.device(config.actor_train.device)
-        return GroupScorer(FrozenModel(model, Ranks(0, 0, 1, device)), config, self._role.config.infer_batch_size)
-
-    def _score_next(self, scorer: GroupScorer) -> None:
+    def _score_next(self, scorer: RowScorer) -> None:
         claim = self._queue.claim()
         if claim.claimed is None:
             self._queue.wait_for_group(IDLE_POLL_S)
@@ -113,26 +93,28 @@ class Scorer:
         with self._renewed(claim.claimed.number):
             self._score(scorer, claim.claimed, claim.num_missing)
 
-    def _score(self, scorer: GroupScorer, claimed: ClaimedGroup, num_missing: int) -> None:
+    def _score(self, scorer: RowScorer, claimed: ClaimedGroup, num_missing: int) -> None:
         group = claimed.group
         if group is None or not self._is_needed(group):
             self._queue.refuse(claimed.number, claimed.problem or UNNEEDED)
             return
         began = time.monotonic()
         try:
-            (scores,) = scorer.score([group])
+            (scores,) = scorer.encode([group])
         except ValueError as error:  # a malformed group, which the learner drops, too
             self._queue.refuse(claimed.number, str(error))
             return
-        if not bool(scores.isfinite().all()):
+        if not scores.is_finite:
             logger.error("group %d: %s gives scores that are not finite", claimed.number, self._role.name)
-        stored = self._queue.submit(claimed.number, encode_scores(scores))
+        stored = self._queue.submit(claimed.number, scores.blob)
         self._report(group, time.monotonic() - began, num_missing, stored=stored)
 
     def _is_needed(self, group: Group) -> bool:
         """Return whether the learner trains on the group with this score, by its own rule if that is not user code."""
         if not self._role.scores(group.tag):
             return False
+        if self._run.config.reads_data:
+            return all(trajectory.num_sampled for trajectory in group.trajectories)
         (shaped,) = shape_rewards([group], self._run.config)
         return self._run.config.group_filter_cls is not None or carries_signal(group, self._run.config, shaped)
 

@@ -1,4 +1,4 @@
-"""Optimizer steps of the data pipelines, and their validation losses.
+"""Optimizer steps of the data pipelines and of pairs from a policy's own groups, and their validation losses.
 
 Invariants: as `optimizer_step`; a minibatch and a micro-batch hold complete groups.
 """
@@ -10,55 +10,68 @@ from torch import Tensor
 
 from offbeat.services.messages.types import Group
 from offbeat.services.telemetry import Partial, merge_all
+from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.data.batch import Batch, MicroBatch, group_minibatches, pack
+from offbeat.trainer.data.pairs import best_and_worst
 from offbeat.trainer.data.prefix_groups import whole_group_microbatches
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.base import Hyperparameters
-from offbeat.trainer.losses.preference import PreferenceLosses
-from offbeat.trainer.losses.supervised import SupervisedLosses
+from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.policy import Sampled
+from offbeat.trainer.training.data_objectives import (
+    Objective,
+    PreferenceObjective,
+    SupervisedObjective,
+    UnpairedObjective,
+    distillation_of,
+)
 from offbeat.trainer.training.group_scorer import inference_budget, scatter_outputs, to_input
 from offbeat.trainer.training.optimizer_step import (
     BatchTrainer,
     Gauges,
+    StepModels,
     StepPreview,
     shared_tokens,
 )
+from offbeat.trainer.training.teacher_scorer import TeacherScorer
 
 
 class DataTrainer(BatchTrainer):
-    """Training on dataset rows; collective."""
+    """Training on dataset rows, or on pairs; collective."""
 
     def preview(self, step_batch: StepBatch) -> StepPreview | None:
-        """Return None: rows have neither ratios nor advantages."""
+        """Return None: there are neither ratios nor advantages."""
         del step_batch
 
     def evaluate(self, groups: Sequence[Group]) -> Gauges:
         """Return the losses of groups under current weights."""
-        batch = pack(groups)
+        objective = self._objective(groups, num_minibatches=1)
+        batch = objective.batch
         if not batch.num_sampled:
             return {}
-        sequences = range(batch.num_sequences)
-        micro_batches = self._cut_whole(batch, sequences)
-        losses = self._losses(batch, micro_batches, self._reference_logprobs(batch, sequences, micro_batches))
-        inputs = [to_input(micro) for micro in micro_batches]
-        outputs = self._models.policy.infer(inputs, lambda output: torch.stack([output.logprobs, output.entropies]))
+        micro_batches = self._cut_rows(objective, range(batch.num_sequences))
+        losses = objective.make_losses(micro_batches)
+        outputs = self._models.policy.infer([objective.to_input(micro) for micro in micro_batches], _loss_inputs)
         for i, rows in enumerate(outputs):
-            losses.of_policy(i, Sampled(rows[0], rows[1]))
+            losses.of_policy(i, Sampled(*rows))
         # Every rank has every output
-        return merge_all(losses.gauges)
+        return objective.finish(merge_all(losses.gauges))
 
     def _train(self, step_batch: StepBatch) -> Gauges:
-        batch, step = pack(step_batch.groups), step_batch.step
+        groups, step = step_batch.groups, step_batch.step
+        if self._config.pipeline == "online_dpo":
+            groups = list(best_and_worst(step_batch.shaped))
+        objective = self._objective(groups, num_minibatches=self._args.num_minibatches)
+        batch = objective.batch
         if not batch.num_sampled:
             return {}
         rate = self._rate(step, self.learning_rate, self._args.warmup_steps)
         pieces: list[Gauges] = []
         parts: list[list[MicroBatch]] = []
         for sequences in group_minibatches(batch, self._args.num_minibatches):
-            micro_batches = self._cut_whole(batch, sequences)
-            losses = self._losses(batch, micro_batches, self._reference_logprobs(batch, sequences, micro_batches))
-            inputs = [to_input(micro) for micro in micro_batches]
+            micro_batches = self._cut_rows(objective, sequences)
+            losses = objective.make_losses(micro_batches)
+            inputs = [objective.to_input(micro) for micro in micro_batches]
             outcome = self._models.policy.train(
                 inputs, losses.of_policy, Hyperparameters(rate, self._args.weight_decay)
             )
@@ -66,7 +79,7 @@ class DataTrainer(BatchTrainer):
             parts.append(micro_batches)
         lengths = batch.lengths.float()
         return {
-            **self._merge(pieces),
+            **objective.finish(self._merge(pieces)),
             "tokens_trained": Partial("sum", float(batch.num_sampled)),
             "tokens/computed": Partial("sum", float(batch.num_tokens)),
             "tokens/shared": shared_tokens(batch, parts),
@@ -75,32 +88,49 @@ class DataTrainer(BatchTrainer):
             "tokens/response_length/max": Partial("max", float(lengths.max())),
         }
 
-    def _losses(
-        self, batch: Batch, micro_batches: Sequence[MicroBatch], reference: Tensor | None
-    ) -> SupervisedLosses | PreferenceLosses:
-        index = torch.cat([micro.index for micro in micro_batches])
+    def _objective(self, groups: Sequence[Group], *, num_minibatches: int) -> Objective:
+        if self._config.pipeline == "distill":
+            return distillation_of(self._config, groups, self._teacher_scorers(), self._models.score_keys)
+        batch = pack(groups)
         if self._config.pipeline == "sft":
-            return SupervisedLosses(len(index))
-        trajectories = batch.trajectory[index]
-        return PreferenceLosses(
-            self._config.dpo,
-            batch,
-            micro_batches,
-            num_pairs=len(torch.unique(batch.group[trajectories])),
-            num_chosen_tokens=int((trajectories % 2 == 0).sum()),
-            ref_logprobs=reference,
+            return SupervisedObjective(batch)
+        reference = self._reference_logprobs(groups, batch, num_minibatches) if groups else None
+        if self._config.dpo.loss_type != "kto":
+            return PreferenceObjective(self._config, batch, reference)
+        if reference is None:
+            raise ValueError("kto needs a reference")
+        return UnpairedObjective(self._config, batch, reference, lambda sequences: self._logprobs(batch, sequences))
+
+    def _logprobs(self, batch: Batch, sequences: Sequence[int]) -> Tensor:
+        """Return the policy's logprobs of sequences, [M]; zeros elsewhere."""
+        micro_batches = self._cut(batch, sequences)
+        return scatter_outputs(
+            batch, micro_batches, self._models.policy.infer([to_input(micro) for micro in micro_batches])
         )
 
-    def _reference_logprobs(
-        self, batch: Batch, sequences: Sequence[int], micro_batches: Sequence[MicroBatch]
-    ) -> Tensor | None:
+    def _teacher_scorers(self) -> dict[str, TeacherScorer]:
+        models = zip(self._config.teacher.items(), self._models.teachers, strict=True)
+        return {
+            name: TeacherScorer(model, self._config, teacher.infer_batch_size, self._models.vocab_size)
+            for (name, teacher), model in models
+            if model is not None
+        }
+
+    def _reference_logprobs(self, groups: Sequence[Group], batch: Batch, num_minibatches: int) -> Tensor | None:
         """Score the policy's micro-batches, so that equal weights have equal logprobs; `infer_batch_size` cuts others."""
-        model = self._models.reference
-        if model is None:
-            return None
-        budget = inference_budget(self._config, self._config.reference.infer_batch_size)
-        cuts = micro_batches if budget is None else self._cut_whole(batch, sequences, budget)
+        model, size = self._models.reference, self._config.reference.infer_batch_size
+        if model is None or self._config.dpo.loss_type == "kto" or "reference" in self._models.score_keys:
+            rows = self._score(model, "reference", size, groups)
+            return torch.cat(rows) if rows else None
+        budget = inference_budget(self._config, size)
+        parts = group_minibatches(batch, num_minibatches)
+        cuts = [micro for part in parts for micro in self._cut_whole(batch, part, budget)]
         return scatter_outputs(batch, cuts, model.infer([to_input(micro) for micro in cuts]))
+
+    def _cut_rows(self, objective: Objective, sequences: Sequence[int]) -> list[MicroBatch]:
+        if isinstance(objective, UnpairedObjective):
+            return self._cut(objective.batch, objective.trained(sequences))
+        return self._cut_whole(objective.batch, sequences)
 
     def _cut_whole(self, batch: Batch, sequences: Sequence[int], budget: int | None = None) -> list[MicroBatch]:
         return whole_group_microbatches(
@@ -110,3 +140,14 @@ class DataTrainer(BatchTrainer):
             share_prefix=self._config.actor_train.model_args.shared_prefix,
             multiple_of=self._ranks.world_size,
         )
+
+
+def make_trainer(config: LearnerConfig, models: StepModels, ranks: Ranks) -> BatchTrainer:
+    """Return the trainer of the pipeline's groups."""
+    kind = BatchTrainer if config.pipeline == "agentic" else DataTrainer
+    return kind(config, models, ranks)
+
+
+def _loss_inputs(output: Sampled) -> Tensor:
+    outputs = (output.logprobs, output.entropies, output.divergences)
+    return torch.stack([values for values in outputs if values is not None])

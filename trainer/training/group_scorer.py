@@ -6,6 +6,7 @@ holds and however many ranks share it; so they may be computed in any process, b
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +17,24 @@ from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.data.batch import Batch, MicroBatch, microbatches, pack
 from offbeat.trainer.data.prefix_groups import shared_microbatches
 from offbeat.trainer.engines.frozen import LogprobModel
+from offbeat.trainer.models.distillation import TopQuery
 from offbeat.trainer.models.divergence import ReferenceStates
 from offbeat.trainer.models.packing import PackedInput
+
+
+class EncodedScores(NamedTuple):
+    """Scores as in `Group.scores`."""
+
+    blob: bytes
+    is_finite: bool
+
+
+class GroupOutputs(NamedTuple):
+    """Outputs of a group's micro-batches."""
+
+    batch: Batch
+    micro_batches: list[MicroBatch]
+    parts: list[Tensor]
 
 
 class GroupScorer:
@@ -29,11 +46,19 @@ class GroupScorer:
 
     def score(self, groups: Sequence[Group]) -> list[Tensor]:
         """Return logprobs per group, [M] float32 on the CPU, in the order of `pack([group])`."""
+        return [scatter_outputs(*outputs) for outputs in self.infer(groups)]
+
+    def encode(self, groups: Sequence[Group]) -> list[EncodedScores]:
+        return [EncodedScores(encode_scores(row), bool(row.isfinite().all())) for row in self.score(groups)]
+
+    def infer(self, groups: Sequence[Group], top: TopQuery | None = None) -> list[GroupOutputs]:
+        """Return the model's outputs per group; with `top` the most probable tokens instead of logprobs."""
         batches = [pack([group]) for group in groups]
         cuts = [self._cut(batch) for batch in batches]
-        outputs = iter(self._model.infer([to_input(micro) for micro_batches in cuts for micro in micro_batches]))
+        inputs = [replace(to_input(micro), top=top) for micro_batches in cuts for micro in micro_batches]
+        outputs = iter(self._model.infer(inputs))
         return [
-            scatter_outputs(batch, micro_batches, [next(outputs) for _ in micro_batches])
+            GroupOutputs(batch, micro_batches, [next(outputs) for _ in micro_batches])
             for batch, micro_batches in zip(batches, cuts, strict=True)
         ]
 

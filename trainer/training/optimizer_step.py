@@ -67,7 +67,9 @@ class StepModels:
     teachers: Sequence[LogprobModel | None] = ()
     """In the order of the configuration's `teacher`; None: scored by its service."""
     score_keys: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Role -> key in `Group.scores`, of roles that a service scores."""
+    """Role -> key in `Group.scores`, of roles that are scored by a service or in files."""
+    vocab_size: int = 0
+    """Number of the policy's logits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from offbeat.services.messages.types import Group
 from offbeat.trainer.config.learner import ModelArgs
 from offbeat.trainer.config.roles import InferStrategyArgs, RoleModelArgs
 from offbeat.trainer.config.scored_roles import REFERENCE as REFERENCE_ROLE
-from offbeat.trainer.config.scored_roles import TEACHER_PREFIX
+from offbeat.trainer.config.scored_roles import TEACHER_PREFIX, scored_roles
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.base import TrainEngine
 from offbeat.trainer.engines.deepspeed import DeepSpeedEngine, DeepSpeedLogprobModel
@@ -35,13 +35,15 @@ from offbeat.trainer.models.lora import FACTORS, save_adapter
 from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tokenizer_check import check_same_tokens
 from offbeat.trainer.run import START, LearnerRun
-from offbeat.trainer.training.data_step import DataTrainer
+from offbeat.trainer.training.data_step import DataTrainer, make_trainer
+from offbeat.trainer.training.group_scorer import GroupScorer
 from offbeat.trainer.training.optimizer_step import (
     BatchTrainer,
     Gauges,
     StepModels,
     StepPreview,
 )
+from offbeat.trainer.training.prepare_scores import open_sources, prepare_scores
 from offbeat.trainer.training.score_keys import score_keys
 from offbeat.trainer.warm_start.factory import make_demonstrator
 from offbeat.trainer.warm_start.train import Progress, warm_start
@@ -209,13 +211,17 @@ class PolicyTrainer:
     def _build_companions(self) -> None:
         folder, keys = self._run.first_weights, score_keys(self._run)
         args, seed = self._train.model_args, self._config.seed
+        is_precomputed = self._config.reads_data and self._config.dpo.precompute_ref_log_probs
         if self._config.has_own_critic:
             role = self._config.critic.model_args
             weights = Path(self._config.critic_folder or folder)
             self._critic = self._engine(self._kick_watchdog(load_critic(weights, args.of_role(role), seed)))
-        reference = None if REFERENCE_ROLE in keys else self._build_reference(folder)
-        models = StepModels(self._policy, self._critic, reference, self._teachers(keys), keys)
-        make_trainer = DataTrainer if self._config.reads_data else BatchTrainer
+        is_served = REFERENCE_ROLE in keys and not is_precomputed
+        reference = None if is_served else self._build_reference(folder)
+        if is_precomputed and reference is not None:
+            self._precompute(reference, keys[REFERENCE_ROLE])
+            reference = self._reference = None
+        models = StepModels(self._policy, self._critic, reference, self._teachers(keys), keys, self.vocab_size)
         self._steps = make_trainer(self._config, models, self._ranks)
 
     def _build_reference(self, folder: Path) -> LogprobModel | None:
@@ -229,6 +235,14 @@ class PolicyTrainer:
         reference = self._frozen(self._load_role(role.model_args, folder), role.strategy_args)
         self._reference = reference if isinstance(reference, FrozenModel) else None
         return reference
+
+    def _precompute(self, reference: LogprobModel, key: str) -> None:
+        """Write the reference's logprobs of all rows that have none."""
+        (role,) = scored_roles(self._config, self._config.reference, "files")
+        scorer = GroupScorer(reference, self._config, role.config.infer_batch_size)
+        sources = list(open_sources(self._run, self._run.model_folder))
+        num_scored = prepare_scores(sources, role, key, scorer, self._ranks)
+        logger.info("the reference has scored %d rows; %s", num_scored, key)
 
     def _frozen(self, model: PackedPolicy, strategy: InferStrategyArgs) -> FrozenModel | DeepSpeedLogprobModel:
         if strategy.strategy_name == "deepspeed_infer":

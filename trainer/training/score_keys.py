@@ -1,4 +1,4 @@
-"""Keys of scores that services give.
+"""Keys of scores that services and files give.
 
 Invariant: a key changes with everything on which a group's score depends, so a learner never trains on the score of
 another model.
@@ -7,6 +7,7 @@ another model.
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 
 from offbeat.services.keys import RunKeys
 from offbeat.trainer.config.scored_roles import ScoredRole, scored_roles
@@ -14,9 +15,41 @@ from offbeat.trainer.run import LearnerRun
 
 
 def score_keys(run: LearnerRun) -> Mapping[str, str]:
-    """Return role -> key of its scores."""
-    roles = scored_roles(run.config, run.config.reference)
-    return {role.name: f"{role.name}@{_digest(run, role)}" for role in roles}
+    """Return role -> key of its scores, of roles in services and in files."""
+    services = scored_roles(run.config, run.config.reference)
+    files = scored_roles(run.config, run.config.reference, "files")
+    return {
+        **{role.name: f"{role.name}@{_digest(run, role)}" for role in services},
+        **{role.name: file_key(run, role) for role in files},
+    }
+
+
+def file_key(run: LearnerRun, role: ScoredRole) -> str:
+    """Return the key of scores in files, which outlive a run."""
+    folder = role.config.model_args.model_name_or_path or (
+        None if run.config.pretrain == "tiny" else run.config.pretrain
+    )
+    weights = (
+        _weight_files(Path(folder))
+        if folder is not None
+        else [run.config.tiny.model_dump(mode="json"), run.config.seed]
+    )
+    args = run.config.actor_train.model_args.of_role(role.config.model_args)
+    inputs = [weights, args.dtype, run.config.temperature, _distilled(run)]
+    return f"{role.name}@{_hash(inputs)}"
+
+
+def _weight_files(folder: Path) -> list[object]:
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".json"))
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+
+def _distilled(run: LearnerRun) -> list[object]:
+    """Return what a teacher's distributions depend on; nothing for logprobs."""
+    distill = run.config.distill
+    if run.config.pipeline != "distill":
+        return []
+    return [distill.logits_topk, distill.teacher_temperature, distill.distill_on_prompt]
 
 
 def _digest(run: LearnerRun, role: ScoredRole) -> str:
@@ -31,7 +64,12 @@ def _digest(run: LearnerRun, role: ScoredRole) -> str:
         train.num_threads,
         config.temperature,
         _first_weights(run) if role.starts_from_policy else None,
+        *_distilled(run),
     ]
+    return _hash(inputs)
+
+
+def _hash(inputs: list[object]) -> str:
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:12]
 
 

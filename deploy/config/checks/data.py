@@ -13,16 +13,22 @@ from offbeat.deploy.config.vocabulary import MissingWordsError, collect_words
 from offbeat.services.chat.assistant_tokens import ConversationError
 from offbeat.services.errors import EpisodeError, RolloutError
 from offbeat.services.rollout.data.config import GROUP_SIZES, DataConfig
-from offbeat.services.rollout.data.rows import RowError, open_rows
-from offbeat.services.rollout.data.source import DataSource, check_columns, read_conversation
+from offbeat.services.rollout.data.rows import DatasetRows, RowError, open_rows
+from offbeat.services.rollout.data.source import DataSource, check_columns, is_unpaired, read_conversation
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.issue import ConfigIssue
+from offbeat.trainer.config.scored_roles import scored_roles
 
 DATA_KEYS = ("data.dataset_name", "data.val_dataset_name")
 CHECKED_ROWS = 64
 """Rows of each file that are read and rendered before the start; later ones fail as groups, by reason."""
 EPISODE_KEYS = (*(key for key in AlgorithmConfig.model_fields if key != "sequence_length"), "warm_start", "replay",
                 "staleness_controller", "reward_pretrain", "critic")  # fmt: skip
+
+ONLINE_KEYS = ("sequence_length", "reward_shaping", "zero_variance", "max_refill_ratio", "group_filter_cls",
+               "difficulty_mask", "difficulty_low_threshold", "difficulty_high_threshold", "ref_model_sync_steps",
+               "ref_model_mixup_alpha")  # fmt: skip
+"""Keys of the algorithm that `online_dpo` uses."""
 
 
 def steps_of_epochs(config: RunConfig) -> int | None:
@@ -37,23 +43,57 @@ def steps_of_epochs(config: RunConfig) -> int | None:
     return max(1, math.ceil(data.num_train_epochs * num_rows / config.groups_per_step))
 
 
+def check_online(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield keys without effect on pairs from the policy's own groups."""
+    if config.pipeline != "online_dpo":
+        return
+    for key in AlgorithmConfig.model_fields:
+        if key not in ONLINE_KEYS and getattr(config, key) != getattr(RunConfig(), key):
+            yield ConfigIssue(key, "has no effect with pipeline: online_dpo: leave it out")
+    if config.train_env_manager.group_size < 2:
+        yield ConfigIssue("train_env_manager.group_size", "a pair needs at least 2 episodes of a task")
+    if config.dpo.loss_type == "kto":
+        yield ConfigIssue("dpo.loss_type", "kto is for rows: take a loss of pairs")
+    if config.dpo.precompute_ref_log_probs:
+        yield ConfigIssue(
+            "dpo.precompute_ref_log_probs", "the policy's own episodes are not known beforehand: leave it out"
+        )
+    if config.reference.strategy_args.placement == "service":
+        yield ConfigIssue(
+            "reference.strategy_args.placement", "the reference scores pairs in the learner: leave it out"
+        )
+
+
 def check_data(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield missing data, and keys without effect."""
     if not config.reads_data:
+        for role in scored_roles(config, config.reference, "files"):
+            message = "files hold the scores of a dataset's rows: take learner or service"
+            yield ConfigIssue(f"{role.name}.strategy_args.placement", message)
         return
     pipeline, unset = f"pipeline: {config.pipeline}", RunConfig()
     if config.data is None:
         yield ConfigIssue("data.dataset_name", f"{pipeline} trains on rows: name a file")
+    if config.pipeline == "distill":
+        yield from _check_distillation(config)
     for key in EPISODE_KEYS:
+        if key == "teacher" and config.pipeline == "distill":
+            continue
         if getattr(config, key) != getattr(unset, key):
             yield ConfigIssue(key, f"has no effect with {pipeline}: leave it out")
+    if config.dpo.precompute_ref_log_probs and not config.dpo.needs_reference:
+        message = f"loss_type {config.dpo.loss_type} has no reference: leave it out"
+        yield ConfigIssue("dpo.precompute_ref_log_probs", message)
+    precomputed = config.dpo.precompute_ref_log_probs
+    if config.reference.strategy_args.placement == "files" and not precomputed:
+        yield ConfigIssue("reference.strategy_args.placement", "set dpo.precompute_ref_log_probs=true instead")
     if config.reference.strategy_args.placement == "service":
         message = f"{pipeline} scores its rows beside the policy, not in a service: leave it out"
         yield ConfigIssue("reference.strategy_args.placement", message)
     if not config.uses_engine:
         yield from _check_engine_settings(config, unset)
     reference = config.reference.model_dump(exclude_defaults=True)
-    if reference and not config.needs_reference:
+    if reference and not config.needs_reference and not precomputed:
         yield ConfigIssue("reference", f"has no effect with {pipeline} and no reference: leave it out")
 
 
@@ -73,6 +113,23 @@ def _check_engine_settings(config: RunConfig, unset: RunConfig) -> Iterator[Conf
             )
 
 
+def _check_distillation(config: RunConfig) -> Iterator[ConfigIssue]:
+    if not config.teacher:
+        yield ConfigIssue(
+            "teacher", "distillation needs one: set teacher.NAME.model_args.model_name_or_path to a folder"
+        )
+    for name, teacher in config.teacher.items():
+        key, folder = f"teacher.{name}.model_args.model_name_or_path", teacher.model_args.model_name_or_path
+        if not Path(folder).is_dir():
+            yield ConfigIssue(key, f"no such folder: {folder}; set it to a local Hugging Face folder")
+        if teacher.strategy_args.placement == "files" and config.sampled_share:
+            message = "files have no distributions of what the policy samples (distill.lmbda): take learner or service"
+            yield ConfigIssue(f"teacher.{name}.strategy_args.placement", message)
+        if teacher.strategy_args.placement == "service" and config.data and config.data.val_dataset_name:
+            message = "a service scores training rows alone: take learner or files, or leave data.val_dataset_name out"
+            yield ConfigIssue(f"teacher.{name}.strategy_args.placement", message)
+
+
 def check_rows(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
     """Yield what is wrong with the files' columns and first rows."""
     if config.data is None or not config.reads_data:
@@ -82,6 +139,7 @@ def check_rows(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
         try:
             rows = open_rows(path)
             check_columns(rows, config.data, config.pipeline)
+            yield from _check_kind(config, rows, key)
             for index in range(min(len(rows), CHECKED_ROWS)):
                 _check_conversations(rows[index], config.data, config.pipeline, rows.name(index))
         except (ValueError, OSError) as error:
@@ -120,6 +178,20 @@ def _tokenizer_folder(config: RunConfig) -> Iterator[Path | None]:
             yield None
             return
         yield Path(folder)
+
+
+def _check_kind(config: RunConfig, rows: DatasetRows, key: str) -> Iterator[ConfigIssue]:
+    """Yield a loss of pairs for rows without partners, or the reverse."""
+    if config.pipeline != "dpo" or config.data is None:
+        return
+    unpaired, loss = is_unpaired(rows, config.data, config.pipeline), config.dpo.loss_type
+    if unpaired != (loss == "kto"):
+        has, needs = (
+            ("one response and a label", "pairs") if unpaired else ("pairs", "one response and a label per row")
+        )
+        yield ConfigIssue(key, f"{rows.name(0)}: its rows have {has}, but dpo.loss_type {loss} needs {needs}")
+    elif unpaired and len(rows) < 2:
+        yield ConfigIssue(key, f"{rows.name(0)}: kto needs at least two rows, whose responses it exchanges")
 
 
 def _check_conversations(row: Mapping[str, Any], data: DataConfig, pipeline: str, name: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import fsspec
 
 from offbeat.deploy.config.checks.agents import check_agent, check_function
-from offbeat.deploy.config.checks.data import check_data, check_rows
+from offbeat.deploy.config.checks.data import check_data, check_online, check_rows
 from offbeat.deploy.config.checks.devices import check_devices
 from offbeat.deploy.config.checks.episodes import check_episodes
 from offbeat.deploy.config.checks.hf_infer import check_hf_infer
@@ -81,6 +81,7 @@ def _check_static(config: RunConfig, cores: float | None, nodes: Sequence[Cluste
         *_check_cpu(config, cores),
         *_check_algorithm(config),
         *check_data(config),
+        *check_online(config),
         *check_devices(config, nodes),
         *_check_model(config),
         *check_engine_arguments(config),

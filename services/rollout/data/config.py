@@ -7,20 +7,20 @@ from pydantic import Field
 
 from offbeat.envs.config import Config
 
-Pipeline = Literal["agentic", "sft", "dpo"]
-GROUP_SIZES: dict[str, int] = {"sft": 1, "dpo": 2}
-"""Trajectories per row."""
+Pipeline = Literal["agentic", "online_dpo", "sft", "dpo", "distill"]
+GROUP_SIZES: dict[str, int] = {"sft": 1, "dpo": 2, "distill": 1}
+"""Trajectories per row, of the pipelines that read rows."""
 
 
 class DataConfig(Config):
-    """Rows of `pipeline: sft` and `dpo`, and how their conversations are read."""
+    """Rows of a data pipeline, and how their conversations are read."""
 
     dataset_name: Path
     """A .jsonl, .json, .csv or .parquet file, or a `datasets` folder."""
     val_dataset_name: Path | None = None
     """Validation rows, for evaluation by loss; None evaluates none."""
     messages_key: str = "messages"
-    """Column of chat messages, for `sft`; without it, `prompt_key` and `response_key`."""
+    """Column of chat messages, for `sft` and `distill`; without it, `prompt_key` and `response_key`."""
     prompt_key: str = "prompt"
     """Column of a user's text, or of messages."""
     response_key: str = "response"
@@ -30,8 +30,14 @@ class DataConfig(Config):
     rejected_key: str = "rejected"
     images_key: str = "images"
     """Column of images, in place of the parts `{"type": "image"}`, if it exists: paths from the file's folder, or bytes."""
+    completion_key: str = "completion"
+    """Column of a response without a partner, for `dpo.loss_type: kto`: text, or messages."""
+    label_key: str = "label"
+    """Column that says whether `completion_key` is desirable."""
     tools_key: str = "tools"
     """Column of the tools offered to the assistant, if it exists: JSON schemas, as a list or JSON text."""
+    tag_key: str = "tag"
+    """Column of a row's tag, if it exists, by which `teacher.NAME.tag_included` selects; else the pipeline's name."""
     train_on: Literal["all", "last", "completion"] = "all"
     """Tokens with a loss: those of every assistant turn, of the last, or all from the first answer on, with the turns in
     between, as in the warm start.

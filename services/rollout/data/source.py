@@ -15,6 +15,7 @@ import numpy as np
 from offbeat.services.chat.assistant_tokens import AssistantTokens, ConversationError, Tokenized
 from offbeat.services.errors import EpisodeError
 from offbeat.services.messages.types import Segment, StopReason, Trajectory, Turn, VersionSpan
+from offbeat.services.rollout.config import WorkerSettings
 from offbeat.services.rollout.data.config import GROUP_SIZES, DataConfig
 from offbeat.services.rollout.data.images import read_images
 from offbeat.services.rollout.data.rows import DatasetRows, Row, RowError, open_rows, row_of_group
@@ -64,30 +65,45 @@ class DataSource:
             return []
         rows = open_rows(self._config.val_dataset_name)
         check_columns(rows, self._config, self._pipeline)
-        size = GROUP_SIZES[self._pipeline]
-        groups = [
-            [self._read(rows, row, row, index, 0, str(row), 0) for index in range(size)] for row in range(len(rows))
-        ]
+        groups = [self._members(rows, row) for row in range(len(rows))]
         return [group for group in groups if all(trajectory.num_sampled for trajectory in group)]
+
+    def row(self, row: int) -> list[Trajectory]:
+        """Return the members of a training row's group.
+
+        Raises:
+            EpisodeError: as `trajectory`.
+        """
+        return self._members(self._rows, row)
+
+    def _members(self, rows: DatasetRows, row: int) -> list[Trajectory]:
+        size = GROUP_SIZES[self._pipeline]
+        return [self._read(rows, row, row, index, 0, str(row), 0) for index in range(size)]
 
     def _read(
         self, rows: DatasetRows, row: int, number: int, index: int, version: int, group_id: str, attempt: int
     ) -> Trajectory:
+        unpaired = is_unpaired(rows, self._config, self._pipeline)
         try:
-            tokenized = self._tokenize(rows[row], index, rows.folder)
+            content = rows[row]
+            if unpaired and index:
+                content = _mismatch(rows, row, self._config)
+            tokenized = self._tokenize(content, 0 if unpaired else index, rows.folder)
+            reward = float(unpaired and _read_label(content, self._config.label_key))
         except (ConversationError, RowError) as error:
             name = "" if isinstance(error, RowError) else f"{rows.name(row)}: "
             raise EpisodeError(BAD_ROW, f"{name}{error}") from error
         return _to_trajectory(
             tokenized,
             self._max_tokens,
-            truncate=self._config.too_long == "truncate",
+            truncate=self._config.too_long == "truncate" or (unpaired and index > 0),
+            reward=reward,
             version=version,
             identity={
                 "group_id": group_id or str(number),
                 "index": index,
                 "attempt": attempt,
-                "tag": self._pipeline,
+                "tag": str(content.get(self._config.tag_key) or self._pipeline),
                 "seed": row,
             },
         )
@@ -109,15 +125,46 @@ class DataSource:
         return tokenized._replace(turns=[(first_answer, end)])
 
 
+def open_data(settings: WorkerSettings) -> DataSource | None:
+    """Open a worker's rows; None if it plays episodes."""
+    if settings.data is None:
+        return None
+    return DataSource(
+        settings.data,
+        settings.pipeline,
+        settings.model_folder,
+        seed=settings.seed,
+        max_tokens=settings.sequence_length,
+    )
+
+
+def is_unpaired(rows: DatasetRows, config: DataConfig, pipeline: str) -> bool:
+    """Return whether rows of pipeline `dpo` have one response with a label."""
+    return pipeline == "dpo" and config.chosen_key not in rows.columns and config.completion_key in rows.columns
+
+
+def _mismatch(rows: DatasetRows, row: int, config: DataConfig) -> Row:
+    """Return a row with the response of the one before it, on which KTO's KL is estimated."""
+    return {**rows[row], config.completion_key: rows[(row - 1) % len(rows)].get(config.completion_key)}
+
+
+def _read_label(row: Row, key: str) -> bool:
+    value: Any = row.get(key)
+    if not isinstance(value, bool) and value not in (0, 1):
+        raise ConversationError(f"{key}: expected true or false, got {value!r}")
+    return bool(value)
+
+
 def message_keys(config: DataConfig) -> tuple[str, ...]:
     """Return the columns of texts and messages."""
-    return config.messages_key, config.prompt_key, config.response_key, config.chosen_key, config.rejected_key
+    pairs = (config.chosen_key, config.rejected_key, config.completion_key)
+    return config.messages_key, config.prompt_key, config.response_key, *pairs
 
 
 def check_columns(rows: DatasetRows, config: DataConfig, pipeline: str) -> None:
     """Raise ValueError naming key and columns unless the pipeline's columns exist."""
     has = ", ".join(rows.columns)
-    if pipeline == "sft":
+    if GROUP_SIZES[pipeline] == 1:
         if config.messages_key in rows.columns:
             return
         for key in ("prompt_key", "response_key"):
@@ -127,7 +174,10 @@ def check_columns(rows: DatasetRows, config: DataConfig, pipeline: str) -> None:
                     f"{getattr(config, key)!r} ({key}); there is {has}"
                 )
         return
-    for key in ("chosen_key", "rejected_key"):
+    keys = ("chosen_key", "rejected_key")
+    if is_unpaired(rows, config, pipeline):
+        keys = ("prompt_key", "completion_key", "label_key")
+    for key in keys:
         if getattr(config, key) not in rows.columns:
             raise ValueError(f"{rows.name(0)}: there is no column {getattr(config, key)!r} ({key}); there is {has}")
 
@@ -138,11 +188,14 @@ def read_conversation(row: Row, config: DataConfig, pipeline: str, index: int) -
     Raises:
         RowError, ConversationError: no messages.
     """
-    if pipeline == "sft":
+    if GROUP_SIZES[pipeline] == 1:
         if row.get(config.messages_key) is not None:
             return _messages(row, config.messages_key), 0
         prompt = _messages(row, config.prompt_key, "user")
         return [*prompt, *_messages(row, config.response_key, "assistant")], len(prompt)
+    if row.get(config.chosen_key) is None and row.get(config.completion_key) is not None:
+        prompt = _messages(row, config.prompt_key, "user")
+        return [*prompt, *_messages(row, config.completion_key, "assistant")], len(prompt)
     key = (config.chosen_key, config.rejected_key)[index]
     if row.get(config.prompt_key) is not None:
         prompt = _messages(row, config.prompt_key, "user")
@@ -206,7 +259,7 @@ def _read_tools(value: Any) -> list[Any]:
 
 
 def _to_trajectory(
-    tokenized: Tokenized, max_tokens: int, *, truncate: bool, version: int, identity: Mapping[str, Any]
+    tokenized: Tokenized, max_tokens: int, *, truncate: bool, reward: float, version: int, identity: Mapping[str, Any]
 ) -> Trajectory:
     is_long = len(tokenized.tokens) > max_tokens
     end = max_tokens if truncate else 0
@@ -224,9 +277,10 @@ def _to_trajectory(
         mask[start:stop] = True
     spans = tuple(VersionSpan(start, stop, version) for start, stop in turns)
     segment = Segment(tokens, mask, np.zeros(len(tokens), dtype=np.float32), spans, images=tuple(images))
+    rewards = [0.0] * (len(turns) - 1) + [reward]
     return Trajectory(
         **identity,
         segments=(segment,),
-        turns=tuple(Turn(0, start, stop, 0.0) for start, stop in turns),
+        turns=tuple(Turn(0, start, stop, own) for (start, stop), own in zip(turns, rewards, strict=False)),
         stop_reason=StopReason.MAX_LENGTH if is_long else StopReason.TERMINATED,
     )

@@ -31,8 +31,10 @@ def refused(*overrides: str, path: Path = QUICKSTART) -> dict[str, str]:
 def test_every_configuration_of_the_project_can_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Those of data pipelines name the files that their first lines tell to make."""
     monkeypatch.chdir(tmp_path)
-    for name, make in (("walks", conversations), ("walks_val", conversations), ("pairs", pairs), ("pairs_val", pairs)):
-        write_rows(tmp_path / "runs" / "data" / f"{name}.jsonl", make(2))
+    for name, make in (("walks", conversations), ("lake", conversations), ("pairs", pairs)):
+        for file in (name, f"{name}_val"):
+            write_rows(tmp_path / "runs" / "data" / f"{file}.jsonl", make(2))
+    (tmp_path / "runs" / "quickstart" / "checkpoints" / "step-000160").mkdir(parents=True)
     pretrain = compose_tree(path).get("pretrain", "tiny")
     unprepared = pretrain != "tiny" and not Path(pretrain).is_dir()
     without = ["pretrain=tiny", "++tiny.max_position_embeddings=8192"] if unprepared else []

@@ -95,7 +95,21 @@ PLAIN = {
     "data.dataset_name": "read as data",
     "data.val_dataset_name": "read as data",
     **dict.fromkeys(
-        (f"data.{key}_key" for key in ("messages", "prompt", "response", "chosen", "rejected", "tools", "images")),
+        (
+            f"data.{key}_key"
+            for key in (
+                "messages",
+                "prompt",
+                "response",
+                "chosen",
+                "rejected",
+                "completion",
+                "label",
+                "tools",
+                "tag",
+                "images",
+            )
+        ),
         "a column",
     ),
     "chat_template": "a name, text rendered in a sandbox, or a file *.jinja read as such",
@@ -255,3 +269,13 @@ def test_a_place_is_compared_after_links_and_dots(tmp_path: Path):
         "gs://bucket/runs",
     ]
     assert [rights.allows_folder(place) for place in inside + outside] == [True] * 4 + [False] * 7
+
+
+def test_scores_are_written_only_beside_a_dataset_in_an_allowed_folder(tmp_path: Path):
+    def paths(folder: Path, **dpo: Any) -> list[str]:
+        data = {"dataset_name": str(folder / "rows.jsonl")}
+        tree = {"pipeline": "dpo", "data": data, "dpo": dpo, "output_dir": str(tmp_path / "run")}
+        return [issue.path for issue in check_rights(validate_tree(tree), Rights((), (str(tmp_path),)))]
+
+    assert paths(Path("/etc"), precompute_ref_log_probs=True) == ["data.dataset_name"]
+    assert paths(tmp_path, precompute_ref_log_probs=True) == paths(Path("/etc")) == []

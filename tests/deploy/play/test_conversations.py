@@ -10,7 +10,11 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from offbeat.deploy.cli.app import app
+from offbeat.deploy.play.conversations import make_pairs
 from offbeat.deploy.play.parquet import read_parquet
+from offbeat.services.messages.types import Trajectory
+from tests.copying import replace
+from tests.fakes import make_trajectory
 
 pytestmark = pytest.mark.slow
 
@@ -67,6 +71,42 @@ def test_an_answer_is_a_prompt_and_its_completion(folder: Path, tmp_path: Path):
     assert next(rows, None) is None
 
 
+def test_a_pair_is_a_groups_best_episode_against_its_worst(folder: Path, tmp_path: Path):
+    from trl.data_utils import is_conversational, maybe_apply_chat_template, maybe_extract_prompt
+
+    episodes, pairs = tmp_path / "episodes.jsonl", tmp_path / "pairs.jsonl"
+    options = ("--episodes", "24", "--group-size", "4", "--seed", "3")
+    rollout(folder, episodes, *options)
+    rollout(folder, pairs, "--per", "pair", *options)
+    groups: dict[int, list[Any]] = {}
+    for row in load(episodes, tmp_path):
+        groups.setdefault(row["group"], []).append(row)
+    differing = {n: rows for n, rows in groups.items() if len({row["reward"] for row in rows}) > 1}
+    data, tokenizer = load(pairs, tmp_path), AutoTokenizer.from_pretrained(folder / "policy")
+    assert [row["group"] for row in data] == list(differing)
+    assert 0 < len(differing) < len(groups)
+    for row in data:
+        rewards = [each["reward"] for each in differing[row["group"]]]
+        assert (row["chosen_reward"], row["rejected_reward"]) == (max(rewards), min(rewards))
+        assert is_conversational(row)
+        filled = maybe_apply_chat_template(maybe_extract_prompt(dict(row)), tokenizer)
+        assert filled["chosen"] != filled["rejected"]
+
+
+def test_rewards_decide_a_pair_and_equal_ones_make_none():
+    def episode(group: int, index: int, reward: float) -> Trajectory:
+        return make_trajectory(group, index, reward=reward, text=("rules", "where", f"answer {index}"))
+
+    members = [(0, 0, 0.5), (0, 1, 1.0), (0, 2, 1.0), (0, 3, -1.0), (1, 0, 1.0), (1, 1, 1.0)]
+    trajectories = [replace(episode(*member), group_id=str(member[0])) for member in members]
+    (pair,) = make_pairs(trajectories)
+    assert (pair["chosen"][-1], pair["rejected"][-1]) == (
+        {"role": "assistant", "content": "answer 1"},
+        {"role": "assistant", "content": "answer 3"},
+    )
+    assert (pair["chosen_reward"], pair["rejected_reward"], pair["group"]) == (1.0, -1.0, 0)
+
+
 def test_a_parquet_file_with_texts_instead_of_messages_is_read(folder: Path, tmp_path: Path):
     """As builds before 0.2 wrote it."""
     out = tmp_path / "r.parquet"
@@ -80,9 +120,13 @@ def test_a_parquet_file_with_texts_instead_of_messages_is_read(folder: Path, tmp
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [(("--out", "r.csv"), "must end in .parquet or .jsonl"), (("--per", "answer"), "needs a .jsonl file")],
+    [
+        (("--out", "r.csv"), "must end in .parquet or .jsonl"),
+        (("--per", "answer"), "needs a .jsonl file"),
+        (("--per", "pair", "--out", "r.jsonl"), "set --group-size to at least 2"),
+    ],
 )
-def test_what_can_not_be_written_is_refused(folder: Path, options: tuple[str, str], says: str):
+def test_what_can_not_be_written_is_refused(folder: Path, options: tuple[str, ...], says: str):
     done = CliRunner().invoke(app, ["rollout", str(folder / "run.yaml"), "--agent", "random", *options])
     assert done.exit_code == 2
     assert says in done.output

@@ -11,6 +11,7 @@ from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.messages.types import (
     EpisodeTask,
 )
+from offbeat.services.rollout.data.source import open_data
 from offbeat.services.rollout.worker import EnvWorker
 from tests.fakes_rollout import (
     FakeBuffer,
@@ -30,7 +31,8 @@ def bench(policy_folder: Path, chat: ChatFormat, tokenizer: Tokenizer):
         settings = worker_settings(policy_folder, **changes)
         buffer, metrics = FakeBuffer(tasks), FakeMetrics()
         client = generation or FakeGeneration(walker(tokenizer))
-        worker = EnvWorker(settings, worker_id, buffer=buffer, generation=client, metrics=metrics, chat=chat)
+        data = open_data(settings)
+        worker = EnvWorker(settings, worker_id, buffer=buffer, generation=client, metrics=metrics, chat=chat, data=data)
         made = Bench(worker, buffer, client, metrics)
         try:
             yield made

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from offbeat.envs.frozen_lake.rows import conversations, write_rows
 from offbeat.services.messages.types import (
     EpisodeKind,
     EpisodeTask,
@@ -12,6 +13,8 @@ from offbeat.services.messages.types import (
     StopReason,
 )
 from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig
+from offbeat.services.rollout.data.config import DataConfig
+from offbeat.services.rollout.data.sampled import is_sampled
 from offbeat.services.rollout.tasks import eval_task, train_task
 from offbeat.services.telemetry import Partial, merge_all
 from tests.fakes_rollout import (
@@ -213,3 +216,22 @@ async def test_training_and_evaluation_have_limits_of_their_own(
     assert seen["train"] == most[0]
     assert seen["eval"] <= most[1]
     assert seen["both"] <= 8
+
+
+async def test_a_share_of_rows_has_the_policys_response(bench, tmp_path: Path):
+    rows = tmp_path / "rows.jsonl"
+    write_rows(rows, conversations(16))
+    settings = {"pipeline": "distill", "data": DataConfig(dataset_name=rows), "sampled_share": 0.5, "seed": 4}
+    tasks = [train_episode(number, 0) for number in range(16)]
+    async with bench(*tasks, sequence_length=512, **settings) as b:
+        await b.until_done(16)
+        asked = {tuple(request.prompt) for call in b.generation.calls for request in call}
+    sampled = {task.number for task, each in b.buffer.submitted.items() if each.metrics["sampled"]}
+    assert sampled == {number for number in range(16) if is_sampled(number, 4, 0.5)}
+    assert 0 < len(sampled) < 16
+    prompts = set[tuple[int, ...]]()
+    for task, each in b.buffer.submitted.items():
+        if task.number in sampled:
+            prompts.add(tuple(each.segments[0].tokens[: each.turns[0].start].tolist()))
+            assert each.version_range() == (3, 3)
+    assert prompts == asked

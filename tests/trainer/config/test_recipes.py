@@ -16,7 +16,8 @@ from offbeat.trainer.config.rewards import RewardNormalization, RewardShaping
 from offbeat.trainer.engines.frozen import FrozenModel
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_critic, load_policy
-from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
+from offbeat.trainer.training.data_step import make_trainer
+from offbeat.trainer.training.optimizer_step import StepModels
 from tests.fakes import make_group, train_on
 from tests.paths import ROOT
 from tests.trainer.plain_engine import PlainEngine
@@ -33,7 +34,7 @@ def test_a_recipe_moves_the_policy_by_finite_steps(recipe: Path, folder: Path):
     critic = PlainEngine(load_critic(folder, ModelArgs(), seed=1)) if config.has_own_critic else None
     frozen = FrozenModel(load_policy(folder, ModelArgs(), seed=2), ALONE)
     reference = frozen if config.needs_reference else None
-    batches = BatchTrainer(config, StepModels(policy, critic, reference), ALONE)
+    batches = make_trainer(config, StepModels(policy, critic, reference), ALONE)
     before = [tensor.clone() for _, tensor in policy.tensors()]
     groups = [make_group(n, rewards=(0.0, 1.0, 1.0, 0.5), greedy=(0.5,)) for n in range(4)]
     for step in range(config.critic_warmup, config.critic_warmup + 2):

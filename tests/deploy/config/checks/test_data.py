@@ -9,17 +9,27 @@ import pytest
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import load_run, read_run
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.vocabulary import collect_words
+from offbeat.envs.frozen_lake.env import WORDS
 from offbeat.envs.frozen_lake.rows import conversations, pairs, write_rows
+from offbeat.trainer.config.learner import TinyPolicyConfig
+from offbeat.trainer.models.tiny import ROLES, write_tiny_policy
 from tests.paths import CONFIGS
 from tests.pretrained import FORGETTING, write_llama
 
+TEACHERS_WORDS = ("taught", *WORDS)
+PLACEMENT = "teacher.lake.strategy_args.placement"
+
 
 def load(folder: Path, pipeline: str, *overrides: str) -> RunConfig:
-    make = conversations if pipeline == "sft" else pairs
+    make = pairs if pipeline == "dpo" else conversations
     for name in ("rows", "val"):
         if not (folder / f"{name}.jsonl").exists():
             write_rows(folder / f"{name}.jsonl", make(20))
     files = [f"data.dataset_name={folder / 'rows.jsonl'}", f"data.val_dataset_name={folder / 'val.jsonl'}"]
+    if pipeline == "distill":
+        write_tiny_policy(folder / "teacher", TinyPolicyConfig(), TEACHERS_WORDS)
+        files.append(f"teacher.lake.model_args.model_name_or_path={folder / 'teacher'}")
     return load_run(CONFIGS / f"{pipeline}.yaml", [*files, f"output_dir={folder / 'run'}", *overrides])
 
 
@@ -38,7 +48,7 @@ def test_epochs_imply_the_steps(tmp_path: Path):
 
 
 def test_a_group_is_a_row_in_the_order_of_the_seed(tmp_path: Path):
-    for pipeline, size in (("sft", 1), ("dpo", 2)):
+    for pipeline, size in (("sft", 1), ("dpo", 2), ("distill", 1)):
         (tmp_path / pipeline).mkdir()
         config = load(tmp_path / pipeline, pipeline)
         assert (config.train_env_manager.group_size, config.buffer.order) == (size, "admission")
@@ -75,11 +85,76 @@ def test_a_saved_configuration_is_read_again(tmp_path: Path):
         ("dpo", "dpo.simpo_gamma=1.0", "dpo.simpo_gamma", "no effect with loss_type=sigmoid"),
         ("dpo", "data.chosen_key=better", "data.dataset_name", "no column 'better'"),
         ("sft", "data.dataset_name=/nowhere.jsonl", "data.dataset_name", "no such file"),
+        ("dpo", "dpo.loss_type=kto", "data.dataset_name", "needs one response and a label per row"),
+        ("dpo", "dpo.desirable_weight=2", "dpo.desirable_weight", "take loss_type=kto"),
+        (
+            "dpo",
+            "reference.strategy_args.placement=files",
+            "reference.strategy_args.placement",
+            "precompute_ref_log_probs",
+        ),
+        (
+            "dpo",
+            "dpo={loss_type: simpo, precompute_ref_log_probs: true}",
+            "dpo.precompute_ref_log_probs",
+            "simpo has no reference",
+        ),
+        ("sft", "distill.logits_topk=3", "distill", "no effect with pipeline=sft"),
+        ("sft", "teacher={a: {model_args: {model_name_or_path: x}}}", "teacher", "no effect with pipeline: sft"),
+        ("distill", "~teacher", "teacher", "distillation needs one"),
+        (
+            "distill",
+            "teacher.lake.model_args.model_name_or_path=/nowhere",
+            "teacher.lake.model_args.model_name_or_path",
+            "no such folder",
+        ),
+        ("distill", f"{PLACEMENT}=service", PLACEMENT, "a service scores training rows alone"),
+        ("distill", "distill.lmbda=1.5", "distill.lmbda", "less than or equal to 1"),
+        ("distill", "distill.distill_loss_weight=0", "distill.distill_loss_weight", "greater than 0"),
+        ("distill", "distill.js_beta=0.3", "distill.js_beta", "take kd_objective=js_divergence"),
+        ("distill", "distill.add_tail=false", "distill.add_tail", "set logits_topk"),
         ("sft", "pipeline=agentic", "data", "no effect with pipeline=agentic"),
     ],
 )
 def test_what_can_not_be_trained_is_refused(pipeline: str, override: str, path: str, problem: str, tmp_path: Path):
     assert problem in refused(tmp_path, pipeline, override)[path]
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "problem"),
+    [
+        ("entropy_loss_coef=0.1", "entropy_loss_coef", "no effect with pipeline: online_dpo"),
+        ("adv_estimator=rloo", "adv_estimator", "no effect with pipeline: online_dpo"),
+        ("dpo.loss_type=kto", "dpo.loss_type", "kto is for rows"),
+        ("dpo.precompute_ref_log_probs=true", "dpo.precompute_ref_log_probs", "not known beforehand"),
+        ("reference.strategy_args.placement=service", "reference.strategy_args.placement", "in the learner"),
+    ],
+)
+def test_what_online_pairs_do_not_use_is_refused(override: str, path: str, problem: str):
+    with pytest.raises(ConfigError) as caught:
+        load_run(CONFIGS / "recipes" / "online_dpo.yaml", [override])
+    assert problem in {issue.path: issue.message for issue in caught.value.issues}[path]
+
+
+def test_scores_in_files_are_of_rows(tmp_path: Path):
+    teacher = f"teacher.a.model_args.model_name_or_path={tmp_path}"
+    with pytest.raises(ConfigError) as caught:
+        load_run(CONFIGS / "quickstart.yaml", ["use_opd=true", teacher, "teacher.a.strategy_args.placement=files"])
+    assert "hold the scores of a dataset's rows" in str(caught.value.issues[0])
+
+
+def test_only_sampled_rows_need_an_engine(tmp_path: Path):
+    assert not load(tmp_path, "distill").uses_engine
+    sampled = load(tmp_path, "distill", "distill.lmbda=0.5")
+    assert (sampled.uses_engine, sampled.plays, sampled.sampled_share) == (True, False, 0.5)
+    issues = refused(tmp_path, "distill", "distill.lmbda=0.5", f"{PLACEMENT}=files")
+    assert "no distributions of what the policy samples" in issues[PLACEMENT]
+
+
+def test_a_tiny_policy_takes_its_teachers_token_ids(tmp_path: Path):
+    words = collect_words(load(tmp_path, "distill"))
+    assert words[len(ROLES) : len(ROLES) + len(TEACHERS_WORDS)] == TEACHERS_WORDS
+    assert words[: len(ROLES)] == ROLES
 
 
 def test_a_reference_needs_a_loss_that_has_one(tmp_path: Path):

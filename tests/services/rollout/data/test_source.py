@@ -136,3 +136,41 @@ def test_validation_rows_keep_the_files_order_without_long_ones(policy: Path):
     )
     groups = source(policy, [{"messages": [SAY, ANSWER]}], val_dataset_name=path).validation()
     assert [group[0].seed for group in groups] == [0, 2]
+
+
+UNPAIRED = [
+    {"prompt": "go where", "completion": "Left now", "label": True},
+    {"prompt": [SAY, ANSWER, SAY], "completion": "Up", "label": 0},
+]
+
+
+def test_a_row_without_a_partner_comes_with_the_response_of_the_one_before_it(policy: Path):
+    rows = source(policy, UNPAIRED, "dpo")
+    first, mismatch = rows.row(0)
+    assert (first.reward, first.seed, mismatch.seed) == (1.0, 0, 0)
+    up = source(policy, UNPAIRED, "dpo").row(1)[0]
+    assert up.reward == 0.0
+    assert learned(mismatch) == learned(up)
+    start = first.turns[0].start
+    assert np.array_equal(mismatch.segments[0].tokens[:start], first.segments[0].tokens[:start])
+    assert learned(rows.row(1)[1]) == learned(first)
+    assert rows.trajectory(1, 1, 3).segments[0].tokens.tolist() == rows.row(1)[1].segments[0].tokens.tolist()
+
+
+def test_a_label_is_true_or_false(policy: Path):
+    with pytest.raises(EpisodeError, match="label: expected true or false"):
+        source(policy, [{**UNPAIRED[0], "label": "yes"}, UNPAIRED[1]], "dpo").trajectory(0, 0, 0)
+
+
+def test_a_mismatched_response_that_is_too_long_is_cut(policy: Path):
+    rows = [UNPAIRED[0], {**UNPAIRED[0], "completion": "go " * 60}]
+    first, mismatch = source(policy, rows, "dpo").row(0)
+    assert (first.num_sampled, mismatch.num_tokens) == (3, 64)
+    assert source(policy, rows, "dpo").row(1)[0].num_sampled == 0
+
+
+def test_a_rows_tag_is_that_of_its_column(policy: Path):
+    rows = [{"messages": [SAY, ANSWER], "tag": "math"}, {"messages": [SAY, ANSWER]}]
+    tags = [source(policy, rows, "distill").trajectory(number, 0, 0).tag for number in range(2)]
+    assert tags == ["math", "distill"]
+    assert source(policy, [{**rows[1], "task": "code"}], tag_key="task").trajectory(0, 0, 0).tag == "code"

@@ -1,0 +1,83 @@
+"""`offbeat distill`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from offbeat.deploy.config.run import RunConfig
+
+EXIT_USAGE = 2
+
+distill_app = typer.Typer(help="Write a dataset's scores by teachers once.", no_args_is_help=True)
+
+
+@distill_app.callback()
+def distill() -> None:
+    """Write a dataset's scores by teachers once."""
+
+
+@distill_app.command("prepare", context_settings={"ignore_unknown_options": True})
+def prepare(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's YAML file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Override values of the file.", show_default=False),
+    ] = None,
+) -> None:
+    """Write the teachers' distributions of all rows beside the dataset, for `placement: files`.
+
+    Runs on the device of `actor_train`. Rows that are written already are not scored again.
+    """
+    from offbeat.deploy.config.errors import ConfigError
+    from offbeat.deploy.config.loader import load_run
+    from offbeat.services.errors import MeshError
+
+    try:
+        prepare_run(load_run(config, overrides or []))
+    except ConfigError as error:
+        typer.echo("\n".join(str(issue) for issue in error.issues), err=True)
+        raise typer.Exit(EXIT_USAGE) from None
+    except (MeshError, ValueError, OSError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(EXIT_USAGE) from None
+
+
+def prepare_run(config: "RunConfig") -> dict[str, int]:
+    """Score the rows that are not yet; return their number by role."""
+    import tempfile
+
+    import torch
+    from rich.progress import Progress
+
+    from offbeat.deploy import run_setup
+    from offbeat.trainer.config.scored_roles import scored_roles
+    from offbeat.trainer.run import LearnerRun
+    from offbeat.trainer.training.frozen_roles import load_scorer
+    from offbeat.trainer.training.prepare_scores import open_sources, prepare_scores
+    from offbeat.trainer.training.score_keys import file_key
+
+    roles = scored_roles(config, config.reference, "files")
+    if not roles:
+        raise ValueError("no teacher has its scores in files: set teacher.NAME.strategy_args.placement=files")
+    torch.set_num_threads(config.actor_train.num_threads)
+    scored: dict[str, int] = {}
+    with tempfile.TemporaryDirectory() as temporary, Progress() as bar:
+        folder = Path(temporary) / run_setup.POLICY if config.has_policy_folder else Path(config.pretrain)
+        if config.has_policy_folder:
+            run_setup.write_policy(config, folder)
+        run = LearnerRun(config.exp_name, "", config.output_dir, config)
+        sources = list(open_sources(run, folder))
+        for role in roles:
+            lines = {str(path): bar.add_task(f"{role.name}: {path.name}", total=s.num_rows) for path, s in sources}
+            key = file_key(run, role)
+            scored[role.name] = prepare_scores(
+                sources,
+                role,
+                key,
+                load_scorer(run, role, folder),
+                show=lambda path, done, total, lines=lines: bar.update(lines[path], completed=done, total=total),
+            )
+            bar.print(f"{role.name}: {scored[role.name]} rows scored, {key}")
+    return scored

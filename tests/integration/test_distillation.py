@@ -1,0 +1,53 @@
+"""Teachers in the learner, in files and in a service of their own give the same weights, whoever is killed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from offbeat.deploy.cli.distill import prepare_run
+from tests.integration.data_run import a_data_run
+from tests.integration.learner_run import ENVIRONMENT, Run
+from tests.waiting import wait_until_sync
+
+pytestmark = pytest.mark.slow
+
+SCORER = """
+import sys
+from offbeat.trainer.scoring.factory import build_scorer
+build_scorer(sys.argv[1], "", "teacher.lake", sys.argv[2], sys.argv[3]).run()
+"""
+MOST_PROBABLE = ("distill.logits_topk=5", "distill.distill_on_prompt=true", "distill.kd_objective=js_divergence")
+IN_SERVICE = ("teacher.lake.strategy_args.placement=service", "data.val_dataset_name=null")
+IN_FILES = ("teacher.lake.strategy_args.placement=files",)
+
+
+def start_scorer(run: Run, name: str) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-c", SCORER, run.config.exp_name, name, run.url]
+    run.learners.append(subprocess.Popen(command, env=ENVIRONMENT))  # killed at the end, like a learner
+    return run.learners[-1]
+
+
+def test_teachers_give_the_same_weights_wherever_they_are(redis_server: str, tmp_path: Path) -> None:
+    with a_data_run(redis_server, tmp_path, "inside", "distill", MOST_PROBABLE) as inside:
+        assert inside.start().wait(timeout=240) == 0, inside.complaint()
+        expected = inside.weights(6)
+    with a_data_run(redis_server, tmp_path, "beside", "distill", (*MOST_PROBABLE, *IN_SERVICE)) as run:
+        scorer, learner = start_scorer(run, "a"), run.start()
+        wait_until_sync(lambda: run.published() >= 2, timeout_s=240)
+        scorer.kill()
+        scorer.wait()
+        start_scorer(run, "b")
+        assert learner.wait(timeout=240) == 0, run.complaint()
+        for name, tensor in expected.items():
+            assert torch.equal(tensor, run.weights(6)[name]), name
+    with a_data_run(redis_server, tmp_path, "written", "distill", (*MOST_PROBABLE, *IN_FILES)) as run:
+        assert run.start().wait(timeout=240) != 0
+        assert "no scores of 20 of 20 rows" in run.complaint()
+        assert prepare_run(run.config) == {"teacher.lake": 25}
+        assert prepare_run(run.config) == {"teacher.lake": 0}, "it goes on where it was"
+        assert run.start().wait(timeout=240) == 0, run.complaint()
+        for name, tensor in expected.items():
+            assert torch.equal(tensor, run.weights(6)[name]), name

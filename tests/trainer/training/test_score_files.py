@@ -1,0 +1,58 @@
+"""Scores in files: read only for the tokens, model and settings that they were computed from."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat.services.errors import ControlError
+from offbeat.trainer.config.run import LearnerRunConfig
+from offbeat.trainer.config.scored_roles import scored_roles
+from offbeat.trainer.run import LearnerRun
+from offbeat.trainer.training.score_files import ROWS_PER_FILE, ScoreFiles, token_digest
+from offbeat.trainer.training.score_keys import score_keys
+from tests.trainer.trajectories import group, trajectory
+
+GROUP = group(0, trajectory(0, [(2, 2, 0.0)]))
+
+
+def test_files_are_missing_until_they_are_written(tmp_path: Path):
+    files, num_rows = ScoreFiles(tmp_path / "rows.jsonl", "teacher.a@1"), ROWS_PER_FILE + 2
+    assert files.missing_files(num_rows) == [range(ROWS_PER_FILE), range(ROWS_PER_FILE, num_rows)]
+    digest = token_digest(GROUP)
+    files.write(0, {3: (digest, b"scores")})
+    assert files.missing_files(num_rows) == [range(ROWS_PER_FILE, num_rows)]
+    assert ScoreFiles(tmp_path / "rows.jsonl", "teacher.a@1").read(3, digest) == b"scores"
+    for row in (4, ROWS_PER_FILE):
+        with pytest.raises(ControlError, match=f"no scores of row {row + 1}: run"):
+            files.read(row, digest)
+
+
+def test_scores_of_other_tokens_are_refused(tmp_path: Path):
+    files = ScoreFiles(tmp_path / "rows.jsonl", "teacher.a@1")
+    files.write(0, {0: (token_digest(GROUP), b"scores")})
+    for other in ([(2, 3, 0.0)], [(1, 3, 0.0)]):
+        with pytest.raises(ControlError, match="row 1 was scored with other tokens"):
+            files.read(0, token_digest(replace(GROUP, trajectories=(trajectory(0, other),))))
+
+
+def key(folder: Path, tmp_path: Path, **distill: Any) -> str:
+    teacher = {"model_args": {"model_name_or_path": str(folder)}, "strategy_args": {"placement": "files"}}
+    tree = {"pipeline": "distill", "teacher": {"a": teacher}, "distill": distill, "pretrain": str(folder)}
+    run = LearnerRun("run", "", tmp_path, LearnerRunConfig.model_validate(tree))
+    (role,) = scored_roles(run.config, run.config.reference, "files")
+    assert not scored_roles(run.config, run.config.reference)
+    return score_keys(run)[role.name]
+
+
+def test_a_key_changes_with_the_model_and_the_settings_of_the_teacher(folder: Path, tmp_path: Path):
+    settings: list[dict[str, Any]] = [{}, {"logits_topk": 3}, {"teacher_temperature": 2.0}, {"distill_on_prompt": True}]
+    keys = [key(folder, tmp_path, **each) for each in settings]
+    assert len(set(keys)) == len(settings)
+    assert key(folder, tmp_path, kd_temperature=2.0, kd_objective="reverse_kl") == keys[0], "of the policy alone"
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in folder.iterdir():
+        (other / path.name).write_bytes(path.read_bytes() + b" ")
+    assert key(other, tmp_path) != keys[0]

@@ -1,0 +1,55 @@
+"""Scores of rows from files beside the dataset."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from offbeat.services.errors import ControlError
+from offbeat.services.messages.types import Group
+from offbeat.services.rollout.data.rows import open_rows
+from offbeat.trainer.config.scored_roles import REFERENCE, ScoredRole, scored_roles
+from offbeat.trainer.run import LearnerRun
+from offbeat.trainer.training.score_files import COMMAND, ScoreFiles, token_digest
+from offbeat.trainer.training.score_keys import score_keys
+
+
+class FileScores:
+    def __init__(self, dataset: Path, roles: Mapping[ScoredRole, str]) -> None:
+        """roles: role -> key of its scores."""
+        self._roles = roles
+        self._files = {key: ScoreFiles(dataset, key) for key in roles.values()}
+
+    def attach(self, group: Group) -> Group:
+        """Return the group with its scores.
+
+        Raises:
+            ControlError: a row has none, or of other tokens.
+        """
+        keys = [key for role, key in self._roles.items() if role.scores(group.tag) and key not in group.scores]
+        if not keys:
+            return group
+        row, digest = group.trajectories[0].seed, token_digest(group)
+        return replace(group, scores={**group.scores, **{key: self._files[key].read(row, digest) for key in keys}})
+
+
+def open_file_scores(run: LearnerRun, dataset: Path | None) -> FileScores | None:
+    """Return None if no role has its scores in files.
+
+    Raises:
+        ControlError: rows have none.
+    """
+    roles = scored_roles(run.config, run.config.reference, "files")
+    if not roles or dataset is None:
+        return None
+    keys, num_rows = score_keys(run), len(open_rows(dataset))
+    for role in roles:
+        if role.name == REFERENCE:
+            continue  # written before the first step
+        files = ScoreFiles(dataset, keys[role.name])
+        if missing := files.missing_files(num_rows):
+            count = sum(map(len, missing))
+            raise ControlError(
+                f"{files.folder} has no scores of {count} of {num_rows} rows by this model and these settings: run "
+                f"`{COMMAND} CONFIG` first"
+            )
+    return FileScores(dataset, {role: keys[role.name] for role in roles})

@@ -1,0 +1,39 @@
+"""Frozen models that score groups in a process of their own."""
+
+from pathlib import Path
+
+import torch
+
+from offbeat.services.errors import ControlError
+from offbeat.trainer.config.scored_roles import ScoredRole
+from offbeat.trainer.engines.frozen import FrozenModel
+from offbeat.trainer.engines.process_group import Ranks
+from offbeat.trainer.models.loading import load_policy, read_vocab_size
+from offbeat.trainer.models.tokenizer_check import check_same_tokens
+from offbeat.trainer.run import LearnerRun
+from offbeat.trainer.training.group_scorer import GroupScorer
+from offbeat.trainer.training.prepare_scores import RowScorer
+from offbeat.trainer.training.teacher_scorer import TeacherScorer
+
+
+def load_scorer(run: LearnerRun, role: ScoredRole, policy_folder: Path) -> RowScorer:
+    """Load a role's model. policy_folder: of the policy's tokenizer.
+
+    Raises:
+        ControlError: the model can't be loaded, or has another tokenizer.
+    """
+    config, own = run.config, role.config.model_args
+    folder = Path(own.model_name_or_path or run.first_weights)
+    try:
+        if own.model_name_or_path is not None:
+            check_same_tokens(policy_folder, folder, f"{role.name}.model_args.model_name_or_path")
+        args = config.actor_train.model_args.of_role(own)
+        model = load_policy(folder, args, config.seed, config.temperature)
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, RuntimeError, OSError, ImportError) as error:
+        raise ControlError(f"the model of {role.name} can't be loaded: {error}") from error
+    frozen = FrozenModel(model, Ranks(0, 0, 1, torch.device(config.actor_train.device)))
+    if config.pipeline != "distill":
+        return GroupScorer(frozen, config, role.config.infer_batch_size)
+    return TeacherScorer(frozen, config, role.config.infer_batch_size, read_vocab_size(policy_folder))

@@ -1,0 +1,84 @@
+"""Scores of all rows of a dataset, computed once and kept beside it; collective.
+
+Invariant: an interrupted preparation goes on with the first file that is missing.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from offbeat.services.errors import EpisodeError
+from offbeat.services.messages.types import Group, Trajectory
+from offbeat.services.rollout.data.source import DataSource
+from offbeat.trainer.config.scored_roles import ScoredRole
+from offbeat.trainer.engines.process_group import Ranks, gather
+from offbeat.trainer.run import LearnerRun
+from offbeat.trainer.training.group_scorer import EncodedScores
+from offbeat.trainer.training.score_files import ScoreFiles, token_digest
+
+logger = logging.getLogger(__name__)
+
+ROWS_PER_PASS = 32
+
+Progress = Callable[[str, int, int], None]
+"""(file of the dataset, rows done, rows in total)."""
+
+
+class RowScorer(Protocol):
+    def encode(self, groups: Sequence[Group]) -> list[EncodedScores]: ...
+
+
+def row_group(row: int, members: Sequence[Trajectory]) -> Group:
+    """Return a row's trajectories as a group that was never admitted."""
+    first = members[0]
+    return Group("", first.group_id, row, first.tag, first.seed, 0, tuple(members))
+
+
+def open_sources(run: LearnerRun, model_folder: Path) -> Iterator[tuple[Path, DataSource]]:
+    """Yield the training and validation files with a reader each. model_folder: of tokenizer and chat template."""
+    config, data = run.config, run.config.data
+    if data is None:
+        return
+    paths = [data.dataset_name, *([data.val_dataset_name] if data.val_dataset_name else [])]
+    for path in dict.fromkeys(paths):
+        rows = data.model_copy(update={"dataset_name": path})
+        yield path, DataSource(rows, config.pipeline, model_folder, seed=config.seed, max_tokens=config.sequence_length)
+
+
+def prepare_scores(
+    sources: Sequence[tuple[Path, DataSource]],
+    role: ScoredRole,
+    key: str,
+    scorer: RowScorer,
+    ranks: Ranks | None = None,
+    show: Progress = lambda *_: None,
+) -> int:
+    """Score the rows that are not yet; return their number. ranks: None for one process."""
+    num_scored = 0
+    for path, source in sources:
+        files = ScoreFiles(path, key)
+        for rows in files.missing_files(source.num_rows):
+            scores: dict[int, tuple[bytes, bytes]] = {}
+            for start in range(0, len(rows), ROWS_PER_PASS):
+                block = rows[start : start + ROWS_PER_PASS]
+                groups = {row: group for row in block if (group := _read(source, row)) and role.scores(group.tag)}
+                for (row, group), encoded in zip(groups.items(), scorer.encode(list(groups.values())), strict=True):
+                    scores[row] = token_digest(group), encoded.blob
+                show(str(path), block[-1] + 1, source.num_rows)
+            if ranks is None or ranks.rank == 0:
+                files.write(rows.start, scores)
+            if ranks is not None:
+                gather(ranks, b"")  # barrier: all ranks look for the same files next
+            num_scored += len(scores)
+    return num_scored
+
+
+def _read(source: DataSource, row: int) -> Group | None:
+    """Return a row's group; None if it can't be trained."""
+    try:
+        members = source.row(row)
+    except EpisodeError as error:
+        logger.warning("no scores: %s", error)
+        return None
+    return row_group(row, members) if all(member.num_sampled for member in members) else None
