@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from offbeat.deploy.audit.audit import Audit
+from offbeat.deploy.audit.lives import Audit
 from offbeat.deploy.cli.audit import examine
 from tests.integration.mesh import TrainProcess, left_behind
 

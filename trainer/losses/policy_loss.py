@@ -146,15 +146,9 @@ def policy_loss(
     vocabulary, for `kl_loss_type: full`.
     """
     entropy_coef = config.entropy_loss_coef if entropy_coef is None else entropy_coef
-    old = logprobs.detach() if targets.old_is_present else targets.old_logprobs
-    if targets.proximal is not None:
-        old = proximal_logprobs(logprobs, targets.behavior_logprobs, targets.proximal)
-    ratio = unit_ratio(config.ratio_type, logprobs, old, targets.turn, targets.sequence)
-    surrogate = POLICY_LOSSES[config.pg_variant](
-        config, LossInputs(logprobs, old, targets.behavior_logprobs, ratio, targets.advantages)
-    )
+    surrogate, old = surrogate_losses(config, logprobs, targets)
     pg_loss, correction_metrics = _apply_correction(
-        config, surrogate.loss, logprobs if config.old_logprobs == "behavior" else old, targets
+        config, surrogate.loss, compared_logprobs(config, logprobs, old), targets
     )
     terms = {"actor/pg_loss": pg_loss}
     total = pg_loss
@@ -176,6 +170,21 @@ def policy_loss(
     )
     loss = (total * targets.weights).sum()
     return loss, gauges | correction_metrics | loss_gauges(terms, targets.weights, targets.token_share)
+
+
+def surrogate_losses(config: AlgorithmConfig, logprobs: Tensor, targets: Targets) -> tuple[TokenLosses, Tensor]:
+    """Return the policy loss before corrections, and the old policy's logprobs; arguments as in `policy_loss`."""
+    old = logprobs.detach() if targets.old_is_present else targets.old_logprobs
+    if targets.proximal is not None:
+        old = proximal_logprobs(logprobs, targets.behavior_logprobs, targets.proximal)
+    ratio = unit_ratio(config.ratio_type, logprobs, old, targets.turn, targets.sequence)
+    terms = LossInputs(logprobs, old, targets.behavior_logprobs, ratio, targets.advantages)
+    return POLICY_LOSSES[config.pg_variant](config, terms), old
+
+
+def compared_logprobs(config: AlgorithmConfig, logprobs: Tensor, old: Tensor) -> Tensor:
+    """Return the logprobs that corrections compare with the behavior policy's."""
+    return logprobs if config.old_logprobs == "behavior" else old
 
 
 def _estimate_kl(config: AlgorithmConfig, logprobs: Tensor, targets: Targets) -> Tensor | None:
@@ -221,6 +230,8 @@ class StepLosses:
     entropy_coef: float
     device: torch.device
     gauges: list[dict[str, Partial]] = field(default_factory=list[dict[str, Partial]])
+    seen: Tensor | None = None
+    """Receives the policy's logprobs, [M]."""
 
     def of_policy(self, i: int, output: Sampled) -> Tensor:
         """Return the policy's loss with its value head's, if any."""
@@ -228,6 +239,8 @@ class StepLosses:
         loss, gauges = policy_loss(
             self.config, output.logprobs, output.entropies, targets, self.entropy_coef, output.divergences
         )
+        if self.seen is not None:
+            self.seen[self.micro[i].index] = output.logprobs.detach().to("cpu", self.seen.dtype)
         mismatch = (output.logprobs.detach() - targets.behavior_logprobs).abs().max()
         self.gauges.append({**gauges, "actor/mismatch_abs_max": Partial("max", float(mismatch))})
         return loss + self.of_head(i, output) if self.config.has_value_head else loss
