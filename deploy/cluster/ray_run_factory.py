@@ -128,7 +128,7 @@ class RayRunFactory(MeshRunFactory):
         try:
             process = run_offbeat(
                 ["report", str(folder)],
-                working_dir=self._working_dir,
+                working_dir=self._working_dir or Path.cwd(),
                 redis_url=self._redis_url,
                 timeout_s=REPORT_TIMEOUT_S,
             )
