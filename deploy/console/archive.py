@@ -34,8 +34,8 @@ PRIVATE = ("control", "redis", "system_envs", "tracker_kwargs", "weights.url")
 class FolderArchive:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.groups_index = GroupIndex(folder)
-        self.series_index = SeriesIndex(folder)
+        self._groups = GroupIndex(folder)
+        self._series = SeriesIndex(folder)
         self._trajectories = RecordedTrajectories(folder, lambda: self._model_folder)
         self._lock = threading.Lock()
 
@@ -56,13 +56,13 @@ class FolderArchive:
         with self._lock:
             self._refresh()
             ratios = self._trajectories.max_ratios()
-            lives = select(self.groups_index.lives.values(), query, self._tag_of, ratios)
+            lives = select(self._groups.lives.values(), query, self._tag_of, ratios)
             return page_of(lives, query, lambda life: self._view(life, ratios))
 
     def group(self, number: int) -> GroupDetailView:
         with self._lock:
             self._refresh()
-            life = self.groups_index.find(number)
+            life = self._groups.find(number)
             view = self._view(life, self._trajectories.max_ratios())
             members = self._trajectories.members(life.step, number) if view.recorded and life.step else []
             return GroupDetailView(**view.model_dump(), members=members)
@@ -70,7 +70,7 @@ class FolderArchive:
     def trajectory(self, number: int, index: int) -> TrajectoryView:
         with self._lock:
             self._refresh()
-            life = self.groups_index.find(number)
+            life = self._groups.find(number)
             if life.step is None:
                 raise NotRecordedError(f"group {number} is not trained: trajectories are kept with their step's batch")
             if not life.computed:
@@ -86,15 +86,24 @@ class FolderArchive:
 
     def series(self, names: Sequence[str], axis: Axis, since: float | None, points: int) -> SeriesView:
         with self._lock:
-            self.series_index.refresh()
-            return self.series_index.view(names, axis, since, points)
+            self._series.refresh()
+            return self._series.view(names, axis, since, points)
 
     def config(self) -> Mapping[str, Any]:
         tree = self.run_config.model_dump(mode="json")
         return {key: value for key, value in _flatten(tree) if not _is_private(key)}
 
+    def lives(self) -> list[GroupLife]:
+        with self._lock:
+            self._refresh()
+            return list(self._groups.lives.values())
+
+    def latest(self) -> dict[str, float | None]:
+        """Return the newest value of each metric."""
+        return self.series([], "step", None, 1).last
+
     def _refresh(self) -> None:
-        self.groups_index.refresh()
+        self._groups.refresh()
         self._trajectories.refresh()
 
     def _view(self, life: GroupLife, ratios: Mapping[int, float]) -> GroupView:

@@ -10,6 +10,7 @@ from fastapi.security import HTTPBearer
 from offbeat.services.control.auth import AuthMiddleware
 from offbeat.services.control.console.derived_routes import derived_routes
 from offbeat.services.control.console.derived_runs import DerivedRuns
+from offbeat.services.control.console.pages import add_page
 from offbeat.services.control.console.routes import archive_routes
 from offbeat.services.control.http_errors import answer_errors, refusals
 from offbeat.services.control.rights import NO_TOKENS, Tokens
@@ -45,6 +46,7 @@ def create_api(
         await service.healthy()
         return HealthView()
 
+    add_page(api, tokens)
     answer_errors(api)
     api.add_middleware(AuthMiddleware, tokens=tokens)
     return api

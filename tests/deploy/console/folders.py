@@ -1,5 +1,6 @@
 """A run folder that the real writers wrote, small and made in milliseconds."""
 
+import time
 from pathlib import Path
 
 import torch
@@ -18,12 +19,14 @@ from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.trackers.metrics_file import METRICS_FILE, MetricsFile
 from offbeat.trainer.training.batch_log import BatchLog
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
+from tests.copying import replace
 from tests.fakes import make_group
 from tests.paths import QUICKSTART
 from tests.trainer.plain_engine import PlainEngine
 
 STEPS = 3
-BEGAN_MS = 1_700_000_000_000
+BEGAN_MS = int(time.time() * 1000) - 10_000
+"""Before the lines of steps, which carry the time at which they are written."""
 TREE = {
     "reward_normalization": {"method": "mean"},
     "actor_train": {"training_args": {"learning_rate": 1e-2, "max_tokens_per_microbatch": 1000}},
@@ -37,8 +40,11 @@ def groups_of(step: int) -> tuple[Group, Group]:
     return make_group(first, rewards=(0.0, 1.0, 0.5), version=version), make_group(first + 1, rewards=(1.0, 1.0))
 
 
-def write_run(folder: Path, name: str = "lake", *overrides: str, kept: int = 2) -> Path:
-    """Three steps of three admitted groups each: one trained, one masked, one dropped; the last checkpoint is of step 2."""
+def write_run(folder: Path, name: str = "lake", *overrides: str, kept: int = 2, text: str = "") -> Path:
+    """Three steps of three admitted groups each: one trained, one masked, one dropped; the last checkpoint is of step 2.
+
+    text: of each message of the trained episodes.
+    """
     settings = (f"exp_name={name}", f"output_dir={folder}", "max_steps=5", *overrides)
     config = load_run(QUICKSTART, list(settings))
     prepare_folder(config)
@@ -51,6 +57,9 @@ def write_run(folder: Path, name: str = "lake", *overrides: str, kept: int = 2) 
     ledger.write_resumed(0)
     for step in range(1, STEPS + 1):
         trained, masked = groups_of(step)
+        if text:
+            members = tuple(replace(each, text=(text,) * 5) for each in trained.trajectories)
+            trained = replace(trained, trajectories=members)
         batch = StepBatch.build(step - 1, [trained], learner)
         log.record(batch, 1e-2)
         gauges = trainer.train(batch)

@@ -13,7 +13,7 @@ from offbeat.services.control.console.archive import GroupQuery, NotRecordedErro
 from offbeat.services.control.console.schemas import GroupSort, GroupState
 from offbeat.trainer.training.batch_log import BatchLog
 from offbeat.trainer.training.checkpoint import CheckpointStore, LearnerState
-from tests.deploy.console.folders import groups_of
+from tests.deploy.console.folders import BEGAN_MS, groups_of
 from tests.trainer.training.test_checkpoint import write
 
 
@@ -42,7 +42,7 @@ def test_each_state_is_told_with_its_reason_and_times(archive: FolderArchive) ->
     assert trained.admitted_at is not None
     assert trained.submitted_at is not None
     assert trained.ended_at is not None
-    assert 1.7e9 <= trained.admitted_at < trained.submitted_at < trained.ended_at < 1.7e9 + 3
+    assert BEGAN_MS / 1000 <= trained.admitted_at < trained.submitted_at < trained.ended_at < BEGAN_MS / 1000 + 3
     assert trained.trained_at is not None
     assert not masked.computed
     assert masked.reason.startswith("its batch counted it in denominators alone")
@@ -136,7 +136,7 @@ def test_a_growing_ledger_is_followed(run_folder: Path, tmp_path: Path, monkeypa
     shutil.copytree(run_folder, folder)
     archive = FolderArchive(folder)
     assert len(archive.groups(GroupQuery()).groups) == 10
-    event = {"id": "1800000000000-0", "ordinal": 99, "number": 10, "event": "admitted", "detail": "3"}
+    event = {"id": "9000000000000-0", "ordinal": 99, "number": 10, "event": "admitted", "detail": "3"}
     with (folder / "ledger" / "groups.jsonl").open("a") as file:
         file.write(json.dumps(event)[:-1])
         file.flush()

@@ -340,6 +340,9 @@ async def test_the_documentation_names_every_route_and_what_it_may_answer(api: A
         ("POST", "/runs/{run_id}/reproduce"),
         ("GET", "/runs/{run_id}/reproduce"),
         ("GET", "/compare"),
+        ("GET", "/session"),
+        ("POST", "/session"),
+        ("DELETE", "/session"),
         ("GET", "/healthz"),
     }
     create = document["paths"]["/runs"]["post"]
