@@ -72,7 +72,8 @@ def test_a_run_is_started_after_its_problems_are_shown_beside_the_lines(control_
     area.fill('{"exp_name": "sea"}')
     page.get_by_role("button", name="Check").click()
     page.get_by_text("The configuration is valid.").wait_for()
-    assert act(page, "Start") == "Started sea: preparing."
+    act(page, "Start")
+    page.get_by_text("Started sea: preparing.").wait_for()
     assert page.request.get(f"{control_url}/runs/sea").status == 200
 
 
