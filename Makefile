@@ -31,7 +31,7 @@ $(eval $(call pass-on,SSL_CERT_FILE,PIP_CERT))
 ifeq ($(EXTRA)$(UV_FIND_LINKS),cpu)
 TORCH_BACKEND := --torch-backend cpu
 endif
-.PHONY: help setup train test test-fast test-alone test-others check bench simulate docs clean
+.PHONY: help setup browser train test test-fast test-alone test-others check bench simulate docs clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -48,6 +48,14 @@ $(STAMP): pyproject.toml
 	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --quiet --compile-bytecode $(TORCH_BACKEND) -e '.[$(EXTRA),dev]'
 	@rm -f $(VENV)/.installed-*
 	@touch $@
+
+# Chromium is Debian's or Ubuntu's, or the one that OFFBEAT_CHROMIUM names.
+browser: $(STAMP) ## install what the tests of the page need: Playwright, Chromium, axe-core, TypeScript
+	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --quiet 'playwright>=1.60'
+	@npm install --silent --no-fund --no-audit --prefix $(VENV)/node axe-core@4.14 typescript@5
+	@test -n "$${OFFBEAT_CHROMIUM:-}" || command -v chromium-headless-shell chromium >/dev/null \
+		|| apt-get install --yes --quiet --no-install-recommends chromium-headless-shell \
+		|| { echo "no Chromium: install one, and set OFFBEAT_CHROMIUM to its path" >&2; exit 1; }
 
 train: $(STAMP) ## train an agent on this machine: make train ARGS="seed=2"
 	@$(BIN)/offbeat train $(CONFIG) $(ARGS)

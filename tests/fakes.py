@@ -26,6 +26,7 @@ from offbeat.trainer.algorithms.aggregation import NO_MASKED, MaskedCounts
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.training.optimizer_step import BatchTrainer, Gauges
 from offbeat.trainer.training.policy_trainer import PolicyTrainer
+from offbeat.trainer.training.step_tokens import StepTokens
 from tests.copying import replace
 
 
@@ -245,6 +246,7 @@ class FakeTrainer:
     """(steps trained before, learning rate) of each `set_learning_rate`."""
     masked: list[MaskedCounts] = field(default_factory=list[MaskedCounts])
     gauges: dict[str, Partial] = field(default_factory=lambda: {"tokens/computed": Partial("sum", 10.0)})
+    last_step: StepTokens | None = None
 
     def begin(self, progress: Callable[[int, int], None], should_stop: Callable[[], bool]) -> bool:
         progress(1, 1)

@@ -15,6 +15,7 @@ from offbeat.deploy.cli.distill import distill_app
 from offbeat.deploy.cli.env import env_app
 from offbeat.deploy.cli.play import inspect, play, rollout
 from offbeat.deploy.cli.runs.app import runs_app
+from offbeat.deploy.cli.ui import ui
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -298,6 +299,7 @@ def track(
         raise typer.Exit(EXIT_CONFIG) from None
 
 
+app.command(rich_help_panel=VERIFY)(ui)
 app.command(rich_help_panel=VERIFY)(chaos)
 app.command(rich_help_panel=VERIFY)(soak)
 

@@ -12,16 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from offbeat.deploy import run_folder
-from offbeat.deploy.audit.audit import (
-    DROPPED,
-    FAILED,
-    OUTCOMES,
-    TRAINED,
-    Audit,
-    Evidence,
-    GroupLife,
-    audit,
-)
+from offbeat.deploy.audit.audit import Evidence, audit
+from offbeat.deploy.audit.lives import DROPPED, FAILED, OUTCOMES, TRAINED, Audit, GroupLife
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import read_run
 from offbeat.deploy.config.run import RunConfig

@@ -2,10 +2,7 @@
 """Run factory under `serve deploy`, checking runs against the cluster instead of the host."""
 
 import asyncio
-import os
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +12,7 @@ import ray
 from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.deploy.cluster.engine_matching import choose_app
+from offbeat.deploy.cluster.offbeat_process import last_output, run_offbeat
 from offbeat.deploy.cluster.reaper import ensure_reaper
 from offbeat.deploy.cluster.run_factory import MachineSize, MeshRunFactory, holds_claim, missing_models_of
 from offbeat.deploy.components.placement import list_nodes
@@ -30,14 +28,11 @@ from offbeat.services.errors import ControlError
 from offbeat.services.generation.config import app_name
 from offbeat.services.generation.tenancy import APP, EngineOffer, read_offers
 from offbeat.services.keys import RunKeys, claims_key
-from offbeat.services.process import bind_to_thread
 from offbeat.services.redis.url import redact
-from offbeat.trainer.cli import REDIS_VARIABLE
 from offbeat.trainer.config.aliases import canonical_json
 from offbeat.trainer.config.issue import ConfigIssue
 
 REPORT_TIMEOUT_S = 900.0
-MAX_OUTPUT_CHARS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +109,7 @@ class RayRunFactory(MeshRunFactory):
         return _claim_id(record)
 
     async def write_report(self, record: RunRecord) -> None:
-        """Run `offbeat report` in a process, because it renders the user's envs; raises `ControlError`.
-
-        The Redis URL is in the environment: it may contain a password.
-        """
+        """Run `offbeat report` in a process, because it renders the user's envs; raises `ControlError`."""
         folder = Path(record.output_dir)
         if not holds_claim(folder, _claim_id(record)):
             return  # the run failed before it claimed the folder, which may belong to another run
@@ -126,25 +118,16 @@ class RayRunFactory(MeshRunFactory):
     def _run_report(self, folder: Path) -> None:
         command = f"offbeat report {shlex.quote(str(folder))} --redis {redact(self._redis_url)}"
         try:
-            process = subprocess.run(
-                bind_to_thread([sys.executable, "-m", "offbeat.deploy.cli.app", "report", str(folder)]),
-                cwd=self._working_dir,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                    REDIS_VARIABLE: self._redis_url,
-                },
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=REPORT_TIMEOUT_S,
-                check=False,
+            process = run_offbeat(
+                ["report", str(folder)],
+                working_dir=self._working_dir or Path.cwd(),
+                redis_url=self._redis_url,
+                timeout_s=REPORT_TIMEOUT_S,
             )
-        except subprocess.TimeoutExpired as error:
-            raise ControlError(f"not written in {REPORT_TIMEOUT_S:g} s; write it with `{command}`") from error
+        except ControlError as error:
+            raise ControlError(f"{error}; write it with `{command}`") from error
         if process.returncode != 0:
-            output = (process.stderr or process.stdout).strip()[-MAX_OUTPUT_CHARS:]
-            raise ControlError(f"exit code {process.returncode}: {output}; write it with `{command}`")
+            raise ControlError(f"exit code {process.returncode}: {last_output(process)}; write it with `{command}`")
 
 
 def _claim_id(record: RunRecord) -> str:

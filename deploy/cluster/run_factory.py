@@ -16,6 +16,7 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.deploy import run_folder
+from offbeat.deploy.cluster.offbeat_process import last_output, run_offbeat
 from offbeat.deploy.components.env_workers import WorkerPool
 from offbeat.deploy.components.learner import ExternalLearner, ManagedLearner
 from offbeat.deploy.components.model_download import DownloadMesh
@@ -33,6 +34,7 @@ from offbeat.deploy.config.loader import dump_yaml, read_document
 from offbeat.deploy.config.rights import check_rights
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.validation import check_in_process
+from offbeat.deploy.console.archive import FolderArchive, find_checkpoint
 from offbeat.deploy.play.agent_check import try_agents
 from offbeat.deploy.run_folder import hold_run_files
 from offbeat.deploy.run_marker import FolderInUseError
@@ -45,6 +47,7 @@ from offbeat.deploy.run_setup import (
 )
 from offbeat.services.buffer.admin import BufferWatch, release_all_workers
 from offbeat.services.buffer.api import GroupProgress, Quarantined, Snapshot
+from offbeat.services.control.console.archive import NotRecordedError
 from offbeat.services.control.interfaces import Component, Removal, RunMesh
 from offbeat.services.control.rights import UNRESTRICTED, Rights
 from offbeat.services.control.run import BusyError, RunRecord, RunSpec
@@ -61,6 +64,7 @@ from offbeat.trainer.config.scored_roles import scored_roles
 logger = logging.getLogger(__name__)
 
 CLAIM_FILE = ".claim"
+REPRODUCTION_TIMEOUT_S = 3600.0
 
 
 class RunComponents:
@@ -232,6 +236,26 @@ class MeshRunFactory:
             except FolderInUseError as error:
                 raise BusyError(str(error)) from error
             yield remove
+
+    def open_archive(self, record: RunRecord) -> FolderArchive:
+        folder = Path(record.output_dir)
+        if not folder.is_dir():
+            raise NotRecordedError(f"{folder} is not on the host of the control service")
+        return FolderArchive(folder)
+
+    def find_checkpoint(self, record: RunRecord, step: int) -> str:
+        return str(find_checkpoint(Path(record.output_dir), step))
+
+    def reproduce(self, record: RunRecord, step: int) -> tuple[bool, dict[str, Any]]:
+        process = run_offbeat(
+            ["learner", "reproduce", record.output_dir, "--step", str(step), "--json"],
+            working_dir=self._working_dir or Path.cwd(),
+            redis_url=self._redis_url,
+            timeout_s=REPRODUCTION_TIMEOUT_S,
+        )
+        if process.returncode not in (0, 1):
+            raise ControlError(last_output(process))
+        return process.returncode == 0, json.loads(process.stdout)
 
     def _setting_issues(self, tree: dict[str, Any], size: MachineSize) -> set[ConfigIssue]:
         try:

@@ -44,6 +44,11 @@ class LifeEvent:
     """
 
     @property
+    def at(self) -> float:
+        """Unix time, s, of Redis."""
+        return self.sort_key[0] / 1000
+
+    @property
     def sort_key(self) -> tuple[int, int]:
         milliseconds, _, sequence = self.id.partition("-")
         return int(milliseconds), int(sequence or 0)
@@ -96,10 +101,10 @@ def count_broken_lines(output_dir: Path) -> int:
 
 
 def _parse_rows(path: Path) -> Iterator[LifeEvent | None]:
-    return (None if row is None else _parse(row) for row in read_lines(path))
+    return (None if row is None else parse_event(row) for row in read_lines(path))
 
 
-def _parse(row: dict[str, Any]) -> LifeEvent | None:
+def parse_event(row: dict[str, Any]) -> LifeEvent | None:
     try:
         event = LifeEvent(
             str(row["id"]), int(row["ordinal"]), int(row["number"]), str(row["event"]), str(row["detail"])
@@ -110,7 +115,7 @@ def _parse(row: dict[str, Any]) -> LifeEvent | None:
 
 
 def _newest_id(path: Path) -> str:
-    events = [event for row in last_lines(path) if (event := _parse(row)) is not None]
+    events = [event for row in last_lines(path) if (event := parse_event(row)) is not None]
     return max(events, key=lambda event: event.sort_key).id if events else "0"
 
 

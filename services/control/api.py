@@ -8,6 +8,10 @@ from fastapi import Depends, FastAPI
 from fastapi.security import HTTPBearer
 
 from offbeat.services.control.auth import AuthMiddleware
+from offbeat.services.control.console.derived_routes import derived_routes
+from offbeat.services.control.console.derived_runs import DerivedRuns
+from offbeat.services.control.console.pages import add_page
+from offbeat.services.control.console.routes import archive_routes
 from offbeat.services.control.http_errors import answer_errors, refusals
 from offbeat.services.control.rights import NO_TOKENS, Tokens
 from offbeat.services.control.routes import run_routes
@@ -33,6 +37,8 @@ def create_api(
         # Documents what `AuthMiddleware` requires.
         bearer = [Depends(HTTPBearer(auto_error=False, description="A token that the service was started with."))]
     api.include_router(run_routes(service), dependencies=bearer)
+    api.include_router(archive_routes(service.archive, service.view), dependencies=bearer)
+    api.include_router(derived_routes(DerivedRuns(service, service.factory)), dependencies=bearer)
 
     @api.get("/healthz", tags=["service"], responses={503: refusals()[503]})
     async def healthz() -> HealthView:
@@ -40,6 +46,7 @@ def create_api(
         await service.healthy()
         return HealthView()
 
+    add_page(api, tokens)
     answer_errors(api)
     api.add_middleware(AuthMiddleware, tokens=tokens)
     return api

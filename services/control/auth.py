@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from offbeat.services.control.http_errors import HttpError, error_response
 from offbeat.services.control.rights import RIGHTS, Tokens
+from offbeat.services.control.sessions import find_session, is_same_origin
 
 
 class TokenBucket:
@@ -43,6 +44,10 @@ OPEN_PATHS = ("/healthz",)
 """Paths without authentication, for health checks."""
 DOCS_PATHS = ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
 """No token: a browser can't send one before the page loads."""
+PAGE, SESSION = "/ui", "/session"
+"""Static files, and their login."""
+LIMIT_LOGIN = "offbeat.limit_login"
+"""Key of the limit of wrong logins in an ASGI scope."""
 
 
 READ_METHODS = ("GET", "HEAD", "OPTIONS")
@@ -85,11 +90,14 @@ class AuthMiddleware:
                 return 403, "forbidden", "without a token only programs on this machine may call"
             request.scope[RIGHTS] = self._local_rights
             return _limit(self._local_calls)
-        if path in DOCS_PATHS:
+        if path in DOCS_PATHS or path in (SESSION, PAGE) or path.startswith(f"{PAGE}/"):
+            request.scope[LIMIT_LOGIN] = lambda: _limit(self._wrong)
             return _limit(self._docs_calls)
         given = request.headers.get("authorization", "").encode()
         # All are compared whatever the first says: the time that it takes tells nothing
         matching = [grant for grant in self._grants if _matches(given, grant.token)]
+        if not given and (grant := find_session(request, self._grants)) is not None:
+            matching = [grant]
         if not matching:
             return _limit(self._wrong) or (401, "unauthorized", "send the bearer token: `Authorization: Bearer ...`")
         grant = matching[0]
@@ -97,6 +105,12 @@ class AuthMiddleware:
             return 403, "read_only", f"this token is for reading: {request.method} needs a token of scope write"
         request.scope[RIGHTS] = grant.rights
         return _limit(self._calls[grant.token])
+
+
+def find_refused_login(request: Request) -> Refusal | None:
+    """Count a wrong login; return the refusal if there were too many."""
+    limit = request.scope.get(LIMIT_LOGIN)
+    return None if limit is None else limit()
 
 
 def _limit(bucket: TokenBucket) -> Refusal | None:
@@ -144,9 +158,7 @@ def _is_from_this_host(request: Request) -> bool:
     address = request.headers.get("host", "")
     if _host(f"//{address}") not in LOOPBACK_NAMES:
         return False
-    origin = request.headers.get("origin")
-    same_origin = origin is None or origin in (f"http://{address}", f"https://{address}")
-    return same_origin and request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
+    return is_same_origin(request)
 
 
 def _host(url: str) -> str | None:

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 
+from offbeat.services.control.console.archive import NotRecordedError, UnknownGroupError
 from offbeat.services.control.run import (
     BusyError,
     ForeignRecordError,
@@ -37,7 +38,7 @@ STATUS_DESCRIPTIONS = {
     401: "The bearer token is missing or wrong.",
     403: "Without a token only programs on this machine may call; the token is for reading, or does not allow a key in "
     "`problems`.",
-    404: "There is no such run.",
+    404: "There is no such run, group or trajectory; or the run's folder does not hold it.",
     409: "The state of the run, or of another one, does not allow it.",
     413: "The body is too large.",
     415: "The body is of another type than YAML or JSON.",
@@ -52,6 +53,8 @@ STATUS_BY_ERROR: dict[type[Exception], tuple[int, str]] = {
     RunStateError: (409, "run_state"),
     ForeignRecordError: (409, "foreign_record"),
     TooManyValidationsError: (429, "too_many_validations"),
+    UnknownGroupError: (404, "unknown_group"),
+    NotRecordedError: (404, "not_recorded"),
 }
 
 

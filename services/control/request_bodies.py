@@ -37,12 +37,17 @@ async def read_document(request: Request) -> str | dict[str, Any]:
         raise HttpError(400, "malformed", f"the body can't be read: {error}") from error
 
 
-async def read_change(request: Request) -> SettingsPatch:
-    """Read settings to change. Raises `HttpError`, `InvalidRunError`."""
+async def read_object(request: Request) -> dict[str, Any]:
+    """Read a JSON object. Raises `HttpError`."""
     kind = _kind(request)
     if kind != JSON_TYPE:
         raise _unsupported(kind, JSON_TYPE)
-    tree = _object(await _body(request))
+    return _object(await _body(request))
+
+
+async def read_change(request: Request) -> SettingsPatch:
+    """Read settings to change. Raises `HttpError`, `InvalidRunError`."""
+    tree = await read_object(request)
     try:
         return SettingsPatch.model_validate(tree)
     except ValidationError as error:

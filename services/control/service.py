@@ -4,10 +4,12 @@ A command only sets the desired state and wakes the reconciler.
 """
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from typing import Any, Protocol
 
+from offbeat.services.control.console.archive import RunArchive
 from offbeat.services.control.event_schemas import MetricsView, MetricView
 from offbeat.services.control.interfaces import Removal
 from offbeat.services.control.queries import BufferReader, Overview, reading
@@ -37,6 +39,8 @@ from offbeat.services.keys import RUNS
 from offbeat.services.telemetry import AsyncRedisMetrics
 
 MAX_CONCURRENT_VALIDATIONS = 4
+MAX_ARCHIVES = 8
+"""Run folders of which the index is kept in memory."""
 VALIDATION_WAIT_S = 5.0
 """Time that a call waits for its turn."""
 HEALTH_CACHE_S = 0.5
@@ -80,6 +84,18 @@ class RunFactory(BufferReader, Protocol):
         """Write an ended run's report. Raises `ControlError` with the command to retry."""
         ...
 
+    def open_archive(self, record: RunRecord) -> RunArchive:
+        """Open a run's folder to read. Raises `NotRecordedError` if it is not on this host."""
+        ...
+
+    def find_checkpoint(self, record: RunRecord, step: int) -> str:
+        """Return the folder of a complete checkpoint. Raises `NotRecordedError`."""
+        ...
+
+    def reproduce(self, record: RunRecord, step: int) -> tuple[bool, Mapping[str, Any]]:
+        """Repeat training up to `step`; return whether weights are equal, and the result. Raises `ControlError`."""
+        ...
+
     def hold_files(self, record: RunRecord) -> AbstractContextManager[Callable[[], Removal]]:
         """Hold an ended run's folder; yield what removes its files. Raises `BusyError`."""
         ...
@@ -97,12 +113,13 @@ class ControlService:
         redis_trouble: Callable[[], str] = lambda: "",
     ) -> None:
         self.store = store
-        self._factory = factory
+        self.factory = factory
         self._overview = Overview(store, factory, redis_trouble)
         self._wake = wake
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_VALIDATIONS)
         self._health: asyncio.Task[bool] | None = None
         self._health_at = float("-inf")
+        self._archives: OrderedDict[str, RunArchive] = OrderedDict()
 
     @asynccontextmanager
     async def _validation_slot(self) -> AsyncIterator[None]:
@@ -132,7 +149,7 @@ class ControlService:
             BusyError: another run has claimed a resource.
         """
         async with self._validation_slot():
-            spec = await self._factory.validate(document, rights)
+            spec = await self.factory.validate(document, rights)
         if dry_run:
             return None, False
         record, created = await self.store.create(spec)
@@ -163,6 +180,17 @@ class ControlService:
     async def view(self, run_id: str) -> RunView:
         return await self._overview.view(await self.store.load(run_id))
 
+    async def archive(self, run_id: str) -> RunArchive:
+        """Return a reader of the run's folder. Raises `NotRecordedError`."""
+        record = await self.store.load(run_id)
+        key = f"{record.output_dir}\n{record.created_at}"
+        if key not in self._archives:
+            self._archives[key] = await asyncio.to_thread(self.factory.open_archive, record)
+            if len(self._archives) > MAX_ARCHIVES:
+                self._archives.popitem(last=False)
+        self._archives.move_to_end(key)
+        return self._archives[key]
+
     async def want(self, run_id: str, wanted: DesiredState) -> RunView:
         """Stop, pause or resume a run. Raises `RunStateError`."""
         record = await self.store.want(run_id, wanted)
@@ -183,7 +211,7 @@ class ControlService:
             raise InvalidRunError([ProblemView(path="", message=f"nothing to change: set at least one of {known}")])
         if not record.state.is_terminal:
             async with self._validation_slot():
-                await self._factory.validate_change(record, values)
+                await self.factory.validate_change(record, values)
         await self.store.change(run_id, values)
         self._wake()
         return await self.view(run_id)
@@ -193,7 +221,7 @@ class ControlService:
 
     async def quarantine(self, run_id: str) -> QuarantineView:
         await self.store.load(run_id)
-        trajectories = await self._factory.quarantine(run_id)
+        trajectories = await self.factory.quarantine(run_id)
         return QuarantineView(
             trajectories=[
                 QuarantinedView(
@@ -233,7 +261,7 @@ class ControlService:
             raise NotAllowedError([ProblemView(path="files", message=message)])
         if not record.state.is_terminal:
             return None
-        return await asyncio.to_thread(stack.enter_context, self._factory.hold_files(record))
+        return await asyncio.to_thread(stack.enter_context, self.factory.hold_files(record))
 
     async def metrics(self, run_id: str, after: str, limit: int) -> MetricsView:
         await self.store.load(run_id)

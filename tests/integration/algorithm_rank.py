@@ -87,6 +87,8 @@ def main(model: Path, out: Path) -> None:
             if ranks.rank == 0:
                 save_file(weights, out / f"{name}-of-{ranks.world_size}.safetensors")
                 found = {key: gauge.value for key, gauge in gauges.items()}
+                assert batches.last_step is not None
+                found |= {f"logprob {i}": value for i, value in enumerate(batches.last_step.logprobs.tolist())}
                 (out / f"{name}-of-{ranks.world_size}.json").write_text(json.dumps(found))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from offbeat.benchmarks.chaos.failover import fail_over
 from offbeat.benchmarks.chaos.proxy import write_server_script
-from offbeat.deploy.audit.audit import Audit
+from offbeat.deploy.audit.lives import Audit
 from offbeat.deploy.cli.audit import examine
 from offbeat.services.redis.server import server_binary
 from tests.integration.mesh import TrainProcess, left_behind

@@ -12,6 +12,7 @@ from offbeat.services.rollout.data.config import GROUP_SIZES, DataConfig, Pipeli
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.checkpoints import CheckpointConfig, CheckpointUrl, find_url_problem
 from offbeat.trainer.config.conditions import SET, ConditionalConfig, OnlyWith
+from offbeat.trainer.config.console import ConsoleConfig
 from offbeat.trainer.config.distillation import DistillConfig
 from offbeat.trainer.config.preference import PreferenceConfig
 from offbeat.trainer.config.replay import ReplayConfig
@@ -320,7 +321,10 @@ class LearnerConfig(AlgorithmConfig):
     render_episodes: int = Field(default=8, ge=1, le=32)
     """Rendered episodes per evaluation."""
     record_batches: int = Field(default=0, ge=0)
-    """Newest batches kept in `batches/` for `offbeat learner reproduce`; 0: only those with non-finite gradients."""
+    """Newest batches kept in `batches/` for `offbeat learner reproduce`; at least `console.keep_steps`, and 16 with
+    non-finite gradients.
+    """
+    console: ConsoleConfig = ConsoleConfig()
     resume_from_checkpoint: Annotated[bool | CheckpointUrl | Path, Field(union_mode="left_to_right")] = False
     """Checkpoint to resume from: a folder, or a URL in a store (of a checkpoint, or of a run for its newest); `true`: newest
     complete one of `output_dir`.

@@ -58,7 +58,7 @@ def build_components(
         trainer=trainer,
         checkpoints=checkpoints,
         uploads=uploads,
-        batch_log=BatchLog(run.output_dir, config.record_batches, buffer.epoch),
+        batch_log=BatchLog(run.output_dir, config.record_batches, buffer.epoch, config.console.keep_steps),
         evaluations=Evaluations(
             buffer,
             sink,

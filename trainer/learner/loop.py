@@ -208,6 +208,8 @@ class Learner:
         skipped = was_skipped(gauges)
         if skipped:
             self._batch_log.record_skipped(batch, self._settings.learning_rate)
+        if (tokens := self._trainer.last_step) is not None:
+            self._batch_log.record_tokens(tokens)
         self._step = step + 1
         self._replay.update(taken.trained, replayed)
         self._staleness.sample_slots()

@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from offbeat.services.buffer.api import Proof, Reconciled
 from offbeat.services.buffer.group_ledger import newest_event_ms
 from offbeat.services.errors import FencedError
 from offbeat.services.jsonl import LinesFile, last_lines, read_lines
+from offbeat.services.messages.types import Group
 from offbeat.trainer.data.replay_buffer import NO_REPLAY, ReplayedGroups
 from offbeat.trainer.learner.group_intake import StepGroups
 
@@ -28,6 +29,12 @@ class TrainedGroup:
     """Among its tokens."""
     computed: bool
     """False if masked."""
+    tag: str = ""
+    """Empty in lines of versions before 0.3, like the following."""
+    rewards: tuple[float, ...] = ()
+    """Of the trajectories, as the env gave them."""
+    num_sampled: int = 0
+    """Tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,8 @@ class StepLine:
     max_staleness: float
     skipped: bool
     """True for a non-finite gradient."""
+    at: float = 0.0
+    """Unix time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +130,12 @@ class StepLedger:
     ) -> None:
         computed = {group.number for group in taken.trained}
         groups = [[group.number, group.oldest_version, int(group.number in computed)] for group in taken.groups]
+        members = [_member_row(group) for group in taken.groups]
         bound = max_staleness if math.isfinite(max_staleness) else None
         again = {"again": [group.number for group in replayed.groups]} if replayed.groups else {}
-        self._write({"step": step, "groups": groups, "max_staleness": bound, "skipped": skipped, **again})
+        self._write(
+            {"step": step, "groups": groups, "max_staleness": bound, "skipped": skipped, "members": members, **again}
+        )
 
     def sync(self) -> None:
         self._lines.sync()
@@ -133,6 +145,15 @@ class StepLedger:
 
     def _write(self, row: Mapping[str, Any]) -> None:
         self._lines.append([{**row, "epoch": self._epoch, "at": round(time.time(), 3)}])
+
+
+def _member_row(group: Group) -> list[object]:
+    rewards = [round(t.reward, 6) if math.isfinite(t.reward) else None for t in group.trajectories]
+    return [group.tag, rewards, sum(trajectory.num_sampled for trajectory in group.trajectories)]
+
+
+def _to_float(value: object) -> float:
+    return math.nan if value is None else float(cast(float, value))
 
 
 def surviving_steps(lines: Iterable[JournalLine], step: int) -> list[StepLine]:
@@ -161,7 +182,7 @@ def note_lease(output_dir: Path, epoch: int) -> None:
 
 def newest_epoch(output_dir: Path) -> int:
     """Return the newest lines' greatest epoch; 0 without any."""
-    lines = (_parse(row) for row in last_lines(output_dir / STEPS_FILE))
+    lines = (parse_journal_line(row) for row in last_lines(output_dir / STEPS_FILE))
     return max((line.epoch for line in lines if line is not None), default=0)
 
 
@@ -170,7 +191,7 @@ def read_step_ledger(output_dir: Path) -> tuple[list[JournalLine], int]:
     lines: list[JournalLine] = []
     num_unreadable = 0
     for row in read_lines(output_dir / STEPS_FILE):
-        line = None if row is None else _parse(row)
+        line = None if row is None else parse_journal_line(row)
         if line is None:
             num_unreadable += 1
         else:
@@ -178,7 +199,7 @@ def read_step_ledger(output_dir: Path) -> tuple[list[JournalLine], int]:
     return lines, num_unreadable
 
 
-def _parse(row: Mapping[str, Any]) -> JournalLine | None:
+def parse_journal_line(row: Mapping[str, Any]) -> JournalLine | None:
     try:
         epoch = int(row["epoch"])
         if "resumed" in row:
@@ -187,8 +208,12 @@ def _parse(row: Mapping[str, Any]) -> JournalLine | None:
             return LeaseLine(epoch)
         if "reconciled" in row:
             return ReconciledLine(int(row["reconciled"]), epoch, int(row["incarnation"]), int(row["corrected"]))
-        groups = tuple(TrainedGroup(int(n), int(v), bool(c)) for n, v, c in row["groups"])
+        members = row.get("members") or [("", (), 0)] * len(row["groups"])
+        groups = tuple(
+            TrainedGroup(int(n), int(v), bool(c), str(tag), tuple(map(_to_float, rewards)), int(tokens))
+            for (n, v, c), (tag, rewards, tokens) in zip(row["groups"], members, strict=True)
+        )
         bound = math.inf if row["max_staleness"] is None else float(row["max_staleness"])
-        return StepLine(int(row["step"]), epoch, groups, bound, bool(row["skipped"]))
+        return StepLine(int(row["step"]), epoch, groups, bound, bool(row["skipped"]), float(row.get("at", 0.0)))
     except (ValueError, TypeError, KeyError):
         return None

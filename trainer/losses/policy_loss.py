@@ -26,9 +26,7 @@ from offbeat.trainer.algorithms.value import value_loss
 from offbeat.trainer.algorithms.vanilla import policy_gradient
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.learner import LearnerConfig
-from offbeat.trainer.config.user_function import is_function
 from offbeat.trainer.data.batch import MicroBatch
-from offbeat.trainer.data.user_functions import compute_loss
 from offbeat.trainer.losses.corrections import correct
 from offbeat.trainer.losses.metrics import correction_gauges, loss_gauges, policy_gauges
 from offbeat.trainer.losses.targets import Targets
@@ -148,18 +146,9 @@ def policy_loss(
     vocabulary, for `kl_loss_type: full`.
     """
     entropy_coef = config.entropy_loss_coef if entropy_coef is None else entropy_coef
-    old = logprobs.detach() if targets.old_is_present else targets.old_logprobs
-    if targets.proximal is not None:
-        old = proximal_logprobs(logprobs, targets.behavior_logprobs, targets.proximal)
-    ratio = unit_ratio(config.ratio_type, logprobs, old, targets.turn, targets.sequence)
-    inputs = LossInputs(logprobs, old, targets.behavior_logprobs, ratio, targets.advantages)
-    surrogate = (
-        compute_loss(config.pg_variant, inputs, ratio)
-        if is_function(config.pg_variant)
-        else POLICY_LOSSES[config.pg_variant](config, inputs)
-    )
+    surrogate, old = surrogate_losses(config, logprobs, targets)
     pg_loss, correction_metrics = _apply_correction(
-        config, surrogate.loss, logprobs if config.old_logprobs == "behavior" else old, targets
+        config, surrogate.loss, compared_logprobs(config, logprobs, old), targets
     )
     terms = {"actor/pg_loss": pg_loss}
     total = pg_loss
@@ -181,6 +170,23 @@ def policy_loss(
     )
     loss = (total * targets.weights).sum()
     return loss, gauges | correction_metrics | loss_gauges(terms, targets.weights, targets.token_share)
+
+
+def surrogate_losses(config: AlgorithmConfig, logprobs: Tensor, targets: Targets) -> tuple[TokenLosses, Tensor]:
+    """Return the policy loss before corrections, and the old policy's logprobs; arguments as in `policy_loss`."""
+    old = logprobs.detach() if targets.old_is_present else targets.old_logprobs
+    if targets.proximal is not None:
+        old = proximal_logprobs(logprobs, targets.behavior_logprobs, targets.proximal)
+    ratio = unit_ratio(config.ratio_type, logprobs, old, targets.turn, targets.sequence)
+    terms = LossInputs(logprobs, old, targets.behavior_logprobs, ratio, targets.advantages)
+    if is_function(config.pg_variant):
+        return compute_loss(config.pg_variant, terms, ratio), old
+    return POLICY_LOSSES[config.pg_variant](config, terms), old
+
+
+def compared_logprobs(config: AlgorithmConfig, logprobs: Tensor, old: Tensor) -> Tensor:
+    """Return the logprobs that corrections compare with the behavior policy's."""
+    return logprobs if config.old_logprobs == "behavior" else old
 
 
 def _estimate_kl(config: AlgorithmConfig, logprobs: Tensor, targets: Targets) -> Tensor | None:
@@ -226,6 +232,8 @@ class StepLosses:
     entropy_coef: float
     device: torch.device
     gauges: list[dict[str, Partial]] = field(default_factory=list[dict[str, Partial]])
+    seen: Tensor | None = None
+    """Receives the policy's logprobs, [M]."""
 
     def of_policy(self, i: int, output: Sampled) -> Tensor:
         """Return the policy's loss with its value head's, if any."""
@@ -233,6 +241,8 @@ class StepLosses:
         loss, gauges = policy_loss(
             self.config, output.logprobs, output.entropies, targets, self.entropy_coef, output.divergences
         )
+        if self.seen is not None:
+            self.seen[self.micro[i].index] = output.logprobs.detach().to("cpu", self.seen.dtype)
         mismatch = (output.logprobs.detach() - targets.behavior_logprobs).abs().max()
         self.gauges.append({**gauges, "actor/mismatch_abs_max": Partial("max", float(mismatch))})
         return loss + self.of_head(i, output) if self.config.has_value_head else loss

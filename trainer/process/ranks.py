@@ -27,6 +27,7 @@ from offbeat.trainer.engines.process_group import Ranks, broadcast
 from offbeat.trainer.process.heartbeat import HEARTBEAT_FD, Heartbeat
 from offbeat.trainer.training.optimizer_step import Gauges
 from offbeat.trainer.training.policy_trainer import Trainer
+from offbeat.trainer.training.step_tokens import StepTokens
 from offbeat.trainer.warm_start.train import Progress
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,10 @@ class RankZeroTrainer:
     @property
     def kl_coef(self) -> float:
         return self._trainer.kl_coef
+
+    @property
+    def last_step(self) -> StepTokens | None:
+        return self._trainer.last_step
 
     def begin(self, progress: Progress, should_stop: Callable[[], bool]) -> bool:
         """Broadcast `should_stop`, so that ranks stop together."""

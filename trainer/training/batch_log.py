@@ -1,25 +1,32 @@
-"""Batches for `offbeat learner reproduce`.
+"""Batches for `offbeat learner reproduce`, and for the console what the learner made of their tokens.
 
 Invariants: writes are atomic, in the background, before the checkpoint, and only by the newest learner that has written
 any.
 """
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgpack
 
 from offbeat.services.errors import CodecError, FencedError
+from offbeat.services.messages.types import Trajectory
 from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.data.group_codec import unpack_group
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.training.fenced_folder import FencedFolder
+from offbeat.trainer.training.step_tokens import StepTokens, TrajectoryTokens, decode_tokens
 
 FOLDER = "batches"
-PREFIX, SKIPPED, SUFFIX = "step-", "skipped-", ".msgpack"
+PREFIX, SKIPPED, TOKENS, SUFFIX = "step-", "skipped-", "tokens-", ".msgpack"
 MAX_SKIPPED = 16
 SCHEMA = 1
+GROUPS, NUMBER = 3, 2
+"""Places in an unpacked batch, and in a packed group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +38,31 @@ class RecordedBatch:
 
 
 class BatchLog:
-    def __init__(self, output_dir: Path, max_kept: int = 0, epoch: int = 0) -> None:
-        """max_kept: newest batches kept, besides those with a non-finite gradient. epoch: the writer's lease."""
+    def __init__(self, output_dir: Path, max_kept: int = 0, epoch: int = 0, num_shown: int = 0) -> None:
+        """max_kept: newest batches kept, besides those with a non-finite gradient. epoch: the writer's lease.
+        num_shown: newest steps kept for the console.
+        """
         self._folder = output_dir / FOLDER
         self._epoch = epoch
         self._files: FencedFolder | None = None
-        self._max_kept = max_kept
+        self._max_kept = max(max_kept, num_shown)
+        self._num_shown = num_shown
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-log")
-        self._pending: list[tuple[tuple[RecordedBatch, str, int], Future[None]]] = []
+        self._pending: list[tuple[Callable[[], None], Future[None]]] = []
 
     def record(self, batch: StepBatch, learning_rate: float) -> None:
         """Write in the background."""
         if self._max_kept:
-            self._submit(RecordedBatch(batch, learning_rate), PREFIX, self._max_kept)
+            self._submit(partial(self._write_batch, RecordedBatch(batch, learning_rate), PREFIX, self._max_kept))
 
     def record_skipped(self, batch: StepBatch, learning_rate: float) -> None:
         """Write a batch with a non-finite gradient."""
-        self._submit(RecordedBatch(batch, learning_rate), SKIPPED, MAX_SKIPPED)
+        self._submit(partial(self._write_batch, RecordedBatch(batch, learning_rate), SKIPPED, MAX_SKIPPED))
+
+    def record_tokens(self, tokens: StepTokens) -> None:
+        """Explain a step's tokens and write them in the background."""
+        if self._num_shown:
+            self._submit(partial(self._write_tokens, tokens))
 
     def flush(self) -> None:
         """Wait for pending writes.
@@ -58,12 +73,12 @@ class BatchLog:
         """
         pending, self._pending = self._pending, []
         errors: list[BaseException] = []
-        for arguments, write in pending:
-            if error := write.exception():
+        for write, written in pending:
+            if error := written.exception():
                 if isinstance(error, FencedError):
                     raise error
                 errors.append(error)
-                self._submit(*arguments)
+                self._submit(write)
         if errors:
             raise errors[0]
 
@@ -73,32 +88,64 @@ class BatchLog:
         )
         return sorted(int(name) for name in names if name.isdigit())
 
+    def read_members(self, version: int, number: int) -> tuple[Trajectory, ...]:
+        """Read a group's trajectories in a version's batch; none if it lacks the group. Raises `CodecError`."""
+        packed = next((group for group in self._unpack(version)[GROUPS] if group[NUMBER] == number), None)
+        return () if packed is None else unpack_group(packed).trajectories
+
+    def read_tokens(self, version: int) -> list[TrajectoryTokens]:
+        """Read what the learner made of a version's batch; none if it is not kept. Raises `CodecError`."""
+        path = self._folder / f"{TOKENS}{version:06d}{SUFFIX}"
+        try:
+            return list(decode_tokens(path.read_bytes()))
+        except FileNotFoundError:
+            return []
+        except (OSError, CodecError) as error:
+            raise CodecError(f"{path} can't be read: {error}") from error
+
     def read(self, version: int, config: AlgorithmConfig) -> RecordedBatch:
         """Read a version's batch.
 
         Raises:
             CodecError: unreadable file.
         """
-        path = self._folder / f"{PREFIX}{version:06d}{SUFFIX}"
+        learning_rate, *body = self._unpack(version)
         try:
-            schema, recorded, learning_rate, *body = msgpack.unpackb(path.read_bytes())
+            return RecordedBatch(StepBatch.unpack([version - 1, *body], config), float(learning_rate))
+        except (ValueError, TypeError, CodecError) as error:
+            raise CodecError(f"{self._path(version)} is no recorded batch: {error}") from error
+
+    def _path(self, version: int) -> Path:
+        return self._folder / f"{PREFIX}{version:06d}{SUFFIX}"
+
+    def _unpack(self, version: int) -> Sequence[Any]:
+        """Return learning rate and body of a version's batch."""
+        path = self._path(version)
+        try:
+            schema, recorded, *rest = msgpack.unpackb(path.read_bytes())
             if (schema, recorded) != (SCHEMA, version):
                 raise CodecError(f"schema {schema}, step {recorded}")
-            return RecordedBatch(StepBatch.unpack([version - 1, *body], config), float(learning_rate))
+            return rest
         except (OSError, ValueError, TypeError, msgpack.UnpackException, CodecError) as error:
             raise CodecError(f"{path} is no recorded batch: {error}") from error
 
-    def _submit(self, recorded: RecordedBatch, prefix: str, max_kept: int) -> None:
-        arguments = (recorded, prefix, max_kept)
+    def _submit(self, write: Callable[[], None]) -> None:
         self._pending = [entry for entry in self._pending if not _is_written(entry[1])]  # releases their batches
-        self._pending.append((arguments, self._thread.submit(self._write, *arguments)))
+        self._pending.append((write, self._thread.submit(write)))
 
-    def _write(self, recorded: RecordedBatch, prefix: str, max_kept: int) -> None:
-        self._files = self._files or FencedFolder(self._folder, self._epoch)
+    def _write_batch(self, recorded: RecordedBatch, prefix: str, max_kept: int) -> None:
         step, *body = recorded.batch.pack()
         version = cast(int, step) + 1
+        content = cast(bytes, msgpack.packb([SCHEMA, version, recorded.learning_rate, *body]))
+        self._write(prefix, version, content, max_kept)
+
+    def _write_tokens(self, tokens: StepTokens) -> None:
+        self._write(TOKENS, tokens.version, tokens.encode(), self._num_shown)
+
+    def _write(self, prefix: str, version: int, content: bytes, max_kept: int) -> None:
+        self._files = self._files or FencedFolder(self._folder, self._epoch)
         name = f"{prefix}{version:06d}{SUFFIX}"
-        self._files.write(name, cast(bytes, msgpack.packb([SCHEMA, version, recorded.learning_rate, *body])))
+        self._files.write(name, content)
         # Later ones are of steps that are being trained again
         earlier = [path.name for path in sorted(self._folder.glob(f"{prefix}*{SUFFIX}")) if path.name < name]
         for old in earlier[: max(0, len(earlier) - (max_kept - 1))]:

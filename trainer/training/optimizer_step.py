@@ -3,6 +3,7 @@
 Invariant: groups and their order determine the weights, for any number of ranks.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -55,6 +56,7 @@ from offbeat.trainer.training.group_scorer import (
     scatter_outputs,
     to_input,
 )
+from offbeat.trainer.training.step_tokens import StepTokens, merge_seen
 
 Gauges = dict[str, Partial]
 
@@ -104,9 +106,12 @@ class BatchTrainer:
         self._running = RunningMoments()
         self.learning_rate = self._args.learning_rate
         """Peak of the schedule."""
+        self.last_step: StepTokens | None = None
+        """Of rank 0, if `console.keep_steps` is set."""
 
     def train(self, batch: StepBatch) -> Gauges:
         """Train; a batch without sampled tokens changes no weights."""
+        self.last_step = None
         gauges = self._train(batch)
         every, reference = self._config.ref_model_sync_steps, self._models.reference
         if every is not None and isinstance(reference, FrozenModel) and (batch.step + 1) % every == 0:
@@ -125,9 +130,12 @@ class BatchTrainer:
         targets = apply_group_weights(targets, batch, _group_weights(step_batch, selected))
         parts = [self._cut(batch, part) for part in minibatches(batch, self._args.num_minibatches)]
         pieces: list[Gauges] = []
-        for _ in range(self._config.ppo_epochs):
+        seen = torch.full((batch.num_sampled,), math.nan) if self._config.console.keep_steps else None
+        for epoch in range(self._config.ppo_epochs):
             for part in parts:
-                pieces += self._optimize(part, targets, step, states)
+                pieces += self._optimize(part, targets, step, states, None if epoch else seen)
+        if seen is not None and (logprobs := merge_seen(seen, self._ranks)) is not None:
+            self.last_step = StepTokens(step + 1, tuple(selected), batch, targets, logprobs, self._config)
         self.kl.update(targets.kl_in_reward, len(batch.episode_reward))
         fixed = batch_gauges(batch, targets.advantages, targets.returns, values, step)
         if targets.teacher_kl is not None:
@@ -289,9 +297,14 @@ class BatchTrainer:
         return ReferenceStates(hidden, parts[0].head)
 
     def _optimize(
-        self, micro_batches: Sequence[MicroBatch], targets: Targets, step: int, states: ReferenceStates | None
+        self,
+        micro_batches: Sequence[MicroBatch],
+        targets: Targets,
+        step: int,
+        states: ReferenceStates | None,
+        seen: Tensor | None,
     ) -> list[Gauges]:
-        """Take one step of policy and critic; return this rank's gauges.
+        """Take one step of policy and critic; return this rank's gauges. seen: receives the policy's logprobs.
 
         The policy's is skipped without episodes in the loss, since Adam's moments would still move the weights.
         """
@@ -305,7 +318,7 @@ class BatchTrainer:
             warmup_steps=0,
             total_steps=self._config.max_steps,
         )
-        losses = StepLosses(self._config, micro_batches, targets, entropy_coef, self._ranks.device)
+        losses = StepLosses(self._config, micro_batches, targets, entropy_coef, self._ranks.device, seen=seen)
         policy, critic, decay = self._models.policy, self._models.critic, self._args.weight_decay
         rate = self._rate(step, self.learning_rate, self._args.warmup_steps)
         critic_args = self._config.critic.training_args

@@ -45,6 +45,7 @@ from offbeat.trainer.training.optimizer_step import (
 )
 from offbeat.trainer.training.prepare_scores import open_sources, prepare_scores
 from offbeat.trainer.training.score_keys import score_keys
+from offbeat.trainer.training.step_tokens import StepTokens
 from offbeat.trainer.warm_start.factory import make_demonstrator
 from offbeat.trainer.warm_start.train import Progress, warm_start
 from offbeat.trainer.watchdog import Watchdog
@@ -92,6 +93,11 @@ class Trainer(Protocol):
         """KL coefficient in the reward."""
         ...
 
+    @property
+    def last_step(self) -> StepTokens | None:
+        """Tokens of the newest step; None unless `console.keep_steps` is set."""
+        ...
+
 
 class PolicyTrainer:
     """`Trainer` on one rank; collective."""
@@ -114,6 +120,10 @@ class PolicyTrainer:
     @property
     def kl_coef(self) -> float:
         return self._batches.kl.coef
+
+    @property
+    def last_step(self) -> StepTokens | None:
+        return self._batches.last_step
 
     def begin(self, progress: Progress, should_stop: Callable[[], bool]) -> bool:
         warm = self._config.warm_start

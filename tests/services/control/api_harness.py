@@ -10,16 +10,19 @@ from typing import Any
 import httpx
 from redis.asyncio import Redis
 
+from offbeat.deploy.console.archive import FolderArchive, find_checkpoint
 from offbeat.services.buffer.admin import BufferWatch
 from offbeat.services.buffer.api import GroupProgress, Quarantined, Snapshot
 from offbeat.services.control.api import create_api
 from offbeat.services.control.client import ControlClient
+from offbeat.services.control.console.archive import RunArchive
 from offbeat.services.control.interfaces import Removal
 from offbeat.services.control.rights import Rights, Tokens
 from offbeat.services.control.run import RunRecord, RunSpec, RunState
 from offbeat.services.control.schemas import ProblemView
 from offbeat.services.control.service import ControlService, InvalidRunError
 from offbeat.services.control.store import RunStore
+from offbeat.services.errors import ControlError
 from tests.copying import replace
 from tests.services.control.control_fakes import SETTINGS
 
@@ -52,6 +55,17 @@ class FakeRunFactory:
 
     async def write_report(self, record: RunRecord) -> None:
         del record
+
+    def open_archive(self, record: RunRecord) -> RunArchive:
+        return FolderArchive(Path(record.output_dir))
+
+    def find_checkpoint(self, record: RunRecord, step: int) -> str:
+        return str(find_checkpoint(Path(record.output_dir), step))
+
+    def reproduce(self, record: RunRecord, step: int) -> tuple[bool, Mapping[str, Any]]:
+        if step > record.max_steps:
+            raise ControlError(f"no way to step {step} from a checkpoint before it")
+        return True, {"start": 0, "steps": [step], "compared": []}
 
     @contextmanager
     def hold_files(self, record: RunRecord) -> Iterator[Callable[[], Removal]]:

@@ -332,6 +332,17 @@ async def test_the_documentation_names_every_route_and_what_it_may_answer(api: A
         ("GET", "/runs/{run_id}/quarantine"),
         ("GET", "/runs/{run_id}/metrics"),
         ("GET", "/runs/{run_id}/events"),
+        ("GET", "/runs/{run_id}/groups"),
+        ("GET", "/runs/{run_id}/groups/{group}"),
+        ("GET", "/runs/{run_id}/trajectories/{group}/{index}"),
+        ("GET", "/runs/{run_id}/series"),
+        ("POST", "/runs/{run_id}/fork"),
+        ("POST", "/runs/{run_id}/reproduce"),
+        ("GET", "/runs/{run_id}/reproduce"),
+        ("GET", "/compare"),
+        ("GET", "/session"),
+        ("POST", "/session"),
+        ("DELETE", "/session"),
         ("GET", "/healthz"),
     }
     create = document["paths"]["/runs"]["post"]

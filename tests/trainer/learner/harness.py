@@ -95,7 +95,7 @@ class LearnerHarness:
             trainer=trainer,
             checkpoints=checkpoints,
             uploads=None,
-            batch_log=BatchLog(self.folder, self.config.record_batches, epoch),
+            batch_log=BatchLog(self.folder, self.config.record_batches, epoch, self.config.console.keep_steps),
             evaluations=Evaluations(self.buffer, self.sink, self.log, self.folder / "evaluations", epoch=epoch),
             intake=GroupIntake(self.buffer, self.config, GROUPS_PER_STEP, False, 11),
             reporter=LearnerReporter(self.sink, self.board),

@@ -1,0 +1,43 @@
+"""`offbeat` commands in processes of their own."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from offbeat.services.errors import ControlError
+from offbeat.services.process import bind_to_thread
+from offbeat.trainer.cli import REDIS_VARIABLE
+
+MAX_OUTPUT_CHARS = 2000
+
+
+def run_offbeat(
+    arguments: Sequence[str], *, working_dir: Path, redis_url: str, timeout_s: float
+) -> "subprocess.CompletedProcess[str]":
+    """Run a command that ends with this thread. Raises `ControlError` if it takes longer.
+
+    The Redis URL is in the environment: it may contain a password.
+    """
+    try:
+        return subprocess.run(
+            bind_to_thread([sys.executable, "-m", "offbeat.deploy.cli.app", *arguments]),
+            cwd=working_dir,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                REDIS_VARIABLE: redis_url,
+            },
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ControlError(f"not ended in {timeout_s:g} s") from error
+
+
+def last_output(process: "subprocess.CompletedProcess[str]") -> str:
+    return (process.stderr or process.stdout).strip()[-MAX_OUTPUT_CHARS:]

@@ -1,0 +1,1 @@
+"""A run's folder, read for the console."""

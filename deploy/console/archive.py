@@ -1,0 +1,153 @@
+"""`RunArchive` of a folder."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from offbeat.deploy import run_folder
+from offbeat.deploy.audit.lives import GroupLife
+from offbeat.deploy.config.errors import ConfigError
+from offbeat.deploy.config.loader import read_run
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.console.groups import GroupIndex, page_of, select, view_of
+from offbeat.deploy.console.series import SeriesIndex
+from offbeat.deploy.console.trajectories import RecordedTrajectories
+from offbeat.deploy.run_setup import model_folder
+from offbeat.services.control.console.archive import GroupQuery, NotRecordedError
+from offbeat.services.control.console.schemas import (
+    Axis,
+    GroupDetailView,
+    GroupsView,
+    GroupView,
+    SeriesView,
+    TrajectoryView,
+)
+from offbeat.services.rollout.tasks import train_task
+from offbeat.trainer.training.checkpoint import PREFIX, CheckpointError, read_checkpoint
+
+PRIVATE = ("control", "redis", "system_envs", "tracker_kwargs", "weights.url")
+"""Keys that may hold passwords, or say nothing about training."""
+
+
+class FolderArchive:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._groups = GroupIndex(folder)
+        self._series = SeriesIndex(folder)
+        self._trajectories = RecordedTrajectories(folder, lambda: self._model_folder)
+        self._lock = threading.Lock()
+
+    @cached_property
+    def run_config(self) -> RunConfig:
+        """Raises `NotRecordedError`."""
+        path = self.folder / run_folder.CONFIG
+        try:
+            return read_run(path).model_copy(update={"output_dir": self.folder})
+        except (ConfigError, OSError) as error:
+            raise NotRecordedError(f"{path} can't be read: {error}") from error
+
+    @property
+    def _model_folder(self) -> Path:
+        return model_folder(self.run_config)
+
+    def groups(self, query: GroupQuery) -> GroupsView:
+        with self._lock:
+            self._refresh()
+            ratios = self._trajectories.max_ratios()
+            lives = select(self._groups.lives.values(), query, self._tag_of, ratios)
+            return page_of(lives, query, lambda life: self._view(life, ratios))
+
+    def group(self, number: int) -> GroupDetailView:
+        with self._lock:
+            self._refresh()
+            life = self._groups.find(number)
+            view = self._view(life, self._trajectories.max_ratios())
+            members = self._trajectories.members(life.step, number) if view.recorded and life.step else []
+            return GroupDetailView(**view.model_dump(), members=members)
+
+    def trajectory(self, number: int, index: int) -> TrajectoryView:
+        with self._lock:
+            self._refresh()
+            life = self._groups.find(number)
+            if life.step is None:
+                raise NotRecordedError(f"group {number} is not trained: trajectories are kept with their step's batch")
+            if not life.computed:
+                raise NotRecordedError(
+                    f"group {number} was masked at step {life.step}: only trajectories that were computed on are kept"
+                )
+            if life.step not in self._trajectories.steps:
+                raise NotRecordedError(
+                    f"the trajectories of step {life.step} are not kept: console.keep_steps sets how many steps are, and "
+                    f"the kept ones are {_describe_range(sorted(self._trajectories.steps))}"
+                )
+            return self._trajectories.view(life.step, number, index)
+
+    def series(self, names: Sequence[str], axis: Axis, since: float | None, points: int) -> SeriesView:
+        with self._lock:
+            self._series.refresh()
+            return self._series.view(names, axis, since, points)
+
+    def config(self) -> Mapping[str, Any]:
+        tree = self.run_config.model_dump(mode="json")
+        return {key: value for key, value in _flatten(tree) if not _is_private(key)}
+
+    def lives(self) -> list[GroupLife]:
+        with self._lock:
+            self._refresh()
+            return list(self._groups.lives.values())
+
+    def latest(self) -> dict[str, float | None]:
+        """Return the newest value of each metric."""
+        return self.series([], "step", None, 1).last
+
+    def _refresh(self) -> None:
+        self._groups.refresh()
+        self._trajectories.refresh()
+
+    def _view(self, life: GroupLife, ratios: Mapping[int, float]) -> GroupView:
+        recorded = life.computed and life.step in self._trajectories.steps
+        return view_of(life, tag=self._tag_of(life), max_ratio=ratios.get(life.number), recorded=recorded)
+
+    def _tag_of(self, life: GroupLife) -> str:
+        if life.tag:
+            return life.tag
+        try:
+            config = self.run_config
+            if config.train_env_manager.task_sampler is not None:
+                return ""
+            return train_task(config, config.seed, life.number).tag
+        except NotRecordedError:
+            return ""
+
+
+def find_checkpoint(folder: Path, step: int) -> Path:
+    """Return a complete checkpoint. Raises `NotRecordedError`."""
+    checkpoints = folder / "checkpoints"
+    path = checkpoints / f"{PREFIX}{step:06d}"
+    if not path.is_dir():
+        names = sorted(each.name for each in checkpoints.glob(f"{PREFIX}*"))
+        raise NotRecordedError(
+            f"there is no checkpoint of step {step} in {checkpoints}: {', '.join(names) or 'none at all'}"
+        )
+    try:
+        return read_checkpoint(path).path
+    except CheckpointError as error:
+        raise NotRecordedError(f"{path} can't be used: {error}") from error
+
+
+def _describe_range(steps: Sequence[int]) -> str:
+    return f"{steps[0]} to {steps[-1]}" if steps else "none"
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    flat: list[tuple[str, Any]] = []
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        flat += _flatten(value, f"{key}.") if isinstance(value, dict) and value else [(key, value)]
+    return flat
+
+
+def _is_private(key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in PRIVATE)

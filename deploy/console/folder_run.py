@@ -1,0 +1,96 @@
+"""View of a run, from its folder alone."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from offbeat.deploy import run_folder
+from offbeat.deploy.audit.lives import DROPPED, FAILED, TRAINED
+from offbeat.deploy.console.archive import FolderArchive
+from offbeat.deploy.report.report import REPORT
+from offbeat.services.control.run import DesiredState, RunState
+from offbeat.services.control.schemas import (
+    CountersView,
+    FindingView,
+    PathsView,
+    RunView,
+    SettingsView,
+    StalenessView,
+)
+
+PREFIX = "learner/"
+
+
+def view_folder(archive: FolderArchive) -> RunView:
+    """Raises `NotRecordedError` without a configuration."""
+    config, folder = archive.run_config, archive.folder
+    report = _read_report(folder)
+    last = archive.latest()
+    metrics = {name.removeprefix(PREFIX): value for name, value in last.items() if name.startswith(PREFIX)}
+    lives = archive.lives()
+    step = max((life.step for life in lives if life.step is not None), default=-1)
+    ended_at = float(report.get("ended_at") or (folder / run_folder.CONFIG).stat().st_mtime)
+    began_at = ended_at - float(report.get("wall_s") or 0.0)
+    finished = step >= config.max_steps
+    endings = {ending: Counter(life.detail for life in lives if life.ending == ending) for ending in (DROPPED, FAILED)}
+    num_trained = sum(life.ending == TRAINED for life in lives)
+    num_ended = num_trained + sum(sum(counts.values()) for counts in endings.values())
+    return RunView(
+        id=config.exp_name,
+        state=RunState.FINISHED if finished else RunState.STOPPED,
+        wanted=DesiredState.RUNNING if finished else DesiredState.STOPPED,
+        phase="",
+        error="",
+        log="",
+        resumable=not finished,
+        step=step,
+        version=step,
+        max_steps=config.max_steps,
+        attempt=int(report.get("attempts") or 1),
+        created_at=began_at,
+        started_at=began_at,
+        running_at=began_at,
+        ended_at=ended_at,
+        counters=CountersView(
+            admitted=len(lives),
+            submitted=sum(life.submitted for life in lives),
+            trained=num_trained,
+            dropped=dict(endings[DROPPED]),
+            failed=dict(endings[FAILED]),
+            in_flight=len(lives) - num_ended,
+        ),
+        staleness=StalenessView(
+            mean=metrics.get("staleness"), max=metrics.get("staleness_max"), bound=config.max_staleness
+        ),
+        settings=SettingsView.of(config.settings),
+        metrics=metrics,
+        diagnosis=[FindingView.model_validate(finding) for finding in report.get("diagnosis", [])],
+        paths=PathsView(
+            output_dir=str(folder),
+            logs=str(folder / "logs"),
+            checkpoints=str(folder / "checkpoints"),
+            tensorboard=str(folder / "tensorboard"),
+        ),
+    )
+
+
+def _read_report(folder: Path) -> dict[str, Any]:
+    try:
+        report = json.loads((folder / REPORT).read_text())
+    except (OSError, ValueError):
+        return {}
+    return report if isinstance(report, dict) else {}
+
+
+def live_url(folder: Path) -> str | None:
+    """Return the address of the control service that runs the folder's run, if one does."""
+    endpoints = run_folder.read_endpoints(folder)
+    return endpoints.control_url if endpoints else None
+
+
+def find_folders(root: Path) -> list[Path]:
+    """Return the run folders at or in a folder, newest first."""
+    folders = [root, *sorted(path for path in root.iterdir() if path.is_dir())] if root.is_dir() else []
+    runs = [folder.resolve() for folder in folders if (folder / run_folder.CONFIG).is_file()]
+    return sorted(runs, key=lambda folder: -(folder / run_folder.CONFIG).stat().st_mtime)

@@ -1,0 +1,146 @@
+"""Groups of a run, from the ledgers in its folder."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from offbeat.deploy.audit.lives import DROPPED, FAILED, TRAINED, GroupLife, replay
+from offbeat.deploy.console.tail import JsonLinesTail
+from offbeat.services.buffer.group_ledger import LEDGER_FILE, LifeEvent, parse_event
+from offbeat.services.control.console.archive import GroupQuery, UnknownGroupError
+from offbeat.services.control.console.schemas import GroupSort, GroupState, GroupsView, GroupView
+from offbeat.services.control.schemas import finite
+from offbeat.trainer.learner.step_ledger import STEPS_FILE, JournalLine, parse_journal_line
+
+REFRESH_INTERVAL_S = 1.0
+"""Replaying a long ledger takes tenths of a second."""
+MASKED = "its batch counted it in denominators alone: no signal, or filtered"
+
+
+class GroupIndex:
+    """Lives by number; `refresh` reads what was appended."""
+
+    def __init__(self, folder: Path) -> None:
+        self._event_tail = JsonLinesTail(folder / LEDGER_FILE)
+        self._step_tail = JsonLinesTail(folder / STEPS_FILE)
+        self._events: dict[str, LifeEvent] = {}
+        self._lines: list[JournalLine] = []
+        self.lives: dict[int, GroupLife] = {}
+        self._refreshed_at = -math.inf
+
+    def refresh(self) -> None:
+        if time.monotonic() < self._refreshed_at + REFRESH_INTERVAL_S:
+            return
+        if self._event_tail.restarted():
+            self._events = {}
+        if self._step_tail.restarted():
+            self._lines = []
+        events = [event for row in self._event_tail.read() if (event := parse_event(row)) is not None]
+        lines = [line for row in self._step_tail.read() if (line := parse_journal_line(row)) is not None]
+        self._events |= {event.id: event for event in events}
+        self._lines += lines
+        if events or lines or not self.lives:
+            ordered = sorted(self._events.values(), key=lambda event: event.sort_key)
+            self.lives = replay(ordered, self._lines).groups
+        self._refreshed_at = time.monotonic()
+
+    def find(self, number: int) -> GroupLife:
+        """Raises `UnknownGroupError`."""
+        if number not in self.lives:
+            raise UnknownGroupError(f"there is no group {number}: {len(self.lives)} were admitted, numbered from 0")
+        return self.lives[number]
+
+
+def state_of(life: GroupLife) -> GroupState:
+    if life.ending in (TRAINED, DROPPED, FAILED):
+        return GroupState(life.ending)
+    if life.step is not None:
+        return GroupState.CONSUMED
+    return GroupState.SUBMITTED if life.submitted else GroupState.PLAYING
+
+
+def view_of(life: GroupLife, *, tag: str, max_ratio: float | None, recorded: bool) -> GroupView:
+    trained = life.ending == TRAINED
+    reason = "" if trained else life.detail
+    return GroupView(
+        number=life.number,
+        state=state_of(life),
+        tag=life.tag or tag,
+        admitted_version=life.admitted_version,
+        admitted_at=life.admitted_at or None,
+        submitted_at=life.submitted_at or None,
+        trained_at=life.trained_at or None,
+        ended_at=life.ended_at or None,
+        step=life.step,
+        checkpoint=int(life.detail) if trained else None,
+        reason=reason or ("" if life.computed else MASKED),
+        computed=life.computed,
+        oldest_version=life.oldest_version,
+        staleness=staleness_of(life),
+        rewards=[finite(reward) for reward in life.rewards],
+        num_sampled=life.num_sampled,
+        max_ratio=max_ratio,
+        recorded=recorded,
+    )
+
+
+def staleness_of(life: GroupLife) -> int | None:
+    if life.step is None or life.oldest_version is None:
+        return None
+    return life.step - 1 - life.oldest_version
+
+
+def select(
+    lives: Iterable[GroupLife], query: GroupQuery, tag_of: Callable[[GroupLife], str], ratios: dict[int, float]
+) -> list[GroupLife]:
+    """Return the lives that a query selects, in its order. ratios: largest ratio of groups, where known."""
+    states = set(query.states)
+    chosen = [
+        life
+        for life in lives
+        if (not states or state_of(life) in states)
+        and (query.step is None or life.step == query.step)
+        and (query.tag is None or tag_of(life) == query.tag)
+        and _fits_reward(life, query)
+    ]
+    return sorted(chosen, key=lambda life: (_rank(life, query.sort, ratios), -life.number))
+
+
+def _fits_reward(life: GroupLife, query: GroupQuery) -> bool:
+    if query.min_reward is None and query.max_reward is None:
+        return True
+    if not life.rewards:
+        return False
+    mean = statistics.fmean(life.rewards)
+    low = -math.inf if query.min_reward is None else query.min_reward
+    high = math.inf if query.max_reward is None else query.max_reward
+    return low <= mean <= high
+
+
+def _rank(life: GroupLife, sort: GroupSort, ratios: dict[int, float]) -> float:
+    """Return a key that is smallest for the first; groups without the value come last."""
+    match sort:
+        case GroupSort.NUMBER:
+            return 0.0
+        case GroupSort.SPREAD:
+            return max(life.rewards) - min(life.rewards) if life.rewards else math.inf
+        case GroupSort.TOKENS:
+            return -float(life.num_sampled)
+        case GroupSort.RATIO:
+            return -ratios.get(life.number, -math.inf)
+        case GroupSort.STALENESS:
+            staleness = staleness_of(life)
+            return math.inf if staleness is None else -float(staleness)
+        case GroupSort.DURATION:
+            return life.admitted_at - life.submitted_at if life.submitted else math.inf
+
+
+def page_of(lives: list[GroupLife], query: GroupQuery, view: Callable[[GroupLife], GroupView]) -> GroupsView:
+    end = query.offset + query.limit
+    return GroupsView(
+        groups=[view(life) for life in lives[query.offset : end]],
+        total=len(lives),
+        next=end if end < len(lives) else None,
+    )

@@ -1,0 +1,49 @@
+"""JSON Lines file that is read as it grows."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+DECODER = msgspec.json.Decoder()
+
+
+class JsonLinesTail:
+    """Position in a file; a replaced or shortened one is read from its start."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode = 0
+        self._offset = 0
+
+    def restarted(self) -> bool:
+        """Return whether the next `read` starts at the file's first line."""
+        try:
+            status = self._path.stat()
+        except OSError:
+            self._offset = 0
+            return True
+        if status.st_ino != self._inode or status.st_size < self._offset:
+            self._inode, self._offset = status.st_ino, 0
+        return self._offset == 0
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Yield new complete rows, passing over malformed ones."""
+        if not self._path.is_file():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                try:
+                    row = DECODER.decode(line)
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    continue
+                if isinstance(row, dict):
+                    yield row

@@ -1,0 +1,206 @@
+"""Recorded trajectories, with what the learner made of each token."""
+
+import base64
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from offbeat.services.chat.tokenizer import load_tokenizer
+from offbeat.services.control.console.archive import NotRecordedError
+from offbeat.services.control.console.schemas import (
+    Floats,
+    ImageView,
+    MemberView,
+    SegmentView,
+    TrajectoryView,
+    TurnView,
+)
+from offbeat.services.control.schemas import finite
+from offbeat.services.errors import CodecError, RolloutError
+from offbeat.services.messages.types import Segment, Trajectory
+from offbeat.trainer.losses.token_outcomes import Outcome
+from offbeat.trainer.training.batch_log import BatchLog
+from offbeat.trainer.training.step_tokens import TrajectoryTokens
+
+OUTCOMES = [outcome.name.lower() for outcome in Outcome]
+NO_OUTCOME = 255
+LEFT_OUT = "its group was left out by variance_filter_ratio, or the step kept no tokens (console.keep_steps)"
+MAX_CACHED_STEPS = 64
+
+
+class RecordedTrajectories:
+    def __init__(self, folder: Path, model_folder: Callable[[], Path]) -> None:
+        self._log = BatchLog(folder)
+        self._model_folder = model_folder
+        self._tokens: dict[int, list[TrajectoryTokens]] = {}
+        self.steps: frozenset[int] = frozenset()
+
+    def refresh(self) -> None:
+        self.steps = frozenset(self._log.steps())
+        for step in self._tokens.keys() - self.steps:
+            del self._tokens[step]
+
+    def max_ratios(self) -> dict[int, float]:
+        """Return the largest ratio of each group of the kept steps."""
+        ratios: dict[int, float] = {}
+        for step in sorted(self.steps)[-MAX_CACHED_STEPS:]:
+            for tokens in self._of_step(step):
+                if (ratio := tokens.max_ratio) == ratio:
+                    ratios[tokens.group] = max(ratio, ratios.get(tokens.group, ratio))
+        return ratios
+
+    def members(self, step: int, number: int) -> list[MemberView]:
+        tokens_of = {tokens.index: tokens for tokens in self._of_step(step) if tokens.group == number}
+        return [_member(trajectory, tokens_of.get(trajectory.index)) for trajectory in self._read(step, number)]
+
+    def view(self, step: int, number: int, index: int) -> TrajectoryView:
+        """Raises `NotRecordedError`."""
+        trajectories = self._read(step, number)
+        trajectory = next((each for each in trajectories if each.index == index), None)
+        if trajectory is None:
+            have = ", ".join(str(each.index) for each in trajectories) or "none"
+            raise NotRecordedError(
+                f"group {number} has no trajectory {index} in the batch of step {step}: it has {have}"
+            )
+        tokens = next((each for each in self._of_step(step) if (each.group, each.index) == (number, index)), None)
+        return TrajectoryView(
+            group=number,
+            index=index,
+            tag=trajectory.tag,
+            seed=trajectory.seed,
+            attempt=trajectory.attempt,
+            step=step,
+            reward=finite(trajectory.reward),
+            stop_reason=trajectory.stop_reason,
+            error=trajectory.error,
+            duration_s=trajectory.duration_s,
+            worker=trajectory.worker_id,
+            metrics={name: finite(value) for name, value in trajectory.metrics.items()},
+            reason="" if tokens is not None else LEFT_OUT,
+            turns=self._turns(trajectory),
+            text=self._text(trajectory),
+            segments=_segments(trajectory, tokens),
+            pieces=self._pieces(trajectory),
+            outcomes=OUTCOMES,
+        )
+
+    def _of_step(self, step: int) -> list[TrajectoryTokens]:
+        if step not in self._tokens:
+            try:
+                self._tokens[step] = self._log.read_tokens(step)
+            except CodecError as error:
+                raise NotRecordedError(str(error)) from error
+        return self._tokens[step]
+
+    def _read(self, step: int, number: int) -> Sequence[Trajectory]:
+        try:
+            return self._log.read_members(step, number)
+        except CodecError as error:
+            raise NotRecordedError(str(error)) from error
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """Tokenizer of the run's policy; None if it is not on this host."""
+        try:
+            return load_tokenizer(self._model_folder())
+        except RolloutError:
+            return None
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+    def _turns(self, trajectory: Trajectory) -> list[TurnView]:
+        return [
+            TurnView(
+                segment=turn.segment,
+                start=turn.start,
+                end=turn.end,
+                reward=finite(turn.reward),
+                is_truncated=turn.is_truncated,
+                text=self._decode(trajectory.segments[turn.segment].tokens[turn.start : turn.end].tolist()),
+            )
+            for turn in trajectory.turns
+        ]
+
+    def _text(self, trajectory: Trajectory) -> list[str]:
+        if trajectory.text or not trajectory.segments:
+            return list(trajectory.text)
+        first = trajectory.segments[0].tokens
+        return [self._decode((first[: trajectory.turns[0].start] if trajectory.turns else first).tolist())]
+
+    def _pieces(self, trajectory: Trajectory) -> dict[str, str]:
+        distinct = sorted({int(token) for segment in trajectory.segments for token in segment.tokens})
+        return {str(token): self._decode([token]) for token in distinct}
+
+
+def _member(trajectory: Trajectory, tokens: TrajectoryTokens | None) -> MemberView:
+    versions = trajectory.version_range()
+    counts = Counter() if tokens is None else Counter(tokens.outcome.tolist())
+    return MemberView(
+        index=trajectory.index,
+        reward=finite(trajectory.reward),
+        turns=len(trajectory.turns),
+        num_sampled=trajectory.num_sampled,
+        stop_reason=trajectory.stop_reason,
+        oldest_version=versions[0] if versions else None,
+        newest_version=versions[1] if versions else None,
+        max_ratio=None if tokens is None else finite(tokens.max_ratio),
+        outcomes={OUTCOMES[outcome]: count for outcome, count in sorted(counts.items())},
+    )
+
+
+def _segments(trajectory: Trajectory, tokens: TrajectoryTokens | None) -> list[SegmentView]:
+    places = _sampled_places(trajectory)
+    return [_segment(i, segment, places, tokens) for i, segment in enumerate(trajectory.segments)]
+
+
+def _sampled_places(trajectory: Trajectory) -> list[tuple[int, npt.NDArray[np.int64]]]:
+    """Return each turn's segment and its sampled tokens: in order, those of `TrajectoryTokens`."""
+    return [
+        (turn.segment, turn.start + np.flatnonzero(trajectory.segments[turn.segment].loss_mask[turn.start : turn.end]))
+        for turn in trajectory.turns
+    ]
+
+
+def _segment(
+    number: int,
+    segment: Segment,
+    places: Sequence[tuple[int, npt.NDArray[np.int64]]],
+    tokens: TrajectoryTokens | None,
+) -> SegmentView:
+    length = len(segment.tokens)
+    columns = [np.full(length, np.nan) for _ in range(3)]
+    outcome = np.full(length, NO_OUTCOME, dtype=np.uint8)
+    start = 0
+    for owner, positions in places if tokens is not None else ():
+        end = start + len(positions)
+        if owner == number and tokens is not None:
+            for column, values in zip(columns, (tokens.logprobs, tokens.ratio, tokens.advantages), strict=True):
+                column[positions] = values[start:end]
+            outcome[positions] = tokens.outcome[start:end]
+        start = end
+    return SegmentView(
+        tokens=segment.tokens.tolist(),
+        mask=segment.loss_mask.astype(np.uint8).tolist(),
+        versions=segment.token_versions().tolist(),
+        logprobs=_nullable(np.where(segment.loss_mask, segment.logprobs, np.nan)),
+        trainer_logprobs=_nullable(columns[0]),
+        ratio=_nullable(columns[1]),
+        advantages=_nullable(columns[2]),
+        outcome=outcome.tolist(),
+        images=[
+            ImageView(start=image.start, count=image.count, png=base64.b64encode(image.png).decode())
+            for image in segment.images
+        ],
+    )
+
+
+def _nullable(values: npt.NDArray[np.floating[Any]]) -> Floats:
+    return [finite(value) for value in values.tolist()]

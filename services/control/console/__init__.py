@@ -1,0 +1,1 @@
+"""What a run left in its folder, over REST, and the page that shows it."""

@@ -1,0 +1,122 @@
+"""Runs made from another one's files: forks, and repetitions of recorded steps."""
+
+import asyncio
+import copy
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, cast
+
+from redis.asyncio import Redis
+
+from offbeat.services.control.console.schemas import ReproductionState, ReproductionView
+from offbeat.services.control.rights import Rights
+from offbeat.services.control.run import RunRecord, RunStateError
+from offbeat.services.control.schemas import ProblemView, RunView
+from offbeat.services.control.service import ControlService, InvalidRunError, RunFactory
+from offbeat.services.errors import ControlError
+from offbeat.services.keys import RunKeys
+
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+class DerivedRuns:
+    def __init__(self, service: ControlService, files: RunFactory) -> None:
+        self._service = service
+        self._files = files
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def fork(self, run_id: str, step: int, changes: Mapping[str, Any], rights: Rights) -> tuple[RunView, bool]:
+        """Start a run from a checkpoint of another one.
+
+        changes: configuration keys, dotted or nested; `exp_name` and `output_dir` are derived from the run's by default.
+
+        Raises:
+            NotRecordedError: no complete checkpoint of that step.
+            InvalidRunError, NotAllowedError, RunExistsError, BusyError: as for `ControlService.create`.
+        """
+        record = await self._service.store.load(run_id)
+        checkpoint = await asyncio.to_thread(self._files.find_checkpoint, record, step)
+        tree = fork_config(json.loads(record.config), record, step, checkpoint, changes)
+        view, created = await self._service.create(tree, rights=rights)
+        assert view is not None
+        return view, created
+
+    async def reproduce(self, run_id: str, step: int) -> ReproductionView:
+        """Start a reproduction. Raises `RunStateError` while one is running."""
+        record = await self._service.store.load(run_id)
+        if run_id in self._tasks:
+            raise RunStateError(f"a reproduction of run {run_id!r} is running: wait for its end")
+        view = ReproductionView(state=ReproductionState.RUNNING, step=step, began_at=self._service.store.clock())
+        await self._save(run_id, view)
+        task = asyncio.create_task(self._reproduce(record, view), name=f"reproduce {run_id}")
+        self._tasks[run_id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(run_id, None))
+        return view
+
+    async def reproduction(self, run_id: str) -> ReproductionView:
+        """Return the newest one; one that was running when the service died has failed."""
+        await self._service.store.load(run_id)
+        text = await self._redis_call(lambda redis: redis.get(_key(run_id)))
+        if text is None:
+            return ReproductionView(state=ReproductionState.NONE)
+        view = ReproductionView.model_validate_json(text)
+        if view.state is ReproductionState.RUNNING and run_id not in self._tasks:
+            return view.model_copy(update={"state": ReproductionState.FAILED, "error": "the service was restarted"})
+        return view
+
+    async def _reproduce(self, record: RunRecord, view: ReproductionView) -> None:
+        assert view.step is not None
+        try:
+            equal, result = await asyncio.to_thread(self._files.reproduce, record, view.step)
+            state = ReproductionState.EQUAL if equal else ReproductionState.DIFFERENT
+            outcome: dict[str, Any] = {"state": state, "result": dict(result)}
+        except ControlError as error:
+            outcome = {"state": ReproductionState.FAILED, "error": str(error)}
+        await self._save(record.run_id, view.model_copy(update={**outcome, "ended_at": self._service.store.clock()}))
+
+    async def _save(self, run_id: str, view: ReproductionView) -> None:
+        await self._redis_call(lambda redis: redis.set(_key(run_id), view.model_dump_json()))
+
+    async def _redis_call(self, call: Callable[[Redis], Any]) -> Any:
+        return await cast(Awaitable[Any], call(self._service.store.redis))
+
+
+def _key(run_id: str) -> str:
+    return RunKeys(run_id).key("reproduction")
+
+
+def fork_config(
+    config: Mapping[str, Any], record: RunRecord, step: int, checkpoint: str, changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the configuration of a fork. Raises `InvalidRunError`."""
+    tree = copy.deepcopy(dict(config))
+    name = changes.get("exp_name", f"{record.run_id}-fork-{step}")
+    if not isinstance(name, str) or not RUN_ID.fullmatch(name):
+        raise InvalidRunError([ProblemView(path="exp_name", message=f"{name!r} is no name of a run")])
+    if name == record.run_id:
+        message = f"{name} is the name of the run itself: choose another one, or resume it"
+        raise InvalidRunError([ProblemView(path="exp_name", message=message)])
+    parent = record.output_dir.rstrip("/").rpartition("/")[0]
+    # The application that the mesh chose for the other run is in use as long as that runs
+    tree.setdefault("actor_infer", {})["app"] = None
+    for key, value in changes.items():
+        _set(tree, key.split("."), value, key)
+    folder = changes.get("output_dir", f"{parent}/{name}")
+    return tree | {"exp_name": name, "output_dir": folder, "resume_from_checkpoint": checkpoint}
+
+
+def _set(tree: dict[str, Any], path: list[str], value: Any, key: str) -> None:
+    """Set a key, merging a mapping. Raises `InvalidRunError`."""
+    *parents, leaf = path
+    node = tree
+    for part in parents:
+        child = node.setdefault(part, {})
+        if not isinstance(child, dict):
+            raise InvalidRunError([ProblemView(path=key, message=f"{part} is a value, and has no keys")])
+        node = child
+    if isinstance(value, dict) and isinstance(node.get(leaf), dict):
+        for name, inner in value.items():
+            _set(node[leaf], [name], inner, f"{key}.{name}")
+    else:
+        node[leaf] = value

@@ -1,0 +1,233 @@
+"""Response bodies of groups, trajectories and series."""
+
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import Field
+
+from offbeat.services.control.run import RunState
+from offbeat.services.control.schemas import View
+
+Floats = list[float | None]
+
+
+class GroupState(StrEnum):
+    PLAYING = "playing"
+    """Episodes are running."""
+    SUBMITTED = "submitted"
+    """Complete, in the stream."""
+    CONSUMED = "consumed"
+    """Trained, without a checkpoint yet."""
+    TRAINED = "trained"
+    """In a durable checkpoint."""
+    DROPPED = "dropped"
+    FAILED = "failed"
+
+
+class GroupSort(StrEnum):
+    NUMBER = "number"
+    """Newest first."""
+    SPREAD = "spread"
+    """Smallest difference of rewards first."""
+    TOKENS = "tokens"
+    """Most sampled tokens first, like the following."""
+    RATIO = "ratio"
+    STALENESS = "staleness"
+    DURATION = "duration"
+    """Between admission and the last member's end."""
+
+
+class GroupView(View):
+    """Life of a group; times are Unix seconds, null if not reached or not recorded."""
+
+    number: int
+    state: GroupState
+    tag: str
+    """Empty if a task sampler draws it and it is not trained."""
+    admitted_version: int
+    admitted_at: float | None
+    submitted_at: float | None
+    """When its last member was played."""
+    trained_at: float | None
+    ended_at: float | None
+    """When it left the buffer: with the checkpoint that contains it, dropped or failed."""
+    step: int | None
+    """Optimizer step that consumed it; equals the version that this step produced."""
+    checkpoint: int | None
+    """Step of the checkpoint that acknowledged it."""
+    reason: str
+    """Why it was dropped, failed or masked."""
+    computed: bool
+    """False for a masked group, counted in the denominators of its step alone."""
+    oldest_version: int | None
+    staleness: int | None
+    """At consumption, in versions."""
+    rewards: Floats
+    """Of its members, as the env gave them, once trained."""
+    num_sampled: int
+    """Tokens, once trained."""
+    max_ratio: float | None
+    """Largest ratio of its tokens, of steps that `console.keep_steps` keeps."""
+    recorded: bool
+    """Whether its trajectories can be read."""
+
+
+class GroupsView(View):
+    """Page of groups."""
+
+    groups: list[GroupView]
+    total: int
+    """Groups that the filters select."""
+    next: int | None
+    """`offset` of the next page; null on the last."""
+
+
+class MemberView(View):
+    """Recorded trajectory of a group."""
+
+    index: int
+    reward: float | None
+    turns: int
+    num_sampled: int
+    stop_reason: str
+    oldest_version: int | None
+    newest_version: int | None
+    max_ratio: float | None
+    outcomes: dict[str, int]
+    """Tokens by what the learner made of them."""
+
+
+class GroupDetailView(GroupView):
+    """Group and its recorded members."""
+
+    members: list[MemberView] = Field(default_factory=list[MemberView])
+    """Empty unless `recorded`."""
+
+
+class TurnView(View):
+    """Turn of a trajectory: tokens `[start, end)` of a segment."""
+
+    segment: int
+    start: int
+    end: int
+    reward: float | None
+    is_truncated: bool
+    text: str
+    """Completion, decoded."""
+
+
+class ImageView(View):
+    """Image in place of `count` tokens; `png` in base64."""
+
+    start: int
+    count: int
+    png: str
+
+
+class SegmentView(View):
+    """Columns of one token sequence, of equal length; null where a token was not sampled, or not trained."""
+
+    tokens: list[int]
+    mask: list[int]
+    """1 for sampled tokens."""
+    versions: list[int]
+    """Policy version that sampled the token; -1: none."""
+    logprobs: Floats
+    """When sampled."""
+    trainer_logprobs: Floats
+    ratio: Floats
+    """To the old policy, as in the loss."""
+    advantages: Floats
+    outcome: list[int]
+    """Index into `outcomes`; 255: none."""
+    images: list[ImageView] = Field(default_factory=list[ImageView])
+
+
+class TrajectoryView(View):
+    """Recorded trajectory, and what the learner made of it."""
+
+    group: int
+    index: int
+    tag: str
+    seed: int
+    attempt: int
+    step: int
+    """Optimizer step that trained it."""
+    reward: float | None
+    stop_reason: str
+    error: str
+    duration_s: float
+    worker: str
+    metrics: dict[str, float | None]
+    reason: str
+    """Why the learner did not train it; empty if it did."""
+    turns: list[TurnView]
+    text: list[str]
+    """System prompt, then observations and answers alternately, if recorded; else the first prompt."""
+    segments: list[SegmentView]
+    pieces: dict[str, str]
+    """Token id -> its text."""
+    outcomes: list[str]
+
+
+class SeriesColumns(View):
+    """Points of a metric, ascending in x."""
+
+    x: list[float]
+    values: list[float]
+    total: int
+    """Points before downsampling."""
+
+
+Axis = Literal["step", "time", "trajectories"]
+
+
+class SeriesView(View):
+    """Series by name; each of its buckets keeps the smallest and largest value."""
+
+    axis: Axis
+    series: dict[str, SeriesColumns]
+    names: list[str]
+    """All metrics of the run, as `source/name`."""
+    last: dict[str, float | None]
+    """Newest value of each of `names`."""
+
+
+class ComparedRunView(View):
+    """Run in a comparison."""
+
+    id: str
+    state: RunState
+    step: int
+    error: str
+    metrics: dict[str, float | None]
+    """Newest value of each metric, as `source/name`."""
+
+
+class CompareView(View):
+    """Runs side by side."""
+
+    runs: list[ComparedRunView]
+    differences: dict[str, list[Any]]
+    """Configuration key -> its value in each run, of keys that differ."""
+
+
+class ReproductionState(StrEnum):
+    NONE = "none"
+    RUNNING = "running"
+    EQUAL = "equal"
+    """Weights are bitwise equal, or there was no checkpoint to compare."""
+    DIFFERENT = "different"
+    FAILED = "failed"
+
+
+class ReproductionView(View):
+    """Newest reproduction of recorded steps."""
+
+    state: ReproductionState
+    step: int | None = None
+    began_at: float | None = None
+    ended_at: float | None = None
+    error: str = ""
+    result: dict[str, Any] | None = None
+    """As `offbeat learner reproduce --json` prints it."""

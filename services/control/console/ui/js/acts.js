@@ -1,0 +1,213 @@
+// What changes runs; each act asks once and shows what it did.
+
+import { get, Refusal, send, sendYaml } from "./api.js";
+import { byId, h, short } from "./dom.js";
+
+export const title = "Acts";
+
+const POLL_MS = 1000;
+const SETTINGS = ["num_workers", "num_replicas", "learning_rate", "temperature", "max_staleness", "num_env_groups"];
+
+/**
+ * Ask, then act; resolve to whether it was done.
+ * @param {string} question
+ * @param {string} verb
+ */
+function ask(question, verb) {
+  const dialog = /** @type {HTMLDialogElement} */ (byId("dialog"));
+  return new Promise((resolve) => {
+    const close = (/** @type {boolean} */ answer) => { dialog.close(); resolve(answer); };
+    dialog.replaceChildren(h("h2", { id: "dialog-title" }, question), h("p", { class: "bar" },
+      h("button", { onclick: () => close(true), autofocus: true }, verb), h("button", { onclick: () => close(false) }, "Cancel")));
+    dialog.oncancel = () => resolve(false);
+    dialog.showModal();
+  });
+}
+
+/** @param {HTMLElement} place */
+function reporter(place) {
+  return {
+    /** @param {string} text */
+    done: (text) => place.replaceChildren(h("p", { role: "status" }, text)),
+    /** @param {unknown} error */
+    refused: (error) => {
+      const problems = error instanceof Refusal ? error.problems : [];
+      place.replaceChildren(h("div", { role: "alert", class: "bad" }, /** @type {Error} */ (error).message,
+        h("ul", {}, problems.map((each) => h("li", {}, `${each.path}: ${each.message}${each.suggestion ? ` Nearest: ${each.suggestion}` : ""}`)))));
+    },
+  };
+}
+
+/** @typedef {{done: (text: string) => void, refused: (error: unknown) => void}} Reporter */
+
+/**
+ * Make a button that asks, sends and reports.
+ * @param {Reporter} report
+ * @param {string} name
+ * @param {() => string} question
+ * @param {() => Promise<string>} act
+ */
+function button(report, name, question, act) {
+  return h("button", { type: "button", onclick: async () => {
+    try {
+      if (await ask(question(), name)) report.done(await act());
+    } catch (error) {
+      report.refused(error);
+    }
+  } }, name);
+}
+
+/** @type {import("./app.js").View["show"]} */
+export async function show(context, main) {
+  if (context.isFolder) return void main.replaceChildren(h("p", {}, "This page shows a folder: there is no mesh to act on."));
+  if (context.access !== "write") return void main.replaceChildren(h("p", {}, "Your token is for reading: acts need one of scope write."));
+  const answer = h("div", { class: "panel", "aria-live": "polite" }, h("p", { class: "soft" }, "Nothing done yet."));
+  const report = reporter(answer);
+  main.replaceChildren(answer);
+  if (context.run) {
+    const run = await get(`/runs/${context.run}`);
+    main.append(stateActs(run, report), settingsActs(run, report), derivedActs(context, run, report), quarantine(context, report));
+  }
+  main.append(startActs(context, report));
+}
+
+/**
+ * @param {any} run
+ * @param {Reporter} report
+ */
+function stateActs(run, report) {
+  const act = (/** @type {string} */ name, /** @type {string} */ path, /** @type {string} */ effect) => button(report, name, () => `${name} ${run.id}? ${effect}`,
+    async () => { const view = await send("POST", `/runs/${run.id}/${path}`); return `${run.id} is to be ${view.wanted}; it is ${view.state}.`; });
+  return h("section", {}, h("h2", {}, `Run ${run.id}`), h("div", { class: "bar" },
+    act("Pause", "pause", "It starts no episode and no step."), act("Resume", "resume", "It goes on."),
+    act("Stop", "stop", "It drains, saves a checkpoint and ends."), act("Stop now", "stop?now=true", "It ends without draining.")));
+}
+
+/**
+ * @param {any} run
+ * @param {Reporter} report
+ */
+function settingsActs(run, report) {
+  const inputs = Object.fromEntries(SETTINGS.map((name) => [name, h("input", { type: "number", step: "any", size: 10, value: run.settings[name] })]));
+  const changes = () => Object.fromEntries(SETTINGS.filter((name) => Number(inputs[name].value) !== run.settings[name]).map((name) => [name, Number(inputs[name].value)]));
+  return h("section", {}, h("h2", {}, "Settings"), h("div", { class: "bar" }, SETTINGS.map((name) => h("label", {}, name.replaceAll("_", " "), inputs[name])),
+    button(report, "Change", () => `Change ${JSON.stringify(changes())}?`, async () => {
+      const asked = changes();
+      const view = await send("PATCH", `/runs/${run.id}`, asked);
+      run.settings = { ...view.settings, ...asked };
+      return `Changed: ${JSON.stringify(view.changes.at(-1)?.values)}`;
+    })));
+}
+
+/**
+ * @param {import("./app.js").Context} context
+ * @param {any} run
+ * @param {Reporter} report
+ */
+function derivedActs(context, run, report) {
+  const step = h("input", { type: "number", min: 0, value: Math.max(run.step, 0), size: 8 });
+  const name = h("input", { size: 20, placeholder: `${run.id}-fork-N` });
+  const keys = h("textarea", { rows: 3, cols: 50, placeholder: '{"actor_train.training_args.learning_rate": 1e-4}' });
+  const body = () => ({ ...(keys.value.trim() ? JSON.parse(keys.value) : {}), ...(name.value ? { exp_name: name.value } : {}) });
+  const fork = button(report, "Fork", () => `Start a run from step ${step.value} of ${run.id} with ${JSON.stringify(body())}?`, async () => {
+    const view = await send("POST", `/runs/${run.id}/fork?step=${step.value}`, body());
+    return `Started ${view.id} in ${view.paths.output_dir}.`;
+  });
+  const reproduce = button(report, "Reproduce", () => `Train ${run.id} again up to step ${step.value}, beside it, and compare the weights?`, async () => {
+    await send("POST", `/runs/${run.id}/reproduce?step=${step.value}`);
+    follow(context, report);
+    return `Reproducing step ${step.value} ...`;
+  });
+  return h("section", {}, h("h2", {}, "From a checkpoint"), h("div", { class: "bar" }, h("label", {}, "Step", step), h("label", {}, "Name of the fork", name),
+    h("label", {}, "Changed keys, as JSON", keys), fork, reproduce));
+}
+
+/**
+ * @param {import("./app.js").Context} context
+ * @param {Reporter} report
+ */
+async function follow(context, report) {
+  try {
+    const view = await get(`/runs/${context.run}/reproduce`);
+    if (view.state === "running") return void setTimeout(() => follow(context, report), POLL_MS);
+    report.done(`Reproduction of step ${view.step}: ${view.state}. ${view.error} ${JSON.stringify(view.result?.compared ?? [])}`);
+  } catch (error) {
+    report.refused(error);
+  }
+}
+
+/**
+ * @param {import("./app.js").Context} context
+ * @param {Reporter} report
+ */
+function quarantine(context, report) {
+  const list = h("div");
+  return h("section", {}, h("h2", {}, "Quarantine"), h("button", { type: "button", onclick: async () => {
+    try {
+      const { trajectories } = await get(`/runs/${context.run}/quarantine`);
+      list.replaceChildren(trajectories.length ? h("ul", {}, trajectories.map((/** @type {any} */ each) =>
+        h("li", {}, `group ${each.group}, member ${each.member}: ${each.complaint} (${short(each.size)} bytes, ${each.head})`))) : h("p", {}, "Empty."));
+    } catch (error) {
+      report.refused(error);
+    }
+  } }, "Show"), list);
+}
+
+/**
+ * Return the number of the line that sets a key of a configuration, or 0.
+ * @param {string} yaml
+ * @param {string} path dotted
+ */
+export function lineOf(yaml, path) {
+  const lines = yaml.split("\n");
+  let [at, indent, found] = [0, -1, 0];
+  for (const part of path.split(".")) {
+    const next = lines.findIndex((line, i) => i >= at && line.trimStart().replace(/^["']|["']\s*:/g, (quote) => quote.endsWith(":") ? ":" : "").startsWith(`${part}:`)
+      && line.length - line.trimStart().length > indent);
+    if (next < 0) return found;
+    [at, indent, found] = [next + 1, lines[next].length - lines[next].trimStart().length, next + 1];
+  }
+  return found;
+}
+
+/**
+ * @param {import("./app.js").Context} context
+ * @param {Reporter} report
+ */
+function startActs(context, report) {
+  const yaml = h("textarea", { spellcheck: false, placeholder: "exp_name: lake\noutput_dir: runs/lake\n..." });
+  const problems = h("ol", { class: "bad" });
+  const check = async () => {
+    try {
+      await sendYaml("/runs?dry_run=true", yaml.value);
+      problems.replaceChildren();
+      report.done("The configuration is valid.");
+    } catch (error) {
+      if (!(error instanceof Refusal)) throw error;
+      report.refused(error);
+      problems.replaceChildren(...error.problems.map((each) => {
+        const line = lineOf(yaml.value, each.path);
+        const text = `${line ? `line ${line}, ` : ""}${each.path}: ${each.message}${each.suggestion ? ` Nearest: ${each.suggestion}` : ""}`;
+        return h("li", {}, line ? h("button", { type: "button", onclick: () => select(yaml, line) }, text) : text);
+      }));
+    }
+  };
+  return h("section", { class: "yaml" }, h("h2", {}, "Start a run"), h("label", {}, "Configuration, as YAML", yaml), problems, h("p", { class: "bar" },
+    h("button", { type: "button", onclick: check }, "Check"),
+    button(report, "Start", () => "Start this run?", async () => {
+      const view = await sendYaml("/runs", yaml.value);
+      return `Started ${view.id}: ${view.state}.`;
+    })));
+}
+
+/**
+ * Select a line of a text area.
+ * @param {HTMLTextAreaElement} area
+ * @param {number} line
+ */
+function select(area, line) {
+  const lines = area.value.split("\n");
+  const start = lines.slice(0, line - 1).reduce((sum, each) => sum + each.length + 1, 0);
+  area.focus();
+  area.setSelectionRange(start, start + lines[line - 1].length);
+}

@@ -1,0 +1,130 @@
+// Frame of the page: session, choice of run and view by the address's fragment, `#/view/run?parameters`.
+
+import { get, Refusal, send } from "./api.js";
+import { byId, h } from "./dom.js";
+import * as acts from "./acts.js";
+import * as curves from "./curves.js";
+import * as groups from "./groups.js";
+import * as mesh from "./mesh.js";
+import * as trajectory from "./trajectory.js";
+
+/**
+ * What a view gets.
+ * @typedef {object} Context
+ * @property {string} run id of the run; empty if there is none
+ * @property {any[]} runs views of all runs
+ * @property {"none" | "read" | "write"} access
+ * @property {boolean} isFolder true without a mesh: no events, no acts
+ * @property {URLSearchParams} params
+ * @property {(view: string, params?: Record<string, any>, run?: string) => string} link
+ * @property {(view: string, params?: Record<string, any>, run?: string) => void} go
+ */
+
+/** @typedef {{title: string, show: (context: Context, main: HTMLElement) => Promise<void | (() => void)>}} View */
+
+/** @type {Record<string, View>} */
+const VIEWS = { mesh, curves, groups, trajectory, acts };
+const SHOWN = ["mesh", "curves", "groups", "acts"];
+
+/** @type {() => void} */
+let leave = () => {};
+let turn = 0;
+
+function readAddress() {
+  const [path, query] = location.hash.slice(1).split("?");
+  const [, view, run] = path.split("/");
+  return { view: view in VIEWS ? view : "mesh", run: decodeURIComponent(run ?? ""), params: new URLSearchParams(query) };
+}
+
+/**
+ * @param {string} run
+ * @param {string} view
+ * @param {Record<string, any>} params
+ */
+function address(run, view, params) {
+  const query = new URLSearchParams();
+  for (const [name, value] of Object.entries(params)) {
+    if (value !== null && value !== undefined && value !== "") query.set(name, String(value));
+  }
+  return `#/${view}/${encodeURIComponent(run)}${query.size ? `?${query}` : ""}`;
+}
+
+async function render() {
+  const mine = ++turn;
+  leave();
+  leave = () => {};
+  const main = /** @type {HTMLElement} */ (byId("main"));
+  try {
+    const session = await get("/session");
+    byId("logout").hidden = !session.needs_token || session.access === "none";
+    if (session.access === "none") return void main.replaceChildren(loginForm());
+    const { runs } = await get("/runs?limit=200");
+    if (mine !== turn) return;
+    const { view, run: wanted, params } = readAddress();
+    const run = runs.some((/** @type {any} */ each) => each.id === wanted) ? wanted : (runs[0]?.id ?? "");
+    const isFolder = session.access === "read" && !session.needs_token;
+    /** @type {Context} */
+    const context = {
+      run, runs, params, access: session.access, isFolder,
+      link: (to, more = {}, of = run) => address(of, to, more),
+      go: (to, more = {}, of = run) => void (location.hash = address(of, to, more)),
+    };
+    showFrame(context, view);
+    if (!run && view !== "acts") {
+      return void main.replaceChildren(h("p", {}, "There is no run yet. ", h("a", { href: context.link("acts") }, "Start one")));
+    }
+    const body = h("div");
+    main.replaceChildren(body);
+    const done = await VIEWS[view].show(context, body);
+    if (mine !== turn) return void done?.();
+    leave = done ?? leave;
+  } catch (error) {
+    if (mine === turn) main.replaceChildren(problem(error));
+  }
+}
+
+/** @param {unknown} error */
+function problem(error) {
+  const text = error instanceof Refusal || error instanceof Error ? error.message : String(error);
+  return h("p", { class: "bad", role: "alert" }, text);
+}
+
+/**
+ * @param {Context} context
+ * @param {string} view
+ */
+function showFrame(context, view) {
+  const select = byId("run");
+  select.replaceChildren(...context.runs.map((run) => h("option", { value: run.id, selected: run.id === context.run }, run.id)));
+  select.onchange = () => context.go(view === "trajectory" ? "groups" : view, {}, select.value);
+  const current = view === "trajectory" ? "groups" : view;
+  byId("views").replaceChildren(...SHOWN.map((name) =>
+    h("a", { href: context.link(name), "aria-current": name === current ? "page" : null }, VIEWS[name].title)));
+  const run = context.runs.find((each) => each.id === context.run);
+  byId("state").textContent = run ? `${run.state}, step ${Math.max(run.step, 0)} of ${run.max_steps}` : "";
+  document.title = run ? `${run.id} – Offbeat` : "Offbeat";
+}
+
+function loginForm() {
+  const token = h("input", { type: "password", autocomplete: "current-password", required: true, size: 40 });
+  const answer = h("p", { class: "bad", role: "alert" });
+  const form = h("form", { class: "panel" }, h("h2", {}, "Log in"),
+    h("label", {}, "Token of the control service", token), h("p", {}, h("button", {}, "Log in")), answer);
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    try {
+      await send("POST", "/session", { token: token.value });
+      render();
+    } catch (error) {
+      answer.textContent = /** @type {Error} */ (error).message;
+    }
+  });
+  return form;
+}
+
+byId("logout").addEventListener("click", async () => {
+  await send("DELETE", "/session");
+  render();
+});
+addEventListener("hashchange", render);
+render();

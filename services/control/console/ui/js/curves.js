@@ -1,0 +1,163 @@
+// Curves of runs laid over each other, with marks where settings changed.
+
+import { get, listen } from "./api.js";
+import { choice, h, short } from "./dom.js";
+import { category } from "./palette.js";
+
+export const title = "Curves";
+
+const DEFAULT = ["learner/reward", "learner/success", "eval-sampled/success", "learner/actor/entropy", "learner/staleness_max", "learner/time/step_s"];
+const POINTS = 800;
+const REFRESH_MS = 5000;
+const AXES = /** @type {[string, string][]} */ ([["step", "step"], ["time", "time"], ["trajectories", "trajectories"]]);
+
+/** @typedef {{x: number[], values: number[], total: number}} Columns */
+
+/**
+ * Return a run's value at x, straight between its points; null outside.
+ * @param {Columns} columns
+ * @param {number} x
+ */
+function at({ x: places, values }, x) {
+  if (!places.length || x < places[0] || x > places[places.length - 1]) return null;
+  let low = 0;
+  let high = places.length - 1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (places[middle] < x) low = middle + 1;
+    else high = middle;
+  }
+  if (places[low] === x || low === 0) return values[low];
+  const share = (x - places[low - 1]) / (places[low] - places[low - 1]);
+  return values[low - 1] + share * (values[low] - values[low - 1]);
+}
+
+/**
+ * Align series on the union of their places.
+ * @param {Columns[]} series
+ */
+function align(series) {
+  const xs = [...new Set(series.flatMap((each) => each.x))].sort((a, b) => a - b);
+  return [xs, ...series.map((each) => {
+    const own = new Map(each.x.map((x, i) => [x, each.values[i]]));
+    return xs.map((x) => own.get(x) ?? at(each, x));
+  })];
+}
+
+/**
+ * Reduce aligned runs to mean, lowest and highest.
+ * @param {(number | null)[][]} data
+ */
+function spread(data) {
+  const [xs, ...rows] = data;
+  const columns = xs.map((_, i) => rows.map((row) => row[i]).filter((value) => value !== null).map(Number));
+  return [xs, columns.map((each) => each.length ? each.reduce((a, b) => a + b, 0) / each.length : null),
+    columns.map((each) => each.length ? Math.min(...each) : null), columns.map((each) => each.length ? Math.max(...each) : null)];
+}
+
+/**
+ * Draw vertical lines at places on the x axis.
+ * @param {number[]} marks
+ */
+function marker(marks) {
+  return { hooks: { draw: (/** @type {any} */ plot) => {
+    plot.ctx.save();
+    plot.ctx.strokeStyle = "#d55e00";
+    plot.ctx.setLineDash([4, 4]);
+    for (const mark of marks) {
+      const x = plot.valToPos(mark, "x", true);
+      if (x < plot.bbox.left || x > plot.bbox.left + plot.bbox.width) continue;
+      plot.ctx.beginPath();
+      plot.ctx.moveTo(x, plot.bbox.top);
+      plot.ctx.lineTo(x, plot.bbox.top + plot.bbox.height);
+      plot.ctx.stroke();
+    }
+    plot.ctx.restore();
+  } } };
+}
+
+/** @type {import("./app.js").View["show"]} */
+export async function show(context, main) {
+  const chosen = new Set((context.params.get("runs") ?? context.run).split(",").filter((id) => context.runs.some((run) => run.id === id)));
+  const axis = context.params.get("axis") ?? "step";
+  const all = await get(`/runs/${context.run}/series`);
+  const asked = context.params.get("names");
+  const names = asked ? asked.split(",") : DEFAULT.filter((name) => all.names.includes(name));
+  const band = context.params.get("spread") === "1" && chosen.size > 1;
+  const go = (/** @type {Record<string, any>} */ change) => context.go("curves",
+    { runs: [...chosen].join(","), axis, names: names.join(","), spread: band ? 1 : "", ...change });
+  const metric = h("input", { list: "metrics", size: 28, placeholder: "learner/actor/ratio_max" });
+  const charts = h("div", { class: "columns" });
+  main.replaceChildren(
+    h("div", { class: "bar" }, choice("Axis", AXES, axis, (value) => go({ axis: value })),
+      h("label", {}, "Add a metric", metric),
+      h("button", { onclick: () => metric.value && go({ names: [...new Set([...names, metric.value])].join(",") }) }, "Add"),
+      h("button", { onclick: () => go({ names: "" }) }, "Defaults"),
+      h("datalist", { id: "metrics" }, all.names.map((/** @type {string} */ name) => h("option", { value: name }))),
+      chosen.size > 1 ? h("label", { class: "row" }, h("input", { type: "checkbox", checked: band, onchange: () => go({ spread: band ? "" : 1 }) }), "mean and spread of the runs") : null),
+    h("fieldset", {}, h("legend", {}, "Runs"), context.runs.map((run) => h("label", { class: "row key" },
+      h("input", { type: "checkbox", checked: chosen.has(run.id), onchange: () => {
+        if (!chosen.delete(run.id)) chosen.add(run.id);
+        go({ runs: [...chosen].join(",") });
+      } }), run.id))),
+    charts, chosen.size > 1 ? await differences([...chosen]) : "");
+
+  /** @type {any[]} */
+  let plots = [];
+  const draw = async () => {
+    const ids = [...chosen];
+    const query = `names=${encodeURIComponent(names.join(","))}&axis=${axis}&points=${POINTS}`;
+    const answers = await Promise.all(ids.map((id) => get(`/runs/${id}/series?${query}`)));
+    const view = await get(`/runs/${context.run}`);
+    const marks = axis === "trajectories" ? [] : view.changes.map((/** @type {any} */ change) => axis === "time" ? change.at : change.from_step)
+      .filter((/** @type {any} */ place) => place !== null);
+    plots.forEach((plot) => plot.destroy());
+    plots = [];
+    charts.replaceChildren(...names.map((name) => {
+      const present = ids.map((id, i) => ({ id, i, columns: /** @type {Columns} */ (answers[i].series[name]) })).filter((each) => each.columns);
+      const place = h("div", { class: "chart" });
+      const last = answers.map((answer) => short(answer.last[name])).join(", ");
+      requestAnimationFrame(() => present.length && plots.push(plot(place, name, present, axis, band, marks)));
+      return h("section", {}, h("h2", {}, name), h("p", { class: "soft" }, `newest: ${last}`), place);
+    }));
+  };
+  await draw();
+  if (context.isFolder) return () => plots.forEach((each) => each.destroy());
+  let due = false;
+  const stop = listen(context.run, { metrics: () => { due = true; } });
+  const timer = setInterval(() => { if (due && !document.hidden) { due = false; draw(); } }, REFRESH_MS);
+  return () => { stop(); clearInterval(timer); plots.forEach((each) => each.destroy()); };
+}
+
+/**
+ * @param {HTMLElement} place
+ * @param {string} name
+ * @param {{id: string, i: number, columns: Columns}[]} present
+ * @param {string} axis
+ * @param {boolean} band
+ * @param {number[]} marks
+ */
+function plot(place, name, present, axis, band, marks) {
+  const ink = getComputedStyle(document.body).color;
+  const aligned = align(present.map((each) => each.columns));
+  const lines = present.map((each) => ({ label: each.id, stroke: category(each.i), width: 1.5, spanGaps: true }));
+  const grid = { stroke: "#8884", width: 1 };
+  const options = {
+    width: place.clientWidth || 400, height: 220, plugins: [marker(marks)],
+    scales: { x: { time: axis === "time" } },
+    axes: [{ stroke: ink, grid, label: axis }, { stroke: ink, grid, size: 60 }],
+    series: [{ label: axis }, ...(band && present.length > 1
+      ? [{ label: "mean", stroke: category(0), width: 2 }, { label: "lowest", stroke: "#0000" }, { label: "highest", stroke: "#0000" }] : lines)],
+    bands: band && present.length > 1 ? [{ series: [3, 2], fill: "#0072b244" }] : [],
+  };
+  return new (/** @type {any} */ (globalThis).uPlot)(options, band && present.length > 1 ? spread(aligned) : aligned, place);
+}
+
+/** @param {string[]} ids */
+async function differences(ids) {
+  const compared = await get(`/compare?runs=${ids.map(encodeURIComponent).join(",")}`);
+  const rows = Object.entries(compared.differences).map(([key, values]) =>
+    h("tr", {}, h("th", { scope: "row" }, key), values.map((/** @type {any} */ value) => h("td", {}, JSON.stringify(value)))));
+  return h("section", {}, h("h2", {}, "Differences of the configurations"), h("div", { class: "scroll", tabindex: 0 }, h("table", {},
+    h("thead", {}, h("tr", {}, h("th", {}, "key"), ids.map((id) => h("th", {}, id)))), h("tbody", {}, rows))));
+}

@@ -1,0 +1,79 @@
+// Lag heat map: a column per range of steps, a row per lag, colour by the number of groups.
+
+import { get } from "./api.js";
+import { h, short } from "./dom.js";
+import { sequential } from "./palette.js";
+
+const GROUPS = 500;
+const PAGES = 4;
+const CELL = 14;
+const LABEL = 34;
+
+/**
+ * Show the newest groups' lags.
+ * @param {import("./app.js").Context} context
+ * @param {HTMLElement} place
+ */
+export async function lagMap(context, place) {
+  /** @type {any[]} */
+  let groups = [];
+  let offset = /** @type {number | null} */ (0);
+  for (let page = 0; page < PAGES && offset !== null; page++) {
+    const states = "state=trained&state=consumed";
+    const answer = await get(`/runs/${context.run}/groups?${states}&limit=${GROUPS}&offset=${offset}`);
+    groups = groups.concat(answer.groups);
+    offset = answer.next;
+  }
+  const placed = groups.filter((group) => group.step !== null && group.staleness !== null);
+  if (!placed.length) return void place.replaceChildren(h("p", { class: "soft" }, "No group was trained yet."));
+  const first = Math.min(...placed.map((group) => group.step));
+  const last = Math.max(...placed.map((group) => group.step));
+  const highest = Math.max(1, ...placed.map((group) => group.staleness));
+  const columns = Math.max(1, Math.min(last - first + 1, Math.floor((Math.min(place.clientWidth || 480, 720) - LABEL) / CELL)));
+  const width = (last - first + 1) / columns;
+  const counts = Array.from({ length: columns }, () => new Array(highest + 1).fill(0));
+  for (const group of placed) counts[Math.min(columns - 1, Math.floor((group.step - first) / width))][group.staleness]++;
+  const most = Math.max(...counts.flat());
+  const readout = h("p", { class: "soft", "aria-live": "polite" }, `Steps ${first} to ${last}; darkest: none, brightest: ${most} groups.`);
+  const canvas = h("canvas", { role: "img", tabindex: 0, "aria-label": `Lags of ${placed.length} groups, up to ${highest} versions` });
+  paint(canvas, counts, most);
+  const locate = (/** @type {MouseEvent} */ event) => {
+    const box = canvas.getBoundingClientRect();
+    const scale = canvas.width / devicePixelRatio / box.width;
+    const column = Math.floor(((event.clientX - box.left) * scale - LABEL) / CELL);
+    const lag = highest - Math.floor((event.clientY - box.top) * scale / CELL);
+    return column >= 0 && column < columns && lag >= 0 && lag <= highest ? { column, lag, step: Math.floor(first + column * width) } : null;
+  };
+  canvas.addEventListener("mousemove", (event) => {
+    const cell = locate(event);
+    if (cell) readout.textContent = `Steps from ${cell.step}: ${short(counts[cell.column][cell.lag])} groups with lag ${cell.lag}. Click to list a step.`;
+  });
+  canvas.addEventListener("click", (event) => {
+    const cell = locate(event);
+    if (cell) context.go("groups", { step: cell.step });
+  });
+  place.replaceChildren(canvas, readout);
+}
+
+/**
+ * @param {HTMLCanvasElement} canvas
+ * @param {number[][]} counts
+ * @param {number} most
+ */
+function paint(canvas, counts, most) {
+  const rows = counts[0].length;
+  const [width, height] = [LABEL + counts.length * CELL, rows * CELL + 4];
+  canvas.width = width * devicePixelRatio;
+  canvas.height = height * devicePixelRatio;
+  canvas.setAttribute("width", String(canvas.width));
+  canvas.style.width = `${width}px`;
+  const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
+  context.scale(devicePixelRatio, devicePixelRatio);
+  context.font = "11px system-ui";
+  context.fillStyle = getComputedStyle(document.body).color;
+  for (let lag = 0; lag < rows; lag++) context.fillText(`lag ${lag}`, 0, (rows - lag) * CELL - 3);
+  counts.forEach((column, i) => column.forEach((count, lag) => {
+    context.fillStyle = sequential(count / most);
+    context.fillRect(LABEL + i * CELL, (rows - 1 - lag) * CELL, CELL - 1, CELL - 1);
+  }));
+}

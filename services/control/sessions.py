@@ -1,0 +1,51 @@
+"""Browser sessions: a cookie derived from a token, so that a page's scripts never hold the token.
+
+Stateless, so that a session outlives the service; it ends with its token.
+"""
+
+import hmac
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from offbeat.services.control.rights import TokenGrant
+
+COOKIE = "offbeat_session"
+PURPOSE = b"offbeat browser session"
+MAX_AGE_S = 7 * 24 * 3600
+
+
+def session_of(token: str) -> str:
+    return hmac.new(token.encode(), PURPOSE, "sha256").hexdigest()
+
+
+def find_session(request: Request, grants: Sequence[TokenGrant]) -> TokenGrant | None:
+    """Return the grant of the request's cookie, if it may use it: changes only from a page of this origin."""
+    given = request.cookies.get(COOKIE, "").encode()
+    # All are compared: the time that it takes tells nothing
+    matching = [grant for grant in grants if hmac.compare_digest(given, session_of(grant.token).encode())]
+    return matching[0] if matching and is_same_origin(request) else None
+
+
+def find_grant(token: str, grants: Sequence[TokenGrant]) -> TokenGrant | None:
+    matching = [grant for grant in grants if hmac.compare_digest(token.encode(), grant.token.encode())]
+    return matching[0] if matching else None
+
+
+def is_same_origin(request: Request) -> bool:
+    """Return False for a call of another origin's page."""
+    address = request.headers.get("host", "")
+    origin = request.headers.get("origin")
+    same_origin = origin is None or origin in (f"http://{address}", f"https://{address}")
+    return same_origin and request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
+
+
+def open_session(response: Response, token: str, *, secure: bool) -> None:
+    response.set_cookie(
+        COOKIE, session_of(token), max_age=MAX_AGE_S, httponly=True, samesite="strict", secure=secure, path="/"
+    )
+
+
+def close_session(response: Response) -> None:
+    response.delete_cookie(COOKIE, httponly=True, samesite="strict", path="/")

@@ -1,0 +1,139 @@
+"""Acts ask once, say what they did, and need a token to write; a session is out of a script's reach."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from offbeat.services.control.rights import Tokens
+from offbeat.services.control.sessions import COOKIE
+from tests.browser.conftest import find_violations
+
+pytestmark = pytest.mark.slow
+
+
+def act(page: Any, name: str) -> str:
+    """Press an act, agree, and return what the page then says."""
+    page.get_by_role("button", name=name, exact=True).first.click()
+    page.get_by_role("dialog").get_by_role("button", name=name, exact=True).click()
+    said = page.locator("main .panel [role=status], main .panel [role=alert]").first
+    said.wait_for()
+    return said.inner_text()
+
+
+def open_acts(page: Any, url: str, run: str = "lake") -> None:
+    page.goto(f"{url}/ui/#/acts/{run}")
+    page.get_by_role("heading", name="Start a run").wait_for()
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("Pause", "paused"), ("Stop", "stopped"), ("Stop now", "killed")])
+def test_a_state_is_asked_for(control_url: str, page: Any, name: str, wanted: str) -> None:
+    open_acts(page, control_url)
+    assert act(page, name) == f"lake is to be {wanted}; it is running."
+    assert page.request.get(f"{control_url}/runs/lake").json()["wanted"] == wanted
+
+
+def test_a_cancelled_act_does_nothing(control_url: str, page: Any) -> None:
+    open_acts(page, control_url)
+    page.get_by_role("button", name="Stop", exact=True).click()
+    assert find_violations(page) == []
+    page.get_by_role("button", name="Cancel").click()
+    page.get_by_role("button", name="Pause", exact=True).click()
+    page.keyboard.press("Escape")
+    assert page.request.get(f"{control_url}/runs/lake").json()["wanted"] == "running"
+
+
+def test_settings_are_changed_and_scaled_and_a_refusal_names_the_key(control_url: str, page: Any) -> None:
+    open_acts(page, control_url)
+    page.get_by_label("temperature").fill("0.9")
+    page.get_by_label("num workers").fill("2")
+    assert act(page, "Change") == 'Changed: {"num_workers":2,"temperature":0.9}'
+    changes = page.request.get(f"{control_url}/runs/lake").json()["changes"]
+    assert changes[-1]["values"] == {"num_workers": 2, "temperature": 0.9}
+    page.get_by_label("num workers").fill("99")
+    page.get_by_role("button", name="Change", exact=True).click()
+    page.get_by_role("dialog").get_by_role("button", name="Change").click()
+    page.get_by_role("alert").wait_for()
+    assert "rollout.num_workers: there are not enough CPUs" in page.get_by_role("alert").inner_text()
+    page.problems.clear()  # Chromium reports the 422 itself
+
+
+def test_a_run_is_started_after_its_problems_are_shown_beside_the_lines(control_url: str, page: Any) -> None:
+    open_acts(page, control_url)
+    page.get_by_label("Configuration, as YAML").fill('{\n "exp_nam": "sea"}')
+    page.get_by_role("button", name="Check").click()
+    problem = page.get_by_role("button", name="line 2, exp_nam: unknown key Nearest: exp_name")
+    problem.wait_for()
+    problem.click()
+    area = page.get_by_label("Configuration, as YAML")
+    assert area.evaluate("a => a.value.slice(a.selectionStart, a.selectionEnd)") == ' "exp_nam": "sea"}'
+    page.problems.clear()  # Chromium reports the 422 itself
+    area.fill('{"exp_name": "sea"}')
+    page.get_by_role("button", name="Check").click()
+    page.get_by_text("The configuration is valid.").wait_for()
+    act(page, "Start")
+    page.get_by_text("Started sea: preparing.").wait_for()
+    assert page.request.get(f"{control_url}/runs/sea").status == 200
+
+
+def test_steps_are_reproduced_and_a_fork_without_a_checkpoint_is_refused(control_url: str, page: Any) -> None:
+    open_acts(page, control_url)
+    page.get_by_label("Step").fill("2")
+    act(page, "Reproduce")
+    page.get_by_text("Reproduction of step 2: equal.").wait_for()
+    page.get_by_role("button", name="Fork").click()
+    page.get_by_role("dialog").get_by_role("button", name="Fork").click()
+    page.get_by_role("alert").wait_for()
+    assert "there is no checkpoint of step 2" in page.get_by_role("alert").inner_text()
+    page.problems.clear()  # Chromium reports the 404 itself
+
+
+def test_the_quarantine_is_shown(control_url: str, page: Any) -> None:
+    open_acts(page, control_url)
+    page.get_by_role("button", name="Show").click()
+    page.get_by_text("Empty.").wait_for()
+
+
+def test_acts_are_accessible_and_the_mesh_lives(control_url: str, page: Any) -> None:
+    open_acts(page, control_url)
+    assert find_violations(page) == []
+    page.get_by_role("link", name="Mesh").click()
+    page.locator("main p[role=status]", has_text="run").wait_for()
+    page.request.post(f"{control_url}/runs/lake/pause")
+    page.get_by_text('wanted {"wanted":"paused"}').wait_for()
+    assert find_violations(page) == []
+
+
+def test_a_browser_logs_in_by_a_cookie_that_scripts_cannot_read(
+    page: Any, serve_control: Callable[[Tokens], Any]
+) -> None:
+    with serve_control(Tokens("operate", "look")) as url:
+        page.goto(f"{url}/ui/#/acts/lake")
+        page.get_by_label("Token of the control service").fill("wrong")
+        page.get_by_role("button", name="Log in").click()
+        page.get_by_text("this is no token of the service").wait_for()
+        page.problems.clear()  # Chromium reports the 401 itself
+        assert find_violations(page) == []
+        page.get_by_label("Token of the control service").fill("operate")
+        page.get_by_role("button", name="Log in").click()
+        page.get_by_role("heading", name="Start a run").wait_for()
+        (cookie,) = page.context.cookies()
+        assert (cookie["name"], cookie["httpOnly"], cookie["sameSite"]) == (COOKIE, True, "Strict")
+        assert "operate" not in json.dumps(page.context.storage_state())
+        assert page.evaluate("document.cookie") == ""
+        assert act(page, "Pause") == "lake is to be paused; it is running."
+        page.get_by_role("link", name="Mesh").click()
+        page.get_by_text('wanted {"wanted":"paused"}').wait_for()
+        page.get_by_role("button", name="Log out").click()
+        page.get_by_label("Token of the control service").wait_for()
+
+
+def test_a_token_for_reading_shows_all_and_changes_nothing(page: Any, serve_control: Callable[[Tokens], Any]) -> None:
+    with serve_control(Tokens("operate", "look")) as url:
+        page.goto(f"{url}/ui/#/groups/lake")
+        page.get_by_label("Token of the control service").fill("look")
+        page.keyboard.press("Enter")
+        page.get_by_text("1 to 10 of 10").wait_for()
+        page.get_by_role("link", name="Acts").click()
+        page.get_by_text("Your token is for reading").wait_for()

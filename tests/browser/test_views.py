@@ -1,0 +1,131 @@
+"""Each view shows a run's folder in a real Chromium, at any size and in both colour schemes; what agents wrote is text."""
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.browser.conftest import HOSTILE, find_violations
+
+pytestmark = pytest.mark.slow
+
+VIEWS = {
+    "mesh": ("#/mesh/lake", "Groups and metrics"),
+    "curves": ("#/curves/lake?runs=lake,pond&names=learner/reward", "Differences of the configurations"),
+    "groups": ("#/groups/lake", "until its checkpoint"),
+    "group": ("#/groups/lake?group=6", "Members"),
+    "trajectory": ("#/trajectory/lake?group=6&index=1&beside=2", "Trajectory 6/1"),
+    "acts": ("#/acts/lake", "no mesh to act on"),
+}
+
+
+def see(page: Any, url: str, view: str) -> None:
+    path, text = VIEWS[view]
+    page.goto(f"{url}/ui/{path}")
+    page.get_by_text(text).first.wait_for()
+    page.wait_for_load_state("networkidle")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_is_accessible_in_both_colour_schemes(folder_url: str, page: Any, view: str, scheme: str) -> None:
+    page.emulate_media(color_scheme=scheme)
+    see(page, folder_url, view)
+    assert find_violations(page) == []
+
+
+@pytest.mark.parametrize("width", [375, 3840])
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_fits_a_telephone_and_a_wall(folder_url: str, page: Any, view: str, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    see(page, folder_url, view)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_groups_are_filtered_and_ordered(folder_url: str, page: Any) -> None:
+    see(page, folder_url, "groups")
+    rows = page.locator("tbody tr")
+    assert rows.count() == 10
+    page.get_by_label("State").select_option("dropped")
+    page.get_by_text("1 to 2 of 2").wait_for()
+    assert [text.split()[0] for text in rows.all_inner_texts()] == ["8", "5"]
+    assert "stale" in rows.first.inner_text()
+    page.get_by_label("State").select_option("")
+    page.get_by_text("1 to 10 of 10").wait_for()
+    page.get_by_label("Order").select_option("spread")
+    page.get_by_text("1 to 10 of 10").wait_for()
+    page.locator("tbody tr:first-child", has_text="counted it in denominators").wait_for()
+    page.get_by_role("link", name="6", exact=True).click()
+    page.get_by_role("link", name="6/1").click()
+    page.get_by_role("heading", name="Trajectory 6/1").wait_for()
+
+
+def test_the_number_under_the_cursor_is_the_tokens(folder_url: str, page: Any) -> None:
+    see(page, folder_url, "trajectory")
+    strips = page.locator("article canvas")
+    assert strips.count() == 2
+    strip = strips.first
+    strip.focus()
+    for _ in range(4):
+        page.keyboard.press("ArrowRight")
+    readout = page.locator("article .text").first.inner_text()
+    token = page.request.get(f"{folder_url}/runs/lake/trajectories/6/1", headers={"accept": "application/json"}).json()[
+        "segments"
+    ][0]
+    assert f"({token['tokens'][3]}), version {token['versions'][3]}" in readout
+    shown = re.search(r"trainer (-?[\d.]+), ratio ([\d.]+), advantage (-?[\d.]+)", readout)
+    assert shown is not None
+    expected = (token["trainer_logprobs"][3], token["ratio"][3], token["advantages"][3])
+    assert [float(each) for each in shown.groups()] == pytest.approx(expected, rel=5e-3)
+
+
+@pytest.mark.parametrize("column", ["trainer_logprobs", "ratio", "versions", "advantages", "outcome", "mask"])
+def test_the_strip_is_coloured_by_each_column(folder_url: str, page: Any, column: str) -> None:
+    see(page, folder_url, "trajectory")
+    colors = "[...new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)].join()"
+    picture = f"(() => {{ const c = document.querySelector('article canvas'); return {colors}; }})()"
+    before = page.evaluate(picture)
+    page.locator("label", has_text="Colour").locator("select").select_option(column)
+    page.locator(f"canvas[aria-label*='coloured by {column}']").first.wait_for()
+    assert page.evaluate(picture) != before
+
+
+def test_what_an_agent_wrote_is_text(folder_url: str, page: Any) -> None:
+    see(page, folder_url, "trajectory")
+    assert page.get_by_text(HOSTILE, exact=True).count() > 0
+    assert page.title() == "lake – Offbeat"
+    assert page.locator("main script, main img[src=x]").count() == 0
+
+
+def test_curves_of_runs_are_laid_over_each_other(folder_url: str, page: Any) -> None:
+    see(page, folder_url, "curves")
+    page.locator(".uplot canvas").wait_for()
+    assert page.locator(".u-series .u-label").all_inner_texts() == ["step", "lake", "pond"]
+    assert "seed\t42\t7" in page.locator("section tbody").last.inner_text()
+    page.get_by_label("mean and spread of the runs").check()
+    page.get_by_text("lowest").wait_for()
+    page.get_by_label("Axis").select_option("trajectories")
+    page.locator(".u-label", has_text="trajectories").wait_for()
+
+
+def test_the_lag_of_a_step_leads_to_its_groups(folder_url: str, page: Any) -> None:
+    see(page, folder_url, "mesh")
+    page.locator("canvas").wait_for()
+    page.locator("canvas").click(position={"x": 40, "y": 20})
+    page.get_by_text("1 to 2 of 2").wait_for()
+    assert page.get_by_label("Step", exact=True).input_value() == "1"
+
+
+def test_a_group_that_is_not_there_is_said_in_words(folder_url: str, page: Any) -> None:
+    page.goto(f"{folder_url}/ui/#/groups/lake?group=77")
+    page.get_by_role("alert").wait_for()
+    assert "there is no group 77: 10 were admitted" in page.get_by_role("alert").inner_text()
+    page.problems.clear()  # Chromium reports the 404 itself
+
+
+def test_the_page_costs_little_over_the_wire(folder_url: str, page: Any) -> None:
+    sizes: list[int] = []
+    page.on("response", lambda each: sizes.append(len(each.body())) if "/ui/" in each.url else None)
+    see(page, folder_url, "mesh")
+    assert len(sizes) >= 12
+    assert sum(sizes) < 150_000

@@ -1,0 +1,104 @@
+"""Series keep their extremes, and a repeated step counts once."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.deploy.console.downsampling import keep_extremes
+from offbeat.deploy.console.series import SeriesIndex
+from offbeat.services.telemetry import MetricRecord, Partial
+from offbeat.trainer.trackers.metrics_file import METRICS_FILE, MetricsFile
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=500), st.integers(4, 50))
+def test_no_extreme_is_lost(values: list[float], count: int) -> None:
+    column = np.array(values)
+    kept = keep_extremes(column, count)
+    assert len(kept) <= count
+    assert (np.diff(kept) > 0).all()
+    assert {0, len(values) - 1} <= set(kept.tolist())
+    assert (column[kept].min(), column[kept].max()) == (column.min(), column.max())
+
+
+def test_a_lone_peak_among_a_million_points_stays() -> None:
+    values = np.zeros(1_000_000)
+    values[654_321] = 1.0
+    assert 654_321 in keep_extremes(values, 1000)
+
+
+def record(step: int | None, value: float, source: str = "learner", **labels: str) -> MetricRecord:
+    values = {"reward": Partial("last", value), "trajectories": Partial("sum", 8.0)}
+    return MetricRecord(source, values, step, labels, time=100.0 + (value if math.isfinite(value) else 0.0))
+
+
+def write(folder: Path, *records: MetricRecord, first: int = 1) -> None:
+    file = MetricsFile(folder / METRICS_FILE)
+    for i, each in enumerate(records):
+        file.write(f"{first + i}-0", each)
+    file.flush()
+    file.close()
+
+
+def view(index: SeriesIndex, name: str = "learner/reward", axis: str = "step") -> tuple[list[float], list[float]]:
+    index.refresh()
+    series = index.view([name], axis, None, 1000).series[name]  # pyright: ignore[reportArgumentType]
+    return series.x, series.values
+
+
+def test_a_step_that_a_later_learner_repeats_counts_once(tmp_path: Path) -> None:
+    write(tmp_path, record(1, 1), record(2, 2), record(3, 3), record(2, 20), record(3, 30))
+    index = SeriesIndex(tmp_path)
+    assert view(index) == ([1, 2, 3], [1, 20, 30])
+    assert view(index, axis="trajectories") == ([8, 16, 24], [1, 20, 30])
+    assert view(index, axis="time") == ([101, 120, 130], [1, 20, 30])
+
+
+def test_evaluations_and_services_are_placed_by_the_learners_steps(tmp_path: Path) -> None:
+    evaluation = record(1, 0.5, "eval", sampling="greedy", when="during")
+    write(tmp_path, record(None, 9, "rollout"), record(1, 1), evaluation, record(2, 2), record(None, 8, "rollout"))
+    index = SeriesIndex(tmp_path)
+    assert view(index, "eval-greedy/reward") == ([1], [0.5])
+    assert view(index, "rollout/reward") == ([0, 2], [9, 8])
+    assert view(index, "eval-greedy/reward", "trajectories") == ([8], [0.5])
+
+
+def test_lines_that_were_appended_again_count_once_and_new_ones_are_seen(tmp_path: Path) -> None:
+    write(tmp_path, record(1, 1))
+    index = SeriesIndex(tmp_path)
+    assert view(index) == ([1], [1])
+    text = (tmp_path / METRICS_FILE).read_text()
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write(text + "no json\n" + json.dumps({"step": 1}) + "\n")
+    write(tmp_path, record(2, math.nan), record(3, 3), first=2)
+    assert view(index) == ([1, 3], [1, 3])
+    assert index.last["learner/reward"] == 3
+
+
+def test_only_points_from_since_on_are_sent(tmp_path: Path) -> None:
+    write(tmp_path, *(record(step, step) for step in range(1, 11)))
+    index = SeriesIndex(tmp_path)
+    index.refresh()
+    points = index.view(["learner/reward", "unknown"], "step", 8, 1000).series
+    assert list(points) == ["learner/reward"]
+    assert (points["learner/reward"].x, points["learner/reward"].total) == ([8, 9, 10], 3)
+
+
+def test_a_run_without_metrics_has_none(tmp_path: Path) -> None:
+    index = SeriesIndex(tmp_path)
+    index.refresh()
+    assert index.view(["learner/reward"], "step", None, 10).model_dump() == {
+        "axis": "step",
+        "series": {},
+        "names": [],
+        "last": {},
+    }
+
+
+@pytest.mark.parametrize("count", [4, 5, 7])
+def test_few_points_are_all_kept(count: int) -> None:
+    assert keep_extremes(np.arange(4.0), count).tolist() == [0, 1, 2, 3]

@@ -1,0 +1,112 @@
+"""A run is forked from a checkpoint with changed keys, and its recorded steps are reproduced."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from offbeat.services.control.console.derived_runs import fork_config
+from offbeat.services.control.run import RunRecord, RunState
+from offbeat.services.control.service import InvalidRunError
+from offbeat.trainer.training.checkpoint import CheckpointStore, LearnerState
+from tests.services.control.api_harness import ApiHarness, api_harness, code
+from tests.services.control.control_fakes import SETTINGS
+from tests.trainer.training.test_checkpoint import write
+from tests.waiting import wait_until
+
+RECORD = RunRecord("lake", "{}", "/runs/lake", 7, SETTINGS)
+
+
+@pytest.fixture
+def checkpoint(runs: Path) -> Path:
+    folder = runs / "lake" / "checkpoints"
+    if not (folder / "step-000002").is_dir():
+        state = LearnerState(step=2, lineage="now", next_number=4, kl_coef=0.0, num_processes=1, config={})
+        CheckpointStore(folder, keep=2, epoch=1).save(state, write).result()
+    return folder / "step-000002"
+
+
+async def test_a_fork_is_a_new_run_from_the_checkpoint(api: ApiHarness, runs: Path, checkpoint: Path) -> None:
+    body = {"actor_infer.num_replicas": 3, "max_steps": 9}
+    answer = await api.http.post("/runs/lake/fork?step=2", json=body)
+    assert (answer.status_code, answer.json()["id"]) == (201, "lake-fork-2")
+    record = await api.record("lake-fork-2")
+    assert record.output_dir == str(runs / "lake-fork-2")
+    assert json.loads(record.config) == {
+        "exp_name": "lake-fork-2",
+        "output_dir": str(runs / "lake-fork-2"),
+        "resume_from_checkpoint": str(checkpoint),
+        "actor_infer": {"app": None, "num_replicas": 3},
+        "max_steps": 9,
+    }
+    again = await api.http.post("/runs/lake/fork?step=2", json=body)
+    assert again.status_code == 200
+
+
+async def test_a_fork_needs_a_checkpoint_of_that_step(api: ApiHarness, checkpoint: Path) -> None:
+    answer = await api.http.post("/runs/lake/fork?step=3", json={})
+    assert (answer.status_code, code(answer)) == (404, "not_recorded")
+    assert checkpoint.name in answer.json()["error"]["message"]
+
+
+def test_changes_are_merged_into_the_configuration() -> None:
+    config = {"a": {"b": 1, "c": {"d": 2}}, "actor_infer": {"app": "x"}}
+    tree = fork_config(config, RECORD, 4, "/c", {"a.c.d": 3, "a": {"b": 5}, "exp_name": "other"})
+    assert tree == {
+        "a": {"b": 5, "c": {"d": 3}},
+        "actor_infer": {"app": None},
+        "exp_name": "other",
+        "output_dir": "/runs/other",
+        "resume_from_checkpoint": "/c",
+    }
+    assert config["a"] == {"b": 1, "c": {"d": 2}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"exp_name": "../x"}, "exp_name: '../x' is no name of a run"),
+        ({"exp_name": "lake"}, "exp_name: lake is the name of the run itself"),
+        ({"a.b": 1}, "a.b: a is a value"),
+    ],
+)
+def test_a_change_that_fits_nothing_is_refused(changes: dict[str, object], problem: str) -> None:
+    with pytest.raises(InvalidRunError, match=problem):
+        fork_config({"a": 1}, RECORD, 4, "/c", changes)
+
+
+async def test_a_reproduction_runs_beside_and_its_result_is_kept(api: ApiHarness) -> None:
+    assert (await api.http.get("/runs/lake/reproduce")).json()["state"] == "none"
+    begun = await api.http.post("/runs/lake/reproduce?step=2")
+    assert (begun.status_code, begun.json()["state"]) == (202, "running")
+
+    async def has_ended() -> bool:
+        return (await api.http.get("/runs/lake/reproduce")).json()["state"] != "running"
+
+    await wait_until(has_ended)
+    ended = (await api.http.get("/runs/lake/reproduce")).json()
+    assert (ended["state"], ended["step"], ended["result"]["steps"]) == ("equal", 2, [2])
+    assert ended["ended_at"] >= ended["began_at"]
+
+
+async def test_a_reproduction_that_fails_says_why(api: ApiHarness) -> None:
+    await api.http.post("/runs/lake/reproduce?step=8")
+
+    async def has_failed() -> bool:
+        return (await api.http.get("/runs/lake/reproduce")).json()["state"] == "failed"
+
+    await wait_until(has_failed)
+    assert (await api.http.get("/runs/lake/reproduce")).json()[
+        "error"
+    ] == "no way to step 8 from a checkpoint before it"
+
+
+async def test_a_token_for_reading_can_neither_fork_nor_reproduce(redis_url: str, runs: Path) -> None:
+    async with api_harness(redis_url, "operate", "look") as harness:
+        await harness.start("lake", RunState.FINISHED, output_dir=str(runs / "lake"))
+        headers = {"Authorization": "Bearer look"}
+        for path in ("fork", "reproduce"):
+            refused = await harness.http.post(f"/runs/lake/{path}?step=2", json={}, headers=headers)
+            assert (refused.status_code, code(refused)) == (403, "read_only")
+        assert (await harness.http.get("/runs/lake/groups", headers=headers)).status_code == 200
+        assert (await harness.http.get("/runs/lake/groups")).status_code == 401

@@ -1,0 +1,71 @@
+"""A browser's session is a cookie of this origin, with the rights of its token; the page needs none to load."""
+
+import httpx
+import pytest
+
+from offbeat.services.control.auth import WRONG_TOKEN_BURST
+from offbeat.services.control.sessions import COOKIE, session_of
+from tests.services.control.api_harness import ApiHarness, api_harness, code
+
+OTHER = {"origin": "http://evil.example"}
+
+
+async def log_in(api: ApiHarness, token: str) -> httpx.Response:
+    return await api.http.post("/session", json={"token": token})
+
+
+async def test_a_session_has_the_rights_of_its_token(redis_url: str) -> None:
+    async with api_harness(redis_url, "operate", "look") as api:
+        await api.start("lake")
+        assert (await api.http.get("/session")).json() == {"access": "none", "needs_token": True}
+        opened = await log_in(api, "look")
+        assert opened.json() == {"access": "read", "needs_token": True}
+        cookie = opened.headers["set-cookie"]
+        assert {"HttpOnly", "SameSite=strict", "Path=/"} <= set(cookie.split("; "))
+        assert "look" not in cookie
+        assert (await api.http.get("/runs/lake")).status_code == 200
+        refused = await api.http.post("/runs/lake/pause")
+        assert (refused.status_code, code(refused)) == (403, "read_only")
+        assert (await log_in(api, "operate")).json()["access"] == "write"
+        assert (await api.http.post("/runs/lake/pause")).status_code == 202
+        await api.http.delete("/session")
+        assert (await api.http.get("/runs/lake")).status_code == 401
+
+
+async def test_a_cookie_serves_no_other_origin_and_no_other_service(redis_url: str) -> None:
+    async with api_harness(redis_url, "operate") as api:
+        await api.start("lake")
+        await log_in(api, "operate")
+        for headers in (OTHER, {"sec-fetch-site": "cross-site"}):
+            assert (await api.http.post("/runs/lake/stop", headers=headers)).status_code == 401
+        assert (await api.http.post("/runs/lake/stop", headers={"origin": "http://127.0.0.1"})).status_code == 202
+        api.http.cookies.clear()
+        api.http.cookies.set(COOKIE, session_of("another token"))
+        assert (await api.http.get("/runs/lake")).status_code == 401
+
+
+async def test_wrong_logins_are_limited(redis_url: str) -> None:
+    async with api_harness(redis_url, "operate") as api:
+        codes = [code(await log_in(api, "guess")) for _ in range(WRONG_TOKEN_BURST + 5)]
+        assert codes[0] == "unauthorized"
+        assert codes[-1] == "too_many_calls"
+        assert (await log_in(api, "operate")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/ui/", "/ui/js/app.js", "/ui/style.css", "/ui/vendor/uPlot.iife.min.js"])
+async def test_the_page_loads_without_a_token_and_runs_only_its_own_files(redis_url: str, path: str) -> None:
+    async with api_harness(redis_url, "operate") as api:
+        loaded = await api.http.get(path)
+        assert loaded.status_code == 200
+        policy = loaded.headers["content-security-policy"]
+        assert "script-src 'self';" in policy
+        assert "unsafe" not in policy
+        assert loaded.headers["x-content-type-options"] == "nosniff"
+        assert (await api.http.get("/ui")).headers["location"] == "/ui/"
+        for outside in ("/ui/../pages.py", "/ui/%2e%2e/pages.py", "/ui/none.js"):
+            assert (await api.http.get(outside)).status_code in (401, 404)
+
+
+async def test_without_tokens_the_page_of_this_machine_may_write(api: ApiHarness) -> None:
+    assert (await api.http.get("/session")).json() == {"access": "write", "needs_token": False}
+    assert (await api.http.get("/ui/", headers=OTHER)).status_code == 403

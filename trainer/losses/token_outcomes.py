@@ -1,0 +1,57 @@
+"""What a step's policy loss made of each sampled token."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.losses.corrections import correct
+from offbeat.trainer.losses.policy_loss import compared_logprobs, surrogate_losses
+from offbeat.trainer.losses.targets import Targets
+
+
+class Outcome(IntEnum):
+    """Reason why a token's policy gradient is not that of its advantage; the last that applies."""
+
+    TRAINED = 0
+    NO_ADVANTAGE = 1
+    """Advantage 0."""
+    CLIPPED = 2
+    """`pg_variant` bounded its gradient or weight."""
+    WEIGHT_CUT = 3
+    """`train_infer_correction.is_weight` bounded its importance weight."""
+    FILTERED = 4
+    """Masked by a filter of `train_infer_correction`."""
+    EPISODE_MASKED = 5
+    """Its episode is outside the loss (`max_len_mask`, `error_max_len_clip`)."""
+    NOT_COMPUTED = 6
+    """The policy was not trained on it (`critic_warmup`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutcomes:
+    """All [M]. ratio: as in the loss, to the old policy; outcome: `Outcome`, uint8."""
+
+    logprobs: Tensor
+    ratio: Tensor
+    advantages: Tensor
+    outcome: Tensor
+
+
+@torch.no_grad()
+def token_outcomes(config: AlgorithmConfig, logprobs: Tensor, targets: Targets) -> TokenOutcomes:
+    """Explain the first pass. logprobs: [M], NaN for tokens that it lacks."""
+    surrogate, old = surrogate_losses(config, logprobs, targets)
+    correction = correct(config.train_infer_correction, compared_logprobs(config, logprobs, old), targets)
+    outcome = torch.full(logprobs.shape, Outcome.TRAINED, dtype=torch.uint8)
+    outcome[targets.advantages == 0] = Outcome.NO_ADVANTAGE
+    outcome[surrogate.clipped] = Outcome.CLIPPED
+    if correction.cut is not None:
+        outcome[correction.cut] = Outcome.WEIGHT_CUT
+    if correction.kept is not None:
+        outcome[~correction.kept] = Outcome.FILTERED
+    outcome[targets.weights == 0] = Outcome.EPISODE_MASKED
+    outcome[logprobs.isnan()] = Outcome.NOT_COMPUTED
+    return TokenOutcomes(logprobs, surrogate.ratio, targets.advantages, outcome)

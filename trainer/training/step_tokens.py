@@ -1,0 +1,96 @@
+"""Sampled tokens of a trained batch, and their file beside the recorded one.
+
+A token is in the order of its trajectory's turns, as in `Batch`.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, cast
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from offbeat.services.errors import CodecError
+from offbeat.services.messages.types import Group
+from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.data.batch import Batch
+from offbeat.trainer.engines.process_group import Ranks, gather
+from offbeat.trainer.losses.targets import Targets
+from offbeat.trainer.losses.token_outcomes import token_outcomes
+
+SCHEMA = 1
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    version: int
+    """Produced by the step."""
+    groups: tuple[Group, ...]
+    batch: Batch
+    targets: Targets
+    logprobs: Tensor
+    """Policy's in the first pass, [M]; NaN where it was not trained."""
+    config: AlgorithmConfig
+
+    def encode(self) -> bytes:
+        outcomes = token_outcomes(self.config, self.logprobs, self.targets)
+        columns = (outcomes.logprobs, outcomes.ratio, outcomes.advantages, outcomes.outcome)
+        borders = torch.searchsorted(self.batch.trajectory, torch.arange(self.batch.num_trajectories + 1)).tolist()
+        members = [(group.number, trajectory.index) for group in self.groups for trajectory in group.trajectories]
+        rows = [
+            [number, index, *(column[start:end].numpy().tobytes() for column in columns)]
+            for (number, index), (start, end) in zip(members, pairwise(borders), strict=True)
+        ]
+        return cast(bytes, msgpack.packb([SCHEMA, self.version, rows]))
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryTokens:
+    """What the learner made of a trajectory's sampled tokens; `TokenOutcomes`."""
+
+    group: int
+    index: int
+    logprobs: Floats
+    ratio: Floats
+    advantages: Floats
+    outcome: npt.NDArray[np.uint8]
+
+    @property
+    def max_ratio(self) -> float:
+        ratios = self.ratio[np.isfinite(self.ratio)]
+        return float(ratios.max()) if len(ratios) else math.nan
+
+
+def decode_tokens(content: bytes) -> Iterator[TrajectoryTokens]:
+    """Yield a step's trajectories. Raises `CodecError`."""
+    try:
+        schema, _, rows = msgpack.unpackb(content)
+        if schema != SCHEMA:
+            raise CodecError(f"schema {schema}")
+        yield from (_decode_row(row) for row in rows)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise CodecError(f"malformed: {error}") from error
+
+
+def _decode_row(row: Sequence[Any]) -> TrajectoryTokens:
+    number, index, *floats, outcome = row
+    logprobs, ratio, advantages = (np.frombuffer(column, dtype="<f4") for column in floats)
+    return TrajectoryTokens(number, index, logprobs, ratio, advantages, np.frombuffer(outcome, dtype=np.uint8))
+
+
+def merge_seen(seen: Tensor, ranks: Ranks) -> Tensor | None:
+    """Return all ranks' logprobs, NaN where none has any; None but on rank 0. Collective."""
+    if ranks.world_size == 1:
+        return seen
+    blobs = gather(ranks, seen.numpy().tobytes())
+    if ranks.rank > 0:
+        return None
+    parts = torch.stack([torch.frombuffer(bytearray(blob), dtype=torch.float32) for blob in blobs])
+    known = ~parts.isnan()
+    return torch.where(known.any(0), parts.gather(0, known.int().argmax(0, keepdim=True))[0], math.nan)
