@@ -26,7 +26,9 @@ from offbeat.trainer.algorithms.value import value_loss
 from offbeat.trainer.algorithms.vanilla import policy_gradient
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.learner import LearnerConfig
+from offbeat.trainer.config.user_function import is_function
 from offbeat.trainer.data.batch import MicroBatch
+from offbeat.trainer.data.user_functions import compute_loss
 from offbeat.trainer.losses.corrections import correct
 from offbeat.trainer.losses.metrics import correction_gauges, loss_gauges, policy_gauges
 from offbeat.trainer.losses.targets import Targets

@@ -1,0 +1,86 @@
+"""Construction of a run's scorer."""
+
+from collections.abc import Callable
+
+from offbeat.services.reward.caller import RewardCaller
+from offbeat.services.reward.client import ServedReward, app_name
+from offbeat.services.reward.config import AnyReward, RewardsConfig
+from offbeat.services.reward.function import RewardFunction, ThreadedFunction
+from offbeat.services.reward.kinds.code_sandbox import CodeSandbox
+from offbeat.services.reward.kinds.config import (
+    CodeSandboxConfig,
+    CrossThinkQAConfig,
+    DetectionConfig,
+    HttpConfig,
+    IFEvalConfig,
+    LlmJudgeConfig,
+    MathRuleConfig,
+    MultipleChoiceConfig,
+    RegexConfig,
+    RewardConfig,
+    RewardModelConfig,
+    UserFunctionConfig,
+)
+from offbeat.services.reward.kinds.crossthink_qa import CrossThinkQA
+from offbeat.services.reward.kinds.detection import Detection
+from offbeat.services.reward.kinds.http import HttpReward
+from offbeat.services.reward.kinds.ifeval import IFEval
+from offbeat.services.reward.kinds.llm_judge import LlmJudge
+from offbeat.services.reward.kinds.math_rule import MathRule
+from offbeat.services.reward.kinds.multiple_choice import MultipleChoice
+from offbeat.services.reward.kinds.pattern import Pattern
+from offbeat.services.reward.kinds.user_function import build_user_function
+from offbeat.services.reward.sample import RewardSample
+from offbeat.services.reward.scorer import RewardScorer
+
+
+def make_scorer(config: RewardsConfig, *, run_id: str = "", local: bool = False) -> RewardScorer:
+    """Build the scorer of a process with an event loop.
+
+    run_id: names the Ray Serve applications of rewards with `num_replicas`. local: without them, all in this process.
+
+    Raises:
+        ValueError: a package, function or isolation is missing.
+    """
+    return RewardScorer(config, {reward.name: _make_caller(reward, run_id, local=local) for reward in config.rewards})
+
+
+def _make_caller(config: AnyReward, run_id: str, *, local: bool) -> RewardCaller:
+    if local or not config.num_replicas:
+        return RewardCaller(config, build_function(config))
+    timeout_s = config.timeout_s + config.queue_timeout_s
+    return RewardCaller(config, ServedReward(app_name(run_id, config.name)), timeout_s)
+
+
+def build_function(config: AnyReward) -> RewardFunction:
+    """Build a reward in this process. Raises ValueError if something is missing."""
+    match config:
+        case MathRuleConfig():
+            return _threaded(MathRule(config), config)
+        case MultipleChoiceConfig():
+            return _threaded(MultipleChoice(config), config)
+        case RegexConfig():
+            return _threaded(Pattern(config), config)
+        case CrossThinkQAConfig():
+            return _threaded(CrossThinkQA(config), config)
+        case DetectionConfig():
+            return _threaded(Detection(config), config)
+        case IFEvalConfig():
+            return _threaded(IFEval(config), config)
+        case UserFunctionConfig():
+            return build_user_function(config)
+        case HttpConfig():
+            return HttpReward(config)
+        case LlmJudgeConfig():
+            return LlmJudge(config)
+        case CodeSandboxConfig():
+            return _threaded(CodeSandbox(config), config)
+        case RewardModelConfig():
+            # torch takes seconds and memory, which env workers without a reward model spare
+            from offbeat.services.reward.kinds.reward_model import RewardModel  # noqa: PLC0415
+
+            return RewardModel(config)
+
+
+def _threaded(score: Callable[[RewardSample], float], config: RewardConfig) -> RewardFunction:
+    return ThreadedFunction(score, num_threads=config.max_concurrent, timeout_s=config.timeout_s)

@@ -1,0 +1,239 @@
+"""Configuration of the reward functions, by `kind`."""
+
+from pathlib import Path
+from typing import Literal
+
+import regex
+from pydantic import Field, JsonValue, field_validator, model_validator
+
+from offbeat.envs.config import Config
+from offbeat.envs.parsing import compile_pattern
+from offbeat.envs.sandbox import Limits
+from offbeat.services.generation.config import Dtype
+
+
+class RewardConfig(Config):
+    """What every kind has."""
+
+    name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", max_length=64)
+    """Column of the trajectory (`reward/<name>`)."""
+    weight: float = 1.0
+    """Factor in the score."""
+    threshold: float | None = None
+    """With `combine: gate`, a condition instead of a summand: below it the score is 0."""
+    tags: tuple[str, ...] = ()
+    """Tags that it scores; empty: all."""
+    timeout_s: float = Field(default=30.0, gt=0)
+    """Timeout of an attempt."""
+    max_attempts: int = Field(default=3, ge=1)
+    """Attempts, if time runs out or an answer is no score; then the episode fails."""
+    max_retry_s: float = Field(default=180.0, ge=0)
+    """Retry limit while a service is unavailable or busy, s; then the episode fails."""
+    max_concurrent: int = Field(default=16, ge=1)
+    """Calls at once, per env worker; others wait."""
+    cache_size: int = Field(default=0, ge=0)
+    """Scores kept per env worker, by content; equal samples share one call."""
+    num_replicas: int = Field(default=0, ge=0)
+    """Replicas of a Ray Serve application, each with `max_concurrent` calls; 0: in the env worker."""
+    queue_timeout_s: float = Field(default=120.0, ge=0)
+    """Timeout of a call's wait for a replica, s, besides `timeout_s`."""
+    cpus_per_replica: float = Field(default=1.0, ge=0)
+    """Logical CPUs reserved in Ray per replica."""
+
+
+class _PatternConfig(RewardConfig):
+    """A kind with an `answer_pattern`."""
+
+    answer_pattern: str | None = None
+    r"""Regular expression of an answer without `\boxed{}`, searched in what follows the thoughts; the last match counts."""
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _pattern_compiles(cls, pattern: str | None) -> str | None:
+        if pattern is not None:
+            compile_pattern(pattern)
+        return pattern
+
+
+class MathRuleConfig(_PatternConfig):
+    r"""1 if the last `\boxed{}` equals `ground_truth` by math-verify; an answer too costly to evaluate is wrong."""
+
+    kind: Literal["math_rule"]
+
+
+class MultipleChoiceConfig(_PatternConfig):
+    r"""1 if the letter in the last `\boxed{}`, or of `answer_pattern`, is that of `ground_truth`."""
+
+    kind: Literal["multiple_choice"]
+    num_choices: int = Field(default=26, ge=2, le=26)
+
+
+class RegexConfig(RewardConfig):
+    """1 if a pattern of the package `regex` matches; `.` matches newlines."""
+
+    kind: Literal["regex"]
+    pattern: str
+    match: Literal["search", "full"] = "search"
+    text: Literal["response", "final"] = "response"
+    """`final`: what follows the thoughts."""
+    timeout_s: float = Field(default=1.0, gt=0)
+
+    @field_validator("pattern")
+    @classmethod
+    def _pattern_compiles(cls, pattern: str) -> str:
+        try:
+            regex.compile(pattern, regex.DOTALL)
+        except regex.error as error:
+            raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+        return pattern
+
+
+class CrossThinkQAConfig(RewardConfig):
+    r"""`<think>...</think>`, then one `<answer>` or `\boxed{}`, compared as a letter or as text."""
+
+    kind: Literal["crossthink_qa"]
+    mode: Literal["loose", "soft", "strict"] = "loose"
+    """A correct answer outside of the format: 1, 0.5 or 0."""
+
+
+class DetectionConfig(RewardConfig):
+    """Boxes in a JSON list, `[{"bbox_2d": [x1, y1, x2, y2], "label": "cat"}]`, against those of `ground_truth`."""
+
+    kind: Literal["detection"]
+    metric: Literal["iou", "map"] = "iou"
+    """`iou`: IoU of matched boxes, over the larger number of boxes. `map`: mean average precision at IoU .5 to .95."""
+    max_boxes: int = Field(default=300, ge=1)
+    """Boxes read; a response with more scores 0."""
+
+
+class IFEvalConfig(RewardConfig):
+    """Constraints of IFEval (arXiv:2311.07911), in the row's `instruction_id_list` and `kwargs`, or in `ground_truth`."""
+
+    kind: Literal["ifeval"]
+    mode: Literal["strict", "loose"] = "strict"
+    """`loose`: also met without asterisks, first or last line."""
+    reward: Literal["pass_rate", "all"] = "pass_rate"
+
+
+class UserFunctionConfig(RewardConfig):
+    """A function of the user's, `def score(sample, **args) -> float`, plain or `async`."""
+
+    kind: Literal["function"]
+    path: str
+    """`module:function`."""
+    args: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+
+    @field_validator("path")
+    @classmethod
+    def _names_a_function(cls, path: str) -> str:
+        if not all(path.partition(":")):
+            raise ValueError(f"{path!r} must be `module:function`")
+        return path
+
+
+class HttpConfig(RewardConfig):
+    """A remote service: POST of the sample as JSON, answered by `{"score": 0.5}`."""
+
+    kind: Literal["http"]
+    url: str = Field(pattern=r"^https?://")
+    score_key: str = "score"
+    api_key_env: str | None = None
+    """Environment variable with a bearer token."""
+
+
+class CodeSandboxConfig(_PatternConfig):
+    """Tests of the response's last fenced program, in the sandbox."""
+
+    kind: Literal["code_sandbox"]
+    case_type: Literal["auto", "stdio", "assert", "pytest", "function"] = "auto"
+    """`auto`: the row's `case_type`, or by the form of its tests."""
+    tests_key: str = "test_cases"
+    """Column of tests; without it, `ground_truth`."""
+    reward: Literal["all", "pass_rate"] = "all"
+    """1 if all tests pass, or the share that passes."""
+    max_tests: int | None = Field(default=None, ge=1)
+    """Maximum tests, from the first."""
+    max_total_s: float = Field(default=60.0, gt=0)
+    """Time for a program's tests, s; those that have not started by then count as failed."""
+    sandbox: Limits = Limits()
+    """Limits per test, or per pytest file."""
+    max_concurrent: int = Field(default=4, ge=1)
+    timeout_s: float = Field(default=180.0, gt=0)
+
+    @model_validator(mode="after")
+    def _fits_the_timeout(self) -> "CodeSandboxConfig":
+        if (longest := self.max_total_s + self.sandbox.timeout_s) >= self.timeout_s:
+            raise ValueError(
+                f"timeout_s {self.timeout_s:g} must exceed max_total_s + sandbox.timeout_s = {longest:g}: a slow program is "
+                "a wrong one, not a failure of the sandbox"
+            )
+        return self
+
+
+class LlmJudgeConfig(RewardConfig):
+    """A language model that judges the response, behind an OpenAI-compatible API."""
+
+    kind: Literal["llm_judge"]
+    url: str = Field(pattern=r"^https?://")
+    """Base of the API (`http://host:8000/v1`)."""
+    model: str
+    api_key_env: str | None = None
+    """Environment variable with the API's key."""
+    verdict: Literal["score", "yes_no", "pairwise", "rubric"] = "score"
+    """What the judge is asked for, and what its answer is read as; each value is between 0 and 1.
+
+    `score`: a number up to `max_score`. `yes_no`. `pairwise`: the better one of the response and the one in `compared_key`,
+    asked in both orders (a contradiction is a tie, 0.5). `rubric`: a number for each criterion, averaged by weight.
+    """
+    template: str | None = None
+    """The question, with `{prompt}`, `{response}` (`pairwise`: `{response_a}`, `{response_b}`), `{ground_truth}` and
+    `{criteria}` (`rubric`). How to answer is added. None: a general one.
+    """
+    system_prompt: str | None = None
+    max_score: int = Field(default=10, ge=1, le=100)
+    criteria: dict[str, float] = Field(default_factory=dict[str, float])
+    """Criteria of a rubric with their weights; empty: those of the row."""
+    rubric_key: str = "rubric"
+    """Column of a rubric: texts, or objects with `criterion` and `weight`."""
+    compared_key: str | None = None
+    """Column of the response to compare with; None: `ground_truth`."""
+    temperature: float = Field(default=0.0, ge=0)
+    max_tokens: int = Field(default=1024, ge=1)
+    extra_body: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """Further keys of the request."""
+    timeout_s: float = Field(default=120.0, gt=0)
+    cache_size: int = Field(default=4096, ge=0)
+
+    @model_validator(mode="after")
+    def _shows_the_response(self) -> "LlmJudgeConfig":
+        names = ("response_a", "response_b") if self.verdict == "pairwise" else ("response",)
+        missing = [name for name in names if self.template is not None and f"{{{name}}}" not in self.template]
+        if missing:
+            raise ValueError(f"template has no {{{missing[0]}}}: the judge would not see the response")
+        if self.criteria and self.verdict != "rubric":
+            raise ValueError("criteria need verdict: rubric")
+        if any(weight <= 0 for weight in self.criteria.values()):
+            raise ValueError("criteria need weights above 0")
+        return self
+
+
+class RewardModelConfig(RewardConfig):
+    """A logit of a sequence-classification model over the conversation, rendered by the model's own chat template."""
+
+    kind: Literal["reward_model"]
+    model_name_or_path: Path
+    """Folder in Hugging Face form, as of `AutoModelForSequenceClassification`."""
+    label: int = Field(default=0, ge=0)
+    """Logit of a model with several labels."""
+    max_length: int | None = Field(default=None, ge=2)
+    """Tokens of a conversation, the earliest cut; None: the model's maximum."""
+    max_batch_tokens: int = Field(default=16_384, ge=1)
+    """Tokens of a forward pass, with padding."""
+    dtype: Dtype = "float32"
+    device: Literal["cpu", "cuda"] = "cpu"
+    includes_thoughts: bool = False
+    """Whether the model reads the response's thoughts."""
+    num_replicas: int = Field(default=1, ge=0)
+    max_concurrent: int = Field(default=64, ge=1)
+    timeout_s: float = Field(default=120.0, gt=0)
+    cache_size: int = Field(default=4096, ge=0)
