@@ -1,0 +1,151 @@
+"""Configuration of the reward functions, by `kind`."""
+
+from typing import Literal
+
+from pydantic import Field, JsonValue, field_validator, model_validator
+
+from offbeat.envs.config import Config
+from offbeat.envs.parsing import compile_pattern
+from offbeat.envs.sandbox import Limits
+
+BOX_OR_LETTER = r"(?:answer is|answer:)\s*\(?([A-Za-z])\b"
+FENCED = r"```(?:python|py)?[ \t]*\n(.*?)```"
+
+
+class RewardConfig(Config):
+    """What every kind has."""
+
+    name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", max_length=64)
+    """Column of the trajectory (`reward/<name>`)."""
+    weight: float = 1.0
+    """Factor in the score."""
+    threshold: float | None = None
+    """With `combine: gate`, a condition instead of a summand: below it the score is 0."""
+    tags: tuple[str, ...] = ()
+    """Tags that it scores; empty: all."""
+    timeout_s: float = Field(default=30.0, gt=0)
+    """Timeout of an attempt."""
+    max_attempts: int = Field(default=3, ge=1)
+    """Attempts before the episode fails, when time runs out, a service is unavailable or its answer is no score."""
+    max_concurrent: int = Field(default=16, ge=1)
+    """Calls at once, per env worker; others wait."""
+    cache_size: int = Field(default=0, ge=0)
+    """Scores kept per env worker, by content; equal samples share one call."""
+    num_replicas: int = Field(default=0, ge=0)
+    """Replicas of a Ray Serve application; 0: in the env worker."""
+    cpus_per_replica: float = Field(default=1.0, ge=0)
+    """Logical CPUs reserved in Ray per replica."""
+
+
+class MathRuleConfig(RewardConfig):
+    r"""1 if the last `\boxed{}` equals `ground_truth` by math-verify; an answer too costly to evaluate is wrong."""
+
+    kind: Literal["math_rule"]
+    answer_pattern: str | None = None
+    r"""Regular expression of an answer without `\boxed{}`; the last match counts."""
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _pattern_compiles(cls, pattern: str | None) -> str | None:
+        if pattern is not None:
+            compile_pattern(pattern)
+        return pattern
+
+
+class MultipleChoiceConfig(RewardConfig):
+    r"""1 if the letter in the last `\boxed{}`, or of `answer_pattern`, is that of `ground_truth`."""
+
+    kind: Literal["multiple_choice"]
+    answer_pattern: str = BOX_OR_LETTER
+    r"""Regular expression of the letter without `\boxed{}`, ignoring case; the last match counts."""
+    num_choices: int = Field(default=26, ge=2, le=26)
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _pattern_compiles(cls, pattern: str) -> str:
+        compile_pattern(pattern)
+        return pattern
+
+
+class RegexConfig(RewardConfig):
+    """1 if the pattern is found; `.` matches newlines."""
+
+    kind: Literal["regex"]
+    pattern: str
+    match: Literal["search", "full"] = "search"
+    text: Literal["response", "final"] = "response"
+    """`final`: what follows the thoughts."""
+    reward: float = 1.0
+    """Without a match, 0."""
+
+
+class CrossThinkQAConfig(RewardConfig):
+    """An answer in `<think>...</think>` and `\\boxed{}` or `<answer>`, compared as text."""
+
+    kind: Literal["crossthink_qa"]
+    mode: Literal["loose", "soft", "strict"] = "loose"
+
+
+class DetectionConfig(RewardConfig):
+    """Boxes of a JSON list against those of `ground_truth`."""
+
+    kind: Literal["detection"]
+
+
+class IFEvalConfig(RewardConfig):
+    """Share of the published constraints (arXiv:2311.07911) that the response meets."""
+
+    kind: Literal["ifeval"]
+
+
+class UserFunctionConfig(RewardConfig):
+    """A function of the user's, `def score(sample, **args) -> float`, plain or `async`."""
+
+    kind: Literal["function"]
+    path: str
+    """`module:function`."""
+    args: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+
+    @field_validator("path")
+    @classmethod
+    def _names_a_function(cls, path: str) -> str:
+        if not all(path.partition(":")):
+            raise ValueError(f"{path!r} must be `module:function`")
+        return path
+
+
+class HttpConfig(RewardConfig):
+    """A remote service: POST of the sample as JSON, answered by `{"score": 0.5}`."""
+
+    kind: Literal["http"]
+    url: str = Field(pattern=r"^https?://")
+
+
+class CodeSandboxConfig(RewardConfig):
+    """Tests of a program in the sandbox."""
+
+    kind: Literal["code_sandbox"]
+    sandbox: Limits = Limits()
+    """Limits per test."""
+
+
+class LlmJudgeConfig(RewardConfig):
+    """A language model that judges the response."""
+
+    kind: Literal["llm_judge"]
+    url: str = Field(pattern=r"^https?://")
+    """Base of an OpenAI-compatible API (`http://host:8000/v1`)."""
+    model: str
+
+
+class RewardModelConfig(RewardConfig):
+    """A sequence-classification model's logit."""
+
+    kind: Literal["reward_model"]
+    model_name_or_path: str
+
+    @model_validator(mode="after")
+    def _has_a_service(self) -> "RewardModelConfig":
+        if not self.num_replicas:
+            raise ValueError("a reward model needs num_replicas of at least 1")
+        return self

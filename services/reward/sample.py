@@ -1,0 +1,55 @@
+"""What a reward function reads, and its encoding."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSample:
+    """A finished response."""
+
+    prompt: Sequence[Mapping[str, Any]]
+    """Chat messages before the response."""
+    response: str
+    num_response_tokens: int = 0
+    ground_truth: Any = None
+    tag: str = ""
+    row: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The dataset's remaining columns."""
+
+
+def encode_sample(sample: RewardSample) -> bytes:
+    """Encode, equal samples to equal bytes. Raises TypeError for a value without msgpack form."""
+    return msgspec.msgpack.encode(sample, order="deterministic", enc_hook=_encode_array)
+
+
+def decode_sample(blob: bytes) -> RewardSample:
+    return msgspec.msgpack.decode(blob, type=RewardSample)
+
+
+def _encode_array(value: Any) -> Any:
+    """Convert NumPy's values, as tables of `datasets` may hold."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} in the row can't be sent to a reward service")
+
+
+def text_of(content: Any) -> str:
+    """Return a message's text; parts that are no text are left out."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        return ""
+    parts: Sequence[Any] = content  # pyright: ignore[reportUnknownVariableType]
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
+
+
+def final_text(response: str) -> str:
+    """Return the response after its thoughts; empty if they never end."""
+    _, end, answer = response.rpartition("</think>")
+    if end:
+        return answer.strip()
+    return "" if "<think>" in response else response.strip()

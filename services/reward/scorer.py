@@ -1,0 +1,65 @@
+"""Scores of a response by every reward of its tag.
+
+Invariant: a sample gets a finite value from each of them, or `RewardError`; no failure counts as zero.
+"""
+
+import asyncio
+import math
+from collections.abc import Mapping
+from typing import Protocol
+
+from offbeat.services.reward.config import RewardsConfig
+from offbeat.services.reward.errors import Failure, RewardError
+from offbeat.services.reward.sample import RewardSample
+
+
+class Reward(Protocol):
+    """One reward, called with timeout, retries and cache."""
+
+    async def score(self, sample: RewardSample) -> float:
+        """Raises RewardError."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class RewardScorer:
+    def __init__(self, config: RewardsConfig, rewards: Mapping[str, Reward]) -> None:
+        """rewards: by name."""
+        self._config = config
+        self._rewards = rewards
+
+    async def score(self, sample: RewardSample) -> dict[str, float]:
+        """Return each reward of the sample's tag by name, unweighted.
+
+        Raises:
+            RewardError: one of them failed; the others are cancelled.
+        """
+        names = [reward.name for reward in self._config.of_tag(sample.tag)]
+        if not names:
+            raise RewardError(Failure.NO_REWARD, f"no reward scores tag {sample.tag!r}")
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = {name: group.create_task(self._rewards[name].score(sample)) for name in names}
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return {name: task.result() for name, task in tasks.items()}
+
+    def combine(self, values: Mapping[str, float]) -> float:
+        """Return the score of what `score` returned."""
+        rewards = [reward for reward in self._config.rewards if reward.name in values]
+        match self._config.combine:
+            case "weighted":
+                return sum(reward.weight * values[reward.name] for reward in rewards)
+            case "product":
+                return math.prod(values.values())
+            case "gate":
+                gates = [reward for reward in rewards if reward.threshold is not None]
+                if any(values[gate.name] < (gate.threshold or 0.0) for gate in gates):
+                    return 0.0
+                others = [reward for reward in rewards if reward.threshold is None]
+                return sum(reward.weight * values[reward.name] for reward in others) if others else 1.0
+
+    async def close(self) -> None:
+        for reward in self._rewards.values():
+            await reward.close()
