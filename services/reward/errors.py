@@ -19,14 +19,14 @@ class Failure(StrEnum):
     """No reward is configured for the sample's tag."""
 
 
-RETRIED = frozenset({Failure.TIMEOUT, Failure.UNAVAILABLE, Failure.MALFORMED})
-"""Failures that another attempt may mend."""
+ATTEMPTED_AGAIN = frozenset({Failure.TIMEOUT, Failure.MALFORMED})
+"""Failures that another attempt may mend; an unavailable service is retried by time."""
 
 
 class RewardError(EpisodeError):
     """A sample without a score: its episode fails and is not trained as if the reward were zero."""
 
-    def __init__(self, failure: Failure, detail: str) -> None:
-        super().__init__(failure.value, detail)
+    def __init__(self, failure: Failure, detail: str, trace: str = "") -> None:
+        super().__init__(failure.value, detail, trace)
         self.failure = failure
         self.detail = detail

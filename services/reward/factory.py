@@ -1,10 +1,31 @@
 """Construction of a run's scorer."""
 
-from offbeat.services.reward.config import RewardsConfig
-from offbeat.services.reward.errors import Failure, RewardError
-from offbeat.services.reward.kinds.config import RewardConfig
+from collections.abc import Callable
+
+from offbeat.services.reward.caller import RewardCaller
+from offbeat.services.reward.config import AnyReward, RewardsConfig
+from offbeat.services.reward.function import RewardFunction, ThreadedFunction
+from offbeat.services.reward.kinds.config import (
+    CrossThinkQAConfig,
+    DetectionConfig,
+    HttpConfig,
+    IFEvalConfig,
+    MathRuleConfig,
+    MultipleChoiceConfig,
+    RegexConfig,
+    RewardConfig,
+    UserFunctionConfig,
+)
+from offbeat.services.reward.kinds.crossthink_qa import CrossThinkQA
+from offbeat.services.reward.kinds.detection import Detection
+from offbeat.services.reward.kinds.http import HttpReward
+from offbeat.services.reward.kinds.ifeval import IFEval
+from offbeat.services.reward.kinds.math_rule import MathRule
+from offbeat.services.reward.kinds.multiple_choice import MultipleChoice
+from offbeat.services.reward.kinds.pattern import Pattern
+from offbeat.services.reward.kinds.user_function import build_user_function
 from offbeat.services.reward.sample import RewardSample
-from offbeat.services.reward.scorer import Reward, RewardScorer
+from offbeat.services.reward.scorer import RewardScorer
 
 
 def make_scorer(config: RewardsConfig, *, run_id: str = "", local: bool = False) -> RewardScorer:
@@ -16,21 +37,33 @@ def make_scorer(config: RewardsConfig, *, run_id: str = "", local: bool = False)
         ValueError: a package, function or isolation is missing.
     """
     del run_id, local
-    return RewardScorer(config, {reward.name: _make_reward(reward) for reward in config.rewards})
+    return RewardScorer(
+        config, {reward.name: RewardCaller(reward, build_function(reward)) for reward in config.rewards}
+    )
 
 
-def _make_reward(config: RewardConfig) -> Reward:
-    return _NotBuilt(config)
+def build_function(config: AnyReward) -> RewardFunction:
+    """Build a reward in this process. Raises ValueError if something is missing."""
+    match config:
+        case MathRuleConfig():
+            return _threaded(MathRule(config), config)
+        case MultipleChoiceConfig():
+            return _threaded(MultipleChoice(config), config)
+        case RegexConfig():
+            return _threaded(Pattern(config), config)
+        case CrossThinkQAConfig():
+            return _threaded(CrossThinkQA(config), config)
+        case DetectionConfig():
+            return _threaded(Detection(config), config)
+        case IFEvalConfig():
+            return _threaded(IFEval(config), config)
+        case UserFunctionConfig():
+            return build_user_function(config)
+        case HttpConfig():
+            return HttpReward(config)
+        case _:
+            raise NotImplementedError(config.kind)
 
 
-class _NotBuilt:
-    """Seam while the kinds are built."""
-
-    def __init__(self, config: RewardConfig) -> None:
-        self._config = config
-
-    async def score(self, sample: RewardSample) -> float:
-        del sample
-        raise RewardError(Failure.UNAVAILABLE, f"{self._config.name} is not built yet")
-
-    async def close(self) -> None: ...
+def _threaded(score: Callable[[RewardSample], float], config: RewardConfig) -> RewardFunction:
+    return ThreadedFunction(score, num_threads=config.max_concurrent, timeout_s=config.timeout_s)

@@ -6,28 +6,18 @@ Invariant: a sample gets a finite value from each of them, or `RewardError`; no 
 import asyncio
 import math
 from collections.abc import Mapping
-from typing import Protocol
 
+from offbeat.services.reward.caller import CallStats, RewardCaller
 from offbeat.services.reward.config import RewardsConfig
 from offbeat.services.reward.errors import Failure, RewardError
 from offbeat.services.reward.sample import RewardSample
 
 
-class Reward(Protocol):
-    """One reward, called with timeout, retries and cache."""
-
-    async def score(self, sample: RewardSample) -> float:
-        """Raises RewardError."""
-        ...
-
-    async def close(self) -> None: ...
-
-
 class RewardScorer:
-    def __init__(self, config: RewardsConfig, rewards: Mapping[str, Reward]) -> None:
-        """rewards: by name."""
+    def __init__(self, config: RewardsConfig, callers: Mapping[str, RewardCaller]) -> None:
+        """callers: by the reward's name."""
         self._config = config
-        self._rewards = rewards
+        self._callers = callers
 
     async def score(self, sample: RewardSample) -> dict[str, float]:
         """Return each reward of the sample's tag by name, unweighted.
@@ -40,7 +30,7 @@ class RewardScorer:
             raise RewardError(Failure.NO_REWARD, f"no reward scores tag {sample.tag!r}")
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = {name: group.create_task(self._rewards[name].score(sample)) for name in names}
+                tasks = {name: group.create_task(self._callers[name].score(sample)) for name in names}
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return {name: task.result() for name, task in tasks.items()}
@@ -60,6 +50,10 @@ class RewardScorer:
                 others = [reward for reward in rewards if reward.threshold is None]
                 return sum(reward.weight * values[reward.name] for reward in others) if others else 1.0
 
+    def stats(self) -> dict[str, CallStats]:
+        """Return calls so far, by reward."""
+        return {name: caller.stats for name, caller in self._callers.items()}
+
     async def close(self) -> None:
-        for reward in self._rewards.values():
-            await reward.close()
+        for caller in self._callers.values():
+            await caller.close()

@@ -2,14 +2,12 @@
 
 from typing import Literal
 
+import regex
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from offbeat.envs.config import Config
 from offbeat.envs.parsing import compile_pattern
 from offbeat.envs.sandbox import Limits
-
-BOX_OR_LETTER = r"(?:answer is|answer:)\s*\(?([A-Za-z])\b"
-FENCED = r"```(?:python|py)?[ \t]*\n(.*?)```"
 
 
 class RewardConfig(Config):
@@ -26,7 +24,9 @@ class RewardConfig(Config):
     timeout_s: float = Field(default=30.0, gt=0)
     """Timeout of an attempt."""
     max_attempts: int = Field(default=3, ge=1)
-    """Attempts before the episode fails, when time runs out, a service is unavailable or its answer is no score."""
+    """Attempts, if time runs out or an answer is no score; then the episode fails."""
+    max_retry_s: float = Field(default=180.0, ge=0)
+    """Retry limit while a service is unavailable or busy, s; then the episode fails."""
     max_concurrent: int = Field(default=16, ge=1)
     """Calls at once, per env worker; others wait."""
     cache_size: int = Field(default=0, ge=0)
@@ -37,12 +37,11 @@ class RewardConfig(Config):
     """Logical CPUs reserved in Ray per replica."""
 
 
-class MathRuleConfig(RewardConfig):
-    r"""1 if the last `\boxed{}` equals `ground_truth` by math-verify; an answer too costly to evaluate is wrong."""
+class _PatternConfig(RewardConfig):
+    """A kind with an `answer_pattern`."""
 
-    kind: Literal["math_rule"]
     answer_pattern: str | None = None
-    r"""Regular expression of an answer without `\boxed{}`; the last match counts."""
+    r"""Regular expression of an answer without `\boxed{}`, searched in what follows the thoughts; the last match counts."""
 
     @field_validator("answer_pattern")
     @classmethod
@@ -52,50 +51,64 @@ class MathRuleConfig(RewardConfig):
         return pattern
 
 
-class MultipleChoiceConfig(RewardConfig):
+class MathRuleConfig(_PatternConfig):
+    r"""1 if the last `\boxed{}` equals `ground_truth` by math-verify; an answer too costly to evaluate is wrong."""
+
+    kind: Literal["math_rule"]
+
+
+class MultipleChoiceConfig(_PatternConfig):
     r"""1 if the letter in the last `\boxed{}`, or of `answer_pattern`, is that of `ground_truth`."""
 
     kind: Literal["multiple_choice"]
-    answer_pattern: str = BOX_OR_LETTER
-    r"""Regular expression of the letter without `\boxed{}`, ignoring case; the last match counts."""
     num_choices: int = Field(default=26, ge=2, le=26)
-
-    @field_validator("answer_pattern")
-    @classmethod
-    def _pattern_compiles(cls, pattern: str) -> str:
-        compile_pattern(pattern)
-        return pattern
 
 
 class RegexConfig(RewardConfig):
-    """1 if the pattern is found; `.` matches newlines."""
+    """1 if a pattern of the package `regex` matches; `.` matches newlines."""
 
     kind: Literal["regex"]
     pattern: str
     match: Literal["search", "full"] = "search"
     text: Literal["response", "final"] = "response"
     """`final`: what follows the thoughts."""
-    reward: float = 1.0
-    """Without a match, 0."""
+    timeout_s: float = Field(default=1.0, gt=0)
+
+    @field_validator("pattern")
+    @classmethod
+    def _pattern_compiles(cls, pattern: str) -> str:
+        try:
+            regex.compile(pattern, regex.DOTALL)
+        except regex.error as error:
+            raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+        return pattern
 
 
 class CrossThinkQAConfig(RewardConfig):
-    """An answer in `<think>...</think>` and `\\boxed{}` or `<answer>`, compared as text."""
+    r"""`<think>...</think>`, then one `<answer>` or `\boxed{}`, compared as a letter or as text."""
 
     kind: Literal["crossthink_qa"]
     mode: Literal["loose", "soft", "strict"] = "loose"
+    """A correct answer outside of the format: 1, 0.5 or 0."""
 
 
 class DetectionConfig(RewardConfig):
-    """Boxes of a JSON list against those of `ground_truth`."""
+    """Boxes in a JSON list, `[{"bbox_2d": [x1, y1, x2, y2], "label": "cat"}]`, against those of `ground_truth`."""
 
     kind: Literal["detection"]
+    metric: Literal["iou", "map"] = "iou"
+    """`iou`: IoU of matched boxes, over the larger number of boxes. `map`: mean average precision at IoU .5 to .95."""
+    max_boxes: int = Field(default=300, ge=1)
+    """Boxes read; a response with more scores 0."""
 
 
 class IFEvalConfig(RewardConfig):
-    """Share of the published constraints (arXiv:2311.07911) that the response meets."""
+    """Constraints of IFEval (arXiv:2311.07911), in the row's `instruction_id_list` and `kwargs`, or in `ground_truth`."""
 
     kind: Literal["ifeval"]
+    mode: Literal["strict", "loose"] = "strict"
+    """`loose`: also met without asterisks, first or last line."""
+    reward: Literal["pass_rate", "all"] = "pass_rate"
 
 
 class UserFunctionConfig(RewardConfig):
@@ -119,6 +132,9 @@ class HttpConfig(RewardConfig):
 
     kind: Literal["http"]
     url: str = Field(pattern=r"^https?://")
+    score_key: str = "score"
+    api_key_env: str | None = None
+    """Environment variable with a bearer token."""
 
 
 class CodeSandboxConfig(RewardConfig):

@@ -1,0 +1,61 @@
+"""Interface of the kinds, and what their functions share."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from offbeat.services.reward.errors import Failure, RewardError
+from offbeat.services.reward.sample import RewardSample
+from offbeat.services.threads import DaemonThreads, HungError
+
+MAX_HUNG_THREADS = 64
+
+
+class RewardFunction(Protocol):
+    """A single attempt, without timeout, retry and cache."""
+
+    async def score(self, sample: RewardSample) -> float:
+        """Raises RewardError."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class ThreadedFunction:
+    """A synchronous function, run in threads; one that hangs keeps its thread, not its caller."""
+
+    def __init__(self, score: Callable[[RewardSample], float], *, num_threads: int, timeout_s: float) -> None:
+        self._score = score
+        self._threads = DaemonThreads(num_threads)
+        self._timeout_s = timeout_s
+
+    async def score(self, sample: RewardSample) -> float:
+        if self._threads.num_hung >= MAX_HUNG_THREADS:
+            raise RewardError(Failure.TIMEOUT, f"{self._threads.num_hung} earlier calls hang")
+        try:
+            return await self._threads.run(lambda: self._score(sample), self._timeout_s)
+        except HungError as error:
+            raise RewardError(Failure.TIMEOUT, f"not over in {self._timeout_s:g} s") from error
+
+    async def close(self) -> None:
+        self._threads.close()
+
+
+def require_truth(sample: RewardSample) -> Any:
+    """Return the ground truth. Raises RewardError if the row has none."""
+    if sample.ground_truth is None:
+        raise RewardError(Failure.BAD_ROW, "the row has no ground_truth")
+    return sample.ground_truth
+
+
+def read_number(value: Any, source: str) -> float:
+    """Return a finite number, also of a bool. Raises RewardError naming the source."""
+    try:
+        if isinstance(value, str):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise RewardError(Failure.MALFORMED, f"{source}: expected a number, got {repr(value)[:80]}") from None
+    if not math.isfinite(number):
+        raise RewardError(Failure.MALFORMED, f"{source}: the score is {number}")
+    return number

@@ -1,0 +1,47 @@
+"""Letters of choices."""
+
+import re
+import string
+
+from offbeat.envs.dataset.env import last_group
+from offbeat.envs.dataset.final_answer import last_boxed
+from offbeat.services.reward.errors import Failure, RewardError
+from offbeat.services.reward.function import require_truth
+from offbeat.services.reward.kinds.config import MultipleChoiceConfig
+from offbeat.services.reward.sample import RewardSample, final_text
+
+_WRAPPER = re.compile(r"\\(?:text\w*|math(?:rm|bf|it|tt|sf))\s*\{([^{}]*)\}")
+_LETTER = re.compile(r"[\s($\[]*([A-Za-z])(?:[\s)$\].]*|[).:]\s.*)", re.DOTALL)
+"""`B`, `(B)`, `B.`, `B) text`; not `B or C`, `Both`."""
+MAX_CHARS = 500
+
+
+class MultipleChoice:
+    def __init__(self, config: MultipleChoiceConfig) -> None:
+        self._letters = string.ascii_uppercase[: config.num_choices]
+        self._pattern = config.answer_pattern
+
+    def __call__(self, sample: RewardSample) -> float:
+        truth = require_truth(sample)
+        correct = self._letter_of_row(truth)
+        text = final_text(sample.response)
+        answer = last_boxed(text)
+        if answer is None and self._pattern is not None:
+            answer = last_group(self._pattern, text)
+        return float(answer is not None and read_letter(answer) == correct)
+
+    def _letter_of_row(self, truth: object) -> str:
+        letter = read_letter(str(truth))
+        if letter is None and isinstance(truth, int) and 0 <= truth < len(self._letters):  # index, as in MMLU
+            letter = self._letters[truth]
+        if letter is None or letter not in self._letters:
+            raise RewardError(Failure.BAD_ROW, f"ground_truth {str(truth)[:80]!r} is no letter of {self._letters}")
+        return letter
+
+
+def read_letter(text: str) -> str | None:
+    """Return the only letter of a choice, in upper case, or None."""
+    if len(text) > MAX_CHARS:
+        return None
+    match = _LETTER.fullmatch(_WRAPPER.sub(r"\1", text))
+    return match[1].upper() if match else None

@@ -1,0 +1,52 @@
+import pytest
+
+from offbeat.services.reward.errors import Failure, RewardError
+from tests.services.reward.samples import score
+
+GOOD = "<think>hm</think> <answer>The Moon.</answer>"
+UNFORMATTED = r"It is \boxed{moon}"
+
+
+@pytest.mark.parametrize(
+    ("mode", "in_format", "outside"), [("loose", 1.0, 1.0), ("soft", 1.0, 0.5), ("strict", 1.0, 0.0)]
+)
+def test_modes_differ_in_correct_answers_outside_of_the_format(mode: str, in_format: float, outside: float):
+    assert score("crossthink_qa", GOOD, "moon", mode=mode) == in_format
+    assert score("crossthink_qa", UNFORMATTED, "moon", mode=mode) == outside
+    assert score("crossthink_qa", GOOD, "sun", mode=mode) == 0.0
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        r"<think>a</think><think>b</think> \boxed{A}",
+        r"<think></think> \boxed{A}",
+        r"<think>a</think> \boxed{B} \boxed{A}",
+        "<think>a</think> <answer>B</answer><answer>A</answer>",
+        r"said <think>a</think> \boxed{A}",
+        r"</think>\boxed{A}",
+    ],
+)
+def test_a_broken_format_is_none(response: str):
+    assert score("crossthink_qa", response, "A", mode="strict") == 0.0
+    assert score("crossthink_qa", response, "A", mode="loose") == 1.0
+
+
+@pytest.mark.parametrize("response", ["", "<answer>", "</answer><answer>A", r"\boxed{", "A", "<think>" * 10_000])
+def test_malformed_responses_score_zero(response: str):
+    assert score("crossthink_qa", response, "A") == 0.0
+
+
+def test_one_of_several_truths_suffices():
+    assert score("crossthink_qa", UNFORMATTED, ["luna", "Moon"]) == 1.0
+
+
+def test_a_letter_is_compared_as_one():
+    assert score("crossthink_qa", "<answer>(B) Paris</answer>", "b") == 1.0
+    assert score("crossthink_qa", "<answer>A or B</answer>", "b") == 0.0
+
+
+def test_a_row_without_truth_fails():
+    with pytest.raises(RewardError) as raised:
+        score("crossthink_qa", GOOD)
+    assert raised.value.failure is Failure.BAD_ROW

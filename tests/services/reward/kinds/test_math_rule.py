@@ -1,0 +1,45 @@
+import time
+
+import pytest
+
+from offbeat.services.reward.errors import Failure, RewardError
+from tests.services.reward.samples import score
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "expected"),
+    [
+        (r"So \boxed{\frac{1}{2}}.", "0.5", 1.0),
+        (r"<think>\boxed{3}</think> It is \boxed{12}", 12, 1.0),
+        (r"<think>It is \boxed{12}</think> I don't know", "12", 0.0),
+        (r"<think>It is \boxed{12}", "12", 0.0),
+        (r"\boxed{12} or \boxed{13}", "12", 0.0),
+        (r"\boxed{12, 13}", "12", 0.0),
+        (r"\boxed{", "12", 0.0),
+        ("", "12", 0.0),
+        ("12", "12", 0.0),
+    ],
+)
+def test_the_last_box_after_the_thoughts_counts(response: str, truth: object, expected: float):
+    assert score("math_rule", response, truth) == expected
+
+
+def test_a_pattern_finds_answers_without_a_box():
+    settings = {"answer_pattern": r"####\s*(.*)$"}
+    assert score("math_rule", "2 + 2\n#### 4", "4", **settings) == 1.0
+    assert score("math_rule", "2 + 2\n#### 5", "4", **settings) == 0.0
+
+
+@pytest.mark.parametrize(
+    "answer", ["9^{9^{9^{9}}}", "10**10**10", r"\int_0^1 " * 40, r"\frac{1}{" * 30, "1" * 200, "((((" * 50]
+)
+def test_an_answer_too_costly_to_evaluate_is_wrong_at_once(answer: str):
+    began = time.monotonic()
+    assert score("math_rule", rf"\boxed{{{answer}}}", "7") == 0.0
+    assert time.monotonic() - began < 20
+
+
+def test_a_row_without_ground_truth_is_no_zero():
+    with pytest.raises(RewardError, match="no ground_truth") as raised:
+        score("math_rule", r"\boxed{1}", None)
+    assert raised.value.failure is Failure.BAD_ROW
