@@ -6,6 +6,7 @@ or compare anything on the test's side, so only correct values pass.
 
 import ast
 import os
+import re
 import threading
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,8 @@ from typing import Any
 from offbeat.envs.dataset.peer import connect
 from offbeat.envs.sandbox import STARTUP_TIMEOUT_S, Limits, ProgramResult, run_python
 
+PYTEST_CPU_S = 5
+"""CPU time for pytest's imports."""
 END_TIMEOUT_S = 2.0
 """Time for a program that closed its pipes to end."""
 
@@ -30,6 +33,22 @@ def check_program(program: str, test: str, limits: Limits) -> str:
         else:
             error = _check_equation(*equation, read_fd, write_fd, limits)
         return _own_error(running) or error if error.startswith("EOFError") else error
+
+
+def count_pytest(program: str, tests: str, limits: Limits) -> tuple[int, int]:
+    """Return the tests of a pytest file that a program passes, and all of them; (0, 0) if it did not come to them.
+
+    The time limit is that of the file.
+    """
+    source = f"{_peer_source()}\n{_source('pytest_runner.py')}"
+    with _started(program, limits) as (_, read_fd, write_fd):
+        descriptors = os.dup(read_fd), os.dup(write_fd)
+        call = f"run_pytest({tests!r}, *{descriptors}, {limits.timeout_s}, {STARTUP_TIMEOUT_S})"
+        more = {"timeout_s": limits.timeout_s + STARTUP_TIMEOUT_S, "cpu_s": limits.cpu_s + PYTEST_CPU_S}
+        patient = limits.model_copy(update=more)
+        result = run_python(f"{source}\n{call}", limits=patient, pass_fds=descriptors)
+    count = re.fullmatch(r"(\d+) (\.*)\s*", result.stdout)
+    return (len(count[2]), int(count[1])) if count else (0, 0)
 
 
 @contextmanager
@@ -67,9 +86,13 @@ def _run_test(test: str, read_fd: int, write_fd: int, limits: Limits) -> str:
     return error.removeprefix("TimeoutError: ")
 
 
-@cache
 def _peer_source() -> str:
-    return Path(__file__).with_name("peer.py").read_text()
+    return _source("peer.py")
+
+
+@cache
+def _source(name: str) -> str:
+    return Path(__file__).with_name(name).read_text()
 
 
 def _equation_of(test: str) -> tuple[str, list[Any], dict[str, Any], Any] | None:

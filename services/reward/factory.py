@@ -5,7 +5,9 @@ from collections.abc import Callable
 from offbeat.services.reward.caller import RewardCaller
 from offbeat.services.reward.config import AnyReward, RewardsConfig
 from offbeat.services.reward.function import RewardFunction, ThreadedFunction
+from offbeat.services.reward.kinds.code_sandbox import CodeSandbox
 from offbeat.services.reward.kinds.config import (
+    CodeSandboxConfig,
     CrossThinkQAConfig,
     DetectionConfig,
     HttpConfig,
@@ -61,6 +63,8 @@ def build_function(config: AnyReward) -> RewardFunction:
             return build_user_function(config)
         case HttpConfig():
             return HttpReward(config)
+        case CodeSandboxConfig():
+            return _threaded(CodeSandbox(config), config)
         case _:
             raise NotImplementedError(config.kind)
 

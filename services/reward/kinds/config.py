@@ -137,12 +137,33 @@ class HttpConfig(RewardConfig):
     """Environment variable with a bearer token."""
 
 
-class CodeSandboxConfig(RewardConfig):
-    """Tests of a program in the sandbox."""
+class CodeSandboxConfig(_PatternConfig):
+    """Tests of the response's last fenced program, in the sandbox."""
 
     kind: Literal["code_sandbox"]
+    case_type: Literal["auto", "stdio", "assert", "pytest", "function"] = "auto"
+    """`auto`: the row's `case_type`, or by the form of its tests."""
+    tests_key: str = "test_cases"
+    """Column of tests; without it, `ground_truth`."""
+    reward: Literal["all", "pass_rate"] = "all"
+    """1 if all tests pass, or the share that passes."""
+    max_tests: int | None = Field(default=None, ge=1)
+    """Maximum tests, from the first."""
+    max_total_s: float = Field(default=60.0, gt=0)
+    """Time for a program's tests, s; those that have not started by then count as failed."""
     sandbox: Limits = Limits()
-    """Limits per test."""
+    """Limits per test, or per pytest file."""
+    max_concurrent: int = Field(default=4, ge=1)
+    timeout_s: float = Field(default=180.0, gt=0)
+
+    @model_validator(mode="after")
+    def _fits_the_timeout(self) -> "CodeSandboxConfig":
+        if (longest := self.max_total_s + self.sandbox.timeout_s) >= self.timeout_s:
+            raise ValueError(
+                f"timeout_s {self.timeout_s:g} must exceed max_total_s + sandbox.timeout_s = {longest:g}: a slow program is "
+                "a wrong one, not a failure of the sandbox"
+            )
+        return self
 
 
 class LlmJudgeConfig(RewardConfig):

@@ -1,0 +1,67 @@
+# pyright: basic
+"""Runs a pytest file against the program of a peer, in the sandbox, where this source follows that of `peer`.
+
+It prints the number of tests, then a dot for each that passes.
+"""
+
+import ast
+import os
+import sys
+import types
+from pathlib import Path
+
+MODULES = ("solution", "main", "program")
+"""Names under which a test may import the program."""
+OPTIONS = ("-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--noconftest")
+
+
+class Outcomes:
+    """Plugin that writes to a descriptor which pytest does not capture."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def pytest_collection_finish(self, session) -> None:
+        self._write(f"{len(session.items)} ")
+
+    def pytest_runtest_logreport(self, report) -> None:
+        if report.when == "call" and report.passed:
+            self._write(".")
+
+    def _write(self, text: str) -> None:
+        os.write(self._descriptor, text.encode())
+
+
+def run_pytest(test: str, read_fd: int, write_fd: int, timeout_s: float, startup_timeout_s: float) -> None:
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    import pytest  # noqa: PLC0415
+
+    peer = connect(read_fd, write_fd, timeout_s, startup_timeout_s)  # type: ignore  # noqa: F821
+    tree = ast.parse(test)
+    used = bind(peer, test)  # type: ignore  # noqa: F821
+    defined = {name: value for name, value in used.items() if not isinstance(value, types.ModuleType)}
+    if imports_program(tree):
+        for name in peer.request("names"):
+            ((kind, value),) = peer.request("global", name).items()
+            if kind == "value":
+                defined[name] = value
+    if not defined:
+        raise NameError("the tests use nothing that the program defines")
+    module = types.ModuleType(MODULES[0])
+    module.__dict__.update(defined)
+    sys.modules.update(dict.fromkeys(MODULES, module))
+    lines = test.splitlines()
+    start = max((node.end_lineno for node in tree.body if is_future_import(node)), default=0)
+    given = [f"from {MODULES[0]} import {name}" for name in used if name in defined]
+    Path("test_program.py").write_text("\n".join([*lines[:start], *given, *lines[start:], ""]), encoding="utf-8")
+    pytest.main([*OPTIONS, "test_program.py"], plugins=[Outcomes(os.dup(1))])
+
+
+def imports_program(tree: ast.Module) -> bool:
+    nodes = list(ast.walk(tree))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return bool(set(MODULES) & (names | {node.module for node in nodes if isinstance(node, ast.ImportFrom)}))
+
+
+def is_future_import(node: ast.stmt) -> bool:
+    return isinstance(node, ast.ImportFrom) and node.module == "__future__"

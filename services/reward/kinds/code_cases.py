@@ -1,0 +1,148 @@
+"""Tests of programming tasks, in the forms of published datasets."""
+
+import ast
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from offbeat.services.reward.errors import Failure, RewardError
+from offbeat.services.reward.kinds.config import CodeSandboxConfig
+from offbeat.services.reward.sample import RewardSample
+
+CASE_TYPES = {"input": "stdio", "stdin": "stdio", "text": "assert", "check_based": "assert", "functional": "function"}
+"""Other names, as in ROLL's and LiveCodeBench's rows."""
+KINDS = ("stdio", "assert", "pytest", "function")
+INPUT_KEYS, OUTPUT_KEYS = ("input", "stdin", "inputs"), ("output", "expected_output", "outputs", "expected")
+FUNCTION_KEYS = ("fn_name", "entry_point", "function")
+
+
+@dataclass(frozen=True, slots=True)
+class StdioCase:
+    stdin: str
+    expected: str
+
+
+@dataclass(frozen=True, slots=True)
+class AssertCase:
+    """Code after the program."""
+
+    code: str
+
+
+@dataclass(frozen=True, slots=True)
+class PytestFile:
+    source: str
+
+
+Case = StdioCase | AssertCase | PytestFile
+
+
+def read_cases(sample: RewardSample, config: CodeSandboxConfig) -> list[Case]:
+    """Return the row's tests. Raises RewardError if there are none, or they have no known form."""
+    tests = sample.row.get(config.tests_key)
+    try:
+        value = _decode(sample.ground_truth if tests is None else tests)
+        cases = list(_cases(value, _kind(sample, config, value), sample))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise RewardError(Failure.BAD_ROW, f"{config.tests_key}: {error}") from error
+    if not cases:
+        raise RewardError(Failure.BAD_ROW, f"there are no tests in the column {config.tests_key!r} or ground_truth")
+    return cases[: config.max_tests]
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _kind(sample: RewardSample, config: CodeSandboxConfig, value: Any) -> str:
+    named = config.case_type if config.case_type != "auto" else sample.row.get("case_type")
+    if named is not None:
+        kind = CASE_TYPES.get(str(named), str(named))
+        if kind not in KINDS:
+            raise ValueError(f"the case_type {named!r} is none of {', '.join(KINDS)}")
+        return kind
+    if isinstance(value, str):
+        return "pytest" if "def test_" in value else "assert"
+    first = value[0] if isinstance(value, Sequence) and value else value
+    if not isinstance(first, Mapping):
+        return "assert"
+    return "function" if _function_name(first, sample) else "stdio"
+
+
+def _cases(value: Any, kind: str, sample: RewardSample) -> Iterator[Case]:
+    match kind:
+        case "pytest":
+            for source in [value] if isinstance(value, str) else value:
+                yield _pytest_file(source)
+        case "assert":
+            for code in [value] if isinstance(value, str) else value or ():
+                yield AssertCase(_python(code))
+        case "stdio":
+            for test_input, output in _pairs(value):
+                yield StdioCase(_text(test_input), _text(output))
+        case _:
+            name = _function_name(value if isinstance(value, Mapping) else value[0], sample)
+            if not name:
+                raise ValueError(f"a function's cases need its name, as one of {', '.join(FUNCTION_KEYS)}")
+            for arguments, output in _pairs(value):
+                yield AssertCase(_equation(name, arguments, output))
+
+
+def _pairs(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield inputs and outputs of `{"inputs": [...], "outputs": [...]}`, or of a list of objects."""
+    if isinstance(value, Mapping):
+        table = cast(Mapping[str, Any], value)
+        yield from zip(_item(table, INPUT_KEYS[::-1]), _item(table, OUTPUT_KEYS), strict=True)
+        return
+    for each in value:
+        yield _item(each, INPUT_KEYS), _item(each, OUTPUT_KEYS)
+
+
+def _item(value: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    for key in keys:
+        if value.get(key) is not None:
+            return value[key]
+    raise ValueError(f"a test has none of {', '.join(keys)}")
+
+
+def _text(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _function_name(first: Mapping[str, Any], sample: RewardSample) -> str:
+    names = (source.get(key) for source in (first, sample.row) for key in FUNCTION_KEYS)
+    name = str(next((name for name in names if name), ""))
+    if not all(part.isidentifier() for part in name.split(".")) and name:
+        raise ValueError(f"{name!r} is no function's name")
+    return name
+
+
+def _equation(name: str, arguments: Any, output: Any) -> str:
+    """Return a test of one call; `Solution.f` is a method of a new object."""
+    values = [json.loads(line) for line in arguments.splitlines()] if isinstance(arguments, str) else list(arguments)
+    expected = json.loads(output) if isinstance(output, str) and isinstance(arguments, str) else output
+    function = f"{name.rpartition('.')[0]}().{name.rpartition('.')[2]}" if "." in name else name
+    return f"assert {function}({', '.join(map(repr, values))}) == {expected!r}"
+
+
+def _python(code: Any) -> str:
+    if not isinstance(code, str):
+        raise TypeError(f"expected Python, got {type(code).__name__}")
+    try:
+        ast.parse(code)
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"a test is no Python: {error}") from error
+    return code
+
+
+def _pytest_file(source: Any) -> PytestFile:
+    tree = ast.parse(_python(source))
+    if not any(isinstance(node, ast.FunctionDef) and node.name.startswith("test") for node in ast.walk(tree)):
+        raise ValueError("a pytest file has no test function")
+    return PytestFile(source)

@@ -1,0 +1,50 @@
+"""Programs, by their tests in the sandbox; nothing of the response runs in this process."""
+
+import time
+
+from offbeat.envs.dataset.code import FENCED
+from offbeat.envs.dataset.env import last_group
+from offbeat.envs.dataset.program_checker import check_program, count_pytest
+from offbeat.envs.sandbox import Limits, check_isolation, run_python
+from offbeat.services.reward.kinds.code_cases import AssertCase, Case, PytestFile, StdioCase, read_cases
+from offbeat.services.reward.kinds.config import CodeSandboxConfig
+from offbeat.services.reward.sample import RewardSample, final_text
+
+
+class CodeSandbox:
+    def __init__(self, config: CodeSandboxConfig) -> None:
+        """Raises IsolationError if this machine can't confine programs."""
+        check_isolation(config.sandbox)
+        self._config = config
+        self._pattern = config.answer_pattern or FENCED
+
+    def __call__(self, sample: RewardSample) -> float:
+        cases = read_cases(sample, self._config)
+        program = last_group(self._pattern, final_text(sample.response))
+        if program is None:
+            return 0.0
+        needs_all = self._config.reward == "all"
+        deadline = time.monotonic() + self._config.max_total_s
+        rates: list[float] = []
+        for case in cases:
+            if time.monotonic() > deadline:  # of a program that is slow in every test
+                break
+            rates.append(run_case(program, case, self._config.sandbox))
+            if needs_all and rates[-1] < 1:
+                return 0.0
+        rate = sum(rates) / len(cases)
+        return float(rate == 1) if needs_all else rate
+
+
+def run_case(program: str, case: Case, limits: Limits) -> float:
+    """Return the share that passes."""
+    match case:
+        case AssertCase(code):
+            return float(not check_program(program, code, limits))
+        case PytestFile(source):
+            num_passed, num_tests = count_pytest(program, source, limits)
+            return num_passed / num_tests if num_tests else 0.0
+        case StdioCase(stdin, expected):
+            room = max(limits.max_output_chars, 2 * len(expected))
+            outcome = run_python(program, stdin=stdin, limits=limits.model_copy(update={"max_output_chars": room}))
+            return float(outcome.ok and outcome.stdout.split() == expected.split())

@@ -1,0 +1,144 @@
+"""The real sandbox; nothing of the response may run elsewhere."""
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from offbeat.services.reward.errors import Failure, RewardError
+from tests.services.reward.samples import config_of, score
+
+ADD = "```python\ndef add(a, b):\n    return a + b\n```"
+WRONG_FOR_NEGATIVE = "```python\ndef add(a, b):\n    return abs(a) + abs(b)\n```"
+ECHO = "```python\nprint(input())\nprint(input())\n```"
+FAST: dict[str, Any] = {"sandbox": {"timeout_s": 3.0, "cpu_s": 2}, "reward": "pass_rate"}
+
+
+def rate(response: str, tests: Any, **row: Any) -> float:
+    return score("code_sandbox", response, row={"test_cases": tests, **row}, **FAST)
+
+
+def test_stdin_and_stdout():
+    tests = {"inputs": ["1\n2\n", "3\n4\n"], "outputs": ["1\n2", "3\n5"]}
+    assert rate(ECHO, tests) == 0.5
+    assert rate(ECHO, json.dumps(tests)) == 0.5
+    assert rate(ECHO, [{"input": "1\n2", "output": "1 2"}]) == 1.0
+    assert rate(ECHO, [{"stdin": "1", "expected_output": "1"}], case_type="input") == 0.0
+
+
+def test_a_long_output_is_compared_whole():
+    program = "```python\nprint('x ' * 20_000)\n```"
+    assert rate(program, {"inputs": [""], "outputs": ["x " * 20_000]}) == 1.0
+    assert rate(program, {"inputs": [""], "outputs": ["x " * 19_999]}) == 0.0
+
+
+def test_assert_lines():
+    tests = ["assert add(1, 2) == 3", "assert add(-1, 2) == 1"]
+    assert rate(ADD, tests) == 1.0
+    assert rate(WRONG_FOR_NEGATIVE, tests) == 0.5
+    assert score("code_sandbox", ADD, tests) == 1.0
+    assert score("code_sandbox", WRONG_FOR_NEGATIVE, tests) == 0.0
+
+
+def test_calls_of_a_function_and_of_a_method():
+    tests = {"fn_name": "add", "inputs": [[1, 2], [-1, 2]], "outputs": [3, 1]}
+    assert rate(WRONG_FOR_NEGATIVE, tests) == 0.5
+    assert rate(ADD, [{"input": "1\n2", "output": "3"}], case_type="functional", entry_point="add") == 1.0
+    method = "```python\nclass Solution:\n    def add(self, a, b):\n        return a + b\n```"
+    assert rate(method, {**tests, "fn_name": "Solution.add"}) == 1.0
+
+
+PYTEST = """
+import pytest
+from solution import add
+
+@pytest.mark.parametrize(("a", "b"), [(1, 2), (-1, 2)])
+def test_sum(a, b):
+    assert add(a, b) == a + b
+
+class TestErrors:
+    def test_types(self):
+        with pytest.raises(TypeError):
+            add(1, "a")
+"""
+
+
+def test_a_pytest_file():
+    assert rate(ADD, PYTEST) == 1.0
+    assert rate(WRONG_FOR_NEGATIVE, PYTEST) == pytest.approx(2 / 3)
+    assert rate("```python\nx = 1\n```", PYTEST) == 0.0
+    assert rate(ADD, PYTEST.replace("from solution import add", "")) == 1.0
+
+
+HOSTILE = {
+    "exits": "import os\nos._exit(0)",
+    "raises SystemExit": "raise SystemExit(0)",
+    "always equal": "class A:\n    def __eq__(self, other): return True\ndef add(a, b): return A()",
+    "prints dots": "print('3 ...')\nimport os\nos.write(1, b'3 ...')",
+    "patches pytest": "import sys\nsys.modules['pytest'] = None\ndef add(a, b): return 7",
+    "hangs": "while True: pass",
+    "is no Python": "'''; import os; os.system('true'); '''" + "\n(",
+    "eats memory": "x = [0] * (1 << 40)",
+    "deep": "(" * 5_000 + ")" * 5_000,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_programs_pass_nothing(name: str):
+    program = f"```python\n{HOSTILE[name]}\n```"
+    assert rate(program, PYTEST) == 0.0
+    assert rate(program, ["assert add(5, 5) == 10"]) == 0.0
+
+
+def test_a_program_touches_neither_files_nor_this_process(tmp_path: Path):
+    target = tmp_path / "touched"
+    attack = f"open({str(target)!r}, 'w').write('x')\nimport os, signal\nos.kill({os.getpid()}, signal.SIGTERM)"
+    before = threading.active_count()
+    assert rate(f"```python\n{attack}\n```", {"inputs": [""], "outputs": [""]}) == 0.0
+    assert not target.exists()
+    assert threading.active_count() <= before + 8
+
+
+@pytest.mark.parametrize("response", ["", "print(1)", "```python\nprint(1)", "<think>```python\nprint(1)\n```"])
+def test_a_response_without_a_program_scores_zero(response: str):
+    assert rate(response, {"inputs": [""], "outputs": ["1"]}) == 0.0
+
+
+def test_tests_that_did_not_start_in_time_count_as_failed():
+    slow = "```python\nimport time\nn = input()\ntime.sleep(float(n))\nprint(n)\n```"
+    tests = {"inputs": ["0", "1.5", "0"], "outputs": ["0", "1.5", "0"]}
+    row = {"test_cases": tests}
+    assert score("code_sandbox", slow, row=row, **{**FAST, "max_total_s": 1.5}) == pytest.approx(2 / 3)
+    assert score("code_sandbox", slow, row=row, **{**FAST, "max_tests": 1}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("tests", "row"),
+    [
+        (None, {}),
+        ([], {}),
+        ("assert (", {}),
+        ([3], {}),
+        ({"inputs": ["1"], "outputs": []}, {}),
+        ({"inputs": ["1"]}, {}),
+        ([{"no": "keys"}], {}),
+        ("def helper(): pass", {"case_type": "pytest"}),
+        ([[1, 2]], {"case_type": "function"}),
+        ({"fn_name": "os.system('x')", "inputs": [[1]], "outputs": [1]}, {}),
+        (["assert True"], {"case_type": "magic"}),
+        (7, {}),
+    ],
+)
+def test_rows_without_usable_tests_fail(tests: Any, row: dict[str, Any]):
+    with pytest.raises(RewardError) as raised:
+        rate(ADD, tests, **row)
+    assert raised.value.failure is Failure.BAD_ROW
+
+
+def test_a_timeout_that_slow_programs_reach_is_refused():
+    with pytest.raises(ValidationError, match="must exceed max_total_s"):
+        config_of("code_sandbox", timeout_s=30.0)
