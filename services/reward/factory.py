@@ -12,6 +12,7 @@ from offbeat.services.reward.kinds.config import (
     DetectionConfig,
     HttpConfig,
     IFEvalConfig,
+    LlmJudgeConfig,
     MathRuleConfig,
     MultipleChoiceConfig,
     RegexConfig,
@@ -22,6 +23,7 @@ from offbeat.services.reward.kinds.crossthink_qa import CrossThinkQA
 from offbeat.services.reward.kinds.detection import Detection
 from offbeat.services.reward.kinds.http import HttpReward
 from offbeat.services.reward.kinds.ifeval import IFEval
+from offbeat.services.reward.kinds.llm_judge import LlmJudge
 from offbeat.services.reward.kinds.math_rule import MathRule
 from offbeat.services.reward.kinds.multiple_choice import MultipleChoice
 from offbeat.services.reward.kinds.pattern import Pattern
@@ -63,6 +65,8 @@ def build_function(config: AnyReward) -> RewardFunction:
             return build_user_function(config)
         case HttpConfig():
             return HttpReward(config)
+        case LlmJudgeConfig():
+            return LlmJudge(config)
         case CodeSandboxConfig():
             return _threaded(CodeSandbox(config), config)
         case _:

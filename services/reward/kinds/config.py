@@ -167,12 +167,50 @@ class CodeSandboxConfig(_PatternConfig):
 
 
 class LlmJudgeConfig(RewardConfig):
-    """A language model that judges the response."""
+    """A language model that judges the response, behind an OpenAI-compatible API."""
 
     kind: Literal["llm_judge"]
     url: str = Field(pattern=r"^https?://")
-    """Base of an OpenAI-compatible API (`http://host:8000/v1`)."""
+    """Base of the API (`http://host:8000/v1`)."""
     model: str
+    api_key_env: str | None = None
+    """Environment variable with the API's key."""
+    verdict: Literal["score", "yes_no", "pairwise", "rubric"] = "score"
+    """What the judge is asked for, and what its answer is read as; each value is between 0 and 1.
+
+    `score`: a number up to `max_score`. `yes_no`. `pairwise`: the better one of the response and the one in `compared_key`,
+    asked in both orders (a contradiction is a tie, 0.5). `rubric`: a number for each criterion, averaged by weight.
+    """
+    template: str | None = None
+    """The question, with `{prompt}`, `{response}` (`pairwise`: `{response_a}`, `{response_b}`), `{ground_truth}` and
+    `{criteria}` (`rubric`). How to answer is added. None: a general one.
+    """
+    system_prompt: str | None = None
+    max_score: int = Field(default=10, ge=1, le=100)
+    criteria: dict[str, float] = Field(default_factory=dict[str, float])
+    """Criteria of a rubric with their weights; empty: those of the row."""
+    rubric_key: str = "rubric"
+    """Column of a rubric: texts, or objects with `criterion` and `weight`."""
+    compared_key: str | None = None
+    """Column of the response to compare with; None: `ground_truth`."""
+    temperature: float = Field(default=0.0, ge=0)
+    max_tokens: int = Field(default=1024, ge=1)
+    extra_body: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """Further keys of the request."""
+    timeout_s: float = Field(default=120.0, gt=0)
+    cache_size: int = Field(default=4096, ge=0)
+
+    @model_validator(mode="after")
+    def _shows_the_response(self) -> "LlmJudgeConfig":
+        names = ("response_a", "response_b") if self.verdict == "pairwise" else ("response",)
+        missing = [name for name in names if self.template is not None and f"{{{name}}}" not in self.template]
+        if missing:
+            raise ValueError(f"template has no {{{missing[0]}}}: the judge would not see the response")
+        if self.criteria and self.verdict != "rubric":
+            raise ValueError("criteria need verdict: rubric")
+        if any(weight <= 0 for weight in self.criteria.values()):
+            raise ValueError("criteria need weights above 0")
+        return self
 
 
 class RewardModelConfig(RewardConfig):

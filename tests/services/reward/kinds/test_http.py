@@ -1,53 +1,10 @@
-"""A real HTTP service, in a thread."""
-
-import json
 import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import pytest
 
 from offbeat.services.reward.errors import Failure, RewardError
+from tests.services.reward.kinds.conftest import Service
 from tests.services.reward.samples import score
-
-Reply = tuple[int, bytes]
-
-
-class Service:
-    def __init__(self) -> None:
-        self.requests: list[Any] = []
-        self.headers: list[Any] = []
-        self.reply: Callable[[], Reply] = lambda: (200, b'{"score": 0.5}')
-        service = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                service.requests.append(json.loads(body))
-                service.headers.append(dict(self.headers))
-                status, content = service.reply()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, format: str, *args: Any) -> None: ...
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}/score"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-@pytest.fixture
-def service() -> Iterator[Service]:
-    service = Service()
-    yield service
-    service.close()
 
 
 def test_the_sample_goes_out_as_json_and_the_score_comes_back(service: Service, monkeypatch: pytest.MonkeyPatch):
