@@ -51,7 +51,7 @@ def run_pytest(test: str, read_fd: int, write_fd: int, timeout_s: float, startup
     module.__dict__.update(defined)
     sys.modules.update(dict.fromkeys(MODULES, module))
     lines = test.splitlines()
-    start = max((node.end_lineno for node in tree.body if is_future_import(node)), default=0)
+    start = max((node.end_lineno or 0 for node in tree.body if is_future_import(node)), default=0)
     given = [f"from {MODULES[0]} import {name}" for name in used if name in defined]
     Path("test_program.py").write_text("\n".join([*lines[:start], *given, *lines[start:], ""]), encoding="utf-8")
     pytest.main([*OPTIONS, "test_program.py"], plugins=[Outcomes(os.dup(1))])

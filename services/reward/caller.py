@@ -102,7 +102,7 @@ class RewardCaller:
         num_attempts, wait_s = 1, FIRST_WAIT_S
         while True:
             try:
-                return await self._attempt(sample)
+                return await run_attempt(self._function, sample, self._timeout_s)
             except RewardError as error:
                 if error.failure is Failure.UNAVAILABLE:
                     if time.monotonic() - began + wait_s > self._config.max_retry_s:
@@ -115,19 +115,21 @@ class RewardCaller:
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
-    async def _attempt(self, sample: RewardSample) -> float:
-        limit = asyncio.timeout(self._timeout_s)
-        try:
-            async with limit:
-                return read_number(await self._function.score(sample), "its result")
-        except RewardError:
-            raise
-        except TimeoutError as error:
-            if not limit.expired():
-                raise RewardError(Failure.ERROR, repr(error), traceback.format_exc()) from error
-            raise RewardError(Failure.TIMEOUT, f"no score in {self._timeout_s:g} s") from None
-        except Exception as error:  # a reward's error fails its episode
-            raise RewardError(Failure.ERROR, repr(error), traceback.format_exc()) from error
-
     def _named(self, error: RewardError) -> RewardError:
         return RewardError(error.failure, f"reward {self._config.name}: {error.detail}", error.trace)
+
+
+async def run_attempt(function: RewardFunction, sample: RewardSample, timeout_s: float) -> float:
+    """Return a finite score within the timeout. Raises RewardError."""
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            return read_number(await function.score(sample), "its result")
+    except RewardError:
+        raise
+    except TimeoutError as error:
+        if not limit.expired():
+            raise RewardError(Failure.ERROR, repr(error), traceback.format_exc()) from error
+        raise RewardError(Failure.TIMEOUT, f"no score in {timeout_s:g} s") from None
+    except Exception as error:  # a reward's error fails its episode
+        raise RewardError(Failure.ERROR, repr(error), traceback.format_exc()) from error

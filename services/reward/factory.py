@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from offbeat.services.reward.caller import RewardCaller
+from offbeat.services.reward.client import ServedReward, app_name
 from offbeat.services.reward.config import AnyReward, RewardsConfig
 from offbeat.services.reward.function import RewardFunction, ThreadedFunction
 from offbeat.services.reward.kinds.code_sandbox import CodeSandbox
@@ -17,6 +18,7 @@ from offbeat.services.reward.kinds.config import (
     MultipleChoiceConfig,
     RegexConfig,
     RewardConfig,
+    RewardModelConfig,
     UserFunctionConfig,
 )
 from offbeat.services.reward.kinds.crossthink_qa import CrossThinkQA
@@ -40,10 +42,14 @@ def make_scorer(config: RewardsConfig, *, run_id: str = "", local: bool = False)
     Raises:
         ValueError: a package, function or isolation is missing.
     """
-    del run_id, local
-    return RewardScorer(
-        config, {reward.name: RewardCaller(reward, build_function(reward)) for reward in config.rewards}
-    )
+    return RewardScorer(config, {reward.name: _make_caller(reward, run_id, local=local) for reward in config.rewards})
+
+
+def _make_caller(config: AnyReward, run_id: str, *, local: bool) -> RewardCaller:
+    if local or not config.num_replicas:
+        return RewardCaller(config, build_function(config))
+    timeout_s = config.timeout_s + config.queue_timeout_s
+    return RewardCaller(config, ServedReward(app_name(run_id, config.name)), timeout_s)
 
 
 def build_function(config: AnyReward) -> RewardFunction:
@@ -69,8 +75,11 @@ def build_function(config: AnyReward) -> RewardFunction:
             return LlmJudge(config)
         case CodeSandboxConfig():
             return _threaded(CodeSandbox(config), config)
-        case _:
-            raise NotImplementedError(config.kind)
+        case RewardModelConfig():
+            # torch takes seconds and memory, which env workers without a reward model spare
+            from offbeat.services.reward.kinds.reward_model import RewardModel  # noqa: PLC0415
+
+            return RewardModel(config)
 
 
 def _threaded(score: Callable[[RewardSample], float], config: RewardConfig) -> RewardFunction:

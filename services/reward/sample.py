@@ -43,7 +43,7 @@ def text_of(content: Any) -> str:
         return content
     if not isinstance(content, Sequence):
         return ""
-    parts: Sequence[Any] = content  # pyright: ignore[reportUnknownVariableType]
+    parts: Sequence[Any] = content
     return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
 
 

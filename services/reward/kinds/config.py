@@ -1,5 +1,6 @@
 """Configuration of the reward functions, by `kind`."""
 
+from pathlib import Path
 from typing import Literal
 
 import regex
@@ -8,6 +9,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from offbeat.envs.config import Config
 from offbeat.envs.parsing import compile_pattern
 from offbeat.envs.sandbox import Limits
+from offbeat.services.generation.config import Dtype
 
 
 class RewardConfig(Config):
@@ -32,7 +34,9 @@ class RewardConfig(Config):
     cache_size: int = Field(default=0, ge=0)
     """Scores kept per env worker, by content; equal samples share one call."""
     num_replicas: int = Field(default=0, ge=0)
-    """Replicas of a Ray Serve application; 0: in the env worker."""
+    """Replicas of a Ray Serve application, each with `max_concurrent` calls; 0: in the env worker."""
+    queue_timeout_s: float = Field(default=120.0, ge=0)
+    """Timeout of a call's wait for a replica, s, besides `timeout_s`."""
     cpus_per_replica: float = Field(default=1.0, ge=0)
     """Logical CPUs reserved in Ray per replica."""
 
@@ -214,13 +218,22 @@ class LlmJudgeConfig(RewardConfig):
 
 
 class RewardModelConfig(RewardConfig):
-    """A sequence-classification model's logit."""
+    """A logit of a sequence-classification model over the conversation, rendered by the model's own chat template."""
 
     kind: Literal["reward_model"]
-    model_name_or_path: str
-
-    @model_validator(mode="after")
-    def _has_a_service(self) -> "RewardModelConfig":
-        if not self.num_replicas:
-            raise ValueError("a reward model needs num_replicas of at least 1")
-        return self
+    model_name_or_path: Path
+    """Folder in Hugging Face form, as of `AutoModelForSequenceClassification`."""
+    label: int = Field(default=0, ge=0)
+    """Logit of a model with several labels."""
+    max_length: int | None = Field(default=None, ge=2)
+    """Tokens of a conversation, the earliest cut; None: the model's maximum."""
+    max_batch_tokens: int = Field(default=16_384, ge=1)
+    """Tokens of a forward pass, with padding."""
+    dtype: Dtype = "float32"
+    device: Literal["cpu", "cuda"] = "cpu"
+    includes_thoughts: bool = False
+    """Whether the model reads the response's thoughts."""
+    num_replicas: int = Field(default=1, ge=0)
+    max_concurrent: int = Field(default=64, ge=1)
+    timeout_s: float = Field(default=120.0, gt=0)
+    cache_size: int = Field(default=4096, ge=0)

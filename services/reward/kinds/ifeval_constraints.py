@@ -123,8 +123,9 @@ def _count_bracketed(line: str) -> int:
 
 def _has_postscript(text: str, args: Args) -> bool:
     marker = args["postscript_marker"].strip()
-    patterns = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
-    return re.search(patterns.get(marker, re.escape(marker.lower())), text.lower()) is not None
+    patterns: dict[str, str] = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+    pattern = patterns.get(marker) or re.escape(marker.lower())
+    return re.search(pattern, text.lower()) is not None
 
 
 def _number_of_bullets(text: str, args: Args) -> bool:

@@ -38,3 +38,8 @@ def answer(sample: RewardSample) -> object:
 
 
 NUMBER = 3
+
+
+def sleep_as_told(sample: RewardSample) -> float:
+    time.sleep(float(sample.response))
+    return 1.0

@@ -1,0 +1,64 @@
+"""Rewards as Ray Serve applications, one per reward with `num_replicas`."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import TypeAdapter
+from ray import serve
+from ray.serve import Application
+from ray.serve.schema import LoggingConfig
+
+from offbeat.services.reward.caller import run_attempt
+from offbeat.services.reward.client import DEPLOYMENT
+from offbeat.services.reward.config import AnyReward
+from offbeat.services.reward.errors import RewardError
+from offbeat.services.reward.factory import build_function
+from offbeat.services.reward.kinds.config import RewardModelConfig
+from offbeat.services.reward.reply import encode_failure, encode_score
+from offbeat.services.reward.sample import decode_sample
+from offbeat.services.telemetry import configure_logging
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """Settings of a replica; picklable."""
+
+    reward_json: str
+    log_dir: Path
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+class RewardDeployment:
+    """A reward function in a process of its own: one attempt a call; callers retry."""
+
+    async def __init__(self, settings: ReplicaSettings) -> None:
+        configure_logging(f"reward-{serve.get_replica_context().replica_tag}", settings.log_dir)
+        os.environ.update(settings.environment)
+        self._config: AnyReward = TypeAdapter(AnyReward).validate_json(settings.reward_json)
+        self._function = build_function(self._config)
+
+    async def score(self, blob: bytes) -> bytes:
+        """Return an encoded score or failure, so that no exception is pickled."""
+        try:
+            return encode_score(await run_attempt(self._function, decode_sample(blob), self._config.timeout_s))
+        except RewardError as error:
+            return encode_failure(error)
+
+
+def build(reward: AnyReward, *, output_dir: Path, environment: Mapping[str, str]) -> Application:
+    """Build a reward's application."""
+    uses_gpu = isinstance(reward, RewardModelConfig) and reward.device == "cuda"
+    deployment = serve.deployment(
+        name=DEPLOYMENT,
+        num_replicas=reward.num_replicas,
+        max_ongoing_requests=reward.max_concurrent,
+        health_check_period_s=1.0,
+        health_check_timeout_s=30.0,
+        graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=2.0,
+        logging_config=LoggingConfig(enable_access_log=False),
+        ray_actor_options={"num_cpus": reward.cpus_per_replica, "num_gpus": int(uses_gpu)},
+    )(RewardDeployment)
+    return deployment.bind(ReplicaSettings(reward.model_dump_json(), output_dir / "logs", dict(environment)))

@@ -1,0 +1,48 @@
+"""Client of a reward's Ray Serve application."""
+
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from offbeat.services.reward.errors import Failure, RewardError
+from offbeat.services.reward.reply import read_reply
+from offbeat.services.reward.sample import RewardSample, encode_sample
+
+DEPLOYMENT = "reward"
+
+
+def app_name(run_id: str, reward: str) -> str:
+    return f"reward-{run_id}-{reward}"
+
+
+class ServedReward:
+    """`RewardFunction` that any replica answers. An attempt that is cancelled is cancelled there, too."""
+
+    def __init__(self, app: str) -> None:
+        self._app = app
+        self._handle: DeploymentHandle[Any] | None = None
+
+    async def score(self, sample: RewardSample) -> float:
+        try:
+            blob = encode_sample(sample)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RewardError(Failure.BAD_ROW, str(error)) from error
+        try:
+            if self._handle is None:
+                self._handle = serve.get_deployment_handle(DEPLOYMENT, self._app).options(method_name="score")
+            call = self._handle.remote(blob)
+            ended = False
+            try:
+                reply = await call
+                ended = True
+            finally:
+                if not ended:
+                    call.cancel()
+        except (RayError, RayServeException, KeyError) as error:  # KeyError: the application is not deployed yet
+            raise RewardError(Failure.UNAVAILABLE, f"no replica of {self._app} answered: {error}") from error
+        return read_reply(reply)
+
+    async def close(self) -> None: ...
