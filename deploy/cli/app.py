@@ -13,6 +13,7 @@ from offbeat.benchmarks.cli import bench_app
 from offbeat.deploy.cli.agent import agent_app
 from offbeat.deploy.cli.env import env_app
 from offbeat.deploy.cli.play import inspect, play, rollout
+from offbeat.deploy.cli.reward import reward_app
 from offbeat.deploy.cli.runs.app import runs_app
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ app.add_typer(model_app, name="model", rich_help_panel=TRAIN)
 app.add_typer(bench_app, name="bench", rich_help_panel=VERIFY)
 app.add_typer(env_app, name="env", rich_help_panel=PLAY)
 app.add_typer(agent_app, name="agent", rich_help_panel=PLAY)
+app.add_typer(reward_app, name="reward", rich_help_panel=PLAY)
 app.add_typer(runs_app, name="runs", rich_help_panel=TRAIN)
 
 Config = Annotated[

@@ -4,7 +4,7 @@ import itertools
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -51,9 +51,15 @@ def _issue(
 ) -> ConfigIssue:
     keys, details = errors[0]
     if details["type"] == "extra_forbidden":
+        if nearest_of_kind := _nearest_of_kind(model, details["loc"]):
+            near = f"{path.rpartition('.')[0]}.{nearest_of_kind}"
+            return ConfigIssue(path, f"unknown key of this kind; did you mean `{near}`?", near)
         alias = find_alias(path)
         nearest = (alias,) if alias else nearest_keys(path, model)
         return ConfigIssue(path, f"unknown key; did you mean {' or '.join(f'`{key}`' for key in nearest)}?", nearest[0])
+    if details["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        key, kinds = "kind", str(details.get("ctx", {}).get("expected_tags", ""))
+        return ConfigIssue(_join((*keys, key)), f"expected {kinds}" if kinds else "required, and missing")
     if details["type"] == "missing":
         return ConfigIssue(path, "required, and missing")
     expected = " or ".join(dict.fromkeys(_format_expectation(error) for _, error in errors))
@@ -114,8 +120,44 @@ def _key_parts(model: type[BaseModel], loc: tuple[str | int, ...]) -> Iterator[s
         elif get_origin(current) in (tuple, list):
             yield part
             current = get_args(current)[0]
+        elif (kind := _model_of_kind(current, part)) is not None:
+            current = kind
         elif current is None:
             yield part
+
+
+def _model_of_kind(annotation: Any, kind: str | int) -> type[BaseModel] | None:
+    """Return the branch of a discriminated union."""
+    for branch in _branches(annotation):
+        if any(kind in get_args(field.annotation) for field in branch.model_fields.values()):
+            return branch
+    return None
+
+
+def _branches(annotation: Any) -> list[type[BaseModel]]:
+    """Return the models of a discriminated union; empty for anything else."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    branches = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else ()
+    return [branch for branch in branches if isinstance(branch, type) and issubclass(branch, BaseModel)]
+
+
+def _nearest_of_kind(model: type[BaseModel], loc: tuple[str | int, ...]) -> str | None:
+    """Return the similar key of the entry that an unknown key is in, if its kind determines which there are."""
+    current: Any = model
+    for part in loc[:-1]:
+        current = _without_none(current)
+        if isinstance(current, type) and issubclass(current, BaseModel):
+            current = current.model_fields[str(part)].annotation if str(part) in current.model_fields else None
+        elif get_origin(current) in (tuple, list):
+            current = get_args(current)[0]
+        else:
+            current = _model_of_kind(current, part)
+            if current is not None and part == loc[-2]:
+                leaf = str(loc[-1]).lower()
+                names = current.model_fields
+                return max(names, key=lambda name: SequenceMatcher(None, leaf, name.lower()).ratio())
+    return None
 
 
 def _without_none(annotation: Any) -> Any:

@@ -40,7 +40,7 @@ AnyReward = Annotated[
 class RewardsConfig(Config):
     """Reward functions of a run, and how they make one score."""
 
-    rewards: tuple[AnyReward, ...] = Field(min_length=1)
+    rewards: tuple[AnyReward, ...]
     combine: Literal["weighted", "product", "gate"] = "weighted"
     """`weighted`: sum of weight times value. `product`: of the values. `gate`: 0 if a reward with a `threshold` is below it,
     else the weighted sum of the others (1 if there are none).
@@ -49,6 +49,8 @@ class RewardsConfig(Config):
     @model_validator(mode="after")
     def _is_consistent(self) -> "RewardsConfig":
         names = [reward.name for reward in self.rewards]
+        if not names:
+            raise ValueError("rewards: name at least one")
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"rewards: the name {repeated[0]!r} occurs twice; names are columns of the trajectory")
         gates = [reward.name for reward in self.rewards if reward.threshold is not None]

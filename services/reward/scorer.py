@@ -25,15 +25,23 @@ class RewardScorer:
         Raises:
             RewardError: one of them failed; the others are cancelled.
         """
-        names = [reward.name for reward in self._config.of_tag(sample.tag)]
+        names = self.names(sample.tag)
         if not names:
             raise RewardError(Failure.NO_REWARD, f"no reward scores tag {sample.tag!r}")
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = {name: group.create_task(self._callers[name].score(sample)) for name in names}
+                tasks = {name: group.create_task(self.score_one(name, sample)) for name in names}
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return {name: task.result() for name, task in tasks.items()}
+
+    def names(self, tag: str) -> list[str]:
+        """Return the rewards of a tag."""
+        return [reward.name for reward in self._config.of_tag(tag)]
+
+    async def score_one(self, name: str, sample: RewardSample) -> float:
+        """Raises RewardError."""
+        return await self._callers[name].score(sample)
 
     def combine(self, values: Mapping[str, float]) -> float:
         """Return the score of what `score` returned."""

@@ -1,0 +1,229 @@
+"""Rewards of responses in a file, against its labels."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from offbeat.services.reward.config import RewardsConfig
+from offbeat.services.reward.errors import RewardError
+from offbeat.services.reward.factory import make_scorer
+from offbeat.services.reward.sample import RewardSample
+from offbeat.services.reward.scorer import RewardScorer
+from offbeat.services.rollout.data.rows import DatasetRows, Row, RowError
+
+SCORE = "score"
+"""Name of the combination."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Names of the file's columns."""
+
+    response: str = "response"
+    label: str = "label"
+    ground_truth: str = "ground_truth"
+    messages: str = "messages"
+    prompt: str = "prompt"
+    tag: str = "tag"
+    tags: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Value of the tag's column -> tag of the rewards; others are as they are."""
+    default_tag: str = ""
+
+
+@dataclass(slots=True)
+class ScoredRow:
+    name: str
+    """File and line."""
+    label: float | None
+    values: dict[str, float] = field(default_factory=dict[str, float])
+    """By reward, and `score`."""
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+    failure: str = ""
+    """Reason and message."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """A reward's values, and how they agree with the labels, both cut at the threshold."""
+
+    name: str
+    num_scored: int
+    mean: float
+    std: float
+    seconds_mean: float
+    seconds_max: float
+    num_labelled: int = 0
+    agreement: float | None = None
+    """Share of labelled rows."""
+    false_positives: int = 0
+    false_negatives: int = 0
+    rank_correlation: float | None = None
+    """Spearman's; None if all values or all labels are equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardReport:
+    rows: tuple[ScoredRow, ...]
+    agreements: tuple[Agreement, ...]
+    failures: Mapping[str, int]
+    """By reason."""
+    disagreements: tuple[str, ...]
+    """Rows whose score and label are on different sides of the threshold."""
+    seconds: float
+
+    def slowest(self, count: int) -> list[tuple[float, str, str]]:
+        """Return seconds, row and reward."""
+        times = [(seconds, row.name, name) for row in self.rows for name, seconds in row.seconds.items()]
+        return sorted(times, reverse=True)[:count]
+
+    def to_json(self, num_slowest: int) -> dict[str, Any]:
+        slowest = [{"row": row, "reward": name, "seconds": s} for s, row, name in self.slowest(num_slowest)]
+        return {
+            "rewards": [asdict(each) for each in self.agreements],
+            "failures": dict(self.failures),
+            "failed_rows": [{"row": row.name, "failure": row.failure} for row in self.rows if row.failure],
+            "disagreements": list(self.disagreements),
+            "slowest": slowest,
+            "seconds": self.seconds,
+        }
+
+
+async def check_rewards(
+    config: RewardsConfig, rows: DatasetRows, columns: Columns, *, threshold: float, limit: int | None = None
+) -> RewardReport:
+    """Score the rows in this process. Raises ValueError if a reward can't be built."""
+    began = time.monotonic()
+    scorer = make_scorer(config, local=True)
+    try:
+        places = {reward.name: asyncio.Semaphore(reward.max_concurrent) for reward in config.rewards}
+        indices = range(len(rows) if limit is None else min(limit, len(rows)))
+        scored = await asyncio.gather(*(_score_row(scorer, places, rows, index, columns) for index in indices))
+    finally:
+        await scorer.close()
+    failures = Counter(row.reason for row in scored if row.reason)
+    names = [*(reward.name for reward in config.rewards), SCORE]
+    agreements = [_agree(name, scored, threshold) for name in names]
+    disagreements = [row.name for row in scored if _disagrees(row, SCORE, threshold)]
+    return RewardReport(tuple(scored), tuple(agreements), failures, tuple(disagreements), time.monotonic() - began)
+
+
+async def _score_row(
+    scorer: RewardScorer, places: Mapping[str, asyncio.Semaphore], rows: DatasetRows, index: int, columns: Columns
+) -> ScoredRow:
+    row = ScoredRow(rows.name(index), None)
+    try:
+        content = rows[index]
+        row.label = _label(content, columns)
+        sample = read_sample(content, columns)
+    except RowError as error:
+        row.failure, row.reason = str(error), "bad_row"
+        return row
+    names = scorer.names(sample.tag)
+    results = await asyncio.gather(*(_score_one(scorer, places[name], name, sample, row) for name in names))
+    if errors := [error for error in results if error is not None]:
+        row.failure, row.reason = str(errors[0]), errors[0].reason
+    elif not names:
+        row.failure, row.reason = f"no reward scores tag {sample.tag!r}", "no_reward"
+    else:
+        row.values[SCORE] = scorer.combine(row.values)
+    return row
+
+
+async def _score_one(
+    scorer: RewardScorer, place: asyncio.Semaphore, name: str, sample: RewardSample, row: ScoredRow
+) -> RewardError | None:
+    async with place:  # so that the time is the call's alone
+        began = time.monotonic()
+        try:
+            row.values[name] = await scorer.score_one(name, sample)
+        except RewardError as error:
+            return error
+        finally:
+            row.seconds[name] = time.monotonic() - began
+    return None
+
+
+def read_sample(row: Row, columns: Columns) -> RewardSample:
+    """Raises RowError if there is no response, or a prompt that is neither text nor messages."""
+    response = row.get(columns.response)
+    if not isinstance(response, str):
+        raise RowError(f"the column {columns.response!r} has no text")
+    prompt: Any = row.get(columns.messages)
+    if prompt is None:
+        prompt = row.get(columns.prompt) or []
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, Sequence) or not all(isinstance(message, Mapping) for message in cast(list[Any], prompt)):
+        raise RowError(f"the column {columns.messages!r} or {columns.prompt!r} is neither text nor a list of messages")
+    c = columns
+    used = (c.response, c.label, c.ground_truth, c.messages, c.prompt, c.tag)
+    rest = {key: value for key, value in row.items() if key not in used}
+    tag = str(row.get(c.tag) or c.default_tag)
+    messages = cast(Sequence[Mapping[str, Any]], prompt)
+    return RewardSample(messages, response, 0, row.get(c.ground_truth), c.tags.get(tag, tag), rest)
+
+
+def _label(row: Row, columns: Columns) -> float | None:
+    value = row.get(columns.label)
+    if value is None:
+        return None
+    try:
+        label = float(value)
+    except (TypeError, ValueError):
+        raise RowError(f"the column {columns.label!r} has {value!r}, which is no number") from None
+    if not np.isfinite(label):
+        raise RowError(f"the column {columns.label!r} has {value!r}, which is no finite number")
+    return label
+
+
+def _agree(name: str, rows: Sequence[ScoredRow], threshold: float) -> Agreement:
+    scored = [row for row in rows if name in row.values]
+    values = np.array([row.values[name] for row in scored])
+    seconds = [row.seconds.get(name, sum(row.seconds.values())) for row in rows if row.seconds]
+    labelled = [row for row in scored if row.label is not None]
+    basics = {
+        "name": name,
+        "num_scored": len(scored),
+        "mean": float(values.mean()) if scored else 0.0,
+        "std": float(values.std()) if scored else 0.0,
+        "seconds_mean": float(np.mean(seconds)) if seconds else 0.0,
+        "seconds_max": max(seconds, default=0.0),
+    }
+    if not labelled:
+        return Agreement(**basics)
+    positives = np.array([row.values[name] >= threshold for row in labelled])
+    labels = np.array([cast(float, row.label) for row in labelled])
+    wanted = labels >= threshold
+    return Agreement(
+        **basics,
+        num_labelled=len(labelled),
+        agreement=float((positives == wanted).mean()),
+        false_positives=int((positives & ~wanted).sum()),
+        false_negatives=int((~positives & wanted).sum()),
+        rank_correlation=rank_correlation(np.array([row.values[name] for row in labelled]), labels),
+    )
+
+
+def _disagrees(row: ScoredRow, name: str, threshold: float) -> bool:
+    return row.label is not None and name in row.values and (row.values[name] >= threshold) != (row.label >= threshold)
+
+
+def rank_correlation(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> float | None:
+    """Return Spearman's rho, equal values with their mean rank; None if it is undefined."""
+    ranks = [_ranks(values) for values in (one, other)]
+    if any(rank.std() == 0 for rank in ranks):
+        return None
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def _ranks(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    return ((ends - (counts - 1) / 2)[inverse]).astype(np.float64)

@@ -1,0 +1,127 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from offbeat.deploy.cli.app import app
+from offbeat.deploy.reward_check import rank_correlation
+
+FUNCTIONS = "tests.services.reward.functions"
+MATH = {"name": "math", "kind": "math_rule", "tags": ["math"]}
+FORMAT = {"name": "format", "kind": "regex", "pattern": "boxed", "weight": 0.2}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    config, data = tmp_path / "run.yaml", tmp_path / "answers.jsonl"
+    tree = {"rewards": [MATH, FORMAT], "data": {"ground_truth_key": "gold", "tag_included": {"math": ["gsm8k"]}}}
+    config.write_text(yaml.safe_dump(tree))
+    rows = [
+        {"prompt": "1+1?", "response": r"\boxed{2}", "gold": "2", "tag": "gsm8k", "label": 1},
+        {"prompt": "1+2?", "response": r"\boxed{4}", "gold": "3", "tag": "gsm8k", "label": 0},
+        {"prompt": "1+3?", "response": "4", "gold": "4", "tag": "gsm8k", "label": 1},
+        {"prompt": "1+4?", "response": r"\boxed{5}", "tag": "gsm8k", "label": 1},
+        {"prompt": "Hi?", "response": "Hi", "tag": "chat"},
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return config, data
+
+
+def run(*arguments: object, exit_code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["reward", "check", *map(str, arguments)])
+    assert result.exit_code == exit_code, result.output
+    return result.output
+
+
+def test_agreement_failures_and_the_slowest(files: tuple[Path, Path]):
+    config, data = files
+    report = json.loads(run(config, data, "--json", "--slowest", 2, exit_code=1))
+    rewards = {each["name"]: each for each in report["rewards"]}
+    assert (rewards["math"]["num_scored"], rewards["math"]["agreement"]) == (3, pytest.approx(2 / 3))
+    assert (rewards["math"]["false_positives"], rewards["math"]["false_negatives"]) == (0, 1)
+    assert rewards["format"]["num_scored"] == 5
+    assert rewards["score"]["num_labelled"] == 3
+    assert rewards["score"]["mean"] == pytest.approx((1.2 + 0.2 + 0.0 + 0.0) / 4)
+    assert report["failures"] == {"bad_row": 1}
+    assert report["failed_rows"][0]["row"] == f"{data}:4"
+    assert report["disagreements"] == [f"{data}:3"]
+    assert len(report["slowest"]) == 2
+    assert report["slowest"][0]["seconds"] >= report["slowest"][1]["seconds"]
+
+
+def test_the_table(files: tuple[Path, Path]):
+    config, data = files
+    output = run(config, data, exit_code=1)
+    assert "agreement" in output
+    assert "1 row(s) not scored: bad_row" in output
+    assert f"{data}:4: bad_row: reward math: the row has no ground_truth" in output
+    assert f"different sides of 0.5: {data}:3" in output
+
+
+def test_overrides_limits_and_other_columns(files: tuple[Path, Path], tmp_path: Path):
+    config, _ = files
+    data = tmp_path / "other.jsonl"
+    data.write_text('{"answer": "a boxed", "human": 0.9}\n{"answer": "b"}\n')
+    arguments = ("--response-key", "answer", "--label-key", "human", "--limit", 1, "--json")
+    report = json.loads(run(config, data, "rewards.1.pattern='^a'", *arguments))
+    assert report["rewards"][1]["mean"] == 1.0
+    assert report["rewards"][1]["num_scored"] == report["rewards"][1]["num_labelled"] == 1
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        (None, "rewards: "),
+        ([{"name": "a", "kind": "maths"}], "rewards.0.kind: expected 'math_rule', 'multiple_choice'"),
+        ([{"name": "a"}], "rewards.0.kind: required, and missing"),
+        (
+            [{**MATH}, {**FORMAT, "patern": "a"}],
+            "rewards.1.patern: unknown key of this kind; did you mean `rewards.1.pattern`?",
+        ),
+        (
+            [{**MATH, "pattern": "a"}],
+            "rewards.0.pattern: unknown key of this kind; did you mean `rewards.0.answer_pattern`?",
+        ),
+        ([{**FORMAT, "weight": "a"}], "rewards.0.weight: expected a number, got 'a' (a string)"),
+        ([], "rewards: name at least one"),
+        ([{"name": "f", "kind": "function", "path": f"{FUNCTIONS}:missing"}], "can't be imported"),
+        ([{"name": "m", "kind": "reward_model", "model_name_or_path": "/no/such"}], "no such folder"),
+    ],
+)
+def test_mistakes_are_named_without_a_traceback(files: tuple[Path, Path], rewards: Any, message: str):
+    config, data = files
+    config.write_text(yaml.safe_dump({"seed": 1} if rewards is None else {"rewards": rewards}))
+    output = run(config, data, exit_code=2)
+    assert message in output
+    assert len(output.splitlines()) == 1
+
+
+def test_bad_rows_are_named(files: tuple[Path, Path], tmp_path: Path):
+    config, _ = files
+    data = tmp_path / "bad.jsonl"
+    rows = ['{"response": "a"}', "not json", '{"response": 3}', '{"response": "a", "label": "x"}']
+    rows += [
+        '{"response": "a", "prompt": 3}',
+        '{"response": "a", "messages": ["x"]}',
+        '{"response": "a", "label": NaN}',
+    ]
+    data.write_text("\n".join(rows))
+    report = json.loads(run(config, data, "--json", exit_code=1))
+    assert report["failures"] == {"bad_row": 6}
+    assert report["rewards"][1]["num_scored"] == 1
+    no_column = tmp_path / "none.jsonl"
+    no_column.write_text('{"text": "a"}\n')
+    assert "no column 'response' (--response-key); there is text" in run(config, no_column, exit_code=2)
+    assert "no such file" in run(config, tmp_path / "missing.jsonl", exit_code=2)
+
+
+def test_rank_correlation_by_hand():
+    """Ranks 1, 2.5, 2.5, 4 against 1, 3, 2, 4: rho = 4.5 / sqrt(4.5 * 5)."""
+    one, other = np.array([0.0, 0.5, 0.5, 1.0]), np.array([0.0, 0.6, 0.5, 0.9])
+    assert rank_correlation(one, other) == pytest.approx(4.5 / np.sqrt(4.5 * 5))
+    assert rank_correlation(one, -other) == pytest.approx(-4.5 / np.sqrt(4.5 * 5))
+    assert rank_correlation(np.ones(4), other) is None
