@@ -1,0 +1,23 @@
+from pathlib import Path
+
+from offbeat.services.reward.checks import find_problems
+from offbeat.services.reward.config import RewardsConfig
+
+
+def test_what_can_not_be_built_is_found_before_the_start(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    functions = "tests.services.reward.functions"
+    entries = [
+        {"name": "a", "kind": "math_rule"},
+        {"name": "b", "kind": "function", "path": f"{functions}:missing"},
+        {"name": "c", "kind": "function", "path": f"{functions}:length"},
+        {"name": "d", "kind": "http", "url": "http://x", "api_key_env": "NO_SUCH_TOKEN"},
+        {"name": "e", "kind": "reward_model", "model_name_or_path": str(tmp_path / "no")},
+        {"name": "f", "kind": "reward_model", "model_name_or_path": str(tmp_path)},
+        {"name": "g", "kind": "code_sandbox"},
+    ]
+    problems = dict(find_problems(RewardsConfig.model_validate({"rewards": entries}, strict=False)))
+    assert sorted(problems) == [1, 3, 4]
+    assert "missing" in problems[1]
+    assert "NO_SUCH_TOKEN is not set" in problems[3]
+    assert "no model in" in problems[4]
