@@ -220,7 +220,7 @@ def rank_correlation(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64
     ranks = [_ranks(values) for values in (one, other)]
     if any(rank.std() == 0 for rank in ranks):
         return None
-    return float(np.corrcoef(*ranks)[0, 1])
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
 def _ranks(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

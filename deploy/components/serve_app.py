@@ -1,5 +1,5 @@
 # pyright: basic
-"""Serve applications: generation engines, weight broker, rewards."""
+"""Serve applications: generation engines and weight broker."""
 
 import asyncio
 import logging
@@ -21,9 +21,6 @@ from offbeat.deploy.run_setup import LOGS
 from offbeat.services.control.interfaces import Health, Observation
 from offbeat.services.generation import app as generation_service
 from offbeat.services.generation.config import app_name
-from offbeat.services.reward import app as reward_service
-from offbeat.services.reward import client as reward_client
-from offbeat.services.reward.config import AnyReward, RewardsConfig
 from offbeat.services.weights import app as weights_app
 
 logger = logging.getLogger(__name__)
@@ -125,18 +122,3 @@ def broker_component(config: RunConfig, redis_url: str, status: ServeStatus, uid
         )
 
     return ServeApp("weights", weights_app.app_name(config.exp_name), build, status)
-
-
-def reward_components(config: RunConfig, scoring: RewardsConfig | None, status: ServeStatus) -> list[ServeApp]:
-    """Return an application for each reward with `num_replicas`."""
-    served = [reward for reward in scoring.rewards if reward.num_replicas] if scoring else []
-    return [_reward_component(config, reward, status) for reward in served]
-
-
-def _reward_component(config: RunConfig, reward: AnyReward, status: ServeStatus) -> ServeApp:
-
-    def build() -> Application:
-        return reward_service.build(reward, output_dir=config.output_dir.resolve(), environment=config.environment)
-
-    name = f"reward {reward.name}"
-    return ServeApp(name, reward_client.app_name(config.exp_name, reward.name), build, status)
