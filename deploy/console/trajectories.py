@@ -23,11 +23,11 @@ from offbeat.services.control.console.schemas import (
 from offbeat.services.control.schemas import finite
 from offbeat.services.errors import CodecError, RolloutError
 from offbeat.services.messages.types import Segment, Trajectory
-from offbeat.trainer.losses.token_outcomes import Outcome
+from offbeat.trainer.losses.token_outcomes import TokenOutcome
 from offbeat.trainer.training.batch_log import BatchLog
 from offbeat.trainer.training.step_tokens import TrajectoryTokens
 
-OUTCOMES = [outcome.name.lower() for outcome in Outcome]
+OUTCOMES = [outcome.name.lower() for outcome in TokenOutcome]
 NO_OUTCOME = 255
 LEFT_OUT = "its group was left out by variance_filter_ratio, or the step kept no tokens (console.keep_steps)"
 MAX_CACHED_STEPS = 64

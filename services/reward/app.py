@@ -22,7 +22,7 @@ from offbeat.services.telemetry import configure_logging
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaSettings:
+class RewardReplicaSettings:
     """Settings of a replica; picklable."""
 
     reward_json: str
@@ -33,7 +33,7 @@ class ReplicaSettings:
 class RewardDeployment:
     """A reward function in a process of its own: one attempt a call; callers retry."""
 
-    async def __init__(self, settings: ReplicaSettings) -> None:
+    async def __init__(self, settings: RewardReplicaSettings) -> None:
         configure_logging(f"reward-{serve.get_replica_context().replica_tag}", settings.log_dir)
         os.environ.update(settings.environment)
         self._config: AnyReward = TypeAdapter(AnyReward).validate_json(settings.reward_json)
@@ -61,4 +61,4 @@ def build(reward: AnyReward, *, output_dir: Path, environment: Mapping[str, str]
         logging_config=LoggingConfig(enable_access_log=False),
         ray_actor_options={"num_cpus": reward.cpus_per_replica, "num_gpus": int(uses_gpu)},
     )(RewardDeployment)
-    return deployment.bind(ReplicaSettings(reward.model_dump_json(), output_dir / "logs", dict(environment)))
+    return deployment.bind(RewardReplicaSettings(reward.model_dump_json(), output_dir / "logs", dict(environment)))

@@ -12,7 +12,7 @@ from offbeat.trainer.losses.policy_loss import compared_logprobs, surrogate_loss
 from offbeat.trainer.losses.targets import Targets
 
 
-class Outcome(IntEnum):
+class TokenOutcome(IntEnum):
     """Reason why a token's policy gradient is not that of its advantage; the last that applies."""
 
     TRAINED = 0
@@ -32,7 +32,7 @@ class Outcome(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenOutcomes:
-    """All [M]. ratio: as in the loss, to the old policy; outcome: `Outcome`, uint8."""
+    """All [M]. ratio: as in the loss, to the old policy; outcome: `TokenOutcome`, uint8."""
 
     logprobs: Tensor
     ratio: Tensor
@@ -45,13 +45,13 @@ def token_outcomes(config: AlgorithmConfig, logprobs: Tensor, targets: Targets) 
     """Explain the first pass. logprobs: [M], NaN for tokens that it lacks."""
     surrogate, old = surrogate_losses(config, logprobs, targets)
     correction = correct(config.train_infer_correction, compared_logprobs(config, logprobs, old), targets)
-    outcome = torch.full(logprobs.shape, Outcome.TRAINED, dtype=torch.uint8)
-    outcome[targets.advantages == 0] = Outcome.NO_ADVANTAGE
-    outcome[surrogate.clipped] = Outcome.CLIPPED
+    outcome = torch.full(logprobs.shape, TokenOutcome.TRAINED, dtype=torch.uint8)
+    outcome[targets.advantages == 0] = TokenOutcome.NO_ADVANTAGE
+    outcome[surrogate.clipped] = TokenOutcome.CLIPPED
     if correction.cut is not None:
-        outcome[correction.cut] = Outcome.WEIGHT_CUT
+        outcome[correction.cut] = TokenOutcome.WEIGHT_CUT
     if correction.kept is not None:
-        outcome[~correction.kept] = Outcome.FILTERED
-    outcome[targets.weights == 0] = Outcome.EPISODE_MASKED
-    outcome[logprobs.isnan()] = Outcome.NOT_COMPUTED
+        outcome[~correction.kept] = TokenOutcome.FILTERED
+    outcome[targets.weights == 0] = TokenOutcome.EPISODE_MASKED
+    outcome[logprobs.isnan()] = TokenOutcome.NOT_COMPUTED
     return TokenOutcomes(logprobs, surrogate.ratio, targets.advantages, outcome)

@@ -85,7 +85,7 @@ class ConversationScorer:
         if not folder.is_dir():
             raise ValueError(f"reward {config.name!r}: model_name_or_path: no such folder: {folder}")
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             model = _load_model(config)
         except (OSError, ValueError, RuntimeError, ImportError) as error:
             raise ValueError(f"reward {config.name!r}: {folder} can't be loaded: {error}") from error
@@ -132,11 +132,15 @@ class ConversationScorer:
 def _load_model(config: RewardModelConfig) -> Any:
     """Load the model with the head of its file. Raises ValueError if that has none, or too few labels."""
     folder = config.model_name_or_path
-    num_labels = int(AutoConfig.from_pretrained(folder).num_labels or 0)
+    num_labels = int(AutoConfig.from_pretrained(folder, trust_remote_code=False).num_labels or 0)
     if config.label >= num_labels:
         raise ValueError(f"label {config.label}: the model has {num_labels} label(s)")
     model, info = AutoModelForSequenceClassification.from_pretrained(
-        folder, dtype=getattr(torch, config.dtype), output_loading_info=True
+        folder,
+        dtype=getattr(torch, config.dtype),
+        output_loading_info=True,
+        trust_remote_code=False,
+        use_safetensors=True,
     )
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"its weights lack {', '.join(missing[:3])}: it is no trained reward model")

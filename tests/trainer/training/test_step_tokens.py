@@ -10,7 +10,7 @@ import torch
 from offbeat.services.errors import CodecError
 from offbeat.services.messages.types import StopReason
 from offbeat.trainer.config.learner import ModelArgs
-from offbeat.trainer.losses.token_outcomes import Outcome
+from offbeat.trainer.losses.token_outcomes import TokenOutcome
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.training.batch_log import BatchLog
 from offbeat.trainer.training.step_tokens import StepTokens, TrajectoryTokens, decode_tokens
@@ -44,7 +44,7 @@ def test_a_tokens_numbers_are_those_of_the_loss_by_hand(folder: Path, settings: 
             np.testing.assert_allclose(tokens.ratio, ratio, rtol=1e-4)
             np.testing.assert_allclose(tokens.advantages, advantage, atol=1e-6)
             clipped = (ratio > 1.2) if advantage > 0 else (ratio < 0.8)
-            assert [outcome == Outcome.CLIPPED for outcome in tokens.outcome] == clipped.tolist()
+            assert [outcome == TokenOutcome.CLIPPED for outcome in tokens.outcome] == clipped.tolist()
             assert tokens.max_ratio == pytest.approx(float(ratio.max()), rel=1e-4)
 
 
@@ -55,11 +55,11 @@ def test_a_masked_episode_and_a_filtered_token_say_so(folder: Path) -> None:
     batches, _, _ = trainer(folder, config(max_len_mask=True, train_infer_correction=filters))
     train_on(batches, groups, 0)
     found = tokens_of(batches.last_step)
-    assert set(found[0, 0].outcome) == {Outcome.EPISODE_MASKED}
+    assert set(found[0, 0].outcome) == {TokenOutcome.EPISODE_MASKED}
     others = np.concatenate([each.outcome for key, each in found.items() if key != (0, 0)])
     ratios = np.concatenate([each.ratio for key, each in found.items() if key != (0, 0)])
-    assert ((others == Outcome.FILTERED) == (ratios > 0.67)).all()
-    assert 0 < (others == Outcome.FILTERED).sum() < len(others)
+    assert ((others == TokenOutcome.FILTERED) == (ratios > 0.67)).all()
+    assert 0 < (others == TokenOutcome.FILTERED).sum() < len(others)
 
 
 def test_a_policy_that_waits_for_its_critic_has_no_numbers(folder: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_policy_that_waits_for_its_critic_has_no_numbers(folder: Path) -> None
     batches, _, _ = trainer(folder, settings, critic=True)
     train_on(batches, GROUPS, 0)
     for tokens in tokens_of(batches.last_step).values():
-        assert set(tokens.outcome) == {Outcome.NOT_COMPUTED}
+        assert set(tokens.outcome) == {TokenOutcome.NOT_COMPUTED}
         assert np.isnan(tokens.logprobs).all()
         assert math.isnan(tokens.max_ratio)
 
