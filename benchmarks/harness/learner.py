@@ -37,6 +37,7 @@ class TimedTrainer:
 
     kl_coef = 0.0
     vocab_size = 1 << 24
+    last_step = None
 
     def __init__(self, train_s: float) -> None:
         self._train_s = train_s

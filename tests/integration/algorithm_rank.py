@@ -51,6 +51,8 @@ ALGORITHMS: dict[str, dict[str, object]] = {
     "online pairs": {"pipeline": "online_dpo", "dpo": {"sft_coef": 0.1}},
     "unpaired": {"pipeline": "dpo", "dpo": {"loss_type": "kto"}},
 }
+WITHOUT_TOKENS = {"distillation", "online pairs", "unpaired"}
+"""Those without ratios or advantages, whose tokens are not annotated."""
 
 
 def main(model: Path, out: Path) -> None:
@@ -87,8 +89,9 @@ def main(model: Path, out: Path) -> None:
             if ranks.rank == 0:
                 save_file(weights, out / f"{name}-of-{ranks.world_size}.safetensors")
                 found = {key: gauge.value for key, gauge in gauges.items()}
-                assert batches.last_step is not None
-                found |= {f"logprob {i}": value for i, value in enumerate(batches.last_step.logprobs.tolist())}
+                if name not in WITHOUT_TOKENS:
+                    assert batches.last_step is not None
+                    found |= {f"logprob {i}": value for i, value in enumerate(batches.last_step.logprobs.tolist())}
                 (out / f"{name}-of-{ranks.world_size}.json").write_text(json.dumps(found))
 
 

@@ -19,6 +19,7 @@ from offbeat.deploy.run_setup import run_spec
 from offbeat.services.control.store import RunStore
 from offbeat.services.devices import VISIBLE, EngineDevices
 from offbeat.services.generation.placement import claim_devices, deployment_options
+from offbeat.services.keys import RunKeys
 from offbeat.services.redis.connection import connect_async
 from offbeat.trainer.process.remote_ranks import RANKS_PER_NODE, RemoteRanks
 from tests.waiting import wait_until_sync
@@ -60,7 +61,9 @@ def engines(config: RunConfig) -> list[tuple[str, str]]:
 
 def ranks(config: RunConfig, redis: Redis, url: str) -> dict[str, dict[str, str]]:
     """Return the environment of each rank's process: of rank 0 until it ends, as it finds no real GPU."""
-    learner = ManagedLearner(config, redis, url)
+    uid = redis.hget(RunKeys(RUN).record, "uid")
+    assert isinstance(uid, bytes)
+    learner = ManagedLearner(config, redis, url, uid.decode())
     learner._start()
     world = RemoteRanks(url, RUN, (1, 1))
     world.open(1)

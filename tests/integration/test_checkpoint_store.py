@@ -1,11 +1,14 @@
 """A learner process that uploads to S3: killed in an upload, restarted, and resumed by URL once its folder is lost."""
 
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from moto.backends import get_backend
+from moto.s3.models import S3Backend
 from rich.console import Console
 
 from offbeat.deploy.cli.audit import audit_run
@@ -35,12 +38,25 @@ def stored() -> set[str]:
 
 
 @pytest.mark.usefixtures("s3")
-def test_a_learner_killed_in_an_upload_and_a_lost_folder(redis_server: str, tmp_path: Path) -> None:
+def test_a_learner_killed_in_an_upload_and_a_lost_folder(
+    redis_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed, put_object = threading.Event(), S3Backend.put_object
+
+    def hold_manifest(backend: S3Backend, bucket: str, key: str, *args: Any, **kwargs: Any) -> Any:
+        """Answer no upload of step 2's manifest until its learner is dead."""
+        if key.endswith(MANIFEST) and "/step-000002." in key and not killed.is_set():
+            killed.wait(240)
+            raise ConnectionError("the client is dead")
+        return put_object(backend, bucket, key, *args, **kwargs)
+
+    monkeypatch.setattr(S3Backend, "put_object", hold_manifest)
     with a_run(redis_server, tmp_path, "uploading", KEYS) as run:
         victim = run.start()
         wait_until_sync(lambda: any("/step-000002." in key for key in stored()), timeout_s=240, every_s=0.001)
         victim.kill()
         victim.wait()
+        killed.set()
         url = f"{URL}/{next(key for key in stored() if '/step-000002.' in key).split('/')[1]}"
         assert not any(key.endswith(MANIFEST) for key in stored() if "/step-000002." in key), "killed in the upload"
         assert [each.step for each in RemoteFolder(url).read_list()] in ([], [0])

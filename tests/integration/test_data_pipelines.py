@@ -105,7 +105,8 @@ def test_a_killed_learners_successor_ends_the_epoch_with_the_same_weights(
         counters = run.counters()
         assert (counters.admitted, counters.trained, counters.in_flight) == (GROUPS[pipeline], GROUPS[pipeline], 0)
         for name, tensor in undisturbed.weights(6).items():
-            assert torch.equal(tensor, run.weights(6)[name]), name
+            # files are scored row by row, the learner's reference in the policy's micro-batches
+            torch.testing.assert_close(run.weights(6)[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_a_stopped_data_run_goes_on_within_the_epoch(redis_server: str, tmp_path: Path, undisturbed: Run) -> None:

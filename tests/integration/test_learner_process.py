@@ -264,7 +264,7 @@ def test_a_checkpoint_that_can_not_be_used_is_refused_with_one_line(redis_server
     ("record", "complaint"),
     [
         ({}, b"there is no run"),
-        ({"config": "{}"}, b"custom_envs"),
+        ({"config": '{"seed": -1}'}, b"seed"),
     ],
 )
 def test_a_run_that_can_not_be_read_is_refused_with_one_line(

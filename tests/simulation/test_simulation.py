@@ -194,7 +194,6 @@ def break_publication(patch: pytest.MonkeyPatch) -> None:
         break_synced_journal,
         break_synced_entries,
         break_publication,
-        break_script_fencing,
     ],
 )
 def test_a_broken_guard_of_whole_learners_is_found(

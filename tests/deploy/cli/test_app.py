@@ -65,7 +65,7 @@ def test_a_packaged_configuration_is_found_by_name(tmp_path: Path):
         assert (done.returncode, done.stdout) == (0, "valid\n")
     missing = offbeat("config", "validate", "nowhere")
     assert missing.returncode == 2
-    assert "no such file: nowhere; packaged: dpo, foreign_agent," in missing.stderr
+    assert "no such file: nowhere; packaged: distill, dpo, foreign_agent," in missing.stderr
     assert "quickstart, qwen2.5-0.5b/frozen_lake" in missing.stderr
 
 

@@ -121,7 +121,7 @@ def test_the_tiny_policy_keeps_its_template(tmp_path: Path):
 
 def test_a_template_that_cannot_be_rendered_is_refused_before_a_start(llama: Path, tmp_path: Path):
     for template, part in (
-        ("{% for m in messages %}{{ m.content }}", "can't be rendered"),
+        ("{% for m in messages %}{{ m.content }}", "line 1: Unexpected end of template"),
         ("{{ raise_exception('no') }}", "no"),
         ("{% for m in messages %}{{ m.content }}##{% endfor %}", "end of an answer"),
     ):

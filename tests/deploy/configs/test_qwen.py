@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from offbeat.deploy.config.checks.run import check_settings
+from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.loader import compose_tree, load_run, validate_tree
 from offbeat.deploy.config.run import RunConfig
 from offbeat.envs.prompts import fill_template
@@ -89,4 +90,4 @@ def test_the_overrides_for_one_gpu_in_the_header_are_valid(path: Path, model: Pa
     assert len(overrides) == 6
     config = validate_tree(compose_tree(path, [f"pretrain={model}", *overrides]))
     assert (config.actor_infer.device, config.actor_train.device) == ("cuda", "cuda")
-    assert check_settings(config, cores=8.0, gpus=1.0) == []
+    assert check_settings(config, cores=8.0, nodes=[ClusterNode("", "here", 1)]) == []
