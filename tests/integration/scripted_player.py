@@ -4,6 +4,7 @@ The same group number gives the same trajectories whoever plays it, so two learn
 """
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from offbeat.services.messages.types import (
     VersionSpan,
 )
 from offbeat.services.redis.connection import connect_async
+from offbeat.services.retry import retry_until_answered
 from offbeat.services.rollout.tasks import EvalTasks, Task, train_task
 
 ANSWERS = ("Left", "Down", "Right", "Up")
@@ -63,7 +65,9 @@ def play(config: RunConfig, chat: ChatFormat, task: Task, spec: EpisodeTask, ver
 
 
 async def play_forever(config: RunConfig, redis_url: str, model_folder: Path, stop: asyncio.Event) -> None:
-    """Claim and play until `stop`; a task whose weights are not published yet waits."""
+    """Claim and play until `stop`, as a worker does: waiting for unpublished weights and for a restarted Redis to be
+    reconciled.
+    """
     redis = connect_async(redis_url, patience_s=240.0)
     buffer = AsyncRolloutBuffer(redis, config.exp_name)
     chat = load_chat_format(model_folder)
@@ -71,8 +75,8 @@ async def play_forever(config: RunConfig, redis_url: str, model_folder: Path, st
     position = "$"
     try:
         while not stop.is_set():
-            await buffer.heartbeat("scripted")
-            specs = await buffer.claim("scripted", 64)
+            await retry_until_answered(lambda: buffer.heartbeat("scripted"))
+            specs = await retry_until_answered(lambda: buffer.claim("scripted", 64))
             for spec in specs:
                 task = (
                     train_task(config, config.seed, spec.number)
@@ -80,7 +84,8 @@ async def play_forever(config: RunConfig, redis_url: str, model_folder: Path, st
                     else evals.task(spec.number)
                 )
                 # What a replica would serve at least; the newest version would depend on timing
-                await buffer.submit("scripted", spec, play(config, chat, task, spec, spec.min_version))
+                played = play(config, chat, task, spec, spec.min_version)
+                await retry_until_answered(partial(buffer.submit, "scripted", spec, played))
             if not specs:
                 position = await buffer.wait_for_work(position, 0.2)
     finally:
