@@ -59,8 +59,10 @@ def _discard(_: str) -> None:
 
 
 def _show(reproduced: "ReproductionResult", step: int | None, console: Console) -> None:
-    if step is not None:
+    if step is not None and reproduced.samples:
         console.print(_table(step, reproduced.samples))
+    elif step is not None:
+        console.print(f"step {step}: no trajectories with ratios and advantages to show")
     if not reproduced.compared:
         console.print("no later checkpoint to compare the weights with")
 
