@@ -2,15 +2,17 @@
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
 def make_folder(folder: Path) -> None:
-    if folder.is_dir():
-        return
-    make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
-    sync_folder(folder.parent)
+    """Make a folder; sync the entry of an existing one, too, as its maker may have died before it did."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+    with suppress(PermissionError):  # a parent that others own
+        sync_folder(folder.parent)
 
 
 def write_bytes(path: Path, content: bytes) -> None:

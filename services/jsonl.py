@@ -21,11 +21,9 @@ class LinesFile:
 
     def __init__(self, path: Path) -> None:
         make_folder(path.parent)
-        is_new = not path.exists()
         _cut_broken_end(path)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if is_new:
-            sync_folder(path.parent)
+        sync_folder(path.parent)
         self._cut = False
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
