@@ -5,11 +5,12 @@ keys only, and nothing is copied.
 """
 
 # pyright: basic
+import math
+import mmap
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -45,15 +46,16 @@ class KvCache:
             cache[row] = 0
 
     def _allocate(self, states: Tensor) -> Tensor:
-        # Zeros by calloc, which commits no memory, where torch.zeros would write them: a masked key that is not a number
-        # would still make the output one.
+        # A mapping is zero and commits memory as it is written: torch.zeros would write all of it, and so would huge pages,
+        # for which numpy asks. Zeros, since a masked key that is no number would still make the output one.
         shape = (self.num_rows, self.row_length, states.shape[1], states.shape[3])
-        num_bytes = states.element_size() * int(np.prod(shape))
-        return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(states.dtype).view(shape)
+        memory = mmap.mmap(-1, states.element_size() * math.prod(shape), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        return torch.frombuffer(memory, dtype=states.dtype).view(shape)
 
 
 def row_attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
