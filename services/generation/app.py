@@ -18,7 +18,7 @@ from offbeat.services.devices import EngineDevices
 from offbeat.services.errors import RetryableError
 from offbeat.services.generation.client import DEPLOYMENT
 from offbeat.services.generation.config import GenerationConfig
-from offbeat.services.generation.engine import SharedEngine
+from offbeat.services.generation.engine import TenantEngine
 from offbeat.services.generation.placement import claim_devices, deployment_options
 from offbeat.services.generation.replica import ReplicaStatus
 from offbeat.services.generation.tenancy import (
@@ -160,7 +160,7 @@ class GenerationDeployment:
             engine.close()
 
 
-async def _start_engine(settings: ReplicaSettings, seed: int) -> SharedEngine:
+async def _start_engine(settings: ReplicaSettings, seed: int) -> TenantEngine:
     """Start the configured engine, with random weights until a run's are loaded."""
     s = settings
     # each imports libraries that take seconds, and that the other does not need

@@ -41,7 +41,7 @@ class PolicyEngine(Protocol):
     def close(self) -> None: ...
 
 
-class SharedEngine(PolicyEngine, Protocol):
+class TenantEngine(PolicyEngine, Protocol):
     """Engine that serves one run after another."""
 
     def salted(self, salt: str) -> PolicyEngine:

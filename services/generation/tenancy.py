@@ -20,7 +20,7 @@ from redis.exceptions import ConnectionError, TimeoutError
 
 from offbeat.services.errors import RetryableError
 from offbeat.services.generation.config import GenerationConfig
-from offbeat.services.generation.engine import SharedEngine
+from offbeat.services.generation.engine import TenantEngine
 from offbeat.services.generation.replica import GenerationReplica
 from offbeat.services.keys import OFFERS, RunKeys, claims_key
 from offbeat.services.redis.connection import OutageRetry, connect_async
@@ -92,7 +92,7 @@ async def find_tenant(redis: Redis, app: str) -> Tenant | None:
 
 class Tenancy:
     def __init__(
-        self, tenant: Tenant, replica_id: str, engine: SharedEngine, config: GenerationConfig, redis_url: str
+        self, tenant: Tenant, replica_id: str, engine: TenantEngine, config: GenerationConfig, redis_url: str
     ) -> None:
         redis = connect_async(redis_url)
         # Without patience: a request that came twice would be served twice.

@@ -21,7 +21,8 @@ configure_logging("scorer", None)
 build_scorer(sys.argv[1], "", "reference", sys.argv[2], sys.argv[3]).run()
 """
 PENALTY = ("use_kl_loss=true", "kl_loss_coef=0.5", "save_steps=2")
-SERVICE = (*PENALTY, "reference.strategy_args.placement=service", "buffer.worker_timeout_s=4")
+HF_INFER = "reference.strategy_args.strategy_name=hf_infer"
+SERVICE = (*PENALTY, HF_INFER, "reference.strategy_args.placement=service", "buffer.worker_timeout_s=4")
 
 
 def start_scorer(run: Run, name: str) -> subprocess.Popen[bytes]:

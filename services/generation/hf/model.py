@@ -51,12 +51,12 @@ class PolicyModel:
         Raises:
             GenerationError: it can't be served.
         """
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         architecture = config.to_dict()
         if problem := architecture_problem(architecture):
             raise GenerationError(f"{folder}: {problem}")
         self._model: Any = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=ROW_ATTENTION
+            config, dtype=dtype, attn_implementation=ROW_ATTENTION, trust_remote_code=False
         ).eval()
         if not self._model._supports_attention_backend:
             raise GenerationError(f"transformers lets nobody replace the attention of {config.model_type}: take vllm")

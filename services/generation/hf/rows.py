@@ -18,7 +18,7 @@ MAX_CANDIDATES = 16
 
 
 @dataclass(slots=True)
-class Row:
+class CacheRow:
     """Tokens whose keys and values a row holds, or will once they are computed."""
 
     number: int
@@ -34,7 +34,7 @@ class Row:
 class Match:
     """Row with the longest common prefix."""
 
-    row: Row
+    row: CacheRow
     length: int
     """Tokens in common."""
 
@@ -47,8 +47,8 @@ class RowStore:
     def __init__(self, num_rows: int, *, shares_prefixes: bool) -> None:
         self._shares = shares_prefixes
         self._free = list(range(num_rows))
-        self._idle: OrderedDict[int, Row] = OrderedDict()
-        self._index: dict[int, dict[int, Row]] = {}
+        self._idle: OrderedDict[int, CacheRow] = OrderedDict()
+        self._index: dict[int, dict[int, CacheRow]] = {}
 
     @property
     def num_free(self) -> int:
@@ -67,7 +67,7 @@ class RowStore:
                 return best
         return None
 
-    def take(self, prompt: array, match: Match | None) -> tuple[Row, int]:
+    def take(self, prompt: array, match: Match | None) -> tuple[CacheRow, int]:
         """Take a row for a prompt; return it and how many of the match's tokens are to be copied into it.
 
         A row that holds a prefix of the prompt and nothing else goes on instead.
@@ -86,7 +86,7 @@ class RowStore:
         self._remember(row)
         return row, copied
 
-    def keep(self, row: Row, tokens: Sequence[int]) -> None:
+    def keep(self, row: CacheRow, tokens: Sequence[int]) -> None:
         """Keep a finished sequence's row for later prompts that begin with its tokens."""
         if not self._shares or row.computed < CHUNK:
             self.free(row)
@@ -97,12 +97,12 @@ class RowStore:
         self._remember(row)
         self._idle[row.number] = row
 
-    def free(self, row: Row) -> None:
+    def free(self, row: CacheRow) -> None:
         self._forget(row)
         self._idle.pop(row.number, None)
         heapq.heappush(self._free, row.number)
 
-    def hide(self, rows: Iterable[Row]) -> None:
+    def hide(self, rows: Iterable[CacheRow]) -> None:
         """Let no prompt find the rows, which hold keys and values of older weights."""
         for row in rows:
             self._forget(row)
@@ -111,22 +111,22 @@ class RowStore:
         for row in list(self._idle.values()):
             self.free(row)
 
-    def _take_any(self, match: Match | None) -> Row:
+    def _take_any(self, match: Match | None) -> CacheRow:
         """Take a free row, else the least recently used idle one that is not the match's."""
         if self._free:
-            return Row(heapq.heappop(self._free))
+            return CacheRow(heapq.heappop(self._free))
         kept = match.row if match is not None else None
         row = next((each for each in self._idle.values() if each is not kept), None) or next(iter(self._idle.values()))
         del self._idle[row.number]
         return row
 
-    def _remember(self, row: Row) -> None:
+    def _remember(self, row: CacheRow) -> None:
         if self._shares:
             row.chunks = _digests(row.tokens)
             for digest in row.chunks:
                 self._index.setdefault(digest, {})[row.number] = row
 
-    def _forget(self, row: Row) -> None:
+    def _forget(self, row: CacheRow) -> None:
         for digest in row.chunks:
             rows = self._index[digest]
             del rows[row.number]

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from offbeat.services.generation.hf.rows import CHUNK, Row, RowStore
+from offbeat.services.generation.hf.rows import CHUNK, CacheRow, RowStore
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, VersionSpan
 
 MAX_TOKENS_PER_PASS = 2048
@@ -23,7 +23,7 @@ class RunningSequence:
     """Tokens to sample at most."""
     tokens: list[int]
     """Of prompt and answer."""
-    row: Row | None = None
+    row: CacheRow | None = None
     is_stale: bool = False
     """True if its row holds keys and values of older weights."""
     logprobs: list[float] = field(default_factory=list[float])
@@ -58,7 +58,7 @@ class PlannedChunk:
     """The next `count` tokens of a sequence."""
 
     sequence: RunningSequence
-    row: Row
+    row: CacheRow
     count: int
 
     @property

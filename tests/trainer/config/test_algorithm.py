@@ -7,6 +7,7 @@ from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.learner import LearnerConfig, StrategyArgs
 from offbeat.trainer.config.rewards import RewardNormalization
 from offbeat.trainer.config.roles import InferStrategyArgs
+from offbeat.trainer.config.scored_roles import scored_roles
 
 
 @pytest.mark.parametrize(
@@ -109,6 +110,20 @@ def test_a_reference_beside_the_learner_rejects_unsupported_features(settings: d
     found = list(check_learner(LearnerConfig.model_validate({**BESIDE, **settings})))
     assert [(each.path, why in each.message) for each in found] == [("reference.strategy_args.placement", True)]
     assert not list(check_learner(LearnerConfig.model_validate({**BESIDE, **KL})))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "replicas"),
+    [
+        ({"strategy_name": "hf_infer"}, []),
+        ({"strategy_name": "hf_infer", "placement": "service"}, [1]),
+        ({"strategy_name": "hf_infer", "placement": "service", "num_replicas": 2}, [2]),
+    ],
+)
+def test_hf_infer_is_the_frozen_model_in_the_learner_or_its_service(strategy: dict, replicas: list[int]):
+    config = LearnerConfig.model_validate({**KL, "reference": {"strategy_args": strategy}})
+    assert not list(check_learner(config))
+    assert [role.num_replicas for role in scored_roles(config, config.reference)] == replicas
 
 
 @pytest.mark.parametrize(

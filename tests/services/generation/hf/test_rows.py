@@ -4,17 +4,17 @@ from array import array
 
 import pytest
 
-from offbeat.services.generation.hf.rows import CHUNK, Row, RowStore
+from offbeat.services.generation.hf.rows import CHUNK, CacheRow, RowStore
 
 FIRST = list(range(3 * CHUNK))
 
 
-def take(store: RowStore, prompt: list[int]) -> tuple[Row, int]:
+def take(store: RowStore, prompt: list[int]) -> tuple[CacheRow, int]:
     tokens = array("i", prompt)
     return store.take(tokens, store.find(tokens))
 
 
-def finish(store: RowStore, row: Row, tokens: list[int]) -> None:
+def finish(store: RowStore, row: CacheRow, tokens: list[int]) -> None:
     """All tokens but the last are computed: that one was only sampled."""
     row.computed = len(tokens) - 1
     store.keep(row, tokens)
