@@ -237,9 +237,10 @@ async def test_a_submitted_request_reaches_its_first_token_before_weights_change
     """The replica would sample it again otherwise."""
     policies = await start()
     first = await policies.load(0)
+    await policies.engine.stage(policies.files[1])
     running = [asyncio.create_task(policies.generate(policies.request(PROMPT, max_new_tokens=9))) for _ in range(4)]
     await asyncio.sleep(0)
-    await policies.load(1)
+    await policies.engine.load(policies.files[1], first + 1)
     assert {(await each).versions[0].version for each in running} == {first}
 
 
