@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterator
-from itertools import groupby
 
 from offbeat.services.metric_registry import METRICS, RENAMED, Metric
 
@@ -34,8 +33,8 @@ def render_page() -> str:
 
 
 def _sections() -> Iterator[str]:
-    for source, metrics in groupby(METRICS, lambda metric: metric.source):
-        rows = [_row(metric) for metric in metrics]
+    for source in SECTIONS:
+        rows = [_row(metric) for metric in METRICS if metric.source == source]
         yield f"## {source}\n\n{SECTIONS[source]}\n\n| Name | Unit | Meaning | ROLL |\n|---|---|---|---|"
         yield "\n".join(rows) + "\n"
 

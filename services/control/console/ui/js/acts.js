@@ -79,7 +79,7 @@ function stateActs(run, report) {
   const act = (/** @type {string} */ name, /** @type {string} */ path, /** @type {string} */ effect) => button(report, name, () => `${name} ${run.id}? ${effect}`,
     async () => { const view = await send("POST", `/runs/${run.id}/${path}`); return `${run.id} is to be ${view.wanted}; it is ${view.state}.`; });
   return h("section", {}, h("h2", {}, `Run ${run.id}`), h("div", { class: "bar" },
-    act("Pause", "pause", "It starts no episode and no step."), act("Resume", "resume", "It goes on."),
+    act("Pause", "pause", "It starts no episode and no step."), act("Resume", "resume", "It continues."),
     act("Stop", "stop", "It drains, saves a checkpoint and ends."), act("Stop now", "stop?now=true", "It ends without draining.")));
 }
 

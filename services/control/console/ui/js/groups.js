@@ -68,13 +68,13 @@ export async function show(context, main) {
   main.replaceChildren(h("div", { class: "bar" },
     choice("State", STATES.map((state) => /** @type {[string, string]} */ ([state, state || "all"])), query.state ?? "", (state) => go({ state })),
     choice("Order", SORTS, query.sort ?? "number", (sort) => go({ sort })),
-    field("Tag", "tag", "text"), field("Step", "step", "number"), field("Least mean reward", "min_reward", "number"), field("Greatest mean reward", "max_reward", "number"),
+    field("Tag", "tag", "text"), field("Step", "step", "number"), field("Lowest mean reward", "min_reward", "number"), field("Highest mean reward", "max_reward", "number"),
     h("span", {}, PHASES.map(([name, text]) => h("span", { class: "key" }, s("svg", { "aria-hidden": true }, s("rect", { class: name, width: 12, height: 12 })), text)))),
   reasons, list);
   const draw = async () => {
     const page = await get(`/runs/${context.run}/groups?${new URLSearchParams({ ...query, limit: String(LIMIT) })}`);
     const offset = Number(query.offset ?? 0);
-    list.replaceChildren(page.groups.length ? table(context, page.groups) : h("p", {}, "No group fits."),
+    list.replaceChildren(page.groups.length ? table(context, page.groups) : h("p", {}, "No group matches."),
       h("p", {}, `${page.groups.length ? offset + 1 : 0} to ${offset + page.groups.length} of ${short(page.total)} `,
         offset > 0 ? h("button", { onclick: () => go({ offset: Math.max(0, offset - LIMIT) }) }, "Before") : null, " ",
         page.next !== null ? h("button", { onclick: () => go({ offset: page.next }) }, "Next") : null));

@@ -25,7 +25,7 @@ export async function lagMap(context, place) {
     offset = answer.next;
   }
   const placed = groups.filter((group) => group.step !== null && group.staleness !== null);
-  if (!placed.length) return void place.replaceChildren(h("p", { class: "soft" }, "No group was trained yet."));
+  if (!placed.length) return void place.replaceChildren(h("p", { class: "soft" }, "No group has been trained yet."));
   const first = Math.min(...placed.map((group) => group.step));
   const last = Math.max(...placed.map((group) => group.step));
   const highest = Math.max(1, ...placed.map((group) => group.staleness));
