@@ -3,7 +3,7 @@
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -11,6 +11,18 @@ from offbeat.benchmarks.chaos.cli import chaos
 from offbeat.benchmarks.chaos.soak import soak
 from offbeat.benchmarks.cli import bench_app
 from offbeat.deploy.cli.agent import agent_app
+from offbeat.deploy.cli.config import (
+    EXIT_CONFIG,
+    WITH_OVERRIDES,
+    Config,
+    ConfigFolder,
+    ConfigName,
+    Overrides,
+    config_app,
+    load,
+    locate,
+    refuse,
+)
 from offbeat.deploy.cli.distill import distill_app
 from offbeat.deploy.cli.env import env_app
 from offbeat.deploy.cli.play import inspect, play, rollout
@@ -19,12 +31,8 @@ from offbeat.deploy.cli.runs.app import runs_app
 from offbeat.deploy.cli.ui import ui
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from offbeat.deploy.config.run import RunConfig
-    from offbeat.trainer.config.issue import ConfigIssue
 
-EXIT_CONFIG = 2
 TRAIN, PLAY, VERIFY = "Train", "Envs and episodes", "Inspect and verify"
 
 app = typer.Typer(
@@ -32,7 +40,6 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-config_app = typer.Typer(help="Check or show a run's configuration.", no_args_is_help=True)
 learner_app = typer.Typer(help="Attach a learner to a run, or reproduce recorded training steps.", no_args_is_help=True)
 model_app = typer.Typer(help="Install pretrained models without a model hub.", no_args_is_help=True)
 app.add_typer(config_app, name="config", rich_help_panel=TRAIN)
@@ -44,27 +51,6 @@ app.add_typer(env_app, name="env", rich_help_panel=PLAY)
 app.add_typer(agent_app, name="agent", rich_help_panel=PLAY)
 app.add_typer(reward_app, name="reward", rich_help_panel=PLAY)
 app.add_typer(runs_app, name="runs", rich_help_panel=TRAIN)
-
-Config = Annotated[
-    str | None,
-    typer.Argument(metavar="CONFIG", help="A run's YAML file, or the name of a packaged one.", show_default=False),
-]
-ConfigFolder = Annotated[
-    Path | None,
-    typer.Option("--config-path", "--config_path", metavar="DIR", help="Folder of --config-name, as in Hydra."),
-]
-ConfigName = Annotated[
-    str | None,
-    typer.Option("--config-name", "--config_name", metavar="NAME", help="CONFIG by name, with or without .yaml."),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Override values of the file.", show_default=False),
-]
-
-
-WITH_OVERRIDES = {"ignore_unknown_options": True}
-"""Context of commands with overrides, to answer `--key value` with how to write it."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -84,22 +70,6 @@ def options(
     """Options of all commands."""
 
 
-def _locate(
-    config: str | None, overrides: list[str] | None, folder: Path | None, name: str | None
-) -> tuple[Path, list[str]]:
-    """Return the file and the overrides; with `--config-name` every argument is an override."""
-    if name is None:
-        if config is None or folder is not None:
-            missing = "CONFIG" if folder is None else "--config-name"
-            raise typer.BadParameter(f"missing: a run's YAML file, or --config-path DIR --config-name NAME ({missing})")
-        return Path(config), overrides or []
-    values = [*([config] if config else []), *(overrides or [])]
-    if config and "=" not in config and not config.startswith("-"):
-        raise typer.BadParameter(f"{config} beside --config-name: give the file once")
-    path = Path(folder or ".", name)
-    return path if path.suffix == ".yaml" else path.with_name(f"{path.name}.yaml"), values
-
-
 @app.command(rich_help_panel=TRAIN, context_settings=WITH_OVERRIDES)
 def train(
     config: Config = None,
@@ -113,77 +83,10 @@ def train(
     """
     from offbeat.deploy.cli.train import train as run_train
 
-    path, values = _locate(config, overrides, config_path, config_name)
-    loaded = _load(path, values)
+    path, values = locate(config, overrides, config_path, config_name)
+    loaded = load(path, values)
     _try_agents(loaded, path)
     raise typer.Exit(run_train(loaded, path, values))
-
-
-@config_app.command("validate", context_settings=WITH_OVERRIDES)
-def config_validate(
-    config: Config = None,
-    overrides: Overrides = None,
-    config_path: ConfigFolder = None,
-    config_name: ConfigName = None,
-) -> None:
-    """Validate a configuration; list every problem."""
-    _load(*_locate(config, overrides, config_path, config_name))
-    typer.echo("valid")
-
-
-@config_app.command("show", context_settings=WITH_OVERRIDES)
-def config_show(
-    config: Config = None,
-    overrides: Overrides = None,
-    config_path: ConfigFolder = None,
-    config_name: ConfigName = None,
-) -> None:
-    """Print the complete configuration as YAML."""
-    from offbeat.deploy.config.loader import dump_yaml
-
-    typer.echo(dump_yaml(_load(*_locate(config, overrides, config_path, config_name))), nl=False)
-
-
-@config_app.command("list")
-def config_list() -> None:
-    """List the packaged configurations; their names are accepted wherever a file is."""
-    from offbeat.deploy.config.loader import packaged_configs
-
-    configs = packaged_configs()
-    width = max(map(len, configs))
-    for name, summary in configs.items():
-        typer.echo(f"{name:{width}}  {summary}".rstrip())
-
-
-@config_app.command("schema")
-def config_schema() -> None:
-    """Print the JSON Schema of a configuration, for completion, types and docs in an editor."""
-    from offbeat.deploy.config.schema import run_schema_text
-
-    typer.echo(run_schema_text(), nl=False)
-
-
-@config_app.command("import")
-def config_import(
-    library: Annotated[
-        Literal["roll", "trl", "verl"],
-        typer.Argument(metavar="roll|trl|verl", help="Library of the files.", show_default=False),
-    ],
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Its configurations.", show_default=False)],
-    out: Annotated[Path, typer.Option("--out", "-o", help="New file, or folder for several.", show_default=False)],
-    trial: Annotated[
-        bool, typer.Option("--trial", help="With the tiny policy on CPUs, to see the run train on this machine.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
-) -> None:
-    """Convert another library's configurations; report what became of each key."""
-    from offbeat.deploy.cli.config_import import ImportFailedError, import_files
-
-    try:
-        import_files(library, files, out, force=force, trial=trial, echo=typer.echo)
-    except ImportFailedError as error:
-        typer.echo(f"offbeat: {error}", err=True)
-        raise typer.Exit(EXIT_CONFIG) from None
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -409,42 +312,12 @@ def model_smollm2(
         raise typer.Exit(EXIT_CONFIG) from None
 
 
-def _refuse_options(overrides: list[str]) -> None:
-    for position, text in enumerate(overrides):
-        if text.startswith("-"):
-            name, equals, value = text.lstrip("-").partition("=")
-            value = value if equals else next(iter(overrides[position + 1 :]), "VALUE")
-            typer.echo(
-                f"no such option: {text}; keys are set without dashes: {name.replace('-', '_')}={value}", err=True
-            )
-            raise typer.Exit(EXIT_CONFIG)
-
-
-def _load(path: Path, overrides: list[str] | None) -> "RunConfig":
-    from offbeat.deploy.config.errors import ConfigError
-    from offbeat.deploy.config.loader import load_run
-
-    _refuse_options(overrides or [])
-
-    try:
-        return load_run(path, overrides or [])
-    except ConfigError as error:
-        _refuse(path, error.issues)
-
-
 def _try_agents(config: "RunConfig", path: Path) -> None:
     if any(env.agent_runner for env in config.custom_envs.values()):
         from offbeat.deploy.play.agent_check import try_agents
 
         if issues := try_agents(config):
-            _refuse(path, issues)
-
-
-def _refuse(path: Path, issues: "Sequence[ConfigIssue]") -> NoReturn:
-    typer.echo(f"{path}: {len(issues)} problems" if len(issues) > 1 else f"{path}:", err=True)
-    for issue in issues:
-        typer.echo(f"  {issue}", err=True)
-    raise typer.Exit(EXIT_CONFIG) from None
+            refuse(path, issues)
 
 
 def main() -> None:

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from offbeat.deploy.cli.config import EXIT_CONFIG, WITH_OVERRIDES, Overrides, load
+
 if TYPE_CHECKING:
     from offbeat.deploy.config.run import RunConfig
-
-EXIT_USAGE = 2
 
 distill_app = typer.Typer(help="Write a dataset's scores by teachers once.", no_args_is_help=True)
 
@@ -18,30 +18,23 @@ def distill() -> None:
     """Write a dataset's scores by teachers once."""
 
 
-@distill_app.command("prepare", context_settings={"ignore_unknown_options": True})
+@distill_app.command("prepare", context_settings=WITH_OVERRIDES)
 def prepare(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's YAML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Override values of the file.", show_default=False),
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Write the teachers' distributions of all rows beside the dataset, for `placement: files`.
 
     Runs on the device of `actor_train`. Rows that are written already are not scored again.
     """
-    from offbeat.deploy.config.errors import ConfigError
-    from offbeat.deploy.config.loader import load_run
     from offbeat.services.errors import MeshError
 
+    loaded = load(config, overrides)
     try:
-        prepare_run(load_run(config, overrides or []))
-    except ConfigError as error:
-        typer.echo("\n".join(str(issue) for issue in error.issues), err=True)
-        raise typer.Exit(EXIT_USAGE) from None
+        prepare_run(loaded)
     except (MeshError, ValueError, OSError) as error:
         typer.echo(str(error), err=True)
-        raise typer.Exit(EXIT_USAGE) from None
+        raise typer.Exit(EXIT_CONFIG) from None
 
 
 def prepare_run(config: "RunConfig") -> dict[str, int]:

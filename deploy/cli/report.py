@@ -1,11 +1,10 @@
 """`offbeat report`; writes nothing but the report's files."""
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from redis import Redis
 from redis.exceptions import RedisError
@@ -16,7 +15,7 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.target import load_config
 from offbeat.deploy.redis_address import find_url, resolve_url
 from offbeat.deploy.report.history import RunHistory
-from offbeat.deploy.report.report import REPORT, ReportMaker
+from offbeat.deploy.report.report import ReportMaker, read_report
 from offbeat.deploy.run_folder import CONFIG
 from offbeat.services.buffer.admin import snapshot_from
 from offbeat.services.buffer.scripts import BufferScripts
@@ -42,7 +41,7 @@ def remake_report(run: str, redis_url: str | None = None) -> int:
     except (AuditError, ConfigError, MeshError, RedisError) as error:
         print(f"offbeat: {error}", file=sys.stderr)  # noqa: T201
         return 1
-    earlier = _earlier_report(folder)
+    earlier = read_report(folder)  # of `offbeat train`, the only one with startup times
     began, last = history.attempts[-1] if history.attempts else (0.0, 0.0)
     if earlier.get("ended_at", 0.0) > began:
         ended_at = earlier["ended_at"]
@@ -105,11 +104,3 @@ def _redis_of(folder: Path, config: RunConfig, url: str | None) -> Iterator[Redi
         raise MeshError(f"{folder} holds no redis/: name the Redis of its run with --redis")
     with EmbeddedRedis(folder / "redis", config.redis) as server, Redis.from_url(server.url) as redis:
         yield redis
-
-
-def _earlier_report(folder: Path) -> dict[str, Any]:
-    """Return `offbeat train`'s report, the only one with startup times."""
-    try:
-        return json.loads((folder / REPORT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}

@@ -1,14 +1,12 @@
 """View of a run, from its folder alone."""
 
-import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from offbeat.deploy import run_folder
 from offbeat.deploy.audit.lives import DROPPED, FAILED, TRAINED
 from offbeat.deploy.console.archive import FolderArchive
-from offbeat.deploy.report.report import REPORT
+from offbeat.deploy.report.report import read_report
 from offbeat.services.control.run import DesiredState, RunState
 from offbeat.services.control.schemas import (
     CountersView,
@@ -25,7 +23,7 @@ PREFIX = "learner/"
 def view_folder(archive: FolderArchive) -> RunView:
     """Raises `NotRecordedError` without a configuration."""
     config, folder = archive.run_config, archive.folder
-    report = _read_report(folder)
+    report = read_report(folder)
     last = archive.latest()
     metrics = {name.removeprefix(PREFIX): value for name, value in last.items() if name.startswith(PREFIX)}
     lives = archive.lives()
@@ -73,14 +71,6 @@ def view_folder(archive: FolderArchive) -> RunView:
             tensorboard=str(folder / "tensorboard"),
         ),
     )
-
-
-def _read_report(folder: Path) -> dict[str, Any]:
-    try:
-        report = json.loads((folder / REPORT).read_text())
-    except (OSError, ValueError):
-        return {}
-    return report if isinstance(report, dict) else {}
 
 
 def live_url(folder: Path) -> str | None:

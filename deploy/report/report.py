@@ -181,6 +181,15 @@ def _training_loss(steps: Sequence[Step]) -> dict[str, float] | None:
     return {"before": smoothed[0], "after": smoothed[-1]} if smoothed else None
 
 
+def read_report(folder: Path) -> dict[str, Any]:
+    """Return the content of `report.json`; empty without a readable one."""
+    try:
+        report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return report if isinstance(report, dict) else {}
+
+
 def draw_curve(path: Path, config: RunConfig, history: RunHistory, baselines: Mapping[str, float]) -> None:
     """Draw success, else reward."""
     steps, sampling = history.steps.newest(), "loss" if config.reads_data else "sampled"
@@ -209,16 +218,17 @@ def render_episodes(folder: Path, config: RunConfig) -> None:
 
 
 def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> None:
+    has_episodes = report["pipeline"] not in GROUP_SIZES
     table = Table(
         title=f"{report['exp_name']} after {report['steps']} steps, {report['wall_s']:.0f} s", title_justify="left"
     )
-    table.add_column("on held-out tasks" if report["pipeline"] == "agentic" else "")
+    table.add_column("on held-out tasks" if has_episodes else "")
     table.add_column("before", justify="right")
     table.add_column("after", justify="right")
     for measure in ("success", "reward"):
         for sampling in ("sampled", "greedy"):
             before, after = (_newest_measure(report, kind, sampling, measure) for kind in ("before", "after"))
-            if report["pipeline"] not in GROUP_SIZES or before is not None:
+            if has_episodes or before is not None:
                 table.add_row(f"{measure}, {sampling}", _format(before), _format(after))
     if training := report.get("training_loss"):
         table.add_row("loss of training rows", _format(training["before"], ".4f"), _format(training["after"], ".4f"))
@@ -238,7 +248,7 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
     sampled = (
         f", {report['tokens_generated']:,} tokens generated, {report['tokens_trained']:,} trained, "
         f"{report['weight_updates']:,} weight updates, staleness at most {_format(report['max_staleness_seen'], '.0f')}"
-        if report["pipeline"] not in GROUP_SIZES or report["tokens_generated"]
+        if has_episodes or report["tokens_generated"]
         else f", {report['tokens_trained']:,} tokens"
     )
     console.print(f"{report['trajectories']:,} trajectories trained{sampled}", soft_wrap=True)

@@ -14,7 +14,18 @@ from offbeat.deploy.config.importing.roll_keys import find_unknown
 from offbeat.deploy.config.importing.roll_rlvr import RLVR, name_domains, rlvr_defaults
 from offbeat.deploy.config.importing.roll_roles import ENGINES, GENERATING, ROLES, SCORED, TRAINING
 from offbeat.deploy.config.importing.roll_run import ALGORITHM, RUN, defaults
-from offbeat.deploy.config.importing.rules import Key, Rules, Tree, apply, apply_aliases, get, leaves, put, translate
+from offbeat.deploy.config.importing.rules import (
+    Key,
+    Rules,
+    Tree,
+    add_defaults,
+    apply,
+    apply_aliases,
+    get,
+    leaves,
+    put,
+    translate,
+)
 from offbeat.deploy.config.loader import compose_files, readable
 from offbeat.deploy.config.yaml_limits import load_yaml
 from offbeat.trainer.config.issue import ConfigIssue
@@ -177,12 +188,5 @@ def _uniform_roles(source: Tree) -> Tree:
 
 def _add_defaults(tree: Tree, source: Tree, sets: tuple[Defaults, ...]) -> list[KeyReport]:
     """Add the library's defaults that differ from ours, of keys that its file leaves out."""
-    reports: list[KeyReport] = []
-    for each in sets:
-        for theirs, ours, value in each(source):
-            target = tuple(ours.split("."))
-            if (theirs and get(source, theirs) is not None) or get(tree, target) is not None:
-                continue
-            if not put(tree, target, value):
-                reports.append(KeyReport((), Outcome("default", target, value)))
-    return reports
+    defaults = (default for each in sets for default in each(source))
+    return add_defaults(tree, ((ours, value) for theirs, ours, value in defaults if get(source, theirs) is None))

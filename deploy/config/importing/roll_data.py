@@ -16,28 +16,12 @@ from offbeat.deploy.config.importing.rules import (
     no_effect,
     rename,
     same,
+    take_file,
 )
 
-ONE_FILE = "one file: join them"
-
-
-def dataset(target: str) -> Rule:
-    """Take a file, or the first of a list."""
-
-    def rule(key: Key) -> Outcome | None:
-        names = [key.value] if isinstance(key.value, str) else key.value
-        if not isinstance(names, list) or not names:
-            return Outcome("no effect", note="names no file")
-        note = "" if len(names) == 1 else f"{ONE_FILE} ({', '.join(map(str, names[1:]))})"
-        path = tuple(target.split("."))
-        return Outcome("renamed", path, names[0], note)
-
-    return rule
-
-
 DATA: tuple[tuple[str, Rule], ...] = (
-    ("actor_train.data_args.file_name", dataset("data.dataset_name")),
-    ("validation.data_args.file_name", dataset("data.val_dataset_name")),
+    ("actor_train.data_args.file_name", take_file("data.dataset_name")),
+    ("validation.data_args.file_name", take_file("data.val_dataset_name")),
     ("validation.data_args.template", same("as actor_train")),
     ("*.data_args.template", lambda key: same("global_template")(key) if get(key.tree, "global_template") else None),
     ("actor_train.data_args.template", template_outcome),
@@ -49,30 +33,6 @@ DATA: tuple[tuple[str, Rule], ...] = (
     ("actor_train.training_args.num_train_epochs", rename("data.num_train_epochs")),
     ("val_batch_size|rollout_batch_size|prompt_length|response_length", no_effect("of other pipelines")),
 )  # fmt: skip
-DPO: tuple[tuple[str, Rule], ...] = (
-    *DATA,
-    ("ipo", become("dpo.loss_type", lambda value: "ipo" if value else "sigmoid", "which ROLL never passes on to its loss")),
-    ("beta", rename("dpo.beta", "which ROLL never passes on to its loss: 0.1 there")),
-    ("label_smoothing", rename("dpo.label_smoothing", "which ROLL never passes on to its loss: 0 there")),
-    ("chosen_key|rejected_key", lambda key: Outcome("renamed", ("data", key.path[0]), key.value)),
-)  # fmt: skip
-
-
-def _key(key: Key) -> Outcome | None:
-    names = {"prompt_key": "prompt_key", "response_key": "response_key"}
-    if key.path[0] in names:
-        return Outcome("renamed", ("data", key.path[0]), key.value)
-    if not key.value:
-        return Outcome("same", note="no such column")
-    what = "append it to the prompt" if key.path[0] == "query_key" else "put it into `messages` as the system message"
-    return Outcome("no counterpart", note=f"column {key.value!r}: {what} in the file")
-
-
-SFT: tuple[tuple[str, Rule], ...] = (
-    *DATA,
-    ("system_key|prompt_key|query_key|response_key", _key),
-    ("max_steps", no_effect("num_train_epochs counts")),
-)
 
 
 def _batch(tree: Tree, per_row: int) -> int | None:
@@ -101,8 +61,31 @@ def batch_rules(per_row: int) -> tuple[tuple[str, Rule], ...]:
     )
 
 
-DPO = (*batch_rules(2), *DPO)
-SFT = (*batch_rules(1), *SFT)
+DPO: tuple[tuple[str, Rule], ...] = (
+    *batch_rules(2),
+    *DATA,
+    ("ipo", become("dpo.loss_type", lambda value: "ipo" if value else "sigmoid", "which ROLL never passes on to its loss")),
+    ("beta", rename("dpo.beta", "which ROLL never passes on to its loss: 0.1 there")),
+    ("label_smoothing", rename("dpo.label_smoothing", "which ROLL never passes on to its loss: 0 there")),
+    ("chosen_key|rejected_key", lambda key: Outcome("renamed", ("data", key.path[0]), key.value)),
+)  # fmt: skip
+
+
+def _column(key: Key) -> Outcome | None:
+    if key.path[0] in ("prompt_key", "response_key"):
+        return Outcome("renamed", ("data", key.path[0]), key.value)
+    if not key.value:
+        return Outcome("same", note="no such column")
+    what = "append it to the prompt" if key.path[0] == "query_key" else "put it into `messages` as the system message"
+    return Outcome("no counterpart", note=f"column {key.value!r}: {what} in the file")
+
+
+SFT: tuple[tuple[str, Rule], ...] = (
+    *batch_rules(1),
+    *DATA,
+    ("system_key|prompt_key|query_key|response_key", _column),
+    ("max_steps", no_effect("num_train_epochs counts")),
+)
 
 
 def sft_defaults(_tree: Tree) -> Iterator[tuple[str, str, Any]]:

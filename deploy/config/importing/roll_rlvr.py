@@ -5,10 +5,21 @@ from math import ceil
 from typing import Any
 
 from offbeat.deploy.config.importing.report import Outcome
-from offbeat.deploy.config.importing.roll_data import dataset
 from offbeat.deploy.config.importing.roll_roles import template_outcome
 from offbeat.deploy.config.importing.roll_run import estimator_default
-from offbeat.deploy.config.importing.rules import Key, Rule, Tree, get, get_table, missing, no_effect, rename, same
+from offbeat.deploy.config.importing.rules import (
+    Key,
+    Rule,
+    Tree,
+    get,
+    get_table,
+    missing,
+    no_effect,
+    rename,
+    same,
+    take_file,
+)
+from offbeat.services.chat.template_override import replaces
 
 KINDS = {
     "math_rule_reward_worker": "math_rule",
@@ -139,10 +150,10 @@ RLVR: tuple[tuple[str, Rule], ...] = (
      "balance_length|minibatch_data_iter_num", no_effect("ROLL never reads it")),
     ("dataset_filter.**", no_effect("ROLL never reads it")),
     ("global_template", template_outcome),
-    ("tag_to_template.*", lambda key: same("the model's own template")(key) if key.value in ("native", "qwen2_5", "qwen3")
+    ("tag_to_template.*", lambda key: same("the model's own template")(key) if not replaces(str(key.value))
      else Outcome("no counterpart", note="one template for all: chat_template")),
-    ("actor_train.data_args.file_name", dataset("data.dataset_name")),
-    ("validation.data_args.file_name", dataset("data.val_dataset_name")),
+    ("actor_train.data_args.file_name", take_file("data.dataset_name")),
+    ("validation.data_args.file_name", take_file("data.val_dataset_name")),
     ("actor_train.data_args.domain_interleave_probs.*", _share),
     ("teacher.*.tag_included", _taught),
     ("actor_train.data_args.messages", rename("data.messages_key")),

@@ -15,6 +15,7 @@ from offbeat.deploy.config.importing.rules import (
     rename,
     same,
 )
+from offbeat.services.chat.template_override import TEMPLATES, replaces
 from offbeat.services.devices import parse_device_mapping
 from offbeat.services.generation.vllm.engine_arguments import engine_argument_names
 from offbeat.trainer.config.aliases import ENGINE
@@ -233,13 +234,11 @@ def _chat_template(key: Key) -> Outcome:
     return template_outcome(key)
 
 
-TEMPLATES = ("native", "qwen2_5", "qwen3", "native_nonthinking", "longcot_V3", "chatml")
-
-
 def template_outcome(key: Key) -> Outcome:
-    if key.value is None or key.value in ("native", "qwen2_5", "qwen3"):
+    name = None if key.value is None else str(key.value)
+    if not replaces(name):
         return Outcome("same", note="the model's own template")
-    if key.value in TEMPLATES:
+    if name in TEMPLATES:
         return Outcome("renamed", ("chat_template",), key.value)
     return Outcome("no counterpart", note=f"{key.value}: the model's own template is used, unless chat_template is set")
 
@@ -310,7 +309,6 @@ ENGINES: tuple[tuple[str, Rule], ...] = (
     ("actor_infer.infer_batch_size", no_effect("the engine batches by itself: max_num_seqs")),
     ("actor_infer.model_args.attn_implementation|model_name_or_path", no_effect("the engine chooses; its model: pretrain")),
     ("actor_infer.model_args.disable_gradient_checkpointing", no_effect("inference has no backward pass")),
-    ("actor_infer.strategy_args.strategy_config", same("", None)),
 )  # fmt: skip
 GENERATING: tuple[tuple[str, Rule], ...] = tuple(
     (f"actor_infer|train_env_manager|val_env_manager.generating_args.{name}", rule)

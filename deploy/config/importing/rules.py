@@ -4,7 +4,7 @@ Patterns are dotted: `*` is any part, `a|b` one of several, `a*` a beginning, a 
 answers counts.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ class Key:
 
 Rule = Callable[[Key], Outcome | None]
 Rules = Sequence[tuple[str, Rule]]
+UNKNOWN = "no counterpart known: see docs/configuration.md"
 
 
 def same(note: str = "", *values: object) -> Rule:
@@ -53,6 +54,19 @@ def become(target: str, convert: Callable[[Any], Any], note: str = "", *values: 
     def rule(key: Key) -> Outcome | None:
         value = convert(key.value) if _is_one_of(key.value, values) else None
         return None if value is None else Outcome("value", fill(target, key.path), value, note)
+
+    return rule
+
+
+def take_file(target: str) -> Rule:
+    """Take a dataset's file, or the first of a list."""
+
+    def rule(key: Key) -> Outcome | None:
+        names = [key.value] if isinstance(key.value, str) else key.value
+        if not isinstance(names, list) or not names:
+            return Outcome("no effect", note="names no file")
+        note = "" if len(names) == 1 else f"one file: join them ({', '.join(map(str, names[1:]))})"
+        return Outcome("renamed", tuple(target.split(".")), names[0], note)
 
     return rule
 
@@ -165,3 +179,22 @@ def translate(keys: Iterator[tuple[KeyPath, Key]], decide: Callable[[Key], Outco
             outcome = Outcome("renamed", outcome.target, outcome.value, outcome.note)
         reports.append(KeyReport(original, outcome))
     return tree, reports
+
+
+def translate_all(
+    source: Tree, rules: Rules, defaults: Iterable[tuple[str, Any]], whole: Sequence[str] = ()
+) -> tuple[Tree, list[KeyReport]]:
+    """Return `translate` of a tree by rules alone, with the library's defaults, key and value."""
+    keys = ((path, Key(path, value, source)) for path, value in leaves(source, whole))
+    tree, reports = translate(keys, lambda key: apply(rules, key) or Outcome("no counterpart", note=UNKNOWN))
+    return tree, [*reports, *add_defaults(tree, defaults)]
+
+
+def add_defaults(tree: Tree, defaults: Iterable[tuple[str, Any]]) -> list[KeyReport]:
+    """Add the defaults of keys that `tree` leaves out."""
+    reports: list[KeyReport] = []
+    for name, value in defaults:
+        target = tuple(name.split("."))
+        if get(tree, target) is None and not put(tree, target, value):
+            reports.append(KeyReport((), Outcome("default", target, value)))
+    return reports

@@ -12,29 +12,25 @@ from offbeat.deploy.config.importing.rules import (
     Rule,
     Rules,
     Tree,
-    apply,
     become,
     get,
-    leaves,
     missing,
-    put,
     rename,
     same,
-    translate,
+    translate_all,
 )
 from offbeat.deploy.config.loader import readable
 from offbeat.deploy.config.yaml_limits import load_yaml
+from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
 
 ARGS = "actor_train.training_args"
 MODEL = "actor_train.model_args"
-ENGINE = "actor_infer.strategy_args.strategy_config"
 GRPO_KEYS = ("num_generations", "reward_funcs", "max_completion_length", "num_iterations", "epsilon", "scale_rewards")
 DPO_KEYS = ("label_smoothing", "precompute_ref_log_probs", "f_divergence_type", "beta")
 PREFERENCES = ("sigmoid", "ipo", "hinge", "robust", "apo_zero", "apo_down")
 BATCH, STEPS, NUM_GENERATIONS, COMPLETION, PROMPT = 8, 1, 8, 512, 512
 """TRL's defaults of batch size, accumulation and generations, and lengths in tokens."""
-UNKNOWN = "no counterpart known: see docs/configuration.md"
 
 
 def _batch(key: Key) -> Outcome | None:
@@ -223,13 +219,7 @@ def translate_trl(path: Path) -> tuple[Tree, list[KeyReport]]:
         source: Any = load_yaml(path.read_text(encoding="utf-8"))
     if not isinstance(source, dict):
         raise ConfigError([ConfigIssue("", "expected a mapping of keys to values")], str(path))
-    keys = ((name, Key(name, value, source)) for name, value in leaves(source, ("*",)))
-    tree, reports = translate(keys, lambda key: apply(RULES, key) or Outcome("no counterpart", note=UNKNOWN))
-    for target, value in _defaults(source, find_pipeline(source)):
-        name = tuple(target.split("."))
-        if get(tree, name) is None and not put(tree, name, value):
-            reports.append(KeyReport((), Outcome("default", name, value)))
-    return tree, reports
+    return translate_all(source, RULES, _defaults(source, find_pipeline(source)), whole=("*",))
 
 
 def _defaults(source: Tree, pipeline: str) -> Iterator[tuple[str, Any]]:

@@ -16,35 +16,29 @@ from offbeat.deploy.config.importing.rules import (
     Key,
     Rules,
     Tree,
-    apply,
     become,
     get,
-    leaves,
     missing,
     no_effect,
     put,
     rename,
     same,
-    translate,
+    take_file,
+    translate_all,
 )
 from offbeat.deploy.config.loader import readable
 from offbeat.deploy.config.yaml_limits import load_yaml
+from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 ARGS = "actor_train.training_args"
-ENGINE = "actor_infer.strategy_args.strategy_config"
 VARIABLE = re.compile(r"\$(?:\{(?P<name>\w+)(?::?-(?P<default>[^}]*))?\}|(?P<bare>\w+))")
 ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)")
 OVERRIDE = re.compile(r"[+~]*(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
-UNKNOWN = "no counterpart known: see docs/configuration.md"
 PROMPTS, RESPONSES = 1024, 1
 """verl's defaults of train_batch_size and rollout.n."""
-ESTIMATORS = {
-    "grpo_passk": None,
-    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
-    "optimal_token_baseline": None,
-}
+MISSING_ESTIMATORS = ("grpo_passk", "optimal_token_baseline")
 KL_TYPES = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2", "abs": "abs", "full": "full"}
 
 
@@ -67,7 +61,7 @@ def _minibatch(key: Key) -> Outcome | None:
 
 
 def _estimator(key: Key) -> Outcome | None:
-    if key.value in ESTIMATORS and ESTIMATORS[key.value] is None:
+    if key.value in MISSING_ESTIMATORS:
         return Outcome("no counterpart", note=f"no {key.value} here: see docs/algorithms.md")
     if key.value == "grpo" and get(key.tree, "algorithm.norm_adv_by_std_in_grpo") is False:
         return Outcome("value", ("adv_estimator",), "dr_grpo", "norm_adv_by_std_in_grpo: false")
@@ -90,15 +84,6 @@ def _kl_loss(key: Key) -> Outcome:
     return Outcome("value", ("kl_loss_type",), KL_TYPES[key.value])
 
 
-def _file(key: Key) -> Outcome | None:
-    names = [key.value] if isinstance(key.value, str) else key.value
-    if not isinstance(names, list) or not names:
-        return None
-    target = "dataset_name" if key.path[-1] == "train_files" else "val_dataset_name"
-    more = f"one file: join them ({', '.join(map(str, names[1:]))})" if len(names) > 1 else ""
-    return Outcome("renamed", ("data", target), names[0], more)
-
-
 def _trackers(key: Key) -> Outcome:
     names = [key.value] if isinstance(key.value, str) else list(key.value or ())
     known = {"console": "stdout"}
@@ -118,11 +103,12 @@ def _positive(target: str) -> Any:
 
 
 RULES: Rules = (
-    ("data.train_files|val_files", _file),
+    ("data.train_files", take_file("data.dataset_name")),
+    ("data.val_files", take_file("data.val_dataset_name")),
     ("data.train_batch_size", _batch),
     ("data.max_prompt_length", rename("data.prompt_length")),
     ("data.max_response_length", rename("actor_infer.generating_args.max_new_tokens")),
-    ("data.prompt_key", lambda key: Outcome("renamed", ("data", "messages_key"), key.value)),
+    ("data.prompt_key", rename("data.messages_key")),
     ("data.shuffle", lambda key: Outcome("same", key.path, key.value)),
     ("data.filter_overlong_prompts", same("longer prompts are left out", True)),
     ("data.truncation", same("longer prompts are left out")),
@@ -219,13 +205,7 @@ def translate_verl(path: Path) -> tuple[Tree, list[KeyReport]]:
         source = load_yaml(text) if path.suffix in (".yaml", ".yml") else read_overrides(text)
     if not isinstance(source, dict) or not source:
         raise ConfigError([ConfigIssue("", "no `key=value` of verl, nor a mapping of keys to values")], str(path))
-    keys = ((name, Key(name, value, source)) for name, value in leaves(source, ()))
-    tree, reports = translate(keys, lambda key: apply(RULES, key) or Outcome("no counterpart", note=UNKNOWN))
-    for target, value in _defaults(source):
-        name = tuple(target.split("."))
-        if get(tree, name) is None and not put(tree, name, value):
-            reports.append(KeyReport((), Outcome("default", name, value)))
-    return tree, reports
+    return translate_all(source, RULES, _defaults(source))
 
 
 def read_overrides(script: str) -> Tree:

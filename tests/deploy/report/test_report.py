@@ -209,6 +209,16 @@ def test_the_table_tells_spread_length_pass_at_k_and_each_tag(config: RunConfig,
     assert "Lake: pass@2" in shown
 
 
+@pytest.mark.parametrize(("pipeline", "is_named"), [("agentic", True), ("online_dpo", True), ("sft", False)])
+def test_the_table_names_held_out_tasks_if_there_are_episodes(
+    config: RunConfig, tmp_path: Path, pipeline: str, is_named: bool
+):
+    report = build_report(config, RunHistory(), None, baselines={}, startup_s={}, ended_at=1.0)
+    out = io.StringIO()
+    show_report({**report, "pipeline": pipeline}, tmp_path, Console(file=out, width=120))
+    assert ("on held-out tasks" in out.getvalue()) is is_named
+
+
 def test_a_data_pipelines_report_tells_its_losses(tmp_path: Path):
     write_rows(tmp_path / "rows.jsonl", conversations(4))
     rows = [f"data.{name}={tmp_path / 'rows.jsonl'}" for name in ("dataset_name", "val_dataset_name")]
