@@ -4,6 +4,7 @@ Templates with generation tags mark them; otherwise an assistant's turn is what 
 before it with its generation prompt. Whitespace after the end-of-turn token is not the assistant's.
 """
 
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +18,7 @@ from offbeat.services.chat.vision import ImageProcessor
 from offbeat.services.errors import RolloutError
 from offbeat.services.messages.types import PromptImage
 
-GENERATION_TAG = "generation %}"
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Messages = Sequence[dict[str, Any]]
 
 
@@ -44,8 +45,7 @@ class AssistantTokens:
         self._backend = self._tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        template = self._tokenizer.get_chat_template()
-        self._has_tags = "generation" in template and GENERATION_TAG in template.replace("-%}", "%}")
+        self._has_tags = _GENERATION_TAG.search(self._tokenizer.get_chat_template()) is not None
 
     def tokenize(
         self,
@@ -149,10 +149,10 @@ class AssistantTokens:
         through = text if i == len(messages) - 1 else self._render(messages[: i + 1], tools)
         opened = self._render(messages[:i], tools) if i else ""
         before = self._render(messages[:i], tools, prompt=True) if i else ""
-        start = _common_length(before, through)  # a generation prompt may open a thought, say
+        start = common_length(before, through)  # a generation prompt may open a thought, say
         # A template may close conversations, so that a rendered beginning has that text in place of the next turn
-        unclosed = opened[: _common_length(opened, before)]
-        shared = _common_length(text, through)
+        unclosed = opened[: common_length(opened, before)]
+        shared = common_length(text, through)
         end = through.rfind(self._end_text, start, shared)
         is_whole = shared == len(through) or (end >= 0 and text.endswith(through[shared:]))
         if not is_whole or not through.startswith(unclosed):
@@ -177,6 +177,7 @@ def _token_range(starts: Sequence[int], span: tuple[int, int]) -> tuple[int, int
     return (inside[0], inside[-1] + 1) if inside else None
 
 
-def _common_length(one: str, other: str) -> int:
+def common_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return the length of the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (left, right) in pairs if left != right), min(len(one), len(other)))

@@ -38,7 +38,7 @@ def create_api(
         bearer = [Depends(HTTPBearer(auto_error=False, description="A token that the service was started with."))]
     api.include_router(run_routes(service), dependencies=bearer)
     api.include_router(archive_routes(service.archive, service.view), dependencies=bearer)
-    api.include_router(derived_routes(DerivedRuns(service, service.factory)), dependencies=bearer)
+    api.include_router(derived_routes(DerivedRuns(service)), dependencies=bearer)
 
     @api.get("/healthz", tags=["service"], responses={503: refusals()[503]})
     async def healthz() -> HealthView:

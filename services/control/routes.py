@@ -4,11 +4,12 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, HTTPException, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from pydantic import AfterValidator
 from redis.exceptions import RedisError
 
+from offbeat.services.control.console.routes import RunId
 from offbeat.services.control.event_schemas import MetricsView
 from offbeat.services.control.events import (
     START,
@@ -45,7 +46,6 @@ MAX_WATCHERS = 32
 RETRY_MS = 1000
 """Reconnection delay of an EventSource."""
 
-RunId = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="The run's `exp_name`.")]
 EntryId = Annotated[str, Query(pattern=r"^\d{1,20}(-\d{1,20})?$"), AfterValidator(entry_id)]
 NameGlob = Annotated[str, Query(max_length=200, description="Glob that the run's id fits, such as `lake-*`.")]
 States = Annotated[list[RunState], Query(description="States to list; none lists all.")]

@@ -12,6 +12,8 @@ from offbeat.services.live_settings import Settings, decode_settings, encode_set
 from offbeat.services.weights.replica_reports import ReplicaReport
 
 T = TypeVar("T")
+RUN_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
+"""Pattern of ids."""
 
 
 class DesiredState(StrEnum):

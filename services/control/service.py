@@ -119,7 +119,7 @@ class ControlService:
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_VALIDATIONS)
         self._health: asyncio.Task[bool] | None = None
         self._health_at = float("-inf")
-        self._archives: OrderedDict[str, RunArchive] = OrderedDict()
+        self._archives: OrderedDict[tuple[str, float], RunArchive] = OrderedDict()
 
     @asynccontextmanager
     async def _validation_slot(self) -> AsyncIterator[None]:
@@ -183,7 +183,7 @@ class ControlService:
     async def archive(self, run_id: str) -> RunArchive:
         """Return a reader of the run's folder. Raises `NotRecordedError`."""
         record = await self.store.load(run_id)
-        key = f"{record.output_dir}\n{record.created_at}"
+        key = record.output_dir, record.created_at
         if key not in self._archives:
             self._archives[key] = await asyncio.to_thread(self.factory.open_archive, record)
             if len(self._archives) > MAX_ARCHIVES:

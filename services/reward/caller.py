@@ -7,8 +7,7 @@ share one call; failures are not cached.
 import asyncio
 import time
 import traceback
-from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
+from collections import OrderedDict
 from hashlib import blake2b
 
 from offbeat.services.reward.errors import ATTEMPTED_AGAIN, Failure, RewardError
@@ -19,38 +18,19 @@ from offbeat.services.reward.sample import RewardSample, encode_sample
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
 
 
-@dataclass(slots=True)
-class CallStats:
-    num_scored: int = 0
-    """Samples that a function scored."""
-    num_cached: int = 0
-    """Samples that shared an earlier score."""
-    num_retries: int = 0
-    failures: Counter[str] = field(default_factory=Counter[str])
-    """Samples without a score, by reason."""
-    total_s: float = 0.0
-    """Time of calls, with retries and without waiting for a place."""
-    longest_s: float = 0.0
-
-
 class RewardCaller:
     def __init__(self, config: RewardConfig, function: RewardFunction, timeout_s: float | None = None) -> None:
         """timeout_s: of an attempt; None: the configured one."""
         self._config = config
         self._function = function
         self._timeout_s = timeout_s or config.timeout_s
-        self._places = asyncio.Semaphore(config.max_concurrent)
+        self._slots = asyncio.Semaphore(config.max_concurrent)
         self._cache: OrderedDict[bytes, float] = OrderedDict()
         self._running: dict[bytes, asyncio.Task[float]] = {}
-        self.stats = CallStats()
 
     async def score(self, sample: RewardSample) -> float:
         """Return a finite score. Raises RewardError."""
-        try:
-            return await (self._score_cached(sample) if self._config.cache_size else self._score(sample))
-        except RewardError as error:
-            self.stats.failures[error.failure] += 1
-            raise
+        return await (self._score_cached(sample) if self._config.cache_size else self._score(sample))
 
     async def close(self) -> None:
         for task in self._running.values():
@@ -61,14 +41,11 @@ class RewardCaller:
         key = self._digest(sample)
         if key in self._cache:
             self._cache.move_to_end(key)
-            self.stats.num_cached += 1
             return self._cache[key]
         running = self._running.get(key)
         if running is None:
             running = self._running[key] = asyncio.create_task(self._score(sample))
             running.add_done_callback(lambda done: self._keep(key, done))
-        else:
-            self.stats.num_cached += 1
         # Another caller may wait for it
         return await asyncio.shield(running)
 
@@ -83,35 +60,27 @@ class RewardCaller:
     def _digest(self, sample: RewardSample) -> bytes:
         try:
             return blake2b(encode_sample(sample), digest_size=16).digest()
-        except (TypeError, ValueError, OverflowError) as error:
-            raise self._named(RewardError(Failure.BAD_ROW, str(error))) from error
+        except RewardError as error:
+            raise self._named(error) from error
 
     async def _score(self, sample: RewardSample) -> float:
-        async with self._places:
-            began = time.monotonic()
-            try:
-                value = await self._retry(sample, began)
-            finally:
-                seconds = time.monotonic() - began
-                self.stats.total_s += seconds
-                self.stats.longest_s = max(self.stats.longest_s, seconds)
-            self.stats.num_scored += 1
-            return value
+        async with self._slots:
+            return await self._retry(sample)
 
-    async def _retry(self, sample: RewardSample, began: float) -> float:
+    async def _retry(self, sample: RewardSample) -> float:
+        deadline = time.monotonic() + self._config.max_retry_s
         num_attempts, wait_s = 1, FIRST_WAIT_S
         while True:
             try:
                 return await run_attempt(self._function, sample, self._timeout_s)
             except RewardError as error:
                 if error.failure is Failure.UNAVAILABLE:
-                    if time.monotonic() - began + wait_s > self._config.max_retry_s:
+                    if time.monotonic() + wait_s > deadline:
                         raise self._named(error) from error
                 elif error.failure in ATTEMPTED_AGAIN and num_attempts < self._config.max_attempts:
                     num_attempts += 1
                 else:
                     raise self._named(error) from error
-            self.stats.num_retries += 1
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 

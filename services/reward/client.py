@@ -26,10 +26,7 @@ class ServedReward:
         self._handle: DeploymentHandle[Any] | None = None
 
     async def score(self, sample: RewardSample) -> float:
-        try:
-            blob = encode_sample(sample)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise RewardError(Failure.BAD_ROW, str(error)) from error
+        blob = encode_sample(sample)
         try:
             if self._handle is None:
                 self._handle = serve.get_deployment_handle(DEPLOYMENT, self._app).options(method_name="score")

@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from offbeat.envs.dataset.env import last_group
+from offbeat.envs.dataset.final_answer import last_boxed
 from offbeat.services.reward.errors import Failure, RewardError
 from offbeat.services.reward.sample import RewardSample
 from offbeat.services.threads import DaemonThreads, HungError
@@ -46,6 +48,12 @@ def require_truth(sample: RewardSample) -> Any:
     if sample.ground_truth is None:
         raise RewardError(Failure.BAD_ROW, "the row has no ground_truth")
     return sample.ground_truth
+
+
+def find_answer(text: str, pattern: str | None) -> str | None:
+    r"""Return the last `\boxed{}`, else the last match of a pattern, or None."""
+    boxed = last_boxed(text)
+    return last_group(pattern, text) if boxed is None and pattern is not None else boxed
 
 
 def read_number(value: Any, source: str) -> float:

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from offbeat.services.reward.errors import Failure, RewardError
+
 
 @dataclass(frozen=True, slots=True)
 class RewardSample:
@@ -22,8 +24,11 @@ class RewardSample:
 
 
 def encode_sample(sample: RewardSample) -> bytes:
-    """Encode, equal samples to equal bytes. Raises TypeError for a value without msgpack form."""
-    return msgspec.msgpack.encode(sample, order="deterministic", enc_hook=_encode_array)
+    """Encode, equal samples to equal bytes. Raises RewardError for a value without msgpack form."""
+    try:
+        return msgspec.msgpack.encode(sample, order="deterministic", enc_hook=_encode_array)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RewardError(Failure.BAD_ROW, str(error)) from error
 
 
 def decode_sample(blob: bytes) -> RewardSample:

@@ -7,7 +7,7 @@ import asyncio
 import math
 from collections.abc import Mapping
 
-from offbeat.services.reward.caller import CallStats, RewardCaller
+from offbeat.services.reward.caller import RewardCaller
 from offbeat.services.reward.config import RewardsConfig
 from offbeat.services.reward.errors import Failure, RewardError
 from offbeat.services.reward.sample import RewardSample
@@ -57,10 +57,6 @@ class RewardScorer:
                     return 0.0
                 others = [reward for reward in rewards if reward.threshold is None]
                 return sum(reward.weight * values[reward.name] for reward in others) if others else 1.0
-
-    def stats(self) -> dict[str, CallStats]:
-        """Return calls so far, by reward."""
-        return {name: caller.stats for name, caller in self._callers.items()}
 
     async def close(self) -> None:
         for caller in self._callers.values():

@@ -4,26 +4,21 @@ import asyncio
 import copy
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
-
-from redis.asyncio import Redis
 
 from offbeat.services.control.console.schemas import ReproductionState, ReproductionView
 from offbeat.services.control.rights import Rights
-from offbeat.services.control.run import RunRecord, RunStateError
+from offbeat.services.control.run import RUN_ID, RunRecord, RunStateError
 from offbeat.services.control.schemas import ProblemView, RunView
-from offbeat.services.control.service import ControlService, InvalidRunError, RunFactory
+from offbeat.services.control.service import ControlService, InvalidRunError
 from offbeat.services.errors import ControlError
 from offbeat.services.keys import RunKeys
 
-RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-
 
 class DerivedRuns:
-    def __init__(self, service: ControlService, files: RunFactory) -> None:
+    def __init__(self, service: ControlService) -> None:
         self._service = service
-        self._files = files
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def fork(self, run_id: str, step: int, changes: Mapping[str, Any], rights: Rights) -> tuple[RunView, bool]:
@@ -36,7 +31,7 @@ class DerivedRuns:
             InvalidRunError, NotAllowedError, RunExistsError, BusyError: as for `ControlService.create`.
         """
         record = await self._service.store.load(run_id)
-        checkpoint = await asyncio.to_thread(self._files.find_checkpoint, record, step)
+        checkpoint = await asyncio.to_thread(self._service.factory.find_checkpoint, record, step)
         tree = fork_config(json.loads(record.config), record, step, checkpoint, changes)
         view, created = await self._service.create(tree, rights=rights)
         assert view is not None
@@ -57,7 +52,7 @@ class DerivedRuns:
     async def reproduction(self, run_id: str) -> ReproductionView:
         """Return the newest one; one that was running when the service died has failed."""
         await self._service.store.load(run_id)
-        text = await self._redis_call(lambda redis: redis.get(_key(run_id)))
+        text = await cast(Any, self._service.store.redis.get(_key(run_id)))
         if text is None:
             return ReproductionView(state=ReproductionState.NONE)
         view = ReproductionView.model_validate_json(text)
@@ -68,7 +63,7 @@ class DerivedRuns:
     async def _reproduce(self, record: RunRecord, view: ReproductionView) -> None:
         assert view.step is not None
         try:
-            equal, result = await asyncio.to_thread(self._files.reproduce, record, view.step)
+            equal, result = await asyncio.to_thread(self._service.factory.reproduce, record, view.step)
             state = ReproductionState.EQUAL if equal else ReproductionState.DIFFERENT
             outcome: dict[str, Any] = {"state": state, "result": dict(result)}
         except ControlError as error:
@@ -76,10 +71,7 @@ class DerivedRuns:
         await self._save(record.run_id, view.model_copy(update={**outcome, "ended_at": self._service.store.clock()}))
 
     async def _save(self, run_id: str, view: ReproductionView) -> None:
-        await self._redis_call(lambda redis: redis.set(_key(run_id), view.model_dump_json()))
-
-    async def _redis_call(self, call: Callable[[Redis], Any]) -> Any:
-        return await cast(Awaitable[Any], call(self._service.store.redis))
+        await cast(Any, self._service.store.redis.set(_key(run_id), view.model_dump_json()))
 
 
 def _key(run_id: str) -> str:
@@ -92,7 +84,7 @@ def fork_config(
     """Return the configuration of a fork. Raises `InvalidRunError`."""
     tree = copy.deepcopy(dict(config))
     name = changes.get("exp_name", f"{record.run_id}-fork-{step}")
-    if not isinstance(name, str) or not RUN_ID.fullmatch(name):
+    if not isinstance(name, str) or not re.fullmatch(RUN_ID, name):
         raise InvalidRunError([ProblemView(path="exp_name", message=f"{name!r} is no name of a run")])
     if name == record.run_id:
         message = f"{name} is the name of the run itself: choose another one, or resume it"

@@ -21,9 +21,9 @@ from offbeat.services.control.console.schemas import (
     TrajectoryView,
 )
 from offbeat.services.control.http_errors import HttpError, refusals
+from offbeat.services.control.run import RUN_ID
 from offbeat.services.control.schemas import RunView
 
-RUN_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 MAX_COMPARED = 8
 MAX_NAMES = 64
 MAX_NUMBER = 2**53

@@ -186,8 +186,7 @@ def _fields(sample: RewardSample) -> dict[str, str]:
     conversation = "\n\n".join(
         f"[{message.get('role', '')}]\n{text_of(message.get('content'))}" for message in sample.prompt
     )
-    truth = sample.ground_truth
-    reference = "(none)" if truth is None else truth if isinstance(truth, str) else str(truth)
+    reference = "(none)" if sample.ground_truth is None else str(sample.ground_truth)
     return {"prompt": conversation, "response": final_text(sample.response), "ground_truth": reference}
 
 

@@ -1,10 +1,8 @@
 """Math answers, compared as expressions."""
 
-from offbeat.envs.dataset.env import last_group
-from offbeat.envs.dataset.final_answer import last_boxed
 from offbeat.envs.dataset.math import matches
 from offbeat.envs.optional_imports import require
-from offbeat.services.reward.function import require_truth
+from offbeat.services.reward.function import find_answer, require_truth
 from offbeat.services.reward.kinds.config import MathRuleConfig
 from offbeat.services.reward.sample import RewardSample, final_text
 
@@ -17,8 +15,5 @@ class MathRule:
 
     def __call__(self, sample: RewardSample) -> float:
         truth = str(require_truth(sample))
-        text = final_text(sample.response)
-        answer = last_boxed(text)
-        if answer is None and self._pattern is not None:
-            answer = last_group(self._pattern, text)
+        answer = find_answer(final_text(sample.response), self._pattern)
         return float(answer is not None and matches(truth, answer))

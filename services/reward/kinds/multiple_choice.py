@@ -3,10 +3,8 @@
 import re
 import string
 
-from offbeat.envs.dataset.env import last_group
-from offbeat.envs.dataset.final_answer import last_boxed
 from offbeat.services.reward.errors import Failure, RewardError
-from offbeat.services.reward.function import require_truth
+from offbeat.services.reward.function import find_answer, require_truth
 from offbeat.services.reward.kinds.config import MultipleChoiceConfig
 from offbeat.services.reward.sample import RewardSample, final_text
 
@@ -22,12 +20,8 @@ class MultipleChoice:
         self._pattern = config.answer_pattern
 
     def __call__(self, sample: RewardSample) -> float:
-        truth = require_truth(sample)
-        correct = self._letter_of_row(truth)
-        text = final_text(sample.response)
-        answer = last_boxed(text)
-        if answer is None and self._pattern is not None:
-            answer = last_group(self._pattern, text)
+        correct = self._letter_of_row(require_truth(sample))
+        answer = find_answer(final_text(sample.response), self._pattern)
         return float(answer is not None and read_letter(answer) == correct)
 
     def _letter_of_row(self, truth: object) -> str:

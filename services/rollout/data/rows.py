@@ -43,7 +43,7 @@ class JsonLinesRows:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.folder = path if path.is_dir() else path.parent
+        self.folder = path.parent
         self._starts: list[int] = []
         self._lines: list[int] = []
         position = 0

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from offbeat.services.chat.assistant_tokens import AssistantTokens, ConversationError, Tokenized
+from offbeat.services.chat.assistant_tokens import AssistantTokens, ConversationError, Tokenized, common_length
 from offbeat.services.errors import EpisodeError
 from offbeat.services.messages.types import Segment, StopReason, Trajectory, Turn, VersionSpan
 from offbeat.services.rollout.config import WorkerSettings
@@ -201,12 +201,7 @@ def read_conversation(row: Row, config: DataConfig, pipeline: str, index: int) -
         prompt = _messages(row, config.prompt_key, "user")
         return [*prompt, *_messages(row, key, "assistant")], len(prompt)
     chosen, rejected = _messages(row, config.chosen_key), _messages(row, config.rejected_key)
-    return ((chosen, rejected)[index], _common_length(chosen, rejected))
-
-
-def _common_length(one: Sequence[Message], other: Sequence[Message]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (left, right) in pairs if left != right), min(len(one), len(other)))
+    return ((chosen, rejected)[index], common_length(chosen, rejected))
 
 
 def _messages(row: Row, key: str, role: str | None = None) -> list[Message]:

@@ -44,7 +44,7 @@ async def test_attempts_are_repeated_until_one_gives_a_score():
     function = Script(RewardError(Failure.MALFORMED, "?"), RewardError(Failure.UNAVAILABLE, "busy"), 0.5)
     caller = caller_of(function)
     assert await caller.score(sample("a")) == 0.5
-    assert (function.num_calls, caller.stats.num_retries, caller.stats.num_scored) == (3, 2, 1)
+    assert function.num_calls == 3
 
 
 async def test_the_last_attempts_failure_names_the_reward():
@@ -53,7 +53,6 @@ async def test_the_last_attempts_failure_names_the_reward():
     with pytest.raises(RewardError, match="reward_malformed: reward r: no score"):
         await caller.score(sample("a"))
     assert function.num_calls == 2
-    assert caller.stats.failures == {"reward_malformed": 1}
 
 
 async def test_an_unavailable_service_is_retried_for_a_time():
@@ -98,7 +97,7 @@ async def test_equal_samples_share_a_call():
     same = [sample("a", row={"x": [1], "y": 2}), sample("a", row={"y": 2, "x": [1]})]
     assert await asyncio.gather(*(caller.score(each) for each in same)) == [0.25, 0.25]
     assert await caller.score(same[0]) == 0.25
-    assert (function.num_calls, caller.stats.num_cached) == (1, 2)
+    assert function.num_calls == 1
     for response in ("b", "c"):  # the oldest of more than two is forgotten
         await caller.score(sample(response))
     assert function.num_calls == 3

@@ -3,6 +3,7 @@ import datetime
 import numpy as np
 import pytest
 
+from offbeat.services.reward.errors import RewardError
 from offbeat.services.reward.sample import RewardSample, decode_sample, encode_sample, final_text, text_of
 
 
@@ -17,7 +18,7 @@ def test_what_tables_hold_can_be_encoded():
     decoded = decode_sample(encode_sample(RewardSample([], "r", row=row)))
     assert decoded.row["array"] == [1, 2]
     assert decoded.row["number"] == 0.5
-    with pytest.raises(TypeError, match="object in the row"):
+    with pytest.raises(RewardError, match="bad_row: a object in the row"):
         encode_sample(RewardSample([], "r", row={"x": object()}))
 
 

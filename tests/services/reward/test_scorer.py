@@ -59,7 +59,6 @@ async def test_a_failed_reward_fails_the_sample():
     scorer = make_scorer(config)
     with pytest.raises(RewardError, match=r"reward_error: reward bad: .*raised KeyError"):
         await scorer.score(sample("a"))
-    assert scorer.stats()["bad"].failures == {"reward_error": 1}
     await scorer.close()
 
 
