@@ -149,7 +149,7 @@ def _run_config(base: BenchEnvironment, options: GenerationOptions) -> RunConfig
 def _publish_start(base: BenchEnvironment, config: RunConfig, model: Path) -> int:
     """Return the vocabulary size."""
     from offbeat.services.weights.publisher import RedisWeightPublisher
-    from offbeat.trainer.config.learner import ModelArgs
+    from offbeat.trainer.config.actor_train import ModelArgs
     from offbeat.trainer.models.loading import load_policy
 
     policy = load_policy(model, ModelArgs(), seed=0, temperature=1.0).model

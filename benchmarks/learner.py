@@ -80,7 +80,7 @@ def make_model(folder: Path, options: LearnerOptions) -> str:
     import torch
 
     from offbeat.benchmarks.weights import SHAPES
-    from offbeat.trainer.config.learner import ModelArgs
+    from offbeat.trainer.config.actor_train import ModelArgs
     from offbeat.trainer.models.loading import load_policy
     from offbeat.trainer.models.tiny import write_tiny_policy
 

@@ -70,7 +70,8 @@ def shared(task: BackendTask) -> None:
 def ours(task: BackendTask, *, shared_prefix: bool = False) -> None:
     import torch
 
-    from offbeat.trainer.config.learner import LearnerConfig, StrategyArgs
+    from offbeat.trainer.config.actor_train import StrategyArgs
+    from offbeat.trainer.config.learner import LearnerConfig
     from offbeat.trainer.data.step_batch import StepBatch
     from offbeat.trainer.engines.deepspeed import DeepSpeedEngine, _deepspeed
     from offbeat.trainer.engines.process_group import process_group, ranks_of_environment

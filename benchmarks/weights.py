@@ -36,7 +36,7 @@ from offbeat.services.keys import RunKeys
 from offbeat.services.messages.types import GenerateRequest, Sampling
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.replica_reports import decode_report
-from offbeat.trainer.config.learner import TinyPolicyConfig
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 
 SHAPES = {
     "1M": TinyPolicyConfig(hidden_size=128, intermediate_size=512, num_hidden_layers=4),
@@ -208,7 +208,7 @@ class _ReplicaRun:
     def _weights(self, config: RunConfig) -> list[tuple[str, Any]]:
         import torch
 
-        from offbeat.trainer.config.learner import ModelArgs
+        from offbeat.trainer.config.actor_train import ModelArgs
         from offbeat.trainer.models.loading import load_policy
 
         policy = load_policy(config.output_dir / "policy", ModelArgs(), seed=0, temperature=1.0).model

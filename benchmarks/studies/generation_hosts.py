@@ -32,7 +32,7 @@ from offbeat.services.messages.codec import (
     encode_requests,
 )
 from offbeat.services.messages.types import GenerateRequest, Manifest, Sampling
-from offbeat.trainer.config.learner import TinyPolicyConfig
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import write_tiny_policy
 
 CONFIG = GenerationConfig(model_args=EngineModelArgs(dtype="float32"), kv_cache_gib=0.25)

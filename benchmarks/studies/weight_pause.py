@@ -28,7 +28,7 @@ from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import LoadTimes
 from offbeat.services.generation.vllm.engine import VllmEngine
 from offbeat.services.messages.types import GenerateRequest, Sampling
-from offbeat.trainer.config.learner import ModelArgs
+from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
 

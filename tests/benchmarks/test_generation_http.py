@@ -12,7 +12,7 @@ from offbeat.services.messages.types import (
     GenerateRequest,
     VersionSpan,
 )
-from offbeat.trainer.config.learner import TinyPolicyConfig
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import write_tiny_policy
 
 

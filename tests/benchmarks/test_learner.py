@@ -17,7 +17,8 @@ from offbeat.benchmarks.learner_backends import (
     data_of,
     passes,
 )
-from offbeat.trainer.config.learner import LearnerConfig, ModelArgs
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offbeat.envs.sokoban import WORDS
-from offbeat.trainer.config.learner import TinyPolicyConfig
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import write_tiny_policy
 
 RUN = """

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from offbeat.trainer.config.learner import ModelArgs, StrategyArgs, TinyPolicyConfig, TrainingArgs
+from offbeat.trainer.config.actor_train import ModelArgs, StrategyArgs, TrainingArgs
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.engines.base import TrainEngine
 from offbeat.trainer.engines.deepspeed import DeepSpeedEngine
 from offbeat.trainer.engines.fsdp2 import FSDP2Engine

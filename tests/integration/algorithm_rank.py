@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from offbeat.trainer.config.learner import LearnerConfig, ModelArgs, StrategyArgs
+from offbeat.trainer.config.actor_train import ModelArgs, StrategyArgs
+from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.engines.deepspeed import DeepSpeedEngine
 from offbeat.trainer.engines.frozen import FrozenModel
 from offbeat.trainer.engines.process_group import process_group, ranks_of_environment

@@ -17,7 +17,8 @@ from offbeat.services.redis.connection import connect_async
 from offbeat.services.rollout.data.source import open_data
 from offbeat.services.rollout.worker import EnvWorker
 from offbeat.services.telemetry import AsyncRedisMetrics
-from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.integration.learner_run import Run, killed_at_exit, prepared_run

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from offbeat.trainer.config.learner import ModelArgs, StrategyArgs, TrainingArgs
+from offbeat.trainer.config.actor_train import ModelArgs, StrategyArgs, TrainingArgs
 from offbeat.trainer.engines.base import Hyperparameters, TrainEngine
 from offbeat.trainer.engines.deepspeed import DeepSpeedEngine, DeepSpeedLogprobModel
 from offbeat.trainer.engines.frozen import FrozenModel

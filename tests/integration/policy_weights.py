@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, Qwen2ForCausalLM
 
 from offbeat.services.messages.types import Completion, GenerateRequest
-from offbeat.trainer.config.learner import TinyPolicyConfig
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import write_tiny_policy
 
 WORDS = [f"w{i}" for i in range(25)]

@@ -26,7 +26,7 @@ from offbeat.services.messages.types import (
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.transports.base import Transport
 from offbeat.services.weights.transports.factory import make_transport, remove_all
-from offbeat.trainer.config.learner import ModelArgs
+from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.lora import unmerged_weights
 from offbeat.trainer.models.packing import PackedInput

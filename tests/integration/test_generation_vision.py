@@ -21,7 +21,8 @@ from offbeat.services.messages.types import (
     PromptImage,
     Sampling,
 )
-from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig, TinyVisionConfig
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig, TinyVisionConfig
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import PackedPolicy

@@ -13,12 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from offbeat.services.process import free_port
-from offbeat.trainer.config.learner import (
-    ModelArgs,
-    StrategyArgs,
-    TinyPolicyConfig,
-    TrainingArgs,
-)
+from offbeat.trainer.config.actor_train import ModelArgs, StrategyArgs, TrainingArgs
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.engines.base import Hyperparameters
 from offbeat.trainer.engines.deepspeed import STAGE_FILE, DeepSpeedEngine, merge_settings
 from offbeat.trainer.engines.param_groups import LAYOUT_FILE

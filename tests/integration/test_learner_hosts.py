@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from offbeat.trainer.config.learner import TinyPolicyConfig
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.process.remote_ranks import FollowerHost
 from tests.integration.algorithm_rank import ALGORITHMS

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from offbeat.services.process import free_port
-from offbeat.trainer.config.learner import TinyPolicyConfig
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.integration.algorithm_rank import ALGORITHMS
 from tests.paths import ROOT

@@ -30,7 +30,7 @@ from offbeat.services.rollout.actor import build, stop_worker, worker_name
 from offbeat.services.rollout.config import RolloutConfig, WorkerSettings
 from offbeat.services.rollout.tasks import train_task
 from offbeat.services.telemetry import RedisMetrics, merge_all
-from offbeat.trainer.config.learner import TinyPolicyConfig
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.fakes_rollout import worker_settings
 from tests.integration.rollout_replica import build_walker

@@ -12,7 +12,7 @@ from offbeat.envs.frozen_lake import WORDS
 from offbeat.services.chat.append_only import ChatFormat, load_chat_format
 from offbeat.services.chat.template import ChatTemplate
 from offbeat.services.redis.connection import connect, connect_async
-from offbeat.trainer.config.learner import TinyPolicyConfig
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.services.buffer.buffer_play import Run
 from tests.services.gateway.templates import FORGETS_THOUGHTS, HERMES, PLAIN, chat_template

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.trainer.config.learner import TrainingArgs
+from offbeat.trainer.config.actor_train import TrainingArgs
 from offbeat.trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
 from offbeat.trainer.engines.param_groups import adopt, forget, parameter_groups
 from offbeat.trainer.models.lora import merged_weights, unmerged_weights

@@ -4,9 +4,10 @@ import difflib
 from collections.abc import Iterator
 
 from offbeat.trainer.checks.overruled import advantage_is_of_the_episode, check_overruled
+from offbeat.trainer.config.actor_train import StrategyArgs
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.issue import ConfigIssue
-from offbeat.trainer.config.learner import LearnerConfig, StrategyArgs
+from offbeat.trainer.config.learner import LearnerConfig
 
 DEEPSPEED_KEYS = (
     "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "bfloat16", "checkpoint", "comet", "comms_logger",

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from offbeat.services.messages.types import Group, Segment, StopReason, Trajectory, Turn, VersionSpan
+from offbeat.trainer.checks.function_keys import user_functions
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.issue import ConfigIssue
-from offbeat.trainer.config.user_function import is_function
 from offbeat.trainer.data.batch import Batch, pack
 from offbeat.trainer.data.reward_shaping import call_shaping
 from offbeat.trainer.data.user_functions import UserFunctionError, compute_loss, correct_tokens, estimate_advantages
@@ -22,11 +22,11 @@ SHAPES = ((3, 1), (4, 2), (1, 3))
 
 def check_user_functions(config: AlgorithmConfig) -> Iterator[ConfigIssue]:
     """Yield functions that can't be called, or whose results have another shape or type or are not finite."""
-    for key, path, trial in _trials(config):
+    for key, path in user_functions(config).items():
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                trial(path)
+                TRIALS[key](path)
         except UserFunctionError as error:
             yield ConfigIssue(key, str(error))
         except Exception as error:  # a user's function may raise anything
@@ -37,17 +37,6 @@ def refuse_broken_functions(config: AlgorithmConfig) -> None:
     """Raise `UserFunctionError` with every function that this process can't use."""
     if issues := list(check_user_functions(config)):
         raise UserFunctionError("; ".join(str(issue) for issue in issues))
-
-
-def _trials(config: AlgorithmConfig) -> Iterator[tuple[str, str, Callable[[str], None]]]:
-    if is_function(config.adv_estimator):
-        yield "adv_estimator", config.adv_estimator, _try_estimator
-    if is_function(config.pg_variant):
-        yield "pg_variant", config.pg_variant, _try_loss
-    if config.train_infer_correction.function is not None:
-        yield "train_infer_correction.function", config.train_infer_correction.function, _try_correction
-    if config.reward_shaping.function is not None:
-        yield "reward_shaping.function", config.reward_shaping.function, _try_shaping
 
 
 def _try_estimator(path: str) -> None:
@@ -87,6 +76,15 @@ def _try_shaping(path: str) -> None:
     for group in random_groups():
         for trajectory in group.trajectories:
             call_shaping(path, trajectory)
+
+
+TRIALS: dict[str, Callable[[str], None]] = {
+    "adv_estimator": _try_estimator,
+    "pg_variant": _try_loss,
+    "train_infer_correction.function": _try_correction,
+    "reward_shaping.function": _try_shaping,
+}
+"""By key, as in `user_functions`."""
 
 
 def _check_finite(path: str, result: Tensor, what: str = "its result") -> None:

@@ -11,7 +11,8 @@ from offbeat.services.live_settings import Settings, configured_settings
 from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig
 from offbeat.services.rollout.data.config import GROUP_SIZES
 from offbeat.services.weights.config import WeightsConfig
-from offbeat.trainer.config.learner import ActorTrainConfig, LearnerConfig
+from offbeat.trainer.config.actor_train import ActorTrainConfig
+from offbeat.trainer.config.learner import LearnerConfig
 
 MISMATCH_KL = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 1e-3}
 """Expected KL of engine and trainer on the same weights by the trainer's type, nats per token: float32 on both sides

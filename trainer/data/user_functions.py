@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from offbeat.envs.class_path import load_object
@@ -46,7 +47,7 @@ def estimate_advantages(path: str, rewards: Tensor, batch: Batch) -> Tensor:
 def compute_loss(path: str, terms: Any, ratio: Tensor) -> TokenLosses:
     """Return the losses of `pg_variant`, [m]. Raises `UserFunctionError`."""
     loss = check_tensor(path, load_function(path)(terms), ratio.shape)
-    return TokenLosses(loss, ratio.detach(), ratio.detach() != ratio.detach())
+    return TokenLosses(loss, ratio.detach(), torch.zeros_like(ratio, dtype=torch.bool))
 
 
 def correct_tokens(

@@ -17,7 +17,7 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor, nn
 
-from offbeat.trainer.config.learner import StrategyArgs, TrainingArgs
+from offbeat.trainer.config.actor_train import StrategyArgs, TrainingArgs
 from offbeat.trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
 from offbeat.trainer.engines.param_groups import (
     adam_settings,

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
-from offbeat.trainer.config.learner import TrainingArgs
+from offbeat.trainer.config.actor_train import TrainingArgs
 from offbeat.trainer.engines.base import MIN_LOSS_SCALE, Hyperparameters, LossFunction, StepOutcome
 from offbeat.trainer.engines.param_groups import (
     adam_settings,

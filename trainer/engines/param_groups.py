@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from offbeat.trainer.config.learner import TrainingArgs
+from offbeat.trainer.config.actor_train import TrainingArgs
 from offbeat.trainer.engines.base import Hyperparameters
 from offbeat.trainer.models.value_head import HEAD
 

@@ -85,10 +85,11 @@ class CheckpointUploads:
             with self._changed:
                 if not self._waiting:
                     return True
+                step = int(self._waiting[0].name[-6:])
                 self._changed.wait(POLL_S)
             if time.monotonic() > deadline or should_stop():
                 return False
-            self._reporter.set_activity("upload", step=int(self._waiting[0].name[-6:]) if self._waiting else 0)
+            self._reporter.set_activity("upload", step=step)
 
     def report(self) -> None:
         """Show progress and problems. Raises `FencedError`."""

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from offbeat.services.chat.vision import ImageProcessor, model_family
-from offbeat.trainer.config.learner import ModelArgs
+from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.models.attention import PACKED_ATTENTION
 from offbeat.trainer.models.lora import add_adapters
 from offbeat.trainer.models.policy import PackedCritic, PackedPolicy

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from offbeat.trainer.config.learner import ModelArgs
+from offbeat.trainer.config.actor_train import ModelArgs
 
 ADAPTER = "default"
 BASE = ".base_layer."

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from offbeat.trainer.config.learner import TinyPolicyConfig, TinyVisionConfig
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig, TinyVisionConfig
 
 TURN_START, TURN_END, PAD, UNKNOWN = "<|im_start|>", "<|im_end|>", "<pad>", "<unk>"
 SPECIAL_TOKENS = (PAD, UNKNOWN, TURN_START, TURN_END)

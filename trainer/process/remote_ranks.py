@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 from urllib.parse import urlsplit
@@ -130,7 +130,7 @@ class RemoteRanks:
 class _Joined:
     ranks: FollowerRanks
     absent_since: float | None = None
-    is_reported: bool = field(default=False)
+    is_reported: bool = False
 
 
 class FollowerHost:

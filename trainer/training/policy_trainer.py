@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from offbeat.services.chat.append_only import load_chat_format
 from offbeat.services.messages.types import Group
-from offbeat.trainer.config.learner import ModelArgs
+from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.roles import InferStrategyArgs, RoleModelArgs
 from offbeat.trainer.config.scored_roles import REFERENCE as REFERENCE_ROLE
 from offbeat.trainer.config.scored_roles import TEACHER_PREFIX, scored_roles

@@ -21,7 +21,7 @@ from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.messages.types import PromptImage
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.rollout.episodes.history import TurnHistory
-from offbeat.trainer.config.learner import WarmStartConfig
+from offbeat.trainer.config.warm_start import WarmStartConfig
 from offbeat.trainer.models.packing import PackedInput
 
 ChatMessageDict = dict[str, str]

@@ -2,7 +2,7 @@
 
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.rollout.config import CustomEnv
-from offbeat.trainer.config.learner import WarmStartConfig
+from offbeat.trainer.config.warm_start import WarmStartConfig
 from offbeat.trainer.warm_start.demonstrations import Demonstrate, load_demos, make_text_demonstrator
 from offbeat.trainer.warm_start.vision_demonstrations import make_vision_demonstrator
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from offbeat.trainer.config.learner import WarmStartConfig
+from offbeat.trainer.config.warm_start import WarmStartConfig
 from offbeat.trainer.engines.base import Hyperparameters, TrainEngine
 from offbeat.trainer.engines.schedule import plateau_rate
 from offbeat.trainer.losses.supervised import SupervisedLosses

@@ -24,8 +24,8 @@ from offbeat.services.redis.url import address_problem
 from offbeat.services.rollout.config import EnvManagerConfig
 from offbeat.trainer.checks.algorithm import check_algorithm
 from offbeat.trainer.checks.effects import check_effects
+from offbeat.trainer.checks.function_keys import user_functions
 from offbeat.trainer.checks.learner import check_learner, check_staleness_controller
-from offbeat.trainer.checks.user_functions import check_user_functions
 from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
 
@@ -69,6 +69,10 @@ def check_settings(
 
 
 def _check_functions(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
+    if not user_functions(config):
+        return
+    from offbeat.trainer.checks.user_functions import check_user_functions  # torch takes seconds
+
     on_step("adv_estimator, pg_variant, reward_shaping, train_infer_correction", "trial of functions")
     yield from check_user_functions(config)
 

@@ -9,7 +9,7 @@ from offbeat.deploy.config.importing.rules import Tree, get, put, remove
 from offbeat.deploy.config.run import RunConfig
 from offbeat.envs.prompts import IMAGE
 from offbeat.trainer.config.aliases import ENGINE
-from offbeat.trainer.config.learner import TinyPolicyConfig
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 
 ROLES = ("actor_train", "actor_infer", "critic", "reference")
 MODEL_ARGS = ("model_name_or_path", "attn_implementation", "dtype")

@@ -8,7 +8,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from offbeat.envs.frozen_lake.env import WORDS
-from offbeat.trainer.config.learner import TinyPolicyConfig
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import write_tiny_policy
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from offbeat.deploy.cli.app import app
-from offbeat.trainer.config.learner import ModelArgs
+from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.models.export import copy_model_files, export_weights
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.lora import FACTORS, merged_weights, save_adapter, unmerged_weights

@@ -10,7 +10,8 @@ from offbeat.deploy.run_setup import prepare_folder
 from offbeat.services.buffer.group_ledger import LedgerFile, LifeEvent
 from offbeat.services.messages.types import Group
 from offbeat.services.telemetry import MetricRecord, Partial
-from offbeat.trainer.config.learner import LearnerConfig, ModelArgs
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.learner.group_intake import StepGroups

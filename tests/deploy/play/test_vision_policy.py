@@ -18,7 +18,8 @@ from offbeat.deploy.play.parquet import RecordedTokens, read_parquet
 from offbeat.envs.frozen_lake import WORDS, FrozenLakeConfig, FrozenLakeEnv
 from offbeat.services.chat.vision import encode_png
 from offbeat.services.messages.types import PromptImage
-from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig, TinyVisionConfig
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig, TinyVisionConfig
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.tiny import write_tiny_policy

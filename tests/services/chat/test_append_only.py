@@ -13,7 +13,7 @@ from tokenizers.trainers import BpeTrainer
 from offbeat.envs.frozen_lake import WORDS
 from offbeat.services.chat.append_only import ChatFormat, Render, load_chat_format
 from offbeat.services.errors import RolloutError
-from offbeat.trainer.config.learner import TinyPolicyConfig
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import write_tiny_policy
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|header|>", "<|/header|>", "<|eot|>", "<s>", "</s>", "[INST]", "[/INST]"]

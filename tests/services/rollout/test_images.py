@@ -29,7 +29,7 @@ from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.rollout.envs.process_env import ProcessEnv
 from offbeat.services.rollout.envs.runners import EnvSpec, InlineEnv
 from offbeat.services.rollout.episodes.episode import EpisodePlan, play
-from offbeat.trainer.config.learner import TinyPolicyConfig, TinyVisionConfig
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig, TinyVisionConfig
 from offbeat.trainer.models.tiny import (
     IMAGE,
     VISION_END,

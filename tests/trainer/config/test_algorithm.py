@@ -3,8 +3,9 @@ from pydantic import ValidationError
 
 from offbeat.services.generation.config import EngineStrategy
 from offbeat.trainer.checks.learner import check_learner
+from offbeat.trainer.config.actor_train import StrategyArgs
 from offbeat.trainer.config.algorithm import AlgorithmConfig
-from offbeat.trainer.config.learner import LearnerConfig, StrategyArgs
+from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.config.rewards import RewardNormalization
 from offbeat.trainer.config.roles import InferStrategyArgs
 from offbeat.trainer.config.scored_roles import scored_roles

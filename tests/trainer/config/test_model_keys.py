@@ -6,12 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from offbeat.trainer.config.learner import (
-    LearnerConfig,
-    ModelArgs,
-    TinyPolicyConfig,
-)
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.config.roles import CriticConfig, CriticModelArgs
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from offbeat.deploy.config.loader import load_run
+from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.corrections import ImportanceWeight, MismatchFilter, TrainInferCorrection
-from offbeat.trainer.config.learner import ModelArgs
 from offbeat.trainer.config.rewards import RewardNormalization, RewardShaping
 from offbeat.trainer.engines.frozen import FrozenModel
 from offbeat.trainer.engines.process_group import Ranks

@@ -19,7 +19,8 @@ from offbeat.services.messages.types import (
     Turn,
     VersionSpan,
 )
-from offbeat.trainer.config.learner import LearnerConfig, ModelArgs
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.data.batch import (
     Batch,
     MicroBatch,

@@ -12,12 +12,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from offbeat.trainer.checks.learner import check_learner
-from offbeat.trainer.config.learner import (
-    ModelArgs,
-    StrategyArgs,
-    TinyPolicyConfig,
-    TrainingArgs,
-)
+from offbeat.trainer.config.actor_train import ModelArgs, StrategyArgs, TrainingArgs
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.engines.base import Hyperparameters
 from offbeat.trainer.engines.fsdp2 import FSDP2Engine
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment

@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig, TrainingArgs
+from offbeat.trainer.config.actor_train import ModelArgs, TrainingArgs
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.engines.base import Hyperparameters
 from offbeat.trainer.engines.param_groups import GroupKind, adopt, parameter_groups
 from offbeat.trainer.models.loading import load_policy

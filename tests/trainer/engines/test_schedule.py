@@ -8,7 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from offbeat.trainer.checks.schedule import check_schedule
-from offbeat.trainer.config.learner import LearnerConfig, TrainingArgs
+from offbeat.trainer.config.actor_train import TrainingArgs
+from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.config.roles import CriticConfig, CriticTrainingArgs
 from offbeat.trainer.config.schedule import KWARGS, METRIC_DRIVEN
 from offbeat.trainer.engines.schedule import plateau_rate, scheduled_rate

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from offbeat.trainer.config.learner import ModelArgs, StrategyArgs, TinyPolicyConfig
+from offbeat.trainer.config.actor_train import ModelArgs, StrategyArgs
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.engines.base import TrainEngine
 from offbeat.trainer.engines.deepspeed import DeepSpeedEngine
 from offbeat.trainer.engines.fsdp2 import FSDP2Engine

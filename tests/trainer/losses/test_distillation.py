@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from offbeat.trainer.checks.algorithm import check_algorithm
+from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.algorithm import AlgorithmConfig
-from offbeat.trainer.config.learner import LearnerConfig, ModelArgs, TinyPolicyConfig
+from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.config.roles import TeacherConfig, TeacherModelArgs
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.data.batch import pack
 from offbeat.trainer.data.selection import carries_signal
 from offbeat.trainer.engines.frozen import FrozenModel

@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from offbeat.services.telemetry import merge_all
-from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.data.batch import pack
 from offbeat.trainer.data.prefix_groups import whole_group_microbatches
 from offbeat.trainer.losses.supervised import SupervisedLosses

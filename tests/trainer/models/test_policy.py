@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.loading import disable_dropout, load_critic, load_policy
 from offbeat.trainer.models.packing import PackedInput, Packing
 from offbeat.trainer.models.policy import PackedPolicy

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
-from offbeat.trainer.config.learner import TinyPolicyConfig
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import TURN_END, vocabulary, write_tiny_policy
 
 WORDS = (

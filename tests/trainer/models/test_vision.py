@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from offbeat.services.chat.vision import ImageProcessor, encode_png, stack_images
 from offbeat.services.messages.types import PromptImage
-from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig, TinyVisionConfig
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig, TinyVisionConfig
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.packing import PackedInput, Packing
 from offbeat.trainer.models.tiny import VISION_TOKENS, vocabulary, write_tiny_policy

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from offbeat.services.messages.types import Group, StopReason
-from offbeat.trainer.config.learner import LearnerConfig, ModelArgs
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_critic, load_policy

@@ -13,7 +13,8 @@ from offbeat.envs.frozen_lake.rows import conversations, pairs, write_rows
 from offbeat.services.messages.types import Group
 from offbeat.services.rollout.data.config import GROUP_SIZES, DataConfig
 from offbeat.services.rollout.data.source import DataSource
-from offbeat.trainer.config.learner import LearnerConfig, ModelArgs
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.data.batch import pack
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.frozen import FrozenModel

@@ -10,7 +10,8 @@ from offbeat.envs.frozen_lake.rows import pairs, write_rows
 from offbeat.services.messages.types import Group
 from offbeat.services.rollout.data.config import DataConfig
 from offbeat.services.rollout.data.source import DataSource
-from offbeat.trainer.config.learner import LearnerConfig, ModelArgs
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.frozen import FrozenModel
 from offbeat.trainer.engines.process_group import Ranks

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from offbeat.services.messages.types import Group
-from offbeat.trainer.config.learner import LearnerConfig, ModelArgs
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.data.batch import pack
 from offbeat.trainer.data.group_codec import pack_group, unpack_group
 from offbeat.trainer.engines.frozen import AdapterFreeReference, FrozenModel

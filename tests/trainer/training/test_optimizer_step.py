@@ -12,7 +12,8 @@ from torch import Tensor
 
 from offbeat.services.messages.types import Group, StopReason, Trajectory
 from offbeat.trainer.algorithms.aggregation import MaskedCounts
-from offbeat.trainer.config.learner import LearnerConfig, ModelArgs
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.data.selection import masked_counts
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.frozen import FrozenModel

@@ -9,7 +9,7 @@ import torch
 
 from offbeat.services.errors import CodecError
 from offbeat.services.messages.types import StopReason
-from offbeat.trainer.config.learner import ModelArgs
+from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.losses.token_outcomes import TokenOutcome
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.training.batch_log import BatchLog

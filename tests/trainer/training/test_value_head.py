@@ -10,10 +10,8 @@ from torch import Tensor, nn
 
 from offbeat.services.messages.types import Group
 from offbeat.trainer.checks.learner import check_learner
-from offbeat.trainer.config.learner import (
-    LearnerConfig,
-    ModelArgs,
-)
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.config.roles import CriticConfig
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_policy

@@ -12,7 +12,10 @@ from offbeat.services.messages.types import Group
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.rollout.data.config import DataConfig
 from offbeat.services.rollout.data.source import DataSource
-from offbeat.trainer.config.learner import LearnerConfig, ModelArgs, TinyPolicyConfig, WarmStartConfig
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.learner import LearnerConfig
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
+from offbeat.trainer.config.warm_start import WarmStartConfig
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_policy

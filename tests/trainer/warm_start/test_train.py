@@ -9,7 +9,9 @@ import torch
 from offbeat.envs.frozen_lake import WORDS
 from offbeat.services.chat.append_only import ChatFormat, load_chat_format
 from offbeat.services.rollout.config import CustomEnv
-from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig, WarmStartConfig
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
+from offbeat.trainer.config.warm_start import WarmStartConfig
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.warm_start.demonstrations import (

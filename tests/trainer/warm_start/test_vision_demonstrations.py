@@ -25,12 +25,9 @@ from offbeat.services.messages.types import (
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.rollout.envs.runners import EnvSpec, InlineEnv
 from offbeat.services.rollout.episodes.episode import EpisodePlan, play
-from offbeat.trainer.config.learner import (
-    ModelArgs,
-    TinyPolicyConfig,
-    TinyVisionConfig,
-    WarmStartConfig,
-)
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig, TinyVisionConfig
+from offbeat.trainer.config.warm_start import WarmStartConfig
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.warm_start.demonstrations import (

@@ -12,7 +12,7 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import collect_words
 from offbeat.envs.frozen_lake.env import WORDS
 from offbeat.envs.frozen_lake.rows import conversations, pairs, write_rows
-from offbeat.trainer.config.learner import TinyPolicyConfig
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import ROLES, write_tiny_policy
 from tests.paths import CONFIGS
 from tests.pretrained import FORGETTING, write_llama

@@ -17,7 +17,9 @@ from offbeat.services.messages.codec import decode_trajectory, encode_trajectory
 from offbeat.services.messages.types import Group, Trajectory
 from offbeat.services.rollout.data.config import DataConfig
 from offbeat.services.rollout.data.source import DataSource
-from offbeat.trainer.config.learner import LearnerConfig, ModelArgs, TinyPolicyConfig, TinyVisionConfig
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.learner import LearnerConfig
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig, TinyVisionConfig
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.frozen import FrozenModel
 from offbeat.trainer.engines.process_group import Ranks

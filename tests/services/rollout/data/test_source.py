@@ -10,7 +10,7 @@ from offbeat.services.messages.codec import decode_trajectory, encode_trajectory
 from offbeat.services.messages.types import Trajectory
 from offbeat.services.rollout.data.config import DataConfig
 from offbeat.services.rollout.data.source import DataSource
-from offbeat.trainer.config.learner import TinyPolicyConfig
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import write_tiny_policy
 
 WORDS = ("Left", "Right", "Up", "Down", "go", "where", "now", "no")

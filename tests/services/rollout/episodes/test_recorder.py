@@ -12,7 +12,7 @@ from offbeat.services.chat.append_only import ChatFormat, load_chat_format
 from offbeat.services.chat.tokenizer import load_tokenizer
 from offbeat.services.errors import RolloutError
 from offbeat.services.messages.types import Group, Segment, Trajectory
-from offbeat.trainer.config.learner import TinyPolicyConfig
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.data.batch import pack
 from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.services.rollout.episodes.test_episode import (

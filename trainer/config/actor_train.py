@@ -1,0 +1,192 @@
+"""Keys of the policy's training, under ROLL's names where they exist."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue, field_validator
+
+from offbeat.envs.config import Config
+from offbeat.services.devices import DeviceMapping
+from offbeat.trainer.config.conditions import SET, ConditionalConfig, OnlyWith
+from offbeat.trainer.config.roles import AttentionName, RoleModelArgs, TrainDtype
+from offbeat.trainer.config.schedule import ScheduleArgs
+
+
+class ModelArgs(ConditionalConfig):
+    """Model and adapters; ROLL's `model_args`."""
+
+    dtype: TrainDtype = "float32"
+    """Of weights and passes; optimizer states are float32. float16 scales the loss dynamically."""
+    attn_implementation: AttentionName = "auto"
+    """Attention; `auto` is packed causal, padded only inside attention."""
+    shared_prefix: Annotated[bool, OnlyWith(attn_implementation=("auto",))] = False
+    """Single computation of a group's shared prompt, with equal gradient; for long prompts and short answers. Llama,
+    Mistral, Qwen2, Qwen3.
+    """
+    disable_gradient_checkpointing: bool = True
+    """False recomputes activations to save memory."""
+    lora_target: str | None = Field(default=None, min_length=1)
+    """Layers with LoRA: comma-separated name suffixes (`q_proj,v_proj`) or `all-linear`; others are frozen. None trains
+    all.
+    """
+    lora_rank: Annotated[int, OnlyWith(lora_target=SET)] = Field(default=8, ge=1)
+    """Rank of adapters."""
+    lora_alpha: Annotated[float | None, OnlyWith(lora_target=SET)] = Field(default=None, gt=0)
+    """Scale's numerator in alpha / rank; None is twice the rank."""
+
+    @property
+    def lora_targets(self) -> str | list[str]:
+        """`lora_target` for PEFT."""
+        target = self.lora_target or ""
+        return target if target == "all-linear" else [name.strip() for name in target.split(",")]
+
+    @property
+    def adapter_alpha(self) -> float:
+        return 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
+
+    @property
+    def without_adapters(self) -> "ModelArgs":
+        return self.model_copy(update={"lora_target": None})
+
+    def of_role(self, role: RoleModelArgs) -> "ModelArgs":
+        """Return the arguments of a role's model, which has no adapters."""
+        return self.without_adapters.model_copy(update=role.overrides)
+
+
+TINY_LR, PRETRAINED_LR = 1e-3, 1e-6
+"""Default learning rates of all weights."""
+LORA_LR_FACTOR = 10.0
+"""Adapters' learning rate over that of all weights (TRL's documentation of PEFT)."""
+
+
+class TrainingArgs(ScheduleArgs, ConditionalConfig):
+    """Optimizer and micro-batches; ROLL's `training_args`."""
+
+    learning_rate: float = Field(default=PRETRAINED_LR, ge=0)
+    """Peak learning rate. Unset: 1e-3 for a `tiny` policy, 1e-6 for a pretrained one, ten times that with `lora_target`.
+    0 keeps the weights, to measure engine mismatch.
+    """
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up to the peak."""
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1)
+    adam_epsilon: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decay of weight matrices."""
+    decay_all_weights: bool = False
+    """Decay of norms, biases and embeddings, too."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    max_skipped_steps: int = Field(default=5, ge=1)
+    """Consecutive steps with non-finite gradients until the run fails; with float16, those at a loss scale of 1."""
+    max_tokens_per_microbatch: int = Field(default=8192, ge=1)
+    """Tokens per forward and backward pass."""
+    num_minibatches: int = Field(default=1, ge=1)
+    """Optimizer steps per pass over a batch."""
+    per_device_train_batch_size: int | None = Field(default=None, ge=1)
+    """Trajectories per process, forward and backward pass, in place of `max_tokens_per_microbatch`: that many of
+    `sequence_length` tokens, packed.
+    """
+    gradient_accumulation_steps: Annotated[int | None, OnlyWith(per_device_train_batch_size=SET)] = Field(
+        default=None, ge=1
+    )
+    """Micro-batches per process and optimizer step, in place of `num_minibatches`."""
+
+
+ALTERNATIVES = {
+    "megatron_train": "training has no tensor or pipeline parallelism; take fsdp2_train, or deepspeed_train with zero_stage "
+    "3, which shard weights, gradients and moments over all processes",
+    **dict.fromkeys(
+        ("hf_infer", "deepspeed_infer", "fsdp2_infer"),
+        "it is for inference: use it for `reference` or a `teacher`, and deepspeed_train to train",
+    ),
+}
+"""ROLL's unsupported strategies, with alternatives."""
+
+
+class StrategyArgs(ConditionalConfig):
+    """Training engine; ROLL's `strategy_args`."""
+
+    strategy_name: Literal["deepspeed_train", "fsdp2_train"] = "deepspeed_train"
+    """`deepspeed_train`: DeepSpeed ZeRO. `fsdp2_train`: PyTorch's `fully_shard`, like ZeRO-3; resumes on any number of
+    processes. ROLL's `megatron_train` is unsupported.
+    """
+    zero_stage: Annotated[Literal[0, 1, 2, 3], OnlyWith(strategy_name=("deepspeed_train",))] = 0
+    """ZeRO stage: 1 shards optimizer states, 2 also gradients, 3 also weights."""
+    strategy_config: Annotated[dict[str, JsonValue], OnlyWith(strategy_name=("deepspeed_train",))] = Field(
+        default_factory=dict[str, JsonValue]
+    )
+    """DeepSpeed settings that override Offbeat's."""
+
+    @field_validator("strategy_name", mode="before")
+    @classmethod
+    def _is_supported(cls, value: object) -> object:
+        if isinstance(value, str) and value in ALTERNATIVES:
+            raise ValueError(f"{value} can't train: {ALTERNATIVES[value]}")
+        return value
+
+
+class ActorTrainConfig(Config):
+    """Policy training; ROLL's `actor_train`."""
+
+    model_args: ModelArgs = ModelArgs()
+    training_args: TrainingArgs = TrainingArgs()
+    strategy_args: StrategyArgs = StrategyArgs()
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Left out, `cuda` where the engines leave GPUs for all processes."""
+    num_processes: int = Field(default=1, ge=1)
+    """Data-parallel processes, over several nodes where one has too few devices; `device_mapping` implies it."""
+    device_mapping: DeviceMapping | None = None
+    """Devices of the cluster, one per process, as a list or ROLL's `list(range(0, 8))`. None: chosen."""
+    backend_timeout: float = Field(default=30.0, gt=0)
+    """Minutes without the main thread's progress (micro-batch, checkpoint) or in a collective call until a hung learner
+    is replaced. Dead processes are detected earlier.
+    """
+    num_threads: int = Field(default=1, ge=1)
+    """torch threads per process on CPU."""
+    infer_batch_size: int | None = Field(default=None, ge=1)
+    """Trajectories per process and pass without gradient, as `per_device_train_batch_size`; None: as in training."""
+
+    def with_default_rate(self, pretrain: str) -> "ActorTrainConfig":
+        """Return a copy with a learning rate, if none is set."""
+        if "learning_rate" in self.training_args.model_fields_set:
+            return self
+        rate = TINY_LR if pretrain == "tiny" else PRETRAINED_LR
+        rate *= LORA_LR_FACTOR if self.model_args.lora_target else 1.0
+        return self.model_copy(update={"training_args": self.training_args.model_copy(update={"learning_rate": rate})})
+
+    def with_mapped_processes(self) -> "ActorTrainConfig":
+        """Return a copy with a process per device of `device_mapping`. Raises `ValueError` if `num_processes` disagrees."""
+        if self.device_mapping is None:
+            return self
+        number = len(self.device_mapping)
+        if "num_processes" in self.model_fields_set and self.num_processes != number:
+            raise ValueError(
+                f"num_processes: {self.num_processes} process(es) disagree with device_mapping of {number} device(s): leave "
+                "one of them out"
+            )
+        return self.model_copy(update={"num_processes": number})
+
+    def with_batch_sizes(self, rollout_batch_size: int, sequence_length: int) -> "ActorTrainConfig":
+        """Return a copy with the token budget and optimizer steps that ROLL's batch sizes imply.
+
+        Raises:
+            ValueError: the batch is not divisible, or other keys disagree.
+        """
+        args = self.training_args
+        if args.per_device_train_batch_size is None:
+            return self
+        implied = {"max_tokens_per_microbatch": args.per_device_train_batch_size * sequence_length}
+        if args.gradient_accumulation_steps is not None:
+            per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.num_processes
+            if rollout_batch_size % per_step:
+                raise ValueError(
+                    f"training_args: per_device_train_batch_size x gradient_accumulation_steps x num_processes = {per_step} "
+                    f"trajectories per optimizer step do not divide rollout_batch_size {rollout_batch_size}"
+                )
+            implied["num_minibatches"] = rollout_batch_size // per_step
+        for key, value in implied.items():
+            if key in args.model_fields_set and getattr(args, key) != value:
+                raise ValueError(
+                    f"training_args.{key}: {getattr(args, key)} disagrees with per_device_train_batch_size and "
+                    f"gradient_accumulation_steps, which imply {value}: leave one of them out"
+                )
+        return self.model_copy(update={"training_args": args.model_copy(update=implied)})
