@@ -29,7 +29,10 @@ from offbeat.trainer.training.step_tokens import TrajectoryTokens
 
 OUTCOMES = [outcome.name.lower() for outcome in TokenOutcome]
 NO_OUTCOME = 255
-LEFT_OUT = "its group was left out by variance_filter_ratio, or the step kept no tokens (console.keep_steps)"
+LEFT_OUT = (
+    "no tokens are kept of it: of groups left out by variance_filter_ratio, of steps beyond console.keep_steps, and of "
+    "pipelines of rows or pairs"
+)
 MAX_CACHED_STEPS = 64
 
 

@@ -4,6 +4,7 @@ Invariants: writes are atomic, in the background, before the checkpoint, and onl
 any.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from offbeat.trainer.data.group_codec import unpack_group
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.training.fenced_folder import FencedFolder
 from offbeat.trainer.training.step_tokens import StepTokens, TrajectoryTokens, decode_tokens
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "batches"
 PREFIX, SKIPPED, TOKENS, SUFFIX = "step-", "skipped-", "tokens-", ".msgpack"
@@ -140,7 +143,12 @@ class BatchLog:
         self._write(prefix, version, content, max_kept)
 
     def _write_tokens(self, tokens: StepTokens) -> None:
-        self._write(TOKENS, tokens.version, tokens.encode(), self._num_shown)
+        try:
+            content = tokens.encode()
+        except Exception:  # of a user's loss or correction: what is only shown must not end the training
+            logger.exception("the tokens of step %d can't be explained, and are not shown", tokens.version)
+            return
+        self._write(TOKENS, tokens.version, content, self._num_shown)
 
     def _write(self, prefix: str, version: int, content: bytes, max_kept: int) -> None:
         self._files = self._files or FencedFolder(self._folder, self._epoch)

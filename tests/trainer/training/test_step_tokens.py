@@ -107,6 +107,17 @@ def test_the_newest_steps_are_kept_beside_their_batches(folder: Path, tmp_path: 
     assert [(each.group, each.index) for each in log.read_tokens(3)] == [(2, 0), (2, 1)]
 
 
+def test_a_loss_that_can_not_be_explained_ends_no_training(folder: Path, tmp_path: Path) -> None:
+    log = BatchLog(tmp_path, num_shown=2)
+    batches, _, _ = trainer(folder, config())
+    train_on(batches, GROUPS, 0)
+    assert batches.last_step is not None
+    broken = batches.last_step.config.model_copy(update={"pg_variant": "no_such_module:loss"})
+    log.record_tokens(replace(batches.last_step, config=broken))
+    log.flush()
+    assert log.read_tokens(1) == []
+
+
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "batches").mkdir()
     (tmp_path / "batches" / "tokens-000001.msgpack").write_bytes(b"\x93\x09\x01\x90")
