@@ -7,7 +7,6 @@ values of older weights.
 # pyright: basic
 import asyncio
 import math
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -57,7 +56,6 @@ class HfEngine:
     @classmethod
     async def start(cls, config: GenerationConfig, model: Path, *, sequence_length: int, seed: int) -> "HfEngine":
         """Start with random weights until the first `load`."""
-        os.environ["HF_HUB_OFFLINE"] = "1"
         dtype = getattr(torch, config.model_args.dtype or "float32")
         policy = await asyncio.to_thread(PolicyModel, model, dtype)
         engine = cls(policy, config, config.engine.max_model_len or sequence_length, seed)

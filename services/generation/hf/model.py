@@ -51,7 +51,7 @@ class PolicyModel:
         Raises:
             GenerationError: it can't be served.
         """
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         architecture = config.to_dict()
         if problem := architecture_problem(architecture):
             raise GenerationError(f"{folder}: {problem}")

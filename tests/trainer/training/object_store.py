@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import fsspec
 import pytest
+from moto.backends import get_backend
 from moto.server import ThreadedMotoServer
 from s3fs import S3FileSystem
 
@@ -23,7 +24,7 @@ def s3_environment(port: int) -> Mapping[str, str]:
 
 @contextmanager
 def s3_server(port: int = 0) -> Iterator[int]:
-    """Serve an empty S3; yield its port."""
+    """Serve this process's S3; yield its port."""
     server = ThreadedMotoServer("127.0.0.1", port, verbose=False)
     server.start()
     try:
@@ -35,7 +36,8 @@ def s3_server(port: int = 0) -> Iterator[int]:
 
 @contextmanager
 def s3_bucket() -> Iterator[int]:
-    """Serve an S3 with `BUCKET`, found through the environment."""
+    """Serve an S3 with an empty `BUCKET`, found through the environment."""
+    get_backend("s3").reset()  # servers of a process share what they store
     with s3_server() as port, pytest.MonkeyPatch.context() as patch:
         for name, value in s3_environment(port).items():
             patch.setenv(name, value)

@@ -197,7 +197,7 @@ def test_the_folders_above_the_first_checkpoint_are_synced(tmp_path: Path, monke
 
     monkeypatch.setattr(os, "fsync", record)
     CheckpointStore(tmp_path / "run" / "checkpoints", 2, 1)
-    assert synced[:2] == [str(tmp_path), str(tmp_path / "run")]
+    assert synced[:3] == [str(tmp_path.parent), str(tmp_path), str(tmp_path / "run")]
 
 
 def test_of_two_that_take_over_at_once_the_later_epoch_has_the_folder(tmp_path: Path) -> None:
