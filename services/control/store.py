@@ -168,8 +168,13 @@ class RunStore:
         """Return a run's record. Raises `UnknownRunError`, `LostRecordError`, `ForeignRecordError`."""
         keys = RunKeys(run_id)
         raw = await cast(Any, self.redis.hgetall(keys.record))
-        if run_id in self.attended and b"config" not in raw and await self.redis.ttl(keys.epoch) <= 0:
-            raise LostRecordError(f"Redis has lost the record of run {run_id!r}, which is being restored: try again")
+        if run_id in self.attended and b"config" not in raw:
+            async with self.redis.pipeline() as pipe:  # a transaction: it may be deleted and created anew meanwhile
+                pipe.hgetall(keys.record)
+                pipe.ttl(keys.epoch)
+                raw, epoch_ttl_s = await pipe.execute()
+            if b"config" not in raw and epoch_ttl_s <= 0:
+                raise LostRecordError(f"Redis has lost the record of run {run_id!r}: it is being restored, try again")
         if not raw:
             raise UnknownRunError(f"there is no run {run_id!r}")
         return RunRecord.decode(raw)
