@@ -30,6 +30,8 @@ class Family:
     name: str
     type: FamilyType
     help: str
+    labels: tuple[str, ...] = ()
+    """Beside `run`; of a recorded metric, those of its records come on top."""
 
 
 class FamilySample(NamedTuple):

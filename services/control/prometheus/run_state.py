@@ -25,60 +25,63 @@ class ExportedRun:
     settings: Settings
 
 
-def _gauge(name: str, about: str) -> Family:
-    return Family(name, FamilyType.GAUGE, about)
+def _gauge(name: str, about: str, *labels: str) -> Family:
+    return Family(name, FamilyType.GAUGE, about, labels)
 
 
-def _counter(name: str, about: str) -> Family:
-    return Family(name, FamilyType.COUNTER, about)
+def _counter(name: str, about: str, *labels: str) -> Family:
+    return Family(name, FamilyType.COUNTER, about, labels)
 
 
 REDIS_UP = _gauge("offbeat_redis_up", "1 while Redis answers; with 0 there is no other metric.")
 REDIS_REFUSES = _gauge("offbeat_redis_refuses_writes", "1 while Redis refuses writes: its memory or disk is full.")
 LEFT_OUT = _gauge("offbeat_run_values_left_out", "Values of further series since the run has as many as are kept.")
 
-STATE = _gauge("offbeat_run_state", "1 for the run's `state`, 0 for others.")
+STATE = _gauge("offbeat_run_state", "1 for the run's `state`, 0 for others.", "state")
 STEP = _gauge("offbeat_run_step", "Optimizer batches behind the published weights; -1 before the first.")
 MAX_STEPS = _gauge("offbeat_run_max_steps", "Optimizer batches after which the run is finished.")
 VERSION = _gauge("offbeat_run_version", "Newest published weight version; -1 before the first.")
 STARTED = _gauge("offbeat_run_started_timestamp_seconds", "Start of the current attempt, Unix time.")
 RECONCILED = _gauge("offbeat_run_reconciled_timestamp_seconds", "Last reconciliation, Unix time.")
-FINDING = _gauge("offbeat_run_finding", "1 for each finding of the run's diagnosis (docs/rest.md).")
-READY = _gauge("offbeat_component_ready", "1 if the component is ready or done.")
-RESTARTS = _counter("offbeat_component_restarts", "Deaths of the component that a restart followed.")
+FINDING = _gauge("offbeat_run_finding", "1 for each finding of the run's diagnosis (docs/rest.md).", "finding")
+READY = _gauge("offbeat_component_ready", "1 if the component is ready or done.", "component")
+RESTARTS = _counter("offbeat_component_restarts", "Deaths of the component that a restart followed.", "component")
 LEASED = _gauge("offbeat_learner_leased", "1 while a learner holds the run.")
-STAGE = _gauge("offbeat_learner_stage", "1 for what the learner does now (`stage`).")
+STAGE = _gauge("offbeat_learner_stage", "1 for what the learner does now (`stage`).", "stage")
 STAGE_STARTED = _gauge("offbeat_learner_stage_started_timestamp_seconds", "Since when it does that, Unix time.")
 ADMITTED = _counter("offbeat_groups_admitted", "Groups whose episodes may be played.")
 SUBMITTED = _counter("offbeat_groups_submitted", "Groups that were complete.")
 TRAINED = _counter("offbeat_groups_trained", "Groups in a durable checkpoint.")
-DROPPED = _counter("offbeat_groups_dropped", "Groups dropped, by `reason`.")
-FAILED = _counter("offbeat_groups_failed", "Groups whose episodes failed, by `reason`.")
+DROPPED = _counter("offbeat_groups_dropped", "Groups dropped, by `reason`.", "reason")
+FAILED = _counter("offbeat_groups_failed", "Groups whose episodes failed, by `reason`.", "reason")
 BUFFER = _gauge(
-    "offbeat_buffer_groups", "Groups in the buffer: `state` is playing, ready or consumed (not yet durable)."
+    "offbeat_buffer_groups", "Groups in the buffer: `state` is playing, ready or consumed (not yet durable).", "state"
 )
-QUEUED = _gauge("offbeat_buffer_queued_episodes", "Episodes that wait for a worker, by `kind`.")
-ADMISSION = _gauge("offbeat_buffer_admission", "1 for what limits the admission of groups now (`limit`), 0 for others.")
+QUEUED = _gauge("offbeat_buffer_queued_episodes", "Episodes that wait for a worker, by `kind`.", "kind")
+ADMISSION = _gauge(
+    "offbeat_buffer_admission", "1 for what limits the admission of groups now (`limit`), 0 for others.", "limit"
+)
 QUARANTINED = _gauge("offbeat_buffer_quarantined_trajectories", "Undecodable trajectories kept, 16 at most.")
-PLAYING = _gauge("offbeat_worker_episodes", "Episodes that the worker holds.")
-SILENT = _gauge("offbeat_worker_silent_seconds", "Time since the worker's last heartbeat.")
-REPLICA_VERSION = _gauge("offbeat_replica_version", "Weight version that the replica serves; -1: none yet.")
-REPLICA_LAG = _gauge("offbeat_replica_lag_versions", "Published versions that the replica is behind.")
+PLAYING = _gauge("offbeat_worker_episodes", "Episodes that the worker holds.", "worker")
+SILENT = _gauge("offbeat_worker_silent_seconds", "Time since the worker's last heartbeat.", "worker")
+REPLICA_VERSION = _gauge("offbeat_replica_version", "Weight version that the replica serves; -1: none yet.", "replica")
+REPLICA_LAG = _gauge("offbeat_replica_lag_versions", "Published versions that the replica is behind.", "replica")
 REPLICA_REQUESTS = _gauge(
-    "offbeat_replica_requests", "Unanswered requests of the replica: `state` is running or waiting."
+    "offbeat_replica_requests", "Unanswered requests of the replica: `state` is running or waiting.", "replica", "state"
 )
 SETTINGS = {
     name: _gauge(f"offbeat_setting_{name}", f"{setting.info.about} (`{setting.info.path}`).")
     for name, setting in LIVE_SETTINGS.items()
 }
+MESH_FAMILIES = (REDIS_UP, REDIS_REFUSES)
 STATE_FAMILIES = (
-    *(REDIS_UP, REDIS_REFUSES, STATE, STEP, MAX_STEPS, VERSION, STARTED, RECONCILED, FINDING, LEFT_OUT),
+    *(*MESH_FAMILIES, STATE, STEP, MAX_STEPS, VERSION, STARTED, RECONCILED, FINDING, LEFT_OUT),
     *(READY, RESTARTS, LEASED, STAGE, STAGE_STARTED),
     *(ADMITTED, SUBMITTED, TRAINED, DROPPED, FAILED),
     *(BUFFER, QUEUED, ADMISSION, QUARANTINED, PLAYING, SILENT, REPLICA_VERSION, REPLICA_LAG, REPLICA_REQUESTS),
     *SETTINGS.values(),
 )
-"""Of a mesh and its runs, in the order of docs/monitoring.md."""
+"""Of a mesh and its runs; of those in `MESH_FAMILIES` none has the label `run`."""
 
 
 def state_samples(run: ExportedRun) -> Iterator[FamilySample]:

@@ -7,6 +7,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from offbeat.services.control.interfaces import Health, Observation
+from offbeat.services.control.prometheus.run_state import MESH_FAMILIES, STATE_FAMILIES
 from offbeat.services.control.run import Restarts, RunState
 from offbeat.services.keys import RunKeys
 from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, Partial, mean
@@ -59,6 +60,15 @@ async def test_a_run_is_exported_with_its_state(api: ApiHarness):
     assert of(scraped, "offbeat_replica_version", run="a", replica="r1") == -1
     assert of(scraped, "offbeat_setting_max_staleness", run="a") == 1
     assert ("offbeat_replica_lag_versions", frozenset({("run", "a"), ("replica", "r1")})) not in scraped
+
+
+async def test_every_sample_of_state_has_the_labels_that_its_family_declares(api: ApiHarness):
+    await api.start("a")
+    declared = {family.name: {*family.labels, "run"} for family in STATE_FAMILIES}
+    declared |= {family.name: set[str]() for family in MESH_FAMILIES}
+    scraped = {(name.removesuffix("_total"), frozenset(dict(labels))) for name, labels in await scrape(api)}
+    assert len(scraped) > 15
+    assert {name: set(labels) for name, labels in scraped} == {name: declared[name] for name, _ in scraped}
 
 
 async def test_records_become_gauges_counters_and_summaries(api: ApiHarness):
