@@ -59,8 +59,7 @@ class RunMeters:
                 yield FamilySample(family, _merge(parts).value, dict(labels))
 
     def _add(self, place: MetricPlace, record: MetricRecord, partial: Partial, bucket: int) -> None:
-        kept = record.source in KEPT_SOURCES
-        kind = _family_type(partial, place, kept=kept)
+        kind = _family_type(partial, place, record.source)
         dropped = (*DROPPED_LABELS, *(() if kind is FamilyType.GAUGE else (REPLICA,)))
         labels = {name: value for name, value in record.labels.items() if name not in dropped} | dict(place.labels)
         key = Family(place.name, kind, place.help), tuple(sorted(labels.items()))
@@ -68,7 +67,7 @@ class RunMeters:
             self.num_left_out += 1
         elif kind is not FamilyType.GAUGE:
             self._totals[key] = self._totals[key].merge(partial) if key in self._totals else partial
-        elif kept:
+        elif record.source in KEPT_SOURCES:
             self._newest[key] = partial
         else:
             buckets = {each: part for each, part in self._recent.get(key, {}).items() if each > bucket - WINDOW_BUCKETS}
@@ -80,10 +79,10 @@ class RunMeters:
         return any(key in store for store in stores) or sum(map(len, stores)) < MAX_SERIES
 
 
-def _family_type(partial: Partial, place: MetricPlace, *, kept: bool) -> FamilyType:
-    if partial.kind == "sum":
+def _family_type(partial: Partial, place: MetricPlace, source: str) -> FamilyType:
+    if partial.kind == "sum" and source != "eval":  # an evaluation's sums are of it alone
         return FamilyType.COUNTER
-    is_duration = partial.kind == "mean" and place.unit == "s" and not kept
+    is_duration = partial.kind == "mean" and place.unit == "s" and source not in KEPT_SOURCES
     return FamilyType.SUMMARY if is_duration else FamilyType.GAUGE
 
 

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.skipif(PROMTOOL is None, reason="`make monitoring` down
 
 MINUTES = 480
 SCRAPED = {"instance": "127.0.0.1:8000", "job": "offbeat"}
+HELD = 'offbeat_buffer_admission{limit="staleness_bound"}'
 MOVING = {
+    HELD: "0+0x480",
     "offbeat_run_step": "1+1x480",
     "offbeat_run_reconciled_timestamp_seconds": "0+60x480",
     "offbeat_groups_admitted_total": "0+8x480",
@@ -27,7 +29,6 @@ MOVING = {
     "offbeat_learner_actor_entropy_nats": "1-0.001x480",
 }
 """What moves in a run that goes on, beside what stays as recorded; one value a minute."""
-HELD = 'offbeat_buffer_admission{limit="staleness_bound"}'
 FAULTS: dict[str, dict[str, str]] = {
     "OffbeatUnreachable": {"up": "1+0x470 0+0x10"},
     "OffbeatRedisDown": {"offbeat_redis_up": "1+0x470 0+0x10"},
@@ -66,8 +67,8 @@ def series(changes: dict[str, str]) -> list[dict[str, str]]:
         if name not in asked:
             continue
         written = ",".join(f'{label}="{text}"' for label, text in {**labels, **SCRAPED}.items())
-        values = MOVING.get(name, f"{value!r}+0x{MINUTES}")
-        for target, changed in changes.items():
+        values = f"{value!r}+0x{MINUTES}"
+        for target, changed in {**MOVING, **changes}.items():
             wanted, _, condition = target.removesuffix("}").partition("{")
             values = changed if wanted == name and condition in written else values
         rows[f"{name}{{{written}}}"] = values

@@ -38,9 +38,6 @@ def selectors(query: str) -> list[VectorSelector]:
     def visit(node: object) -> bool:
         if isinstance(node, VectorSelector):
             found.append(node)
-        selector = getattr(node, "vector_selector", None)
-        if isinstance(selector, VectorSelector):
-            found.append(selector)
         return True
 
     promql_parser.walk(promql_parser.parse(query), visit)

@@ -104,6 +104,22 @@ async def test_records_become_gauges_counters_and_summaries(api: ApiHarness):
     assert of(scraped, "offbeat_generation_weight_updates_total", run="a") == 2
 
 
+async def test_an_evaluation_s_values_are_those_of_the_newest_one(api: ApiHarness):
+    await api.start("a")
+    labels = {"when": "during", "sampling": "greedy"}
+    for step, success in ((10, 0.25), (20, 0.5)):
+        values = {
+            "episodes": Partial("sum", 8.0),
+            "env/lake/success": mean([success]),
+            "env/lake/episodes": Partial("sum", 8),
+        }
+        await append(api, "eval", values, step=step, **labels)
+    scraped = await scrape(api)
+    assert of(scraped, "offbeat_eval_episodes", run="a", **labels) == 8
+    assert of(scraped, "offbeat_eval_env", run="a", tag="lake", metric="success", **labels) == 0.5
+    assert of(scraped, "offbeat_eval_env", run="a", tag="lake", metric="episodes", **labels) == 8
+
+
 async def test_counters_add_what_came_since_the_last_scrape_and_gauges_show_the_newest(api: ApiHarness):
     await api.start("a")
     for number in range(1, 4):
