@@ -36,7 +36,7 @@ from offbeat.services.rollout.task_assigner import TaskAssigner
 from offbeat.services.rollout.tasks import EvalTasks, Task
 from offbeat.services.rollout.wait_status import Wait, Waiting, Waits
 from offbeat.services.telemetry import MetricRecord
-from offbeat.services.tracing.api import EpisodeTrace
+from offbeat.services.tracing.api import EpisodeSpans
 from offbeat.services.tracing.factory import open_episode_tracer
 
 logger = logging.getLogger(__name__)
@@ -366,7 +366,7 @@ class EnvWorker:
         return structs.replace(trajectory, baseline=task.is_baseline, traceparent=trace.traceparent)
 
     async def _play_plan(
-        self, plan: EpisodePlan, leased: LeasedEnv, waiting: Waiting, trace: EpisodeTrace
+        self, plan: EpisodePlan, leased: LeasedEnv, waiting: Waiting, trace: EpisodeSpans
     ) -> Trajectory:
         task, settings = plan.task, self._settings
         calls = InstrumentedEpisode(

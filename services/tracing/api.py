@@ -10,7 +10,7 @@ from offbeat.services.messages.types import Completion, EpisodeTask, Group, Samp
 RecordCompletion = Callable[[Completion], None]
 
 
-class EpisodeTrace(Protocol):
+class EpisodeSpans(Protocol):
     @property
     def traceparent(self) -> str:
         """W3C's header of the episode's span; empty if it is not traced."""
@@ -32,7 +32,7 @@ class EpisodeTrace(Protocol):
 class EpisodeTracer(Protocol):
     def episode(
         self, task: EpisodeTask, tag: str, sampling: Sampling, *, has_tools: bool
-    ) -> AbstractContextManager[EpisodeTrace]:
+    ) -> AbstractContextManager[EpisodeSpans]:
         """Enclose an episode, traced if its group is sampled. has_tools: its env has functions for the policy."""
         ...
 
@@ -55,7 +55,7 @@ class StepTracer(Protocol):
         ...
 
 
-class NoTrace:
+class NoSpans:
     traceparent = ""
 
     def chat(self, prompt: Sequence[int], max_new_tokens: int) -> AbstractContextManager[RecordCompletion]:
@@ -72,15 +72,15 @@ class NoTrace:
         del trajectory
 
 
-NO_TRACE = NoTrace()
+NO_SPANS = NoSpans()
 
 
 class NoEpisodeTracer:
     def episode(
         self, task: EpisodeTask, tag: str, sampling: Sampling, *, has_tools: bool
-    ) -> AbstractContextManager[EpisodeTrace]:
+    ) -> AbstractContextManager[EpisodeSpans]:
         del task, tag, sampling, has_tools
-        return contextlib.nullcontext(NO_TRACE)
+        return contextlib.nullcontext(NO_SPANS)
 
     def close(self) -> None:
         return None

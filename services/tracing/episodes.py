@@ -11,7 +11,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_
 
 from offbeat.services.errors import EpisodeError
 from offbeat.services.messages.types import Completion, EpisodeTask, Sampling, Trajectory
-from offbeat.services.tracing.api import NO_TRACE, EpisodeTrace, RecordCompletion
+from offbeat.services.tracing.api import NO_SPANS, EpisodeSpans, RecordCompletion
 from offbeat.services.tracing.export import SYSTEM, close_provider, open_provider
 from offbeat.services.tracing.ids import ChosenTraceIds, format_traceparent, is_traced, trace_id_of
 
@@ -30,10 +30,10 @@ class OtlpEpisodeTracer:
         self._tracer = self._provider.get_tracer(SYSTEM)
 
     @contextmanager
-    def episode(self, task: EpisodeTask, tag: str, sampling: Sampling, *, has_tools: bool) -> Iterator[EpisodeTrace]:
+    def episode(self, task: EpisodeTask, tag: str, sampling: Sampling, *, has_tools: bool) -> Iterator[EpisodeSpans]:
         trace_id = trace_id_of(*self._run, task.kind.value, task.group_id)
         if not is_traced(trace_id, self._rate):
-            yield NO_TRACE
+            yield NO_SPANS
             return
         attributes = {
             "gen_ai.operation.name": "invoke_agent",
@@ -50,13 +50,13 @@ class OtlpEpisodeTracer:
         self._ids.next_trace_id = trace_id
         span = self._tracer.start_span(f"invoke_agent {tag}", Context(), attributes=attributes)
         with _ended(span):
-            yield SampledTrace(self._tracer, span, tag, sampling, has_tools=has_tools)
+            yield SampledSpans(self._tracer, span, tag, sampling, has_tools=has_tools)
 
     def close(self) -> None:
         close_provider(self._provider)
 
 
-class SampledTrace:
+class SampledSpans:
     def __init__(self, tracer: Tracer, span: Span, tag: str, sampling: Sampling, *, has_tools: bool) -> None:
         self.traceparent = format_traceparent(span.get_span_context())
         self._tracer = tracer

@@ -113,10 +113,11 @@ class MeterReader:
 
     def _take(self, entries: list[Any]) -> int:
         for raw_id, fields in entries:
-            self._position = raw_id.decode()
+            entry_id: str = raw_id.decode()
+            self._position = entry_id
             try:
                 record = decode_record(fields[b"r"])
             except CodecError:  # another version's: `GET /runs/{id}/metrics` reports it
                 continue
-            self.meters.add(record, int(self._position.partition("-")[0]) / 1000)
+            self.meters.add(record, int(entry_id.partition("-")[0]) / 1000)
         return len(entries)

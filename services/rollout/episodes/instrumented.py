@@ -10,7 +10,7 @@ from offbeat.services.rollout.envs.runners import EnvRunner, StepResult
 from offbeat.services.rollout.episodes.sampler import EpisodeSampler
 from offbeat.services.rollout.metrics import WorkerMetrics
 from offbeat.services.rollout.wait_status import Wait, Waiting
-from offbeat.services.tracing.api import NO_TRACE, EpisodeTrace
+from offbeat.services.tracing.api import NO_SPANS, EpisodeSpans
 
 
 class InstrumentedEpisode:
@@ -27,7 +27,7 @@ class InstrumentedEpisode:
         waiting: Waiting,
         reporter: WorkerMetrics,
         between: Wait | None = None,
-        trace: EpisodeTrace = NO_TRACE,
+        trace: EpisodeSpans = NO_SPANS,
     ) -> None:
         """between: wait status after a call; None if the next is immediate."""
         self._kind = kind
