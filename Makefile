@@ -31,7 +31,7 @@ $(eval $(call pass-on,SSL_CERT_FILE,PIP_CERT))
 ifeq ($(EXTRA)$(UV_FIND_LINKS),cpu)
 TORCH_BACKEND := --torch-backend cpu
 endif
-.PHONY: help setup browser train test test-fast test-alone test-others check bench simulate docs clean
+.PHONY: help setup browser monitoring train test test-fast test-alone test-others check bench simulate docs clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -56,6 +56,11 @@ browser: $(STAMP) ## install what the tests of the page need: Playwright, Chromi
 	@test -n "$${OFFBEAT_CHROMIUM:-}" || command -v chromium-headless-shell chromium >/dev/null \
 		|| apt-get install --yes --quiet --no-install-recommends chromium-headless-shell \
 		|| { echo "no Chromium: install one, and set OFFBEAT_CHROMIUM to its path" >&2; exit 1; }
+
+# Debian's package, unpacked beside Python: nothing of the system changes.
+monitoring: $(STAMP) ## download promtool, with which the tests check the alerts
+	@rm -rf $(VENV)/prometheus && mkdir -p $(VENV)/prometheus
+	@cd $(VENV)/prometheus && apt-get download --quiet prometheus && dpkg-deb --extract prometheus_*.deb . && rm prometheus_*.deb
 
 train: $(STAMP) ## train an agent on this machine: make train ARGS="seed=2"
 	@$(BIN)/offbeat train $(CONFIG) $(ARGS)

@@ -80,6 +80,7 @@ def worker_settings(
         sampled_share=config.sampled_share,
         request_timeout_s=config.actor_infer.request_timeout_s,
         worker_timeout_s=timeout_s or config.buffer.worker_timeout_s,
+        telemetry=config.telemetry,
     )
 
 

@@ -30,6 +30,11 @@ class Metric:
     def matches(self, name: str) -> bool:
         return _pattern(self.name).fullmatch(name) is not None
 
+    def split(self, name: str) -> tuple[str, ...]:
+        """Return what stands for each `{...}` in a name that matches."""
+        matched = _pattern(self.name).fullmatch(name)
+        return matched.groups() if matched else ()
+
 
 @cache
 def _pattern(name: str) -> re.Pattern[str]:
@@ -39,7 +44,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 def _expression(part: str) -> str:
     if not part.startswith("{"):
         return re.escape(part)
-    return f"({part[1:-1].replace(',', '|')})" if "," in part else ".+" if part == "{*}" else "[^/]+"
+    return f"({part[1:-1].replace(',', '|')})" if "," in part else "(.+)" if part == "{*}" else "([^/]+)"
 
 
 METRICS: tuple[Metric, ...] = (

@@ -190,6 +190,8 @@ def written_places(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "logging_dir", str(config.logging_dir)
     if config.render_save_dir is not None:
         yield "render_save_dir", str(config.render_save_dir)
+    if config.telemetry.otlp_endpoint is not None:
+        yield "telemetry.otlp_endpoint", config.telemetry.otlp_endpoint
     if config.weights.url:
         yield "weights.url", config.weights.url
     if not isinstance(config.resume_from_checkpoint, bool):

@@ -13,6 +13,7 @@ from offbeat.services.control.console.derived_runs import DerivedRuns
 from offbeat.services.control.console.pages import add_page
 from offbeat.services.control.console.routes import archive_routes
 from offbeat.services.control.http_errors import answer_errors, refusals
+from offbeat.services.control.prometheus.routes import prometheus_routes
 from offbeat.services.control.rights import NO_TOKENS, Tokens
 from offbeat.services.control.routes import run_routes
 from offbeat.services.control.schemas import HealthView
@@ -38,6 +39,7 @@ def create_api(
         bearer = [Depends(HTTPBearer(auto_error=False, description="A token that the service was started with."))]
     api.include_router(run_routes(service), dependencies=bearer)
     api.include_router(archive_routes(service.archive, service.view), dependencies=bearer)
+    api.include_router(prometheus_routes(service.exporter), dependencies=bearer)
     api.include_router(derived_routes(DerivedRuns(service)), dependencies=bearer)
 
     @api.get("/healthz", tags=["service"], responses={503: refusals()[503]})

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from offbeat.services.control.console.archive import RunArchive
 from offbeat.services.control.event_schemas import MetricsView, MetricView
 from offbeat.services.control.interfaces import Removal
+from offbeat.services.control.prometheus.exporter import PrometheusExporter
 from offbeat.services.control.queries import BufferReader, Overview, reading
 from offbeat.services.control.rights import UNRESTRICTED, Rights
 from offbeat.services.control.run import (
@@ -115,6 +116,7 @@ class ControlService:
         self.store = store
         self.factory = factory
         self._overview = Overview(store, factory, redis_trouble)
+        self.exporter = PrometheusExporter(store, factory, redis_trouble)
         self._wake = wake
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_VALIDATIONS)
         self._health: asyncio.Task[bool] | None = None

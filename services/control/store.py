@@ -193,6 +193,15 @@ class RunStore:
         over = {state.value.encode() for state in RunState if state.is_terminal}
         return [run_id for run_id, state in zip(run_ids, states, strict=True) if state not in over]
 
+    async def current(self, *, ended_after: float) -> list[str]:
+        """Return active runs, and those that ended after a Unix time; oldest first."""
+        run_ids = await self.run_ids()
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for run_id in run_ids:
+                pipe.hget(RunKeys(run_id).record, "ended_at")
+            ends = await pipe.execute()
+        return [run_id for run_id, end in zip(run_ids, ends, strict=True) if not _is_before(end, ended_after)]
+
     async def reports_due(self) -> list[str]:
         """Return runs with a due report, oldest first."""
         run_ids = await self.run_ids()
@@ -400,6 +409,14 @@ class RunStore:
         pattern = keys.prefix.replace("[", r"\[").replace("?", r"\?") + "*"
         found = self.redis.scan_iter(match=pattern, count=1000)
         return [key async for key in found if key != keys.epoch.encode()]
+
+
+def _is_before(end: bytes | None, at: float) -> bool:
+    """Return True for a time before `at`; a run without a readable one has not ended."""
+    try:
+        return 0 < float(end or b"0") < at
+    except ValueError:
+        return False
 
 
 def _differences(old: Settings, new: Settings) -> dict[str, float]:

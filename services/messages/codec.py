@@ -62,6 +62,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
             t.text,
             t.baseline,
             t.error,
+            t.traceparent,
         )
     except MALFORMED as error:
         TRAJECTORY.refuse(error)

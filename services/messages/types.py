@@ -168,6 +168,8 @@ class Trajectory(Message, Generic[SegmentT], frozen=True):
     """Greedy episode (ReMax), used only for its reward."""
     error: str = ""
     """Reason and message (`StopReason.ERROR`)."""
+    traceparent: str = ""
+    """W3C's header of the episode's span, if it is traced (docs/monitoring.md)."""
 
     @property
     def reward(self) -> float:

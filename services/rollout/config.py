@@ -9,6 +9,7 @@ from offbeat.envs.config import Config
 from offbeat.envs.prompts import IMAGE
 from offbeat.services.generation.config import GeneratingArgs
 from offbeat.services.rollout.data.config import DataConfig, Pipeline
+from offbeat.services.tracing.config import TelemetryConfig
 
 
 class AgentRunner(Config):
@@ -261,3 +262,4 @@ class WorkerSettings(Config):
     """Timeout of a turn, s (`actor_infer.request_timeout_s`)."""
     worker_timeout_s: float = Field(default=15.0, gt=0)
     """`buffer.worker_timeout_s`; sets the heartbeat interval."""
+    telemetry: TelemetryConfig = TelemetryConfig()

@@ -36,6 +36,8 @@ from offbeat.services.rollout.task_assigner import TaskAssigner
 from offbeat.services.rollout.tasks import EvalTasks, Task
 from offbeat.services.rollout.wait_status import Wait, Waiting, Waits
 from offbeat.services.telemetry import MetricRecord
+from offbeat.services.tracing.api import EpisodeSpans
+from offbeat.services.tracing.factory import open_episode_tracer
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +104,9 @@ class EnvWorker:
         self._ended = asyncio.Event()
         self._lost: BaseException | None = None
         self._calls_reported = 0
+        self._tracer = open_episode_tracer(
+            settings.telemetry, run_id=settings.run_id, run_uid=settings.run_uid, worker_id=worker_id
+        )
 
     @property
     def num_playing(self) -> int:
@@ -154,6 +159,7 @@ class EnvWorker:
         await asyncio.wait(tasks, timeout=SHUTDOWN_TIMEOUT_S)
         await self._batcher.close()
         ending = [self._envs.close(), *([self._agents.close()] if self._agents else [])]
+        ending.append(asyncio.to_thread(self._tracer.close))
         await asyncio.wait([asyncio.create_task(end) for end in ending], timeout=SHUTDOWN_TIMEOUT_S)
         try:
             async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
@@ -354,25 +360,31 @@ class EnvWorker:
             keep_text=keep,
             worker_id=self._worker_id,
         )
+        with self._tracer.episode(task, env_task.tag, sampling, has_tools=bool(leased.traits.functions)) as trace:
+            trajectory = await self._play_plan(plan, leased, waiting, trace)
+            trace.finish(trajectory)
+        return structs.replace(trajectory, baseline=task.is_baseline, traceparent=trace.traceparent)
+
+    async def _play_plan(
+        self, plan: EpisodePlan, leased: LeasedEnv, waiting: Waiting, trace: EpisodeSpans
+    ) -> Trajectory:
+        task, settings = plan.task, self._settings
         calls = InstrumentedEpisode(
             task.kind,
-            env_task.tag,
+            plan.tag,
             env=leased.runner,
-            step_limiter=self._envs.step_limiter(env_task.tag),
+            step_limiter=self._envs.step_limiter(plan.tag),
             sampler=EpisodeSampler(
-                self._batcher, sampling, task.min_version, retry_s=settings.rollout.max_generation_retry_s
+                self._batcher, plan.sampling, task.min_version, retry_s=settings.rollout.max_generation_retry_s
             ),
             waiting=waiting,
             reporter=self._reporter,
             between=Wait.AGENT if plan.env.agent_runner else None,
+            trace=trace,
         )
         if plan.env.agent_runner and self._agents:
-            trajectory = await play_with_agent(
-                plan, plan.env.agent_runner, calls, leased.traits, calls.sample, self._agents
-            )
-        else:
-            trajectory = await play(plan, calls, leased.traits, calls.sample, self._chat)
-        return structs.replace(trajectory, baseline=task.is_baseline)
+            return await play_with_agent(plan, plan.env.agent_runner, calls, leased.traits, calls.sample, self._agents)
+        return await play(plan, calls, leased.traits, calls.sample, self._chat)
 
     async def _task_of(self, task: EpisodeTask) -> Task:
         if self._reads(task):

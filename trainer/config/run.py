@@ -10,6 +10,7 @@ from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.live_settings import Settings, configured_settings
 from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig
 from offbeat.services.rollout.data.config import GROUP_SIZES
+from offbeat.services.tracing.config import TelemetryConfig
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.trainer.config.actor_train import ActorTrainConfig
 from offbeat.trainer.config.learner import LearnerConfig
@@ -44,6 +45,8 @@ class LearnerRunConfig(LearnerConfig):
     """Trajectory buffer: timeouts and retries."""
     weights: WeightsConfig = WeightsConfig()
     """Weight transport to engines."""
+    telemetry: TelemetryConfig = TelemetryConfig()
+    """Traces from the prompt to the gradient."""
 
     @field_validator("train_env_manager")
     @classmethod

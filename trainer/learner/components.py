@@ -9,6 +9,7 @@ from offbeat.services.chat.tokenizer import load_tokenizer
 from offbeat.services.messages.types import Group
 from offbeat.services.rollout.tasks import make_sampler
 from offbeat.services.telemetry import MetricsSink
+from offbeat.services.tracing.factory import open_step_tracer
 from offbeat.services.weights.api import WeightPublisher
 from offbeat.trainer.checks.user_functions import refuse_broken_functions
 from offbeat.trainer.config.scored_roles import scored_roles
@@ -96,6 +97,7 @@ def build_components(
         ),
         should_stop=should_stop,
         validation=read_validation(run),
+        tracer=open_step_tracer(config.telemetry, run_id=run.run_id, algorithm=config.adv_estimator),
     )
 
 

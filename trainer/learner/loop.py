@@ -8,13 +8,14 @@ surviving lineage has trained (`LearnerBuffer.reconcile`).
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from offbeat.services.buffer.api import LearnerBuffer, Proof, Reconciled
 from offbeat.services.errors import ControlError
 from offbeat.services.live_settings import Settings, settings_at
+from offbeat.services.tracing.api import NoStepTracer, StepTracer
 from offbeat.services.weights.api import WeightPublisher
 from offbeat.trainer.data.replay_buffer import ReplayBuffer, ReplayedGroups
 from offbeat.trainer.learner.checkpointing import Checkpointer
@@ -65,6 +66,7 @@ class LearnerComponents:
     should_stop: Callable[[], bool]
     validation: ValidationRows = field(default_factory=lambda: ValidationRows([]))
     """Rows for evaluation by loss."""
+    tracer: StepTracer = field(default_factory=NoStepTracer)
 
 
 class Learner:
@@ -87,6 +89,7 @@ class Learner:
         self._should_stop = components.should_stop
         self._validation = components.validation
         self._uploads = components.uploads
+        self._tracer = components.tracer
         self._checkpointer = Checkpointer(
             components.checkpoints,
             components.buffer,
@@ -148,6 +151,10 @@ class Learner:
             ControlError: too many consecutive non-finite gradients.
             UnsavedError: no checkpoint within the time limit.
         """
+        with closing(self._tracer):
+            return self._run()
+
+    def _run(self) -> bool:
         self._begin()
         self._publish()
         if self._step == 0:
@@ -205,7 +212,7 @@ class Learner:
         replayed = self._replay.select(step, self._settings.max_staleness)
         batch = self._intake.build_batch(step, taken, replayed)
         self._batch_log.record(batch, self._settings.learning_rate)
-        with self._timed("train"):
+        with self._timed("train"), self._tracer.train(step, taken.groups):
             gauges = self._trainer.train(batch)
         skipped = was_skipped(gauges)
         if skipped:
@@ -276,7 +283,7 @@ class Learner:
         return self._step >= config.max_steps or any(self._step % each == 0 for each in periods if each)
 
     def _publish(self) -> None:
-        with self._timed("publish"):
+        with self._timed("publish"), self._tracer.sync(self._step):
             self._publisher.publish(self._step, self._step, self._trainer.tensors())
             self._published = self._step
 

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,21 @@ def _check_static(config: RunConfig, cores: float | None, nodes: Sequence[Cluste
         *check_sampling(config),
         *check_lora(config),
         *_check_paths_and_addresses(config),
+        *_check_tracing(config),
     ]
+
+
+def _check_tracing(config: RunConfig) -> Iterator[ConfigIssue]:
+    if config.telemetry.otlp_endpoint is None:
+        return
+    try:
+        found = find_spec("opentelemetry.sdk") and find_spec("opentelemetry.exporter.otlp.proto.http")
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        yield ConfigIssue(
+            "telemetry.otlp_endpoint", "needs OpenTelemetry's SDK and exporter: pip install 'offbeat[otel]'"
+        )
 
 
 def _check_batch(config: RunConfig) -> Iterator[ConfigIssue]:

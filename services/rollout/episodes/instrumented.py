@@ -10,10 +10,11 @@ from offbeat.services.rollout.envs.runners import EnvRunner, StepResult
 from offbeat.services.rollout.episodes.sampler import EpisodeSampler
 from offbeat.services.rollout.metrics import WorkerMetrics
 from offbeat.services.rollout.wait_status import Wait, Waiting
+from offbeat.services.tracing.api import NO_SPANS, EpisodeSpans
 
 
 class InstrumentedEpisode:
-    __slots__ = ("_between", "_env", "_kind", "_reporter", "_sampler", "_step_limiter", "_tag", "_waiting")
+    __slots__ = ("_between", "_env", "_kind", "_reporter", "_sampler", "_step_limiter", "_tag", "_trace", "_waiting")
 
     def __init__(
         self,
@@ -26,6 +27,7 @@ class InstrumentedEpisode:
         waiting: Waiting,
         reporter: WorkerMetrics,
         between: Wait | None = None,
+        trace: EpisodeSpans = NO_SPANS,
     ) -> None:
         """between: wait status after a call; None if the next is immediate."""
         self._kind = kind
@@ -36,12 +38,14 @@ class InstrumentedEpisode:
         self._waiting = waiting
         self._reporter = reporter
         self._between = between
+        self._trace = trace
 
     async def reset(self, seed: int) -> str:
         self._waiting.enter(Wait.ENV)
         async with self._step_limiter:
             began = time.monotonic()
-            observation = await self._env.reset(seed)
+            with self._trace.reset():
+                observation = await self._env.reset(seed)
             self._reporter.env_call(self._kind, self._tag, time.monotonic() - began)
         self._end()
         return observation
@@ -50,7 +54,8 @@ class InstrumentedEpisode:
         self._waiting.enter(Wait.ENV)
         async with self._step_limiter:
             began = time.monotonic()
-            result = await self._env.step(action)
+            with self._trace.step():
+                result = await self._env.step(action)
             self._reporter.env_call(self._kind, self._tag, time.monotonic() - began)
         self._end()
         return result
@@ -64,7 +69,9 @@ class InstrumentedEpisode:
     ) -> Completion:
         self._waiting.enter(Wait.GENERATION)
         began = time.monotonic()
-        completion = await self._sampler(prompt, max_new_tokens, images)
+        with self._trace.chat(prompt, max_new_tokens) as record:
+            completion = await self._sampler(prompt, max_new_tokens, images)
+            record(completion)
         self._reporter.turn(self._kind, self._tag, completion, time.monotonic() - began)
         self._end()
         return completion

@@ -78,6 +78,7 @@ NAMING: dict[str, tuple[dict[str, Any], str]] = {
         "actor_train.strategy_args.strategy_config.compile.backend",
     ),
     "output_dir": ({"output_dir": "/etc"}, "output_dir"),
+    "telemetry.otlp_endpoint": ({"telemetry": {"otlp_endpoint": "http://evil:4318"}}, "telemetry.otlp_endpoint"),
     "weights.url": ({"weights": {"url": "s3://elsewhere/w"}}, "weights.url"),
     "resume_from_checkpoint": ({"resume_from_checkpoint": "/etc/checkpoint-1"}, "resume_from_checkpoint"),
 }

@@ -283,6 +283,22 @@ def test_trajectories_without_truncation_of_turns_or_error_are_read() -> None:
     assert decoded.turns == (Turn(0, 4, 8, 1.0, "s", is_truncated=False),)
 
 
+TRAJECTORY_BEFORE_TRACES = (
+    "93aa7472616a6563746f7279039ea1670100a374616705919508c4100000282350467869a08cc8aff0d218f6c410000000bf000000bf000000"
+    "bf000000bf919304080391930102c40889504e470d0a1a0a9196000408cb3ff0000000000000a173c2aa7465726d696e6174656481a7737563"
+    "63657373cb3ff0000000000000a177cb3ff800000000000091a161c3a0"
+)
+
+
+def test_trajectories_without_a_traceparent_are_read_and_it_is_kept() -> None:
+    blob = bytes.fromhex(TRAJECTORY_BEFORE_TRACES)
+    assert hashlib.sha256(blob).hexdigest()[:16] == "7189382ac5fea384"  # as that build wrote it
+    decoded = codec.decode_trajectory(blob)
+    assert decoded.traceparent == ""
+    traced = replace(decoded, traceparent=f"00-{1:032x}-{2:016x}-01")
+    assert codec.decode_trajectory(codec.encode_trajectory(traced)).traceparent == traced.traceparent
+
+
 def test_messages_have_the_bytes_of_schema_3() -> None:
     """Runs stored by earlier builds are read and written by this one."""
     tokens = np.arange(8, dtype=np.int32) * 9000
@@ -306,4 +322,4 @@ def test_messages_have_the_bytes_of_schema_3() -> None:
         codec.encode_completions([completion]),
     )
     digests = [hashlib.sha256(blob).hexdigest()[:16] for blob in blobs]
-    assert digests == ["7189382ac5fea384", "7f641e814f5b9638", "2d4bcfd81299a4cf", "62fee3ecc931481a"]
+    assert digests == ["0a034130519fc581", "7f641e814f5b9638", "2d4bcfd81299a4cf", "62fee3ecc931481a"]

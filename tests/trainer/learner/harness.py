@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from offbeat.services.rollout.tasks import make_sampler
+from offbeat.services.tracing.factory import open_step_tracer
 from offbeat.trainer.config.run import LearnerRunConfig
 from offbeat.trainer.data.replay_buffer import ReplayBuffer
 from offbeat.trainer.learner.evaluations import Evaluations
@@ -115,6 +116,7 @@ class LearnerHarness:
                 LoggedSteps(self.config.logging_steps, self.config.max_steps),
             ),
             should_stop=should_stop,
+            tracer=open_step_tracer(self.config.telemetry, run_id="run", algorithm=self.config.adv_estimator),
         )
         requested = self.config.resume_from_checkpoint
         lineage = "now/2" if isinstance(requested, Path) else "now"

@@ -10,6 +10,7 @@ from offbeat.services.live_settings import Change
 from offbeat.trainer.checks.learner import check_learner
 from offbeat.trainer.config.learner import LearnerConfig
 from tests.fakes import FakeLearnerBuffer, make_group
+from tests.otlp import otlp_collector
 from tests.trainer.learner.harness import LearnerHarness, finish_evaluations, learner_config
 
 
@@ -83,3 +84,18 @@ def test_a_bound_that_the_frequency_exceeds_is_refused(bound: float, refused: bo
     assert ("model_update_frequency" in found) == refused
     if refused:
         assert "set max_staleness to 2 or more" in found["model_update_frequency"]
+
+
+def test_each_published_version_links_to_the_steps_behind_it(tmp_path: Path) -> None:
+    with otlp_collector() as collector:
+        telemetry = {"otlp_endpoint": collector.endpoint}
+        harness = LearnerHarness(tmp_path, learner_config(model_update_frequency=3, telemetry=telemetry))
+        learner, _ = harness.learner()
+        assert learner.run()
+    steps = {span.span_id: span.attributes["rl.step"] for span in collector.named("rl.train")}
+    assert sorted(steps.values()) == [1, 2, 3, 4, 5, 6]
+    synced = {
+        span.attributes["rl.policy.version"]: [steps[span_id] for _, span_id, _ in span.links]
+        for span in collector.named("rl.sync")
+    }
+    assert synced == {0: [], 3: [1, 2, 3], 6: [4, 5, 6]}

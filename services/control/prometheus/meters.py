@@ -1,0 +1,123 @@
+"""A run's metric records as counters, summaries and gauges.
+
+Counters count since the control service began to follow the run: Prometheus takes a smaller value for a restart.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, cast
+
+from redis.asyncio import Redis
+
+from offbeat.services.control.prometheus.families import Family, FamilySample, FamilyType, MetricPlace, find_place
+from offbeat.services.errors import CodecError
+from offbeat.services.keys import RunKeys
+from offbeat.services.telemetry import MetricRecord, Partial, decode_record
+
+BUCKET_S = 15
+WINDOW_BUCKETS = 4
+"""Gauges of services merge the last minute."""
+KEPT_SOURCES = ("learner", "eval", "trackers")
+"""Sources of which the newest value stays, however old."""
+DROPPED_LABELS = ("worker", "phase")
+REPLICA = "replica"
+MAX_SERIES = 5_000
+"""Per run: envs and agents name metrics."""
+PAGE_SIZE = 1_000
+
+SeriesKey = tuple[Family, tuple[tuple[str, str], ...]]
+
+
+class RunMeters:
+    def __init__(self) -> None:
+        self.num_left_out = 0
+        """Values beyond `MAX_SERIES`."""
+        self._totals: dict[SeriesKey, Partial] = {}
+        self._newest: dict[SeriesKey, Partial] = {}
+        self._recent: dict[SeriesKey, dict[int, Partial]] = {}
+
+    def add(self, record: MetricRecord, at: float) -> None:
+        """Add a record that was appended at `at` (Unix time)."""
+        for name, partial in record.values.items():
+            place = find_place(record.source, name)
+            if place is not None and math.isfinite(partial.total):
+                self._add(place, record, partial, int(at // BUCKET_S))
+
+    def samples(self, now: float) -> Iterator[FamilySample]:
+        """Yield the samples, labels of a family in one order."""
+        for (family, labels), partial in self._totals.items():
+            if family.type is FamilyType.SUMMARY:
+                yield FamilySample(family, partial.total, dict(labels), "_sum")
+                yield FamilySample(family, partial.count, dict(labels), "_count")
+            else:
+                yield FamilySample(family, partial.total, dict(labels), "_total")
+        for (family, labels), partial in self._newest.items():
+            yield FamilySample(family, partial.value, dict(labels))
+        oldest = int(now // BUCKET_S) - WINDOW_BUCKETS
+        for (family, labels), buckets in self._recent.items():
+            if parts := [partial for bucket, partial in sorted(buckets.items()) if bucket > oldest]:
+                yield FamilySample(family, _merge(parts).value, dict(labels))
+
+    def _add(self, place: MetricPlace, record: MetricRecord, partial: Partial, bucket: int) -> None:
+        kind = _family_type(partial, place, record.source)
+        dropped = (*DROPPED_LABELS, *(() if kind is FamilyType.GAUGE else (REPLICA,)))
+        labels = {name: value for name, value in record.labels.items() if name not in dropped} | dict(place.labels)
+        key = Family(place.name, kind, place.help), tuple(sorted(labels.items()))
+        if not self._has_room(key):
+            self.num_left_out += 1
+        elif kind is not FamilyType.GAUGE:
+            self._totals[key] = self._totals[key].merge(partial) if key in self._totals else partial
+        elif record.source in KEPT_SOURCES:
+            self._newest[key] = partial
+        else:
+            buckets = {each: part for each, part in self._recent.get(key, {}).items() if each > bucket - WINDOW_BUCKETS}
+            buckets[bucket] = buckets[bucket].merge(partial) if bucket in buckets else partial
+            self._recent[key] = buckets
+
+    def _has_room(self, key: SeriesKey) -> bool:
+        stores = self._totals, self._newest, self._recent
+        return any(key in store for store in stores) or sum(map(len, stores)) < MAX_SERIES
+
+
+def _family_type(partial: Partial, place: MetricPlace, source: str) -> FamilyType:
+    if partial.kind == "sum" and source != "eval":  # an evaluation's sums are of it alone
+        return FamilyType.COUNTER
+    is_duration = partial.kind == "mean" and place.unit == "s" and source not in KEPT_SOURCES
+    return FamilyType.SUMMARY if is_duration else FamilyType.GAUGE
+
+
+def _merge(parts: list[Partial]) -> Partial:
+    merged = parts[0]
+    for part in parts[1:]:
+        merged = merged.merge(part)
+    return merged
+
+
+class MeterReader:
+    """Reads a run's metric stream, from its newest records on."""
+
+    def __init__(self, redis: Redis, run_id: str) -> None:
+        self.meters = RunMeters()
+        self._redis = redis
+        self._key = RunKeys(run_id).metrics
+        self._position: str | None = None
+
+    async def read(self) -> None:
+        """Read what was appended since the last call; at first the newest page."""
+        if self._position is None:
+            newest = cast(list[Any], await self._redis.xrevrange(self._key, count=PAGE_SIZE))
+            self._take(newest[::-1])
+            return
+        while self._take(await self._redis.xrange(self._key, min=f"({self._position}", count=PAGE_SIZE)) == PAGE_SIZE:
+            pass
+
+    def _take(self, entries: list[Any]) -> int:
+        for raw_id, fields in entries:
+            entry_id: str = raw_id.decode()
+            self._position = entry_id
+            try:
+                record = decode_record(fields[b"r"])
+            except CodecError:  # another version's: `GET /runs/{id}/metrics` reports it
+                continue
+            self.meters.add(record, int(entry_id.partition("-")[0]) / 1000)
+        return len(entries)
