@@ -31,6 +31,7 @@ from tests.waiting import wait_until_sync
 sync_api = pytest.importorskip("playwright.sync_api", reason="`make browser` installs it")
 
 NODE = ROOT / ".venv" / "node" / "node_modules"
+UNPACKED = ROOT / ".venv" / "chromium" / "chromium"
 AXE = NODE / "axe-core" / "axe.min.js"
 CHROMIUM = ("chromium-headless-shell", "chromium")
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
@@ -92,7 +93,7 @@ def control_url(serve_control: Callable[[Tokens], Any]) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    path = os.environ.get("OFFBEAT_CHROMIUM") or next(filter(None, map(shutil.which, CHROMIUM)), None)
+    path = os.environ.get("OFFBEAT_CHROMIUM") or next(filter(None, map(shutil.which, (*CHROMIUM, UNPACKED))), None)
     if path is None:
         pytest.skip("no Chromium: `make browser` installs it")
     with sync_api.sync_playwright() as playwright:
