@@ -85,9 +85,7 @@ class SeriesIndex:
 
     def view(self, names: Sequence[str], axis: Axis, since: float | None, points: int) -> SeriesView:
         columns, places = self._named(), self._places.axes[axis]
-        series = {
-            name: columns[name].points(places, since, points) for name in dict.fromkeys(names) if name in columns
-        }
+        series = {name: columns[name].points(places, since, points) for name in dict.fromkeys(names) if name in columns}
         return SeriesView(axis=axis, series=series, names=sorted(columns), last=self.last)
 
     def _named(self) -> dict[str, _Column]:
