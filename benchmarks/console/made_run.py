@@ -144,9 +144,7 @@ class MadeRun:
         noise = torch.from_numpy(self._rng.normal(0, RATIO_SPREAD, len(behavior)).astype(np.float32))
         targets = build_targets(packed, self.config, old_logprobs=behavior)
         self._log.record(batch, self.config.actor_train.training_args.learning_rate)
-        self._log.record_tokens(
-            StepTokens(self.step, tuple(groups), packed, targets, behavior + noise, self.config)
-        )
+        self._log.record_tokens(StepTokens(self.step, tuple(groups), packed, targets, behavior + noise, self.config))
 
     def _make_record(self) -> MetricRecord:
         trend = 1 - math.exp(-3 * self.step / self._steps)
