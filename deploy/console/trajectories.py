@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Tokenizer
 
 from offbeat.services.chat.tokenizer import load_tokenizer
 from offbeat.services.control.console.archive import NotRecordedError
@@ -109,8 +110,10 @@ class RecordedTrajectories:
     @cached_property
     def _tokenizer(self) -> Any:
         """Tokenizer of the run's policy; None if it is not on this host."""
+        file = self._model_folder() / "tokenizer.json"
         try:
-            return load_tokenizer(self._model_folder())
+            # The import of transformers, for the other kinds, takes seconds
+            return Tokenizer.from_file(str(file)) if file.is_file() else load_tokenizer(file.parent)
         except RolloutError:
             return None
 

@@ -1,7 +1,5 @@
 """A real Chromium before the page, over a folder's server and over a control service with a real Redis."""
 
-import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ from fastapi import FastAPI
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
+from offbeat.benchmarks.console.page import find_chromium
 from offbeat.deploy.console.server import create_folder_api
 from offbeat.services.control.api import create_api
 from offbeat.services.control.rights import NO_TOKENS, Tokens
@@ -31,9 +30,7 @@ from tests.waiting import wait_until_sync
 sync_api = pytest.importorskip("playwright.sync_api", reason="`make browser` installs it")
 
 NODE = ROOT / ".venv" / "node" / "node_modules"
-UNPACKED = ROOT / ".venv" / "chromium" / "chromium"
 AXE = NODE / "axe-core" / "axe.min.js"
-CHROMIUM = ("chromium-headless-shell", "chromium")
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
 
 
@@ -60,7 +57,7 @@ def serving(api: FastAPI) -> Iterator[str]:
         thread.join(timeout=10)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def folder_url(runs: Path) -> Iterator[str]:
     with serving(create_folder_api(runs)) as url:
         yield url
@@ -93,7 +90,7 @@ def control_url(serve_control: Callable[[Tokens], Any]) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    path = os.environ.get("OFFBEAT_CHROMIUM") or next(filter(None, map(shutil.which, (*CHROMIUM, UNPACKED))), None)
+    path = find_chromium()
     if path is None:
         pytest.skip("no Chromium: `make browser` installs it")
     with sync_api.sync_playwright() as playwright:
