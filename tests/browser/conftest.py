@@ -38,7 +38,7 @@ HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title=
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     write_run(folder / "lake", text=HOSTILE)
-    write_run(folder / "pond", "pond", "seed=7")
+    write_run(folder / "pond", "pond", "seed=7", played=True)
     return folder
 
 

@@ -100,6 +100,22 @@ def test_what_an_agent_wrote_is_text(folder_url: str, page: Any) -> None:
     assert page.locator("main script, main img[src=x]").count() == 0
 
 
+def test_an_episode_is_played_again_beside_its_turns(folder_url: str, page: Any) -> None:
+    page.goto(f"{folder_url}/ui/#/trajectory/pond?group=6&index=1")
+    page.get_by_role("button", name="Play again in the env").click()
+    page.get_by_role("img", name="last frame").wait_for()
+    frames = page.locator(".frame img")
+    assert frames.count() == 3
+    assert frames.evaluate_all("all => all.every(each => each.complete && each.naturalWidth > 0)")
+    assert len(set(frames.evaluate_all("all => all.map(each => each.src)"))) > 1
+    assert find_violations(page) == []
+    page.goto(f"{folder_url}/ui/#/trajectory/lake?group=6&index=1")
+    page.get_by_text(HOSTILE).first.wait_for()
+    page.get_by_role("button", name="Play again in the env").click()
+    page.get_by_text("the run has no env 'tag' to play the episode again").wait_for()
+    page.problems.clear()  # Chromium reports the 404 itself
+
+
 def test_curves_of_runs_are_laid_over_each_other(folder_url: str, page: Any) -> None:
     see(page, folder_url, "curves")
     page.locator(".uplot canvas").wait_for()
