@@ -26,7 +26,7 @@ rollout_batch_size: 16
 max_steps: 100000
 save_steps: 4
 eval_steps: 0
-final_val_batch_size: 0
+final_val_batch_size: 8
 sequence_length: 64
 zero_variance: train
 actor_infer: {generating_args: {max_new_tokens: 2}}
@@ -64,7 +64,7 @@ class Person:
         """Press an act, agree, and see its answer."""
         self._page.get_by_role("button", name=name, exact=True).first.click()
         self._page.get_by_role("dialog").get_by_role("button", name=name, exact=True).click()
-        self._page.get_by_role("status").get_by_text(answer).wait_for(timeout=ACT_MS)
+        self._page.locator("main [role=status]", has_text=answer).wait_for(timeout=ACT_MS)
 
     def reaches(self, run: str, **fields: Any) -> dict[str, Any]:
         """Return the run's view once it has these fields, or has passed this step."""
