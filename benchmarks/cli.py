@@ -275,6 +275,24 @@ def bench_weights(
     _run("weights", weights.run, options, json)
 
 
+@bench_app.command("console")
+def bench_console(
+    steps: Annotated[int, typer.Option(min=32, help="Of the made run, of 10 trajectories each.")] = 10_000,
+    tokens: Annotated[int, typer.Option(min=64, help="Of a trajectory.")] = 512,
+    rounds: Annotated[int, typer.Option(min=1, help="Of each call.")] = 20,
+    watch: Annotated[int, typer.Option(metavar="S", min=1, help="Seconds in which a view's cost is measured.")] = 20,
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Measure the console on a long run: REST calls, the page in Chromium, and what it costs the run."""
+    from offbeat.benchmarks.console import bench
+
+    options = bench.ConsoleOptions(steps=steps, tokens=tokens, rounds=rounds, watch_s=watch)
+    if quick:
+        options = replace(options, steps=64, rounds=2, watch_s=1)
+    _run("console", bench.run, options, json)
+
+
 @bench_app.command("peer")
 def bench_peer(
     settings: Annotated[str, typer.Option(metavar="LIST", help="Of a, b, c, sft and dpo, with commas.")] = "a,b,c",

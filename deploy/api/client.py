@@ -12,10 +12,19 @@ import pandas as pd
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.token_file import find_token
 from offbeat.services.control.client import ControlClient
+from offbeat.services.control.console.schemas import (
+    Axis,
+    CompareView,
+    ReproductionState,
+    ReproductionView,
+    TrajectoryView,
+)
 from offbeat.services.control.schemas import DeletedView, RunView, WhyView
 
 T = TypeVar("T")
 PAGE = 2000
+GROUPS_PAGE = 500
+POLL_S = 1.0
 
 
 def connect(url: str = "http://127.0.0.1:8000", *, token: str | None = None) -> "Client":
@@ -119,6 +128,48 @@ class Client:
                     rows.append({"time": record.time, "source": record.source, "step": record.step, **labels, **values})
             if len(page.records) < PAGE:
                 return pd.DataFrame(rows)
+
+    def groups(self, run_id: str, **filters: Any) -> pd.DataFrame:
+        """Return what became of groups, a row each. filters: `state`, `tag`, `step`, `min_reward`, `sort`, ..."""
+        rows: list[dict[str, Any]] = []
+        offset: int | None = 0
+        while offset is not None:
+            page = self._call(self._client.groups(run_id, **{"limit": GROUPS_PAGE, **filters, "offset": offset}))
+            rows += [group.model_dump(mode="json") for group in page.groups]
+            offset = page.next
+        return pd.DataFrame(rows)
+
+    def trajectory(self, run_id: str, group: int, index: int) -> TrajectoryView:
+        """Return a recorded trajectory: turns, text, tokens, and what the learner made of each."""
+        return self._call(self._client.trajectory(run_id, group, index))
+
+    def series(self, run_id: str, *names: str, axis: Axis = "step", points: int = 1000) -> pd.DataFrame:
+        """Return metrics (`learner/reward`) by step, time or trajectories; downsampled ones have gaps."""
+        series = self._call(self._client.series(run_id, names, axis=axis, points=points)).series
+        columns = {name: pd.Series(each.values, index=each.x) for name, each in series.items()}
+        return pd.DataFrame({name: column[~column.index.duplicated(keep="last")] for name, column in columns.items()})
+
+    def compare(self, *run_ids: str) -> CompareView:
+        """Return newest metrics of runs, and the configuration keys in which they differ."""
+        return self._call(self._client.compare(run_ids))
+
+    def fork(self, run_id: str, step: int, **changes: Any) -> RunView:
+        """Start a run from the checkpoint of a step.
+
+        changes: configuration keys, nested (`rollout={"num_workers": 2}`); `exp_name` names the run.
+        """
+        return self._call(self._client.fork(run_id, step, changes))
+
+    def reproduce(self, run_id: str, step: int) -> ReproductionView:
+        """Train recorded steps again, up to `step`, and return whether the weights are equal."""
+        return self._call(self._reproduce(run_id, step))
+
+    async def _reproduce(self, run_id: str, step: int) -> ReproductionView:
+        view = await self._client.reproduce(run_id, step)
+        while view.state is ReproductionState.RUNNING:
+            await asyncio.sleep(POLL_S)
+            view = await self._client.reproduction(run_id)
+        return view
 
     def events(self, run_id: str, *, kinds: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield events (name, body) until the end."""

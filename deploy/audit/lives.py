@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from offbeat.deploy.audit.lineage import Lineage, trace
 from offbeat.services.buffer.group_ledger import UNNUMBERED, LifeEvent
-from offbeat.trainer.learner.step_ledger import JournalLine
+from offbeat.trainer.learner.step_ledger import JournalLine, StepLine
 
 TRAINED, DROPPED, FAILED = "trained", "dropped", "failed"
 OUTCOMES = (TRAINED, DROPPED, FAILED)
@@ -80,7 +80,7 @@ def replay(events: Sequence[LifeEvent], journal: Sequence[JournalLine]) -> Audit
     """Return the groups' lives, with what contradicts itself."""
     lineage = trace(journal)
     result = Audit({}, lineage, list(lineage.findings), list(lineage.notes))
-    _replay_lives(_surviving_events(events, result), result)
+    replay_events(_surviving_events(events, result), result)
     _merge_lineage(result)
     return result
 
@@ -106,7 +106,8 @@ def _surviving_events(events: Sequence[LifeEvent], result: Audit) -> list[LifeEv
     return surviving
 
 
-def _replay_lives(events: Iterable[LifeEvent], result: Audit) -> None:
+def replay_events(events: Iterable[LifeEvent], result: Audit) -> None:
+    """Apply surviving events, in order."""
     for event in events:
         if event.event in (RESTORED, RECONCILED):
             _restore_lives(event, result)
@@ -157,18 +158,7 @@ def _merge_lineage(result: Audit) -> None:
             if life is not None and life.ending == TRAINED and int(life.detail) >= step:
                 life.ending, life.detail = DROPPED, REWOUND
     for line in result.lineage.steps:
-        for each in line.groups:
-            life = result.groups.get(each.number)
-            if life is None and line.step <= result.lineage.restored_to:
-                life = result.groups[each.number] = GroupLife(
-                    each.number, each.oldest_version, True, TRAINED, str(line.step)
-                )
-            if life is not None:
-                life.step, life.oldest_version, life.trained_at = line.step, each.oldest_version, line.at
-                life.computed, life.tag = each.computed, each.tag
-                life.rewards, life.num_sampled = each.rewards, each.num_sampled
-                if not life.ending and line.step <= result.lineage.restored_to:
-                    life.submitted, life.ending, life.detail = True, TRAINED, str(line.step)
+        merge_step(line, result)
     rewound_to = result.lineage.rewound_to
     if rewound_to is not None:
         result.notes.append(f"checkpoints after step {rewound_to} were gone: their groups are dropped as {REWOUND}")
@@ -179,3 +169,19 @@ def _merge_lineage(result: Audit) -> None:
         result.notes.append(
             f"Redis had lost its data: the groups of the steps up to {result.lineage.restored_to} are counted by the journal"
         )
+
+
+def merge_step(line: StepLine, result: Audit) -> None:
+    """Add a step of the surviving lineage to its groups' lives."""
+    for each in line.groups:
+        life = result.groups.get(each.number)
+        if life is None and line.step <= result.lineage.restored_to:
+            life = result.groups[each.number] = GroupLife(
+                each.number, each.oldest_version, True, TRAINED, str(line.step)
+            )
+        if life is not None:
+            life.step, life.oldest_version, life.trained_at = line.step, each.oldest_version, line.at
+            life.computed, life.tag = each.computed, each.tag
+            life.rewards, life.num_sampled = each.rewards, each.num_sampled
+            if not life.ending and line.step <= result.lineage.restored_to:
+                life.submitted, life.ending, life.detail = True, TRAINED, str(line.step)

@@ -11,6 +11,7 @@ from offbeat.deploy.audit.lives import GroupLife
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import read_run
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.console.frames import EpisodeToReplay, render_frames
 from offbeat.deploy.console.groups import GroupIndex, page_of, select, view_of
 from offbeat.deploy.console.series import SeriesIndex
 from offbeat.deploy.console.trajectories import RecordedTrajectories
@@ -18,6 +19,7 @@ from offbeat.deploy.run_setup import model_folder
 from offbeat.services.control.console.archive import GroupQuery, NotRecordedError
 from offbeat.services.control.console.schemas import (
     Axis,
+    FramesView,
     GroupDetailView,
     GroupsView,
     GroupView,
@@ -38,6 +40,7 @@ class FolderArchive:
         self._series = SeriesIndex(folder)
         self._trajectories = RecordedTrajectories(folder, lambda: self._model_folder)
         self._lock = threading.Lock()
+        self._rendering = threading.Lock()
 
     @cached_property
     def run_config(self) -> RunConfig:
@@ -70,19 +73,35 @@ class FolderArchive:
     def trajectory(self, number: int, index: int) -> TrajectoryView:
         with self._lock:
             self._refresh()
-            life = self._groups.find(number)
-            if life.step is None:
-                raise NotRecordedError(f"group {number} is not trained: trajectories are kept with their step's batch")
-            if not life.computed:
-                raise NotRecordedError(
-                    f"group {number} was masked at step {life.step}: only trajectories that were computed on are kept"
-                )
-            if life.step not in self._trajectories.steps:
-                raise NotRecordedError(
-                    f"the trajectories of step {life.step} are not kept: console.keep_steps sets how many steps are, and "
-                    f"the kept ones are {_describe_range(sorted(self._trajectories.steps))}"
-                )
-            return self._trajectories.view(life.step, number, index)
+            return self._trajectories.view(self._kept_step(number), number, index)
+
+    def frames(self, number: int, index: int) -> FramesView:
+        with self._lock:
+            self._refresh()
+            step = self._kept_step(number)
+            trajectory, answers = self._trajectories.episode(step, number, index)
+        env = self.run_config.custom_envs.get(trajectory.tag)
+        if env is None:
+            raise NotRecordedError(f"the run has no env {trajectory.tag!r} to play the episode again")
+        digests = [turn.state_hash for turn in trajectory.turns]
+        with self._rendering:
+            return render_frames(EpisodeToReplay(env, trajectory.seed, answers, digests))
+
+    def _kept_step(self, number: int) -> int:
+        """Return the step that keeps a group's trajectories. Raises `UnknownGroupError`, `NotRecordedError`."""
+        life = self._groups.find(number)
+        if life.step is None:
+            raise NotRecordedError(f"group {number} is not trained: trajectories are kept with their step's batch")
+        if not life.computed:
+            raise NotRecordedError(
+                f"group {number} was masked at step {life.step}: only trajectories that were computed on are kept"
+            )
+        if life.step not in self._trajectories.steps:
+            raise NotRecordedError(
+                f"the trajectories of step {life.step} are not kept: console.keep_steps sets how many steps are, and "
+                f"the kept ones are {_describe_range(sorted(self._trajectories.steps))}"
+            )
+        return life.step
 
     def series(self, names: Sequence[str], axis: Axis, since: float | None, points: int) -> SeriesView:
         with self._lock:

@@ -6,16 +6,17 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from offbeat.deploy.audit.lives import DROPPED, FAILED, TRAINED, GroupLife, replay
+from offbeat.deploy.audit.live_replay import LiveReplay
+from offbeat.deploy.audit.lives import DROPPED, FAILED, TRAINED, GroupLife
 from offbeat.deploy.console.tail import JsonLinesTail
-from offbeat.services.buffer.group_ledger import LEDGER_FILE, LifeEvent, parse_event
+from offbeat.services.buffer.group_ledger import LEDGER_FILE, parse_event
 from offbeat.services.control.console.archive import GroupQuery, UnknownGroupError
 from offbeat.services.control.console.schemas import GroupSort, GroupState, GroupsView, GroupView
 from offbeat.services.control.schemas import finite
-from offbeat.trainer.learner.step_ledger import STEPS_FILE, JournalLine, parse_journal_line
+from offbeat.trainer.learner.step_ledger import STEPS_FILE, parse_journal_line
 
-REFRESH_INTERVAL_S = 1.0
-"""Replaying a long ledger takes tenths of a second."""
+REFRESH_INTERVAL_S = 0.5
+"""Bounds the cost of callers that ask without pause."""
 MASKED = "its batch counted it in denominators alone: no signal, or filtered"
 
 
@@ -25,25 +26,23 @@ class GroupIndex:
     def __init__(self, folder: Path) -> None:
         self._event_tail = JsonLinesTail(folder / LEDGER_FILE)
         self._step_tail = JsonLinesTail(folder / STEPS_FILE)
-        self._events: dict[str, LifeEvent] = {}
-        self._lines: list[JournalLine] = []
-        self.lives: dict[int, GroupLife] = {}
+        self._replay = LiveReplay()
         self._refreshed_at = -math.inf
+
+    @property
+    def lives(self) -> dict[int, GroupLife]:
+        return self._replay.lives
 
     def refresh(self) -> None:
         if time.monotonic() < self._refreshed_at + REFRESH_INTERVAL_S:
             return
         if self._event_tail.restarted():
-            self._events = {}
+            self._replay.clear_events()
         if self._step_tail.restarted():
-            self._lines = []
+            self._replay.clear_lines()
         events = [event for row in self._event_tail.read() if (event := parse_event(row)) is not None]
         lines = [line for row in self._step_tail.read() if (line := parse_journal_line(row)) is not None]
-        self._events |= {event.id: event for event in events}
-        self._lines += lines
-        if events or lines or not self.lives:
-            ordered = sorted(self._events.values(), key=lambda event: event.sort_key)
-            self.lives = replay(ordered, self._lines).groups
+        self._replay.add(events, lines)
         self._refreshed_at = time.monotonic()
 
     def find(self, number: int) -> GroupLife:

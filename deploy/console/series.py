@@ -19,31 +19,40 @@ from offbeat.trainer.trackers.metrics_file import METRICS_FILE
 LEARNER, EVALUATION, COMMAND = "learner", "eval", "command"
 
 
-class _Column:
-    """Points of a metric, by each axis."""
+class _Places:
+    """Places of the rows on each axis; columns refer to rows by number."""
 
     def __init__(self) -> None:
         self.axes: dict[Axis, array[float]] = {"step": array("d"), "time": array("d"), "trajectories": array("d")}
-        self.values = array("d")
 
-    def add(self, step: float, time: float, trajectories: float, value: float, *, is_stepped: bool) -> None:
-        while is_stepped and self.values and self.axes["step"][-1] >= step:
-            self._pop()
+    def add(self, step: float, time: float, trajectories: float) -> int:
+        """Append a row and return its number."""
         for axis, place in zip(self.axes.values(), (step, time, trajectories), strict=True):
             axis.append(place)
-        self.values.append(value)
+        return len(self.axes["step"]) - 1
 
-    def _pop(self) -> None:
-        self.values.pop()
-        for axis in self.axes.values():
-            axis.pop()
 
-    def points(self, axis: Axis, since: float | None, count: int) -> SeriesColumns:
-        start = 0 if since is None else bisect_left(self.axes[axis], since)
-        values = np.asarray(self.values[start:])
+class _Column:
+    """Points of a metric, ascending in their rows' places."""
+
+    __slots__ = ("rows", "values")
+
+    def __init__(self) -> None:
+        self.rows = array("q")
+        self.values = array("d")
+
+    def drop_from(self, step: float, steps: "array[float]") -> None:
+        """Drop the points from a step on."""
+        while self.rows and steps[self.rows[-1]] >= step:
+            self.rows.pop()
+            self.values.pop()
+
+    def points(self, axis: "array[float]", since: float | None, count: int) -> SeriesColumns:
+        x = np.array(axis)[np.array(self.rows)]
+        start = 0 if since is None else int(np.searchsorted(x, since))
+        values = np.array(self.values[start:])
         kept = keep_extremes(values, count)
-        x = np.asarray(self.axes[axis][start:])[kept]
-        return SeriesColumns(x=x.tolist(), values=values[kept].tolist(), total=len(values))
+        return SeriesColumns(x=x[start:][kept].tolist(), values=values[kept].tolist(), total=len(values))
 
 
 class SeriesIndex:
@@ -52,7 +61,9 @@ class SeriesIndex:
         self._clear()
 
     def _clear(self) -> None:
-        self._columns: dict[str, _Column] = {}
+        self._places = _Places()
+        self._columns: dict[str, dict[str, _Column]] = {}
+        """By source, then name."""
         self._newest_id = (0, 0)
         self._step = 0.0
         self._trajectories: list[tuple[float, float]] = [(0.0, 0.0)]
@@ -66,25 +77,27 @@ class SeriesIndex:
 
     @property
     def names(self) -> list[str]:
-        return sorted(self._columns)
+        return sorted(self._named())
 
     @property
     def last(self) -> dict[str, float | None]:
-        return {name: self._columns[name].values[-1] if self._columns[name].values else None for name in self.names}
+        return {name: column.values[-1] if column.values else None for name, column in sorted(self._named().items())}
 
     def view(self, names: Sequence[str], axis: Axis, since: float | None, points: int) -> SeriesView:
-        series = {
-            name: self._columns[name].points(axis, since, points)
-            for name in dict.fromkeys(names)
-            if name in self._columns
-        }
-        return SeriesView(axis=axis, series=series, names=self.names, last=self.last)
+        columns, places = self._named(), self._places.axes[axis]
+        series = {name: columns[name].points(places, since, points) for name in dict.fromkeys(names) if name in columns}
+        return SeriesView(axis=axis, series=series, names=sorted(columns), last=self.last)
 
-    def _add(self, row: dict[str, Any]) -> None:
+    def _named(self) -> dict[str, _Column]:
+        return {
+            f"{source}/{name}": column for source, columns in self._columns.items() for name, column in columns.items()
+        }
+
+    def _add(self, record: dict[str, Any]) -> None:
         try:
-            entry_id = tuple(map(int, str(row["id"]).split("-")))
-            source, step, time = str(row["source"]), row["step"], float(row["time"])
-            values, labels = row["values"], row.get("labels") or {}
+            entry_id = tuple(map(int, str(record["id"]).split("-")))
+            source, step, time = str(record["source"]), record["step"], float(record["time"])
+            values, labels = record["values"], record.get("labels") or {}
         except (KeyError, ValueError, TypeError):
             return
         if entry_id <= self._newest_id or source == COMMAND:
@@ -95,11 +108,18 @@ class SeriesIndex:
         if source == LEARNER and is_stepped:
             self._count_trajectories(place, float(values.get("trajectories") or 0.0))
         prefix = f"{EVALUATION}-{labels.get('sampling', 'sampled')}" if source == EVALUATION else source
-        trained = self._trained_by(place)
+        row = self._places.add(place, time, self._trained_by(place))
+        columns, steps = self._columns.setdefault(prefix, {}), self._places.axes["step"]
         for name, value in values.items():
-            if value is not None:
-                column = self._columns.setdefault(f"{prefix}/{name}", _Column())
-                column.add(place, time, trained, float(value), is_stepped=is_stepped)
+            if value is None:
+                continue
+            column = columns.get(name)
+            if column is None:
+                column = columns[name] = _Column()
+            elif is_stepped and column.rows and steps[column.rows[-1]] >= place:
+                column.drop_from(place, steps)
+            column.rows.append(row)
+            column.values.append(value)
 
     def _count_trajectories(self, step: float, trajectories: float) -> None:
         while len(self._trajectories) > 1 and self._trajectories[-1][0] >= step:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Tokenizer
 
 from offbeat.services.chat.tokenizer import load_tokenizer
 from offbeat.services.control.console.archive import NotRecordedError
@@ -63,13 +64,7 @@ class RecordedTrajectories:
 
     def view(self, step: int, number: int, index: int) -> TrajectoryView:
         """Raises `NotRecordedError`."""
-        trajectories = self._read(step, number)
-        trajectory = next((each for each in trajectories if each.index == index), None)
-        if trajectory is None:
-            have = ", ".join(str(each.index) for each in trajectories) or "none"
-            raise NotRecordedError(
-                f"group {number} has no trajectory {index} in the batch of step {step}: it has {have}"
-            )
+        trajectory = self._find(step, number, index)
         tokens = next((each for each in self._of_step(step) if (each.group, each.index) == (number, index)), None)
         return TrajectoryView(
             group=number,
@@ -92,6 +87,24 @@ class RecordedTrajectories:
             outcomes=OUTCOMES,
         )
 
+    def episode(self, step: int, number: int, index: int) -> tuple[Trajectory, list[str]]:
+        """Return a trajectory and what it answered, without special tokens. Raises `NotRecordedError`."""
+        trajectory = self._find(step, number, index)
+        if trajectory.text:
+            return trajectory, list(trajectory.text[2::2])
+        spans = [trajectory.segments[turn.segment].tokens[turn.start : turn.end].tolist() for turn in trajectory.turns]
+        return trajectory, [self._decode(span, skip_special_tokens=True) for span in spans]
+
+    def _find(self, step: int, number: int, index: int) -> Trajectory:
+        trajectories = self._read(step, number)
+        trajectory = next((each for each in trajectories if each.index == index), None)
+        if trajectory is None:
+            have = ", ".join(str(each.index) for each in trajectories) or "none"
+            raise NotRecordedError(
+                f"group {number} has no trajectory {index} in the batch of step {step}: it has {have}"
+            )
+        return trajectory
+
     def _of_step(self, step: int) -> list[TrajectoryTokens]:
         if step not in self._tokens:
             try:
@@ -109,15 +122,17 @@ class RecordedTrajectories:
     @cached_property
     def _tokenizer(self) -> Any:
         """Tokenizer of the run's policy; None if it is not on this host."""
+        file = self._model_folder() / "tokenizer.json"
         try:
-            return load_tokenizer(self._model_folder())
+            # The import of transformers, for the other kinds, takes seconds
+            return Tokenizer.from_file(str(file)) if file.is_file() else load_tokenizer(file.parent)
         except RolloutError:
             return None
 
-    def _decode(self, tokens: Sequence[int]) -> str:
+    def _decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         if self._tokenizer is None:
             return ""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     def _turns(self, trajectory: Trajectory) -> list[TurnView]:
         return [

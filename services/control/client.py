@@ -10,6 +10,15 @@ from typing import Any
 import httpx
 from pydantic import ValidationError
 
+from offbeat.services.control.console.schemas import (
+    Axis,
+    CompareView,
+    GroupDetailView,
+    GroupsView,
+    ReproductionView,
+    SeriesView,
+    TrajectoryView,
+)
 from offbeat.services.control.event_schemas import MetricsView
 from offbeat.services.control.run import RunState
 from offbeat.services.control.schemas import (
@@ -46,6 +55,7 @@ async def messages(lines: AsyncIterator[str]) -> AsyncIterator[StreamEvent]:
 
 
 JSON = {"Content-Type": "application/json"}
+ACCEPT_JSON = {"Accept": "application/json"}
 VALIDATION_TIMEOUT_S = 150.0
 """Exceeds the service's own limit; a validation makes and resets the user's envs."""
 RECONNECT_INTERVAL_S = 1.0
@@ -139,6 +149,50 @@ class ControlClient:
     async def metrics(self, run_id: str, after: str = "0", limit: int = 1000) -> MetricsView:
         params = {"after": after, "limit": str(limit)}
         return MetricsView.model_validate(await self._call("GET", f"/runs/{run_id}/metrics", params=params))
+
+    async def groups(self, run_id: str, **filters: Any) -> GroupsView:
+        """Return a page of groups; filters: parameters of the route, a sequence for `state`."""
+        params = {name: value for name, value in filters.items() if value is not None}
+        return GroupsView.model_validate(await self._call("GET", f"/runs/{run_id}/groups", params=params))
+
+    async def group(self, run_id: str, number: int) -> GroupDetailView:
+        return GroupDetailView.model_validate(await self._call("GET", f"/runs/{run_id}/groups/{number}"))
+
+    async def trajectory(self, run_id: str, group: int, index: int) -> TrajectoryView:
+        path = f"/runs/{run_id}/trajectories/{group}/{index}"
+        return TrajectoryView.model_validate(await self._call("GET", path, headers=ACCEPT_JSON))
+
+    async def series(
+        self,
+        run_id: str,
+        names: Sequence[str] = (),
+        *,
+        axis: Axis = "step",
+        since: float | None = None,
+        points: int = 1000,
+    ) -> SeriesView:
+        params = {"names": ",".join(names), "axis": axis, "points": str(points)}
+        since_params = {} if since is None else {"since": repr(since)}
+        return SeriesView.model_validate(
+            await self._call("GET", f"/runs/{run_id}/series", params={**params, **since_params})
+        )
+
+    async def compare(self, run_ids: Sequence[str]) -> CompareView:
+        return CompareView.model_validate(await self._call("GET", "/compare", params={"runs": ",".join(run_ids)}))
+
+    async def fork(self, run_id: str, step: int, changes: Mapping[str, Any]) -> RunView:
+        """Start a run from a checkpoint. changes: configuration keys, dotted or nested."""
+        params, timeout_s = {"step": str(step)}, VALIDATION_TIMEOUT_S
+        answer = await self._call("POST", f"/runs/{run_id}/fork", params=params, json=dict(changes), timeout=timeout_s)
+        return RunView.model_validate(answer)
+
+    async def reproduce(self, run_id: str, step: int) -> ReproductionView:
+        """Begin to repeat recorded steps; `reproduction` returns the state."""
+        params = {"step": str(step)}
+        return ReproductionView.model_validate(await self._call("POST", f"/runs/{run_id}/reproduce", params=params))
+
+    async def reproduction(self, run_id: str) -> ReproductionView:
+        return ReproductionView.model_validate(await self._call("GET", f"/runs/{run_id}/reproduce"))
 
     async def events(
         self,

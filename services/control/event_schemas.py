@@ -75,6 +75,6 @@ class LifeView(View):
 class HistoryView(View):
     """Event in the run's history."""
 
-    event: Literal["created", "wanted", "state", "died", "asked", "adopted"]
+    event: Literal["created", "wanted", "state", "died", "recovered", "asked", "adopted"]
     at: float
     detail: dict[str, Any]

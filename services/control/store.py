@@ -351,17 +351,32 @@ class RunStore:
         """Store a component's deaths; `why` explains the last."""
         async with self.redis.pipeline() as pipe:
             pipe.hset(RunKeys(run_id).key("restarts"), component, json.dumps(asdict(restarts)))
-            self._note(pipe, run_id, "died", {"component": component, "why": why, "restarts": restarts.total})
+            detail = {"component": component, "why": why, "restarts": restarts.total, "step": max(restarts.step, 0)}
+            self._note(pipe, run_id, "died", detail)
             await pipe.execute()
 
     async def set_observations(self, run_id: str, seen: dict[str, Observation]) -> None:
-        """Store the components' states and the heartbeat."""
+        """Store the components' states and the heartbeat; note which of those that had died are ready again."""
         mapping = {name: json.dumps(asdict(observation)) for name, observation in seen.items()}
+        recovered = await self._recovered(run_id, seen)
+        step = max((await self.progress(run_id)).step, 0) if recovered else 0
         async with self.redis.pipeline() as pipe:
+            for name in recovered:
+                self._note(pipe, run_id, "recovered", {"component": name, "step": step})
             if mapping:
                 pipe.hset(RunKeys(run_id).key("components"), mapping=cast(dict[Any, Any], mapping))
             pipe.hset(RunKeys(run_id).record, "beat", str(self.clock()))
             await pipe.execute()
+
+    async def _recovered(self, run_id: str, seen: Mapping[str, Observation]) -> list[str]:
+        before = await self.observations(run_id)
+        ready = [
+            name
+            for name, observation in seen.items()
+            if observation.health is Health.READY and name in before and before[name].health is not Health.READY
+        ]
+        restarts = await self.restarts(run_id) if ready else {}
+        return [name for name in ready if name in restarts]
 
     async def observations(self, run_id: str) -> dict[str, Observation]:
         raw = await cast(Any, self.redis.hgetall(RunKeys(run_id).key("components")))

@@ -1,7 +1,5 @@
 """A real Chromium before the page, over a folder's server and over a control service with a real Redis."""
 
-import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ from fastapi import FastAPI
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
+from offbeat.benchmarks.console.page import find_chromium
 from offbeat.deploy.console.server import create_folder_api
 from offbeat.services.control.api import create_api
 from offbeat.services.control.rights import NO_TOKENS, Tokens
@@ -32,7 +31,6 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="`make browser` ins
 
 NODE = ROOT / ".venv" / "node" / "node_modules"
 AXE = NODE / "axe-core" / "axe.min.js"
-CHROMIUM = ("chromium-headless-shell", "chromium")
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
 
 
@@ -40,7 +38,7 @@ HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title=
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     write_run(folder / "lake", text=HOSTILE)
-    write_run(folder / "pond", "pond", "seed=7")
+    write_run(folder / "pond", "pond", "seed=7", played=True)
     return folder
 
 
@@ -59,7 +57,7 @@ def serving(api: FastAPI) -> Iterator[str]:
         thread.join(timeout=10)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def folder_url(runs: Path) -> Iterator[str]:
     with serving(create_folder_api(runs)) as url:
         yield url
@@ -92,7 +90,7 @@ def control_url(serve_control: Callable[[Tokens], Any]) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    path = os.environ.get("OFFBEAT_CHROMIUM") or next(filter(None, map(shutil.which, CHROMIUM)), None)
+    path = find_chromium()
     if path is None:
         pytest.skip("no Chromium: `make browser` installs it")
     with sync_api.sync_playwright() as playwright:
@@ -104,7 +102,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
     """A page that tolerates no error of a script, no refused resource, and no call to another host."""
-    context = browser.new_context(viewport={"width": 1400, "height": 900})
+    context = browser.new_context(viewport={"width": 1400, "height": 900}, locale="en-US")
     page = context.new_page()
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(f"script: {error}"))

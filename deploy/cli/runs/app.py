@@ -176,3 +176,77 @@ def delete(
     from offbeat.deploy.cli.runs.calls import delete_run
 
     raise typer.Exit(delete_run(url, token, run, files=files, as_json=json))
+
+
+@runs_app.command(epilog=EXIT_CODES)
+def groups(
+    run: RunId,
+    number: Annotated[
+        int | None, typer.Argument(metavar="[GROUP]", help="Show this one with its members.", show_default=False)
+    ] = None,
+    state: Annotated[
+        list[str] | None, typer.Option("--state", metavar="STATE", help="List only groups in this state; repeatable.")
+    ] = None,
+    tag: Annotated[str | None, typer.Option("--tag", help="Of this env.", show_default=False)] = None,
+    step: Annotated[int | None, typer.Option("--step", help="Consumed by this step.", show_default=False)] = None,
+    sort: Annotated[
+        str, typer.Option("--sort", help="number, spread, tokens, ratio, staleness or duration; odd ones first.")
+    ] = "number",
+    offset: Annotated[int, typer.Option("--offset", min=0, help="Groups to skip.")] = 0,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=500, help="Maximum number of groups.")] = 50,
+    url: Url = DEFAULT_URL,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """List what became of groups, or show one."""
+    from offbeat.deploy.cli.runs.recorded import list_groups, show_group
+
+    if number is not None:
+        raise typer.Exit(show_group(url, token, run, number, as_json=json))
+    filters = {"state": state or [], "tag": tag, "step": step, "sort": sort, "offset": offset, "limit": limit}
+    raise typer.Exit(list_groups(url, token, run, filters, as_json=json))
+
+
+@runs_app.command(epilog=EXIT_CODES)
+def trajectory(
+    run: RunId,
+    group: Annotated[int, typer.Argument(metavar="GROUP", min=0, show_default=False)],
+    index: Annotated[int, typer.Argument(metavar="INDEX", min=0, show_default=False)],
+    url: Url = DEFAULT_URL,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """Show a recorded trajectory turn by turn; --json: token by token."""
+    from offbeat.deploy.cli.runs.recorded import show_trajectory
+
+    raise typer.Exit(show_trajectory(url, token, run, group, index, as_json=json))
+
+
+Step = Annotated[int, typer.Option("--step", min=0, help="Optimizer step.", show_default=False)]
+
+
+@runs_app.command(epilog=EXIT_CODES)
+def fork(
+    run: RunId,
+    step: Step,
+    values: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Keys that differ; values as JSON or text.", show_default=False),
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Of the new run.", show_default="RUN-fork-STEP")] = None,
+    url: Url = DEFAULT_URL,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """Start a run from the checkpoint of a step of another one, and print its id."""
+    from offbeat.deploy.cli.runs.derived import fork_run
+
+    raise typer.Exit(fork_run(url, token, run, step, name, values or [], as_json=json))
+
+
+@runs_app.command(epilog=EXIT_CODES)
+def reproduce(run: RunId, step: Step, url: Url = DEFAULT_URL, token: Token = None, json: Json = False) -> None:
+    """Train recorded steps again and compare the weights; exits with 1 if they differ. Ctrl-C ends waiting alone."""
+    from offbeat.deploy.cli.runs.derived import reproduce_run
+
+    raise typer.Exit(reproduce_run(url, token, run, step, as_json=json))

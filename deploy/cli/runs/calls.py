@@ -27,6 +27,7 @@ DONE, UNREACHABLE, REFUSED, UNKNOWN, CONFLICT, UNAUTHORIZED = 0, 1, 2, 3, 4, 5
 CODES = {401: UNAUTHORIZED, 403: UNAUTHORIZED, 404: UNKNOWN, 409: CONFLICT}
 """Exit codes of refusals; any other 4xx is REFUSED."""
 TIMEOUT_S = 30.0
+PIPED_WIDTH = 200
 
 
 def call(url: str, token: str | None, ask: Callable[[ControlClient], Awaitable[int]]) -> int:
@@ -71,7 +72,8 @@ def show_answer(answer: BaseModel, *, as_json: bool, otherwise: Callable[[], Any
     if as_json:
         sys.stdout.write(answer.model_dump_json(indent=2) + "\n")
     else:
-        Console(highlight=False, soft_wrap=True).print(otherwise())
+        width = None if sys.stdout.isatty() else PIPED_WIDTH
+        Console(highlight=False, soft_wrap=True, width=width).print(otherwise())
     return DONE
 
 

@@ -69,6 +69,8 @@ def _print_event(shown: LiveView, event: HistoryView, since: float) -> None:
     match event.event:
         case "died":
             shown.print(f"{detail['component']} died ({detail['why']}) and is restarted")
+        case "recovered":
+            shown.print(f"{detail['component']} is ready again")
         case "adopted":
             shown.print(f"from step {detail['step'] + 1} on: {_format_values(detail['values'])}")
         case "asked":

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from offbeat.services.control.console.schemas import (
     Axis,
+    FramesView,
     GroupDetailView,
     GroupSort,
     GroupState,
@@ -51,6 +52,10 @@ class RunArchive(Protocol):
 
     def trajectory(self, number: int, index: int) -> TrajectoryView:
         """Raises `UnknownGroupError`, `NotRecordedError`."""
+        ...
+
+    def frames(self, number: int, index: int) -> FramesView:
+        """Play an episode again, in another process. Raises `UnknownGroupError`, `NotRecordedError`."""
         ...
 
     def series(self, names: Sequence[str], axis: Axis, since: float | None, points: int) -> SeriesView: ...

@@ -10,6 +10,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import RedirectResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
@@ -68,7 +69,7 @@ def add_page(api: FastAPI, tokens: Tokens, *, access: Access = "write") -> None:
     async def open_page() -> Response:
         return RedirectResponse("/ui/")
 
-    api.mount("/ui", StaticPage(directory=FOLDER, html=True, follow_symlink=True))
+    api.mount("/ui", GZipMiddleware(StaticPage(directory=FOLDER, html=True, follow_symlink=True)))
 
 
 def _session_routes(tokens: Tokens, access: Access) -> APIRouter:

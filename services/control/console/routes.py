@@ -13,6 +13,7 @@ from offbeat.services.control.console.encoding import MSGPACK_TYPE, pack_traject
 from offbeat.services.control.console.schemas import (
     Axis,
     CompareView,
+    FramesView,
     GroupDetailView,
     GroupSort,
     GroupState,
@@ -87,6 +88,12 @@ def archive_routes(open_archive: OpenArchive, view_run: ViewRun) -> APIRouter:
         if "application/json" in accept.lower():
             return JSONResponse(view.model_dump(mode="json"))
         return Response(await asyncio.to_thread(pack_trajectory, view), media_type=MSGPACK_TYPE)
+
+    @routes.get("/runs/{run_id}/trajectories/{group}/{index}/frames", responses=refusals(404, 409, 422))
+    async def render_frames(run_id: RunId, group: Number, index: Number) -> FramesView:
+        """Pictures of the env, from the recorded episode played again in a process of its own."""
+        archive = await open_archive(run_id)
+        return await asyncio.to_thread(archive.frames, group, index)
 
     @routes.get("/runs/{run_id}/series", responses=refusals(404, 409, 422))
     async def read_series(

@@ -170,6 +170,13 @@ class TrajectoryView(View):
     outcomes: list[str]
 
 
+class FramesView(View):
+    """Pictures of an episode that was played again."""
+
+    frames: list[str]
+    """PNG in base64, one before each turn and one after the last."""
+
+
 class SeriesColumns(View):
     """Points of a metric, ascending in x."""
 

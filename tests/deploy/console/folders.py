@@ -1,14 +1,16 @@
 """A run folder that the real writers wrote, small and made in milliseconds."""
 
 import time
+from hashlib import blake2b
 from pathlib import Path
 
 import torch
 
 from offbeat.deploy.config.loader import dump_yaml, load_run
 from offbeat.deploy.run_setup import prepare_folder
+from offbeat.envs import registry
 from offbeat.services.buffer.group_ledger import LedgerFile, LifeEvent
-from offbeat.services.messages.types import Group
+from offbeat.services.messages.types import Group, Trajectory
 from offbeat.services.telemetry import MetricRecord, Partial
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.learner import LearnerConfig
@@ -41,10 +43,26 @@ def groups_of(step: int) -> tuple[Group, Group]:
     return make_group(first, rewards=(0.0, 1.0, 0.5), version=version), make_group(first + 1, rewards=(1.0, 1.0))
 
 
-def write_run(folder: Path, name: str = "lake", *overrides: str, kept: int = 2, text: str = "") -> Path:
+def play(trajectory: Trajectory) -> Trajectory:
+    """The trajectory, with the tag, text and digests of walking right and down on FrozenLake."""
+    lake = load_run(QUICKSTART).custom_envs["FrozenLake"]
+    env = registry.make(lake.env_type, dict(lake.env_config))
+    observation, _ = env.reset(seed=trajectory.seed)
+    text, turns = ["You walk."], []
+    for turn, answer in zip(trajectory.turns, ("right", "down"), strict=True):
+        turns.append(turn._replace(state_hash=blake2b(str(observation).encode(), digest_size=8).hexdigest()))
+        text += [str(observation), answer]
+        observation, *_ = env.step(answer)
+    env.close()
+    return replace(trajectory, tag="FrozenLake", turns=tuple(turns), text=tuple(text))
+
+
+def write_run(
+    folder: Path, name: str = "lake", *overrides: str, kept: int = 2, text: str = "", played: bool = False
+) -> Path:
     """Three steps of three admitted groups each: one trained, one masked, one dropped; the last checkpoint is of step 2.
 
-    text: of each message of the trained episodes.
+    text: of each message of the trained episodes. played: these are real episodes, though their tokens say nothing of it.
     """
     settings = (f"exp_name={name}", f"output_dir={folder}", "max_steps=5", *overrides)
     config = load_run(QUICKSTART, list(settings))
@@ -61,6 +79,8 @@ def write_run(folder: Path, name: str = "lake", *overrides: str, kept: int = 2, 
         if text:
             members = tuple(replace(each, text=(text,) * 5) for each in trained.trajectories)
             trained = replace(trained, trajectories=members)
+        if played:
+            trained = replace(trained, trajectories=tuple(map(play, trained.trajectories)))
         batch = StepBatch.build(step - 1, [trained], learner)
         log.record(batch, 1e-2)
         gauges = trainer.train(batch)

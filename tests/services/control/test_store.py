@@ -1,4 +1,5 @@
 import asyncio
+import json
 import math
 from collections.abc import AsyncIterator
 
@@ -11,6 +12,7 @@ from offbeat.services.control.run import (
     BusyError,
     DesiredState,
     ForeignRecordError,
+    Restarts,
     RunExistsError,
     RunRecord,
     RunSpec,
@@ -243,6 +245,21 @@ async def test_history_tells_what_was_commanded_and_what_became_of_it(store: Run
     await store.change("lake", {"temperature": 0.5})
     entries = await store.redis.xrange(RunKeys("lake").history)
     assert [fields[b"e"] for _, fields in entries] == [b"created", b"wanted", b"state", b"asked"]
+
+
+async def test_a_recovery_is_noted_once_for_what_had_died(store: RunStore):
+    await store.create(SPEC)
+    for health in (Health.STARTING, Health.READY, Health.DEAD):
+        await store.set_observations("lake", {name: Observation(health) for name in ("learner", "workers")})
+    await store.set_restarts("lake", "learner", Restarts(1, 1, 7.0, "x", step=4), "exit code 1")
+    for health in (Health.STARTING, Health.READY, Health.READY):
+        await store.set_observations("lake", {name: Observation(health) for name in ("learner", "workers")})
+    entries = await store.redis.xrange(RunKeys("lake").history)
+    noted = [(fields[b"e"].decode(), json.loads(fields[b"d"])) for _, fields in entries][1:]
+    assert noted == [
+        ("died", {"component": "learner", "why": "exit code 1", "restarts": 1, "step": 4}),
+        ("recovered", {"component": "learner", "step": 0}),
+    ]
 
 
 async def test_observations_come_back(store: RunStore):

@@ -27,9 +27,12 @@ from offbeat.services.control.schemas import ProblemView
 from offbeat.services.control.service import NotAllowedError
 from offbeat.services.keys import RunKeys
 from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, mean
+from offbeat.trainer.training.checkpoint import CheckpointStore, LearnerState
+from tests.deploy.console.folders import write_run
 from tests.services.buffer.buffer_play import RUN, Run, limits
 from tests.services.control.api_harness import ApiHarness, FakeRunFactory, api_harness
 from tests.services.control.test_event_stream import served
+from tests.trainer.training.test_checkpoint import write
 
 pytestmark = pytest.mark.slow
 
@@ -271,3 +274,43 @@ def test_who_names_something_else_than_a_control_service_is_told():
                 result = CliRunner().invoke(app, ["runs", *command, "--url", url])
                 assert (result.exit_code, says in result.stderr) == (UNREACHABLE, True), result.output
         server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "lake")
+
+
+async def test_groups_and_their_trajectories_are_shown(terminal: Terminal, recorded: Path):
+    await terminal.api.start("lake", output_dir=str(recorded))
+    listed = (await terminal.types("groups", "lake", "--state", "dropped")).stdout.splitlines()
+    assert [line.split()[:2] for line in listed[1:-1]] == [["8", "dropped"], ["5", "dropped"]]
+    assert listed[-1].strip() == "2 of 2 groups"
+    assert (await terminal.json("groups", "lake", "--sort", "tokens", "--limit", "1"))["next"] == 1
+    shown = (await terminal.types("groups", "lake", "6")).stdout
+    assert "group 6: consumed, tag, step 3, lag 1" in shown
+    assert [line.split()[0] for line in shown.splitlines()[2:]] == ["6/0", "6/1", "6/2"]
+    told = (await terminal.types("trajectory", "lake", "6", "1")).stdout
+    assert "trajectory 6/1: tag, seed 6, reward 1, terminated, trained at step 3" in told
+    assert "2 tokens of version 1; mean logprob -2, trainer's" in told
+    tokens = await terminal.json("trajectory", "lake", "6", "1")
+    assert len(tokens["segments"][0]["ratio"]) == len(tokens["segments"][0]["tokens"])
+    missing = await terminal.types("trajectory", "lake", "9", "0")
+    assert (missing.exit_code, "group 9 is not trained" in missing.stderr) == (UNKNOWN, True)
+
+
+async def test_a_run_is_forked_and_its_steps_are_reproduced(terminal: Terminal, tmp_path: Path):
+    state = LearnerState(step=2, lineage="now", next_number=4, kl_coef=0.0, num_processes=1, config={})
+    CheckpointStore(tmp_path / "lake/checkpoints", keep=2, epoch=1).save(state, write).result()
+    await terminal.api.start("lake", RunState.FINISHED, output_dir=str(tmp_path / "lake"))
+    forked = await terminal.types("fork", "lake", "seed=3", "pretrain=tiny", "--step", "2", "--name", "sea")
+    assert (forked.exit_code, forked.stdout) == (DONE, "sea\n")
+    config = json.loads((await terminal.api.store.load("sea")).config)
+    assert (config["seed"], config["pretrain"]) == (3, "tiny")
+    assert (await terminal.types("fork", "lake", "--step", "9")).exit_code == UNKNOWN
+    assert (await terminal.types("fork", "lake", "seed", "--step", "2")).exit_code == REFUSED
+    equal = await terminal.types("reproduce", "lake", "--step", "2")
+    assert equal.exit_code == DONE
+    assert equal.stdout == "step 2 is trained again; there is no later checkpoint to compare the weights with\n"
+    failed = await terminal.types("reproduce", "lake", "--step", "8")
+    assert (failed.exit_code, "no way to step 8" in failed.stdout) == (1, True)

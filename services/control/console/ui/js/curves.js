@@ -1,7 +1,7 @@
-// Curves of runs laid over each other, with marks where settings changed.
+// Curves of runs laid over each other, with marks where settings changed and where components died and came back.
 
 import { get, listen } from "./api.js";
-import { choice, h, short } from "./dom.js";
+import { choice, clock, h, s, short } from "./dom.js";
 import { category } from "./palette.js";
 
 export const title = "Curves";
@@ -12,6 +12,9 @@ const REFRESH_MS = 5000;
 const AXES = /** @type {[string, string][]} */ ([["step", "step"], ["time", "time"], ["trajectories", "trajectories"]]);
 
 /** @typedef {{x: number[], values: number[], total: number}} Columns */
+/** @typedef {{at: number, step: number | null, kind: "changed" | "died" | "recovered", text: string}} Mark */
+
+const MARKS = { changed: { color: "#d55e00", dash: [4, 4] }, died: { color: "#cc79a7", dash: [] }, recovered: { color: "#009e73", dash: [2, 3] } };
 
 /**
  * Return a run's value at x, straight between its points; null outside.
@@ -56,17 +59,18 @@ function spread(data) {
 }
 
 /**
- * Draw vertical lines at places on the x axis.
- * @param {number[]} marks
+ * Draw vertical lines.
+ * @param {Mark[]} marks
+ * @param {string} axis
  */
-function marker(marks) {
+function marker(marks, axis) {
   return { hooks: { draw: (/** @type {any} */ plot) => {
     plot.ctx.save();
-    plot.ctx.strokeStyle = "#d55e00";
-    plot.ctx.setLineDash([4, 4]);
     for (const mark of marks) {
-      const x = plot.valToPos(mark, "x", true);
+      const x = plot.valToPos(axis === "time" ? mark.at : mark.step, "x", true);
       if (x < plot.bbox.left || x > plot.bbox.left + plot.bbox.width) continue;
+      plot.ctx.strokeStyle = MARKS[mark.kind].color;
+      plot.ctx.setLineDash(MARKS[mark.kind].dash);
       plot.ctx.beginPath();
       plot.ctx.moveTo(x, plot.bbox.top);
       plot.ctx.lineTo(x, plot.bbox.top + plot.bbox.height);
@@ -75,6 +79,17 @@ function marker(marks) {
     plot.ctx.restore();
   } } };
 }
+
+/** @param {any} run */
+const changesOf = (run) => run.changes.map((/** @type {any} */ change) => (/** @type {Mark} */ ({ at: change.at, step: change.from_step, kind: "changed",
+  text: Object.entries(change.values).map(([name, value]) => `${name} ${value}`).join(", ") })));
+
+/**
+ * List marks in words.
+ * @param {Mark[]} marks
+ */
+const legend = (marks) => h("ul", {}, marks.map((mark) => h("li", {}, s("svg", { class: "line", "aria-hidden": true, viewBox: "0 0 20 4" },
+  s("line", { x1: 0, x2: 20, y1: 2, y2: 2, stroke: MARKS[mark.kind].color, "stroke-width": 2, "stroke-dasharray": MARKS[mark.kind].dash.join(" ") })), ` ${mark.kind} ${clock(mark.at)}, step ${mark.step ?? "–"}: ${mark.text}`)));
 
 /** @type {import("./app.js").View["show"]} */
 export async function show(context, main) {
@@ -88,6 +103,9 @@ export async function show(context, main) {
     { runs: [...chosen].join(","), axis, names: names.join(","), spread: band ? 1 : "", ...change });
   const metric = h("input", { list: "metrics", size: 28, placeholder: "learner/actor/ratio_max" });
   const charts = h("div", { class: "columns" });
+  const list = h("div");
+  /** @type {Mark[]} */
+  const deaths = [];
   main.replaceChildren(
     h("div", { class: "bar" }, choice("Axis", AXES, axis, (value) => go({ axis: value })),
       h("label", {}, "Add a metric", metric),
@@ -100,7 +118,7 @@ export async function show(context, main) {
         if (!chosen.delete(run.id)) chosen.add(run.id);
         go({ runs: [...chosen].join(",") });
       } }), run.id))),
-    charts, chosen.size > 1 ? await differences([...chosen]) : "");
+    list, charts, chosen.size > 1 ? await differences([...chosen]) : "");
 
   /** @type {any[]} */
   let plots = [];
@@ -109,8 +127,8 @@ export async function show(context, main) {
     const query = `names=${encodeURIComponent(names.join(","))}&axis=${axis}&points=${POINTS}`;
     const answers = await Promise.all(ids.map((id) => get(`/runs/${id}/series?${query}`)));
     const view = await get(`/runs/${context.run}`);
-    const marks = axis === "trajectories" ? [] : view.changes.map((/** @type {any} */ change) => axis === "time" ? change.at : change.from_step)
-      .filter((/** @type {any} */ place) => place !== null);
+    const marks = axis === "trajectories" ? [] : [...changesOf(view), ...deaths].filter((mark) => mark.step !== null).sort((a, b) => a.at - b.at);
+    list.replaceChildren(marks.length ? legend(marks) : "");
     plots.forEach((plot) => plot.destroy());
     plots = [];
     charts.replaceChildren(...names.map((name) => {
@@ -124,9 +142,13 @@ export async function show(context, main) {
   await draw();
   if (context.isFolder) return () => plots.forEach((each) => each.destroy());
   let due = false;
-  const stop = listen(context.run, { metrics: () => { due = true; } });
+  const stops = [listen(context.run, { metrics: () => { due = true; } }), listen(context.run, { history: ({ event, at, detail }) => {
+    if (event !== "died" && event !== "recovered") return;
+    deaths.push({ at, step: detail.step ?? null, kind: event, text: `${detail.component} ${event === "died" ? `died: ${detail.why}` : "is ready again"}` });
+    due = true;
+  } }, true)];
   const timer = setInterval(() => { if (due && !document.hidden) { due = false; draw(); } }, REFRESH_MS);
-  return () => { stop(); clearInterval(timer); plots.forEach((each) => each.destroy()); };
+  return () => { stops.forEach((stop) => stop()); clearInterval(timer); plots.forEach((each) => each.destroy()); };
 }
 
 /**
@@ -135,7 +157,7 @@ export async function show(context, main) {
  * @param {{id: string, i: number, columns: Columns}[]} present
  * @param {string} axis
  * @param {boolean} band
- * @param {number[]} marks
+ * @param {Mark[]} marks
  */
 function plot(place, name, present, axis, band, marks) {
   const ink = getComputedStyle(document.body).color;
@@ -143,7 +165,7 @@ function plot(place, name, present, axis, band, marks) {
   const lines = present.map((each) => ({ label: each.id, stroke: category(each.i), width: 1.5, spanGaps: true }));
   const grid = { stroke: "#8884", width: 1 };
   const options = {
-    width: place.clientWidth || 400, height: 220, plugins: [marker(marks)],
+    width: place.clientWidth || 400, height: 220, plugins: [marker(marks, axis)],
     scales: { x: { time: axis === "time" } },
     axes: [{ stroke: ink, grid, label: axis }, { stroke: ink, grid, size: 60 }],
     series: [{ label: axis }, ...(band && present.length > 1

@@ -85,6 +85,7 @@ function describe(event) {
   const detail = event.detail;
   switch (event.event) {
     case "died": return `${detail.component} died (${detail.why}); restart ${detail.restarts}`;
+    case "recovered": return `${detail.component} is ready again`;
     case "state": return `state ${detail.state}${detail.error ? `: ${detail.error}` : ""}`;
     case "asked": return `asked for ${JSON.stringify(detail.values)}`;
     default: return `${event.event} ${JSON.stringify(detail)}`;

@@ -23,15 +23,16 @@ export async function show(context, main) {
       choice("Beside it", [["", "none"], ...members], indexes[1] ?? "", (beside) => go({ beside })),
       choice("Colour", COLUMNS, column, (color) => go({ color }))),
     h("div", { class: "columns" }, places));
-  trajectories.forEach((trajectory, i) => fill(places[i], trajectory, column));
+  trajectories.forEach((trajectory, i) => fill(places[i], trajectory, column, `${path(indexes[i])}/frames`));
 }
 
 /**
  * @param {HTMLElement} place
  * @param {any} trajectory
  * @param {string} column
+ * @param {string} frames path of its rendered frames
  */
-function fill(place, trajectory, column) {
+function fill(place, trajectory, column, frames) {
   const width = Math.max(240, Math.min(place.clientWidth - 4, 1400));
   const facts = { reward: short(trajectory.reward), "trained at step": trajectory.step, tag: trajectory.tag, seed: trajectory.seed, end: trajectory.stop_reason,
     attempt: trajectory.attempt, seconds: short(trajectory.duration_s), worker: trajectory.worker };
@@ -42,8 +43,31 @@ function fill(place, trajectory, column) {
     trajectory.segments.length > 1 ? h("section", {}, h("h3", {}, "Tree of segments"), tree(trajectory)) : null,
     h("h3", {}, "Tokens"), trajectory.segments.map((/** @type {any} */ segment, /** @type {number} */ i) => h("div", {},
       trajectory.segments.length > 1 ? h("h3", {}, `Segment ${i}`) : null, strip(trajectory, segment, column, width))),
-    h("h3", {}, "Turns"), h("div", { class: "turn" }, h("span", { class: "soft" }, prompt ? "prompt" : "system"), h("div", { class: "text" }, trajectory.text[0] ?? "")),
-    trajectory.turns.map((/** @type {any} */ turn, /** @type {number} */ i) => turnOf(trajectory, turn, i))));
+    h("h3", {}, "Turns"), trajectory.turns.length ? h("p", {}, h("button", { onclick: (/** @type {any} */ event) => render(place, event.target, frames) }, "Play again in the env")) : null,
+    h("div", { class: "turn" }, h("span", { class: "soft" }, prompt ? "prompt" : "system"), h("div", { class: "text" }, trajectory.text[0] ?? "")),
+    trajectory.turns.map((/** @type {any} */ turn, /** @type {number} */ i) => turnOf(trajectory, turn, i)),
+    h("div", { class: "frame" })));
+}
+
+/**
+ * Put the frames of the env, which plays the episode again, beside the turns.
+ * @param {HTMLElement} place
+ * @param {HTMLButtonElement} button
+ * @param {string} path
+ */
+async function render(place, button, path) {
+  button.disabled = true;
+  const answer = h("span", { role: "status" }, " Playing ...");
+  button.after(answer);
+  try {
+    const { frames } = await get(path);
+    const slots = [...place.querySelectorAll(".frame")];
+    frames.forEach((/** @type {string} */ png, /** @type {number} */ i) => slots[i]?.replaceChildren(
+      h("img", { alt: i < frames.length - 1 ? `frame before turn ${i}` : "last frame", src: `data:image/png;base64,${png}` })));
+    answer.remove();
+  } catch (error) {
+    answer.textContent = ` ${/** @type {Error} */ (error).message}`;
+  }
 }
 
 /**
@@ -57,7 +81,7 @@ function turnOf(trajectory, turn, i) {
   const observed = trajectory.text.length > 1 ? trajectory.text[1 + 2 * i]
     : i ? [...segment.tokens.slice(before, turn.start)].map((token) => trajectory.pieces[token] ?? "").join(" ") : null;
   const images = segment.images.filter((/** @type {any} */ image) => image.start >= before && image.start < turn.start);
-  return h("div", { class: "turn" },
+  return h("div", { class: "turn" }, h("span"), h("div", { class: "frame" }),
     observed || images.length ? [h("span", { class: "soft" }, "env"), h("div", {}, images.map((/** @type {any} */ image) =>
       h("img", { alt: `observation of turn ${i}`, src: `data:image/png;base64,${image.png}` })), h("div", { class: "text" }, observed ?? ""))] : null,
     h("span", { class: "soft" }, `turn ${i}`), h("div", {}, h("div", { class: "text" }, turn.text || "(no text)"),

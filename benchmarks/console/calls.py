@@ -1,0 +1,77 @@
+"""Latency and size of REST calls."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from offbeat.benchmarks.harness.result import Spread
+from offbeat.deploy.console.groups import REFRESH_INTERVAL_S
+
+SERIES = "learner/reward,learner/success,learner/turns,learner/reward_min,learner/reward_max,learner/episodes_truncated"
+ORDERS = ("number", "spread", "tokens", "ratio", "staleness", "duration")
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    name: str
+    method: str
+    path: str
+    """`{group}`: of a kept group."""
+    body: Any = None
+    accept: str = "application/json"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    name: str
+    first_ms: float
+    """With nothing read yet, if no earlier call has read it."""
+    ms: Spread
+    bytes: int
+
+
+def calls(run: str) -> Iterator[Call]:
+    """Yield reads, then acts."""
+    path = f"/runs/{run}"
+    yield Call("run", "GET", path)
+    yield Call("why", "GET", f"{path}/why")
+    for order in ORDERS:
+        yield Call(f"groups by {order}", "GET", f"{path}/groups?sort={order}")
+    yield Call("groups by reward", "GET", f"{path}/groups?min_reward=0.8")
+    yield Call("lags of 2,000 groups, a page", "GET", f"{path}/groups?state=trained&state=consumed&limit=500")
+    yield Call("group", "GET", f"{path}/groups/{{group}}")
+    yield Call("trajectory", "GET", f"{path}/trajectories/{{group}}/0", accept="application/msgpack")
+    for axis in ("step", "time", "trajectories"):
+        yield Call(f"6 series by {axis}", "GET", f"{path}/series?names={SERIES}&axis={axis}&points=800")
+    yield Call("names of series", "GET", f"{path}/series")
+    yield Call("comparison", "GET", f"/compare?runs={run}")
+    yield Call("pause", "POST", f"{path}/pause")
+    yield Call("resume", "POST", f"{path}/resume")
+    yield Call("quarantine", "GET", f"{path}/quarantine")
+    yield Call("change of settings", "PATCH", path, body={"learning_rate": 1e-3})
+
+
+def measure_calls(url: str, run: str, rounds: int, *, go_on: Callable[[], int]) -> list[Measured]:
+    """Measure each call. go_on: adds a step before each and returns a group of it."""
+    with httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False) as client:
+        return [_measure(client, call, rounds, go_on) for call in calls(run)]
+
+
+def _measure(client: httpx.Client, call: Call, rounds: int, go_on: Callable[[], int]) -> Measured:
+    first_ms, size = _time(client, call, go_on())
+    times = [_time(client, call, go_on())[0] for _ in range(rounds)]
+    return Measured(call.name, first_ms, Spread.of(times), size)
+
+
+def _time(client: httpx.Client, call: Call, group: int) -> tuple[float, int]:
+    """Return milliseconds, and bytes of the body."""
+    time.sleep(REFRESH_INTERVAL_S)  # so that the service has to read the new step
+    began = time.perf_counter()
+    answer = client.request(call.method, call.path.format(group=group), json=call.body, headers={"accept": call.accept})
+    ms = 1000 * (time.perf_counter() - began)
+    answer.raise_for_status()
+    return ms, len(answer.content)

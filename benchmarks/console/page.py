@@ -1,0 +1,142 @@
+"""The page in a real Chromium: time to the first useful picture, bytes, and the service's CPU while it is open."""
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offbeat.benchmarks.console.service import ServiceProcess
+
+CHROMIUM = ("chromium-headless-shell", "chromium")
+UNPACKED = Path(sys.prefix, "chromium", "chromium")
+"""Where `make browser` unpacks one."""
+VIEWPORT = {"width": 1400, "height": 900}
+NOBODY = "nobody"
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    name: str
+    address: str
+    """`{group}`: of a kept group."""
+    picture: str
+    """Selector of what makes it useful."""
+
+
+OTHER = (View("acts", "#/acts", "textarea"), View("mesh", "#/mesh", "svg.mesh"))
+"""Views to come from: for all but the acts, and for these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A view, opened by an empty browser, and by another view's link."""
+
+    name: str
+    first_ms: float
+    again_ms: float
+    bytes: int
+    """Over the wire, at the first opening."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """CPU time of the service per second, in one core's."""
+
+    name: str
+    cpu: float
+
+
+def find_chromium() -> str | None:
+    """Return the path of Chromium that `OFFBEAT_CHROMIUM` names, is on PATH, or was installed by `make browser`."""
+    return os.environ.get("OFFBEAT_CHROMIUM") or next(filter(None, map(shutil.which, (*CHROMIUM, UNPACKED))), None)
+
+
+def views(run: str) -> list[View]:
+    return [
+        View("mesh", f"#/mesh/{run}", "svg.mesh"),
+        View("curves", f"#/curves/{run}", ".uplot canvas"),
+        View("groups", f"#/groups/{run}", "tbody tr"),
+        View("group", f"#/groups/{run}?group={{group}}", "tbody tr a"),
+        View("trajectory", f"#/trajectory/{run}?group={{group}}&index=0", "article canvas"),
+        View("acts", f"#/acts/{run}", "textarea"),
+    ]
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """Yield a browser, or None if Playwright or Chromium is missing."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ModuleNotFoundError:
+        yield None
+        return
+    path = find_chromium()
+    if path is None:
+        yield None
+        return
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def measure_pictures(browser: Any, url: str, run: str, group: int) -> list[Picture]:
+    return [_measure(browser, f"{url}/ui/", view, group) for view in views(run)]
+
+
+def _measure(browser: Any, url: str, view: View, group: int) -> Picture:
+    address, other = url + view.address.format(group=group), OTHER[view.name == "acts"]
+    with _page(browser) as page:
+        sizes: list[int] = []
+        network = page.context.new_cdp_session(page)
+        network.send("Network.enable")
+        network.on("Network.loadingFinished", lambda event: sizes.append(int(event["encodedDataLength"])))
+        first_ms = _open(page, address, view.picture)
+        size = sum(sizes)
+        _open(page, url + other.address, other.picture)
+        return Picture(view.name, first_ms, _open(page, address, view.picture), size)
+
+
+def _open(page: Any, address: str, picture: str) -> float:
+    """Return the milliseconds until the picture is there."""
+    began = time.perf_counter()
+    page.goto(address, wait_until="commit")
+    page.wait_for_selector(picture)
+    return 1000 * (time.perf_counter() - began)
+
+
+@contextmanager
+def _page(browser: Any) -> Iterator[Any]:
+    context = browser.new_context(viewport=VIEWPORT, locale="en-US")
+    try:
+        yield context.new_page()
+    finally:
+        context.close()
+
+
+def measure_cost(
+    browser: Any, service: ServiceProcess, run: str, seconds: int, *, go_on: Callable[[], int]
+) -> list[Cost]:
+    """Measure the service while a run makes a step a second and nobody, or one view, looks on.
+
+    go_on: adds a step and returns a group of it.
+    """
+    costs = [Cost(NOBODY, _watch(service, seconds, go_on))]
+    for view in views(run) if browser is not None else ():
+        with _page(browser) as page:
+            _open(page, f"{service.url}/ui/{view.address.format(group=go_on())}", view.picture)
+            costs.append(Cost(view.name, _watch(service, seconds, go_on)))
+    return costs
+
+
+def _watch(service: ServiceProcess, seconds: int, go_on: Callable[[], int]) -> float:
+    began, used = time.monotonic(), service.cpu_s()
+    for second in range(1, seconds + 1):
+        go_on()
+        time.sleep(max(0.0, began + second - time.monotonic()))
+    return (service.cpu_s() - used) / (time.monotonic() - began)

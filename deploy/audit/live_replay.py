@@ -1,0 +1,75 @@
+"""Lives of a run that goes on."""
+
+from collections.abc import Sequence
+
+from offbeat.deploy.audit.lives import RECONCILED, RESTORED, Audit, GroupLife, merge_step, replay, replay_events
+from offbeat.services.buffer.group_ledger import UNNUMBERED, LifeEvent
+from offbeat.trainer.learner.step_ledger import JournalLine, StepLine
+
+
+class LiveReplay:
+    """`replay` of what was added so far.
+
+    Invariant: events and steps that continue the earlier ones are applied alone; anything else (a death, a loss of Redis'
+    data, a step before its groups' events) replays everything.
+    """
+
+    def __init__(self) -> None:
+        self._events: dict[str, LifeEvent] = {}
+        self._lines: list[JournalLine] = []
+        self._audit: Audit | None = None
+        self._last_event: LifeEvent | None = None
+        self._is_complete = False
+        """Whether every step's groups are known."""
+
+    @property
+    def lives(self) -> dict[int, GroupLife]:
+        """Lives by number; empty before `add`."""
+        return {} if self._audit is None else self._audit.groups
+
+    def clear_events(self) -> None:
+        self._events, self._audit = {}, None
+
+    def clear_lines(self) -> None:
+        self._lines, self._audit = [], None
+
+    def add(self, events: Sequence[LifeEvent], lines: Sequence[JournalLine]) -> None:
+        new = [event for event in events if event.id not in self._events]
+        self._events |= {event.id: event for event in new}
+        self._lines += lines
+        if self._audit is not None and self._continues(self._audit, new, lines):
+            replay_events(new, self._audit)
+            for line in lines:
+                assert isinstance(line, StepLine)
+                self._audit.lineage.steps.append(line)
+                merge_step(line, self._audit)
+            self._last_event = new[-1] if new else self._last_event
+        else:
+            self._replay_all()
+
+    def _replay_all(self) -> None:
+        ordered = sorted(self._events.values(), key=lambda event: event.sort_key)
+        self._audit = replay(ordered, self._lines)
+        self._last_event = ordered[-1] if ordered else None
+        steps = self._audit.lineage.steps
+        self._is_complete = all(each.number in self._audit.groups for line in steps for each in line.groups)
+
+    def _continues(self, audit: Audit, events: Sequence[LifeEvent], lines: Sequence[JournalLine]) -> bool:
+        lineage, last = audit.lineage, self._last_event
+        if lineage.restored_to or lineage.rewound or lineage.rewound_to is not None:
+            return False
+        if last is None or not self._is_complete:
+            return False
+        for event in events:
+            is_next = event.ordinal == last.ordinal + 1 and event.sort_key > last.sort_key
+            if not is_next or last.ordinal == UNNUMBERED or event.event in (RESTORED, RECONCILED):
+                return False
+            last = event
+        numbers = {event.number for event in events}
+        epoch = self._lines[-len(lines) - 1].epoch if len(self._lines) > len(lines) else 0
+        steps = [line for line in lines if isinstance(line, StepLine) and line.epoch == epoch]
+        return (
+            len(steps) == len(lines)
+            and [line.step for line in steps] == list(range(lineage.last + 1, lineage.last + 1 + len(steps)))
+            and all(each.number in audit.groups or each.number in numbers for line in steps for each in line.groups)
+        )

@@ -1,0 +1,63 @@
+"""`offbeat runs fork` and `reproduce`."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from offbeat.deploy.cli.runs.calls import DONE, REFUSED, call, print_message, show_answer
+from offbeat.services.control.client import ControlClient
+from offbeat.services.control.console.schemas import ReproductionState, ReproductionView
+
+POLL_S = 1.0
+NOT_EQUAL = 1
+
+
+def fork_run(
+    url: str, token: str | None, run_id: str, step: int, name: str | None, values: Sequence[str], *, as_json: bool
+) -> int:
+    changes: dict[str, Any] = {} if name is None else {"exp_name": name}
+    for text in values:
+        key, equals, value = text.partition("=")
+        if not equals:
+            print_message(f"expected KEY=VALUE, got {text!r}")
+            return REFUSED
+        changes[key] = _parse(value)
+
+    async def ask(client: ControlClient) -> int:
+        view = await client.fork(run_id, step, changes)
+        return show_answer(view, as_json=as_json, otherwise=lambda: view.id)
+
+    return call(url, token, ask)
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def reproduce_run(url: str, token: str | None, run_id: str, step: int, *, as_json: bool) -> int:
+    """Repeat steps and wait for the result; an interrupt ends the wait alone."""
+
+    async def ask(client: ControlClient) -> int:
+        view = await client.reproduce(run_id, step)
+        while view.state is ReproductionState.RUNNING:
+            await asyncio.sleep(POLL_S)
+            view = await client.reproduction(run_id)
+        show_answer(view, as_json=as_json, otherwise=lambda: _describe(view))
+        return DONE if view.state is ReproductionState.EQUAL else NOT_EQUAL
+
+    return call(url, token, ask)
+
+
+def _describe(view: ReproductionView) -> str:
+    compared = (view.result or {}).get("compared", [])
+    match view.state:
+        case ReproductionState.FAILED:
+            return f"step {view.step} can't be reproduced: {view.error}"
+        case ReproductionState.EQUAL if not compared:
+            return f"step {view.step} is trained again; there is no later checkpoint to compare the weights with"
+        case _:
+            return f"step {view.step}: the weights of {len(compared)} checkpoint(s) are {view.state.value}"
