@@ -31,7 +31,7 @@ $(eval $(call pass-on,SSL_CERT_FILE,PIP_CERT))
 ifeq ($(EXTRA)$(UV_FIND_LINKS),cpu)
 TORCH_BACKEND := --torch-backend cpu
 endif
-.PHONY: help setup browser monitoring train test test-fast test-alone test-others check bench simulate docs clean
+.PHONY: help setup browser monitoring train test test-fast test-alone test-others check bench simulate docs site clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -103,6 +103,9 @@ simulate: $(STAMP) ## simulate the protocol under faults for an hour, or as ARGS
 docs: $(STAMP) ## generate docs/metrics.md and the schema of configurations
 	@$(BIN)/python -m offbeat.deploy.report.metrics_page > docs/metrics.md
 	@$(BIN)/python -m offbeat.deploy.config.schema > deploy/configs/run.schema.json
+
+site: $(STAMP) ## build the documentation site into build/site/html; a dead link fails
+	@$(BIN)/python -m offbeat.deploy.site.build
 
 clean: ## remove the environment and caches; runs/ stays
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -7,7 +7,7 @@ import pytest
 
 from tests.paths import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = "benchmarks|deploy|trainer|services|envs|tests|docs"
 FILES = sorted(
     {

@@ -77,8 +77,9 @@ def check_env(
 
     env: a name (`frozen_lake`), `module:Class`, or a class. Hangs are reported, except of notebooks' classes.
 
-    >>> check_env("frozen_lake", {"size": 4}).problems
-    []
+    Examples:
+        >>> check_env("frozen_lake", {"size": 4}).problems
+        []
     """
     name = env if isinstance(env, str) else f"{env.__module__}:{env.__qualname__}"
     if name.startswith("__main__:"):
@@ -101,8 +102,9 @@ def play(
     env: a name, `module:Class`, or a run's YAML file with `tag`. agent: `random`, or a Hugging Face folder, checkpoint
     or run. show: receives a trace's lines.
 
-    >>> play("frozen_lake", seed=1, max_steps=3).messages[1]["content"].splitlines()[0]
-    'P _ _ _'
+    Examples:
+        >>> play("frozen_lake", seed=1, max_steps=3).messages[1]["content"].splitlines()[0]
+        'P _ _ _'
 
     Raises:
         ConfigError: no such env, tag or setting.
@@ -132,9 +134,10 @@ def rollout(
     group_size: episodes per task. seed: default is the run's. Columns: `tokens`, `loss_mask`, `logprobs`, `versions`,
     `messages`, `reward`, ...
 
-    >>> config = load_config("deploy/configs/quickstart.yaml")
-    >>> rollout(config, episodes=4, agent="random")[["tag", "reward"]].shape
-    (4, 2)
+    Examples:
+        >>> config = load_config("deploy/configs/quickstart.yaml")
+        >>> rollout(config, episodes=4, agent="random")[["tag", "reward"]].shape
+        (4, 2)
 
     Raises:
         ValueError: `episodes` is not a multiple of `group_size`, or there is no policy.

@@ -44,9 +44,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     path: a YAML file. overrides: `key=value`.
 
-    >>> config = load_config("deploy/configs/quickstart.yaml", ["seed=2", "max_steps=50"])
-    >>> config.seed, config.max_steps
-    (2, 50)
+    Examples:
+        >>> config = load_config("deploy/configs/quickstart.yaml", ["seed=2", "max_steps=50"])
+        >>> config.seed, config.max_steps
+        (2, 50)
 
     Raises:
         ConfigError: invalid; lists every problem.

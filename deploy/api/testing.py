@@ -48,7 +48,8 @@ PROGRESS = "progress.json"
 def assert_env(env: str | type, env_config: Mapping[str, JsonValue] | None = None) -> None:
     """Fail with the problems of `offbeat.check_env`.
 
-    >>> assert_env("frozen_lake", {"size": 4})
+    Examples:
+        >>> assert_env("frozen_lake", {"size": 4})
 
     Raises:
         AssertionError: the env breaks the contract.
@@ -85,9 +86,10 @@ def run_episode(
 
     env: an env, its name or `module:Class`.
 
-    >>> trace = run_episode("frozen_lake", ["Right", "Right", "Down", "Down", "Right", "Down"], seed=1)
-    >>> trace.reward, trace.terminated, trace.infos[-1]["success"]
-    (1.0, True, True)
+    Examples:
+        >>> trace = run_episode("frozen_lake", ["Right", "Right", "Down", "Down", "Right", "Down"], seed=1)
+        >>> trace.reward, trace.terminated, trace.infos[-1]["success"]
+        (1.0, True, True)
     """
     made = registry.make(env, dict(env_config or {})) if isinstance(env, str) else env
     try:
@@ -284,10 +286,11 @@ def deliver(tracker: Tracker, *records: MetricRecord, folder: Path | None = None
 
     folder: keeps `metrics.jsonl` and the position for later calls.
 
-    >>> tracker = RecordingTracker()
-    >>> deliver(tracker, step_record(1, reward=0.5), eval_record(1, success=1.0))
-    >>> [(row.step, dict(row.values)) for row in tracker.rows]
-    [(1, {'learner/reward': 0.5}), (1, {'eval/sampled/success': 1.0})]
+    Examples:
+        >>> tracker = RecordingTracker()
+        >>> deliver(tracker, step_record(1, reward=0.5), eval_record(1, success=1.0))
+        >>> [(row.step, dict(row.values)) for row in tracker.rows]
+        [(1, {'learner/reward': 0.5}), (1, {'eval/sampled/success': 1.0})]
     """
     with TemporaryDirectory() as temporary:
         path = folder or Path(temporary)

@@ -1,4 +1,4 @@
-"""The README's "Your own task", run as it is printed."""
+"""The env of docs/environments.md, trained as it is printed."""
 
 import json
 import re
@@ -17,13 +17,13 @@ MIN_SUCCESS = 0.6
 
 
 def blocks() -> dict[str, str]:
-    """The code blocks of "Your own task" by language."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = text.split("## Your own task\n")[1].split("\n## ")[0]
+    """The code blocks of "A custom env" by language."""
+    text = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+    section = text.split("## A custom env\n")[1].split("\n## ")[0]
     return dict(re.findall(r"```(\w+)\n(.*?)```", section, re.DOTALL))
 
 
-def test_the_readmes_own_task_is_learned(tmp_path: Path) -> None:
+def test_the_documented_env_is_learned(tmp_path: Path) -> None:
     code = blocks()
     (tmp_path / "my_envs.py").write_text(code["python"])
     (tmp_path / "my_run.yaml").write_text(code["yaml"])
