@@ -11,6 +11,7 @@ from offbeat.benchmarks.chaos.cli import chaos
 from offbeat.benchmarks.chaos.soak import soak
 from offbeat.benchmarks.cli import bench_app
 from offbeat.deploy.cli.agent import agent_app
+from offbeat.deploy.cli.backup import backup, restore
 from offbeat.deploy.cli.config import (
     EXIT_CONFIG,
     WITH_OVERRIDES,
@@ -204,6 +205,8 @@ def track(
         raise typer.Exit(EXIT_CONFIG) from None
 
 
+for backup_command in (backup, restore):
+    app.command(rich_help_panel=VERIFY)(backup_command)
 app.command(rich_help_panel=VERIFY)(ui)
 app.command(rich_help_panel=VERIFY)(chaos)
 app.command(rich_help_panel=VERIFY)(soak)

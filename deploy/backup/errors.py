@@ -1,0 +1,5 @@
+"""Errors of backups."""
+
+
+class BackupError(Exception):
+    """Run that can't be backed up or restored, with what to do."""
