@@ -9,7 +9,12 @@ import typer
 from offbeat.deploy.cli.config import EXIT_CONFIG, Config, ConfigFolder, ConfigName, Overrides, load, locate
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pydantic import JsonValue
+
     from offbeat.deploy.config.run import RunConfig
+    from offbeat.deploy.plan.measurements import Measured
     from offbeat.deploy.plan.workload import Measures
 
 DISTRIBUTION = "`0.2`, `normal:MEAN:STD`, `lognormal:MEAN:STD`, `exponential:MEAN` or `uniform:FROM:TO`"
@@ -42,13 +47,15 @@ def plan(
         float | None, typer.Option(min=1, help="Of a trajectory.", show_default="sequence_length, or that measured")
     ] = None,
     update_s: Annotated[
-        float | None, typer.Option(min=0, metavar="S", help="From publish to served.", show_default="that measured, or 0")
+        float | None,
+        typer.Option(min=0, metavar="S", help="From publish to served.", show_default="that measured, or 0"),
     ] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="Divide so many GPUs.", show_default=False)] = None,
     cpus: Annotated[float | None, typer.Option(min=1, help="Divide so many CPU cores.", show_default=False)] = None,
     price_per_hour: Annotated[
         float | None, typer.Option(min=0, help="Of the machine, for the cost.", show_default=False)
     ] = None,
+    episodes: Annotated[int, typer.Option(min=100, help="Simulated for a setting and a seed.")] = 6000,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw it as PNG.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
@@ -64,7 +71,7 @@ def plan(
     from offbeat.deploy.plan.table import show_plan
 
     path, values = locate(config, overrides, config_path, config_name)
-    loaded = load(path, values)
+    loaded = load(path, values, for_this_machine=False)
     options = _Options(env_latency, turns, turn_latency, train_s, tokens, update_s)
     console = Console(stderr=True)
     try:
@@ -79,6 +86,7 @@ def plan(
                 measured=measured,
                 architecture=_architecture(loaded),
                 price_per_hour=price_per_hour,
+                episodes=episodes,
                 echo=status.update,
             )
     except (PlanError, ValueError) as error:
@@ -152,7 +160,7 @@ class _Options:
         return base if self._update_s is None else replace(base, serve_s=self._update_s)
 
 
-def _measure(run: str):  # noqa: ANN202
+def _measure(run: str) -> "Measured":
     from offbeat.deploy import run_folder
     from offbeat.deploy.cli.audit import AuditError, find_folder
     from offbeat.deploy.config.errors import ConfigError
@@ -166,7 +174,7 @@ def _measure(run: str):  # noqa: ANN202
         raise PlanError(str(error)) from error
 
 
-def _architecture(config: "RunConfig"):  # noqa: ANN202
+def _architecture(config: "RunConfig") -> "Mapping[str, JsonValue] | None":
     """Return the policy's configuration; None for one that is not on this machine."""
     from offbeat.deploy.run_setup import load_architecture
 

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from offbeat.deploy.plan.outcome import Outcome, Setup
-from offbeat.deploy.plan.workload import Measures
+from offbeat.deploy.plan.workload import Episode, Measures
 
-NUM_DRAWN = 2_000
+NUM_DRAWN = 600
 """Groups drawn for a mean."""
 
 
@@ -43,10 +44,13 @@ class ClosedForms:
 def closed_forms(setup: Setup, measures: Measures, seed: int = 0) -> ClosedForms:
     limits, rng = setup.limits, np.random.default_rng(seed)
     members = limits.group_size + limits.redundancy
-    count = min(setup.places, limits.max_groups_in_flight * members)
+    count = float(min(setup.places, limits.max_groups_in_flight * members))
     drawn = [measures.workload.draw_group(rng, members) for _ in range(NUM_DRAWN)]
-    turn_s = _turn_s(count, measures, drawn, setup)
-    times = np.array([[e.turns * turn_s + e.env_s for e in group] for group in drawn])
+    times = _times(count, measures, drawn, setup)
+    for _ in range(8):  # members that have ended leave the engines to the others of their group
+        slowest = np.sort(times, axis=1)[:, limits.group_size - 1].mean()
+        busy = limits.max_groups_in_flight * members * times.mean() / slowest if slowest else count
+        times = _times(min(count, busy), measures, drawn, setup)
     turns = float(np.mean([e.turns for group in drawn for e in group]))
     slowest = np.sort(times, axis=1)[:, limits.group_size - 1]
     episode_s, group_s = float(times.mean()), float(slowest.mean())
@@ -67,15 +71,27 @@ def closed_forms(setup: Setup, measures: Measures, seed: int = 0) -> ClosedForms
 
 
 def expected_lag(outcome: Outcome, setup: Setup) -> float:
-    """Return groups in play and waiting / groups per step (Little's law: a step is the time between two versions)."""
-    return (outcome.playing_groups + outcome.waiting_groups) / setup.limits.groups_per_step
+    """Return groups in play and waiting / groups per step, less half a step, plus the learner's busy share.
+
+    Little's law for groups that start at any time: such a group meets half a step on average, and while the learner trains,
+    the version of the batch in training is still to come. Under a tight bound groups start right after a version, and lag
+    less.
+    """
+    in_system = (outcome.playing_groups + outcome.waiting_groups) / setup.limits.groups_per_step
+    return max(in_system - 0.5 + 1 - outcome.learner_idle, 0.0)
 
 
-def _turn_s(playing: int, measures: Measures, drawn: list[list[tuple[int, float]]], setup: Setup) -> float:
+def _times(playing: float, measures: Measures, drawn: list[list[Episode]], setup: Setup) -> npt.NDArray[np.float64]:
+    """Return seconds by group and member."""
+    turn_s = _turn_s(playing, measures, drawn, setup)
+    return np.array([[turns * turn_s + env_s for turns, env_s in group] for group in drawn])
+
+
+def _turn_s(playing: float, measures: Measures, drawn: list[list[Episode]], setup: Setup) -> float:
     """Return a turn's time at the concurrency to which it leads: the share of an episode that is spent in engines."""
     turns = sum(turns for group in drawn for turns, _ in group)
     env_s = sum(env_s for group in drawn for _, env_s in group) / turns
-    low, high = 0.0, float(playing)
+    low, high = 0.0, playing
     for _ in range(60):  # the curve rises, so the share of turns in generation has one fixed point
         generating = (low + high) / 2
         seconds = measures.turn_s.seconds(generating / setup.num_replicas)

@@ -19,9 +19,9 @@ class Effort:
     seeds: int = 3
 
     @classmethod
-    def for_batch(cls, batch: int, episodes: int = 24_000) -> "Effort":
+    def for_batch(cls, batch: int, episodes: int = 6_000) -> "Effort":
         """Return steps that play about as many episodes, with their warm-up."""
-        steps = min(max(episodes // batch, 12), 120)
+        steps = min(max(episodes // batch, 12), 60)
         return cls(steps + steps // 4, steps // 4)
 
 
@@ -85,5 +85,3 @@ def estimate(setup: Setup, measures: Measures, effort: Effort | None = None, *, 
         expected_lag=fmean(expected_lag(outcome, setup) for outcome in outcomes),
         closed=closed_forms(setup, measures),
     )
-
-

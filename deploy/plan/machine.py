@@ -29,10 +29,11 @@ class Sizes:
     cpus_per_process: float
 
     @classmethod
-    def of(cls, config: RunConfig) -> "Sizes":
+    def of(cls, config: RunConfig, machine: Machine) -> "Sizes":
         infer, train = config.actor_infer, config.actor_train
+        chooses = machine.gpus is not None and "device" not in infer.model_fields_set
         return cls(
-            infer.device == "cuda",
+            chooses or infer.device == "cuda",
             infer.engine.world_size,
             infer.cpus_per_replica,
             config.rollout.cpus_per_worker,

@@ -7,6 +7,7 @@ tokens.
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.plan.workload import Episode, MeasuredWorkload, Measures, TurnTimes
 from offbeat.services.errors import CodecError
 from offbeat.services.messages.types import Trajectory
+from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.training.batch_log import BatchLog
 
 Floats = npt.NDArray[np.float64]
@@ -65,7 +68,8 @@ def read_measures(folder: Path, config: RunConfig) -> Measured:
         rows = list(read_rows(folder / METRICS))
     except OSError as error:
         raise PlanError(f"{folder / METRICS} can't be read: {error.strerror}") from error
-    groups, notes = _read_groups(folder, config)
+    batches, notes = read_batches(folder, config)
+    groups = [group.trajectories for batch in batches for group in batch.groups]
     measured = measure(rows, groups, num_replicas=config.actor_infer.num_replicas, where=str(folder))
     return replace(measured, notes=(*notes, *measured.notes))
 
@@ -123,18 +127,15 @@ def measure(
     )
 
 
-def _read_groups(folder: Path, config: RunConfig) -> tuple[list[tuple[Trajectory, ...]], tuple[str, ...]]:
-    log, groups = BatchLog(folder), dict[int, tuple[Trajectory, ...]]()
-    unread = 0
-    for version in log.steps():
-        try:
-            recorded = log.read(version, config)
-        except CodecError:
-            unread += 1
-            continue
-        groups |= {group.number: group.trajectories for group in recorded.batch.groups}
-    notes = (f"{unread} recorded batches can't be read, and are left out",) if unread else ()
-    return list(groups.values()), notes
+def read_batches(folder: Path, config: AlgorithmConfig) -> tuple[list[StepBatch], tuple[str, ...]]:
+    """Read the recorded batches of a run, and say what is left out."""
+    log, batches = BatchLog(folder), list[StepBatch]()
+    versions = log.steps()
+    for version in versions:
+        with suppress(CodecError):
+            batches.append(log.read(version, config).batch)
+    unread = len(versions) - len(batches)
+    return batches, (f"{unread} recorded batches can't be read, and are left out",) if unread else ()
 
 
 def _workload(

@@ -14,9 +14,16 @@ def draw_plan(path: Path, plan: Plan, title: str) -> None:
     figure.suptitle(title)
     rates, lags, gains = figure.subplots(1, 3)
     at = plan.configured.estimate
-    rates.plot([float(t.text) for t in plan.by_staleness], [t.trajectories_per_s for t in plan.by_staleness], "o-", color=OTHER)
     rates.plot(
-        [plan.configured.max_staleness], [at.trajectories_per_s], "o", color=CONFIGURED, markersize=9, label="configured"
+        [float(t.text) for t in plan.by_staleness], [t.trajectories_per_s for t in plan.by_staleness], "o-", color=OTHER
+    )
+    rates.plot(
+        [plan.configured.max_staleness],
+        [at.trajectories_per_s],
+        "o",
+        color=CONFIGURED,
+        markersize=9,
+        label="configured",
     )
     ideal = at.trajectories_per_s * at.step_s / at.closed.ideal_step_s
     rates.axhline(ideal, color=LIMIT, linestyle="--", label="max(train, batch x episode / places)")

@@ -1,6 +1,6 @@
 """Plan of a run: what its configuration leads to, what each single change would, and what to set on a given machine."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -75,7 +75,7 @@ def setup_of(config: RunConfig) -> Setup:
     """Raises `PlanError` for a pipeline that plays nothing."""
     if config.reads_data:
         raise PlanError(f"pipeline {config.pipeline!r} reads rows; a plan is of episodes (agentic, online_dpo)")
-    rollout, manager = config.rollout, config.train_env_manager
+    rollout = config.rollout
     limits = replace(buffer_limits(config), total_groups=MAX_GROUPS)
     return Setup(
         limits=replace(limits, group_size=limits.group_size + limits.baselines, baselines=0),
@@ -100,11 +100,16 @@ def make_plan(
     measured: Measured | None = None,
     architecture: Mapping[str, Any] | None = None,
     price_per_hour: float | None = None,
+    episodes: int = 6_000,
     echo: Callable[[str], None] = lambda _: None,
 ) -> Plan:
-    """Simulate; price_per_hour: of the whole machine. Raises `PlanError`."""
-    setup, sizes = setup_of(config), Sizes.of(config)
-    effort = Effort.for_batch(setup.batch)
+    """Simulate. price_per_hour: of the whole machine. episodes: of each setting and seed. Raises `PlanError`."""
+    machine = machine or Machine()
+    setup, sizes = setup_of(config), Sizes.of(config, machine)
+    effort = Effort.for_batch(setup.batch, episodes)
+    ways = list(divisions(machine, sizes, setup, measures))
+    if not ways:
+        raise PlanError("this machine has no room for an engine, a worker and a learner: see --gpus and --cpus")
 
     def setting(division: Division) -> Setting:
         at = estimate(division.setup, division.measures, effort)
@@ -131,7 +136,12 @@ def make_plan(
     ]
     by_staleness = [_try(change, configured, effort, echo) for change in _bounds(setup, measures)]
     changes.sort(key=lambda tried: -tried.trajectories_per_s)
-    division = _recommend(machine or Machine(), sizes, setup, measures, _per_worker(config), echo)
+    quick = replace(Effort.for_batch(setup.batch, episodes // 3), seeds=1)
+
+    def fits(way: Division) -> bool:
+        return machine.cpus is None or sizes.cpus(way.setup, way.learner_processes) <= machine.cpus
+
+    division = _recommend(ways, quick, _per_worker(config), fits, echo)
     return Plan(
         configured=configured,
         recommended=setting(division),
@@ -156,26 +166,23 @@ def _try(change: Change, configured: Setting, effort: Effort, echo: Callable[[st
 
 
 def _recommend(
-    machine: Machine, sizes: Sizes, setup: Setup, measures: Measures, per_worker: int, echo: Callable[[str], None]
+    ways: Sequence[Division],
+    effort: Effort,
+    per_worker: int,
+    fits: Callable[[Division], bool],
+    echo: Callable[[str], None],
 ) -> Division:
-    """Return the least staleness, then the fewest groups, engines, that lead to nearly the best rate.
-
-    Raises `PlanError` if the machine is too small.
-    """
-    effort = replace(Effort.for_batch(setup.batch, 6_000), seeds=1)
+    """Return the fewest engines and groups in play, then the least staleness, that lead to nearly the best rate."""
     choices: list[tuple[float, Division]] = []
-    for division in divisions(machine, sizes, setup, measures):
+    for division in ways:
         for factor in GROUP_FACTORS:
-            groups = max(round(setup.limits.groups_per_step * factor), 1)
+            groups = max(round(division.setup.limits.groups_per_step * factor), 1)
             echo(f"{division.setup.num_replicas} engines, {groups} groups in play")
             wide = with_groups(division.setup, division.measures, groups, per_worker).setup
             wide = replace(wide, limits=replace(wide.limits, max_staleness=BOUNDS[-1]))
-            if machine.cpus is not None and sizes.cpus(wide, division.learner_processes) > machine.cpus:
-                continue
-            rate = estimate(wide, division.measures, effort).trajectories_per_s
-            choices.append((rate, replace(division, setup=wide)))
-    if not choices:
-        raise PlanError("this machine has no room for an engine, a worker and a learner: see --gpus and --cpus")
+            changed = replace(division, setup=wide)
+            if factor == GROUP_FACTORS[0] or fits(changed):
+                choices.append((estimate(wide, division.measures, effort).trajectories_per_s, changed))
     best = max(rate for rate, _ in choices)
     enough = [division for rate, division in choices if rate >= ENOUGH * best]
     chosen = min(enough, key=lambda each: (each.setup.num_replicas, each.setup.limits.max_groups_in_flight))
@@ -183,8 +190,8 @@ def _recommend(
 
 
 def _with_least_staleness(division: Division, rate: float, effort: Effort) -> Setup:
-    for bound in BOUNDS:
+    for bound in BOUNDS[:-1]:
         setup = replace(division.setup, limits=replace(division.setup.limits, max_staleness=bound))
-        if bound == BOUNDS[-1] or estimate(setup, division.measures, effort).trajectories_per_s >= ENOUGH * rate:
+        if estimate(setup, division.measures, effort).trajectories_per_s >= ENOUGH * rate:
             return setup
     return division.setup

@@ -50,6 +50,7 @@ class Simulation:
         self._num_events = 0
         self._step = 0
         """Of the newest announced weights."""
+        self._warm_up = self._last = 0
         self._batch = 0
         """0-based, that the learner fills or trains."""
         self._standing = self._next = 0
@@ -71,20 +72,19 @@ class Simulation:
         self._averages = {name: Average() for name in ("playing", "held", "waiting", "generating")}
         self._by_turns = not measures.turn_s.is_flat or measures.worker_s > 0
         self._statistics = Statistics()
-        self._phases = self._rng.random(setup.num_workers) * setup.heartbeat_s
+        self._phases: list[float] = (self._rng.random(setup.num_workers) * setup.heartbeat_s).tolist()
 
     def run(self, steps: int, warm_up: int) -> Outcome:
         """Simulate `steps` batches, of which the first `warm_up` are not counted."""
+        self._warm_up, self._last = warm_up, steps
         self._claim()
-        ends = self._statistics.ends
-        while len(ends) < steps:
+        while len(self._statistics.ends) < steps:
             if not self._events:
-                raise ValueError("no group can ever start: max_groups_in_flight, places and groups_per_step leave no room")
+                raise ValueError(
+                    "no group can ever start: max_groups_in_flight, places and groups_per_step leave no room"
+                )
             self._now, _, act, argument = heapq.heappop(self._events)
-            before = len(ends)
             act(argument)
-            if before < warm_up == len(ends):
-                self._forget()
         return self._outcome(steps - warm_up)
 
     def _at(self, time: float, act: Callable[[Any], None], argument: Any = None) -> None:
@@ -244,8 +244,13 @@ class Simulation:
         self._take()
 
     def _finish_step(self, _: None) -> None:
-        self._statistics.ends.append(self._now)
+        ends = self._statistics.ends
+        ends.append(self._now)
         self._wait_began = self._now
+        if len(ends) == self._warm_up:
+            self._forget()
+        if len(ends) == self._last:
+            return
         self._taken = []
         self._take()
         self._observe()

@@ -18,15 +18,21 @@ def show_plan(plan: Plan, console: Console) -> None:
     if plan.measured is not None:
         table.add_column("measured")
     observed = _observed(plan.measured) if plan.measured is not None else {}
-    for name, cells in zip(_cells(columns[0]), zip(*(_cells(each).values() for each in columns), strict=True), strict=True):
+    for name, cells in zip(
+        _cells(columns[0]), zip(*(_cells(each).values() for each in columns), strict=True), strict=True
+    ):
         row = [name, *cells]
         table.add_row(*row, *([observed.get(name, "")] if plan.measured is not None else []))
     console.print(table)
     console.print()
-    changes = Table("single change", "trajectories/s", "gain", "lag", "learner idle", box=None, pad_edge=False, header_style="bold")
+    changes = Table(
+        "single change", "trajectories/s", "gain", "lag", "learner idle", box=None, pad_edge=False, header_style="bold"
+    )
     for tried in plan.changes:
         gain = f"{tried.gain - 1:+.0%}"
-        changes.add_row(tried.text, _number(tried.trajectories_per_s), gain, f"{tried.lag:.2g}", f"{tried.learner_idle:.0%}")
+        changes.add_row(
+            tried.text, _number(tried.trajectories_per_s), gain, f"{tried.lag:.2g}", f"{tried.learner_idle:.0%}"
+        )
     console.print(changes)
     console.print()
     console.print(advice(plan.changes), soft_wrap=True)
@@ -57,10 +63,13 @@ def _cells(setting: Setting) -> Mapping[str, str]:
         "GPUs, CPUs": f"{setting.gpus}, {setting.cpus:g}",
         "trajectories/s": f"{_number(at.trajectories_per_s)} ± {_number(at.spread)}",
         "step, s": _number(at.step_s),
-        "ideal step, s": f"{_number(at.closed.ideal_step_s)}: max(train {_number(at.closed.train_s)}, places {_number(at.closed.places_step_s)})",
-        "rollouts alone, s": f"{_number(at.closed.rollout_step_s)} a batch",
-        "synchronous step, s": _number(at.closed.sync_step_s),
-        "mean lag": f"{at.lag:.2f} (groups in play and waiting / step: {at.expected_lag:.2f})",
+        "  ideal: max of the next two": _number(at.closed.ideal_step_s),
+        "  training alone": _number(at.closed.train_s),
+        "  batch x episode / places": _number(at.closed.places_step_s),
+        "  rollouts alone, in groups": _number(at.closed.rollout_step_s),
+        "  synchronous": _number(at.closed.sync_step_s),
+        "mean lag": f"{at.lag:.2f}",
+        "  by Little's law": f"{at.expected_lag:.2f}",
         "lags": lags,
         "learner idle": f"{at.learner_idle:.0%}",
         "places empty": f"{at.places_empty:.0%}",

@@ -32,7 +32,9 @@ class AssumedWorkload:
 
     def draw_group(self, rng: np.random.Generator, members: int) -> list[Episode]:
         turns = self.turns.draw_counts(rng, members)
-        return [Episode(int(count), float(self.env_s.draw(rng, int(count)).sum())) for count in turns]
+        starts = np.concatenate([[0], np.cumsum(turns)[:-1]])
+        sums = np.add.reduceat(self.env_s.draw(rng, int(turns.sum())), starts)
+        return [Episode(count, env_s) for count, env_s in zip(turns.tolist(), sums.tolist(), strict=True)]
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,14 @@ from tests.copying import replace
 from tests.services.buffer.buffer_play import limits
 
 RUN = "admission"
-SCRIPT = "\n".join((FOLDER / f"{part}.lua").read_text() for part in SHARED) + """
+SCRIPT = (
+    "\n".join((FOLDER / f"{part}.lua").read_text() for part in SHARED)
+    + """
 local limits, step = read_limits(), tonumber(ARGV[1])
 local room, limit = count_admissible(limits, step)
 return {room, limit, step and oldest_consumable(limits, step) or 0}
 """
+)
 SMALL = st.integers(0, 40)
 STALENESS = st.one_of(st.integers(0, 5).map(float), st.floats(0, 6, allow_nan=False))
 
