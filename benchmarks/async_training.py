@@ -5,7 +5,7 @@
 Invariant: a distribution's settings are measured in one call.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
@@ -78,6 +78,15 @@ class RunResult:
 
 
 @dataclass(frozen=True, slots=True)
+class PlayedSetting:
+    """Result, with what it was made from."""
+
+    result: RunResult
+    config: RunConfig
+    records: Sequence[MetricRecord]
+
+
+@dataclass(frozen=True, slots=True)
 class UnboundedRates:
     """Trajectories/s of each side alone."""
 
@@ -96,8 +105,11 @@ class AsyncBench:
         base: BenchEnvironment,
         rollouts: RolloutProcess,
         trainers: Callable[[RunConfig], Any],
+        changes: Mapping[str, Any] | None = None,
     ) -> None:
+        """changes: to top-level keys of the runs."""
         self._options = options
+        self._changes = changes or {}
         self._bench_env = base
         self._rollouts = rollouts
         self._trainers = trainers
@@ -117,6 +129,9 @@ class AsyncBench:
         return UnboundedRates(rollout, self._options.batch * (len(records) - WARM_UP_STEPS) / _busy_s(records))
 
     def setting(self, distribution: str, max_staleness: float, echo: Callable[[str], None]) -> RunResult:
+        return self.play(distribution, max_staleness, echo).result
+
+    def play(self, distribution: str, max_staleness: float, echo: Callable[[str], None]) -> PlayedSetting:
         name = f"{distribution}-{max_staleness:g}"
         config = self._config(name, distribution, max_staleness)
         label = f"{distribution}: max_staleness {max_staleness:g}"
@@ -125,7 +140,13 @@ class AsyncBench:
         )
         self._rollouts.start_run(self._bench_env.worker_settings(config))
         records = learner.run()
-        return self._summed_up(distribution, max_staleness, records, self._rollouts.stop())
+        return PlayedSetting(
+            self._summed_up(distribution, max_staleness, records, self._rollouts.stop()), config, records
+        )
+
+    @property
+    def environment(self) -> BenchEnvironment:
+        return self._bench_env
 
     def _config(self, name: str, distribution: str, max_staleness: float) -> RunConfig:
         o = self._options
@@ -138,6 +159,7 @@ class AsyncBench:
             rollout_batch_size=o.batch,
             max_steps=o.steps,
             max_staleness=max_staleness,
+            **self._changes,
         )
 
     def _learner(self, config: RunConfig, on_step: Callable[[int], None], spare_steps: float) -> BenchLearner:
@@ -190,7 +212,7 @@ def _busy_s(records: Sequence[MetricRecord]) -> float:
 
 
 def run(options: AsyncOptions) -> dict[str, Any]:
-    with console().status("starting") as status, _bench(options, status) as bench:
+    with console().status("starting") as status, open_bench(options, status) as bench:
         results = [_distribution(bench, options, name, status) for name in options.distributions]
     for result in results:
         _show(result)
@@ -198,7 +220,7 @@ def run(options: AsyncOptions) -> dict[str, Any]:
 
 
 @contextmanager
-def _bench(options: AsyncOptions, status: Status) -> Iterator[AsyncBench]:
+def open_bench(options: AsyncOptions, status: Status, changes: Mapping[str, Any] | None = None) -> Iterator[AsyncBench]:
     def echo(text: str) -> None:
         status.update(text)
 
@@ -212,10 +234,10 @@ def _bench(options: AsyncOptions, status: Status) -> Iterator[AsyncBench]:
         policy = PolicySpec(kind, delay_s=options.answer_s, config=config.actor_infer)
         with RolloutProcess(policy, model, sequence_length=config.sequence_length) as rollouts:
             if options.work == "emulated":
-                yield AsyncBench(options, base, rollouts, lambda _: TimedTrainer(options.train_s))
+                yield AsyncBench(options, base, rollouts, lambda _: TimedTrainer(options.train_s), changes)
                 return
             with real_trainers(base, config, echo) as trainers:
-                yield AsyncBench(options, base, rollouts, trainers)
+                yield AsyncBench(options, base, rollouts, trainers, changes)
 
 
 def _distribution(bench: AsyncBench, options: AsyncOptions, name: str, status: Status) -> dict[str, Any]:

@@ -49,6 +49,13 @@ class Work(StrEnum):
     emulated = "emulated"
 
 
+class PlanPart(StrEnum):
+    """Benchmark whose rows are predicted."""
+
+    training = "async"
+    redundancy = "redundancy"
+
+
 @bench_app.command("async")
 def bench_async(
     work: Annotated[Work, typer.Option(help="vLLM and DeepSpeed on the tiny policy, or times alone.")] = Work.real,
@@ -119,6 +126,36 @@ def bench_redundancy(
             rounds=1,
         )  # fmt: skip
     _run("redundancy", redundancy.run, options, json)
+
+
+@bench_app.command("plan")
+def bench_plan(
+    part: Annotated[list[PlanPart] | None, typer.Option(help="Rows of which benchmark. Default: both.")] = None,
+    distribution: Annotated[
+        list[Distribution] | None, typer.Option(help="Of the latency; may be repeated. Default: both.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=3, help="Batches of each row of async.")] = 12,
+    rounds: Annotated[int, typer.Option(min=2, help="Batches of each row of redundancy.")] = 6,
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Predict rows of `bench async` and `bench redundancy` by `offbeat plan` from one other row; measure them."""
+    from offbeat.benchmarks import plan_accuracy
+
+    options = plan_accuracy.PlanOptions()
+    options = replace(
+        options,
+        training=replace(options.training, steps=steps),
+        redundancy=replace(options.redundancy, rounds=rounds),
+    )
+    if quick:
+        options = plan_accuracy.quick()
+    options = replace(
+        options,
+        parts=tuple(member.value for member in part or PlanPart),
+        distributions=tuple(member.value for member in distribution or ()) or options.distributions,
+    )
+    _run("plan", plan_accuracy.run, options, json)
 
 
 @bench_app.command("buffer")

@@ -19,7 +19,8 @@ from offbeat.benchmarks.harness.environment import (
 )
 from offbeat.benchmarks.harness.learner import BenchLearner, TimedTrainer
 from offbeat.benchmarks.harness.result import Spread, console, show
-from offbeat.benchmarks.harness.rollout_process import PolicySpec, RolloutProcess
+from offbeat.benchmarks.harness.rollout_process import PolicySpec, RolloutProcess, Usage
+from offbeat.deploy.config.run import RunConfig
 from offbeat.services.telemetry import MetricRecord, RedisMetrics
 
 WARM_UP_BATCHES = 1
@@ -67,6 +68,13 @@ def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**row, "ratio": base.median / row["batch_s"].median} for row in rows]
 
 
+@dataclass(frozen=True, slots=True)
+class PlayedCell:
+    config: RunConfig
+    records: Sequence[MetricRecord]
+    usage: Usage
+
+
 def _setting(
     o: RedundancyOptions,
     base: BenchEnvironment,
@@ -76,6 +84,29 @@ def _setting(
     members: int,
     status: Status,
 ) -> dict[str, Any]:
+    played = play(o, base, rollouts, distribution, groups, members, status)
+    records, name = played.records, played.config.exp_name
+    return {
+        "groups": groups,
+        "members": members,
+        "batch_s": Spread.of(batch_times(records)),
+        "cancelled": _total(base, name, "cancelled") / len(records),
+        "episodes": _total(base, name, "episodes") / len(records),
+        "worker_cpu_s": played.usage.cpu_s / len(records),
+    }
+
+
+def play(
+    o: RedundancyOptions,
+    base: BenchEnvironment,
+    rollouts: RolloutProcess,
+    distribution: str,
+    groups: int,
+    members: int,
+    status: Status,
+    **changes: Any,
+) -> PlayedCell:
+    """Collect the batches of a setting. changes: to top-level keys of the run."""
     std_s = o.normal_std_s if distribution == "normal" else o.lognormal_std_s
     latency = {"distribution": distribution, "mean_s": o.mean_s, "std_s": std_s}
     name = f"bench-{distribution}-{groups}x{members}"
@@ -88,6 +119,7 @@ def _setting(
         max_steps=o.rounds + WARM_UP_BATCHES,
         # As many groups as are started beyond the batch: those that lose are too old for the next one, and dropped.
         max_staleness=groups / o.num_groups - 1,
+        **changes,
     )
     epoch = base.prepare(config, spare_steps=1.0)
 
@@ -97,18 +129,10 @@ def _setting(
     learner = BenchLearner(base, config, epoch, TimedTrainer(0.0), echo, check=rollouts.check)
     rollouts.start_run(base.worker_settings(config))
     records = learner.run()
-    usage = rollouts.stop()
-    return {
-        "groups": groups,
-        "members": members,
-        "batch_s": Spread.of(_batch_s(records)),
-        "cancelled": _total(base, name, "cancelled") / len(records),
-        "episodes": _total(base, name, "episodes") / len(records),
-        "worker_cpu_s": usage.cpu_s / len(records),
-    }
+    return PlayedCell(config, records, rollouts.stop())
 
 
-def _batch_s(records: Sequence[MetricRecord]) -> list[float]:
+def batch_times(records: Sequence[MetricRecord]) -> list[float]:
     return [record.values["time/wait_s"].value for record in records[WARM_UP_BATCHES:]]
 
 

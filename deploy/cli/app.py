@@ -26,6 +26,7 @@ from offbeat.deploy.cli.config import (
 )
 from offbeat.deploy.cli.distill import distill_app
 from offbeat.deploy.cli.env import env_app
+from offbeat.deploy.cli.plan import plan
 from offbeat.deploy.cli.play import inspect, play, rollout
 from offbeat.deploy.cli.reward import reward_app
 from offbeat.deploy.cli.runs.app import runs_app
@@ -88,6 +89,9 @@ def train(
     loaded = load(path, values)
     _try_agents(loaded, path)
     raise typer.Exit(run_train(loaded, path, values))
+
+
+app.command(rich_help_panel=TRAIN, context_settings=WITH_OVERRIDES)(plan)
 
 
 @app.command(rich_help_panel=TRAIN)

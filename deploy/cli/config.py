@@ -63,15 +63,15 @@ def _refuse_options(overrides: list[str]) -> None:
             raise typer.Exit(EXIT_CONFIG)
 
 
-def load(path: Path, overrides: list[str] | None) -> "RunConfig":
+def load(path: Path, overrides: list[str] | None, *, for_this_machine: bool = True) -> "RunConfig":
     """Load a run's configuration, or print its problems and exit."""
     from offbeat.deploy.config.errors import ConfigError
-    from offbeat.deploy.config.loader import load_run
+    from offbeat.deploy.config.loader import load_run, read_run
 
     _refuse_options(overrides or [])
 
     try:
-        return load_run(path, overrides or [])
+        return load_run(path, overrides or []) if for_this_machine else read_run(path, overrides or [])
     except ConfigError as error:
         refuse(path, error.issues)
 

@@ -50,9 +50,9 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return config
 
 
-def read_run(path: Path) -> RunConfig:
-    """Read a saved configuration, without checks of this machine. Raises `ConfigError`."""
-    return validate_tree(_compose_saved(path), source=str(path))
+def read_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a configuration, without checks of this machine. Raises `ConfigError`."""
+    return validate_tree(_compose_saved(path, overrides), source=str(path))
 
 
 def _compose_saved(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:

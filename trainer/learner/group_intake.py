@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from offbeat.services.buffer.admission import oldest_consumable
 from offbeat.services.buffer.api import LearnerBuffer
 from offbeat.services.messages.types import Group, Trajectory
 from offbeat.trainer.config.algorithm import AlgorithmConfig
@@ -183,7 +184,7 @@ class GroupIntake:
 
 
 def _is_stale(group: Group, step: int, max_staleness: float) -> bool:
-    return step - group.oldest_version >= max_staleness + 1  # a lag is a whole number of versions
+    return group.oldest_version < oldest_consumable(step, max_staleness)
 
 
 def _find_defect(group: Group, vocab_size: int, num_baselines: int) -> str:

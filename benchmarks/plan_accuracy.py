@@ -1,0 +1,189 @@
+"""`offbeat bench plan`: rows of `bench async` and `bench redundancy`, predicted from one other row and then measured.
+
+Invariant: a row is never predicted from its own measurements; policy and training are emulated.
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from rich.status import Status
+
+from offbeat.benchmarks import redundancy
+from offbeat.benchmarks.async_training import AsyncOptions, PlayedSetting, open_bench
+from offbeat.benchmarks.harness.environment import TAG, BenchEnvironment, bench_environment, slow_lake
+from offbeat.benchmarks.harness.result import console, show
+from offbeat.benchmarks.harness.rollout_process import PolicySpec, RolloutProcess
+from offbeat.benchmarks.redundancy import RedundancyOptions
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.plan.estimate import Effort, estimate
+from offbeat.deploy.plan.measurements import Measured, MetricRow, measure, read_batches
+from offbeat.deploy.plan.plan import setup_of
+from offbeat.deploy.plan.simulation import Simulation
+from offbeat.services.telemetry import MetricRecord, RedisMetrics
+
+SEEDS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    training: AsyncOptions = field(default_factory=lambda: AsyncOptions(work="emulated", steps=12))
+    redundancy: RedundancyOptions = field(
+        default_factory=lambda: RedundancyOptions(mean_s=0.2, normal_std_s=0.1, lognormal_std_s=1.0, rounds=6)
+    )
+    distributions: tuple[str, ...] = ("normal", "lognormal")
+    parts: tuple[str, ...] = ("async", "redundancy")
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Predicted and measured value of a row."""
+
+    row: str
+    quantity: str
+    predicted: float
+    measured: float
+    from_row: str
+    lags: tuple[float, ...] = ()
+    """Predicted share of trained groups by lag."""
+    measured_lags: tuple[float, ...] = ()
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def run(options: PlanOptions) -> dict[str, Any]:
+    predictions: dict[str, list[Prediction]] = {}
+    with console().status("starting") as status:
+        for distribution in options.distributions:
+            if "async" in options.parts:
+                predictions[f"async, {distribution}"] = _async(options.training, distribution, status)
+            if "redundancy" in options.parts:
+                predictions[f"redundancy, {distribution}"] = _redundancy(options.redundancy, distribution, status)
+    for title, rows in predictions.items():
+        _show(title, rows)
+    return {
+        "predictions": {
+            title: [{**asdict(row), "error": row.error} for row in rows] for title, rows in predictions.items()
+        }
+    }
+
+
+def _async(options: AsyncOptions, distribution: str, status: Status) -> list[Prediction]:
+    """Predict each bound from the synchronous row, and that from the row of the greatest bound."""
+    changes = {"zero_variance": "train", "record_batches": options.steps}
+    with open_bench(options, status, changes) as bench:
+        bounds = (0.0, *options.staleness)
+        played = {bound: bench.play(distribution, bound, status.update) for bound in bounds}
+        measured = {bound: _measured(bench.environment, played[bound]) for bound in (bounds[0], bounds[-1])}
+        return [
+            prediction
+            for bound in bounds
+            for prediction in _predict_async(played[bound], measured, bounds[0] if bound else bounds[-1])
+        ]
+
+
+def _measured(base: BenchEnvironment, played: PlayedSetting) -> Measured:
+    return _measure(base, played.config, played.records)
+
+
+def _measure(base: BenchEnvironment, config: RunConfig, records: Sequence[MetricRecord]) -> Measured:
+    batches, _ = read_batches(config.output_dir, config)
+    rollout = (record for _, record in RedisMetrics(base.redis, config.exp_name).read(count=100_000))
+    groups = [group.trajectories for batch in batches for group in batch.groups]
+    return measure([*_rows(records), *_rows(rollout)], groups, where=config.exp_name)
+
+
+def _rows(records: Iterable[MetricRecord]) -> list[MetricRow]:
+    return [
+        MetricRow(r.time, r.source, {name: part.value for name, part in r.values.items()}, r.step, r.labels)
+        for r in records
+    ]
+
+
+def _predict_async(played: PlayedSetting, measured: dict[float, Measured], origin: float) -> list[Prediction]:
+    config, result = played.config, played.result
+    expected = estimate(setup_of(config), measured[origin].measures, Effort(config.max_steps - 1, 1, SEEDS))
+    batches, _ = read_batches(config.output_dir, config)
+    lags = Counter(batch.step - group.oldest_version for batch in batches[1:] for group in batch.groups)
+    most = max([*lags, *expected.lags], default=0)
+    name, source = f"max_staleness {result.max_staleness:g}", f"max_staleness {origin:g}"
+    predicted_lags = tuple(expected.lags.get(lag, 0.0) for lag in range(most + 1))
+    measured_lags = tuple(lags[lag] / max(lags.total(), 1) for lag in range(most + 1))
+    rate = Prediction(
+        name,
+        "trajectories/s",
+        expected.trajectories_per_s,
+        result.trajectories_per_s,
+        source,
+        predicted_lags,
+        measured_lags,
+    )
+    return [rate]
+
+
+def _redundancy(options: RedundancyOptions, distribution: str, status: Status) -> list[Prediction]:
+    """Predict each setting from the one without redundancy."""
+    cells = ((options.num_groups, options.group_size), *options.over)
+    with bench_environment() as base:
+        first = base.run_config("bench-first", custom_envs={TAG: slow_lake({})})
+        base.prepare(first)
+        policy = PolicySpec("engine", delay_s=options.answer_s)
+        changes = {"zero_variance": "train", "record_batches": options.rounds + 1}
+        with RolloutProcess(policy, first.output_dir / "policy", sequence_length=first.sequence_length) as rollouts:
+            played = [
+                redundancy.play(options, base, rollouts, distribution, *cell, status, **changes) for cell in cells
+            ]
+        source = _measure(base, played[0].config, played[0].records)
+        return [
+            _predict_batch(cell, each.config, source, statistics.fmean(redundancy.batch_times(each.records)), cells[0])
+            for cell, each in zip(cells[1:], played[1:], strict=True)
+        ]
+
+
+def _predict_batch(
+    cell: tuple[int, int], config: RunConfig, source: Measured, measured_s: float, origin: tuple[int, int]
+) -> Prediction:
+    setup = setup_of(config)
+    steps = config.max_steps - 1
+    waits = [s for seed in range(SEEDS) for s in Simulation(setup, source.measures, seed).run(steps + 1, 1).waits_s]
+    return Prediction(_name(cell), "s a batch", statistics.fmean(waits), measured_s, _name(origin))
+
+
+def _name(cell: tuple[int, int]) -> str:
+    return f"{cell[0]} x {cell[1]}"
+
+
+def _show(title: str, rows: Sequence[Prediction]) -> None:
+    def shares(values: tuple[float, ...]) -> str:
+        return " ".join(f"{value:.2f}" for value in values)
+
+    columns = ("row", "predicted from", "quantity", "predicted", "measured", "error", "lags 0, 1, ...", "measured lags")
+    cells = [
+        (
+            r.row,
+            r.from_row,
+            r.quantity,
+            r.predicted,
+            r.measured,
+            f"{r.error:+.1%}",
+            shares(r.lags),
+            shares(r.measured_lags),
+        )
+        for r in rows
+    ]
+    show(title, columns, cells)
+
+
+def quick() -> PlanOptions:
+    training = AsyncOptions(
+        work="emulated", distributions=("lognormal",), mean_s=0.01, std_s=0.02, staleness=(1.0,),
+        steps=4, batch=16, env_groups=4, train_s=0.05, answer_s=0.002,
+    )  # fmt: skip
+    collecting = RedundancyOptions(
+        mean_s=0.01, lognormal_std_s=0.05, num_groups=4, group_size=2, over=((5, 3),), rounds=2
+    )
+    return replace(PlanOptions(), training=training, redundancy=collecting, distributions=("lognormal",))

@@ -1,0 +1,1 @@
+"""Simulation of a run before it is paid for (`offbeat plan`)."""

@@ -1,0 +1,64 @@
+"""Single changes of a setting, each of which a plan tries."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from offbeat.deploy.plan.outcome import Setup
+from offbeat.deploy.plan.workload import Measures
+
+MORE = 1.5
+"""Factor of groups in play."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    text: str
+    """`KEY=VALUE ...`, or what else would have to be so."""
+    setup: Setup
+    measures: Measures
+    is_setting: bool = True
+    """False: no key of the configuration."""
+
+
+def single_changes(setup: Setup, measures: Measures, per_worker: int) -> Iterator[Change]:
+    """per_worker: places of a worker."""
+    limits = setup.limits
+    members = limits.group_size + limits.redundancy
+    staleness = limits.max_staleness + 1 if limits.max_staleness >= 1 else float(int(limits.max_staleness) + 1)
+    yield _of(setup, measures, f"max_staleness={staleness:g}", max_staleness=staleness)
+    groups = max(round(limits.max_groups_in_flight * MORE), limits.max_groups_in_flight + 1)
+    yield with_groups(setup, measures, groups, per_worker)
+    if setup.places < limits.max_groups_in_flight * members:
+        places = limits.max_groups_in_flight * members
+        workers = -(-places // per_worker)
+        more = replace(setup, places=workers * per_worker, num_workers=workers)
+        yield Change(f"rollout.num_workers={workers}", more, measures)
+    if setup.order == "admission":
+        yield Change("buffer.order=completion", replace(setup, order="completion"), measures)
+    if limits.stale_policy == "drop":
+        yield _of(setup, measures, "buffer.stale_policy=train", stale_policy="train")
+    redundancy = limits.redundancy + 1
+    text = f"train_env_manager.group_size_redundancy={redundancy}"
+    yield _of(setup, measures, text, redundancy=redundancy)
+    if not measures.turn_s.is_flat:
+        number = setup.num_replicas + 1
+        yield Change(f"actor_infer.num_replicas={number}", replace(setup, num_replicas=number), measures)
+    faster = replace(
+        measures, train_fixed_s=measures.train_fixed_s / 2, train_per_token_s=measures.train_per_token_s / 2
+    )
+    yield Change("training in half the time", setup, faster, is_setting=False)
+
+
+def with_groups(setup: Setup, measures: Measures, groups: int, per_worker: int) -> Change:
+    """Return a change of groups in flight, with the workers that their places take."""
+    limits = replace(setup.limits, max_groups_in_flight=groups)
+    text = f"train_env_manager.num_env_groups={groups}"
+    workers = max(-(-groups * (limits.group_size + limits.redundancy) // per_worker), setup.num_workers)
+    if workers > setup.num_workers:
+        text += f" rollout.num_workers={workers}"
+    changed = replace(setup, limits=limits, num_workers=workers, places=workers * per_worker)
+    return Change(text, changed, measures)
+
+
+def _of(setup: Setup, measures: Measures, text: str, **limits: object) -> Change:
+    return Change(text, replace(setup, limits=replace(setup.limits, **limits)), measures)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,100 @@
+"""Formulas next to the simulation: what a step costs at best, and how far groups lag."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from offbeat.deploy.plan.outcome import Outcome, Setup
+from offbeat.deploy.plan.workload import Episode, Measures
+
+NUM_DRAWN = 600
+"""Groups drawn for a mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedForms:
+    """Times in seconds."""
+
+    episode_s: float
+    """Mean of one that waits for nothing but its turns, at the concurrency of full places."""
+    group_s: float
+    """Mean of a group's slowest needed member."""
+    train_s: float
+    places_step_s: float
+    """batch x mean episode / places."""
+    groups_step_s: float
+    """groups per step x mean group / groups in flight: places of a group's early members stay empty."""
+    engine_step_s: float
+    """Turns of a batch / turns per second of the engines."""
+    sync_step_s: float
+    """Slowest group of a batch, then training (`max_staleness: 0`)."""
+
+    @property
+    def ideal_step_s(self) -> float:
+        """max(train, batch x mean episode / places), which neither groups nor the bound are in the way of."""
+        return max(self.train_s, self.places_step_s)
+
+    @property
+    def rollout_step_s(self) -> float:
+        """Rollouts alone, with groups."""
+        return max(self.places_step_s, self.groups_step_s, self.engine_step_s)
+
+
+def closed_forms(setup: Setup, measures: Measures, seed: int = 0) -> ClosedForms:
+    limits, rng = setup.limits, np.random.default_rng(seed)
+    members = limits.group_size + limits.redundancy
+    count = float(min(setup.places, limits.max_groups_in_flight * members))
+    drawn = [measures.workload.draw_group(rng, members) for _ in range(NUM_DRAWN)]
+    times = _times(count, measures, drawn, setup)
+    for _ in range(8):  # members that have ended leave the engines to the others of their group
+        slowest = np.sort(times, axis=1)[:, limits.group_size - 1].mean()
+        busy = limits.max_groups_in_flight * members * times.mean() / slowest if slowest else count
+        times = _times(min(count, busy), measures, drawn, setup)
+    turns = float(np.mean([e.turns for group in drawn for e in group]))
+    slowest = np.sort(times, axis=1)[:, limits.group_size - 1]
+    episode_s, group_s = float(times.mean()), float(slowest.mean())
+    batches = slowest[: len(slowest) // limits.groups_per_step * limits.groups_per_step]
+    sync_s = batches.reshape(-1, limits.groups_per_step).max(axis=1).mean() if len(batches) else slowest.max()
+    played = limits.groups_per_step * members / max(1 - measures.refilled, 1e-9)
+    train_s = measures.train_s(setup.batch) + measures.publish_s + measures.other_s
+    engine_s = played * turns / (setup.num_replicas * measures.turn_s.max_rate)
+    return ClosedForms(
+        episode_s=episode_s,
+        group_s=group_s,
+        train_s=train_s,
+        places_step_s=played * episode_s / setup.places,
+        groups_step_s=played / members * group_s / limits.max_groups_in_flight,
+        engine_step_s=engine_s,
+        sync_step_s=float(sync_s) + train_s + measures.announce_s + measures.serve_s,
+    )
+
+
+def expected_lag(outcome: Outcome, setup: Setup) -> float:
+    """Return groups in play and waiting / groups per step, less half a step, plus the learner's busy share.
+
+    Little's law for groups that start at any time: such a group meets half a step on average, and while the learner trains,
+    the version of the batch in training is still to come. Under a tight bound groups start right after a version, and lag
+    less.
+    """
+    in_system = (outcome.playing_groups + outcome.waiting_groups) / setup.limits.groups_per_step
+    return max(in_system - 0.5 + 1 - outcome.learner_idle, 0.0)
+
+
+def _times(playing: float, measures: Measures, drawn: list[list[Episode]], setup: Setup) -> npt.NDArray[np.float64]:
+    """Return seconds by group and member."""
+    turn_s = _turn_s(playing, measures, drawn, setup)
+    return np.array([[turns * turn_s + env_s for turns, env_s in group] for group in drawn])
+
+
+def _turn_s(playing: float, measures: Measures, drawn: list[list[Episode]], setup: Setup) -> float:
+    """Return a turn's time at the concurrency to which it leads: the share of an episode that is spent in engines."""
+    turns = sum(turns for group in drawn for turns, _ in group)
+    env_s = sum(env_s for group in drawn for _, env_s in group) / turns
+    low, high = 0.0, playing
+    for _ in range(60):  # the curve rises, so the share of turns in generation has one fixed point
+        generating = (low + high) / 2
+        seconds = measures.turn_s.seconds(generating / setup.num_replicas)
+        implied = playing * seconds / (seconds + env_s) if seconds + env_s else 0.0
+        low, high = (generating, high) if implied > generating else (low, generating)
+    return measures.turn_s.seconds(low / setup.num_replicas)

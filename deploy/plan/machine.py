@@ -1,0 +1,100 @@
+"""What a plan may use: GPUs and CPUs, and how engines, workers and learner share them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.plan.outcome import Setup
+from offbeat.deploy.plan.workload import Measures
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """`gpus` and `cpus` of None are unlimited, and then engines and learner stay as they are configured."""
+
+    gpus: int | None = None
+    cpus: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Devices that the parts of a run take."""
+
+    on_gpus: bool
+    per_engine: int
+    """GPUs."""
+    cpus_per_engine: float
+    cpus_per_worker: float
+    learner_processes: int
+    cpus_per_process: float
+
+    @classmethod
+    def of(cls, config: RunConfig, machine: Machine) -> "Sizes":
+        infer, train = config.actor_infer, config.actor_train
+        chooses = machine.gpus is not None and "device" not in infer.model_fields_set
+        return cls(
+            chooses or infer.device == "cuda",
+            infer.engine.world_size,
+            infer.cpus_per_replica,
+            config.rollout.cpus_per_worker,
+            train.num_processes,
+            train.num_threads if train.device == "cpu" else 1.0,
+        )
+
+    def cpus(self, setup: Setup, learner_processes: int) -> float:
+        return (
+            setup.num_replicas * self.cpus_per_engine
+            + setup.num_workers * self.cpus_per_worker
+            + learner_processes * self.cpus_per_process
+        )
+
+    def gpus(self, setup: Setup, learner_processes: int) -> int:
+        return setup.num_replicas * self.per_engine + learner_processes if self.on_gpus else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Engines and learner of a machine. Training is taken to scale with the learner's processes."""
+
+    setup: Setup
+    measures: Measures
+    learner_processes: int
+
+
+def divisions(machine: Machine, sizes: Sizes, setup: Setup, measures: Measures) -> Iterator[Division]:
+    """Yield ways to divide a machine; without limits, the configured one alone."""
+    if machine.gpus is None and machine.cpus is None:
+        yield Division(setup, measures, sizes.learner_processes)
+        return
+    for replicas in _counts(machine, sizes):
+        changed = replace(setup, num_replicas=replicas)
+        processes = _learner_processes(machine, sizes, changed)
+        if processes >= 1:
+            factor = sizes.learner_processes / processes
+            scaled = replace(
+                measures,
+                train_fixed_s=measures.train_fixed_s * factor,
+                train_per_token_s=measures.train_per_token_s * factor,
+            )
+            yield Division(changed, scaled, processes)
+
+
+def _counts(machine: Machine, sizes: Sizes) -> list[int]:
+    """Return numbers of engines to try: up to 8 evenly spaced ones."""
+    rooms: list[int] = []
+    if machine.gpus is not None and sizes.on_gpus:
+        rooms.append((machine.gpus - 1) // sizes.per_engine)
+    if machine.cpus is not None:
+        rooms.append(int((machine.cpus - sizes.cpus_per_process) / sizes.cpus_per_engine))
+    most = min(rooms, default=1)
+    return sorted({max(round(most * part / 8), 1) for part in range(1, 9)}) if most >= 1 else []
+
+
+def _learner_processes(machine: Machine, sizes: Sizes, setup: Setup) -> int:
+    rooms: list[int] = []
+    if machine.gpus is not None and sizes.on_gpus:
+        rooms.append(machine.gpus - sizes.gpus(setup, 0))
+    if machine.cpus is not None:
+        rooms.append(int((machine.cpus - sizes.cpus(setup, 0)) / sizes.cpus_per_process))
+    most = min(rooms, default=sizes.learner_processes)
+    return most if sizes.on_gpus else min(most, sizes.learner_processes)

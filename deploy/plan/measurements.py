@@ -1,0 +1,233 @@
+"""Measures of a run that was made: its metrics and its recorded batches.
+
+A turn's time is fitted over the concurrency that the run had, and extrapolates beyond it; training's time is fitted over
+tokens.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.plan.workload import Episode, MeasuredWorkload, Measures, TurnTimes
+from offbeat.services.errors import CodecError
+from offbeat.services.messages.types import Trajectory
+from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.data.step_batch import StepBatch
+from offbeat.trainer.training.batch_log import BatchLog
+
+Floats = npt.NDArray[np.float64]
+METRICS = "metrics.jsonl"
+ANNOUNCE_S = 0.01
+"""Assumed time from a publish's return to its announcement, which no metric holds."""
+WARM_UP_STEPS = 1
+FITTED_TO = 4.0
+"""Factor beyond the highest concurrency seen up to which the fitted line is given."""
+
+
+class PlanError(Exception):
+    """Plan that can't be made."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricRow:
+    """Line of `metrics.jsonl`."""
+
+    time: float
+    source: str
+    values: Mapping[str, float]
+    step: int | None = None
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Measures, and what the run itself achieved with them."""
+
+    measures: Measures
+    trajectories_per_s: float
+    step_s: float
+    lag: float
+    learner_idle: float
+    dropped: int
+    num_steps: int
+    num_episodes: int
+    """Recorded."""
+    notes: tuple[str, ...] = ()
+
+
+def read_measures(folder: Path, config: RunConfig) -> Measured:
+    """Read a run's folder. Raises `PlanError` without steps."""
+    try:
+        rows = list(read_rows(folder / METRICS))
+    except OSError as error:
+        raise PlanError(f"{folder / METRICS} can't be read: {error.strerror}") from error
+    batches, notes = read_batches(folder, config)
+    groups = [group.trajectories for batch in batches for group in batch.groups]
+    measured = measure(rows, groups, num_replicas=config.actor_infer.num_replicas, where=str(folder))
+    return replace(measured, notes=(*notes, *measured.notes))
+
+
+def read_rows(path: Path) -> Iterator[MetricRow]:
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+                yield MetricRow(float(row["time"]), row["source"], row["values"], row["step"], row["labels"])
+            except (ValueError, KeyError, TypeError):  # the last line of a run that was killed
+                continue
+
+
+def measure(
+    rows: Sequence[MetricRow], groups: Sequence[Sequence[Trajectory]], *, num_replicas: int = 1, where: str = "the run"
+) -> Measured:
+    """Raises `PlanError` without steps or episodes."""
+    steps = sorted((row for row in rows if row.source == "learner" and "time/step_s" in row.values), key=_by_time)
+    played = [row for row in rows if row.source == "rollout" and row.labels.get("kind", "train") == "train"]
+    if len(steps) < WARM_UP_STEPS + 2:
+        raise PlanError(f"{where} has {len(steps)} steps in its metrics: a plan needs {WARM_UP_STEPS + 2} at least")
+    if not any(row.values.get("episodes") for row in played):
+        raise PlanError(f"{where} has no finished episode in its metrics: does its pipeline play envs?")
+    turn_s, mean_turn_s = _fit_turns(played, rows, num_replicas)
+    workload, notes = _workload(groups, played, mean_turn_s)
+    counted, before = steps[WARM_UP_STEPS:], steps[WARM_UP_STEPS - 1]
+    span_s = counted[-1].time - before.time
+    trajectories = _total(counted, "trajectories")
+    fixed_s, per_token_s = _fit_training(counted)
+    busy = {name: _total(counted, f"time/{name}_s") / len(counted) for name in ("wait", "train", "publish")}
+    refilled = _total(counted, "groups_dropped/no_signal")
+    measures = Measures(
+        workload=workload,
+        turn_s=turn_s,
+        train_fixed_s=fixed_s,
+        train_per_token_s=per_token_s,
+        tokens=_total(counted, "tokens/computed") / max(trajectories, 1.0),
+        publish_s=busy["publish"],
+        announce_s=ANNOUNCE_S,
+        serve_s=_mean(rows, "generation", "load_s") + _mean(rows, "generation", "pause_s"),
+        other_s=max(span_s / len(counted) - sum(busy.values()), 0.0),
+        refilled=refilled / max(refilled + _total(counted, "groups"), 1.0),
+    )
+    return Measured(
+        measures=measures,
+        trajectories_per_s=trajectories / span_s,
+        step_s=span_s / len(counted),
+        lag=_total(counted, "staleness") / len(counted),
+        learner_idle=busy["wait"] * len(counted) / span_s,
+        dropped=round(sum(value for row in steps for name, value in row.values.items() if _is_drop(name))),
+        num_steps=len(counted),
+        num_episodes=sum(map(len, groups)),
+        notes=notes,
+    )
+
+
+def read_batches(folder: Path, config: AlgorithmConfig) -> tuple[list[StepBatch], tuple[str, ...]]:
+    """Read the recorded batches of a run, and say what is left out."""
+    log, batches = BatchLog(folder), list[StepBatch]()
+    versions = log.steps()
+    for version in versions:
+        with suppress(CodecError):
+            batches.append(log.read(version, config).batch)
+    unread = len(versions) - len(batches)
+    return batches, (f"{unread} recorded batches can't be read, and are left out",) if unread else ()
+
+
+def _workload(
+    groups: Sequence[Sequence[Trajectory]], played: Sequence[MetricRow], turn_s: float
+) -> tuple[MeasuredWorkload, tuple[str, ...]]:
+    """Recorded groups, weighted so that their mean time is that of all episodes: groups without signal are not recorded."""
+    finished = [row for row in played if row.values.get("episodes") and "episode_s" in row.values]
+    num = sum(row.values["episodes"] for row in finished)
+    mean_s = sum(row.values["episodes"] * row.values["episode_s"] for row in finished) / max(num, 1.0)
+    if not groups:
+        turns = max(round(_total(played, "turns") / num), 1)
+        note = "no batches are recorded (console.keep_steps, record_batches): all episodes are taken to be alike"
+        return MeasuredWorkload([[Episode(turns, max(mean_s - turns * turn_s, 0.0))]]), (note,)
+    episodes = [[_episode(trajectory, turn_s) for trajectory in group] for group in groups]
+    times = np.array([np.mean([trajectory.duration_s for trajectory in group]) for group in groups])
+    return MeasuredWorkload(episodes, tuple(_tilt(times, mean_s))), ()
+
+
+def _episode(trajectory: Trajectory, turn_s: float) -> Episode:
+    turns = max(len(trajectory.turns), 1)
+    return Episode(turns, max(trajectory.duration_s - turns * turn_s, 0.0))
+
+
+def _tilt(times: Floats, mean: float) -> list[float]:
+    """Return weights (1 in all) of least relative entropy to equal ones under which `times` have a mean, or come closest."""
+    scale = float(times.std()) or 1.0
+    low, high = -20.0 / scale, 20.0 / scale
+    weights = np.full(len(times), 1 / len(times))
+    for _ in range(60):
+        theta = (low + high) / 2
+        weights = np.exp(theta * (times - times.mean()) - np.max(theta * (times - times.mean())))
+        weights /= weights.sum()
+        low, high = (theta, high) if float(weights @ times) < mean else (low, theta)
+    return weights.tolist()
+
+
+def _fit_turns(played: Sequence[MetricRow], rows: Sequence[MetricRow], num_replicas: int) -> tuple[TurnTimes, float]:
+    """Fit a turn's time over concurrency; return it with its mean.
+
+    Concurrency is the number of episodes in play times the share of their time that is generation.
+    """
+    playing: dict[int, float] = defaultdict(float)
+    for row in rows:
+        if row.source == "rollout" and "playing" in row.values:
+            playing[int(row.time)] += row.values["playing"]
+    kept = [row for row in played if row.values.get("turns") and "generation_s" in row.values]
+    turns = np.array([row.values["turns"] for row in kept])
+    times = np.array([row.values["generation_s"] for row in kept])
+    if not len(kept):
+        return TurnTimes(((1.0, 0.0),)), 0.0
+    mean_s = float(np.average(times, weights=turns))
+    env_s = float(np.average([row.values.get("env_s", 0.0) for row in kept], weights=turns))
+    share = mean_s / max(mean_s + env_s, 1e-9)
+    counts = np.array([playing.get(int(row.time), 0.0) * share / num_replicas for row in kept])
+    fixed_s, slope_s = _fit_line(counts, times, turns)
+    highest = max(float(counts.max()), 1.0) * FITTED_TO
+    if slope_s * highest < 0.01 * mean_s:
+        return TurnTimes(((1.0, mean_s),)), mean_s
+    return TurnTimes(((1.0, fixed_s + slope_s), (highest, fixed_s + slope_s * highest))), mean_s
+
+
+def _fit_training(steps: Sequence[MetricRow]) -> tuple[float, float]:
+    times = np.array([row.values.get("time/train_s", 0.0) for row in steps])
+    tokens = np.array([row.values.get("tokens/computed", 0.0) for row in steps])
+    return _fit_line(tokens, times, np.ones(len(steps)))
+
+
+def _fit_line(
+    x: Floats,
+    y: Floats,
+    weights: Floats,
+) -> tuple[float, float]:
+    """Return intercept and slope, neither negative, by weighted least squares."""
+    mean_x, mean_y = float(np.average(x, weights=weights)), float(np.average(y, weights=weights))
+    variance = float(np.average((x - mean_x) ** 2, weights=weights))
+    slope = float(np.average((x - mean_x) * (y - mean_y), weights=weights)) / variance if variance > 0 else 0.0
+    slope = min(max(slope, 0.0), mean_y / mean_x if mean_x > 0 else 0.0)
+    return mean_y - slope * mean_x, slope
+
+
+def _by_time(row: MetricRow) -> float:
+    return row.time
+
+
+def _is_drop(name: str) -> bool:
+    return name.startswith("groups_dropped/")
+
+
+def _total(rows: Iterable[MetricRow], name: str) -> float:
+    return sum(row.values.get(name, 0.0) for row in rows)
+
+
+def _mean(rows: Iterable[MetricRow], source: str, name: str) -> float:
+    values = [row.values[name] for row in rows if row.source == source and name in row.values]
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,46 @@
+"""Memory that a setting takes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from offbeat.deploy.plan.estimate import Estimate
+from offbeat.deploy.plan.outcome import Setup
+
+BYTES_PER_TOKEN = 8.2
+"""Of a stored trajectory: id and logprob, 4 bytes each, and a bit of mask."""
+BYTES_PER_TRAJECTORY = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    redis_mib: float
+    """Trajectories in the buffer: in play and waiting, and trained ones until the next checkpoint."""
+    kv_tokens: float
+    """Tokens of the sequences in one engine at a time; every episode in play keeps its prefix warm."""
+    kv_gib: float | None
+    """Of one engine; None for an unknown model."""
+
+
+def memory_of(
+    estimate: Estimate, setup: Setup, tokens: float, save_steps: int, architecture: Mapping[str, Any] | None
+) -> Memory:
+    groups = estimate.playing_groups + estimate.waiting_groups + save_steps * setup.limits.groups_per_step
+    stored = groups * setup.limits.group_size * (BYTES_PER_TOKEN * tokens + BYTES_PER_TRAJECTORY)
+    kv_tokens = (1 - estimate.places_empty) * setup.places / setup.num_replicas * tokens
+    per_token = kv_bytes_per_token(architecture) if architecture else None
+    kv_gib = None if per_token is None else kv_tokens * per_token / 2**30
+    return Memory(stored / 2**20, kv_tokens, kv_gib)
+
+
+def kv_bytes_per_token(architecture: Mapping[str, Any]) -> float | None:
+    """Return the bytes of a token's keys and values, by a Hugging Face configuration; None if it is of another form."""
+    text = architecture.get("text_config", architecture)
+    try:
+        heads = text.get("num_key_value_heads") or text["num_attention_heads"]
+        head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+        layers = text["num_hidden_layers"]
+    except (KeyError, TypeError):
+        return None
+    size = 4 if "32" in str(text.get("dtype") or text.get("torch_dtype") or "") else 2
+    return 2.0 * layers * heads * head_dim * size

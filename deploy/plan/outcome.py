@@ -1,0 +1,93 @@
+"""Setting and result of a simulated run."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from offbeat.services.buffer.api import BufferLimits
+from offbeat.services.buffer.config import Order
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a run's configuration decides."""
+
+    limits: BufferLimits
+    order: Order
+    places: int
+    """Concurrent episodes of all workers."""
+    num_workers: int = 1
+    num_replicas: int = 1
+    heartbeat_s: float = 0.5
+    """Interval at which a worker learns of cancelled episodes."""
+
+    @property
+    def batch(self) -> int:
+        """Trajectories of a step."""
+        return self.limits.groups_per_step * self.limits.group_size
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Steady state of a simulated run, without its first steps."""
+
+    steps: int
+    span_s: float
+    trajectories: float
+    lags: Counter[int]
+    """Trained groups by lag."""
+    learner_idle: float
+    places_empty: float
+    dropped: Counter[str]
+    """Groups of the whole run by reason."""
+    cancelled: int
+    playing_groups: float
+    waiting_groups: float
+    """Complete, not yet in a batch."""
+    group_s: float
+    """Mean time from a group's first claim to its completion."""
+    episode_s: float
+    generating: float
+    """Mean turns in generation."""
+    worker_busy: float
+    buffer_busy: float
+    waits_s: tuple[float, ...]
+    """Time that the learner waited for each batch."""
+
+    @property
+    def trajectories_per_s(self) -> float:
+        return self.trajectories / self.span_s
+
+    @property
+    def step_s(self) -> float:
+        return self.span_s / self.steps
+
+    @property
+    def lag(self) -> float:
+        return sum(lag * count for lag, count in self.lags.items()) / max(self.lags.total(), 1)
+
+
+@dataclass
+class Statistics:
+    ends: list[float] = field(default_factory=list[float])
+    waits_s: list[float] = field(default_factory=list[float])
+    lags: Counter[int] = field(default_factory=Counter[int])
+    dropped: Counter[str] = field(default_factory=Counter[str])
+    cancelled: int = 0
+    group_s: list[float] = field(default_factory=list[float])
+    episode_s: list[float] = field(default_factory=list[float])
+    began: float = 0.0
+
+    def outcome(self, steps: int, span_s: float, **means: float) -> Outcome:
+        return Outcome(
+            steps=steps,
+            span_s=span_s,
+            lags=self.lags,
+            learner_idle=sum(self.waits_s) / span_s,
+            dropped=self.dropped,
+            cancelled=self.cancelled,
+            group_s=fmean(self.group_s) if self.group_s else 0.0,
+            episode_s=fmean(self.episode_s) if self.episode_s else 0.0,
+            waits_s=tuple(self.waits_s),
+            **means,
+        )

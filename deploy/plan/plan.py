@@ -1,0 +1,197 @@
+"""Plan of a run: what its configuration leads to, what each single change would, and what to set on a given machine."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.plan.changes import Change, single_changes, with_groups
+from offbeat.deploy.plan.estimate import Effort, Estimate, estimate
+from offbeat.deploy.plan.machine import Division, Machine, Sizes, divisions
+from offbeat.deploy.plan.measurements import Measured, PlanError
+from offbeat.deploy.plan.memory import Memory, memory_of
+from offbeat.deploy.plan.outcome import Setup
+from offbeat.deploy.plan.workload import Measures
+from offbeat.trainer.run import buffer_limits
+
+GROUP_FACTORS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Groups in flight that are tried, in batches."""
+BOUNDS = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0)
+ENOUGH = 0.95
+"""Share of the best rate at which less staleness and fewer groups are preferred."""
+MAX_GROUPS = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A change, and the rate to which it leads."""
+
+    text: str
+    trajectories_per_s: float
+    gain: float
+    """Rate relative to the setting as configured."""
+    lag: float
+    learner_idle: float
+    is_setting: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A setting with its estimate."""
+
+    num_workers: int
+    places: int
+    num_env_groups: int
+    num_replicas: int
+    learner_processes: int
+    max_staleness: float
+    gpus: int
+    cpus: float
+    estimate: Estimate
+    memory: Memory
+    cost_per_1000: float | None
+    """Of 1,000 trained trajectories, in the currency of `price_per_hour`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    configured: Setting
+    recommended: Setting
+    changes: tuple[Tried, ...]
+    """Single ones, the greatest gain first."""
+    by_staleness: tuple[Tried, ...]
+    """The configured setting under other bounds."""
+    measured: Measured | None
+    notes: tuple[str, ...]
+
+    def as_tree(self) -> dict[str, Any]:
+        tree = asdict(self)
+        if tree["measured"] is not None:  # its episodes are the run's own data
+            del tree["measured"]["measures"]["workload"]
+        return tree
+
+
+def setup_of(config: RunConfig) -> Setup:
+    """Raises `PlanError` for a pipeline that plays nothing."""
+    if config.reads_data:
+        raise PlanError(f"pipeline {config.pipeline!r} reads rows; a plan is of episodes (agentic, online_dpo)")
+    rollout = config.rollout
+    limits = replace(buffer_limits(config), total_groups=MAX_GROUPS)
+    return Setup(
+        limits=replace(limits, group_size=limits.group_size + limits.baselines, baselines=0),
+        order=config.buffer.order,
+        places=rollout.num_workers * _per_worker(config),
+        num_workers=rollout.num_workers,
+        num_replicas=config.actor_infer.num_replicas,
+        heartbeat_s=min(0.5, config.buffer.worker_timeout_s / 5),
+    )
+
+
+def _per_worker(config: RunConfig) -> int:
+    own = config.train_env_manager.max_env_num_per_worker
+    return min(config.rollout.max_env_num_per_worker, own or config.rollout.max_env_num_per_worker)
+
+
+def make_plan(
+    config: RunConfig,
+    measures: Measures,
+    *,
+    machine: Machine | None = None,
+    measured: Measured | None = None,
+    architecture: Mapping[str, Any] | None = None,
+    price_per_hour: float | None = None,
+    episodes: int = 6_000,
+    echo: Callable[[str], None] = lambda _: None,
+) -> Plan:
+    """Simulate. price_per_hour: of the whole machine. episodes: of each setting and seed. Raises `PlanError`."""
+    machine = machine or Machine()
+    setup, sizes = setup_of(config), Sizes.of(config, machine)
+    effort = Effort.for_batch(setup.batch, episodes)
+    ways = list(divisions(machine, sizes, setup, measures))
+    if not ways:
+        raise PlanError("this machine has no room for an engine, a worker and a learner: see --gpus and --cpus")
+
+    def setting(division: Division) -> Setting:
+        at = estimate(division.setup, division.measures, effort)
+        used = division.setup
+        cost = price_per_hour / 3.6 / at.trajectories_per_s if price_per_hour is not None else None
+        return Setting(
+            num_workers=used.num_workers,
+            places=used.places,
+            num_env_groups=used.limits.max_groups_in_flight,
+            num_replicas=used.num_replicas,
+            learner_processes=division.learner_processes,
+            max_staleness=used.limits.max_staleness,
+            gpus=sizes.gpus(used, division.learner_processes),
+            cpus=sizes.cpus(used, division.learner_processes),
+            estimate=at,
+            memory=memory_of(at, used, measures.tokens, config.save_steps, architecture),
+            cost_per_1000=cost,
+        )
+
+    echo("as configured")
+    configured = setting(Division(setup, measures, sizes.learner_processes))
+    changes = [
+        _try(change, configured, effort, echo) for change in single_changes(setup, measures, _per_worker(config))
+    ]
+    by_staleness = [_try(change, configured, effort, echo) for change in _bounds(setup, measures)]
+    changes.sort(key=lambda tried: -tried.trajectories_per_s)
+    quick = replace(Effort.for_batch(setup.batch, episodes // 3), seeds=1)
+
+    def fits(way: Division) -> bool:
+        return machine.cpus is None or sizes.cpus(way.setup, way.learner_processes) <= machine.cpus
+
+    division = _recommend(ways, quick, _per_worker(config), fits, echo)
+    return Plan(
+        configured=configured,
+        recommended=setting(division),
+        changes=tuple(changes),
+        by_staleness=tuple(by_staleness),
+        measured=measured,
+        notes=measured.notes if measured else (),
+    )
+
+
+def _bounds(setup: Setup, measures: Measures) -> Iterator[Change]:
+    for bound in BOUNDS:
+        limits = replace(setup.limits, max_staleness=bound)
+        yield Change(f"{bound:g}", replace(setup, limits=limits), measures)
+
+
+def _try(change: Change, configured: Setting, effort: Effort, echo: Callable[[str], None]) -> Tried:
+    echo(change.text)
+    at = estimate(change.setup, change.measures, effort)
+    gain = at.trajectories_per_s / configured.estimate.trajectories_per_s
+    return Tried(change.text, at.trajectories_per_s, gain, at.lag, at.learner_idle, change.is_setting)
+
+
+def _recommend(
+    ways: Sequence[Division],
+    effort: Effort,
+    per_worker: int,
+    fits: Callable[[Division], bool],
+    echo: Callable[[str], None],
+) -> Division:
+    """Return the fewest engines and groups in play, then the least staleness, that lead to nearly the best rate."""
+    choices: list[tuple[float, Division]] = []
+    for division in ways:
+        for factor in GROUP_FACTORS:
+            groups = max(round(division.setup.limits.groups_per_step * factor), 1)
+            echo(f"{division.setup.num_replicas} engines, {groups} groups in play")
+            wide = with_groups(division.setup, division.measures, groups, per_worker).setup
+            wide = replace(wide, limits=replace(wide.limits, max_staleness=BOUNDS[-1]))
+            changed = replace(division, setup=wide)
+            if factor == GROUP_FACTORS[0] or fits(changed):
+                choices.append((estimate(wide, division.measures, effort).trajectories_per_s, changed))
+    best = max(rate for rate, _ in choices)
+    enough = [division for rate, division in choices if rate >= ENOUGH * best]
+    chosen = min(enough, key=lambda each: (each.setup.num_replicas, each.setup.limits.max_groups_in_flight))
+    return replace(chosen, setup=_with_least_staleness(chosen, ENOUGH * best, effort))
+
+
+def _with_least_staleness(division: Division, rate: float, effort: Effort) -> Setup:
+    for bound in BOUNDS[:-1]:
+        setup = replace(division.setup, limits=replace(division.setup.limits, max_staleness=bound))
+        if estimate(setup, division.measures, effort).trajectories_per_s >= ENOUGH * rate:
+            return setup
+    return division.setup

@@ -1,0 +1,288 @@
+"""Discrete-event simulation of admission, play, batches and updates.
+
+Invariants: groups start by the buffer's own rule (`services.buffer.admission`); the same seed gives the same run. Engines
+share their turns evenly; a turn's time is that of the concurrency at its start.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from offbeat.deploy.plan.outcome import Outcome, Setup, Statistics
+from offbeat.deploy.plan.stations import Average, Station
+from offbeat.deploy.plan.workload import Episode, Measures
+from offbeat.services.buffer.admission import GroupCounts, count_admissible, oldest_consumable
+
+
+class _Group:
+    __slots__ = ("began", "done", "is_over", "members", "number", "version")
+
+    def __init__(self, number: int, version: int, began: float) -> None:
+        self.number = number
+        self.version = version
+        self.began = began
+        self.done = 0
+        self.is_over = False
+        self.members: list[_Member] = []
+
+
+class _Member:
+    __slots__ = ("began", "env_s", "group", "is_held", "turns")
+
+    def __init__(self, group: _Group, episode: Episode) -> None:
+        self.group = group
+        self.turns, env_s = episode
+        self.env_s = env_s / episode.turns
+        self.is_held = False
+        self.began = 0.0
+
+
+class Simulation:
+    def __init__(self, setup: Setup, measures: Measures, seed: int) -> None:
+        self._setup = setup
+        self._measures = measures
+        self._rng = np.random.default_rng(seed)
+        self._now = 0.0
+        self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self._num_events = 0
+        self._step = 0
+        """Of the newest announced weights."""
+        self._warm_up = self._last = 0
+        self._batch = 0
+        """0-based, that the learner fills or trains."""
+        self._standing = self._next = 0
+        self._free = setup.places
+        self._queue: deque[_Member] = deque()
+        self._assembling: dict[int, _Group] = {}
+        """In order of admission."""
+        self._ready: list[tuple[int, _Group]] = []
+        """Heap by the order of consumption."""
+        self._num_complete = 0
+        self._taken: list[_Group] | None = []
+        """Of the batch being filled; None while the learner is busy."""
+        self._wait_began = 0.0
+        self._served_at = 0.0
+        self._generating = 0
+        self._train_s = measures.train_s(setup.batch)
+        self._workers = [Station() for _ in range(setup.num_workers)]
+        self._buffer = Station()
+        self._averages = {name: Average() for name in ("playing", "held", "waiting", "generating")}
+        self._by_turns = not measures.turn_s.is_flat or measures.worker_s > 0
+        self._statistics = Statistics()
+        self._phases: list[float] = (self._rng.random(setup.num_workers) * setup.heartbeat_s).tolist()
+
+    def run(self, steps: int, warm_up: int) -> Outcome:
+        """Simulate `steps` batches, of which the first `warm_up` are not counted."""
+        self._warm_up, self._last = warm_up, steps
+        self._claim()
+        while len(self._statistics.ends) < steps:
+            if not self._events:
+                raise ValueError(
+                    "no group can ever start: max_groups_in_flight, places and groups_per_step leave no room"
+                )
+            self._now, _, act, argument = heapq.heappop(self._events)
+            act(argument)
+        return self._outcome(steps - warm_up)
+
+    def _at(self, time: float, act: Callable[[Any], None], argument: Any = None) -> None:
+        self._num_events += 1
+        heapq.heappush(self._events, (time, self._num_events, act, argument))
+
+    # --- rollout ----------------------------------------------------------------------------------------------------------
+
+    def _claim(self) -> None:
+        """Fill free places with queued members, then with new groups within the bound."""
+        limits = self._setup.limits
+        while self._free:
+            while self._queue and self._queue[0].group.is_over:
+                self._queue.popleft()
+            if not self._queue:
+                counts = GroupCounts(self._standing, len(self._assembling))
+                if count_admissible(limits, self._step, counts)[0] <= 0:
+                    break
+                self._admit()
+            self._begin(self._queue.popleft())
+        self._observe()
+
+    def _admit(self) -> None:
+        limits = self._setup.limits
+        group = _Group(self._next, self._step, self._now)
+        self._next, self._standing = self._next + 1, self._standing + 1
+        episodes = self._measures.workload.draw_group(self._rng, limits.group_size + limits.redundancy)
+        group.members = [_Member(group, episode) for episode in episodes]
+        self._assembling[group.number] = group
+        self._queue.extend(group.members)
+
+    def _begin(self, member: _Member) -> None:
+        self._free -= 1
+        member.is_held = True
+        member.began = self._now
+        at = self._buffer.serve(self._now, self._measures.buffer_s / 2)
+        at = max(at, self._served_at)
+        if self._by_turns:
+            self._at(at, self._sample, member)
+        else:
+            turn_s = self._measures.turn_s.seconds(1.0)
+            self._at(at + member.turns * (turn_s + member.env_s), self._end, member)
+
+    def _sample(self, member: _Member) -> None:
+        if member.is_held:
+            self._generating += 1
+            at = self._workers[member.group.number % len(self._workers)].serve(self._now, self._measures.worker_s)
+            seconds = self._measures.turn_s.seconds(self._generating / self._setup.num_replicas)
+            self._at(at + seconds, self._act, member)
+
+    def _act(self, member: _Member) -> None:
+        """End a turn's sampling; the env answers."""
+        self._generating -= 1
+        if member.is_held:
+            member.turns -= 1
+            self._at(self._now + member.env_s, self._sample if member.turns else self._end, member)
+
+    def _end(self, member: _Member) -> None:
+        if not member.is_held:
+            return
+        at = self._buffer.serve(self._now, self._measures.buffer_s / 2)
+        if at > self._now:
+            self._at(at, self._submit, member)
+        else:
+            self._submit(member)
+
+    def _submit(self, member: _Member) -> None:
+        if not member.is_held:
+            return
+        group = member.group
+        self._statistics.episode_s.append(self._now - member.began)
+        self._release(member)
+        if not group.is_over:
+            group.done += 1
+            if group.done == self._setup.limits.group_size:
+                self._complete(group)
+        self._claim()
+
+    def _release(self, member: _Member) -> None:
+        if member.is_held:
+            member.is_held = False
+            self._free += 1
+
+    def _complete(self, group: _Group) -> None:
+        self._end_group(group)
+        self._statistics.group_s.append(self._now - group.began)
+        order = group.number if self._setup.order == "admission" else self._num_complete
+        self._num_complete += 1
+        heapq.heappush(self._ready, (order, group))
+        self._take()
+
+    def _end_group(self, group: _Group) -> None:
+        """Cancel members that still play: their worker learns of it from its next heartbeat."""
+        group.is_over = True
+        del self._assembling[group.number]
+        interval = self._setup.heartbeat_s
+        phase = self._phases[group.number % len(self._phases)]
+        told_at = self._now + (phase - self._now) % interval if interval else self._now
+        for member in group.members:
+            if member.is_held:
+                self._statistics.cancelled += 1
+                self._at(told_at, self._cancel, member)
+        group.members = []
+
+    def _cancel(self, member: _Member) -> None:
+        self._release(member)
+        self._claim()
+
+    # --- learner ----------------------------------------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        """Take complete groups until the batch is full."""
+        limits = self._setup.limits
+        while self._taken is not None and self._ready and self._may_take():
+            _, group = heapq.heappop(self._ready)
+            if limits.stale_policy == "drop" and group.version < oldest_consumable(self._batch, limits.max_staleness):
+                self._drop("stale")
+            elif self._measures.refilled and self._rng.random() < self._measures.refilled:
+                self._drop("no_signal")
+            else:
+                self._taken.append(group)
+                if len(self._taken) == limits.groups_per_step:
+                    self._train(self._taken)
+
+    def _may_take(self) -> bool:
+        """By admission, a group waits for those with lower numbers."""
+        if self._setup.order == "completion" or not self._assembling:
+            return True
+        return self._ready[0][0] < next(iter(self._assembling))
+
+    def _drop(self, reason: str) -> None:
+        self._standing -= 1
+        self._statistics.dropped[reason] += 1
+        self._at(self._now, lambda _: self._claim())
+
+    def _train(self, groups: list[_Group]) -> None:
+        self._taken = None
+        self._statistics.waits_s.append(self._now - self._wait_began)
+        self._statistics.lags.update(self._batch - group.version for group in groups)
+        self._at(self._now + self._train_s + self._measures.publish_s, self._publish)
+
+    def _publish(self, _: None) -> None:
+        self._batch += 1
+        self._at(self._now + self._measures.announce_s, self._announce, self._batch)
+        self._at(self._now + self._measures.other_s, self._finish_step)
+
+    def _announce(self, step: int) -> None:
+        self._step = step
+        self._served_at = self._now + self._measures.serve_s
+        limits = self._setup.limits
+        if limits.stale_policy == "drop":
+            oldest = oldest_consumable(step, limits.max_staleness)
+            for group in [group for group in self._assembling.values() if group.version < oldest]:
+                self._end_group(group)
+                self._drop("expired")
+        self._claim()
+        self._take()
+
+    def _finish_step(self, _: None) -> None:
+        ends = self._statistics.ends
+        ends.append(self._now)
+        self._wait_began = self._now
+        if len(ends) == self._warm_up:
+            self._forget()
+        if len(ends) == self._last:
+            return
+        self._taken = []
+        self._take()
+        self._observe()
+
+    # --- statistics -------------------------------------------------------------------------------------------------------
+
+    def _observe(self) -> None:
+        waiting = len(self._ready) + (len(self._taken) if self._taken else 0)
+        values = (len(self._assembling), self._setup.places - self._free, waiting, self._generating)
+        for average, value in zip(self._averages.values(), values, strict=True):
+            average.observe(self._now, value)
+
+    def _forget(self) -> None:
+        """Begin the statistics anew, but for drops and the times of steps."""
+        old = self._statistics
+        self._statistics = Statistics(ends=old.ends, dropped=old.dropped, began=self._now)
+        for average in self._averages.values():
+            average.restart(self._now)
+        for station in (self._buffer, *self._workers):
+            station.busy_s = 0.0
+
+    def _outcome(self, steps: int) -> Outcome:
+        means = {name: average.mean(self._now) for name, average in self._averages.items()}
+        span_s = self._now - self._statistics.began
+        return self._statistics.outcome(
+            steps,
+            span_s,
+            trajectories=steps * self._setup.batch,
+            places_empty=1 - means["held"] / self._setup.places,
+            playing_groups=means["playing"],
+            waiting_groups=means["waiting"],
+            generating=means["generating"],
+            worker_busy=max(station.busy_s for station in self._workers) / span_s,
+            buffer_busy=self._buffer.busy_s / span_s,
+        )

@@ -1,0 +1,40 @@
+"""Parts of the simulation that count time."""
+
+
+class Station:
+    """Server of one request at a time, in order of arrival."""
+
+    __slots__ = ("_free_at", "busy_s")
+
+    def __init__(self) -> None:
+        self._free_at = 0.0
+        self.busy_s = 0.0
+
+    def serve(self, now: float, seconds: float) -> float:
+        """Return when a request that arrives now is done."""
+        if not seconds:
+            return now
+        self._free_at = max(self._free_at, now) + seconds
+        self.busy_s += seconds
+        return self._free_at
+
+
+class Average:
+    """Mean over time of a value that jumps."""
+
+    __slots__ = ("_at", "_began", "_sum", "_value")
+
+    def __init__(self) -> None:
+        self._began = self._at = self._sum = self._value = 0.0
+
+    def observe(self, now: float, value: float) -> None:
+        self._sum += self._value * (now - self._at)
+        self._at, self._value = now, value
+
+    def restart(self, now: float) -> None:
+        self.observe(now, self._value)
+        self._began, self._sum = now, 0.0
+
+    def mean(self, now: float) -> float:
+        self.observe(now, self._value)
+        return self._sum / (now - self._began) if now > self._began else self._value

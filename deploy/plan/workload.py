@@ -1,0 +1,132 @@
+"""Episodes and times that a plan is made of, measured or assumed."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from offbeat.deploy.plan.distributions import Distribution
+
+
+class Episode(NamedTuple):
+    turns: int
+    env_s: float
+    """Time outside of engines."""
+
+
+class Workload(Protocol):
+    def draw_group(self, rng: np.random.Generator, members: int) -> list[Episode]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AssumedWorkload:
+    """Independent episodes."""
+
+    turns: Distribution
+    env_s: Distribution
+    """Of a turn."""
+
+    def draw_group(self, rng: np.random.Generator, members: int) -> list[Episode]:
+        turns = self.turns.draw_counts(rng, members)
+        starts = np.concatenate([[0], np.cumsum(turns)[:-1]])
+        sums = np.add.reduceat(self.env_s.draw(rng, int(turns.sum())), starts)
+        return [Episode(count, env_s) for count, env_s in zip(turns.tolist(), sums.tolist(), strict=True)]
+
+
+@dataclass(frozen=True)
+class MeasuredWorkload:
+    """Recorded groups, drawn whole, so that siblings stay as alike as they were; more members than recorded are drawn
+    again from the same group.
+    """
+
+    groups: Sequence[Sequence[Episode]]
+    weights: tuple[float, ...] = ()
+    """Chance of each group; empty: equal."""
+
+    def draw_group(self, rng: np.random.Generator, members: int) -> list[Episode]:
+        recorded = self.groups[self._draw(rng)]
+        order = rng.permutation(len(recorded))
+        episodes = [recorded[i] for i in order[:members]]
+        return episodes + [recorded[int(i)] for i in rng.integers(len(recorded), size=max(members - len(recorded), 0))]
+
+    @cached_property
+    def _cumulative(self) -> list[float]:
+        return list(accumulate(self.weights))
+
+    def _draw(self, rng: np.random.Generator) -> int:
+        if not self.weights:
+            return int(rng.integers(len(self.groups)))
+        return min(bisect_left(self._cumulative, float(rng.random()) * self._cumulative[-1]), len(self.groups) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTimes:
+    """Seconds of a sampled turn by turns in generation at one replica: linear between points, the last slope beyond."""
+
+    points: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "TurnTimes":
+        """Read `0.02` or `1:0.08,16:0.16,64:0.33` (concurrency:seconds). Raises ValueError."""
+        try:
+            pairs = [part.split(":") for part in text.split(",")]
+            points = tuple((float(a[0]) if len(a) == 2 else 1.0, float(a[-1])) for a in pairs)
+        except ValueError:
+            points = ()
+        counts = [count for count, _ in points]
+        if not points or counts != sorted(set(counts)) or any(count <= 0 or s < 0 for count, s in points):
+            raise ValueError(f"{text!r} must be seconds, or CONCURRENCY:SECONDS,... with rising concurrency")
+        return cls(points)
+
+    @property
+    def is_flat(self) -> bool:
+        return len({seconds for _, seconds in self.points}) == 1
+
+    @property
+    def max_rate(self) -> float:
+        """Turns/s of one replica without a limit of concurrency."""
+        if len(self.points) < 2:
+            return float("inf")
+        (c0, s0), (c1, s1) = self.points[-2:]
+        return (c1 - c0) / (s1 - s0) if s1 > s0 else float("inf")
+
+    def seconds(self, concurrency: float) -> float:
+        points = self.points
+        if len(points) == 1 or concurrency <= points[0][0]:
+            return points[0][1]
+        at = min(bisect_left(points, (concurrency,)), len(points) - 1)
+        (c0, s0), (c1, s1) = points[at - 1], points[at]
+        return max(s0 + (s1 - s0) * (concurrency - c0) / (c1 - c0), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """What a plan takes as given; times in seconds."""
+
+    workload: Workload
+    turn_s: TurnTimes
+    train_fixed_s: float
+    train_per_token_s: float
+    tokens: float
+    """Of a trajectory, prompts included."""
+    publish_s: float = 0.0
+    """That the learner is blocked per version."""
+    announce_s: float = 0.0
+    """From then until admission counts the version."""
+    serve_s: float = 0.0
+    """From then until the engines serve it."""
+    other_s: float = 0.0
+    """Of a step besides taking, training and publishing: checkpoints, records."""
+    refilled: float = 0.0
+    """Share of groups that are replaced for lack of signal."""
+    worker_s: float = 0.0
+    """CPU of an env worker per turn."""
+    buffer_s: float = 0.0
+    """CPU of Redis per episode, in and out."""
+
+    def train_s(self, trajectories: float) -> float:
+        return self.train_fixed_s + self.train_per_token_s * self.tokens * trajectories

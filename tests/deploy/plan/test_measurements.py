@@ -1,0 +1,141 @@
+"""Measures of runs whose truth is known."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offbeat.deploy.config.loader import load_run
+from offbeat.deploy.plan.measurements import MetricRow, PlanError, measure, read_batches, read_measures, read_rows
+from offbeat.deploy.plan.workload import Episode, MeasuredWorkload
+from offbeat.services.messages.types import Trajectory
+from offbeat.services.telemetry import MetricRecord, Partial
+from offbeat.trainer.trackers.metrics_file import METRICS_FILE, MetricsFile
+from tests.copying import replace
+from tests.deploy.console.folders import write_run
+from tests.fakes import make_trajectory
+from tests.paths import QUICKSTART
+
+ENV_S, FIXED_S, SLOPE_S = 0.2, 0.01, 0.002
+
+
+def step_rows(num: int = 6, *, refilled: float = 0.0) -> list[MetricRow]:
+    """Steps of 2 s that train for 0.1 s and 1 ms per token, of 100 to 200 tokens each."""
+    rows: list[MetricRow] = []
+    for step in range(1, num + 1):
+        tokens = 100.0 + 20 * step
+        values = {
+            "time/step_s": 1.9,
+            "time/wait_s": 1.0,
+            "time/train_s": 0.1 + 0.001 * tokens,
+            "time/publish_s": 0.02,
+            "tokens/computed": tokens,
+            "trajectories": 10.0,
+            "groups": 5.0,
+            "groups_dropped/no_signal": refilled,
+            "staleness": 1.5,
+        }
+        rows.append(MetricRow(2.0 * step, "learner", values, step))
+    return rows
+
+
+def rollout_rows(counts: Sequence[int] = (8, 16, 32, 64), episode_s: float = 1.0) -> list[MetricRow]:
+    """A second each with `counts` episodes in play, half of whose time is generation."""
+    rows: list[MetricRow] = []
+    for second, playing in enumerate(counts):
+        turn_s = FIXED_S + SLOPE_S * playing / 2
+        rows.append(MetricRow(second + 0.5, "rollout", {"playing": float(playing)}, labels={"worker": "w"}))
+        values = {"turns": 40.0, "generation_s": turn_s, "env_s": 0.06, "episodes": 10.0, "episode_s": episode_s}
+        rows.append(MetricRow(second + 0.6, "rollout", values, labels={"worker": "w", "kind": "train"}))
+        values = {"turns": 5.0, "generation_s": 9.0, "env_s": 9.0, "episodes": 1.0, "episode_s": 99.0}
+        rows.append(MetricRow(second + 0.7, "rollout", values, labels={"worker": "w", "kind": "eval"}))
+    return rows
+
+
+def timed(index: int, duration_s: float, num_turns: int = 2) -> Trajectory:
+    return replace(make_trajectory(0, index, num_turns=num_turns), duration_s=duration_s)
+
+
+def test_training_is_a_line_over_tokens_and_the_rest_of_a_step_is_counted():
+    measures = measure([*step_rows(refilled=1.0), *rollout_rows()], []).measures
+    assert measures.train_fixed_s == pytest.approx(0.1)
+    assert measures.train_per_token_s == pytest.approx(0.001)
+    assert measures.tokens == pytest.approx(18.0)  # of the five steps after the first
+    assert measures.train_s(10) == pytest.approx(0.28)
+    assert measures.publish_s == pytest.approx(0.02)
+    assert measures.other_s == pytest.approx(2 - 1 - 0.28 - 0.02)
+    assert measures.refilled == pytest.approx(1 / 6)
+
+
+def test_what_the_run_achieved_is_kept_for_comparison():
+    measured = measure([*step_rows(), *rollout_rows()], [])
+    assert measured.trajectories_per_s == pytest.approx(5.0)
+    assert measured.step_s == pytest.approx(2.0)
+    assert (measured.lag, measured.learner_idle) == (pytest.approx(1.5), pytest.approx(0.5))
+
+
+def test_a_turn_takes_longer_beside_others_and_evaluations_are_left_out():
+    """The mean turn takes as long as the env's step, so half of the episodes in play are in generation."""
+    times = measure([*step_rows(), *rollout_rows()], []).measures.turn_s
+    mean_s = np.mean([FIXED_S + SLOPE_S * playing / 2 for playing in (8, 16, 32, 64)])
+    share = mean_s / (mean_s + 0.06)
+    for playing in (8, 64):
+        assert times.seconds(playing * share) == pytest.approx(FIXED_S + SLOPE_S * playing / 2)
+
+
+def test_equal_turns_do_not_depend_on_concurrency():
+    rows = [replace(row, values={**row.values, "generation_s": 0.03}) for row in rollout_rows()]
+    times = measure([*step_rows(), *rows], []).measures.turn_s
+    assert times.is_flat
+    assert times.seconds(1) == pytest.approx(0.03)
+
+
+def test_recorded_groups_are_weighted_to_the_mean_of_all_episodes():
+    """Quick groups carry no signal more often, and are then not recorded."""
+    rows = [replace(row, values={**row.values, "generation_s": 0.1}) for row in rollout_rows(episode_s=1.2)]
+    groups = [[timed(0, 1.0), timed(1, 1.0)], [timed(0, 2.0), timed(1, 3.0, num_turns=4)]]
+    workload = measure([*step_rows(), *rows], groups).measures.workload
+    assert isinstance(workload, MeasuredWorkload)
+    assert workload.groups[0][0] == Episode(2, pytest.approx(1.0 - 2 * 0.1))
+    assert workload.groups[1][1] == Episode(4, pytest.approx(3.0 - 4 * 0.1))
+    assert np.dot(workload.weights, [1.0, 2.5]) == pytest.approx(1.2)
+
+
+def test_without_recorded_batches_episodes_are_alike_and_a_note_says_so():
+    measured = measure([*step_rows(), *rollout_rows(episode_s=2.0)], [])
+    episode = measured.measures.workload.draw_group(np.random.default_rng(0), 1)[0]
+    assert episode.turns == 4
+    assert "no batches are recorded" in measured.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "complaint"), [(step_rows(2), "2 steps"), (step_rows(), "no finished episode"), ([], "0 steps")]
+)
+def test_a_run_without_steps_or_episodes_is_refused(rows: list[MetricRow], complaint: str):
+    with pytest.raises(PlanError, match=complaint):
+        measure(rows, [], where="the folder")
+
+
+def test_a_run_folder_gives_metrics_and_batches(tmp_path: Path):
+    folder = write_run(tmp_path / "lake")
+    config = load_run(QUICKSTART, [f"output_dir={folder}"])
+    batches, notes = read_batches(folder, config)
+    assert [len(batch.groups) for batch in batches] == [1, 1]
+    assert not notes
+    with pytest.raises(PlanError, match="0 steps"):  # of a writer that times nothing
+        read_measures(folder, config)
+    file = MetricsFile(folder / METRICS_FILE)
+    for number, row in enumerate([*step_rows(), *rollout_rows()]):
+        values = {name: Partial("last", value) for name, value in row.values.items()}
+        file.write(f"{10**13 + number}-0", MetricRecord(row.source, values, row.step, dict(row.labels), row.time))
+    file.flush()
+    with (folder / METRICS_FILE).open("a") as half:
+        half.write('{"time": 3.0, "sour')
+    assert read_measures(folder, config).num_episodes == 6
+    assert len(list(read_rows(folder / METRICS_FILE))) >= 18
+
+
+def test_a_folder_without_metrics_is_refused(tmp_path: Path):
+    with pytest.raises(PlanError, match=r"metrics\.jsonl can't be read"):
+        read_measures(tmp_path, load_run(QUICKSTART, []))

@@ -1,0 +1,96 @@
+"""Plans, and the command that prints them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from offbeat.deploy.cli.app import app
+from offbeat.deploy.config.loader import read_run
+from offbeat.deploy.plan.machine import Machine, Sizes, divisions
+from offbeat.deploy.plan.memory import kv_bytes_per_token
+from offbeat.deploy.plan.plan import setup_of
+from tests.deploy.plan.settings import measures_of
+from tests.paths import QUICKSTART
+
+TIMES = ("--env-latency", "lognormal:0.2:0.2", "--turn-latency", "0.02", "--turns", "uniform:3:12", "--train-s", "0.5")
+
+
+def plan(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["plan", "quickstart", "--episodes", "700", *arguments])
+
+
+def test_a_plan_names_the_change_that_helps_most(tmp_path: Path):
+    picture = tmp_path / "plan.png"
+    result = plan(*TIMES, "max_staleness=0", "--json", "--plot", str(picture), "--price-per-hour", "3.6")
+    assert result.exit_code == 0, result.output
+    tree = json.loads(result.stdout)
+    configured, recommended = tree["configured"], tree["recommended"]
+    rate = configured["estimate"]["trajectories_per_s"]
+    best = next(change for change in tree["changes"] if change["is_setting"])
+    assert best["text"] == "max_staleness=1"
+    assert best["gain"] == pytest.approx(best["trajectories_per_s"] / rate)
+    assert best["gain"] > 1.3
+    assert recommended["estimate"]["trajectories_per_s"] > 1.5 * rate
+    assert recommended["max_staleness"] > 0
+    assert configured["cost_per_1000"] == pytest.approx(1 / rate)
+    assert configured["estimate"]["lags"] == {"0": 1.0}
+    closed = configured["estimate"]["closed"]
+    assert closed["sync_step_s"] == pytest.approx(configured["estimate"]["step_s"], rel=0.1)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_says_what_would_help_most():
+    result = plan(*TIMES, "max_staleness=0")
+    assert result.exit_code == 0, result.output
+    assert "max_staleness=1 would help most: +" in result.output
+    assert "synchronous" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "--from RUN), or --env-latency, --turn-latency, --train-s"),
+        (("--env-latency", "1"), "--turn-latency, --train-s"),
+        ((*TIMES, "--env-latency", "gamma:1"), "'gamma:1'"),
+        ((*TIMES, "--turn-latency", "x"), "must be seconds"),
+        (("--from", "no/such/run"), "there is no run in no/such/run"),
+        ((*TIMES, "--cpus", "1"), "no room for an engine, a worker and a learner"),
+        ((*TIMES, "max_stalenes=1"), "max_stalenes"),
+    ],
+)
+def test_a_plan_that_cannot_be_made_says_what_is_missing(arguments: tuple[str, ...], complaint: str):
+    result = plan(*arguments)
+    assert result.exit_code == 2
+    assert complaint in result.output.replace("\n", "")
+    assert "Traceback" not in result.output
+
+
+def test_a_pipeline_of_rows_has_no_plan():
+    result = CliRunner().invoke(app, ["plan", "sft", *TIMES])
+    assert result.exit_code == 2
+    assert "reads rows" in result.output
+
+
+def test_a_machine_is_divided_between_engines_and_learner():
+    config = read_run(QUICKSTART, ["actor_infer.cpus_per_replica=2", "rollout.cpus_per_worker=1"])
+    sizes, setup, measures = Sizes.of(config, Machine(cpus=8)), setup_of(config), measures_of(train_s=1.0)
+    assert [d.learner_processes for d in divisions(Machine(), sizes, setup, measures)] == [1]
+    found = list(divisions(Machine(cpus=8), sizes, setup, measures))
+    assert [division.setup.num_replicas for division in found] == [1, 2, 3]
+    assert all(sizes.cpus(division.setup, division.learner_processes) <= 8 for division in found)
+
+
+def test_learner_processes_train_faster_on_more_gpus():
+    sizes = Sizes(True, 2, 1.0, 1.0, 2, 1.0)
+    found = list(divisions(Machine(gpus=8), sizes, setup_of(read_run(QUICKSTART)), measures_of(train_s=1.0)))
+    shares = {d.setup.num_replicas: (d.learner_processes, d.measures.train_fixed_s) for d in found}
+    assert shares == {1: (6, pytest.approx(1 / 3)), 2: (4, pytest.approx(0.5)), 3: (2, pytest.approx(1.0))}
+
+
+def test_keys_and_values_take_what_the_architecture_says():
+    tree = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
+    assert kv_bytes_per_token({**tree, "dtype": "bfloat16"}) == 2 * 30 * 3 * 64 * 2
+    assert kv_bytes_per_token({**tree, "torch_dtype": "float32"}) == 2 * 30 * 3 * 64 * 4
+    assert kv_bytes_per_token({"model_type": "rwkv"}) is None

@@ -1,0 +1,61 @@
+import numpy as np
+import pytest
+
+from offbeat.deploy.plan.distributions import Distribution
+from offbeat.deploy.plan.workload import Episode, MeasuredWorkload, TurnTimes
+
+
+@pytest.mark.parametrize(
+    ("text", "mean", "std"),
+    [
+        ("0.2", 0.2, 0.0),
+        ("normal:5:0.5", 5.0, 0.5),
+        ("lognormal:0.2:0.4", 0.2, 0.4),
+        ("exponential:3", 3.0, 3.0),
+        ("uniform:1:4", 2.5, 3 / 12**0.5),
+    ],
+)
+def test_a_distribution_has_the_mean_and_deviation_that_it_names(text: str, mean: float, std: float):
+    values = Distribution.parse(text).draw(np.random.default_rng(0), 400_000)
+    assert values.mean() == pytest.approx(mean, rel=0.01)
+    assert values.std() == pytest.approx(std, rel=0.05)
+    assert values.min() >= 0
+
+
+def test_counts_are_whole_and_include_both_ends():
+    counts = Distribution.parse("uniform:3:6").draw_counts(np.random.default_rng(0), 1000)
+    assert set(counts.tolist()) == {3, 4, 5, 6}
+    assert Distribution.parse("0.1").draw_counts(np.random.default_rng(0), 2).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("text", ["", "gamma:1:2", "normal:1", "lognormal:a:b", "0.1:0.2", "-1", "uniform:4:3", "nan"])
+def test_another_form_of_distribution_is_refused(text: str):
+    with pytest.raises(ValueError, match="'"):
+        Distribution.parse(text)
+
+
+def test_turn_times_are_linear_between_points_and_beyond():
+    times = TurnTimes.parse("1:0.1,11:0.2,21:0.4")
+    assert [times.seconds(count) for count in (0.5, 1, 6, 11, 16, 31)] == pytest.approx([0.1, 0.1, 0.15, 0.2, 0.3, 0.6])
+    assert times.max_rate == pytest.approx(50)
+    assert not times.is_flat
+    assert TurnTimes.parse("0.1").is_flat
+
+
+@pytest.mark.parametrize("text", ["", "a", "1:0.1,1:0.2", "4:0.1,2:0.2", "0:1", "1:-1", "1:2:3,"])
+def test_another_form_of_turn_times_is_refused(text: str):
+    with pytest.raises(ValueError, match="must be seconds"):
+        TurnTimes.parse(text)
+
+
+def test_measured_groups_are_drawn_whole_by_weight():
+    groups = [[Episode(1, 0.1), Episode(2, 0.2)], [Episode(3, 0.3), Episode(4, 0.4)]]
+    rng = np.random.default_rng(0)
+    workload = MeasuredWorkload(groups, (0.25, 0.75))
+    drawn = [workload.draw_group(rng, 2) for _ in range(2000)]
+    assert all(sorted(group) in groups for group in drawn)
+    assert np.mean([sorted(group) == groups[1] for group in drawn]) == pytest.approx(0.75, abs=0.04)
+    assert set(workload.draw_group(rng, 7)) <= {*groups[0]} or set(workload.draw_group(rng, 7)) <= {
+        *groups[0],
+        *groups[1],
+    }
