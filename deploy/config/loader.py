@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from offbeat.deploy.config.checks.data import DATA_KEYS, steps_of_epochs
 from offbeat.deploy.config.checks.run import check_run
+from offbeat.deploy.config.defaults import recompute_cut_logprobs
 from offbeat.deploy.config.devices import choose_devices, count_gpus
 from offbeat.deploy.config.errors import ConfigError, collect_issues
 from offbeat.deploy.config.hub import MODEL_KEYS, download, find, is_hub_id, resolve_models
@@ -212,7 +213,7 @@ def parse_document(text: str) -> dict[str, Any]:
 def validate_tree(tree: dict[str, Any], source: str = "") -> RunConfig:
     """Validate a tree strictly as JSON. Raises `ConfigError` with every rejected key."""
     try:
-        text = json.dumps(tree)
+        text = json.dumps(recompute_cut_logprobs(tree))
         if JSON_NUL in text:
             raise ConfigError(
                 [ConfigIssue("", "a string contains a NUL character, which paths and names must not")], source

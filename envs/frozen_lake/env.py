@@ -51,6 +51,8 @@ class FrozenLakeConfig(Config):
     """Regular expression; the last group is the direction."""
     show_grid: Literal["first", "always"] = "first"
     """Turns with the grid; others show the four neighbours."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Turns until truncation; None: the tag's `max_steps`."""
     render_mode: Literal["ansi", "rgb_array"] | None = None
 
     @field_validator("action_pattern")
@@ -73,6 +75,7 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         self._parse = _parser(self.config.action_pattern)
         self._lake: LakeMap | None = None
         self._agent: Cell = (0, 0)
+        self._steps = 0
 
     @cached_property
     def observation_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -97,7 +100,7 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         super().reset(seed=seed, options=options)
         config = self.config
         self._lake = draw_map(self.np_random, config.size, config.p, config.start_goal, config.split)
-        self._agent = self._lake.start
+        self._agent, self._steps = self._lake.start, 0
         return f"{self.grid_text()}\n{self.neighbours_text()}", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -105,6 +108,7 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         direction = self._parse(action).action
         if direction is not None:
             self._agent = lake.neighbour(before, self._slip(direction))
+        self._steps += 1
         success = self._agent == lake.goal
         penalty = 0.0 if direction is not None else self.config.format_penalty
         info = {
@@ -113,7 +117,8 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
             "action_is_effective": self._agent != before,
             "format_penalty": penalty,
         }
-        return self._observation(), penalty or float(success), success or self._agent in lake.holes, False, info
+        truncated = self.config.max_steps is not None and self._steps >= self.config.max_steps
+        return self._observation(), penalty or float(success), success or self._agent in lake.holes, truncated, info
 
     def task_id(self, seed: int) -> str:
         config = self.config

@@ -19,7 +19,7 @@ from offbeat.trainer.models.value_head import HEAD
 class PlainEngine:
     """AdamW on one module, in this process."""
 
-    rank, world_size, device = 0, 1, torch.device("cpu")
+    rank, data_size, device = 0, 1, torch.device("cpu")
 
     def __init__(self, module: nn.Module) -> None:
         torch.set_num_threads(1)

@@ -88,7 +88,7 @@ def _check_models(config: LearnerConfig) -> Iterator[ConfigIssue]:
             yield ConfigIssue(path, f"no such folder: {folder}; set it to a local Hugging Face folder")
     if config.reward_pretrain not in (None, config.pretrain) and not config.has_own_critic:
         yield ConfigIssue("reward_pretrain", "there is no critic of its own: leave it out, or take adv_estimator gae")
-    if not config.needs_reference:
+    if not config.needs_reference and not _is_switched_off(config):
         for key in _leaves(config.reference.model_args.model_dump(exclude_none=True)):
             yield ConfigIssue(
                 f"reference.model_args.{key}",
@@ -103,11 +103,16 @@ def _check_models(config: LearnerConfig) -> Iterator[ConfigIssue]:
             )
 
 
+def _is_switched_off(config: LearnerConfig) -> bool:
+    """Return whether the file itself says that its reference is not used, by a coefficient of 0."""
+    return "init_kl_coef" in config.model_fields_set and not config.init_kl_coef
+
+
 def _check_reference(config: LearnerConfig) -> Iterator[ConfigIssue]:
     key, name = "reference.strategy_args.strategy_name", config.reference.strategy_args.strategy_name
     if name == "hf_infer":
         return
-    if not config.needs_reference:
+    if not config.needs_reference and not _is_switched_off(config):
         yield ConfigIssue(key, "the reference is not used without use_kl_loss or add_token_level_kl: leave it out")
     own_model = config.reference.model_args.model_name_or_path is not None
     if config.actor_train.model_args.lora_target is not None and not own_model:
@@ -123,7 +128,7 @@ def _check_service(config: LearnerConfig) -> Iterator[ConfigIssue]:
     if config.reference.strategy_args.placement == "learner":
         return
     key = "reference.strategy_args.placement"
-    if not config.needs_reference:
+    if not config.needs_reference and not _is_switched_off(config):
         yield ConfigIssue(key, "the reference is not used without use_kl_loss or add_token_level_kl: leave it out")
     for full in config.full_kls:
         yield ConfigIssue(

@@ -52,6 +52,8 @@ DISTILLING = ("opd",)
 NO_REWARD = "opd learns from teachers alone: leave it out, or take another adv_estimator with use_opd=true"
 WITH_RATIO = ("ppo", "tis", "cispo", "topr", "sapo", ANY_FUNCTION)
 """Losses with `ratio_type`."""
+WITHOUT_RATIO = ("vanilla", "gpg")
+"""Losses that do not read recorded logprobs."""
 AGAINST_BEHAVIOR = ("aipo", "dppo_tv")
 """Losses with a ratio to the behavior policy."""
 
@@ -195,7 +197,7 @@ class AlgorithmConfig(ConditionalConfig):
         NotWith("its ratio is to the behavior policy; leave this out", pg_variant=AGAINST_BEHAVIOR),
     ] = "behavior"
     """Denominator of the ratio. `behavior`: the engine's logprobs; `recompute`: the learner's at the start of the step;
-    `loglinear`: AReaL's approximation without a forward pass.
+    `loglinear`: AReaL's approximation without a forward pass. Left out, `recompute` with `top_p` or `top_k`.
     """
     train_infer_correction: TrainInferCorrection = TrainInferCorrection()
 

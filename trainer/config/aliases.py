@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from offbeat.trainer.config.issue import ConfigIssue
+from offbeat.trainer.config.megatron import TABLE, translate_megatron
 
 Tree = dict[str, Any]
 Path = tuple[str, ...]
@@ -60,6 +61,8 @@ VALUES: dict[str, Mapping[str, str]] = {
 
 ONE_ANSWER = "a turn has one answer: set group_size for more episodes per task"
 NO_BACKWARD = "inference has no backward pass"
+MEGATRON_AXES = ("tensor_model", "pipeline_model", "expert_model", "context")
+NOT_SPLIT = "models and sequences are not split over devices; fsdp2_train shards weights, gradients and moments"
 NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     **{f"{role}.model_args.model_type": ((None,), "the model folder's config.json determines it") for role in ROLES},
     **{f"{role}.strategy_args.strategy_config": ((None,), "") for role in ROLES},
@@ -82,6 +85,7 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     **{f"{manager}.max_env_num_per_worker": ((0,), "") for manager in MANAGERS},
     "custom_envs.*.agent_runner_cls": ((None,), "use agent_runner: {path: module:function}"),
     **{f"{manager}.generating_args.num_return_sequences": ((1,), ONE_ANSWER) for manager in ("actor_infer", *MANAGERS)},
+    **{f"{TABLE}.{kind}_parallel_size": ((1,), NOT_SPLIT) for kind in MEGATRON_AXES},
 }
 """Key -> values that change nothing, which are dropped, and why others are refused (empty: they are valid)."""
 
@@ -98,6 +102,7 @@ def canonicalize(tree: Tree) -> tuple[Tree, list[ConfigIssue]]:
                     continue
                 issues.append(ConfigIssue(".".join(path), f"has no effect ({reason}): leave it out"))
             del table[path[-1]]
+    issues += translate_megatron(tree)
     for pattern, canonical in KEYS.items():
         for path, table in list(find_keys(tree, pattern)):
             target = _fill(canonical, pattern, path)

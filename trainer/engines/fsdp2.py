@@ -4,19 +4,22 @@
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict_loader as loading
 import torch.distributed.checkpoint.state_dict_saver as saving
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from offbeat.trainer.config.actor_train import TrainingArgs
 from offbeat.trainer.engines.base import MIN_LOSS_SCALE, Hyperparameters, LossFunction, StepOutcome
@@ -31,6 +34,7 @@ from offbeat.trainer.engines.param_groups import (
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.engines.rank_passes import OnRanks
 from offbeat.trainer.engines.state_files import StateFileError, StatePlanner, StateReader
+from offbeat.trainer.engines.tensor_parallel import split_model
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.value_head import HEAD
 
@@ -42,8 +46,11 @@ SCALER_FILE = "loss_scaler.json"
 class FSDP2Engine(OnRanks):
     """`TrainEngine` whose checkpoints load on any number of ranks."""
 
-    def __init__(self, module: nn.Module, training: TrainingArgs, ranks: Ranks) -> None:
-        super().__init__(ranks)
+    def __init__(self, module: nn.Module, training: TrainingArgs, ranks: Ranks, tp_size: int = 1) -> None:
+        """tp_size: consecutive ranks over which layers are split; raises ValueError if they can't be."""
+        super().__init__(replace(ranks, tp_size=tp_size))
+        self._partial: list[nn.Module] = []
+        self._tensor_mesh: DeviceMesh | None = None
         self._dtype = next(module.parameters()).dtype
         self._max_grad_norm = training.max_grad_norm
         self._training = training
@@ -54,6 +61,7 @@ class FSDP2Engine(OnRanks):
             [{"params": group} for group in groups.values()],
             lr=training.learning_rate,
             weight_decay=training.weight_decay,
+            foreach=None if tp_size == 1 else False,  # parameters with and without a tensor dimension do not mix
             **adam_settings(training),
         )
 
@@ -63,13 +71,27 @@ class FSDP2Engine(OnRanks):
         """Shard; stored in float32, computed in its dtype."""
         dtype = None if self._dtype == torch.float32 else self._dtype
         settings: dict[str, Any] = {
-            "mesh": init_device_mesh(self._ranks.device.type, (self._ranks.world_size,)),
+            "mesh": self._split(module),
             "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
         }
         for layer in _layers(module):
             fully_shard(layer, **settings)
         fully_shard(module, **settings)
         return module
+
+    def _split(self, module: nn.Module) -> DeviceMesh:
+        """Split layers over the ranks of a copy; return the mesh over copies."""
+        ranks = self._ranks
+        if ranks.tp_size == 1:
+            return init_device_mesh(ranks.device.type, (ranks.world_size,))
+        if ranks.world_size % ranks.tp_size:
+            raise ValueError(f"tp_size {ranks.tp_size} does not divide the {ranks.world_size} process(es)")
+        mesh = init_device_mesh(
+            ranks.device.type, (ranks.data_size, ranks.tp_size), mesh_dim_names=("data", "tensor")
+        )
+        self._tensor_mesh = mesh["tensor"]
+        self._partial = split_model(cast(PreTrainedModel, module.model), self._tensor_mesh)
+        return mesh["data"]
 
     def train(
         self, batch: Sequence[PackedInput], loss: LossFunction[Any], hyperparameters: Hyperparameters
@@ -87,18 +109,36 @@ class FSDP2Engine(OnRanks):
         return outcome
 
     def _step(self) -> StepOutcome:
-        parameters = [p for p in self._module.parameters() if p.grad is not None]
+        self._sum_partial_gradients()
+        groups = self._by_mesh()
         scale = float(self._scaler.get_scale()) if self._scaler.is_enabled() else None
         self._scaler.unscale_(self._optimizer)
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = _total_norm(groups)
         if not math.isfinite(float(norm)):
             self._update_scale()
             return StepOutcome(False, math.nan, scale)
-        torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
+        for parameters in groups:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
         self._optimizer.step()
         self._update_scale()
         return StepOutcome(True, float(norm), scale)
+
+    def _sum_partial_gradients(self) -> None:
+        if self._tensor_mesh is None:
+            return
+        for parameter in (parameter for module in self._partial for parameter in module.parameters(recurse=False)):
+            if parameter.grad is not None:
+                grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+                dist.all_reduce(grad, group=self._tensor_mesh.get_group())
+
+    def _by_mesh(self) -> list[list[nn.Parameter]]:
+        """Group parameters with a gradient: split ones lie on another mesh than others, and operations mix none."""
+        groups: dict[object, list[nn.Parameter]] = {}
+        for parameter in self._module.parameters():
+            if parameter.grad is not None:
+                mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+                groups.setdefault(mesh, []).append(parameter)
+        return list(groups.values())
 
     def _update_scale(self) -> None:
         self._scaler.update()
@@ -148,6 +188,12 @@ class FSDP2Engine(OnRanks):
             group.update(adam_settings(self._training))
         if self._scaler.is_enabled() and (folder / SCALER_FILE).is_file():
             self._scaler.load_state_dict(json.loads((folder / SCALER_FILE).read_text()))
+
+
+def _total_norm(groups: Sequence[Sequence[nn.Parameter]]) -> Tensor:
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:

@@ -26,6 +26,21 @@ class Ranks:
     device: torch.device
     word: dist.ProcessGroup | None = None
     """For rank 0's commands."""
+    tp_size: int = 1
+    """Consecutive ranks that hold one copy of the weights, and compute the same micro-batches."""
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.tp_size
+
+    @property
+    def data_size(self) -> int:
+        """Number of groups that divide a batch."""
+        return self.world_size // self.tp_size
+
+    @property
+    def is_first_of_copy(self) -> bool:
+        return self.rank % self.tp_size == 0
 
 
 def ranks_of_environment(device: str) -> Ranks:

@@ -23,8 +23,8 @@ class Pass:
 
 
 def passes(batch: Sequence[PackedInput], ranks: Ranks) -> Iterator[Pass]:
-    for first in range(0, len(batch), ranks.world_size):
-        index = first + ranks.rank
+    for first in range(0, len(batch), ranks.data_size):
+        index = first + ranks.data_rank
         mine = index < len(batch)
         yield Pass(index if mine else None, batch[index if mine else first].to(ranks.device))
 
@@ -51,8 +51,8 @@ class OnRanks:
         return self._ranks.rank
 
     @property
-    def world_size(self) -> int:
-        return self._ranks.world_size
+    def data_size(self) -> int:
+        return self._ranks.data_size
 
     @property
     def device(self) -> torch.device:
@@ -61,7 +61,7 @@ class OnRanks:
     def shares(
         self, model: Callable[[PackedInput], Any], batch: Sequence[PackedInput], loss: LossFunction[Any]
     ) -> Iterator[Tensor]:
-        """Yield this rank's losses, times `world_size` because libraries average gradients over ranks.
+        """Yield this rank's losses, times `data_size` because libraries average gradients over data-parallel ranks.
 
         Zero losses of policy and value head are added: libraries need gradients of the same weights on all ranks.
         """
@@ -70,7 +70,7 @@ class OnRanks:
             share = _zero_loss(output) if forward.index is None else loss(forward.index, output)
             if forward.index is not None and _has_values(output):
                 share = share + _zero_loss(output)
-            yield share * self.world_size
+            yield share * self.data_size
 
     def outputs(
         self,
@@ -84,7 +84,7 @@ class OnRanks:
         for forward in passes(batch, self._ranks):
             output = (read or _first_of)(model(forward.x))
             like = output[..., :0]
-            if forward.index is not None:
+            if forward.index is not None and self._ranks.is_first_of_copy:
                 results[forward.index] = output
         return _all_gather(results, like, batch, self._ranks)
 

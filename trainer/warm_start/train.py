@@ -47,7 +47,7 @@ def warm_start(
         if should_stop():
             return None
         demos = [demo for _ in range(config.episodes_per_step) for demo in demonstrate(rng)]
-        shards = [demos[i :: engine.world_size] for i in range(min(engine.world_size, len(demos)))]
+        shards = [demos[i :: engine.data_size] for i in range(min(engine.data_size, len(demos)))]
         loss = _step(engine, [pack_demonstrations(shard) for shard in shards], _hyperparameters(config, step))
         if step % 10 == 9 or step + 1 == config.steps:
             progress(step + 1, config.steps)

@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 
 from offbeat.deploy.config.run import RunConfig
+from offbeat.trainer.config.algorithm import WITHOUT_RATIO
 from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
 
-WITHOUT_RATIO = ("vanilla", "gpg")
-"""Losses that do not read recorded logprobs."""
 PROCESSORS = ("logits_processors", "logprobs_mode", "generation_config", "override_generation_config")
 """vLLM's arguments that change the sampled distribution or what is recorded of it."""
 

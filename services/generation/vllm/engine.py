@@ -31,6 +31,8 @@ the time of small batches.
 """
 MAX_CACHED_SAMPLING_PARAMS = 1024
 """Turns differ in their maximum tokens."""
+CPU_BLOCK_SIZE = 32
+"""Tokens of a cache block on a CPU, or a multiple; a GPU's 16 is rounded up."""
 SHUTDOWN_TIMEOUT_S = 0.5
 
 
@@ -78,9 +80,12 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
 
         room = min(rank for rank in get_args(MaxLoRARanks) if rank >= config.engine.max_lora_rank)
         arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room}
+    given = config.engine.model_extra or {}
     if config.device == "cpu":
+        size = given.get("block_size")
+        blocks = -(-size // CPU_BLOCK_SIZE) if isinstance(size, int) and size > 0 else 1
+        given = {**given, "block_size": blocks * CPU_BLOCK_SIZE}
         arguments |= {
-            "block_size": 32,
             "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
             "distributed_executor_backend": "uni" if config.engine.world_size == 1 else "mp",
         }
@@ -90,7 +95,7 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
             "gpu_memory_utilization": config.engine.gpu_memory_utilization or UTILIZATION,
             "distributed_executor_backend": "uni" if config.engine.world_size == 1 else "mp",
         }
-    return arguments | (config.engine.model_extra or {})
+    return arguments | given
 
 
 class VllmEngine:

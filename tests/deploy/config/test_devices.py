@@ -5,7 +5,7 @@ import pytest
 from offbeat.deploy.config import devices, loader
 from offbeat.deploy.config.checks import devices as checks
 from offbeat.deploy.config.devices import choose_devices, count_gpus
-from offbeat.deploy.config.loader import validate_tree
+from offbeat.deploy.config.loader import canonical_tree, validate_tree
 from tests.paths import QUICKSTART
 
 SCORED = {
@@ -51,6 +51,23 @@ def test_roles_without_a_device_take_free_gpus(gpus: float, tables: dict[str, An
 def test_gpus_are_left_alone_without_cudas_vllm(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(devices, "is_installed", lambda _: False)
     assert chosen(8) == ("cpu", "cpu")
+
+
+def test_settings_of_gpus_are_left_out_where_cpus_are_chosen():
+    attention = {"model_args": {"attn_implementation": "fa2"}}
+    tables = {"actor_infer": {"gpu_memory_utilization": 0.8}, "actor_train": attention, "reference": attention}
+    config = choose_devices(validate_tree(canonical_tree({"custom_envs": {}, **tables})), 0)
+    assert config.actor_infer.engine.gpu_memory_utilization is None
+    assert {config.actor_train.model_args.attn_implementation, config.reference.model_args.attn_implementation} == {
+        "auto"
+    }
+
+
+def test_flash_attention_stays_where_its_package_is(monkeypatch: pytest.MonkeyPatch):
+    args = {"actor_train": {"model_args": {"attn_implementation": "flash_attention_2"}}}
+    monkeypatch.setattr(devices, "is_installed", lambda _: True)
+    config = choose_devices(validate_tree({"custom_envs": {}, **args}), 2)
+    assert config.actor_train.model_args.attn_implementation == "flash_attention_2"
 
 
 @pytest.mark.usefixtures("with_cuda")

@@ -34,6 +34,14 @@ def test_the_first_turn_shows_the_grid_later_ones_the_neighbours():
     assert (reward, terminated, truncated) == (0.0, False, False)
 
 
+def test_max_steps_truncates():
+    env = FrozenLakeEnv(FrozenLakeConfig(max_steps=2))
+    env.reset(seed=1)
+    assert [env.step("?")[3] for _ in range(2)] == [False, True]
+    env.reset(seed=1)
+    assert env.step("?")[3] is False
+
+
 def test_the_grid_may_be_shown_each_turn():
     env = FrozenLakeEnv(FrozenLakeConfig(show_grid="always"))
     env.reset(seed=1)

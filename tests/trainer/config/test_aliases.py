@@ -151,3 +151,42 @@ def test_keys_of_rolls_examples_without_effect_are_refused_with_the_reason():
     assert {issue.path for issue in issues} == {"batch_adjust_mode", "actor_infer.generating_args.num_beams"}
     _, issues = canonicalize({"actor_train": {"data_args": {"template": "qwen3"}}, "chat_template": "chatml"})
     assert [issue.path for issue in issues] == ["actor_train.data_args.template"]
+
+
+def test_megatrons_settings_become_ours():
+    given = {"tensor_model_parallel_size": 1, "use_distributed_optimizer": True, "recompute_granularity": "full"}
+    strategy = {"strategy_name": "deepspeed_train", "strategy_config": given}
+    tree, issues = canonicalize({"actor_train": {"strategy_args": strategy}})
+    assert not issues
+    assert tree["actor_train"]["strategy_args"] == {
+        "strategy_name": "deepspeed_train",
+        "strategy_config": {},
+        "zero_stage": 1,
+    }
+    assert tree["actor_train"]["model_args"] == {"disable_gradient_checkpointing": False}
+    tree, issues = canonicalize({"actor_train": {"strategy_args": {**strategy, "strategy_name": "fsdp2_train"}}})
+    assert (issues, "zero_stage" in tree["actor_train"]["strategy_args"]) == ([], False)
+
+
+@pytest.mark.parametrize(
+    ("train", "key"),
+    [
+        ({"strategy_config": {"pipeline_model_parallel_size": 2}}, "pipeline_model_parallel_size"),
+        ({"strategy_config": {"recompute_granularity": "selective"}}, "recompute_granularity"),
+        ({"strategy_config": {"use_distributed_optimizer": True}, "zero_stage": 0}, "use_distributed_optimizer"),
+        (
+            {"strategy_config": {"use_distributed_optimizer": False}, "strategy_name": "fsdp2_train"},
+            "use_distributed_optimizer",
+        ),
+    ],
+)
+def test_megatrons_settings_that_contradict_ours_are_refused(train: dict[str, Any], key: str):
+    _, (issue,) = canonicalize({"actor_train": {"strategy_args": train}})
+    assert issue.path == f"actor_train.strategy_args.strategy_config.{key}"
+
+
+def test_recomputation_in_both_spellings_must_agree():
+    strategy = {"strategy_config": {"recompute_granularity": "full"}}
+    args = {"disable_gradient_checkpointing": True}
+    _, (issue,) = canonicalize({"actor_train": {"strategy_args": strategy, "model_args": args}})
+    assert "disable_gradient_checkpointing" in issue.message

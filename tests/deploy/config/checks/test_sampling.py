@@ -10,8 +10,8 @@ CUT = f"{ARGS}.top_p=0.9"
 @pytest.mark.parametrize(
     ("overrides", "path", "says"),
     [
-        ([CUT], f"{ARGS}.top_p", "old_logprobs=recompute"),
-        ([f"{ARGS}.top_k=20"], f"{ARGS}.top_k", "kept probability mass"),
+        ([CUT, "+old_logprobs=behavior"], f"{ARGS}.top_p", "old_logprobs=recompute"),
+        ([f"{ARGS}.top_k=20", "+old_logprobs=behavior"], f"{ARGS}.top_k", "kept probability mass"),
         ([CUT, "pg_variant=aipo", "~pg_clip"], f"{ARGS}.top_p", "kept probability mass"),
         (
             [CUT, "pg_variant=vanilla", "~pg_clip", "+train_infer_correction.filters=[{ratio_high: 5.0}]"],
@@ -30,6 +30,8 @@ def test_a_cut_distribution_is_not_trained_on_as_the_whole_one(overrides: list[s
     [
         [CUT, "+old_logprobs=recompute", "+train_infer_correction.is_weight={}", "~pg_clip"],
         [CUT, "pg_variant=vanilla", "~pg_clip"],
+        [CUT, "~pg_clip"],
+        [f"{ARGS}.top_k=20", "~pg_clip"],
         [f"{ARGS}.top_k=-1"],
         [f"{ARGS}.top_k=0"],
     ],

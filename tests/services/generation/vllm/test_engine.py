@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Literal
 
 import pytest
 
-from offbeat.services.generation.config import GenerationConfig
-from offbeat.services.generation.vllm.engine import engine_environment
+from offbeat.services.generation.config import EngineStrategy, GenerationConfig, VllmConfig
+from offbeat.services.generation.vllm.engine import engine_arguments, engine_environment
 
 pytestmark = pytest.mark.slow
 
@@ -30,3 +32,14 @@ def test_vllm_leaves_the_handlers_of_serve_alone():
         return done.stdout.split()[-1]
 
     assert survive(engine_environment(GenerationConfig())) == "True"
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "used"), [("cpu", 16, 32), ("cpu", 48, 64), ("cpu", None, 32), ("cuda", 16, 16)]
+)
+def test_a_cpu_has_cache_blocks_of_multiples_of_32(
+    device: Literal["cpu", "cuda"], given: int | None, used: int, tmp_path: Path
+):
+    engine = VllmConfig.model_validate({} if given is None else {"block_size": given})
+    config = GenerationConfig(device=device, strategy_args=EngineStrategy(strategy_config=engine))
+    assert engine_arguments(config, tmp_path, 64, 1).get("block_size") == used

@@ -1,0 +1,25 @@
+"""Defaults that follow from keys of other tables."""
+
+from typing import Any
+
+from offbeat.trainer.config.algorithm import AGAINST_BEHAVIOR, WITHOUT_RATIO
+from offbeat.trainer.config.aliases import find_keys
+
+Tree = dict[str, Any]
+SAMPLING = ("actor_infer.generating_args", "train_env_manager.generating_args")
+"""Sampling of training episodes; the later table overrides."""
+
+
+def recompute_cut_logprobs(tree: Tree) -> Tree:
+    """Set `old_logprobs: recompute`, if left out, where `top_p` or `top_k` cut the distribution of the engine's logprobs."""
+    plays = tree.get("pipeline", "agentic") == "agentic"
+    if "old_logprobs" in tree or not plays or tree.get("pg_variant") in (*AGAINST_BEHAVIOR, *WITHOUT_RATIO):
+        return tree
+    args: Tree = {}
+    for pattern in SAMPLING:
+        for path, table in find_keys(tree, pattern):
+            given = table[path[-1]]
+            args |= {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
+    top_p, top_k = args.get("top_p"), args.get("top_k")
+    is_cut = (isinstance(top_p, float) and top_p < 1) or (isinstance(top_k, int) and top_k > 0)
+    return {**tree, "old_logprobs": "recompute"} if is_cut else tree

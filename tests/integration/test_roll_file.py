@@ -1,0 +1,91 @@
+"""ROLL's own agentic example trains without the importer, by ROLL's command, with a small model of its architecture."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from offbeat.deploy.config.loader import load_run
+from offbeat.services.chat.tokenizer import load_tokenizer
+from tests.paths import ROOT
+from tests.qwen2 import STOP, write_qwen2
+
+ROLL = ROOT / "tests/deploy/config/importing/roll"
+FILE = ROLL / "agentic" / "agent_val_frozen_lake.yaml"
+DIRECTIONS = ("Left", "Down", "Right", "Up")
+
+
+def write_player(folder: Path) -> None:
+    """Write a Qwen2 without memory, whose next token depends on the last one: it mostly answers `<answer>Left</answer>` or
+    another direction, so that rewards differ.
+    """
+    from transformers import Qwen2ForCausalLM
+
+    write_qwen2(folder, [FILE.read_text(), "<answer>" + "</answer>\n<answer>".join(DIRECTIONS * 50)])
+    tokenizer = load_tokenizer(folder)
+    model = Qwen2ForCausalLM.from_pretrained(folder, tie_word_embeddings=False, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "lm_head.weight")):
+                weight.zero_()
+        embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+        embedding.copy_(torch.nn.functional.normalize(torch.randn(embedding.shape, generator=generator)))
+        for direction in DIRECTIONS:
+            ids = [*tokenizer.encode(f"\n<answer>{direction}</answer>"), tokenizer.convert_tokens_to_ids(STOP)]
+            for last, following in set(pairwise(ids)):
+                head[following] += embedding[last]
+        head.mul_(2.0 / head.norm(dim=1, keepdim=True).clamp_min(1e-6))
+    model.config.tie_word_embeddings = False
+    model.bfloat16().save_pretrained(folder)
+
+
+def replaced(model: Path, run: Path) -> Sequence[str]:
+    """Return paths, sizes, devices and the strategy as overrides."""
+    return (
+        *(f"pretrain={model}", f"reward_pretrain={model}", f"output_dir={run}", f"logging_dir={run / 'own-logs'}"),
+        *(f"render_save_dir={run / 'render'}", f"checkpoint_config.output_dir={run.with_name('store')}"),
+        f"tracker_kwargs.log_dir={run / 'tensorboard'}",
+        *(f"{role}.device_mapping=null" for role in ("actor_train", "actor_infer", "reference")),
+        *("rollout_batch_size=8", "val_batch_size=4", "final_val_batch_size=4", "sequence_length=2048", "max_steps=2"),
+        *("train_env_manager.num_env_groups=2", "train_env_manager.group_size=4"),
+        "train_env_manager.num_groups_partition=[2]",
+        *("val_env_manager.num_env_groups=4", "val_env_manager.num_groups_partition=[1,1,1,1]"),
+        *("actor_train.training_args.gradient_accumulation_steps=4", "actor_infer.kv_cache_gib=0.25"),
+        "actor_train.strategy_args.strategy_name=fsdp2_train",
+    )
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("strategy", ["fsdp2_train", "deepspeed_train"])
+def test_rolls_file_is_valid(strategy: str, tmp_path: Path):
+    write_qwen2(tmp_path / "model", [FILE.read_text()])
+    values = [*replaced(tmp_path / "model", tmp_path / "run"), f"actor_train.strategy_args.strategy_name={strategy}"]
+    config = load_run(FILE, values)
+    train = config.actor_train
+    assert (train.model_args.disable_gradient_checkpointing, train.model_args.attn_implementation) == (False, "auto")
+    assert train.strategy_args.zero_stage == (1 if strategy == "deepspeed_train" else 0)
+    assert (train.strategy_args.strategy_config, config.old_logprobs) == ({}, "recompute")
+    assert (config.chat_template, config.custom_envs["FrozenLake"].env_config["max_steps"]) == ("qwen2_5", 10)
+
+
+@pytest.mark.alone
+@pytest.mark.timeout(300)
+def test_rolls_file_trains(tmp_path: Path):
+    write_player(tmp_path / "model")
+    run = tmp_path / "run"
+    named = ["--config-path", str(FILE.parent), "--config-name", FILE.stem]
+    command = [sys.executable, "-m", "offbeat.deploy.cli.app", "train", *named, *replaced(tmp_path / "model", run)]
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report = json.loads((run / "report.json").read_text())
+    assert (report["steps"], report["groups_trained"]) == (2, 4)
+    assert {path.name for path in (run / "render").iterdir()} == {"step-0", "step-2"}
+    assert list((run / "tensorboard").iterdir())
+    assert (run / "own-logs" / "learner.out").is_file()
+    assert list(tmp_path.glob("store/*/manifest-*"))

@@ -1,0 +1,105 @@
+"""Tensor parallelism: four processes, as 4 x 1 and 2 x 2, learn what one learns."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from offbeat.services.process import free_port
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
+from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
+from offbeat.trainer.models.tiny import write_tiny_policy
+from tests.integration.tensor_rank import STEPS, engine_of, half_learned, learn
+from tests.paths import ROOT
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tied Qwen2 whose vocabulary four ranks can't divide, and an untied Qwen3 with grouped keys and normalised heads."""
+    from transformers import Qwen3Config
+
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "tied").mkdir()
+    sizes = TinyPolicyConfig(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
+    write_tiny_policy(folder / "tied", sizes, ["a", "b", "c", "d", "e"])
+    Qwen3Config(
+        vocab_size=16,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=16,
+        tie_word_embeddings=False,
+        architectures=["Qwen3ForCausalLM"],
+    ).save_pretrained(folder / "untied")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    torch.set_num_threads(1)
+    with process_group(ranks_of_environment("cpu")) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def out(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the four ranks wrote."""
+    folder = tmp_path_factory.mktemp("out")
+    command = [sys.executable, str(Path(__file__).with_name("tensor_rank.py")), str(models), str(folder)]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4"}
+    running = [
+        subprocess.Popen(command, env={**os.environ, **address, "RANK": str(rank), "PYTHONPATH": str(ROOT)})
+        for rank in range(4)
+    ]
+    assert [process.wait(timeout=200) for process in running] == [0] * 4
+    return folder
+
+
+def read(out: Path, name: str) -> dict[str, Tensor]:
+    return load_file(out / f"{name}.safetensors")
+
+
+def assert_learned_same(one: dict[str, Tensor], two: dict[str, Tensor], atol: float = 2e-5) -> None:
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, two[name], rtol=1e-5, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("model", ["tied", "untied"])
+def test_ranks_learn_what_one_process_learns(model: str, models: Path, out: Path, ranks: Ranks):
+    alone = learn(engine_of(models / model, ranks, 1), STEPS)
+    for name in (f"{model}-2", f"{model}-4"):
+        assert_learned_same(alone, read(out, name))
+
+
+@pytest.mark.parametrize("model", ["tied", "untied"])
+def test_a_checkpoint_resumes_in_another_layout(model: str, models: Path, out: Path, ranks: Ranks):
+    """Written by 2 x 2 processes, read by 4 x 1 and by one."""
+    expected = learn(engine_of(models / model, ranks, 1), STEPS + 1)
+    expected["norms"] = expected["norms"][-1:]
+    one = engine_of(models / model, ranks, 1)
+    one.load(out / f"{model}-state")
+    assert_learned_same(expected, learn(one, 1))
+    assert_learned_same(expected, read(out, f"{model}-resumed"))
+
+
+def test_float16_skips_a_step_that_overflows_on_one_copy(models: Path, out: Path, ranks: Ranks):
+    alone, split = half_learned(engine_of(models / "tied", ranks, 1, "float16"), 1e6), read(out, "half")
+    (scale, applied), _ = split.pop("scales").tolist(), alone.pop("scales")
+    assert (scale > 1, applied) == (True, 0)
+    assert_learned_same(alone, split, atol=5e-3)
+
+
+def test_ranks_that_make_no_copy_is_refused(models: Path, ranks: Ranks):
+    with pytest.raises(ValueError, match="does not divide"):
+        engine_of(models / "tied", ranks, 3)

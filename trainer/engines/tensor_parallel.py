@@ -1,0 +1,73 @@
+# pyright: basic
+"""Tensor parallelism by transformers' plans (`base_model_tp_plan`) on DTensor."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism, replace_layer_number_by_wildcard
+
+EMBEDDINGS = ("lm_head", "embed_tokens")
+"""Layers that stay whole if the size of the vocabulary is not a multiple."""
+STYLES = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise")
+PARTIAL_STYLE = "replicated_with_grad_allreduce"
+"""Of norms of heads: each rank's gradient covers its own heads. transformers sums it after every backward pass, which counts
+accumulated gradients again; the engine sums it once per step instead.
+"""
+
+
+def split_model(model: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
+    """Split the layers over the mesh; return the modules whose gradients are to be summed over it.
+
+    Raises:
+        ValueError: the model can't be split.
+    """
+    # Of gathers over both dimensions of a mesh, for norms and publishing
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    plan: dict[str, str] = dict(model.tp_plan or {})
+    config = model.config.get_text_config()
+    if obstacle := find_obstacle(config.to_dict(), mesh.size()) or find_unknown_style(config.model_type, plan):
+        raise ValueError(f"actor_train.strategy_args.tp_size {mesh.size()}: {obstacle}")
+    is_tied = any(module.weight is model.get_input_embeddings().weight for module in _output_embeddings(model))
+    splits = {
+        name: style
+        for name, style in plan.items()
+        if style in STYLES and (config.vocab_size % mesh.size() == 0 or not name.endswith(EMBEDDINGS))
+    }
+    apply_tensor_parallelism(model, mesh, splits)
+    if is_tied:
+        _output_embeddings(model)[0].weight = model.get_input_embeddings().weight
+    return [
+        module
+        for name, module in model.named_modules()
+        if plan.get(replace_layer_number_by_wildcard(name)) == PARTIAL_STYLE
+    ]
+
+
+def _output_embeddings(model: PreTrainedModel) -> list[Any]:
+    return [module for module in (model.get_output_embeddings(),) if module is not None]
+
+
+def find_unknown_style(model_type: str, plan: Mapping[str, str]) -> str:
+    """Return why a plan can't be followed, or ""."""
+    if not plan:
+        return f"transformers has no plan for {model_type} (base_model_tp_plan): take 1"
+    unknown = sorted(set(plan.values()) - {*STYLES, PARTIAL_STYLE})
+    return f"{model_type} needs {', '.join(unknown)}, which is not supported: take 1" if unknown else ""
+
+
+def find_obstacle(config: Mapping[str, Any], size: int) -> str:
+    """Return why a model of this configuration can't be split, or ""."""
+    heads = config.get("num_attention_heads")
+    counts = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "intermediate_size": config.get("intermediate_size"),
+    }
+    for key, count in counts.items():
+        if isinstance(count, int) and count % size:
+            return f"the model's {key}, {count}, is not a multiple of it"
+    return ""
