@@ -61,4 +61,4 @@ def with_groups(setup: Setup, measures: Measures, groups: int, per_worker: int) 
 
 
 def _of(setup: Setup, measures: Measures, text: str, **limits: object) -> Change:
-    return Change(text, replace(setup, limits=replace(setup.limits, **limits)), measures)  # pyright: ignore[reportArgumentType]
+    return Change(text, replace(setup, limits=replace(setup.limits, **limits)), measures)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
@@ -150,7 +151,7 @@ def _workload(
         note = "no batches are recorded (console.keep_steps, record_batches): all episodes are taken to be alike"
         return MeasuredWorkload([[Episode(turns, max(mean_s - turns * turn_s, 0.0))]]), (note,)
     episodes = [[_episode(trajectory, turn_s) for trajectory in group] for group in groups]
-    times = np.array([np.mean([trajectory.duration_s for trajectory in group]) for group in groups])
+    times = np.array([fmean(trajectory.duration_s for trajectory in group) for group in groups])
     return MeasuredWorkload(episodes, tuple(_tilt(times, mean_s))), ()
 
 
