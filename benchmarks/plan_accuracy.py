@@ -20,6 +20,7 @@ from offbeat.benchmarks.redundancy import RedundancyOptions
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.plan.estimate import Effort, estimate
 from offbeat.deploy.plan.measurements import Measured, MetricRow, measure, read_batches
+from offbeat.deploy.plan.outcome import Setup
 from offbeat.deploy.plan.plan import setup_of
 from offbeat.deploy.plan.simulation import Simulation
 from offbeat.deploy.plan.workload import MeasuredWorkload
@@ -105,9 +106,9 @@ def _rows(records: Iterable[MetricRecord]) -> list[MetricRow]:
     ]
 
 
-def _predict_async(played: PlayedSetting, measured: dict[float, Measured], origin: float) -> list[Prediction]:
+def _predict_async(played: PlayedSetting, measured: dict[float, Measured], origin: float) -> Prediction:
     config, result = played.config, played.result
-    expected = estimate(setup_of(config), measured[origin].measures, Effort(config.max_steps - 1, 1, SEEDS))
+    expected = estimate(_setup(config), measured[origin].measures, Effort(config.max_steps - 1, 1, SEEDS))
     batches, _ = read_batches(config.output_dir, config)
     lags = Counter(batch.step - group.oldest_version for batch in batches[1:] for group in batch.groups)
     most = max([*lags, *expected.lags], default=0)
@@ -125,6 +126,11 @@ def _predict_async(played: PlayedSetting, measured: dict[float, Measured], origi
         measured_lags,
         _describe(measured[origin]),
     )
+
+
+def _setup(config: RunConfig) -> Setup:
+    """Return a run's setting; the benchmarks' learner takes groups as they complete, whatever `buffer.order` is."""
+    return replace(setup_of(config), order="completion")
 
 
 def _describe(measured: Measured) -> dict[str, Any]:
@@ -166,7 +172,7 @@ def _redundancy(options: RedundancyOptions, distribution: str, status: Status) -
 def _predict_batch(
     cell: tuple[int, int], config: RunConfig, source: Measured, measured_s: float, origin: tuple[int, int]
 ) -> Prediction:
-    setup = setup_of(config)
+    setup = _setup(config)
     steps = config.max_steps - 1
     outcomes = [Simulation(setup, source.measures, seed).run(steps + 1, 1) for seed in range(SEEDS)]
     means = [statistics.fmean(outcome.waits_s) for outcome in outcomes]
