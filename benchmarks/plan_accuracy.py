@@ -20,8 +20,10 @@ from offbeat.benchmarks.redundancy import RedundancyOptions
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.plan.estimate import Effort, estimate
 from offbeat.deploy.plan.measurements import Measured, MetricRow, measure, read_batches
+from offbeat.deploy.plan.outcome import Setup
 from offbeat.deploy.plan.plan import setup_of
 from offbeat.deploy.plan.simulation import Simulation
+from offbeat.deploy.plan.workload import MeasuredWorkload
 from offbeat.services.telemetry import MetricRecord, RedisMetrics
 
 SEEDS = 24
@@ -44,11 +46,15 @@ class Prediction:
     row: str
     quantity: str
     predicted: float
+    spread: float
+    """Standard deviation of the predicted value over simulated runs."""
     measured: float
     from_row: str
     lags: tuple[float, ...] = ()
     """Predicted share of trained groups by lag."""
     measured_lags: tuple[float, ...] = ()
+    measures: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Of the other row."""
 
     @property
     def error(self) -> float:
@@ -79,11 +85,7 @@ def _async(options: AsyncOptions, distribution: str, status: Status) -> list[Pre
         bounds = (0.0, *options.staleness)
         played = {bound: bench.play(distribution, bound, status.update) for bound in bounds}
         measured = {bound: _measured(bench.environment, played[bound]) for bound in (bounds[0], bounds[-1])}
-        return [
-            prediction
-            for bound in bounds
-            for prediction in _predict_async(played[bound], measured, bounds[0] if bound else bounds[-1])
-        ]
+        return [_predict_async(played[bound], measured, bounds[0] if bound else bounds[-1]) for bound in bounds]
 
 
 def _measured(base: BenchEnvironment, played: PlayedSetting) -> Measured:
@@ -104,25 +106,48 @@ def _rows(records: Iterable[MetricRecord]) -> list[MetricRow]:
     ]
 
 
-def _predict_async(played: PlayedSetting, measured: dict[float, Measured], origin: float) -> list[Prediction]:
+def _predict_async(played: PlayedSetting, measured: dict[float, Measured], origin: float) -> Prediction:
     config, result = played.config, played.result
-    expected = estimate(setup_of(config), measured[origin].measures, Effort(config.max_steps - 1, 1, SEEDS))
+    expected = estimate(_setup(config), measured[origin].measures, Effort(config.max_steps - 1, 1, SEEDS))
     batches, _ = read_batches(config.output_dir, config)
     lags = Counter(batch.step - group.oldest_version for batch in batches[1:] for group in batch.groups)
     most = max([*lags, *expected.lags], default=0)
     name, source = f"max_staleness {result.max_staleness:g}", f"max_staleness {origin:g}"
     predicted_lags = tuple(expected.lags.get(lag, 0.0) for lag in range(most + 1))
     measured_lags = tuple(lags[lag] / max(lags.total(), 1) for lag in range(most + 1))
-    rate = Prediction(
+    return Prediction(
         name,
         "trajectories/s",
         expected.trajectories_per_s,
+        expected.spread,
         result.trajectories_per_s,
         source,
         predicted_lags,
         measured_lags,
+        _describe(measured[origin]),
     )
-    return [rate]
+
+
+def _setup(config: RunConfig) -> Setup:
+    """Return a run's setting; the benchmarks' learner takes groups as they complete, whatever `buffer.order` is."""
+    return replace(setup_of(config), order="completion")
+
+
+def _describe(measured: Measured) -> dict[str, Any]:
+    """Return what a prediction was made from, but for the single episodes."""
+    measures = measured.measures
+    groups = measures.workload.groups if isinstance(measures.workload, MeasuredWorkload) else ()
+    weights = measures.workload.weights if isinstance(measures.workload, MeasuredWorkload) else ()
+    return {
+        "groups": len(groups),
+        "effective_groups": sum(weights) ** 2 / sum(weight**2 for weight in weights) if weights else len(groups),
+        "turn_s": measures.turn_s.points,
+        "train_s": measures.train_fixed_s,
+        "publish_s": measures.publish_s,
+        "other_s": measures.other_s,
+        "serve_s": measures.serve_s,
+        "slowest_env_s": [max(episode.env_s for episode in group) for group in groups],
+    }
 
 
 def _redundancy(options: RedundancyOptions, distribution: str, status: Status) -> list[Prediction]:
@@ -147,10 +172,14 @@ def _redundancy(options: RedundancyOptions, distribution: str, status: Status) -
 def _predict_batch(
     cell: tuple[int, int], config: RunConfig, source: Measured, measured_s: float, origin: tuple[int, int]
 ) -> Prediction:
-    setup = setup_of(config)
+    setup = _setup(config)
     steps = config.max_steps - 1
-    waits = [s for seed in range(SEEDS) for s in Simulation(setup, source.measures, seed).run(steps + 1, 1).waits_s]
-    return Prediction(_name(cell), "s a batch", statistics.fmean(waits), measured_s, _name(origin))
+    outcomes = [Simulation(setup, source.measures, seed).run(steps + 1, 1) for seed in range(SEEDS)]
+    means = [statistics.fmean(outcome.waits_s) for outcome in outcomes]
+    spread = statistics.stdev(means)
+    return Prediction(
+        _name(cell), "s a batch", statistics.fmean(means), spread, measured_s, _name(origin), measures=_describe(source)
+    )
 
 
 def _name(cell: tuple[int, int]) -> str:
@@ -161,13 +190,24 @@ def _show(title: str, rows: Sequence[Prediction]) -> None:
     def shares(values: tuple[float, ...]) -> str:
         return " ".join(f"{value:.2f}" for value in values)
 
-    columns = ("row", "predicted from", "quantity", "predicted", "measured", "error", "lags 0, 1, ...", "measured lags")
+    columns = (
+        "row",
+        "predicted from",
+        "quantity",
+        "predicted",
+        "+-",
+        "measured",
+        "error",
+        "lags 0, 1, ...",
+        "measured lags",
+    )
     cells = [
         (
             r.row,
             r.from_row,
             r.quantity,
             r.predicted,
+            r.spread,
             r.measured,
             f"{r.error:+.1%}",
             shares(r.lags),

@@ -19,8 +19,8 @@ from redis.asyncio import Redis as AsyncRedis
 from offbeat.benchmarks.buffer.load import RUN, GroupLoad, make_load
 from offbeat.benchmarks.harness.environment import bench_environment
 from offbeat.benchmarks.harness.result import machine, show
-from offbeat.deploy.plan.distributions import Distribution
-from offbeat.deploy.plan.outcome import Outcome, Setup
+from offbeat.deploy.plan.distributions import ValueDistribution
+from offbeat.deploy.plan.outcome import Setup, SimulatedRun
 from offbeat.deploy.plan.simulation import Simulation
 from offbeat.deploy.plan.workload import AssumedWorkload, Measures, TurnTimes
 from offbeat.services.buffer.admin import configure_buffer
@@ -160,14 +160,14 @@ def simulate(replicas: int, costs: Costs, options: argparse.Namespace) -> ScaleR
 
 def _measures(costs: Costs, options: argparse.Namespace) -> Measures:
     turn = tuple((float(n), TURN_TOKENS * (TOKEN_FIXED_S + n / TOKENS_PER_S)) for n in (1, 1000))
-    workload = AssumedWorkload(Distribution.parse(options.turns), Distribution.parse(options.env_latency))
+    workload = AssumedWorkload(ValueDistribution.parse(options.turns), ValueDistribution.parse(options.env_latency))
     return Measures(
         workload, TurnTimes(turn), train_fixed_s=options.train, train_per_token_s=0.0, tokens=options.tokens,
         announce_s=0.1, serve_s=options.update, worker_s=WORKER_TURN_S, buffer_s=costs.episode_us / 1e6,
     )  # fmt: skip
 
 
-def _row(setup: Setup, outcome: Outcome, costs: Costs, options: argparse.Namespace) -> ScaleRow:
+def _row(setup: Setup, outcome: SimulatedRun, costs: Costs, options: argparse.Namespace) -> ScaleRow:
     rate = outcome.trajectories_per_s
     beats = HEARTBEATS_PER_S * setup.num_workers * costs.heartbeat_us / 1e6
     return ScaleRow(

@@ -125,7 +125,7 @@ class _Options:
         """Return measures, options first. Raises `PlanError`, `ValueError`."""
         from dataclasses import replace
 
-        from offbeat.deploy.plan.distributions import Distribution
+        from offbeat.deploy.plan.distributions import ValueDistribution
         from offbeat.deploy.plan.measurements import PlanError
         from offbeat.deploy.plan.workload import AssumedWorkload, Measures, TurnTimes
 
@@ -142,15 +142,15 @@ class _Options:
         tags = config.train_env_manager.tags or tuple(config.custom_envs)
         max_turns = max(config.custom_envs[tag].max_steps for tag in tags)
         base = measured or Measures(
-            AssumedWorkload(Distribution("constant", max_turns), Distribution("constant", 0.0)),
+            AssumedWorkload(ValueDistribution("constant", max_turns), ValueDistribution("constant", 0.0)),
             TurnTimes(((1.0, 0.0),)),
             train_fixed_s=0.0,
             train_per_token_s=0.0,
             tokens=float(config.sequence_length),
         )
         if self._env_latency is not None:
-            turns = Distribution.parse(self._turns or str(max_turns))
-            base = replace(base, workload=AssumedWorkload(turns, Distribution.parse(self._env_latency)))
+            turns = ValueDistribution.parse(self._turns or str(max_turns))
+            base = replace(base, workload=AssumedWorkload(turns, ValueDistribution.parse(self._env_latency)))
         if self._turn_latency is not None:
             base = replace(base, turn_s=TurnTimes.parse(self._turn_latency))
         if self._train_s is not None:

@@ -11,7 +11,7 @@ MORE = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class SettingChange:
     text: str
     """`KEY=VALUE ...`, or what else would have to be so."""
     setup: Setup
@@ -20,7 +20,7 @@ class Change:
     """False: no key of the configuration."""
 
 
-def single_changes(setup: Setup, measures: Measures, per_worker: int) -> Iterator[Change]:
+def single_changes(setup: Setup, measures: Measures, per_worker: int) -> Iterator[SettingChange]:
     """per_worker: places of a worker."""
     limits = setup.limits
     members = limits.group_size + limits.redundancy
@@ -32,9 +32,9 @@ def single_changes(setup: Setup, measures: Measures, per_worker: int) -> Iterato
         places = limits.max_groups_in_flight * members
         workers = -(-places // per_worker)
         more = replace(setup, places=workers * per_worker, num_workers=workers)
-        yield Change(f"rollout.num_workers={workers}", more, measures)
+        yield SettingChange(f"rollout.num_workers={workers}", more, measures)
     if setup.order == "admission":
-        yield Change("buffer.order=completion", replace(setup, order="completion"), measures)
+        yield SettingChange("buffer.order=completion", replace(setup, order="completion"), measures)
     if limits.stale_policy == "drop":
         yield _of(setup, measures, "buffer.stale_policy=train", stale_policy="train")
     redundancy = limits.redundancy + 1
@@ -42,14 +42,14 @@ def single_changes(setup: Setup, measures: Measures, per_worker: int) -> Iterato
     yield _of(setup, measures, text, redundancy=redundancy)
     if not measures.turn_s.is_flat:
         number = setup.num_replicas + 1
-        yield Change(f"actor_infer.num_replicas={number}", replace(setup, num_replicas=number), measures)
+        yield SettingChange(f"actor_infer.num_replicas={number}", replace(setup, num_replicas=number), measures)
     faster = replace(
         measures, train_fixed_s=measures.train_fixed_s / 2, train_per_token_s=measures.train_per_token_s / 2
     )
-    yield Change("training in half the time", setup, faster, is_setting=False)
+    yield SettingChange("training in half the time", setup, faster, is_setting=False)
 
 
-def with_groups(setup: Setup, measures: Measures, groups: int, per_worker: int) -> Change:
+def with_groups(setup: Setup, measures: Measures, groups: int, per_worker: int) -> SettingChange:
     """Return a change of groups in flight, with the workers that their places take."""
     limits = replace(setup.limits, max_groups_in_flight=groups)
     text = f"train_env_manager.num_env_groups={groups}"
@@ -57,8 +57,8 @@ def with_groups(setup: Setup, measures: Measures, groups: int, per_worker: int) 
     if workers > setup.num_workers:
         text += f" rollout.num_workers={workers}"
     changed = replace(setup, limits=limits, num_workers=workers, places=workers * per_worker)
-    return Change(text, changed, measures)
+    return SettingChange(text, changed, measures)
 
 
-def _of(setup: Setup, measures: Measures, text: str, **limits: object) -> Change:
-    return Change(text, replace(setup, limits=replace(setup.limits, **limits)), measures)  # pyright: ignore[reportArgumentType]
+def _of(setup: Setup, measures: Measures, text: str, **limits: object) -> SettingChange:
+    return SettingChange(text, replace(setup, limits=replace(setup.limits, **limits)), measures)

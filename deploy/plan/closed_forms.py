@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from offbeat.deploy.plan.outcome import Outcome, Setup
-from offbeat.deploy.plan.workload import Episode, Measures
+from offbeat.deploy.plan.outcome import Setup, SimulatedRun
+from offbeat.deploy.plan.workload import Measures
 
-NUM_DRAWN = 600
+NUM_DRAWN = 3000
 """Groups drawn for a mean."""
 
 
@@ -44,33 +43,31 @@ class ClosedForms:
 def closed_forms(setup: Setup, measures: Measures, seed: int = 0) -> ClosedForms:
     limits, rng = setup.limits, np.random.default_rng(seed)
     members = limits.group_size + limits.redundancy
+    drawn = np.array([measures.workload.draw_group(rng, members) for _ in range(NUM_DRAWN)])
+    turns, env_s = drawn[..., 0], drawn[..., 1]
     count = float(min(setup.places, limits.max_groups_in_flight * members))
-    drawn = [measures.workload.draw_group(rng, members) for _ in range(NUM_DRAWN)]
-    times = _times(count, measures, drawn, setup)
+    times, busy = turns, count
     for _ in range(8):  # members that have ended leave the engines to the others of their group
+        times = turns * _turn_s(busy, measures, float(env_s.sum() / turns.sum()), setup) + env_s
         slowest = np.sort(times, axis=1)[:, limits.group_size - 1].mean()
-        busy = limits.max_groups_in_flight * members * times.mean() / slowest if slowest else count
-        times = _times(min(count, busy), measures, drawn, setup)
-    turns = float(np.mean([e.turns for group in drawn for e in group]))
+        busy = min(count, limits.max_groups_in_flight * members * times.mean() / slowest) if slowest else count
     slowest = np.sort(times, axis=1)[:, limits.group_size - 1]
-    episode_s, group_s = float(times.mean()), float(slowest.mean())
     batches = slowest[: len(slowest) // limits.groups_per_step * limits.groups_per_step]
     sync_s = batches.reshape(-1, limits.groups_per_step).max(axis=1).mean() if len(batches) else slowest.max()
     played = limits.groups_per_step * members / max(1 - measures.refilled, 1e-9)
     train_s = measures.train_s(setup.batch) + measures.publish_s + measures.other_s
-    engine_s = played * turns / (setup.num_replicas * measures.turn_s.max_rate)
     return ClosedForms(
-        episode_s=episode_s,
-        group_s=group_s,
+        episode_s=float(times.mean()),
+        group_s=float(slowest.mean()),
         train_s=train_s,
-        places_step_s=played * episode_s / setup.places,
-        groups_step_s=played / members * group_s / limits.max_groups_in_flight,
-        engine_step_s=engine_s,
+        places_step_s=played * float(times.mean()) / setup.places,
+        groups_step_s=played / members * float(slowest.mean()) / limits.max_groups_in_flight,
+        engine_step_s=played * float(turns.mean()) / (setup.num_replicas * measures.turn_s.max_rate),
         sync_step_s=float(sync_s) + train_s + measures.announce_s + measures.serve_s,
     )
 
 
-def expected_lag(outcome: Outcome, setup: Setup) -> float:
+def expected_lag(outcome: SimulatedRun, setup: Setup) -> float:
     """Return groups in play and waiting / groups per step, less half a step, plus the learner's busy share.
 
     Little's law for groups that start at any time: such a group meets half a step on average, and while the learner trains,
@@ -81,16 +78,8 @@ def expected_lag(outcome: Outcome, setup: Setup) -> float:
     return max(in_system - 0.5 + 1 - outcome.learner_idle, 0.0)
 
 
-def _times(playing: float, measures: Measures, drawn: list[list[Episode]], setup: Setup) -> npt.NDArray[np.float64]:
-    """Return seconds by group and member."""
-    turn_s = _turn_s(playing, measures, drawn, setup)
-    return np.array([[turns * turn_s + env_s for turns, env_s in group] for group in drawn])
-
-
-def _turn_s(playing: float, measures: Measures, drawn: list[list[Episode]], setup: Setup) -> float:
-    """Return a turn's time at the concurrency to which it leads: the share of an episode that is spent in engines."""
-    turns = sum(turns for group in drawn for turns, _ in group)
-    env_s = sum(env_s for group in drawn for _, env_s in group) / turns
+def _turn_s(playing: float, measures: Measures, env_s: float, setup: Setup) -> float:
+    """Return a turn's time at the concurrency to which it leads. env_s: of a turn."""
     low, high = 0.0, playing
     for _ in range(60):  # the curve rises, so the share of turns in generation has one fixed point
         generating = (low + high) / 2

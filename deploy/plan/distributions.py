@@ -12,7 +12,7 @@ NUM_PARAMETERS: dict[str, int] = {"constant": 1, "normal": 2, "lognormal": 2, "e
 
 
 @dataclass(frozen=True, slots=True)
-class Distribution:
+class ValueDistribution:
     """`normal` is cut off at 0; `lognormal` has the mean and standard deviation of the value itself."""
 
     shape: Shape
@@ -22,7 +22,7 @@ class Distribution:
     """Standard deviation; greatest value of `uniform`."""
 
     @classmethod
-    def parse(cls, text: str) -> "Distribution":
+    def parse(cls, text: str) -> "ValueDistribution":
         """Raises ValueError for another form."""
         name, *numbers = text.split(":") if ":" in text else ("constant", text)
         if name not in NUM_PARAMETERS:

@@ -17,7 +17,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class PartSizes:
     """Devices that the parts of a run take."""
 
     on_gpus: bool
@@ -29,7 +29,7 @@ class Sizes:
     cpus_per_process: float
 
     @classmethod
-    def of(cls, config: RunConfig, machine: Machine) -> "Sizes":
+    def of(cls, config: RunConfig, machine: Machine) -> "PartSizes":
         infer, train = config.actor_infer, config.actor_train
         chooses = machine.gpus is not None and "device" not in infer.model_fields_set
         return cls(
@@ -61,7 +61,7 @@ class Division:
     learner_processes: int
 
 
-def divisions(machine: Machine, sizes: Sizes, setup: Setup, measures: Measures) -> Iterator[Division]:
+def divisions(machine: Machine, sizes: PartSizes, setup: Setup, measures: Measures) -> Iterator[Division]:
     """Yield ways to divide a machine; without limits, the configured one alone."""
     if machine.gpus is None and machine.cpus is None:
         yield Division(setup, measures, sizes.learner_processes)
@@ -79,7 +79,7 @@ def divisions(machine: Machine, sizes: Sizes, setup: Setup, measures: Measures) 
             yield Division(changed, scaled, processes)
 
 
-def _counts(machine: Machine, sizes: Sizes) -> list[int]:
+def _counts(machine: Machine, sizes: PartSizes) -> list[int]:
     """Return numbers of engines to try: up to 8 evenly spaced ones."""
     rooms: list[int] = []
     if machine.gpus is not None and sizes.on_gpus:
@@ -90,7 +90,7 @@ def _counts(machine: Machine, sizes: Sizes) -> list[int]:
     return sorted({max(round(most * part / 8), 1) for part in range(1, 9)}) if most >= 1 else []
 
 
-def _learner_processes(machine: Machine, sizes: Sizes, setup: Setup) -> int:
+def _learner_processes(machine: Machine, sizes: PartSizes, setup: Setup) -> int:
     rooms: list[int] = []
     if machine.gpus is not None and sizes.on_gpus:
         rooms.append(machine.gpus - sizes.gpus(setup, 0))

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
 
 from offbeat.deploy.config.run import RunConfig
-from offbeat.deploy.plan.workload import Episode, MeasuredWorkload, Measures, TurnTimes
+from offbeat.deploy.plan.workload import MeasuredWorkload, Measures, PlannedEpisode, TurnTimes
 from offbeat.services.errors import CodecError
 from offbeat.services.messages.types import Trajectory
 from offbeat.trainer.config.algorithm import AlgorithmConfig
@@ -148,15 +149,15 @@ def _workload(
     if not groups:
         turns = max(round(_total(played, "turns") / num), 1)
         note = "no batches are recorded (console.keep_steps, record_batches): all episodes are taken to be alike"
-        return MeasuredWorkload([[Episode(turns, max(mean_s - turns * turn_s, 0.0))]]), (note,)
+        return MeasuredWorkload([[PlannedEpisode(turns, max(mean_s - turns * turn_s, 0.0))]]), (note,)
     episodes = [[_episode(trajectory, turn_s) for trajectory in group] for group in groups]
-    times = np.array([np.mean([trajectory.duration_s for trajectory in group]) for group in groups])
+    times = np.array([fmean(trajectory.duration_s for trajectory in group) for group in groups])
     return MeasuredWorkload(episodes, tuple(_tilt(times, mean_s))), ()
 
 
-def _episode(trajectory: Trajectory, turn_s: float) -> Episode:
+def _episode(trajectory: Trajectory, turn_s: float) -> PlannedEpisode:
     turns = max(len(trajectory.turns), 1)
-    return Episode(turns, max(trajectory.duration_s - turns * turn_s, 0.0))
+    return PlannedEpisode(turns, max(trajectory.duration_s - turns * turn_s, 0.0))
 
 
 def _tilt(times: Floats, mean: float) -> list[float]:

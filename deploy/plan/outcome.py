@@ -28,7 +28,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulatedRun:
     """Steady state of a simulated run, without its first steps."""
 
     steps: int
@@ -78,8 +78,8 @@ class Statistics:
     episode_s: list[float] = field(default_factory=list[float])
     began: float = 0.0
 
-    def outcome(self, steps: int, span_s: float, **means: float) -> Outcome:
-        return Outcome(
+    def outcome(self, steps: int, span_s: float, **means: float) -> SimulatedRun:
+        return SimulatedRun(
             steps=steps,
             span_s=span_s,
             lags=self.lags,

@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from offbeat.deploy.config.run import RunConfig
-from offbeat.deploy.plan.changes import Change, single_changes, with_groups
+from offbeat.deploy.plan.changes import SettingChange, single_changes, with_groups
 from offbeat.deploy.plan.estimate import Effort, Estimate, estimate
-from offbeat.deploy.plan.machine import Division, Machine, Sizes, divisions
+from offbeat.deploy.plan.machine import Division, Machine, PartSizes, divisions
 from offbeat.deploy.plan.measurements import Measured, PlanError
 from offbeat.deploy.plan.memory import Memory, memory_of
 from offbeat.deploy.plan.outcome import Setup
@@ -105,7 +105,7 @@ def make_plan(
 ) -> Plan:
     """Simulate. price_per_hour: of the whole machine. episodes: of each setting and seed. Raises `PlanError`."""
     machine = machine or Machine()
-    setup, sizes = setup_of(config), Sizes.of(config, machine)
+    setup, sizes = setup_of(config), PartSizes.of(config, machine)
     effort = Effort.for_batch(setup.batch, episodes)
     ways = list(divisions(machine, sizes, setup, measures))
     if not ways:
@@ -152,13 +152,13 @@ def make_plan(
     )
 
 
-def _bounds(setup: Setup, measures: Measures) -> Iterator[Change]:
+def _bounds(setup: Setup, measures: Measures) -> Iterator[SettingChange]:
     for bound in BOUNDS:
         limits = replace(setup.limits, max_staleness=bound)
-        yield Change(f"{bound:g}", replace(setup, limits=limits), measures)
+        yield SettingChange(f"{bound:g}", replace(setup, limits=limits), measures)
 
 
-def _try(change: Change, configured: Setting, effort: Effort, echo: Callable[[str], None]) -> Tried:
+def _try(change: SettingChange, configured: Setting, effort: Effort, echo: Callable[[str], None]) -> Tried:
     echo(change.text)
     at = estimate(change.setup, change.measures, effort)
     gain = at.trajectories_per_s / configured.estimate.trajectories_per_s

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from offbeat.deploy.plan.outcome import Outcome, Setup, Statistics
+from offbeat.deploy.plan.outcome import Setup, SimulatedRun, Statistics
 from offbeat.deploy.plan.stations import Average, Station
-from offbeat.deploy.plan.workload import Episode, Measures
+from offbeat.deploy.plan.workload import Measures, PlannedEpisode
 from offbeat.services.buffer.admission import GroupCounts, count_admissible, oldest_consumable
 
 
@@ -32,7 +32,7 @@ class _Group:
 class _Member:
     __slots__ = ("began", "env_s", "group", "is_held", "turns")
 
-    def __init__(self, group: _Group, episode: Episode) -> None:
+    def __init__(self, group: _Group, episode: PlannedEpisode) -> None:
         self.group = group
         self.turns, env_s = episode
         self.env_s = env_s / episode.turns
@@ -74,7 +74,7 @@ class Simulation:
         self._statistics = Statistics()
         self._phases: list[float] = (self._rng.random(setup.num_workers) * setup.heartbeat_s).tolist()
 
-    def run(self, steps: int, warm_up: int) -> Outcome:
+    def run(self, steps: int, warm_up: int) -> SimulatedRun:
         """Simulate `steps` batches, of which the first `warm_up` are not counted."""
         self._warm_up, self._last = warm_up, steps
         self._claim()
@@ -272,7 +272,7 @@ class Simulation:
         for station in (self._buffer, *self._workers):
             station.busy_s = 0.0
 
-    def _outcome(self, steps: int) -> Outcome:
+    def _outcome(self, steps: int) -> SimulatedRun:
         means = {name: average.mean(self._now) for name, average in self._averages.items()}
         span_s = self._now - self._statistics.began
         return self._statistics.outcome(

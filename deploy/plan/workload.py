@@ -9,32 +9,32 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from offbeat.deploy.plan.distributions import Distribution
+from offbeat.deploy.plan.distributions import ValueDistribution
 
 
-class Episode(NamedTuple):
+class PlannedEpisode(NamedTuple):
     turns: int
     env_s: float
     """Time outside of engines."""
 
 
 class Workload(Protocol):
-    def draw_group(self, rng: np.random.Generator, members: int) -> list[Episode]: ...
+    def draw_group(self, rng: np.random.Generator, members: int) -> list[PlannedEpisode]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class AssumedWorkload:
     """Independent episodes."""
 
-    turns: Distribution
-    env_s: Distribution
+    turns: ValueDistribution
+    env_s: ValueDistribution
     """Of a turn."""
 
-    def draw_group(self, rng: np.random.Generator, members: int) -> list[Episode]:
+    def draw_group(self, rng: np.random.Generator, members: int) -> list[PlannedEpisode]:
         turns = self.turns.draw_counts(rng, members)
         starts = np.concatenate([[0], np.cumsum(turns)[:-1]])
         sums = np.add.reduceat(self.env_s.draw(rng, int(turns.sum())), starts)
-        return [Episode(count, env_s) for count, env_s in zip(turns.tolist(), sums.tolist(), strict=True)]
+        return [PlannedEpisode(count, env_s) for count, env_s in zip(turns.tolist(), sums.tolist(), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class MeasuredWorkload:
     again from the same group.
     """
 
-    groups: Sequence[Sequence[Episode]]
+    groups: Sequence[Sequence[PlannedEpisode]]
     weights: tuple[float, ...] = ()
     """Chance of each group; empty: equal."""
 
-    def draw_group(self, rng: np.random.Generator, members: int) -> list[Episode]:
+    def draw_group(self, rng: np.random.Generator, members: int) -> list[PlannedEpisode]:
         recorded = self.groups[self._draw(rng)]
         order = rng.permutation(len(recorded))
         episodes = [recorded[i] for i in order[:members]]

@@ -57,3 +57,17 @@ def test_buffer_moves_the_same_groups_through_both_sides(tmp_path: Path) -> None
     for name in ("raw", "raw_codec", "raw_pipelined"):
         for part in ("into", "out", "both"):
             assert row["ratios"][name][part]["median"] > 0
+
+
+def test_plan_predicts_each_row_from_another(tmp_path: Path) -> None:
+    rows = result_of(tmp_path, "plan")["predictions"]
+    bounds, redundant = rows["async, lognormal"], rows["redundancy, lognormal"]
+    assert [(row["row"], row["from_row"]) for row in bounds] == [
+        ("max_staleness 0", "max_staleness 1"),
+        ("max_staleness 1", "max_staleness 0"),
+    ]
+    assert [(row["row"], row["from_row"]) for row in redundant] == [("5 x 3", "4 x 2")]
+    assert bounds[0]["lags"] == bounds[0]["measured_lags"] == [1.0]
+    assert sum(bounds[1]["lags"]) == pytest.approx(1.0)
+    for row in (*bounds, *redundant):
+        assert row["error"] == pytest.approx(row["predicted"] / row["measured"] - 1)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from offbeat.deploy.plan.distributions import Distribution
+from offbeat.deploy.plan.distributions import ValueDistribution
 from offbeat.deploy.plan.outcome import Setup
 from offbeat.deploy.plan.workload import AssumedWorkload, Measures, TurnTimes
 from offbeat.services.buffer.api import BufferLimits
@@ -27,5 +27,5 @@ def setup_with(*, order: str = "completion", places: int = 64, num_replicas: int
 def measures_of(
     turns: str = "4", env_s: str = "0.25", *, turn_s: str = "0", train_s: float = 0.5, **more: Any
 ) -> Measures:
-    workload = AssumedWorkload(Distribution.parse(turns), Distribution.parse(env_s))
+    workload = AssumedWorkload(ValueDistribution.parse(turns), ValueDistribution.parse(env_s))
     return Measures(workload, TurnTimes.parse(turn_s), train_s, 0.0, tokens=100.0, **more)

@@ -8,7 +8,7 @@ from typer.testing import CliRunner, Result
 
 from offbeat.deploy.cli.app import app
 from offbeat.deploy.config.loader import read_run
-from offbeat.deploy.plan.machine import Machine, Sizes, divisions
+from offbeat.deploy.plan.machine import Machine, PartSizes, divisions
 from offbeat.deploy.plan.memory import kv_bytes_per_token
 from offbeat.deploy.plan.plan import setup_of
 from tests.deploy.plan.settings import measures_of
@@ -18,7 +18,7 @@ TIMES = ("--env-latency", "lognormal:0.2:0.2", "--turn-latency", "0.02", "--turn
 
 
 def plan(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["plan", "quickstart", "--episodes", "700", *arguments])
+    return CliRunner().invoke(app, ["plan", "quickstart", "--episodes", "400", *arguments])
 
 
 def test_a_plan_names_the_change_that_helps_most(tmp_path: Path):
@@ -75,7 +75,7 @@ def test_a_pipeline_of_rows_has_no_plan():
 
 def test_a_machine_is_divided_between_engines_and_learner():
     config = read_run(QUICKSTART, ["actor_infer.cpus_per_replica=2", "rollout.cpus_per_worker=1"])
-    sizes, setup, measures = Sizes.of(config, Machine(cpus=8)), setup_of(config), measures_of(train_s=1.0)
+    sizes, setup, measures = PartSizes.of(config, Machine(cpus=8)), setup_of(config), measures_of(train_s=1.0)
     assert [d.learner_processes for d in divisions(Machine(), sizes, setup, measures)] == [1]
     found = list(divisions(Machine(cpus=8), sizes, setup, measures))
     assert [division.setup.num_replicas for division in found] == [1, 2, 3]
@@ -83,7 +83,7 @@ def test_a_machine_is_divided_between_engines_and_learner():
 
 
 def test_learner_processes_train_faster_on_more_gpus():
-    sizes = Sizes(True, 2, 1.0, 1.0, 2, 1.0)
+    sizes = PartSizes(True, 2, 1.0, 1.0, 2, 1.0)
     found = list(divisions(Machine(gpus=8), sizes, setup_of(read_run(QUICKSTART)), measures_of(train_s=1.0)))
     shares = {d.setup.num_replicas: (d.learner_processes, d.measures.train_fixed_s) for d in found}
     assert shares == {1: (6, pytest.approx(1 / 3)), 2: (4, pytest.approx(0.5)), 3: (2, pytest.approx(1.0))}

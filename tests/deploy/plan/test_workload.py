@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from offbeat.deploy.plan.distributions import Distribution
-from offbeat.deploy.plan.workload import Episode, MeasuredWorkload, TurnTimes
+from offbeat.deploy.plan.distributions import ValueDistribution
+from offbeat.deploy.plan.workload import MeasuredWorkload, PlannedEpisode, TurnTimes
 
 
 @pytest.mark.parametrize(
@@ -16,22 +16,22 @@ from offbeat.deploy.plan.workload import Episode, MeasuredWorkload, TurnTimes
     ],
 )
 def test_a_distribution_has_the_mean_and_deviation_that_it_names(text: str, mean: float, std: float):
-    values = Distribution.parse(text).draw(np.random.default_rng(0), 400_000)
+    values = ValueDistribution.parse(text).draw(np.random.default_rng(0), 400_000)
     assert values.mean() == pytest.approx(mean, rel=0.01)
     assert values.std() == pytest.approx(std, rel=0.05)
     assert values.min() >= 0
 
 
 def test_counts_are_whole_and_include_both_ends():
-    counts = Distribution.parse("uniform:3:6").draw_counts(np.random.default_rng(0), 1000)
+    counts = ValueDistribution.parse("uniform:3:6").draw_counts(np.random.default_rng(0), 1000)
     assert set(counts.tolist()) == {3, 4, 5, 6}
-    assert Distribution.parse("0.1").draw_counts(np.random.default_rng(0), 2).tolist() == [1, 1]
+    assert ValueDistribution.parse("0.1").draw_counts(np.random.default_rng(0), 2).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("text", ["", "gamma:1:2", "normal:1", "lognormal:a:b", "0.1:0.2", "-1", "uniform:4:3", "nan"])
 def test_another_form_of_distribution_is_refused(text: str):
     with pytest.raises(ValueError, match="'"):
-        Distribution.parse(text)
+        ValueDistribution.parse(text)
 
 
 def test_turn_times_are_linear_between_points_and_beyond():
@@ -49,7 +49,7 @@ def test_another_form_of_turn_times_is_refused(text: str):
 
 
 def test_measured_groups_are_drawn_whole_by_weight():
-    groups = [[Episode(1, 0.1), Episode(2, 0.2)], [Episode(3, 0.3), Episode(4, 0.4)]]
+    groups = [[PlannedEpisode(1, 0.1), PlannedEpisode(2, 0.2)], [PlannedEpisode(3, 0.3), PlannedEpisode(4, 0.4)]]
     rng = np.random.default_rng(0)
     workload = MeasuredWorkload(groups, (0.25, 0.75))
     drawn = [workload.draw_group(rng, 2) for _ in range(2000)]

@@ -1,5 +1,7 @@
 """One admission rule: Python's and the one that Redis runs."""
 
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -8,7 +10,8 @@ from redis import Redis
 from offbeat.services.buffer.admin import limit_fields
 from offbeat.services.buffer.admission import GroupCounts, count_admissible, oldest_consumable
 from offbeat.services.buffer.api import BufferLimits
-from offbeat.services.buffer.scripts import ANY, FOLDER, SHARED, BufferKeys
+from offbeat.services.buffer.scripts import FOLDER, SHARED, BufferKeys
+from offbeat.services.redis.incarnation import ANY
 from tests.copying import replace
 from tests.services.buffer.buffer_play import limits
 
@@ -52,7 +55,8 @@ def test_python_and_redis_admit_the_same_groups(
     if playing:
         redis.zadd(f"{keys.root}:assembling", {str(number): 0 for number in range(playing)})
     arguments = ["" if step is None else step, ANY]
-    room, limit, oldest = redis.eval(SCRIPT, len(keys.script_keys), *keys.script_keys, *arguments)
+    reply: Any = redis.eval(SCRIPT, len(keys.script_keys), *keys.script_keys, *arguments)
+    room, limit, oldest = reply
 
     counts = GroupCounts(standing=admitted - dropped - failed, playing=playing)
     assert count_admissible(bounds, step, counts) == (room, limit.decode())
