@@ -86,9 +86,7 @@ class FSDP2Engine(OnRanks):
             return init_device_mesh(ranks.device.type, (ranks.world_size,))
         if ranks.world_size % ranks.tp_size:
             raise ValueError(f"tp_size {ranks.tp_size} does not divide the {ranks.world_size} process(es)")
-        mesh = init_device_mesh(
-            ranks.device.type, (ranks.data_size, ranks.tp_size), mesh_dim_names=("data", "tensor")
-        )
+        mesh = init_device_mesh(ranks.device.type, (ranks.data_size, ranks.tp_size), mesh_dim_names=("data", "tensor"))
         self._tensor_mesh = mesh["tensor"]
         self._partial = split_model(cast(PreTrainedModel, module.model), self._tensor_mesh)
         return mesh["data"]
