@@ -8,6 +8,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from offbeat.deploy.cluster.size import Cluster
     from offbeat.deploy.config.run import RunConfig
     from offbeat.trainer.config.issue import ConfigIssue
 
@@ -63,15 +64,27 @@ def _refuse_options(overrides: list[str]) -> None:
             raise typer.Exit(EXIT_CONFIG)
 
 
-def load(path: Path, overrides: list[str] | None, *, for_this_machine: bool = True) -> "RunConfig":
-    """Load a run's configuration, or print its problems and exit."""
+def load(
+    path: Path, overrides: list[str] | None, cluster: "Cluster | None" = None, *, for_this_machine: bool = True
+) -> "RunConfig":
+    """Load a run's configuration, or print its problems and exit.
+
+    cluster: to check against; None: this machine, or none without `for_this_machine`.
+    """
     from offbeat.deploy.config.errors import ConfigError
     from offbeat.deploy.config.loader import load_run, read_run
 
     _refuse_options(overrides or [])
 
     try:
-        return load_run(path, overrides or []) if for_this_machine else read_run(path, overrides or [])
+        if cluster is None:
+            return load_run(path, overrides or []) if for_this_machine else read_run(path, overrides or [])
+        from offbeat.deploy.cluster.size import check_hosts
+
+        config = load_run(path, overrides or [], cores=cluster.cpus, nodes=cluster.nodes)
+        if issues := list(check_hosts(config, cluster)):
+            raise ConfigError(issues)
+        return config
     except ConfigError as error:
         refuse(path, error.issues)
 
@@ -90,10 +103,24 @@ def config_validate(
     overrides: Overrides = None,
     config_path: ConfigFolder = None,
     config_name: ConfigName = None,
+    address: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Check against the Ray cluster at HOST:PORT, or `auto`: this machine's."),
+    ] = None,
 ) -> None:
-    """Validate a configuration; list every problem."""
-    load(*locate(config, overrides, config_path, config_name))
+    """Validate a configuration, devices and CPUs by this machine or a cluster; list every problem."""
+    load(*locate(config, overrides, config_path, config_name), None if address is None else _measure(address))
     typer.echo("valid")
+
+
+def _measure(address: str) -> "Cluster":
+    from offbeat.deploy.cluster.size import Cluster, NoClusterError
+
+    try:
+        return Cluster.at(address)
+    except NoClusterError as error:
+        typer.echo(f"offbeat: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
 @config_app.command("show", context_settings=WITH_OVERRIDES)

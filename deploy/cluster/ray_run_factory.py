@@ -4,20 +4,17 @@
 import asyncio
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-import ray
 from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.deploy.cluster.engine_matching import choose_app
 from offbeat.deploy.cluster.offbeat_process import last_output, run_offbeat
 from offbeat.deploy.cluster.reaper import ensure_reaper
 from offbeat.deploy.cluster.run_factory import MachineSize, MeshRunFactory, holds_claim, missing_models_of
-from offbeat.deploy.components.placement import list_nodes
+from offbeat.deploy.cluster.size import Cluster, check_hosts
 from offbeat.deploy.components.serve_status import read_app_statuses
-from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.control.rights import UNRESTRICTED, Rights
@@ -33,19 +30,6 @@ from offbeat.trainer.config.aliases import canonical_json
 from offbeat.trainer.config.issue import ConfigIssue
 
 REPORT_TIMEOUT_S = 900.0
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    cpus: float
-    nodes: tuple[ClusterNode, ...]
-    hosts: int
-
-    @classmethod
-    def from_ray(cls) -> "Cluster":
-        resources = ray.cluster_resources()
-        hosts = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
-        return cls(resources.get("CPU", 0.0), tuple(list_nodes()), len(hosts))
 
 
 class RayRunFactory(MeshRunFactory):
@@ -137,9 +121,4 @@ def _claim_id(record: RunRecord) -> str:
 def check_cluster(config: RunConfig, cluster: Cluster, redis_url: str) -> Iterator[ConfigIssue]:
     if config.redis.url not in (None, redis_url):
         yield ConfigIssue("redis.url", "runs of a deployed mesh use its Redis: remove this key")
-    if cluster.hosts > 1 and config.weights.transport == "shm":
-        yield ConfigIssue(
-            "weights.transport",
-            f"shm reaches one host, and this cluster has {cluster.hosts}: use fs, with weights.url set to a folder or "
-            "bucket that all of them reach",
-        )
+    yield from check_hosts(config, cluster)

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from offbeat.deploy.config.checks.data import DATA_KEYS, steps_of_epochs
 from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.defaults import recompute_cut_logprobs
+from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.devices import choose_devices, count_gpus
 from offbeat.deploy.config.errors import ConfigError, collect_issues
 from offbeat.deploy.config.hub import MODEL_KEYS, download, find, is_hub_id, resolve_models
@@ -43,10 +44,21 @@ PATH_KEYS = (
 """Local paths' keys; `*` stands for any name."""
 
 
-def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Compose, validate and check a run. Raises `ConfigError` with every issue."""
-    config = choose_devices(_validate_models(_compose_saved(path, overrides), download, str(path)), count_gpus())
-    if issues := [*check_rights(config, config.control.to_rights(), "control"), *check_run(config)]:
+def load_run(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    cores: float | None = None,
+    nodes: Sequence[ClusterNode] | None = None,
+) -> RunConfig:
+    """Compose, validate and check a run. Raises `ConfigError` with every issue.
+
+    cores, nodes: of the cluster; None: of this machine.
+    """
+    gpus = count_gpus() if nodes is None else sum(node.gpus for node in nodes)
+    config = choose_devices(_validate_models(_compose_saved(path, overrides), download, str(path)), gpus)
+    checked = check_run(config, cores=cores, nodes=nodes)
+    if issues := [*check_rights(config, config.control.to_rights(), "control"), *checked]:
         raise ConfigError(issues, str(path))
     return config
 

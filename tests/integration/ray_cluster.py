@@ -47,6 +47,10 @@ class RayCluster:
         self.url = f"http://127.0.0.1:{self._ports['api']}"
         self.api = httpx.Client(base_url=self.url, timeout=20.0, trust_env=False, auth=self._authorize)
 
+    @property
+    def address(self) -> str:
+        return self._environment["RAY_ADDRESS"]
+
     def start(self, num_cpus: int, num_gpus: int = 0) -> None:
         """Start the head; returns when its dashboard answers."""
         ports = self._ports
@@ -106,8 +110,19 @@ class RayCluster:
         """What a program prints."""
         return self._command("python", str(script), *arguments)
 
+    def refusal(self, *command: str) -> str:
+        """What a command that refuses its arguments prints."""
+        done = self._run(*command)
+        assert done.returncode == 2, done.stdout + done.stderr
+        return done.stderr
+
     def _command(self, *command: str) -> str:
-        done = subprocess.run(
+        done = self._run(*command)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def _run(self, *command: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
             [BIN / command[0], *command[1:]],
             check=False,
             cwd=self.folder,
@@ -116,8 +131,6 @@ class RayCluster:
             text=True,
             timeout=180,
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
 
     def status(self) -> dict[str, str]:
         """Application -> status, as `serve status` says."""

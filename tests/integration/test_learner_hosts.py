@@ -73,6 +73,20 @@ def cluster(tmp_path: Path) -> Iterator[RayCluster]:
     cluster.end()
 
 
+def check_against(cluster: RayCluster) -> None:
+    """Assert that `config validate` tells placement problems with the cluster's numbers, which this machine has not."""
+    (cluster.folder / "run.yaml").write_text(SPREAD_RUN)
+    check = ("config", "validate", "run.yaml", "--address", cluster.address)
+    devices = ("actor_train.device=cuda", "actor_infer.device=cuda", "num_gpus_per_node=2")
+    assert cluster.offbeat(*check, *devices, "actor_train.num_processes=4") == "valid\n"
+    told = cluster.refusal("offbeat", *check, *devices, "actor_train.device_mapping=[0,1,2,4]")
+    assert "actor_train.device_mapping: device 4 does not exist: there are 4 device(s) (2 + 2 on 2 nodes)" in told
+    told = cluster.refusal("offbeat", *check, *devices, "actor_train.num_processes=5")
+    assert "5 process(es) need a device each, there are 4 device(s)" in told
+    told = cluster.refusal("offbeat", *check, "rollout.num_workers=9")
+    assert "the cluster has 3: take rollout.num_workers <= " in told
+
+
 @pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_roles_get_exactly_their_devices(cluster: RayCluster, redis_url: str) -> None:
@@ -80,6 +94,7 @@ def test_roles_get_exactly_their_devices(cluster: RayCluster, redis_url: str) ->
     cluster.start(num_cpus=2, num_gpus=2)
     cluster.join(num_cpus=1, num_gpus=2)
     cluster.python(HERE / "cluster_devices.py", str(cluster.folder), redis_url)
+    check_against(cluster)
     found: dict[str, Any] = json.loads((cluster.folder / "devices.json").read_text())
     first, second = found["nodes"]
     assert sorted(map(tuple, found["engines"])) == sorted([(first, "0"), (first, "1"), (second, "1")])

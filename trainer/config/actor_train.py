@@ -92,8 +92,8 @@ class TrainingArgs(ScheduleArgs, ConditionalConfig):
 
 
 ALTERNATIVES = {
-    "megatron_train": "training has no tensor or pipeline parallelism; take fsdp2_train, or deepspeed_train with zero_stage "
-    "3, which shard weights, gradients and moments over all processes",
+    "megatron_train": "take fsdp2_train, which shards weights, gradients and moments over all processes and splits layers "
+    "by tp_size, or deepspeed_train; there is no pipeline parallelism",
     **dict.fromkeys(
         ("hf_infer", "deepspeed_infer", "fsdp2_infer"),
         "it is for inference: use it for `reference` or a `teacher`, and deepspeed_train to train",
@@ -108,6 +108,10 @@ class StrategyArgs(ConditionalConfig):
     strategy_name: Literal["deepspeed_train", "fsdp2_train"] = "deepspeed_train"
     """`deepspeed_train`: DeepSpeed ZeRO. `fsdp2_train`: PyTorch's `fully_shard`, like ZeRO-3; resumes on any number of
     processes. ROLL's `megatron_train` is unsupported.
+    """
+    tp_size: Annotated[int, OnlyWith(strategy_name=("fsdp2_train",))] = Field(default=1, ge=1)
+    """Consecutive processes over which layers are split (tensor parallelism); it divides `num_processes`, and the rest is
+    data-parallel. ROLL's `tensor_model_parallel_size`.
     """
     zero_stage: Annotated[Literal[0, 1, 2, 3], OnlyWith(strategy_name=("deepspeed_train",))] = 0
     """ZeRO stage: 1 shards optimizer states, 2 also gradients, 3 also weights."""
@@ -133,7 +137,9 @@ class ActorTrainConfig(Config):
     device: Literal["cpu", "cuda"] = "cpu"
     """Left out, `cuda` where the engines leave GPUs for all processes."""
     num_processes: int = Field(default=1, ge=1)
-    """Data-parallel processes, over several nodes where one has too few devices; `device_mapping` implies it."""
+    """Processes, over several nodes where one has too few devices; `device_mapping` implies it. They are data-parallel, but
+    for `strategy_args.tp_size`.
+    """
     device_mapping: DeviceMapping | None = None
     """Devices of the cluster, one per process, as a list or ROLL's `list(range(0, 8))`. None: chosen."""
     backend_timeout: float = Field(default=30.0, gt=0)
@@ -176,11 +182,12 @@ class ActorTrainConfig(Config):
             return self
         implied = {"max_tokens_per_microbatch": args.per_device_train_batch_size * sequence_length}
         if args.gradient_accumulation_steps is not None:
-            per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.num_processes
+            copies = max(1, self.num_processes // self.strategy_args.tp_size)
+            per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * copies
             if rollout_batch_size % per_step:
                 raise ValueError(
-                    f"training_args: per_device_train_batch_size x gradient_accumulation_steps x num_processes = {per_step} "
-                    f"trajectories per optimizer step do not divide rollout_batch_size {rollout_batch_size}"
+                    "training_args: per_device_train_batch_size x gradient_accumulation_steps x num_processes / tp_size = "
+                    f"{per_step} trajectories per optimizer step do not divide rollout_batch_size {rollout_batch_size}"
                 )
             implied["num_minibatches"] = rollout_batch_size // per_step
         for key, value in implied.items():

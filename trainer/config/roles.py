@@ -12,7 +12,7 @@ TrainDtype = Literal["float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 
 UNSUPPORTED = {
-    "megatron_infer": "there is no tensor or pipeline parallelism",
+    "megatron_infer": "frozen models are not split: deepspeed_infer shards their weights",
     "fsdp2_infer": "deepspeed_infer does the same",
     "vllm": "a frozen model's logprobs must come from the trainer's own numerics",
     "sglang": "a frozen model's logprobs must come from the trainer's own numerics",

@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism, replace_layer_number_by_wildcard
 
+from offbeat.trainer.config.tensor_parallel import find_obstacle
+
 EMBEDDINGS = ("lm_head", "embed_tokens")
 """Layers that stay whole if the size of the vocabulary is not a multiple."""
 STYLES = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise")
@@ -57,17 +59,3 @@ def find_unknown_style(model_type: str, plan: Mapping[str, str]) -> str:
         return f"transformers has no plan for {model_type} (base_model_tp_plan): take 1"
     unknown = sorted(set(plan.values()) - {*STYLES, PARTIAL_STYLE})
     return f"{model_type} needs {', '.join(unknown)}, which is not supported: take 1" if unknown else ""
-
-
-def find_obstacle(config: Mapping[str, Any], size: int) -> str:
-    """Return why a model of this configuration can't be split, or ""."""
-    heads = config.get("num_attention_heads")
-    counts = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": config.get("num_key_value_heads") or heads,
-        "intermediate_size": config.get("intermediate_size"),
-    }
-    for key, count in counts.items():
-        if isinstance(count, int) and count % size:
-            return f"the model's {key}, {count}, is not a multiple of it"
-    return ""

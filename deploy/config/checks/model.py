@@ -15,6 +15,7 @@ from offbeat.services.generation.tenancy import read_architecture
 from offbeat.services.generation.vllm.engine_arguments import engine_argument_names
 from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
+from offbeat.trainer.config.tensor_parallel import find_obstacle
 
 SHAPE_KEYS = (
     "architectures",
@@ -41,6 +42,26 @@ def check_engine_arguments(config: RunConfig) -> Iterator[ConfigIssue]:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean `{near[0]}`?" if near else ": see `vllm serve --help=all`"
         yield ConfigIssue(f"{ENGINE}.{name}", f"vLLM has no such engine argument{hint}", *near)
+
+
+def check_tensor_parallel(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield a `tp_size` that does not fit the processes or the model."""
+    train, key = config.actor_train, "actor_train.strategy_args.tp_size"
+    size = train.strategy_args.tp_size
+    if size == 1:
+        return
+    if train.num_processes % size:
+        yield ConfigIssue(
+            key, f"{size} does not divide the {train.num_processes} process(es) (actor_train.num_processes)"
+        )
+    try:
+        architecture = load_architecture(config)
+    except (OSError, ValueError, MissingWordsError):
+        return  # an unreadable model has its own error
+    if architecture.get("vision_config"):
+        yield ConfigIssue(key, "a policy with image input can't be split: leave it out")
+    elif obstacle := find_obstacle(architecture, size):
+        yield ConfigIssue(key, f"{size}: {obstacle}")
 
 
 def check_resumed_model(config: RunConfig) -> Iterator[ConfigIssue]:

@@ -15,7 +15,7 @@ from offbeat.deploy.config.checks.devices import check_devices
 from offbeat.deploy.config.checks.episodes import check_episodes
 from offbeat.deploy.config.checks.hf_infer import check_hf_infer
 from offbeat.deploy.config.checks.lora import check_lora
-from offbeat.deploy.config.checks.model import check_engine_arguments, check_resumed_model
+from offbeat.deploy.config.checks.model import check_engine_arguments, check_resumed_model, check_tensor_parallel
 from offbeat.deploy.config.checks.prompts import OnStep, check_first_prompts, ignore_step
 from offbeat.deploy.config.checks.sampling import check_sampling
 from offbeat.deploy.config.device_plan import ClusterNode
@@ -83,7 +83,7 @@ def _check_static(config: RunConfig, cores: float | None, nodes: Sequence[Cluste
         cores = float(len(os.sched_getaffinity(0)))
     return [
         *_check_batch(config),
-        *_check_cpu(config, cores),
+        *_check_cpu(config, cores, "this machine" if nodes is None else "the cluster"),
         *_check_algorithm(config),
         *check_data(config),
         *check_online(config),
@@ -92,6 +92,7 @@ def _check_static(config: RunConfig, cores: float | None, nodes: Sequence[Cluste
         *check_engine_arguments(config),
         *check_hf_infer(config),
         *check_resumed_model(config),
+        *check_tensor_parallel(config),
         *check_sampling(config),
         *check_lora(config),
         *_check_paths_and_addresses(config),
@@ -189,7 +190,7 @@ def _no_such_tag(tag: str, config: RunConfig) -> str:
     return f"no tag {tag!r} in custom_envs; there is {', '.join(sorted(config.custom_envs)) or 'none'}"
 
 
-def _check_cpu(config: RunConfig, cores: float) -> Iterator[ConfigIssue]:
+def _check_cpu(config: RunConfig, cores: float, whose: str) -> Iterator[ConfigIssue]:
     infer, rollout, train = config.actor_infer, config.rollout, config.actor_train
     has_cpu_engines = config.uses_engine and infer.device == "cpu"
     engines = infer.num_replicas * infer.engine.world_size * infer.cpus_per_replica if has_cpu_engines else 0.0
@@ -200,13 +201,13 @@ def _check_cpu(config: RunConfig, cores: float) -> Iterator[ConfigIssue]:
         yield ConfigIssue(
             "rollout.num_workers",
             f"{infer.num_replicas} engine(s) with {infer.cpus_per_replica:g} CPUs and {rollout.num_workers} worker(s) with "
-            f"{rollout.cpus_per_worker:g} need {engines + workers:g} CPUs, this machine has {cores:g}: {advice}",
+            f"{rollout.cpus_per_worker:g} need {engines + workers:g} CPUs, {whose} has {cores:g}: {advice}",
         )
     threads = train.num_processes * train.num_threads
     if train.device == "cpu" and threads > cores:
         yield ConfigIssue(
             "actor_train.num_processes",
-            f"{train.num_processes} learner process(es) of {train.num_threads} thread(s) need {threads} CPUs, this machine "
+            f"{train.num_processes} learner process(es) of {train.num_threads} thread(s) need {threads} CPUs, {whose} "
             f"has {cores:g}: their product must not exceed {int(cores)}",
         )
 

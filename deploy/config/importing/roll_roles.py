@@ -23,7 +23,9 @@ from offbeat.trainer.config.aliases import ENGINE
 FROZEN = ("reference", "teacher.*")
 SHARDING = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 TRAIN_CONFIG = "actor_train.strategy_args.strategy_config"
-NOT_SPLIT = "a process holds whole layers: fsdp2_train shards weights, gradients and moments over all of them"
+NOT_SPLIT = (
+    "fsdp2_train shards weights, gradients and moments over all processes; to split layers, set strategy_args.tp_size"
+)
 PACKED = "sequences are always packed without padding"
 WITH_IMAGE = "vl_traj_env_manager"
 

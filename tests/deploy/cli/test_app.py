@@ -52,6 +52,13 @@ def test_a_refused_configuration_lists_every_problem_and_exits_with_2(command: t
     assert done.stdout == ""
 
 
+def test_an_address_without_a_cluster_is_said_in_one_line():
+    done = offbeat("config", "validate", QUICKSTART, "--address", "127.0.0.1:1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no Ray cluster can be joined at 127.0.0.1:1: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_version_is_the_installed_one():
     from offbeat import __version__
 

@@ -162,6 +162,7 @@ def test_megatrons_settings_become_ours():
         "strategy_name": "deepspeed_train",
         "strategy_config": {},
         "zero_stage": 1,
+        "tp_size": 1,
     }
     assert tree["actor_train"]["model_args"] == {"disable_gradient_checkpointing": False}
     tree, issues = canonicalize({"actor_train": {"strategy_args": {**strategy, "strategy_name": "fsdp2_train"}}})

@@ -36,6 +36,13 @@ def test_optimizer_steps_and_token_budget_follow_from_rolls_keys(
     assert LearnerConfig.model_validate_json(resolved.model_dump_json()) == resolved
 
 
+def test_processes_that_hold_one_copy_of_the_weights_count_once():
+    args = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    strategy = {"strategy_name": "fsdp2_train", "tp_size": 2}
+    resolved = config(args, actor_train={"num_processes": 4, "strategy_args": strategy})
+    assert resolved.actor_train.training_args.num_minibatches == 2
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

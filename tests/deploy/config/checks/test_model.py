@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from offbeat.deploy.config.checks.run import check_run
-from offbeat.deploy.config.loader import load_run
+from offbeat.deploy.config.checks.run import check_run, check_settings
+from offbeat.deploy.config.loader import compose_tree, load_run, validate_tree
 from offbeat.deploy.run_setup import load_architecture
 from offbeat.services.generation.config import EngineStrategy, VllmConfig
 from offbeat.services.generation.vllm.engine_arguments import engine_argument_names
 from offbeat.trainer.config.aliases import ENGINE
-from tests.paths import QUICKSTART
+from tests.paths import CONFIGS, QUICKSTART
 
 
 def problems(**changes: Any) -> dict[str, str]:
@@ -83,3 +83,28 @@ def test_a_changed_model_folder_is_named(tmp_path: Path):
 def test_a_default_that_one_side_leaves_out_is_no_difference(tmp_path: Path):
     checkpoint(tmp_path, head_dim=32)
     assert problems(output_dir=tmp_path, resume_from_checkpoint=True) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (("tp_size=2", "num_processes=2"), ""),
+        (("tp_size=2",), "does not divide the 1 process"),
+        (("tp_size=3", "num_processes=3"), "num_attention_heads, 2, is not a multiple"),
+    ],
+)
+def test_layers_are_split_over_processes_that_fit(changes: tuple[str, ...], says: str):
+    values = [f"actor_train.{'strategy_args.' if 'tp' in change else ''}{change}" for change in changes]
+    tree = compose_tree(QUICKSTART, ["actor_train.strategy_args.strategy_name=fsdp2_train", *values])
+    issues = {issue.path: issue.message for issue in check_settings(validate_tree(tree), cores=8)}
+    message = issues.get("actor_train.strategy_args.tp_size", "")
+    assert says in message
+    assert bool(says) == bool(message)
+
+
+def test_a_policy_with_images_is_not_split():
+    vision = load_run(CONFIGS / "frozen_lake_vision.yaml")
+    strategy = vision.actor_train.strategy_args.model_copy(update={"strategy_name": "fsdp2_train", "tp_size": 2})
+    train = vision.actor_train.model_copy(update={"num_processes": 2, "strategy_args": strategy})
+    issues = check_settings(vision.model_copy(update={"actor_train": train}), cores=8)
+    assert "image input" in {issue.path: issue.message for issue in issues}["actor_train.strategy_args.tp_size"]
