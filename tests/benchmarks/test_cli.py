@@ -57,3 +57,14 @@ def test_buffer_moves_the_same_groups_through_both_sides(tmp_path: Path) -> None
     for name in ("raw", "raw_codec", "raw_pipelined"):
         for part in ("into", "out", "both"):
             assert row["ratios"][name][part]["median"] > 0
+
+
+@pytest.mark.timeout(300)
+def test_the_console_is_measured_on_a_run_that_goes_on(tmp_path: Path) -> None:
+    result = result_of(tmp_path, "console")
+    assert result["trajectories"] > 640
+    rows = {row["name"]: row for row in result["calls"]}
+    assert {"groups by spread", "trajectory", "6 series by time", "pause", "change of settings"} <= rows.keys()
+    assert all(row["first_ms"] > 0 and row["ms"]["median"] > 0 and row["bytes"] > 0 for row in rows.values())
+    assert result["costs"][0]["name"] == "nobody"
+    assert len(result["costs"]) == 1 + len(result["pictures"])
