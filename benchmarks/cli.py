@@ -316,8 +316,8 @@ def bench_weights(
 def bench_console(
     steps: Annotated[int, typer.Option(min=32, help="Of the made run, of 10 trajectories each.")] = 10_000,
     tokens: Annotated[int, typer.Option(min=64, help="Of a trajectory.")] = 512,
-    rounds: Annotated[int, typer.Option(min=1, help="Of each call.")] = 20,
-    watch: Annotated[int, typer.Option(metavar="S", min=1, help="Seconds in which a view's cost is measured.")] = 20,
+    rounds: Annotated[int, typer.Option(min=1, help="Of each call.")] = 10,
+    watch: Annotated[int, typer.Option(metavar="S", min=1, help="Seconds in which a view's cost is measured.")] = 15,
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:
@@ -326,7 +326,7 @@ def bench_console(
 
     options = bench.ConsoleOptions(steps=steps, tokens=tokens, rounds=rounds, watch_s=watch)
     if quick:
-        options = replace(options, steps=64, rounds=2, watch_s=1)
+        options = replace(options, steps=64, rounds=1, watch_s=1)
     _run("console", bench.run, options, json)
 
 

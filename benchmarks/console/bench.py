@@ -28,8 +28,8 @@ class ConsoleOptions:
     steps: int = 10_000
     tokens: int = 512
     """Of a trajectory."""
-    rounds: int = 20
-    watch_s: int = 20
+    rounds: int = 10
+    watch_s: int = 15
     """For each view's cost."""
 
 

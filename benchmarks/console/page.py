@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.benchmarks.console.service import ServiceProcess
+from offbeat.deploy.console.groups import REFRESH_INTERVAL_S
 
 CHROMIUM = ("chromium-headless-shell", "chromium")
 UNPACKED = Path(sys.prefix, "chromium", "chromium")
@@ -128,8 +129,10 @@ def measure_cost(
     """
     costs = [Cost(NOBODY, _watch(service, seconds, go_on))]
     for view in views(run) if browser is not None else ():
+        group = go_on()
+        time.sleep(REFRESH_INTERVAL_S)  # until the service reads the new step
         with _page(browser) as page:
-            _open(page, f"{service.url}/ui/{view.address.format(group=go_on())}", view.picture)
+            _open(page, f"{service.url}/ui/{view.address.format(group=group)}", view.picture)
             costs.append(Cost(view.name, _watch(service, seconds, go_on)))
     return costs
 

@@ -17,6 +17,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.deploy import run_folder
 from offbeat.deploy.cluster.offbeat_process import last_output, run_offbeat
+from offbeat.deploy.cluster.packaged_recipes import PackagedRecipes
 from offbeat.deploy.components.env_workers import WorkerPool
 from offbeat.deploy.components.learner import ExternalLearner, ManagedLearner
 from offbeat.deploy.components.model_download import DownloadMesh
@@ -144,7 +145,7 @@ class MachineSize(NamedTuple):
     nodes: Sequence[ClusterNode] | None = None
 
 
-class MeshRunFactory:
+class MeshRunFactory(PackagedRecipes):
     tries_episodes: ClassVar[bool] = False
     """Whether envs and agents are tried before a run; `offbeat train` has done so."""
 

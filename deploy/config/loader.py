@@ -5,6 +5,7 @@ Invariant: a `ConfigError` lists all issues, before the start.
 
 import copy
 import json
+import threading
 import warnings
 from collections.abc import Callable, Container, Generator, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,8 @@ PATH_KEYS = (
     *MODEL_KEYS,
 )
 """Local paths' keys; `*` stands for any name."""
+_composing = threading.Lock()
+"""Hydra's state is global."""
 
 
 def load_run(
@@ -138,7 +141,7 @@ def compose_files(path: Path, overrides: Sequence[str] = ()) -> tuple["DictConfi
             raise ConfigError([issue], str(path))
         own = load_yaml(text)
         folder = str(path.resolve().parent)
-        with initialize_config_dir(config_dir=folder, version_base="1.3"), warnings.catch_warnings():
+        with _composing, initialize_config_dir(config_dir=folder, version_base="1.3"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*Defaults list is missing `_self_`.*")  # ROLL's files: last by default
             return compose(config_name=path.name, overrides=_allow_new_keys(overrides)), own
 

@@ -11,6 +11,7 @@ from offbeat.services.control.auth import AuthMiddleware
 from offbeat.services.control.console.derived_routes import derived_routes
 from offbeat.services.control.console.derived_runs import DerivedRuns
 from offbeat.services.control.console.pages import add_page
+from offbeat.services.control.console.recipe_routes import recipe_routes
 from offbeat.services.control.console.routes import archive_routes
 from offbeat.services.control.http_errors import answer_errors, refusals
 from offbeat.services.control.prometheus.routes import prometheus_routes
@@ -41,6 +42,7 @@ def create_api(
     api.include_router(archive_routes(service.archive, service.view), dependencies=bearer)
     api.include_router(prometheus_routes(service.exporter), dependencies=bearer)
     api.include_router(derived_routes(DerivedRuns(service)), dependencies=bearer)
+    api.include_router(recipe_routes(service.factory), dependencies=bearer)
 
     @api.get("/healthz", tags=["service"], responses={503: refusals()[503]})
     async def healthz() -> HealthView:

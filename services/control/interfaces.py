@@ -1,6 +1,6 @@
 """Interface of the reconciler to a run's components."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -77,4 +77,16 @@ class RunMesh(Protocol):
 
     async def clean_up(self) -> None:
         """Free what outlives the components (weights in shared memory)."""
+        ...
+
+
+class Recipes(Protocol):
+    """Packaged configurations; blocking."""
+
+    def recipes(self) -> Mapping[str, str]:
+        """Return names, each with what it trains."""
+        ...
+
+    def recipe(self, name: str) -> str:
+        """Return a complete configuration as YAML, of a name in `recipes`."""
         ...

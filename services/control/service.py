@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from offbeat.services.control.console.archive import RunArchive
 from offbeat.services.control.event_schemas import MetricsView, MetricView
-from offbeat.services.control.interfaces import Removal
+from offbeat.services.control.interfaces import Recipes, Removal
 from offbeat.services.control.prometheus.exporter import PrometheusExporter
 from offbeat.services.control.queries import BufferReader, Overview, reading
 from offbeat.services.control.rights import UNRESTRICTED, Rights
@@ -72,7 +72,7 @@ class InvalidPlaceError(ControlError):
     """Invalid position in a list of runs."""
 
 
-class RunFactory(BufferReader, Protocol):
+class RunFactory(BufferReader, Recipes, Protocol):
     async def validate(self, document: str | dict[str, Any], rights: Rights) -> RunSpec:
         """Validate within a time limit; raises `InvalidRunError`, `NotAllowedError` with every problem."""
         ...

@@ -71,3 +71,14 @@ def test_plan_predicts_each_row_from_another(tmp_path: Path) -> None:
     assert sum(bounds[1]["lags"]) == pytest.approx(1.0)
     for row in (*bounds, *redundant):
         assert row["error"] == pytest.approx(row["predicted"] / row["measured"] - 1)
+
+
+@pytest.mark.timeout(300)
+def test_the_console_is_measured_on_a_run_that_goes_on(tmp_path: Path) -> None:
+    result = result_of(tmp_path, "console")
+    assert result["trajectories"] > 640
+    rows = {row["name"]: row for row in result["calls"]}
+    assert {"groups by spread", "trajectory", "6 series by time", "pause", "change of settings"} <= rows.keys()
+    assert all(row["first_ms"] > 0 and row["ms"]["median"] > 0 and row["bytes"] > 0 for row in rows.values())
+    assert result["costs"][0]["name"] == "nobody"
+    assert len(result["costs"]) == 1 + len(result["pictures"])

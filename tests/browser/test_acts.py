@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from redis import Redis
 
 from offbeat.services.control.rights import Tokens
 from offbeat.services.control.sessions import COOKIE
+from offbeat.services.keys import RunKeys
 from tests.browser.conftest import find_violations
 
 pytestmark = pytest.mark.slow
@@ -77,6 +79,14 @@ def test_a_run_is_started_after_its_problems_are_shown_beside_the_lines(control_
     assert page.request.get(f"{control_url}/runs/sea").status == 200
 
 
+def test_a_recipe_fills_the_configuration(control_url: str, page: Any) -> None:
+    open_acts(page, control_url)
+    page.get_by_label("From a recipe").select_option("recipes/dapo")
+    area = page.get_by_label("Configuration, as YAML")
+    page.wait_for_function("area => area.value.includes('loss_agg_mode: token-mean')", arg=area.element_handle())
+    assert "exp_name: dapo\noutput_dir: runs/dapo\n" in area.input_value()
+
+
 def test_steps_are_reproduced_and_a_fork_without_a_checkpoint_is_refused(control_url: str, page: Any) -> None:
     open_acts(page, control_url)
     page.get_by_label("Step").fill("2")
@@ -102,6 +112,18 @@ def test_acts_are_accessible_and_the_mesh_lives(control_url: str, page: Any) -> 
     page.locator("main p[role=status]", has_text="run").wait_for()
     page.request.post(f"{control_url}/runs/lake/pause")
     page.get_by_text('wanted {"wanted":"paused"}').wait_for()
+    assert find_violations(page) == []
+
+
+def test_curves_are_marked_where_a_component_died_and_recovered(control_url: str, redis_url: str, page: Any) -> None:
+    with Redis.from_url(redis_url) as redis:
+        for event, detail in (("died", {"why": "exit code 1", "restarts": 1}), ("recovered", {})):
+            note = json.dumps({"component": "learner", "step": 2, **detail})
+            redis.xadd(RunKeys("lake").history, {"e": event, "d": note})
+    page.goto(f"{control_url}/ui/#/curves/lake?names=learner/reward")
+    page.get_by_text("step 2: learner died: exit code 1").wait_for()
+    page.get_by_text("step 2: learner is ready again").wait_for()
+    page.locator(".uplot canvas").wait_for()
     assert find_violations(page) == []
 
 

@@ -177,6 +177,17 @@ class FramesView(View):
     """PNG in base64, one before each turn and one after the last."""
 
 
+class RecipeView(View):
+    """Packaged configuration."""
+
+    name: str
+    about: str
+
+
+class RecipesView(View):
+    recipes: list[RecipeView]
+
+
 class SeriesColumns(View):
     """Points of a metric, ascending in x."""
 

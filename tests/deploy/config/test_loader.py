@@ -1,3 +1,4 @@
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -259,3 +260,10 @@ def test_the_saved_configuration_of_a_moved_run_names_its_new_folder(tmp_path: P
     assert load_run(moved / "config.yaml") == config.model_copy(update={"output_dir": moved})
     assert read_run(moved / "config.yaml").output_dir == moved
     assert load_run(moved / "config.yaml", [f"output_dir={tmp_path / 'other'}"]).output_dir == tmp_path / "other"
+
+
+def test_files_are_composed_by_several_threads_at_once():
+    names = ("quickstart", "recipes/ppo", "recipes/dapo", "sokoban") * 3
+    with ThreadPoolExecutor(4) as pool:
+        trees = list(pool.map(lambda name: compose_tree(Path(name)), names))
+    assert [tree["exp_name"] for tree in trees] == [Path(name).name for name in names]

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 from redis.asyncio import Redis
 
+from offbeat.deploy.cluster.packaged_recipes import PackagedRecipes
 from offbeat.deploy.console.archive import FolderArchive, find_checkpoint
 from offbeat.services.buffer.admin import BufferWatch
 from offbeat.services.buffer.api import GroupProgress, Quarantined, Snapshot
@@ -30,7 +31,7 @@ MOST_WORKERS = 8
 YAML = {"Content-Type": "application/yaml"}
 
 
-class FakeRunFactory:
+class FakeRunFactory(PackagedRecipes):
     """Stands in for `deploy`'s validation: any mapping with a name is a run. The buffer is the real one."""
 
     def __init__(self, redis: Redis) -> None:

@@ -1,7 +1,7 @@
 // What changes runs; each act asks once and shows what it did.
 
-import { get, Refusal, send, sendYaml } from "./api.js";
-import { byId, h, short } from "./dom.js";
+import { get, getText, Refusal, send, sendYaml } from "./api.js";
+import { byId, choice, h, short } from "./dom.js";
 
 export const title = "Acts";
 
@@ -68,7 +68,7 @@ export async function show(context, main) {
     const run = await get(`/runs/${context.run}`);
     main.append(stateActs(run, report), settingsActs(run, report), derivedActs(context, run, report), quarantine(context, report));
   }
-  main.append(startActs(context, report));
+  main.append(startActs(report, (await get("/recipes")).recipes));
 }
 
 /**
@@ -171,33 +171,49 @@ export function lineOf(yaml, path) {
 }
 
 /**
- * @param {import("./app.js").Context} context
- * @param {Reporter} report
+ * Send a configuration; problems are listed with their lines.
+ * @param {string} path
+ * @param {HTMLTextAreaElement} yaml
+ * @param {HTMLElement} problems
  */
-function startActs(context, report) {
+async function submit(path, yaml, problems) {
+  problems.replaceChildren();
+  try {
+    return await sendYaml(path, yaml.value);
+  } catch (error) {
+    problems.replaceChildren(...(error instanceof Refusal ? error.problems : []).map((each) => {
+      const line = lineOf(yaml.value, each.path);
+      const text = `${line ? `line ${line}, ` : ""}${each.path}: ${each.message}${each.suggestion ? ` Nearest: ${each.suggestion}` : ""}`;
+      return h("li", {}, line ? h("button", { type: "button", onclick: () => select(yaml, line) }, text) : text);
+    }));
+    throw error;
+  }
+}
+
+/**
+ * @param {Reporter} report
+ * @param {{name: string, about: string}[]} recipes
+ */
+function startActs(report, recipes) {
   const yaml = h("textarea", { spellcheck: false, placeholder: "exp_name: lake\noutput_dir: runs/lake\n..." });
   const problems = h("ol", { class: "bad" });
   const check = async () => {
     try {
-      await sendYaml("/runs?dry_run=true", yaml.value);
-      problems.replaceChildren();
+      await submit("/runs?dry_run=true", yaml, problems);
       report.done("The configuration is valid.");
     } catch (error) {
-      if (!(error instanceof Refusal)) throw error;
       report.refused(error);
-      problems.replaceChildren(...error.problems.map((each) => {
-        const line = lineOf(yaml.value, each.path);
-        const text = `${line ? `line ${line}, ` : ""}${each.path}: ${each.message}${each.suggestion ? ` Nearest: ${each.suggestion}` : ""}`;
-        return h("li", {}, line ? h("button", { type: "button", onclick: () => select(yaml, line) }, text) : text);
-      }));
     }
   };
-  return h("section", { class: "yaml" }, h("h2", {}, "Start a run"), h("label", {}, "Configuration, as YAML", yaml), problems, h("p", { class: "bar" },
-    h("button", { type: "button", onclick: check }, "Check"),
-    button(report, "Start", () => "Start this run?", async () => {
-      const view = await sendYaml("/runs", yaml.value);
-      return `Started ${view.id}: ${view.state}.`;
-    })));
+  const fill = async (/** @type {string} */ name) => { if (name) yaml.value = await getText(`/recipes/${name}`); };
+  const names = recipes.map(({ name, about }) => /** @type {[string, string]} */ ([name, `${name}: ${about}`]));
+  return h("section", { class: "yaml" }, h("h2", {}, "Start a run"), choice("From a recipe", [["", "none"], ...names], "", fill),
+    h("label", {}, "Configuration, as YAML", yaml), problems, h("p", { class: "bar" },
+      h("button", { type: "button", onclick: check }, "Check"),
+      button(report, "Start", () => "Start this run?", async () => {
+        const view = await submit("/runs", yaml, problems);
+        return `Started ${view.id}: ${view.state}.`;
+      })));
 }
 
 /**

@@ -61,6 +61,11 @@ export async function sendYaml(path, yaml) {
 }
 
 /** @param {string} path */
+export async function getText(path) {
+  return (await call("GET", path)).text();
+}
+
+/** @param {string} path */
 export async function getTrajectory(path) {
   return decodeTrajectory(await (await call("GET", path, { accept: "application/msgpack" })).arrayBuffer());
 }
