@@ -14,24 +14,23 @@ from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.services.errors import CodecError
 from offbeat.services.keys import RunKeys
+from offbeat.services.log_format import make_formatter
 from offbeat.services.metric_registry import current_names
 from offbeat.services.redis.run_writes import AsyncRunWrites, RunWrites
 from offbeat.services.text_samples import TextSample, sample_from_row, sample_to_row
 
 MAX_METRIC_RECORDS = 200_000
 
-LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-
 
 def configure_logging(service: str, log_dir: Path | None, level: int = logging.INFO) -> None:
-    """Log to `log_dir/<service>.log`, or to stderr without `log_dir`."""
+    """Log to `log_dir/<service>.log`, or to stderr without `log_dir`; as JSON if the environment asks for it."""
     handler: logging.Handler
     if log_dir is None:
         handler = logging.StreamHandler(sys.stderr)
     else:
         log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         handler = logging.FileHandler(log_dir / f"{service}.log")
-    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    handler.setFormatter(make_formatter(service))
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 

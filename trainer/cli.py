@@ -22,6 +22,7 @@ from offbeat.services.errors import (
     MeshError,
     WeightsError,
 )
+from offbeat.services.log_format import set_process_log_fields
 from offbeat.services.telemetry import configure_logging
 
 if TYPE_CHECKING:
@@ -219,6 +220,7 @@ def _prepare_process(run: "LearnerRun") -> None:
     os.environ.update(run.config.environment)
     name = "learner" if rank == 0 else f"learner-{rank}"
     configure_logging(name, _log_dir(run))
+    set_process_log_fields(run=run.run_id)
     logger.info("learner of %s, pid %d on %s, rank %d", run.run_id, os.getpid(), socket.gethostname(), rank)
 
 

@@ -118,7 +118,7 @@ def doctor() -> None:
 
     Exit code 1 for problems; advice alone: 0.
     """
-    from offbeat.deploy.installation import check_installation
+    from offbeat.deploy.doctor.installation import check_installation
 
     colors = {"ok": typer.colors.GREEN, "advice": typer.colors.YELLOW, "problem": typer.colors.RED}
     findings = list(check_installation())

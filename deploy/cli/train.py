@@ -22,7 +22,7 @@ from offbeat.deploy.cli.report import update_history
 from offbeat.deploy.cli.run_view import LiveView, open_view
 from offbeat.deploy.config.loader import dump_yaml
 from offbeat.deploy.config.run import RunConfig
-from offbeat.deploy.installation import check_libraries
+from offbeat.deploy.doctor.libraries import check_libraries
 from offbeat.deploy.local.mesh import LocalMesh
 from offbeat.deploy.local.signals import termination_signals
 from offbeat.deploy.local.supervision import run_beside

@@ -25,6 +25,7 @@ from offbeat.deploy.run_setup import LOGS
 from offbeat.services.control.interfaces import Health, Observation
 from offbeat.services.devices import VISIBLE, parent_visible, visible_devices
 from offbeat.services.errors import ControlError, ForeignRunError
+from offbeat.services.log_format import set_process_log_fields
 from offbeat.services.telemetry import configure_logging
 from offbeat.trainer.config.scored_roles import ScoredRole
 
@@ -53,6 +54,7 @@ class ScorerActor:
             os.environ[VISIBLE] = visible_devices(devices, parent_visible())
         self._name = scorer_name(run_id, role, index)
         configure_logging(self._name, output_dir / LOGS)
+        set_process_log_fields(run=run_id)
         self._run_id = run_id
         self._uid = uid
         self._role = role

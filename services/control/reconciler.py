@@ -40,6 +40,7 @@ from offbeat.services.control.server_watch import ServerWatch
 from offbeat.services.control.store import REPORT_DUE, REPORT_FAILED, REPORT_WRITTEN, RunStore
 from offbeat.services.diagnosis import describe_untrained
 from offbeat.services.errors import ControlError
+from offbeat.services.log_format import set_task_log_fields
 from offbeat.services.redis.errors import RedisReadOnlyError
 
 logger = logging.getLogger(__name__)
@@ -178,6 +179,7 @@ class Reconciler:
             self._scan_reports = True
 
     async def _try_reconcile(self, run_id: str) -> None:
+        set_task_log_fields(run=run_id)
         try:
             async with asyncio.timeout(RECONCILE_TIMEOUT_S):
                 await self.reconcile(run_id)

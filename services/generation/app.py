@@ -29,6 +29,7 @@ from offbeat.services.generation.tenancy import (
     make_offer,
     read_architecture,
 )
+from offbeat.services.log_format import set_process_log_fields
 from offbeat.services.messages.codec import decode_requests, encode_completions
 from offbeat.services.redis.connection import connect_async
 from offbeat.services.redis.errors import complaint
@@ -70,8 +71,8 @@ class GenerationDeployment:
         context = serve.get_replica_context()
         self._settings = s = settings
         self._app, self._replica_id = context.app_name, context.replica_tag
-        configure_logging(f"generation-{self._replica_id}", s.log_dir)
         os.environ.update(s.environment)
+        configure_logging(f"generation-{self._replica_id}", s.log_dir)
         self._devices = claim_devices(s.slots)
         self._redis = connect_async(s.redis_url)
         if s.tenant is None:
@@ -116,6 +117,7 @@ class GenerationDeployment:
             logger.info("run %s has left", before.tenant.run_id)
         if tenant is not None:
             s = self._settings
+            set_process_log_fields(run=tenant.run_id)
             tenancy = Tenancy(tenant, self._replica_id, self._engine, s.config, s.redis_url)
             await tenancy.begin()
             self._tenancy = tenancy

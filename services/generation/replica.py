@@ -15,6 +15,7 @@ from offbeat.services.errors import GenerationError, RetryableError, WeightsErro
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import PolicyEngine
 from offbeat.services.generation.metrics import Counts
+from offbeat.services.log_format import set_process_log_fields
 from offbeat.services.messages.types import Completion, GenerateRequest, Manifest
 from offbeat.services.telemetry import MetricRecord
 from offbeat.services.weights.api import WeightSubscriber
@@ -126,6 +127,7 @@ class GenerationReplica:
             self._version = version
             self._updating = False
             self._changed.notify_all()
+        set_process_log_fields(version=version)
         self._counts.loaded(times)
         logger.info("serves version %d; paused for %.1f ms", version, times.pause_s * 1000)
 

@@ -23,6 +23,7 @@ from offbeat.services.chat.tool_templates import load_playing_format
 from offbeat.services.errors import ForeignRunError
 from offbeat.services.generation.client import GenerationClient, NoGeneration, ServeGenerationClient
 from offbeat.services.keys import RunKeys
+from offbeat.services.log_format import set_process_log_fields
 from offbeat.services.redis.connection import connect_async
 from offbeat.services.redis.errors import retryable
 from offbeat.services.redis.run_writes import AsyncRunWrites
@@ -60,8 +61,9 @@ class EnvWorkerActor:
     def __init__(self, index: int, settings: dict[str, Any]) -> None:
         self._settings = WorkerSettings.model_validate(settings, strict=False)
         self._name = worker_name(self._settings.run_id, index)
-        configure_logging(self._name, self._settings.output_dir / "logs")
         os.environ.update(self._settings.environment)
+        configure_logging(self._name, self._settings.output_dir / "logs")
+        set_process_log_fields(run=self._settings.run_id)
         self._chat = load_playing_format(self._settings.model_folder)
         if self._chat.rewrites:
             logger.info("turns whose history is rewritten become segments of their own: %s", self._chat.rewrites)

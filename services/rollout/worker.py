@@ -18,6 +18,7 @@ from offbeat.services.buffer.api import ClaimLimits, RolloutBuffer
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.errors import EpisodeError, MeshError
 from offbeat.services.generation.client import GenerationClient
+from offbeat.services.log_format import set_task_log_fields
 from offbeat.services.messages.types import EpisodeKind, EpisodeTask, Trajectory
 from offbeat.services.retry import retry_until_answered
 from offbeat.services.rollout.agents.episode import play_with_agent, runtime_for
@@ -270,6 +271,7 @@ class EnvWorker:
 
     async def _run_episode(self, task: EpisodeTask, slot: Slot) -> None:
         tag = ""
+        set_task_log_fields(group=task.number, version=task.min_version)
         try:
             env_task = await self._task_of(task)
             tag = env_task.tag

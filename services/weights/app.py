@@ -6,6 +6,7 @@ from pathlib import Path
 from ray import serve
 from ray.serve import Application
 
+from offbeat.services.log_format import set_process_log_fields
 from offbeat.services.redis.connection import connect_async
 from offbeat.services.telemetry import configure_logging
 from offbeat.services.weights.broker import WeightBroker
@@ -23,6 +24,7 @@ class BrokerDeployment:
 
     def __init__(self, run_id: str, config: WeightsConfig, redis_url: str, output_dir: Path, uid: str) -> None:
         configure_logging("weights", output_dir / "logs")
+        set_process_log_fields(run=run_id)
         self._broker = WeightBroker(connect_async(redis_url), run_id, config, output_dir, run_uid=uid)
         self._watching = asyncio.get_running_loop().create_task(self._broker.watch())
 

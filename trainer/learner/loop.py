@@ -15,6 +15,7 @@ from pathlib import Path
 from offbeat.services.buffer.api import LearnerBuffer, Proof, Reconciled
 from offbeat.services.errors import ControlError
 from offbeat.services.live_settings import Settings, settings_at
+from offbeat.services.log_format import set_process_log_fields
 from offbeat.services.tracing.api import NoStepTracer, StepTracer
 from offbeat.services.weights.api import WeightPublisher
 from offbeat.trainer.data.replay_buffer import ReplayBuffer, ReplayedGroups
@@ -194,6 +195,7 @@ class Learner:
 
     def _train_step(self) -> bool:
         step = self._step
+        set_process_log_fields(step=step + 1)
         if not self._apply_settings():
             return False
         if step - self._published > self._settings.max_staleness:  # a lower bound admits no groups for this step before
@@ -286,6 +288,7 @@ class Learner:
         with self._timed("publish"), self._tracer.sync(self._step):
             self._publisher.publish(self._step, self._step, self._trainer.tensors())
             self._published = self._step
+        set_process_log_fields(version=self._step)
 
     def _checkpoint(self) -> None:
         self._finish_checkpoint()

@@ -23,7 +23,9 @@ DROPPED_LABELS = ("worker", "phase")
 REPLICA = "replica"
 MAX_SERIES = 5_000
 """Per run: envs and agents name metrics."""
-PAGE_SIZE = 1_000
+PAGE_SIZE = 200
+"""Records between which other calls of the service are answered."""
+FIRST_PAGES = 5
 
 SeriesKey = tuple[Family, tuple[tuple[str, str], ...]]
 
@@ -103,13 +105,16 @@ class MeterReader:
         self._position: str | None = None
 
     async def read(self) -> None:
-        """Read what was appended since the last call; at first the newest page."""
+        """Read what was appended since the last call; at first the newest pages."""
         if self._position is None:
-            newest = cast(list[Any], await self._redis.xrevrange(self._key, count=PAGE_SIZE))
-            self._take(newest[::-1])
-            return
+            self._position = await self._find_start()
         while self._take(await self._redis.xrange(self._key, min=f"({self._position}", count=PAGE_SIZE)) == PAGE_SIZE:
             pass
+
+    async def _find_start(self) -> str:
+        """Return the id before the newest pages."""
+        newest = cast(list[Any], await self._redis.xrevrange(self._key, count=FIRST_PAGES * PAGE_SIZE + 1))
+        return newest[-1][0].decode() if len(newest) > FIRST_PAGES * PAGE_SIZE else "0-0"
 
     def _take(self, entries: list[Any]) -> int:
         for raw_id, fields in entries:

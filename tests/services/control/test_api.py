@@ -343,6 +343,7 @@ async def test_the_documentation_names_every_route_and_what_it_may_answer(api: A
         ("GET", "/session"),
         ("POST", "/session"),
         ("DELETE", "/session"),
+        ("GET", "/metrics"),
         ("GET", "/healthz"),
     }
     create = document["paths"]["/runs"]["post"]

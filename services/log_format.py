@@ -1,0 +1,57 @@
+"""Log lines as text, or as JSON with the run, group, step and version that they are about.
+
+`OFFBEAT_LOG_FORMAT=json` in a process's environment asks for JSON, in which each record is one line.
+"""
+
+import json
+import logging
+import os
+from contextvars import ContextVar
+from datetime import UTC, datetime
+
+LOG_FORMAT_VARIABLE = "OFFBEAT_LOG_FORMAT"
+JSON_FORMAT = "json"
+TEXT_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+
+LogField = str | int
+
+_process_fields: dict[str, LogField] = {}
+_task_fields: ContextVar[dict[str, LogField]] = ContextVar("log_fields", default={})  # noqa: B039 - never changed in place
+
+
+def set_process_log_fields(**fields: LogField) -> None:
+    """Add fields to every later line of this process."""
+    _process_fields.update(fields)
+
+
+def set_task_log_fields(**fields: LogField) -> None:
+    """Add fields to later lines of the current asyncio task and of those that it starts."""
+    _task_fields.set({**_task_fields.get(), **fields})
+
+
+def make_formatter(service: str) -> logging.Formatter:
+    """Return the formatter that the environment asks for."""
+    is_json = os.environ.get(LOG_FORMAT_VARIABLE, "").lower() == JSON_FORMAT
+    return JsonFormatter(service) if is_json else logging.Formatter(TEXT_FORMAT)
+
+
+class JsonFormatter(logging.Formatter):
+    """`time` (UTC), `level`, `service`, `logger`, `message`, the fields, and a traceback as `exception`."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, LogField] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "service": self._service,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_process_fields,
+            **_task_fields.get(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
