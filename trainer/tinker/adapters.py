@@ -47,11 +47,14 @@ class AdapterPool:
         config = LoraConfig(r=lora.rank, lora_alpha=ALPHA, target_modules=layers)  # pyright: ignore[reportArgumentType]
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*tie_word_embeddings.*")  # the output embeddings' adapter is never merged
+            warnings.filterwarnings("ignore", ".*Already found a `peft_config`.*")
             torch.manual_seed(lora.seed)
             inject_adapter_in_model(config, self.policy.model, name)
         return name
 
     def remove(self, name: str) -> None:
+        model: Any = self.policy.model
+        del model.peft_config[name]
         for layer in self._tuned_layers():
             layer.delete_adapter(name)
 

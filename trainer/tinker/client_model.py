@@ -43,7 +43,7 @@ class ClientModel:
         """Last command that is contained."""
         self._pool = pool
         self._name = pool.add(lora)
-        self._parameters = pool.parameters(self._name)
+        self.parameters = pool.parameters(self._name)
         self._optimizer = self._new_optimizer()
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class ClientModel:
 
         A failure leaves the gradients as they were.
         """
-        before = {name: parameter.grad for name, parameter in self._parameters.items()}
+        before = {name: parameter.grad for name, parameter in self.parameters.items()}
         self._set_gradients({})
         self._pool.activate(self._name)
         try:
@@ -66,7 +66,7 @@ class ClientModel:
             self._set_gradients(before)
             raise
         for name, gradient in before.items():
-            self._add_gradient(self._parameters[name], gradient)
+            self._add_gradient(self.parameters[name], gradient)
         return Scores([each for part in parts for each in part.logprobs], sum(part.loss for part in parts))
 
     def step(self, command: OptimStep) -> dict[str, float]:
@@ -75,7 +75,7 @@ class ClientModel:
         Raises:
             CodecError: no gradients, or one that is not finite; the weights stay.
         """
-        parameters = list(self._parameters.values())
+        parameters = list(self.parameters.values())
         if all(parameter.grad is None for parameter in parameters):
             raise CodecError("there are no gradients: call forward_backward before optim_step")
         norm = float(nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None]))
@@ -97,13 +97,13 @@ class ClientModel:
         return {"grad_norm": norm, "version": float(self.version)}
 
     def save_adapter(self, folder: Path) -> None:
-        self._pool.save(folder, {name: each.detach() for name, each in self._parameters.items()}, self.lora.rank)
+        self._pool.save(folder, {name: each.detach() for name, each in self.parameters.items()}, self.lora.rank)
 
     def save(self, path: Path) -> None:
         """Replace the state on disk."""
-        tensors = {f"parameter.{name}": each.detach() for name, each in self._parameters.items()}
+        tensors = {f"parameter.{name}": each.detach() for name, each in self.parameters.items()}
         steps: dict[str, float] = {}
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 tensors[f"grad.{name}"] = parameter.grad
             if state := self._optimizer.state.get(parameter):
@@ -157,7 +157,7 @@ class ClientModel:
             parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
 
     def _set_gradients(self, gradients: dict[str, Any]) -> None:
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.parameters.items():
             parameter.grad = gradients.get(name)
 
     def _load_weights(self, path: Path) -> dict[str, Any]:
@@ -168,10 +168,10 @@ class ClientModel:
                 for name in file.keys()  # noqa: SIM118
                 if name.startswith("parameter.")
             }
-            if shapes != {name: tuple(each.shape) for name, each in self._parameters.items()}:
+            if shapes != {name: tuple(each.shape) for name, each in self.parameters.items()}:
                 raise CodecError("the checkpoint's adapter is of another rank or other layers than the model's")
             with torch.no_grad():
-                for name, parameter in self._parameters.items():
+                for name, parameter in self.parameters.items():
                     parameter.copy_(file.get_tensor(f"parameter.{name}"))
         return about
 
@@ -179,10 +179,10 @@ class ClientModel:
         self._optimizer = self._new_optimizer()
         for name, count in steps.items():
             moments = {key: tensors[f"{key}.{name}"].clone() for key in MOMENTS}
-            self._optimizer.state[self._parameters[name]] = {"step": torch.tensor(count), **moments}
+            self._optimizer.state[self.parameters[name]] = {"step": torch.tensor(count), **moments}
 
     def _new_optimizer(self) -> torch.optim.AdamW:
-        return torch.optim.AdamW(list(self._parameters.values()))
+        return torch.optim.AdamW(list(self.parameters.values()))
 
 
 def _split(data: Sequence[Datum], max_tokens: int) -> list[list[Datum]]:
