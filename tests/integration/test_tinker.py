@@ -1,8 +1,6 @@
 """Tinker's API: the unmodified SDK trains, samples, saves and loads against real processes, which may be killed."""
 
-import asyncio
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,7 +15,7 @@ from tests.integration.tinker_server import HTTP, LEARNER, REDIS, RunningServer,
 
 KEY, OTHER_KEY = "tml-one", "tml-other"
 SENTENCE = [4, 9, 5, 8, 6, 7, 10, 4]
-ADAM = types.AdamParams(learning_rate=2e-2)
+ADAM = types.AdamParams(learning_rate=5e-3)
 FLOAT_NOISE = 2e-5
 
 
@@ -50,7 +48,7 @@ def train(client: tinker.TrainingClient, steps: int) -> list[float]:
     """Return the losses."""
     losses: list[float] = []
     for _ in range(steps):
-        forward = client.forward_backward([datum(), datum(SENTENCE[::-1])], "cross_entropy")
+        forward = client.forward_backward([datum(), datum(SENTENCE[2:])], "cross_entropy")
         step = client.optim_step(ADAM)
         losses.append(forward.result().metrics["loss:sum"])
         step.result()
@@ -75,7 +73,7 @@ def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
 
 def test_a_model_learns_and_its_samples_have_the_trained_logprobs(service: tinker.ServiceClient) -> None:
     client = create(service)
-    losses = train(client, 25)
+    losses = train(client, 20)
     assert losses[-1] < 0.2 * losses[0]
     sampler = client.save_weights_and_get_sampling_client().result()
     (greedy,) = sample(sampler, temperature=0.0).sequences
@@ -97,7 +95,7 @@ def test_a_snapshot_stays_and_inflight_follows(service: tinker.ServiceClient) ->
     for sampler in (before, newest):
         answer = sample(sampler, temperature=0.0).sequences[0]
         assert list(answer.tokens) == list(first.tokens)
-    train(client, 25)
+    train(client, 20)
     client.save_weights_and_get_sampling_client(kind="inflight").result()
     assert list(sample(before, temperature=0.0).sequences[0].tokens) == list(first.tokens)
     assert list(sample(newest, temperature=0.0).sequences[0].tokens) == SENTENCE[1:]
@@ -123,7 +121,9 @@ def test_every_sampled_token_has_its_version(server: RunningServer, service: tin
         future = http.post("/asample", json=ask).json()
         assert http.post("/asample", json=ask).json() == future
         answer = http.post("/retrieve_future", json={"request_id": future["request_id"]}).json()
-    assert [each["versions"] for each in answer["sequences"]] == [[3] * len(each["tokens"]) for each in answer["sequences"]]
+    assert [each["versions"] for each in answer["sequences"]] == [
+        [3] * len(each["tokens"]) for each in answer["sequences"]
+    ]
 
 
 @pytest.mark.parametrize("with_optimizer", [True, False])
@@ -162,9 +162,10 @@ def test_chunks_of_a_call_add_up(server: RunningServer, service: tinker.ServiceC
     one, several = create(service), create(service)
     data = [datum(SENTENCE[: 3 + i]) for i in range(5)]
     whole = one.forward_backward(data, "cross_entropy").result()
-    several.holder.get_client_config().fwdbwd_max_chunk_len = 2
+    config = several.holder.get_client_config()
+    several.holder._client_config = config.model_copy(update={"fwdbwd_max_chunk_len": 2})
     chunked = several.forward_backward(data, "cross_entropy").result()
-    several.holder.get_client_config().fwdbwd_max_chunk_len = 1024
+    several.holder._client_config = config
     assert chunked.metrics["loss:sum"] == pytest.approx(whole.metrics["loss:sum"], rel=1e-5)
     assert len(chunked.loss_fn_outputs) == 5
     ends: list[dict[str, torch.Tensor]] = []
@@ -220,14 +221,14 @@ def test_what_is_refused_says_what_to_do_and_the_model_goes_on(service: tinker.S
     with pytest.raises(tinker.BadRequestError, match="max_lora_rank"):
         service.create_lora_training_client("tiny", rank=1000).result()
     sampler = client.save_weights_and_get_sampling_client().result()
-    with pytest.raises(tinker.RequestFailedError, match="TrainingClient.forward"):
+    with pytest.raises(tinker.RequestFailedError, match=r"TrainingClient\.forward"):
         sampler.compute_logprobs(types.ModelInput.from_ints([4, 5])).result()
     assert train(client, 1)
 
 
 def test_texts_and_tokens_stop_an_answer(service: tinker.ServiceClient) -> None:
     client = create(service)
-    train(client, 25)
+    train(client, 20)
     sampler = client.save_weights_and_get_sampling_client().result()
     (answer,) = sample(sampler, temperature=0.0, stop=[8]).sequences
     assert (list(answer.tokens), answer.stop_reason) == (SENTENCE[1:4], "stop")
@@ -267,41 +268,26 @@ def test_another_key_finds_nothing(server: RunningServer, service: tinker.Servic
 def test_a_run_with_kills_ends_with_the_weights_of_an_undisturbed_one(
     server: RunningServer, service: tinker.ServiceClient
 ) -> None:
-    """Every part dies while commands are in progress; the client only waits."""
+    """Every part dies while commands and samples are in progress; the client only waits."""
     undisturbed = create(service)
-    expected_losses = train(undisturbed, 20)
+    expected_losses = train(undisturbed, 15)
     expected = adapter(server, undisturbed.save_state("end").result().path)
     client = create(service)
+    sampler = client.save_weights_and_get_sampling_client().result()
     losses: list[float] = []
-    for part in (LEARNER, HTTP, REDIS, LEARNER):
-        futures = []
+    samples: list[Any] = []
+    for part in (LEARNER, HTTP, REDIS):
+        futures: list[Any] = []
         for _ in range(5):
-            futures.append(client.forward_backward([datum(), datum(SENTENCE[::-1])], "cross_entropy"))
+            futures.append(client.forward_backward([datum(), datum(SENTENCE[2:])], "cross_entropy"))
             futures.append(client.optim_step(ADAM))
+        wanted = types.SamplingParams(max_tokens=100, stop=[])
+        samples += [sampler.sample(types.ModelInput.from_ints(SENTENCE[:2]), 2, wanted) for _ in range(4)]
         losses.append(futures[0].result().metrics["loss:sum"])
         server.kill(part)
         losses += [each.result().metrics["loss:sum"] for each in futures[2::2]]
         futures[-1].result()
     assert losses == expected_losses
-    sampler = client.save_weights_and_get_sampling_client().result()
-    assert list(sample(sampler, temperature=0.0).sequences[0].tokens) == SENTENCE[1:]
     assert are_equal(adapter(server, client.save_state("end").result().path), expected)
-
-
-def test_samples_survive_the_servers_death(server: RunningServer, service: tinker.ServiceClient) -> None:
-    client = create(service)
-    sampler = client.save_weights_and_get_sampling_client().result()
-
-    async def run() -> list[types.SampleResponse]:
-        prompt = types.ModelInput.from_ints(SENTENCE[:2])
-        wanted = types.SamplingParams(max_tokens=120, stop=[])
-        samples = [asyncio.ensure_future(_await(sampler.sample(prompt, 4, wanted))) for _ in range(8)]
-        server.kill(HTTP)
-        return await asyncio.gather(*samples)
-
-    answers = asyncio.run(run())
-    assert [len(each.tokens) for answer in answers for each in answer.sequences] == [120] * 32
-
-
-async def _await(future: Any) -> types.SampleResponse:
-    return await future
+    lengths = [len(each.tokens) for answer in samples for each in answer.result().sequences]
+    assert lengths == [100] * 24

@@ -46,7 +46,9 @@ class AdapterPool:
         layers = [path for kind in _kinds(lora) for path in self._layers[kind]]
         config = LoraConfig(r=lora.rank, lora_alpha=ALPHA, target_modules=layers)  # pyright: ignore[reportArgumentType]
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*tie_word_embeddings.*")  # the output embeddings' adapter is never merged
+            warnings.filterwarnings(
+                "ignore", ".*tie_word_embeddings.*"
+            )  # the output embeddings' adapter is never merged
             warnings.filterwarnings("ignore", ".*Already found a `peft_config`.*")
             torch.manual_seed(lora.seed)
             inject_adapter_in_model(config, self.policy.model, name)
