@@ -56,7 +56,7 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
 
 
-class _Server(uvicorn.Server):
+class _ChildServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
@@ -79,7 +79,7 @@ async def serve(settings: HttpSettings) -> None:
     architecture = str(read_architecture(model).get("model_type", ""))
     base = BaseModelInfo(settings.model_name, str(model), architecture, settings.context)
     service = TinkerService(TinkerStore(redis, settings.name, config), sampler, base, config)
-    server = _Server(
+    server = _ChildServer(
         uvicorn.Config(
             create_app(service, read_keys(config.keys_file), config),
             log_level="warning",

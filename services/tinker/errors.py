@@ -23,7 +23,7 @@ class GoneError(TinkerError):
     status = 410
 
 
-class BusyError(TinkerError):
+class QueueFullError(TinkerError):
     """Too much is queued: the SDK waits and tries again."""
 
     status = 429

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from offbeat.services.tinker.errors import BusyError
+from offbeat.services.tinker.errors import QueueFullError
 from offbeat.services.tinker.records import Result
 
 KEEP_S = 600.0
@@ -36,7 +36,7 @@ class SampleFutures:
         """Start a sample, once.
 
         Raises:
-            BusyError: the owner has too many in progress.
+            QueueFullError: the owner has too many in progress.
         """
         self._forget_old()
         if request_id in self._samples:
@@ -45,7 +45,7 @@ class SampleFutures:
         running = sum(each.size for each in self._samples.values() if each.owner == owner and not each.task.done())
         if running and running + size > self.max_samples:
             work.close()
-            raise BusyError(f"{running} sequences of this key are being sampled, and {self.max_samples} may be")
+            raise QueueFullError(f"{running} sequences of this key are being sampled, and {self.max_samples} may be")
         sample = Sample(owner, size, asyncio.create_task(work))
         self._samples[request_id] = sample
         sample.task.add_done_callback(lambda _: setattr(sample, "done_at", self.clock()))

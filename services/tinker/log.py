@@ -14,13 +14,13 @@ from redis import Redis
 
 from offbeat.services.errors import FencedError
 from offbeat.services.tinker.keys import TinkerKeys
-from offbeat.services.tinker.records import CheckpointRecord, ModelRecord, Record, Result, request_id_of
+from offbeat.services.tinker.records import CheckpointRecord, ModelRecord, Result, StoredRecord, request_id_of
 
 SCRIPTS = Path(__file__).parent / "lua"
 RESULT_EXPIRY_S = 24 * 3600
 WAKEUPS_PER_WAIT = 1024
 
-RecordT = TypeVar("RecordT", bound=Record)
+RecordT = TypeVar("RecordT", bound=StoredRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,14 @@ class Write:
 
     key: str
     field: str
-    record: Record
+    record: StoredRecord
 
 
 class CommandLog:
     def __init__(self, redis: Redis, name: str) -> None:
         self.keys = TinkerKeys(name)
         self._redis: Any = redis
-        self._commit = redis.register_script((SCRIPTS / "commit.lua").read_text())
+        self._commit: Any = redis.register_script((SCRIPTS / "commit.lua").read_text())
         self._epoch = 0
 
     def take_over(self) -> None:
@@ -67,7 +67,7 @@ class CommandLog:
         return set(map(bytes.decode, self._redis.lpop(self.keys.wakeups, WAKEUPS_PER_WAIT) or ()))
 
     def commit(self, model_id: str, owner: str, seq_id: int, result: Result, writes: Sequence[Write] = ()) -> None:
-        """Record a result, once. Raises FencedError if another learner has taken over."""
+        """StoredRecord a result, once. Raises FencedError if another learner has taken over."""
         keys, request_id = self.keys, request_id_of(model_id, seq_id)
         hashes = (keys.applied, keys.queued_bytes, keys.result(request_id), keys.done)
         status = self._commit(

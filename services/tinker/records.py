@@ -6,15 +6,18 @@ import msgspec
 
 from offbeat.services.errors import CodecError
 
+Metadata = dict[str, str | int | float | bool | None]
+"""Of the client."""
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+
+class StoredRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of what is stored as JSON."""
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)
 
 
-class Session(Record, frozen=True, kw_only=True):
+class Session(StoredRecord, frozen=True, kw_only=True):
     owner: str
     created_at: float
     is_finished: bool = False
@@ -30,15 +33,15 @@ class Lora(msgspec.Struct, frozen=True, kw_only=True):
     train_unembed: bool = True
 
 
-class ModelRecord(Record, frozen=True, kw_only=True):
+class ModelRecord(StoredRecord, frozen=True, kw_only=True):
     owner: str
     session_id: str
     created_at: float
     lora: Lora
-    user_metadata: dict[str, object] | None = None
+    user_metadata: Metadata | None = None
 
 
-class AdapterVersion(Record, frozen=True, kw_only=True):
+class AdapterVersion(StoredRecord, frozen=True, kw_only=True):
     """Adapter on disk, and the version of its weights."""
 
     folder: str
@@ -50,7 +53,7 @@ SEGMENTS: dict[CheckpointKind, str] = {"training": "weights", "sampler": "sample
 """Of `tinker://` paths."""
 
 
-class CheckpointRecord(Record, frozen=True, kw_only=True):
+class CheckpointRecord(StoredRecord, frozen=True, kw_only=True):
     model_id: str
     kind: CheckpointKind
     created_at: float
@@ -60,7 +63,7 @@ class CheckpointRecord(Record, frozen=True, kw_only=True):
     user_metadata: dict[str, str] | None = None
 
 
-class SamplerRecord(Record, frozen=True, kw_only=True):
+class SamplerRecord(StoredRecord, frozen=True, kw_only=True):
     """Sampling session: of the base model, of an adapter, or of a model's newest inflight weights."""
 
     owner: str

@@ -35,7 +35,7 @@ class AdapterEngine(Protocol):
 
 
 @dataclass(slots=True)
-class Slot:
+class AdapterSlot:
     loaded: AdapterVersion | None = None
     users: int = 0
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -45,13 +45,13 @@ class AdapterSlots:
     def __init__(self, engine: AdapterEngine, max_adapters: int) -> None:
         self._engine = engine
         self._max_adapters = max_adapters
-        self._slots: OrderedDict[str, Slot] = OrderedDict()
+        self._slots: OrderedDict[str, AdapterSlot] = OrderedDict()
         """The least recently used first."""
 
     @asynccontextmanager
     async def hold(self, name: str, adapter: AdapterVersion) -> AsyncIterator[None]:
         """Keep an adapter in the engine, at this version or a newer one."""
-        slot = self._slots.setdefault(name, Slot())
+        slot = self._slots.setdefault(name, AdapterSlot())
         self._slots.move_to_end(name)
         slot.users += 1
         try:

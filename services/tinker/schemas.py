@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from offbeat.services.tinker.records import Metadata
+
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+=-]{0,127}$")]
 """Of a checkpoint: a folder's name."""
 Id = Annotated[str, Field(min_length=1, max_length=256)]
@@ -38,7 +40,7 @@ class CreateModelBody(Body):
     base_model: str
     lora_config: LoraBody | None = None
     optimizer_config: OptimizerBody = OptimizerBody()
-    user_metadata: dict[str, str | int | float | bool | None] | None = None
+    user_metadata: Metadata | None = None
 
 
 class ModelBody(Body):
@@ -82,7 +84,7 @@ class LoadWeightsBody(Body):
     seq_id: SeqId | None = None
     session_id: Id | None = None
     model_seq_id: SeqId | None = None
-    user_metadata: dict[str, str | int | float | bool | None] | None = None
+    user_metadata: Metadata | None = None
 
 
 class CreateSamplerBody(Body):

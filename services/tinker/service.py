@@ -26,6 +26,7 @@ from offbeat.services.tinker.records import (
     ForwardBackwardCommand,
     LoadWeights,
     Lora,
+    Metadata,
     ModelRecord,
     OptimStep,
     PublishSampler,
@@ -241,7 +242,7 @@ class TinkerService:
         session_id: str,
         number: int,
         lora: Lora,
-        metadata: dict[str, object] | None,
+        metadata: Metadata | None,
         command: CreateModel,
     ) -> tuple[str, str]:
         model_id = f"{session_id}:train:{number}"

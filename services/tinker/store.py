@@ -10,17 +10,17 @@ from redis import exceptions as redis_errors
 from redis.asyncio import Redis
 
 from offbeat.services.tinker.config import TinkerConfig
-from offbeat.services.tinker.errors import BusyError
+from offbeat.services.tinker.errors import QueueFullError
 from offbeat.services.tinker.keys import TinkerKeys
 from offbeat.services.tinker.log import SCRIPTS
-from offbeat.services.tinker.records import Command, Record, Result, encode_command
+from offbeat.services.tinker.records import Command, Result, StoredRecord, encode_command
 
 MIB = 1 << 20
 RECONNECT_S = 0.2
 HINT_TIMEOUT_S = 1.0
 """Time after which a result is looked for without a hint."""
 
-RecordT = TypeVar("RecordT", bound=Record)
+RecordT = TypeVar("RecordT", bound=StoredRecord)
 
 
 class TinkerStore:
@@ -39,7 +39,7 @@ class TinkerStore:
         items = await self._redis.hgetall(key)
         return {field.decode(): msgspec.json.decode(data, type=kind) for field, data in items.items()}
 
-    async def put(self, key: str, field: str, record: Record) -> None:
+    async def put(self, key: str, field: str, record: StoredRecord) -> None:
         await self._redis.hset(key, field, record.encode())
 
     async def put_once(self, key: str, field: str, record: RecordT) -> RecordT:
@@ -56,7 +56,7 @@ class TinkerStore:
         """Append a command to its model's log, once.
 
         Raises:
-            BusyError: too much is queued.
+            QueueFullError: too much is queued.
         """
         config, keys = self._config, self.keys
         status = await self._submit(
@@ -67,9 +67,9 @@ class TinkerStore:
             ],
         )
         if int(status) == -1:
-            raise BusyError(f"the model has {config.max_queued_commands} commands that are not applied")
+            raise QueueFullError(f"the model has {config.max_queued_commands} commands that are not applied")
         if int(status) == -2:
-            raise BusyError(f"commands of {config.max_queued_mib} MiB under this key are not applied")
+            raise QueueFullError(f"commands of {config.max_queued_mib} MiB under this key are not applied")
 
     async def result(self, request_id: str) -> Result | None:
         data = await self._redis.get(self.keys.result(request_id))

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ExecutorLimits:
     """context: tokens of a sequence; max_tokens: per pass; max_models: in memory."""
 
     context: int
@@ -50,7 +50,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CommandOutcome:
     result: Result
     writes: tuple[Write, ...] = ()
 
@@ -61,7 +61,7 @@ class Executor:
         pool: AdapterPool,
         log: CommandLog,
         folder: TinkerFolder,
-        limits: Limits,
+        limits: ExecutorLimits,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._pool = pool
@@ -80,15 +80,15 @@ class Executor:
             self._contained[model_id] = self._reopen(model_id).seq_id
         return self._contained.get(model_id, -1)
 
-    def apply(self, model_id: str, record: ModelRecord, seq_id: int, data: bytes) -> Outcome:
+    def apply(self, model_id: str, record: ModelRecord, seq_id: int, data: bytes) -> CommandOutcome:
         """Apply a command to a model that contains its predecessor."""
         try:
             outcome = self._apply(model_id, record, seq_id, decode_command(data))
         except CodecError as error:
-            outcome = Outcome(Result.of_error(str(error)))
+            outcome = CommandOutcome(Result.of_error(str(error)))
         except Exception as error:  # reported to the client, whose later commands go on
             logger.exception("command %d of model %s failed", seq_id, model_id)
-            outcome = Outcome(Result.of_error(f"{type(error).__name__}: {error}", "server"))
+            outcome = CommandOutcome(Result.of_error(f"{type(error).__name__}: {error}", "server"))
         self._contained[model_id] = seq_id
         if model_id in self._models:
             self._models[model_id].seq_id = seq_id
@@ -101,14 +101,14 @@ class Executor:
             self._models[model_id].save(path)
         return self._contained[model_id] if path.exists() else -1
 
-    def _apply(self, model_id: str, record: ModelRecord, seq_id: int, command: Command) -> Outcome:
+    def _apply(self, model_id: str, record: ModelRecord, seq_id: int, command: Command) -> CommandOutcome:
         match command:
             case CreateModel():
                 return self._create(model_id, record, command)
             case ForwardBackwardCommand():
-                return Outcome(self._forward_backward(self._model(model_id), command))
+                return CommandOutcome(self._forward_backward(self._model(model_id), command))
             case OptimStep():
-                return Outcome(Result.of_json({"metrics": self._model(model_id).step(command)}))
+                return CommandOutcome(Result.of_json({"metrics": self._model(model_id).step(command)}))
             case SaveWeights():
                 return self._save_weights(model_id, record, seq_id, command)
             case LoadWeights():
@@ -140,10 +140,10 @@ class Executor:
         model.load(self._folder.state(model_id))
         return model
 
-    def _create(self, model_id: str, record: ModelRecord, command: CreateModel) -> Outcome:
+    def _create(self, model_id: str, record: ModelRecord, command: CreateModel) -> CommandOutcome:
         self._open(model_id, record)
         if command.start is None:
-            return Outcome(Result.of_json({"type": "create_model", "model_id": model_id}))
+            return CommandOutcome(Result.of_json({"type": "create_model", "model_id": model_id}))
         try:
             return self._load_weights(model_id, command.start)
         except BaseException:
@@ -165,7 +165,7 @@ class Executor:
         metrics = {"loss:sum": scores.loss, "tokens:sum": float(sum(len(datum.tokens) for datum in data))}
         return Result(encode_forward_backward_output({"logprobs": scores.logprobs}, metrics), is_protobuf=True)
 
-    def _save_weights(self, model_id: str, record: ModelRecord, seq_id: int, command: SaveWeights) -> Outcome:
+    def _save_weights(self, model_id: str, record: ModelRecord, seq_id: int, command: SaveWeights) -> CommandOutcome:
         path = tinker_path(model_id, command.kind, command.name)
         folder = self._folder.checkpoint(model_id, command.kind, command.name, seq_id)
         existing = self._log.checkpoint(path)
@@ -181,13 +181,13 @@ class Executor:
             size_bytes=size_of(folder),
             user_metadata=command.user_metadata,
         )
-        return Outcome(Result.of_json({"path": path}), (Write(self._log.keys.checkpoints, path, saved),))
+        return CommandOutcome(Result.of_json({"path": path}), (Write(self._log.keys.checkpoints, path, saved),))
 
-    def _load_weights(self, model_id: str, command: LoadWeights) -> Outcome:
+    def _load_weights(self, model_id: str, command: LoadWeights) -> CommandOutcome:
         self._model(model_id).adopt(Path(command.folder) / STATE, with_optimizer=command.with_optimizer)
-        return Outcome(Result.of_json({"path": command.path, "model_id": model_id, "type": "load_weights"}))
+        return CommandOutcome(Result.of_json({"path": command.path, "model_id": model_id, "type": "load_weights"}))
 
-    def _publish(self, model_id: str, record: ModelRecord, seq_id: int, command: PublishSampler) -> Outcome:
+    def _publish(self, model_id: str, record: ModelRecord, seq_id: int, command: PublishSampler) -> CommandOutcome:
         adapter = self._write_adapter(self._model(model_id), self._folder.sampler(model_id, seq_id), with_state=False)
         keys, session_id = self._log.keys, command.sampling_session_id
         if command.is_inflight:
@@ -196,7 +196,7 @@ class Executor:
         else:
             sampler = SamplerRecord(owner=record.owner, adapter=adapter)
             writes = (Write(keys.samplers, session_id, sampler),)
-        return Outcome(Result.of_json({"sampling_session_id": session_id}), writes)
+        return CommandOutcome(Result.of_json({"sampling_session_id": session_id}), writes)
 
     def _write_adapter(self, model: ClientModel, folder: Path, *, with_state: bool) -> AdapterVersion:
         written = folder.with_name(f".{folder.name}")

@@ -19,7 +19,7 @@ from offbeat.services.tinker.log import CommandLog
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.tinker.adapters import AdapterPool
 from offbeat.trainer.tinker.base_model import export_base, load_base
-from offbeat.trainer.tinker.executor import Executor, Limits
+from offbeat.trainer.tinker.executor import Executor, ExecutorLimits
 from offbeat.trainer.tinker.folders import TinkerFolder
 from offbeat.trainer.tinker.learner import SAVE_INTERVAL_S, TinkerLearner
 
@@ -55,7 +55,7 @@ def main() -> int:
         policy = load_base(model, ModelArgs.model_validate_json(settings.model_args), settings.seed)
         export_base(policy, root, model)
         log = CommandLog(connect(settings.redis_url), settings.name)
-        limits = Limits(settings.context, settings.max_tokens, settings.max_models)
+        limits = ExecutorLimits(settings.context, settings.max_tokens, settings.max_models)
         executor = Executor(AdapterPool(policy, model), log, TinkerFolder(root), limits)
         learner = TinkerLearner(log, executor, settings.save_interval_s)
         signal.signal(signal.SIGTERM, lambda *_: learner.stop())

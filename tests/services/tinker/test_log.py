@@ -9,7 +9,7 @@ from redis import Redis
 from offbeat.services.errors import FencedError
 from offbeat.services.redis.connection import connect, connect_async
 from offbeat.services.tinker.config import TinkerConfig
-from offbeat.services.tinker.errors import BusyError
+from offbeat.services.tinker.errors import QueueFullError
 from offbeat.services.tinker.log import CommandLog, Write
 from offbeat.services.tinker.records import (
     ForwardBackwardCommand,
@@ -104,13 +104,13 @@ async def test_a_client_with_too_much_queued_is_asked_to_wait(store: TinkerStore
     """Room is made by commits. A single command may exceed an empty queue."""
     for seq_id in range(4):
         await store.submit(MODEL, OWNER, seq_id, OptimStep())
-    with pytest.raises(BusyError, match="4 commands"):
+    with pytest.raises(QueueFullError, match="4 commands"):
         await store.submit(MODEL, OWNER, 4, OptimStep())
     for seq_id in range(4):
         log.commit(MODEL, OWNER, seq_id, result_of(seq_id))
     large = ForwardBackwardCommand(bytes(2 << 20))
     await store.submit(MODEL, OWNER, 4, large)
-    with pytest.raises(BusyError, match="1 MiB"):
+    with pytest.raises(QueueFullError, match="1 MiB"):
         await store.submit(MODEL, OWNER, 5, OptimStep())
     await store.submit("session:train:1", "another", 0, OptimStep())
     log.commit(MODEL, OWNER, 4, result_of(4))

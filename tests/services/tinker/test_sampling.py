@@ -8,7 +8,7 @@ import pytest
 
 from offbeat.services.errors import MeshError
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, VersionSpan
-from offbeat.services.tinker.errors import BusyError, TinkerError, UnauthorizedError
+from offbeat.services.tinker.errors import QueueFullError, TinkerError, UnauthorizedError
 from offbeat.services.tinker.futures import KEEP_S, SampleFutures
 from offbeat.services.tinker.owners import read_keys
 from offbeat.services.tinker.records import AdapterVersion, Result
@@ -25,6 +25,7 @@ class FakeEngine:
         self.requests: list[GenerateRequest] = []
 
     async def generate(self, request: GenerateRequest, version: int, adapter: str = "") -> Completion:
+        del version, adapter
         self.requests.append(request)
         count = request.sampling.max_new_tokens
         tokens = tuple(range(1, count + 1))
@@ -32,6 +33,7 @@ class FakeEngine:
         return Completion(request.request_id, tokens, (-0.5,) * count, spans, FinishReason.LENGTH)
 
     async def put_adapter(self, name: str, folder: Path, version: int) -> None:
+        del folder
         self.calls.append(("put", f"{name}@{version}"))
         await asyncio.sleep(0)
 
@@ -145,7 +147,7 @@ async def test_a_sample_is_started_once_and_forgotten_later() -> None:
 async def test_an_owner_with_too_many_samples_is_asked_to_wait() -> None:
     futures = SampleFutures(4)
     futures.start("large", "me", 9, asyncio.sleep(60, Result(b"x")))
-    with pytest.raises(BusyError, match="9 sequences"):
+    with pytest.raises(QueueFullError, match="9 sequences"):
         futures.start("more", "me", 1, _answer())
     futures.start("other", "you", 4, _answer())
     futures.cancel("large", "me")
