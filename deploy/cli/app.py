@@ -30,6 +30,7 @@ from offbeat.deploy.cli.plan import plan
 from offbeat.deploy.cli.play import inspect, play, rollout
 from offbeat.deploy.cli.reward import reward_app
 from offbeat.deploy.cli.runs.app import runs_app
+from offbeat.deploy.cli.tinker import tinker
 from offbeat.deploy.cli.ui import ui
 
 if TYPE_CHECKING:
@@ -212,6 +213,7 @@ def track(
 for backup_command in (backup, restore):
     app.command(rich_help_panel=VERIFY)(backup_command)
 app.command(rich_help_panel=VERIFY)(ui)
+app.command(rich_help_panel=TRAIN, context_settings=WITH_OVERRIDES)(tinker)
 app.command(rich_help_panel=VERIFY)(chaos)
 app.command(rich_help_panel=VERIFY)(soak)
 

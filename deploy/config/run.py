@@ -6,6 +6,7 @@ from pydantic import Field
 
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.control.config import ControlConfig
+from offbeat.services.tinker.config import TinkerConfig
 from offbeat.trainer.config.run import LearnerRunConfig
 
 
@@ -20,3 +21,5 @@ class RunConfig(LearnerRunConfig):
     """Redis server of the run."""
     control: ControlConfig = ControlConfig()
     """Control service: address and tokens."""
+    tinker: TinkerConfig = TinkerConfig()
+    """Tinker's API (`offbeat tinker`)."""

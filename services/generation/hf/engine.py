@@ -9,6 +9,7 @@ import asyncio
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from offbeat.services.generation.engine import LoadTimes
 from offbeat.services.generation.hf.attention import KvCache
 from offbeat.services.generation.hf.layout import Chunk, StepLayout
 from offbeat.services.generation.hf.limits import cache_problem
-from offbeat.services.generation.hf.model import PolicyModel, Version
+from offbeat.services.generation.hf.model import Adapter, PolicyModel, Route, Version
 from offbeat.services.generation.hf.rows import RowStore
 from offbeat.services.generation.hf.sampler import sample
 from offbeat.services.generation.hf.scheduler import PlannedChunk, RunningSequence, Scheduler
@@ -27,6 +28,12 @@ from offbeat.services.messages.types import Completion, GenerateRequest, Samplin
 
 MAX_PASSES_BEFORE_LOAD = 2
 """Passes in which submitted requests reach their first token before weights change, lest they be sampled again."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    version: int
+    layers: dict[str, Adapter]
 
 
 class HfEngine:
@@ -45,6 +52,7 @@ class HfEngine:
         self._answers: dict[RunningSequence, asyncio.Future[Completion]] = {}
         self._generator = torch.Generator().manual_seed(seed)
         self._version = -1
+        self._adapters: dict[str, LoadedAdapter] = {}
         self._staged: tuple[Path, Version, float] | None = None
         self._between_passes = asyncio.Lock()
         self._submitted = asyncio.Event()
@@ -77,13 +85,14 @@ class HfEngine:
         del salt
         return self
 
-    async def generate(self, request: GenerateRequest, version: int) -> Completion:
+    async def generate(self, request: GenerateRequest, version: int, adapter: str = "") -> Completion:
+        """adapter: name in `put_adapter`; empty samples the base model."""
         del version  # that of a token is known from the pass that sampled it
-        if problem := self._problem(request):
+        if problem := self._problem(request, adapter):
             return Completion(request.request_id, error=problem)
         self._raise_if_dead()
         limit = min(request.sampling.max_new_tokens, self._context - len(request.prompt))
-        sequence = RunningSequence(request, limit, list(request.prompt))
+        sequence = RunningSequence(request, limit, list(request.prompt), adapter)
         answer = self._answers[sequence] = asyncio.get_running_loop().create_future()
         self._scheduler.add(sequence)
         self._submitted.set()
@@ -115,6 +124,25 @@ class HfEngine:
             self._version = version
         return LoadTimes(pause_s=time.monotonic() - asked, load_s=load_s)
 
+    async def put_adapter(self, name: str, folder: Path, version: int) -> None:
+        """Serve a PEFT adapter as `name` from the next pass on, also for its running requests.
+
+        Raises:
+            WeightsError: it does not fit the model.
+        """
+        layers = await asyncio.to_thread(self._model.read_adapters, folder)
+        async with self._between_passes:
+            self._raise_if_dead()
+            self._model.route(layers)
+            self._adapters[name] = LoadedAdapter(version, layers)
+            self._scheduler.change_weights(recompute=self._recompute, adapter=name)
+
+    async def drop_adapter(self, name: str) -> None:
+        """Forget an adapter that no running request uses."""
+        async with self._between_passes:
+            self._adapters.pop(name, None)
+            self._scheduler.change_weights(recompute=False, adapter=name)
+
     async def check(self) -> None:
         self._raise_if_dead()
         if self._pass_began is not None and time.monotonic() > self._pass_began + self._timeout_s:
@@ -124,8 +152,10 @@ class HfEngine:
         self._passes.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _problem(self, request: GenerateRequest) -> str:
+    def _problem(self, request: GenerateRequest, adapter: str) -> str:
         """Return why a request is refused; empty if it is not."""
+        if adapter and adapter not in self._adapters:
+            return f"adapter {adapter} is not loaded"
         if request.images:
             return "the prompt holds images, and hf_infer reads none"
         if not 0 < len(request.prompt) < self._context:
@@ -163,7 +193,7 @@ class HfEngine:
     def _compute(self, chunks: list[PlannedChunk]) -> dict[int, tuple[int, float]]:
         """Compute a pass; return token and logprob by row, for sequences whose tokens are all computed."""
         layout = StepLayout([Chunk(each.row.number, each.row.computed, each.tokens) for each in chunks], self._context)
-        logits = self._model.logits(layout, self._cache)
+        logits = self._model.logits(layout, self._cache, self._routes(chunks, layout))
         sampling = {each.row.number: each.sequence.request.sampling for each in chunks if each.is_last}
         places = [place for place, row in enumerate(layout.rows) if row in sampling]
         rows = [layout.rows[place] for place in places]
@@ -171,6 +201,13 @@ class HfEngine:
             return {}
         ids, logprobs = sample(logits[places], [sampling[row] for row in rows], self._generator)
         return dict(zip(rows, zip(ids, logprobs, strict=True), strict=True))
+
+    def _routes(self, chunks: list[PlannedChunk], layout: StepLayout) -> list[Route]:
+        rows: dict[str, set[int]] = {}
+        for chunk in chunks:
+            if chunk.sequence.adapter:
+                rows.setdefault(chunk.sequence.adapter, set()).add(chunk.row.number)
+        return [Route(self._adapters[name].layers, *layout.select(each)) for name, each in rows.items()]
 
     def _record(self, chunks: list[PlannedChunk], sampled: dict[int, tuple[int, float]]) -> None:
         for chunk in chunks:
@@ -184,7 +221,8 @@ class HfEngine:
                 request_id = chunk.sequence.request.request_id
                 self._answer(chunk.sequence, Completion(request_id, error="the logits are not finite"))
                 continue
-            chunk.sequence.add(token, logprob, self._version)
+            adapter = self._adapters.get(chunk.sequence.adapter)
+            chunk.sequence.add(token, logprob, self._version if adapter is None else adapter.version)
             if reason := chunk.sequence.finish_reason():
                 self._answer(chunk.sequence, chunk.sequence.completion(reason))
 

@@ -4,7 +4,7 @@ Invariant: a token attends only to tokens of its own row at positions up to its 
 """
 
 # pyright: basic
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -92,8 +92,14 @@ class StepLayout:
         self.position_ids = positions[None]
         self.slots = rows.repeat_interleave(counts) * row_length + positions
         self.last = ends - 1
+        self._counts = counts
         self.blocks = _make_blocks(chunks, (ends - counts).tolist())
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+
+    def select(self, rows: Container[int]) -> tuple[Tensor, Tensor]:
+        """Return the indices of some rows' tokens, [n], and of their chunks, [c] int64."""
+        chosen = torch.tensor([row in rows for row in self.rows])
+        return chosen.repeat_interleave(self._counts).nonzero()[:, 0], chosen.nonzero()[:, 0]
 
     def mask(self, place: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Return the mask of a block, made once per pass."""

@@ -5,9 +5,11 @@ Invariant: a version is complete and fits the model before anything of it is use
 
 # pyright: basic
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +35,18 @@ class Adapter:
     scaling: float
 
     def __call__(self, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return output + self.scaling * (inputs[0] @ self.down.T) @ self.up.T
+        return output + self.delta(inputs[0])
+
+    def delta(self, inputs: Tensor) -> Tensor:
+        return self.scaling * (inputs @ self.down.T) @ self.up.T
+
+
+class Route(NamedTuple):
+    """Adapter of some rows of a pass. layers: by path; tokens, chunks: int64 indices in the pass."""
+
+    layers: Mapping[str, Adapter]
+    tokens: Tensor
+    chunks: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +76,16 @@ class PolicyModel:
         self._parameters: dict[str, nn.Parameter] = dict(self._model.named_parameters())
         self._tied = {name for name, _ in self._model.named_parameters(remove_duplicate=False)} - set(self._parameters)
         self._hooks: list[Any] = []
+        self._routes: Sequence[Route] = ()
+        self._routed: set[str] = set()
         self.dtype = dtype
         self.vocab_size: int = text_config(architecture)["vocab_size"]
         self.bytes_per_token = bytes_per_token(architecture, dtype.itemsize)
 
     @torch.inference_mode()
-    def logits(self, layout: StepLayout, cache: KvCache) -> Tensor:
-        """Compute a pass; return the logits after each chunk's last token, [chunks, V]."""
+    def logits(self, layout: StepLayout, cache: KvCache, routes: Sequence[Route] = ()) -> Tensor:
+        """Compute a pass; return the logits after each chunk's last token, [chunks, V]. routes: adapters of rows."""
+        self._routes = routes
         output = self._model(
             input_ids=layout.token_ids,
             position_ids=layout.position_ids,
@@ -89,7 +105,7 @@ class PolicyModel:
         if not path.is_dir():
             return Version(self._read_weights(path))
         base = path / BASE
-        return Version(self._read_weights(base) if base.exists() else {}, self._read_adapters(path))
+        return Version(self._read_weights(base) if base.exists() else {}, self.read_adapters(path))
 
     def exchange(self, version: Version) -> None:
         """Use a version; no pass may run meanwhile."""
@@ -115,7 +131,23 @@ class PolicyModel:
                 )
         return weights
 
-    def _read_adapters(self, folder: Path) -> dict[str, Adapter]:
+    def route(self, layers: Mapping[str, Adapter]) -> None:
+        """Let passes apply adapters of these layers to rows; no pass may run meanwhile."""
+        modules, head = dict(self._model.named_modules()), self._model.get_output_embeddings()
+        for path in layers.keys() - self._routed:
+            hook = partial(self._apply_routes, path, modules[path] is head)
+            modules[path].register_forward_hook(hook)
+            self._routed.add(path)
+
+    def _apply_routes(self, path: str, is_head: bool, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Add to the rows' outputs in place; the head's input is each chunk's last token alone."""
+        for layers, tokens, chunks in self._routes:
+            if (adapter := layers.get(path)) is not None:
+                rows = chunks if is_head else tokens
+                output[0].index_add_(0, rows, adapter.delta(inputs[0][0].index_select(0, rows)))
+
+    def read_adapters(self, folder: Path) -> dict[str, Adapter]:
+        """Read a PEFT adapter. Raises WeightsError if it does not fit the model."""
         settings = json.loads((folder / SETTINGS).read_text())
         scaling = settings["lora_alpha"] / settings["r"]
         modules = dict(self._model.named_modules())

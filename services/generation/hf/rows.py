@@ -28,6 +28,8 @@ class CacheRow:
     chunks: list[int] = field(default_factory=list[int])
     """Digests of the prefixes of `tokens` by which the row is indexed."""
     is_idle: bool = False
+    adapter: str = ""
+    """Name of the adapter under which keys and values were computed; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,12 @@ class RowStore:
         """Rows that can be taken."""
         return len(self._free) + len(self._idle)
 
-    def find(self, prompt: array) -> Match | None:
-        """Return the row that shares most of a prompt's tokens but the last, whose logits are needed."""
+    def find(self, prompt: array, adapter: str = "") -> Match | None:
+        """Return the adapter's row that shares most of a prompt's tokens but the last, whose logits are needed."""
         best: Match | None = None
-        for digest in reversed(_digests(prompt)):
-            for row in list(self._index.get(digest, {}).values())[:MAX_CANDIDATES]:
+        for digest in reversed(_digests(prompt, adapter)):
+            rows = [row for row in self._index.get(digest, {}).values() if row.adapter == adapter]
+            for row in rows[:MAX_CANDIDATES]:
                 match = Match(row, _common_length(prompt, row.tokens, len(prompt) - 1))
                 if best is None or (match.usable, row.is_idle) > (best.usable, best.row.is_idle):
                     best = match
@@ -67,7 +70,7 @@ class RowStore:
                 return best
         return None
 
-    def take(self, prompt: array, match: Match | None) -> tuple[CacheRow, int]:
+    def take(self, prompt: array, match: Match | None, adapter: str = "") -> tuple[CacheRow, int]:
         """Take a row for a prompt; return it and how many of the match's tokens are to be copied into it.
 
         A row that holds a prefix of the prompt and nothing else goes on instead.
@@ -82,7 +85,7 @@ class RowStore:
             row.computed = copied
         self._forget(row)
         row.is_idle = False
-        row.tokens = array("i", prompt)
+        row.tokens, row.adapter = array("i", prompt), adapter
         self._remember(row)
         return row, copied
 
@@ -107,8 +110,9 @@ class RowStore:
         for row in rows:
             self._forget(row)
 
-    def drop_idle(self) -> None:
-        for row in list(self._idle.values()):
+    def drop_idle(self, adapter: str | None = None) -> None:
+        """Free idle rows, or those of one adapter."""
+        for row in [each for each in self._idle.values() if adapter in (None, each.adapter)]:
             self.free(row)
 
     def _take_any(self, match: Match | None) -> CacheRow:
@@ -122,7 +126,7 @@ class RowStore:
 
     def _remember(self, row: CacheRow) -> None:
         if self._shares:
-            row.chunks = _digests(row.tokens)
+            row.chunks = _digests(row.tokens, row.adapter)
             for digest in row.chunks:
                 self._index.setdefault(digest, {})[row.number] = row
 
@@ -135,9 +139,9 @@ class RowStore:
         row.chunks = []
 
 
-def _digests(tokens: array) -> list[int]:
-    """Return digests of every prefix of a multiple of `CHUNK` tokens."""
-    data, digest, out = tokens.tobytes(), 0, list[int]()
+def _digests(tokens: array, adapter: str) -> list[int]:
+    """Return digests of every prefix of a multiple of `CHUNK` tokens under an adapter."""
+    data, digest, out = tokens.tobytes(), hash(adapter), list[int]()
     step = CHUNK * tokens.itemsize
     for start in range(0, len(data) - step + 1, step):
         digest = hash((digest, data[start : start + step]))

@@ -23,6 +23,8 @@ class RunningSequence:
     """Tokens to sample at most."""
     tokens: list[int]
     """Of prompt and answer."""
+    adapter: str = ""
+    """Name; empty: the base model."""
     row: CacheRow | None = None
     is_stale: bool = False
     """True if its row holds keys and values of older weights."""
@@ -131,10 +133,13 @@ class Scheduler:
                 chunks.append(PlannedChunk(sequence, sequence.row, count))
         return chunks
 
-    def change_weights(self, *, recompute: bool) -> None:
-        """Make rows of older weights unavailable to new prompts; recompute: running sequences begin anew, too."""
-        self._rows.drop_idle()
-        for sequence in self._running:
+    def change_weights(self, *, recompute: bool, adapter: str | None = None) -> None:
+        """Make rows of older weights, or of an adapter's, unavailable to new prompts.
+
+        recompute: running sequences begin anew, too.
+        """
+        self._rows.drop_idle(adapter)
+        for sequence in (each for each in self._running if adapter in (None, each.adapter)):
             assert sequence.row is not None
             if recompute:
                 sequence.row.computed = 0
@@ -147,11 +152,11 @@ class Scheduler:
         while self._waiting and len(self._running) < self._max_running and self._rows.num_free:
             sequence = self._waiting.popleft()
             prompt = array("i", sequence.tokens)
-            match = self._rows.find(prompt)
+            match = self._rows.find(prompt, sequence.adapter)
             if match is not None and match.length - match.usable >= CHUNK:
                 held_back.append(sequence)  # another sequence computes this prefix right now
                 continue
-            sequence.row, copied = self._rows.take(prompt, match)
+            sequence.row, copied = self._rows.take(prompt, match, sequence.adapter)
             if copied and match is not None:
                 self._copy_prefix(match.row.number, sequence.row.number, copied)
             self.reused_tokens += sequence.row.computed

@@ -137,6 +137,9 @@ PLAIN = {
     "control.tokens.token_file": "of the run's own service",
     "control.tokens.allow_modules": "of the run's own service",
     "control.tokens.output_roots": "of the run's own service",
+    "tinker.host": "of `offbeat tinker`, which runs no configuration of others",
+    "tinker.keys_file": "of `offbeat tinker`, which runs no configuration of others",
+    "tinker.model_name": "a name for clients",
 }
 """Keys that take a text and name neither code nor a place to write to, and why."""
 

@@ -1,0 +1,1 @@
+"""Tinker's API: training and sampling of adapters, command by command."""

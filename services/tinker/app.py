@@ -1,0 +1,279 @@
+"""HTTP routes of Tinker's API, as the SDK (0.38) calls them.
+
+Invariant: a refusal is JSON with what is wrong; 408 asks to fetch again, 410 to send again, 429 to wait.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+
+from offbeat.services.errors import RetryableError
+from offbeat.services.tinker.config import TinkerConfig
+from offbeat.services.tinker.errors import TinkerError
+from offbeat.services.tinker.listings import TinkerListings
+from offbeat.services.tinker.owners import Keys
+from offbeat.services.tinker.schemas import (
+    CheckpointBody,
+    CreateModelBody,
+    CreateSamplerBody,
+    FutureBody,
+    LoadWeightsBody,
+    ModelBody,
+    OptimStepBody,
+    SampleBody,
+    SamplerWeightsBody,
+    SaveWeightsBody,
+    SessionBody,
+)
+from offbeat.services.tinker.service import TinkerService
+from offbeat.services.tinker.wire import decode_sample_response
+
+PROTOBUF = "application/x-protobuf"
+MAX_BODY_BYTES = 64 << 20
+Json = dict[str, Any]
+Offset = Annotated[int, Query(ge=0)]
+Limit = Annotated[int, Query(ge=1, le=1000)]
+
+
+def _service(request: Request) -> TinkerService:
+    return request.app.state.service
+
+
+def _listings(request: Request) -> TinkerListings:
+    return TinkerListings(request.app.state.service)
+
+
+def _owner(request: Request, x_api_key: Annotated[str, Header()] = "") -> str:
+    """Return the caller's id. Raises UnauthorizedError."""
+    keys: Keys = request.app.state.keys
+    return keys.owner(x_api_key)
+
+
+Service = Annotated[TinkerService, Depends(_service)]
+Listings = Annotated[TinkerListings, Depends(_listings)]
+Owner = Annotated[str, Depends(_owner)]
+
+router = APIRouter(prefix="/api/v1")
+
+
+def create_app(service: TinkerService, keys: Keys, config: TinkerConfig) -> FastAPI:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with service.store.listening():
+            yield
+        service.close()
+
+    app = FastAPI(title="Offbeat: Tinker's API", lifespan=lifespan)
+    app.state.service, app.state.keys, app.state.config = service, keys, config
+    app.include_router(router)
+    app.add_exception_handler(TinkerError, _refuse)
+    app.add_exception_handler(RequestValidationError, _refuse_body)
+    app.add_exception_handler(RetryableError, _ask_again)
+    return app
+
+
+async def _refuse(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, TinkerError)
+    return JSONResponse({"detail": str(error)}, error.status)
+
+
+async def _refuse_body(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    issues = [f"{'.'.join(map(str, issue['loc']))}: {issue['msg']}" for issue in error.errors()]
+    return JSONResponse({"detail": "; ".join(issues)}, 422)
+
+
+async def _ask_again(_: Request, error: Exception) -> JSONResponse:
+    return JSONResponse({"detail": str(error)}, 503)
+
+
+def _future(ids: tuple[str, str]) -> Json:
+    return {"request_id": ids[0], "model_id": ids[1]}
+
+
+@router.get("/healthz")
+async def healthz(service: Service) -> Json:
+    await service.check()
+    return {"status": "ok"}
+
+
+@router.post("/client/config")
+async def client_config(_: Owner, request: Request) -> Json:
+    config: TinkerConfig = request.app.state.config
+    return {"sample_max_concurrent_requests": config.max_samples}
+
+
+@router.post("/client/dynamic_config")
+async def client_dynamic_config(_: Owner) -> Json:
+    return {"sample_cancel_enabled": True}
+
+
+@router.get("/get_server_capabilities")
+async def get_server_capabilities(_: Owner, service: Service) -> Json:
+    model = {
+        "model_name": service.base.name,
+        "max_context_length": service.base.context,
+        "trainable": True,
+        "sampleable": True,
+    }
+    return {"supported_models": [model]}
+
+
+@router.post("/create_session")
+async def create_session(owner: Owner, service: Service) -> Json:
+    return {"type": "create_session", "session_id": await service.create_session(owner)}
+
+
+@router.post("/session_heartbeat")
+async def session_heartbeat(owner: Owner, service: Service, body: SessionBody) -> Json:
+    await service.heartbeat(owner, body.session_id)
+    return {"type": "session_heartbeat"}
+
+
+@router.post("/sessions/{session_id}/finish")
+async def finish_session(owner: Owner, service: Service, session_id: str) -> Json:
+    await service.finish_session(owner, session_id)
+    return {}
+
+
+@router.post("/telemetry")
+async def telemetry(_: Owner) -> Json:
+    """Accept the SDK's telemetry; none of it is kept."""
+    return {"status": "accepted"}
+
+
+@router.post("/create_model")
+async def create_model(owner: Owner, service: Service, body: CreateModelBody) -> Json:
+    return _future(await service.create_model(owner, body))
+
+
+@router.post("/get_info")
+async def get_info(owner: Owner, service: Service, body: ModelBody) -> Json:
+    """`model_data.model_name` is the folder, from which the SDK loads a sampler's tokenizer."""
+    record, base = await service.model(owner, body.model_id), service.base
+    return {
+        "type": "get_info",
+        "model_id": body.model_id,
+        "model_data": {"arch": base.architecture, "model_name": base.folder, "tokenizer_id": base.folder},
+        "model_name": base.name,
+        "is_lora": True,
+        "lora_rank": record.lora.rank,
+    }
+
+
+@router.post("/forward_backward")
+async def forward_backward(owner: Owner, service: Service, request: Request) -> Json:
+    return _future(await service.forward_backward(owner, await _read_body(request)))
+
+
+@router.post("/optim_step")
+async def optim_step(owner: Owner, service: Service, body: OptimStepBody) -> Json:
+    return _future(await service.optim_step(owner, body))
+
+
+@router.post("/save_weights")
+async def save_weights(owner: Owner, service: Service, body: SaveWeightsBody) -> Json:
+    return _future(await service.save_weights(owner, body))
+
+
+@router.post("/load_weights")
+async def load_weights(owner: Owner, service: Service, body: LoadWeightsBody) -> Json:
+    return _future(await service.load_weights(owner, body))
+
+
+@router.post("/save_weights_for_sampler")
+async def save_weights_for_sampler(owner: Owner, service: Service, body: SamplerWeightsBody) -> Json:
+    return _future(await service.save_weights_for_sampler(owner, body))
+
+
+@router.post("/create_sampling_session")
+async def create_sampling_session(owner: Owner, service: Service, body: CreateSamplerBody) -> Json:
+    return {"type": "create_sampling_session", "sampling_session_id": await service.create_sampler(owner, body)}
+
+
+@router.get("/samplers/{sampler_id}")
+async def get_sampler(owner: Owner, service: Service, sampler_id: str) -> Json:
+    """`base_model` is the folder, from which the SDK loads the tokenizer."""
+    record = await service.sampler(owner, sampler_id)
+    return {"sampler_id": sampler_id, "base_model": service.base.folder, "model_path": record.model_path}
+
+
+@router.post("/asample")
+async def asample(owner: Owner, service: Service, body: SampleBody) -> Json:
+    request_id, sequence_ids = await service.sample(owner, body)
+    return {"request_id": request_id, "sample_sequence_ids": sequence_ids}
+
+
+@router.post("/retrieve_future")
+async def retrieve_future(owner: Owner, service: Service, body: FutureBody, request: Request) -> Response:
+    """Return a result; a sample with each token's version also as JSON, to clients that do not accept protobuf."""
+    result = await service.retrieve(owner, body.request_id)
+    if result is None:
+        again = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
+        return JSONResponse(again, 408)
+    if not result.is_protobuf:
+        return Response(result.body, media_type="application/json")
+    if PROTOBUF not in request.headers.get("accept", "") and ":sample:" in body.request_id:
+        return JSONResponse({"sequences": [asdict(each) for each in decode_sample_response(result.body)]})
+    return Response(result.body, media_type=PROTOBUF)
+
+
+@router.post("/cancel_future")
+async def cancel_future(owner: Owner, service: Service, body: FutureBody) -> Json:
+    await service.cancel(owner, body.request_id)
+    return {}
+
+
+@router.post("/weights_info")
+async def weights_info(owner: Owner, listings: Listings, body: CheckpointBody) -> Json:
+    return await listings.weights_info(owner, body.tinker_path)
+
+
+@router.get("/sessions")
+async def sessions(owner: Owner, listings: Listings, offset: Offset = 0, limit: Limit = 20) -> Json:
+    return await listings.sessions(owner, offset, limit)
+
+
+@router.get("/sessions/{session_id}")
+async def session(owner: Owner, listings: Listings, session_id: str) -> Json:
+    return await listings.session(owner, session_id)
+
+
+@router.get("/training_runs")
+async def training_runs(owner: Owner, listings: Listings, offset: Offset = 0, limit: Limit = 20) -> Json:
+    return await listings.training_runs(owner, offset, limit)
+
+
+@router.get("/training_runs/{model_id}")
+async def training_run(owner: Owner, listings: Listings, model_id: str) -> Json:
+    return await listings.training_run(owner, model_id)
+
+
+@router.get("/training_runs/{model_id}/checkpoints")
+async def checkpoints_of(owner: Owner, listings: Listings, model_id: str) -> Json:
+    return await listings.checkpoints_of(owner, model_id)
+
+
+@router.delete("/training_runs/{model_id}/checkpoints/{checkpoint_id:path}")
+async def delete_checkpoint(owner: Owner, listings: Listings, model_id: str, checkpoint_id: str) -> Json:
+    await listings.delete_checkpoint(owner, model_id, checkpoint_id)
+    return {}
+
+
+@router.get("/checkpoints")
+async def checkpoints(owner: Owner, listings: Listings, offset: Offset = 0, limit: Limit = 100) -> Json:
+    return await listings.checkpoints(owner, offset, limit)
+
+
+async def _read_body(request: Request) -> bytes:
+    content = bytearray()
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > MAX_BODY_BYTES:
+            raise TinkerError(f"the body has more than {MAX_BODY_BYTES >> 20} MiB: send fewer sequences at once")
+    return bytes(content)

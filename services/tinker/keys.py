@@ -1,0 +1,69 @@
+"""Redis keys of a Tinker server, under one hash tag, so that a script may use all."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TinkerKeys:
+    name: str
+
+    def key(self, *parts: str) -> str:
+        return ":".join((f"offbeat:{{tinker-{self.name}}}", *parts))
+
+    @property
+    def epoch(self) -> str:
+        """Integer: incremented by each learner, whose predecessors can't commit any more."""
+        return self.key("epoch")
+
+    @property
+    def sessions(self) -> str:
+        """Hash: session id -> `Session`."""
+        return self.key("sessions")
+
+    @property
+    def models(self) -> str:
+        """Hash: model id -> `ModelRecord`."""
+        return self.key("models")
+
+    @property
+    def samplers(self) -> str:
+        """Hash: sampling session id -> `SamplerRecord`."""
+        return self.key("samplers")
+
+    @property
+    def checkpoints(self) -> str:
+        """Hash: `tinker://` path -> `CheckpointRecord`."""
+        return self.key("checkpoints")
+
+    @property
+    def inflight(self) -> str:
+        """Hash: model id -> `AdapterVersion`, the newest that inflight samplers use."""
+        return self.key("inflight")
+
+    @property
+    def applied(self) -> str:
+        """Hash: model id -> sequence id of the last applied command."""
+        return self.key("applied")
+
+    @property
+    def queued_bytes(self) -> str:
+        """Hash: owner -> bytes of commands that are not applied."""
+        return self.key("queued_bytes")
+
+    @property
+    def wakeups(self) -> str:
+        """List: ids of models with a new command; a hint, as the logs are scanned, too."""
+        return self.key("wakeups")
+
+    @property
+    def done(self) -> str:
+        """Channel: request ids with a new result; a hint, too."""
+        return self.key("done")
+
+    def log(self, model_id: str) -> str:
+        """Hash: sequence id -> command, until a state on disk contains it."""
+        return self.key("log", model_id)
+
+    def result(self, request_id: str) -> str:
+        """String with expiry: `Result`."""
+        return self.key("result", request_id)

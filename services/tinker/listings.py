@@ -1,0 +1,126 @@
+"""Lists of sessions, models and checkpoints, in the SDK's form."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from offbeat.services.tinker.errors import NotFoundError
+from offbeat.services.tinker.records import SEGMENTS, CheckpointRecord, ModelRecord, SamplerRecord, Session
+from offbeat.services.tinker.service import TinkerService
+
+Json = dict[str, Any]
+
+
+class TinkerListings:
+    def __init__(self, service: TinkerService) -> None:
+        self._service = service
+        self._store = service.store
+
+    async def sessions(self, owner: str, offset: int, limit: int) -> Json:
+        sessions = await self._store.all(self._store.keys.sessions, Session)
+        own = sorted((-each.created_at, name) for name, each in sessions.items() if each.owner == owner)
+        return {"sessions": [name for _, name in own][offset : offset + limit]}
+
+    async def session(self, owner: str, session_id: str) -> Json:
+        await self._service.session(owner, session_id)
+        models = await self._store.all(self._store.keys.models, ModelRecord)
+        samplers = await self._store.all(self._store.keys.samplers, SamplerRecord)
+        return {
+            "training_run_ids": sorted(name for name, each in models.items() if each.session_id == session_id),
+            "sampler_ids": sorted(name for name in samplers if name.startswith(f"{session_id}:")),
+        }
+
+    async def training_runs(self, owner: str, offset: int, limit: int) -> Json:
+        models = await self._models(owner)
+        checkpoints = await self._checkpoints(owner)
+        newest = sorted(models, key=lambda name: -models[name].created_at)
+        chosen = newest[offset : offset + limit]
+        return {
+            "training_runs": [self._training_run(name, models[name], checkpoints) for name in chosen],
+            "cursor": _cursor(offset, limit, len(newest)),
+        }
+
+    async def training_run(self, owner: str, model_id: str) -> Json:
+        record = await self._service.model(owner, model_id)
+        return self._training_run(model_id, record, await self._checkpoints(owner))
+
+    async def checkpoints(self, owner: str, offset: int, limit: int) -> Json:
+        found = _newest_first(await self._checkpoints(owner))
+        return {"checkpoints": found[offset : offset + limit], "cursor": _cursor(offset, limit, len(found))}
+
+    async def checkpoints_of(self, owner: str, model_id: str) -> Json:
+        await self._service.model(owner, model_id)
+        checkpoints = await self._checkpoints(owner)
+        return {"checkpoints": _newest_first({k: v for k, v in checkpoints.items() if v.model_id == model_id})}
+
+    async def weights_info(self, owner: str, path: str) -> Json:
+        lora = (await self._service.checkpoint(owner, path)).lora
+        return {
+            "base_model": self._service.base.name,
+            "is_lora": True,
+            "lora_rank": lora.rank,
+            "train_attn": lora.train_attn,
+            "train_mlp": lora.train_mlp,
+            "train_unembed": lora.train_unembed,
+        }
+
+    async def delete_checkpoint(self, owner: str, model_id: str, checkpoint_id: str) -> None:
+        """Delete a checkpoint; commands that load it and were accepted before fail. Raises NotFoundError."""
+        path = f"tinker://{model_id}/{checkpoint_id}"
+        record = await self._service.checkpoint(owner, path)
+        if not await self._store.remove(self._store.keys.checkpoints, path):
+            raise NotFoundError(f"there is no checkpoint {path}")
+        shutil.rmtree(Path(record.adapter.folder), ignore_errors=True)
+
+    async def _models(self, owner: str) -> dict[str, ModelRecord]:
+        models = await self._store.all(self._store.keys.models, ModelRecord)
+        return {name: each for name, each in models.items() if each.owner == owner}
+
+    async def _checkpoints(self, owner: str) -> dict[str, CheckpointRecord]:
+        own = await self._models(owner)
+        found = await self._store.all(self._store.keys.checkpoints, CheckpointRecord)
+        return {path: each for path, each in found.items() if each.model_id in own}
+
+    def _training_run(self, model_id: str, record: ModelRecord, checkpoints: Mapping[str, CheckpointRecord]) -> Json:
+        of_model = {path: each for path, each in checkpoints.items() if each.model_id == model_id}
+        last = {
+            kind: next(iter(_newest_first({k: v for k, v in of_model.items() if v.kind == kind})), None)
+            for kind in SEGMENTS
+        }
+        changed_at = max([record.created_at, *(each.created_at for each in of_model.values())])
+        return {
+            "training_run_id": model_id,
+            "base_model": self._service.base.name,
+            "model_owner": record.owner,
+            "is_lora": True,
+            "lora_rank": record.lora.rank,
+            "last_request_time": _time(changed_at),
+            "last_checkpoint": last["training"],
+            "last_sampler_checkpoint": last["sampler"],
+            "user_metadata": {k: str(v) for k, v in (record.user_metadata or {}).items()} or None,
+        }
+
+
+def _newest_first(checkpoints: Mapping[str, CheckpointRecord]) -> Sequence[Json]:
+    paths = sorted(checkpoints, key=lambda path: -checkpoints[path].created_at)
+    return [
+        {
+            "checkpoint_id": path.split("/", 3)[3],
+            "checkpoint_type": checkpoints[path].kind,
+            "time": _time(checkpoints[path].created_at),
+            "tinker_path": path,
+            "size_bytes": checkpoints[path].size_bytes,
+            "user_metadata": checkpoints[path].user_metadata,
+        }
+        for path in paths
+    ]
+
+
+def _cursor(offset: int, limit: int, total: int) -> Json:
+    return {"offset": offset, "limit": limit, "total_count": total}
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -1,0 +1,93 @@
+"""The models' command logs, for the learner.
+
+Invariants: a model's commands are applied in the order of their sequence ids, each once; a command stays in the log until a
+state on disk contains it; a learner that has a successor commits nothing.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from redis import Redis
+
+from offbeat.services.errors import FencedError
+from offbeat.services.tinker.keys import TinkerKeys
+from offbeat.services.tinker.records import CheckpointRecord, ModelRecord, Result, StoredRecord, request_id_of
+
+SCRIPTS = Path(__file__).parent / "lua"
+RESULT_EXPIRY_S = 24 * 3600
+WAKEUPS_PER_WAIT = 1024
+
+RecordT = TypeVar("RecordT", bound=StoredRecord)
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Entry of a hash, written with a command's result."""
+
+    key: str
+    field: str
+    record: StoredRecord
+
+
+class CommandLog:
+    def __init__(self, redis: Redis, name: str) -> None:
+        self.keys = TinkerKeys(name)
+        self._redis: Any = redis
+        self._commit: Any = redis.register_script((SCRIPTS / "commit.lua").read_text())
+        self._epoch = 0
+
+    def take_over(self) -> None:
+        """Fence other learners off."""
+        self._epoch = int(self._redis.incr(self.keys.epoch))
+
+    def model_ids(self) -> list[str]:
+        return sorted(each.decode() for each in self._redis.hkeys(self.keys.models))
+
+    def model(self, model_id: str) -> ModelRecord:
+        return msgspec.json.decode(self._redis.hget(self.keys.models, model_id), type=ModelRecord)
+
+    def checkpoint(self, path: str) -> CheckpointRecord | None:
+        return self._find(self.keys.checkpoints, path, CheckpointRecord)
+
+    def command(self, model_id: str, seq_id: int) -> bytes | None:
+        return self._redis.hget(self.keys.log(model_id), seq_id)
+
+    def wait(self, timeout_s: float) -> set[str]:
+        """Return ids of models that may have new commands."""
+        first = self._redis.blpop(self.keys.wakeups, timeout_s)
+        if first is None:
+            return set()
+        return {first[1].decode(), *self.poll()}
+
+    def poll(self) -> set[str]:
+        """Return what `wait` does, without waiting."""
+        return set(map(bytes.decode, self._redis.lpop(self.keys.wakeups, WAKEUPS_PER_WAIT) or ()))
+
+    def commit(self, model_id: str, owner: str, seq_id: int, result: Result, writes: Sequence[Write] = ()) -> None:
+        """StoredRecord a result, once. Raises FencedError if another learner has taken over."""
+        keys, request_id = self.keys, request_id_of(model_id, seq_id)
+        hashes = (keys.applied, keys.queued_bytes, keys.result(request_id), keys.done)
+        status = self._commit(
+            keys=[keys.epoch, keys.log(model_id), *hashes, *(each.key for each in writes)],
+            args=[
+                *(self._epoch, model_id, seq_id, result.encode(), RESULT_EXPIRY_S, owner, request_id),
+                *(part for each in writes for part in (each.field, each.record.encode())),
+            ],
+        )
+        if int(status) < 0:
+            raise FencedError("another learner serves this Tinker server")
+
+    def truncate(self, model_id: str, seq_ids: Iterable[int]) -> None:
+        """Forget commands that a state on disk contains."""
+        if ids := list(seq_ids):
+            self._redis.hdel(self.keys.log(model_id), *ids)
+
+    def logged(self, model_id: str) -> list[int]:
+        return sorted(map(int, self._redis.hkeys(self.keys.log(model_id))))
+
+    def _find(self, key: str, field: str, kind: type[RecordT]) -> RecordT | None:
+        data = self._redis.hget(key, field)
+        return None if data is None else msgspec.json.decode(data, type=kind)

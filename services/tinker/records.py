@@ -1,0 +1,167 @@
+"""Commands, results and records, as they lie in Redis."""
+
+from typing import Literal
+
+import msgspec
+
+from offbeat.services.errors import CodecError
+
+Metadata = dict[str, str | int | float | bool | None]
+"""Of the client."""
+
+
+class StoredRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of what is stored as JSON."""
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+
+class Session(StoredRecord, frozen=True, kw_only=True):
+    owner: str
+    created_at: float
+    is_finished: bool = False
+
+
+class Lora(msgspec.Struct, frozen=True, kw_only=True):
+    """Adapter of a model."""
+
+    rank: int
+    seed: int
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+
+class ModelRecord(StoredRecord, frozen=True, kw_only=True):
+    owner: str
+    session_id: str
+    created_at: float
+    lora: Lora
+    user_metadata: Metadata | None = None
+
+
+class AdapterVersion(StoredRecord, frozen=True, kw_only=True):
+    """Adapter on disk, and the version of its weights."""
+
+    folder: str
+    version: int
+
+
+CheckpointKind = Literal["training", "sampler"]
+SEGMENTS: dict[CheckpointKind, str] = {"training": "weights", "sampler": "sampler_weights"}
+"""Of `tinker://` paths."""
+
+
+class CheckpointRecord(StoredRecord, frozen=True, kw_only=True):
+    model_id: str
+    kind: CheckpointKind
+    created_at: float
+    adapter: AdapterVersion
+    lora: Lora
+    size_bytes: int = 0
+    user_metadata: dict[str, str] | None = None
+
+
+class SamplerRecord(StoredRecord, frozen=True, kw_only=True):
+    """Sampling session: of the base model, of an adapter, or of a model's newest inflight weights."""
+
+    owner: str
+    model_path: str | None = None
+    adapter: AdapterVersion | None = None
+    inflight_model_id: str | None = None
+
+
+class LoadWeights(msgspec.Struct, frozen=True, tag="load_weights"):
+    path: str
+    folder: str
+    """Of the checkpoint when the command was accepted."""
+    with_optimizer: bool
+
+
+class CreateModel(msgspec.Struct, frozen=True, tag="create_model"):
+    """First command of a model; `start`: its weights, if not new ones."""
+
+    start: LoadWeights | None = None
+
+
+class ForwardBackwardCommand(msgspec.Struct, frozen=True, tag="forward_backward"):
+    body: bytes
+    """Protobuf, as received."""
+
+
+class OptimStep(msgspec.Struct, frozen=True, kw_only=True, tag="optim_step"):
+    """AdamW's constants; grad_clip_norm: 0 clips nothing."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class SaveWeights(msgspec.Struct, frozen=True, tag="save_weights"):
+    name: str
+    kind: CheckpointKind = "training"
+    should_overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+
+
+class PublishSampler(msgspec.Struct, frozen=True, tag="publish_sampler"):
+    """Open a sampling session on the current weights."""
+
+    sampling_session_id: str
+    is_inflight: bool = False
+
+
+class RefusedCommand(msgspec.Struct, frozen=True, tag="refused"):
+    """Command with an invalid body; it takes its place in the sequence, because a client can't skip it."""
+
+    error: str
+
+
+Command = CreateModel | ForwardBackwardCommand | OptimStep | SaveWeights | LoadWeights | PublishSampler | RefusedCommand
+_COMMANDS = msgspec.msgpack.Decoder(Command)
+
+
+def encode_command(command: Command) -> bytes:
+    return msgspec.msgpack.encode(command)
+
+
+def decode_command(data: bytes) -> Command:
+    """Raises CodecError."""
+    try:
+        return _COMMANDS.decode(data)
+    except msgspec.MsgspecError as error:
+        raise CodecError(f"not a command: {error}") from error
+
+
+class Result(msgspec.Struct, frozen=True):
+    """Answer of `retrieve_future`: JSON, or protobuf."""
+
+    body: bytes
+    is_protobuf: bool = False
+
+    @classmethod
+    def of_json(cls, content: object) -> "Result":
+        return cls(msgspec.json.encode(content))
+
+    @classmethod
+    def of_error(cls, message: str, category: Literal["user", "server"] = "user") -> "Result":
+        return cls.of_json({"error": message, "category": category})
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Result":
+        return msgspec.msgpack.decode(data, type=cls)
+
+
+def request_id_of(model_id: str, seq_id: int) -> str:
+    return f"{model_id}:{seq_id}"
+
+
+def tinker_path(model_id: str, kind: CheckpointKind, name: str) -> str:
+    return f"tinker://{model_id}/{SEGMENTS[kind]}/{name}"

@@ -1,0 +1,134 @@
+"""Sampling of many adapters from one engine.
+
+Invariants: an adapter in use stays in the engine; one that is not there is loaded, in place of the least recently used, so
+that a sampling session ends with its checkpoint alone.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
+from offbeat.services.tinker.errors import TinkerError
+from offbeat.services.tinker.records import AdapterVersion
+from offbeat.services.tinker.schemas import SampleBody
+from offbeat.services.tinker.stops import StopRules
+from offbeat.services.tinker.wire import SampledSequence
+
+BASE_VERSION = 0
+
+
+class AdapterEngine(Protocol):
+    """Engine that samples the base model, or one of its adapters by name."""
+
+    async def generate(self, request: GenerateRequest, version: int, adapter: str = "") -> Completion: ...
+
+    async def put_adapter(self, name: str, folder: Path, version: int) -> None: ...
+
+    async def drop_adapter(self, name: str) -> None: ...
+
+    async def check(self) -> None: ...
+
+
+@dataclass(slots=True)
+class AdapterSlot:
+    loaded: AdapterVersion | None = None
+    users: int = 0
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class AdapterSlots:
+    def __init__(self, engine: AdapterEngine, max_adapters: int) -> None:
+        self._engine = engine
+        self._max_adapters = max_adapters
+        self._slots: OrderedDict[str, AdapterSlot] = OrderedDict()
+        """The least recently used first."""
+
+    @asynccontextmanager
+    async def hold(self, name: str, adapter: AdapterVersion) -> AsyncIterator[None]:
+        """Keep an adapter in the engine, at this version or a newer one."""
+        slot = self._slots.setdefault(name, AdapterSlot())
+        self._slots.move_to_end(name)
+        slot.users += 1
+        try:
+            async with slot.loading:
+                if slot.loaded is None or slot.loaded.version < adapter.version:
+                    await self._engine.put_adapter(name, Path(adapter.folder), adapter.version)
+                    slot.loaded = adapter
+                    await self._evict()
+            yield
+        finally:
+            slot.users -= 1
+
+    async def _evict(self) -> None:
+        surplus = len(self._slots) - self._max_adapters
+        for name in [name for name, slot in self._slots.items() if not slot.users][: max(surplus, 0)]:
+            del self._slots[name]
+            await self._engine.drop_adapter(name)
+
+
+class Sampler:
+    def __init__(
+        self, engine: AdapterEngine, tokenizer: Any, end_ids: Sequence[int], *, context: int, max_adapters: int
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._end_ids = end_ids
+        self._context = context
+        self._slots = AdapterSlots(engine, max_adapters)
+
+    async def check(self) -> None:
+        """Raise RetryableError if the engine is dead."""
+        await self._engine.check()
+
+    async def sample(
+        self, body: SampleBody, request_id: str, name: str, adapter: AdapterVersion | None
+    ) -> list[SampledSequence]:
+        """Sample `num_samples` answers; name: of the adapter, empty for the base model.
+
+        Raises:
+            TinkerError: the engine refuses the request.
+            RetryableError: the engine died.
+        """
+        if adapter is None:
+            return await self._sample(body, request_id, "")
+        async with self._slots.hold(name, adapter):
+            return await self._sample(body, request_id, name)
+
+    async def _sample(self, body: SampleBody, request_id: str, adapter: str) -> list[SampledSequence]:
+        prompt, rules = prompt_tokens(body), StopRules(self._tokenizer, self._end_ids, body.sampling_params.stop)
+        given = body.sampling_params
+        sampling = Sampling(
+            temperature=given.temperature,
+            top_p=given.top_p,
+            top_k=given.top_k,
+            max_new_tokens=given.max_tokens or self._context,
+            stop_token_ids=rules.token_ids,
+        )
+        requests = [GenerateRequest(f"{request_id}:{i}", prompt, sampling) for i in range(body.num_samples)]
+        answers = await asyncio.gather(*(self._engine.generate(each, BASE_VERSION, adapter) for each in requests))
+        return [_cut(answer, rules) for answer in answers]
+
+
+def prompt_tokens(body: SampleBody) -> tuple[int, ...]:
+    """Return the prompt. Raises TinkerError unless all of it is text."""
+    tokens: list[int] = []
+    for i, chunk in enumerate(body.prompt.chunks):
+        if chunk.type != "encoded_text" or chunk.tokens is None:
+            raise TinkerError(f"prompt.chunks[{i}] is {chunk.type}: only encoded_text with tokens is served")
+        tokens += chunk.tokens
+    return tuple(tokens)
+
+
+def _cut(completion: Completion, rules: StopRules) -> SampledSequence:
+    """Cut an answer after its first stop text."""
+    if completion.error:
+        raise TinkerError(completion.error)
+    versions = [span.version for span in completion.versions for _ in range(span.start, span.end)]
+    end = rules.find_end(completion.token_ids)
+    reason = completion.finish_reason.value if end is None else "stop"
+    return SampledSequence(completion.token_ids[:end], completion.logprobs[:end], versions[:end], reason)

@@ -1,0 +1,133 @@
+"""Bodies of requests, as the SDK (0.38) sends them; unknown fields are ignored."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from offbeat.services.tinker.records import Metadata
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+=-]{0,127}$")]
+"""Of a checkpoint: a folder's name."""
+Id = Annotated[str, Field(min_length=1, max_length=256)]
+SeqId = Annotated[int, Field(ge=0, lt=1 << 53)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+MAX_SEED = (1 << 63) - 1
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(protected_namespaces=())
+
+
+class LoraBody(Body):
+    rank: int = Field(ge=1)
+    seed: int | None = Field(default=None, ge=-MAX_SEED, le=MAX_SEED)
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerBody(Body):
+    type: str = "adamw"
+
+
+class SessionBody(Body):
+    session_id: Id
+
+
+class CreateModelBody(Body):
+    session_id: Id
+    model_seq_id: SeqId
+    base_model: str
+    lora_config: LoraBody | None = None
+    optimizer_config: OptimizerBody = OptimizerBody()
+    user_metadata: Metadata | None = None
+
+
+class ModelBody(Body):
+    model_id: Id
+
+
+class AdamBody(Body):
+    learning_rate: float = Field(default=1e-4, ge=0, allow_inf_nan=False)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-12, ge=0, allow_inf_nan=False)
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    grad_clip_norm: float = Field(default=0.0, allow_inf_nan=False)
+
+
+class OptimStepBody(Body):
+    model_id: Id
+    seq_id: SeqId
+    adam_params: dict[str, object] | None = None
+    """Checked in the command's turn, as `AdamBody`."""
+    optimizer_params: dict[str, object] | None = None
+
+
+class SaveWeightsBody(Body):
+    model_id: Id
+    seq_id: SeqId
+    path: str | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+
+
+class SamplerWeightsBody(SaveWeightsBody):
+    sampling_session_seq_id: SeqId | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+
+
+class LoadWeightsBody(Body):
+    path: Id
+    optimizer: bool
+    model_id: Id | None = None
+    seq_id: SeqId | None = None
+    session_id: Id | None = None
+    model_seq_id: SeqId | None = None
+    user_metadata: Metadata | None = None
+
+
+class CreateSamplerBody(Body):
+    session_id: Id
+    sampling_session_seq_id: SeqId
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class ChunkBody(Body):
+    type: str = "encoded_text"
+    tokens: list[TokenId] | None = None
+
+
+class PromptBody(Body):
+    chunks: list[ChunkBody]
+
+
+class SamplingBody(Body):
+    max_tokens: int | None = Field(default=None, ge=1)
+    seed: int | None = None
+    stop: str | list[TokenId] | list[str] | None = None
+    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    top_k: int = Field(default=-1, ge=-1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+
+
+class SampleBody(Body):
+    prompt: PromptBody
+    sampling_params: SamplingBody
+    sampling_session_id: Id
+    seq_id: SeqId
+    num_samples: int = Field(default=1, ge=1, le=1024)
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: dict[str, object] | None = None
+    prompt_alt_tokens_k: int = 0
+
+
+class FutureBody(Body):
+    request_id: Id
+
+
+class CheckpointBody(Body):
+    tinker_path: Id

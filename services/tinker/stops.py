@@ -1,0 +1,34 @@
+"""Where answers stop: tokens, and texts.
+
+Invariant: an answer keeps the tokens of what stopped it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class StopRules:
+    def __init__(
+        self, tokenizer: Any, end_ids: Sequence[int], stop: str | Sequence[int] | Sequence[str] | None
+    ) -> None:
+        """stop: as in the SDK: None stops at the model's end tokens, an empty list nowhere."""
+        self._tokenizer = tokenizer
+        given = [stop] if isinstance(stop, str) else list(stop or ())
+        self.texts = [each for each in given if isinstance(each, str) and each]
+        tokens = [each for each in given if isinstance(each, int)]
+        self.token_ids = tuple(tokens) if stop is not None and not self.texts else tuple(end_ids)
+        """Tokens at which the engine stops."""
+
+    def find_end(self, tokens: Sequence[int]) -> int | None:
+        """Return how many tokens an answer has up to the first stop text; None if there is none."""
+        if not self.texts or not self._contains_stop(tokens):
+            return None
+        low, high = 1, len(tokens)  # a text's first n tokens contain the stop from some n on
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._contains_stop(tokens[:middle]) else (middle + 1, high)
+        return low
+
+    def _contains_stop(self, tokens: Sequence[int]) -> bool:
+        text = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+        return any(stop in text for stop in self.texts)

@@ -1,0 +1,116 @@
+"""State of a Tinker server in Redis, for its HTTP processes."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar, cast
+
+import msgspec
+from redis import exceptions as redis_errors
+from redis.asyncio import Redis
+
+from offbeat.services.tinker.config import TinkerConfig
+from offbeat.services.tinker.errors import QueueFullError
+from offbeat.services.tinker.keys import TinkerKeys
+from offbeat.services.tinker.log import SCRIPTS
+from offbeat.services.tinker.records import Command, Result, StoredRecord, encode_command
+
+MIB = 1 << 20
+RECONNECT_S = 0.2
+HINT_TIMEOUT_S = 1.0
+"""Time after which a result is looked for without a hint."""
+
+RecordT = TypeVar("RecordT", bound=StoredRecord)
+
+
+class TinkerStore:
+    def __init__(self, redis: Redis, name: str, config: TinkerConfig) -> None:
+        self.keys = TinkerKeys(name)
+        self._redis: Any = redis
+        self._config = config
+        self._submit = cast(Any, redis).register_script((SCRIPTS / "submit.lua").read_text())
+        self._hints: dict[str, asyncio.Event] = {}
+
+    async def find(self, key: str, field: str, kind: type[RecordT]) -> RecordT | None:
+        data = await self._redis.hget(key, field)
+        return None if data is None else msgspec.json.decode(data, type=kind)
+
+    async def all(self, key: str, kind: type[RecordT]) -> dict[str, RecordT]:
+        items = await self._redis.hgetall(key)
+        return {field.decode(): msgspec.json.decode(data, type=kind) for field, data in items.items()}
+
+    async def put(self, key: str, field: str, record: StoredRecord) -> None:
+        await self._redis.hset(key, field, record.encode())
+
+    async def put_once(self, key: str, field: str, record: RecordT) -> RecordT:
+        """Store a record unless there is one; return the stored one."""
+        if await self._redis.hsetnx(key, field, record.encode()):
+            return record
+        existing = await self.find(key, field, type(record))
+        return record if existing is None else existing
+
+    async def remove(self, key: str, field: str) -> bool:
+        return bool(await self._redis.hdel(key, field))
+
+    async def submit(self, model_id: str, owner: str, seq_id: int, command: Command) -> None:
+        """Append a command to its model's log, once.
+
+        Raises:
+            QueueFullError: too much is queued.
+        """
+        config, keys = self._config, self.keys
+        status = await self._submit(
+            keys=[keys.log(model_id), keys.applied, keys.queued_bytes, keys.wakeups],
+            args=[
+                *(model_id, seq_id, encode_command(command), owner),
+                *(config.max_queued_commands, config.max_queued_mib * MIB),
+            ],
+        )
+        if int(status) == -1:
+            raise QueueFullError(f"the model has {config.max_queued_commands} commands that are not applied")
+        if int(status) == -2:
+            raise QueueFullError(f"commands of {config.max_queued_mib} MiB under this key are not applied")
+
+    async def result(self, request_id: str) -> Result | None:
+        data = await self._redis.get(self.keys.result(request_id))
+        return None if data is None else Result.decode(data)
+
+    async def is_applied(self, model_id: str, seq_id: int) -> bool:
+        return int(await self._redis.hget(self.keys.applied, model_id) or -1) >= seq_id
+
+    async def wait_for_result(self, request_id: str, timeout_s: float) -> Result | None:
+        """Return the result once it is there; None if it is not within `timeout_s`."""
+        hint = self._hints.setdefault(request_id, asyncio.Event())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    hint.clear()
+                    if (result := await self.result(request_id)) is not None:
+                        self._hints.pop(request_id, None)
+                        return result
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(HINT_TIMEOUT_S):
+                            await hint.wait()
+        self._hints.pop(request_id, None)
+        return None
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        """Receive hints of new results."""
+        task = asyncio.create_task(self._listen())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _listen(self) -> None:
+        while True:
+            try:
+                async with self._redis.pubsub() as channel:
+                    await channel.subscribe(self.keys.done)
+                    async for message in channel.listen():
+                        if message["type"] == "message" and (hint := self._hints.get(message["data"].decode())):
+                            hint.set()
+            except (redis_errors.ConnectionError, redis_errors.TimeoutError):
+                await asyncio.sleep(RECONNECT_S)

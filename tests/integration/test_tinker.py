@@ -1,0 +1,293 @@
+"""Tinker's API: the unmodified SDK trains, samples, saves and loads against real processes, which may be killed."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+import torch
+from safetensors.torch import load_file
+from tinker import types
+
+from tests.integration.tinker_server import HTTP, LEARNER, REDIS, RunningServer, running_server
+
+KEY, OTHER_KEY = "tml-one", "tml-other"
+SENTENCE = [4, 9, 5, 8, 6, 7, 10, 4]
+ADAM = types.AdamParams(learning_rate=5e-3)
+FLOAT_NOISE = 2e-5
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("tinker") / "run") as server:
+        yield server
+        assert server.stop() == 0
+
+
+@pytest.fixture
+def service(server: RunningServer) -> Iterator[tinker.ServiceClient]:
+    with tinker.ServiceClient(base_url=server.url, api_key=KEY) as client:
+        yield client
+
+
+def datum(tokens: Sequence[int] = SENTENCE, **inputs: Any) -> types.Datum:
+    given = inputs or {"weights": np.ones(len(tokens) - 1, np.float32)}
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(list(tokens[:-1])),
+        loss_fn_inputs={"target_tokens": np.array(tokens[1:]), **given},
+    )
+
+
+def create(service: tinker.ServiceClient, seed: int = 1, **settings: Any) -> tinker.TrainingClient:
+    return service.create_lora_training_client("tiny", rank=4, seed=seed, **settings).result()
+
+
+def train(client: tinker.TrainingClient, steps: int) -> list[float]:
+    """Return the losses."""
+    losses: list[float] = []
+    for _ in range(steps):
+        forward = client.forward_backward([datum(), datum(SENTENCE[2:])], "cross_entropy")
+        step = client.optim_step(ADAM)
+        losses.append(forward.result().metrics["loss:sum"])
+        step.result()
+    return losses
+
+
+def sample(sampler: tinker.SamplingClient, num_samples: int = 1, **settings: Any) -> types.SampleResponse:
+    prompt = types.ModelInput.from_ints(SENTENCE[:1])
+    return sampler.sample(prompt, num_samples, types.SamplingParams(max_tokens=7, **settings)).result()
+
+
+def adapter(server: RunningServer, path: str) -> dict[str, torch.Tensor]:
+    """Return the weights behind a `tinker://` path."""
+    model_id, kind, name = path.removeprefix("tinker://").split("/")
+    (folder,) = (server.folder / "tinker" / "checkpoints" / model_id / kind).glob(f"{name}@*")
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_model_learns_and_its_samples_have_the_trained_logprobs(service: tinker.ServiceClient) -> None:
+    client = create(service)
+    losses = train(client, 20)
+    assert losses[-1] < 0.2 * losses[0]
+    sampler = client.save_weights_and_get_sampling_client().result()
+    (greedy,) = sample(sampler, temperature=0.0).sequences
+    assert list(greedy.tokens) == SENTENCE[1:]
+    assert greedy.stop_reason == "length"
+    scores = client.forward([datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
+    np.testing.assert_allclose(greedy.logprobs, scores.data, atol=FLOAT_NOISE)
+    assert client.get_tokenizer().vocab_size == sampler.get_tokenizer().vocab_size
+    info = client.get_info()
+    assert (info.lora_rank, info.model_name) == (4, "tiny")
+
+
+def test_a_snapshot_stays_and_inflight_follows(service: tinker.ServiceClient) -> None:
+    client = create(service)
+    before = client.save_weights_and_get_sampling_client().result()
+    newest = client.save_weights_and_get_sampling_client(kind="inflight").result()
+    base = service.create_sampling_client(base_model="tiny").result()
+    first = sample(base, temperature=0.0).sequences[0]
+    for sampler in (before, newest):
+        answer = sample(sampler, temperature=0.0).sequences[0]
+        assert list(answer.tokens) == list(first.tokens)
+    train(client, 20)
+    client.save_weights_and_get_sampling_client(kind="inflight").result()
+    assert list(sample(before, temperature=0.0).sequences[0].tokens) == list(first.tokens)
+    assert list(sample(newest, temperature=0.0).sequences[0].tokens) == SENTENCE[1:]
+
+
+def test_every_sampled_token_has_its_version(server: RunningServer, service: tinker.ServiceClient) -> None:
+    """The SDK skips the field; another client reads it."""
+    client = create(service)
+    train(client, 3)
+    path = client.save_weights_for_sampler("sampled").result().path
+    session = service.holder.get_session_id()
+    with httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": KEY}) as http:
+        body = {"session_id": session, "sampling_session_seq_id": 999, "model_path": path}
+        sampler_id = http.post("/create_sampling_session", json=body).json()["sampling_session_id"]
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [4, 5]}]}
+        ask = {
+            "sampling_session_id": sampler_id,
+            "seq_id": 0,
+            "num_samples": 2,
+            "prompt": prompt,
+            "sampling_params": {"max_tokens": 5},
+        }
+        future = http.post("/asample", json=ask).json()
+        assert http.post("/asample", json=ask).json() == future
+        answer = http.post("/retrieve_future", json={"request_id": future["request_id"]}).json()
+    assert [each["versions"] for each in answer["sequences"]] == [
+        [3] * len(each["tokens"]) for each in answer["sequences"]
+    ]
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_a_saved_state_goes_on_bit_for_bit(
+    server: RunningServer, service: tinker.ServiceClient, with_optimizer: bool
+) -> None:
+    client = create(service)
+    train(client, 3)
+    path = client.save_state("start").result().path
+    restore = (
+        service.create_training_client_from_state_with_optimizer
+        if with_optimizer
+        else service.create_training_client_from_state
+    )
+    other = restore(path).result()
+    assert are_equal(adapter(server, path), adapter(server, other.save_state("same").result().path))
+    assert train(client, 2)[0] == train(other, 2)[0]
+    ends = [adapter(server, each.save_state("end").result().path) for each in (client, other)]
+    assert are_equal(*ends) is with_optimizer
+
+
+def test_a_path_is_immutable(service: tinker.ServiceClient) -> None:
+    client = create(service)
+    client.save_state("once").result()
+    train(client, 1)
+    with pytest.raises(tinker.RequestFailedError, match="immutable"):
+        client.save_state("once").result()
+    client.save_state("once", overwrite=True).result()
+    with pytest.raises(tinker.RequestFailedError, match="can't be called"):
+        client.save_state("../else").result()
+    assert train(client, 1)
+
+
+def test_chunks_of_a_call_add_up(server: RunningServer, service: tinker.ServiceClient) -> None:
+    """Later chunks of a call are sent first, and held until the first is there."""
+    one, several = create(service), create(service)
+    data = [datum(SENTENCE[: 3 + i]) for i in range(5)]
+    whole = one.forward_backward(data, "cross_entropy").result()
+    config = several.holder.get_client_config()
+    several.holder._client_config = config.model_copy(update={"fwdbwd_max_chunk_len": 2})
+    chunked = several.forward_backward(data, "cross_entropy").result()
+    several.holder._client_config = config
+    assert chunked.metrics["loss:sum"] == pytest.approx(whole.metrics["loss:sum"], rel=1e-5)
+    assert len(chunked.loss_fn_outputs) == 5
+    ends: list[dict[str, torch.Tensor]] = []
+    for client in (one, several):
+        client.optim_step(types.AdamParams(learning_rate=1e-2, eps=1e-3)).result()
+        ends.append(adapter(server, client.save_state("end").result().path))
+    for name, tensor in ends[0].items():
+        torch.testing.assert_close(ends[1][name], tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo", "gspo", "dro"])
+def test_reinforcement_raises_the_rewarded_token(service: tinker.ServiceClient, loss_fn: Any) -> None:
+    client = create(service)
+    score = {"weights": np.array([1], np.float32)}
+    before = client.forward([datum([4, 9], **score)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
+    for _ in range(4):
+        now = client.forward([datum([4, 9], **score)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
+        inputs = {"logprobs": np.array(now.data, np.float32), "advantages": np.array([1], np.float32)}
+        client.forward_backward([datum([4, 9], **inputs)], loss_fn).result()
+        client.optim_step(ADAM).result()
+    after = client.forward([datum([4, 9], **score)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
+    assert after.data[0] > before.data[0] + 0.3
+
+
+def test_a_custom_loss_has_the_gradient_of_the_same_built_in_one(
+    server: RunningServer, service: tinker.ServiceClient
+) -> None:
+    def negative_log_likelihood(_: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        return -torch.cat(logprobs).sum(), {"own": 1.0}
+
+    built_in, custom = create(service), create(service)
+    built_in.forward_backward([datum()], "cross_entropy").result()
+    metrics = custom.forward_backward_custom([datum()], negative_log_likelihood).result().metrics
+    assert metrics["own"] == 1.0
+    for client in (built_in, custom):
+        client.optim_step(ADAM).result()
+    ends = [adapter(server, each.save_state("end").result().path) for each in (built_in, custom)]
+    assert are_equal(*ends)
+
+
+def test_what_is_refused_says_what_to_do_and_the_model_goes_on(service: tinker.ServiceClient) -> None:
+    client = create(service)
+    with pytest.raises(tinker.RequestFailedError, match='pass loss_fn="ppo"'):
+        client.forward_backward([datum()], "stable_reinforce").result()
+    with pytest.raises(tinker.RequestFailedError, match="no token ids from 0"):
+        client.forward_backward([datum([4, 10_000])], "cross_entropy").result()
+    with pytest.raises(tinker.RequestFailedError, match="call forward_backward before"):
+        client.optim_step(ADAM).result()
+    with pytest.raises(tinker.RequestFailedError, match=r"adam_params.beta1"):
+        client.optim_step(types.AdamParams(beta1=1.5)).result()
+    with pytest.raises(tinker.BadRequestError, match="'tiny'"):
+        service.create_lora_training_client("else").result()
+    with pytest.raises(tinker.BadRequestError, match="max_lora_rank"):
+        service.create_lora_training_client("tiny", rank=1000).result()
+    sampler = client.save_weights_and_get_sampling_client().result()
+    with pytest.raises(tinker.RequestFailedError, match=r"TrainingClient\.forward"):
+        sampler.compute_logprobs(types.ModelInput.from_ints([4, 5])).result()
+    assert train(client, 1)
+
+
+def test_texts_and_tokens_stop_an_answer(service: tinker.ServiceClient) -> None:
+    client = create(service)
+    train(client, 20)
+    sampler = client.save_weights_and_get_sampling_client().result()
+    (answer,) = sample(sampler, temperature=0.0, stop=[8]).sequences
+    assert (list(answer.tokens), answer.stop_reason) == (SENTENCE[1:4], "stop")
+    word = client.get_tokenizer().decode([6])
+    (answer,) = sample(sampler, temperature=0.0, stop=[word]).sequences
+    assert (list(answer.tokens), answer.stop_reason) == (SENTENCE[1:5], "stop")
+
+
+def test_another_key_finds_nothing(server: RunningServer, service: tinker.ServiceClient) -> None:
+    client = create(service)
+    path = client.save_state("mine").result().path
+    sampler = client.save_weights_and_get_sampling_client().result()
+    rest = tinker.RestClient(base_url=server.url, api_key=KEY)
+    assert [each.tinker_path for each in rest.list_checkpoints(client.model_id).result().checkpoints] == [path]
+    assert rest.get_weights_info_by_tinker_path(path).result().lora_rank == 4
+    assert client.model_id in [each.training_run_id for each in rest.list_training_runs().result().training_runs]
+    other = tinker.RestClient(base_url=server.url, api_key=OTHER_KEY)
+    assert other.list_training_runs().result().training_runs == []
+    assert other.list_user_checkpoints().result().checkpoints == []
+    for call in (
+        lambda: other.list_checkpoints(client.model_id),
+        lambda: other.get_training_run(client.model_id),
+        lambda: other.get_weights_info_by_tinker_path(path),
+        lambda: other.get_sampler(sampler._sampling_session_id),
+    ):
+        with pytest.raises(tinker.NotFoundError):
+            call().result()
+    with tinker.ServiceClient(base_url=server.url, api_key=OTHER_KEY) as foreign:
+        with pytest.raises(tinker.NotFoundError):
+            foreign.create_training_client_from_state(path).result()
+        with pytest.raises(tinker.NotFoundError):
+            foreign.create_sampling_client(model_path=path).result()
+    rest.delete_checkpoint(client.model_id, "weights/mine").result()
+    assert rest.list_checkpoints(client.model_id).result().checkpoints == []
+
+
+def test_a_run_with_kills_ends_with_the_weights_of_an_undisturbed_one(
+    server: RunningServer, service: tinker.ServiceClient
+) -> None:
+    """Every part dies while commands and samples are in progress; the client only waits."""
+    undisturbed = create(service)
+    expected_losses = train(undisturbed, 15)
+    expected = adapter(server, undisturbed.save_state("end").result().path)
+    client = create(service)
+    sampler = client.save_weights_and_get_sampling_client().result()
+    losses: list[float] = []
+    samples: list[Any] = []
+    for part in (LEARNER, HTTP, REDIS):
+        futures: list[Any] = []
+        for _ in range(5):
+            futures.append(client.forward_backward([datum(), datum(SENTENCE[2:])], "cross_entropy"))
+            futures.append(client.optim_step(ADAM))
+        wanted = types.SamplingParams(max_tokens=100, stop=[])
+        samples += [sampler.sample(types.ModelInput.from_ints(SENTENCE[:2]), 2, wanted) for _ in range(4)]
+        losses.append(futures[0].result().metrics["loss:sum"])
+        server.kill(part)
+        losses += [each.result().metrics["loss:sum"] for each in futures[2::2]]
+        futures[-1].result()
+    assert losses == expected_losses
+    assert are_equal(adapter(server, client.save_state("end").result().path), expected)
+    lengths = [len(each.tokens) for answer in samples for each in answer.result().sequences]
+    assert lengths == [100] * 24

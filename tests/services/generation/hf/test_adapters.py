@@ -1,0 +1,98 @@
+"""Several adapters in one engine: each sequence has the logprobs of its own, whatever is batched with it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from peft import LoraConfig, get_peft_model
+
+from offbeat.services.errors import WeightsError
+from offbeat.services.generation.config import EngineModelArgs, GenerationConfig
+from offbeat.services.generation.hf.engine import HfEngine
+from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
+from tests.integration.policy_weights import mismatch, random_policy, save_weights, write_policy
+from tests.waiting import wait_until
+
+FLOAT_NOISE = 5e-5
+PROMPT = tuple(range(4, 28)) * 3
+TARGETS = (["q_proj", "up_proj", "lm_head"], ["v_proj"], ["down_proj", "lm_head"])
+
+
+def make_adapter(policy: Path, folder: Path, targets: list[str], seed: int) -> Any:
+    """Save an adapter of the base with weights 0; return the model with it."""
+    config = LoraConfig(r=2 + seed, lora_alpha=8, target_modules=targets)
+    model = get_peft_model(random_policy(policy, 0), config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(std=0.3, generator=generator)
+    model.save_pretrained(str(folder))
+    return model.eval()
+
+
+@pytest_asyncio.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[HfEngine]:
+    policy = write_policy(tmp_path)
+    config = GenerationConfig(model_args=EngineModelArgs(dtype="float32"), kv_cache_gib=0.25)
+    engine = await HfEngine.start(config, policy, sequence_length=512, seed=1)
+    await engine.load(save_weights(random_policy(policy, 0), tmp_path / "base.safetensors"), 0)
+    yield engine
+    engine.close()
+
+
+async def generate(engine: HfEngine, adapter: str, **sampling: Any) -> tuple[GenerateRequest, Completion]:
+    request = GenerateRequest("r", PROMPT, Sampling(**sampling))
+    return request, await engine.generate(request, 0, adapter)
+
+
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings.*:UserWarning")
+async def test_sequences_of_a_pass_have_the_logprobs_of_their_adapters(engine: HfEngine, tmp_path: Path) -> None:
+    """Twice: equal prompts of other adapters reuse none of each other's keys and values, and those of the same do."""
+    models = {"": random_policy(tmp_path, 0)}
+    for i, targets in enumerate(TARGETS):
+        models[f"a{i}"] = make_adapter(tmp_path, tmp_path / f"a{i}", targets, i)
+        await engine.put_adapter(f"a{i}", tmp_path / f"a{i}", 10 + i)
+    for _ in range(2):
+        names = [name for name in models for _ in range(2)]
+        answers = await asyncio.gather(*(generate(engine, name, max_new_tokens=12) for name in names))
+        for name, (request, completion) in zip(names, answers, strict=True):
+            assert mismatch(models[name], request, completion).max() < FLOAT_NOISE
+            assert all(mismatch(models[other], request, completion).max() > 0.05 for other in models if other != name)
+            assert {span.version for span in completion.versions} == {10 + int(name[1:]) if name else 0}
+    assert engine.reused_tokens >= 3 * len(models) * 64
+
+
+async def test_an_adapter_is_replaced_under_running_requests(engine: HfEngine, tmp_path: Path) -> None:
+    """Tokens know their version, and later requests reuse nothing of the older one."""
+    models = [make_adapter(tmp_path, tmp_path / f"v{i}", ["q_proj", "v_proj"], i) for i in range(2)]
+    await engine.put_adapter("a", tmp_path / "v0", 0)
+    running = asyncio.create_task(generate(engine, "a", max_new_tokens=400))
+    await wait_until(lambda: engine.num_running > 0, every_s=0.001)
+    await engine.put_adapter("a", tmp_path / "v1", 1)
+    request, completion = await generate(engine, "a", max_new_tokens=8)
+    assert mismatch(models[1], request, completion).max() < FLOAT_NOISE
+    _, long = await running
+    assert [span.version for span in long.versions] == [0, 1]
+    assert len(long.token_ids) == 400
+
+
+async def test_an_unknown_adapter_is_refused_and_a_dropped_one_is_unknown(engine: HfEngine, tmp_path: Path) -> None:
+    make_adapter(tmp_path, tmp_path / "a", ["q_proj"], 0)
+    _, completion = await generate(engine, "a")
+    assert completion.error == "adapter a is not loaded"
+    await engine.put_adapter("a", tmp_path / "a", 0)
+    _, completion = await generate(engine, "a", max_new_tokens=2)
+    assert not completion.error
+    await engine.drop_adapter("a")
+    _, completion = await generate(engine, "a")
+    assert completion.error == "adapter a is not loaded"
+
+
+async def test_an_adapter_of_another_model_is_refused(engine: HfEngine, tmp_path: Path) -> None:
+    make_adapter(tmp_path, tmp_path / "a", ["embed_tokens"], 0)
+    with pytest.raises(WeightsError, match="takes no adapter"):
+        await engine.put_adapter("a", tmp_path / "a", 0)

@@ -1,0 +1,179 @@
+"""Sampling of many adapters: slots, stops and futures, with an engine that answers at once."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat.services.errors import MeshError
+from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, VersionSpan
+from offbeat.services.tinker.errors import QueueFullError, TinkerError, UnauthorizedError
+from offbeat.services.tinker.futures import KEEP_S, SampleFutures
+from offbeat.services.tinker.owners import read_keys
+from offbeat.services.tinker.records import AdapterVersion, Result
+from offbeat.services.tinker.sampling import AdapterSlots, Sampler
+from offbeat.services.tinker.schemas import SampleBody
+from offbeat.services.tinker.stops import StopRules
+
+
+class FakeEngine:
+    """Answers 1, 2, 3, ...; calls are recorded."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.requests: list[GenerateRequest] = []
+
+    async def generate(self, request: GenerateRequest, version: int, adapter: str = "") -> Completion:
+        del version, adapter
+        self.requests.append(request)
+        count = request.sampling.max_new_tokens
+        tokens = tuple(range(1, count + 1))
+        spans = (VersionSpan(0, 2, 7), VersionSpan(2, count, 8))
+        return Completion(request.request_id, tokens, (-0.5,) * count, spans, FinishReason.LENGTH)
+
+    async def put_adapter(self, name: str, folder: Path, version: int) -> None:
+        del folder
+        self.calls.append(("put", f"{name}@{version}"))
+        await asyncio.sleep(0)
+
+    async def drop_adapter(self, name: str) -> None:
+        self.calls.append(("drop", name))
+
+    async def check(self) -> None: ...
+
+
+class FakeTokenizer:
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return "".join(f"<{token}>" for token in tokens)
+
+
+def adapter(version: int = 0) -> AdapterVersion:
+    return AdapterVersion(folder="/adapter", version=version)
+
+
+async def test_the_least_recently_used_adapter_makes_room_and_comes_back() -> None:
+    engine = FakeEngine()
+    slots = AdapterSlots(engine, 2)
+    for name in ("a", "b", "a", "c", "b"):
+        async with slots.hold(name, adapter()):
+            pass
+    assert engine.calls == [
+        *(("put", "a@0"), ("put", "b@0"), ("put", "c@0"), ("drop", "b")),
+        *(("put", "b@0"), ("drop", "a")),
+    ]
+
+
+async def test_an_adapter_in_use_stays_and_is_loaded_once() -> None:
+    engine = FakeEngine()
+    slots = AdapterSlots(engine, 1)
+    async with slots.hold("a", adapter()):
+        async with slots.hold("b", adapter()):
+            assert engine.calls == [("put", "a@0"), ("put", "b@0")]
+        await asyncio.gather(*(_use(slots, "c") for _ in range(3)))
+    assert [call for call in engine.calls if call[1] == "c@0"] == [("put", "c@0")]
+    assert ("drop", "a") not in engine.calls
+
+
+async def _use(slots: AdapterSlots, name: str) -> None:
+    async with slots.hold(name, adapter()):
+        await asyncio.sleep(0)
+
+
+async def test_a_newer_version_is_loaded_and_an_older_one_never() -> None:
+    engine = FakeEngine()
+    slots = AdapterSlots(engine, 2)
+    for version in (1, 1, 3, 2):
+        async with slots.hold("a", adapter(version)):
+            pass
+    assert engine.calls == [("put", "a@1"), ("put", "a@3")]
+
+
+def body(**changes: Any) -> SampleBody:
+    sampling = {"max_tokens": 6, **changes.pop("sampling", {})}
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [9]}]}
+    return SampleBody.model_validate(
+        {"prompt": prompt, "sampling_params": sampling, "sampling_session_id": "s", "seq_id": 0, **changes}
+    )
+
+
+def make_sampler(engine: FakeEngine) -> Sampler:
+    return Sampler(engine, FakeTokenizer(), [50], context=100, max_adapters=2)
+
+
+async def test_samples_keep_versions_and_end_after_a_stop_text() -> None:
+    engine = FakeEngine()
+    answers = await make_sampler(engine).sample(body(num_samples=2, sampling={"stop": ["3><4"]}), "r", "", None)
+    assert [(each.tokens, each.versions, each.stop_reason) for each in answers] == [
+        ((1, 2, 3, 4), [7, 7, 8, 8], "stop")
+    ] * 2
+    assert engine.requests[0].sampling.stop_token_ids == (50,)
+    assert [each.request_id for each in engine.requests] == ["r:0", "r:1"]
+
+
+async def test_a_prompt_that_is_no_text_is_refused() -> None:
+    with pytest.raises(TinkerError, match=r"chunks\[0\] is image"):
+        await make_sampler(FakeEngine()).sample(body(prompt={"chunks": [{"type": "image"}]}), "r", "", None)
+
+
+@pytest.mark.parametrize(
+    ("stop", "token_ids", "end"),
+    [(None, (50,), None), ([], (), None), ([4, 5], (4, 5), None), ("<2>", (50,), 2), (["x", "<9>"], (50,), None)],
+)
+def test_stops_are_those_of_the_sdk(stop: Any, token_ids: tuple[int, ...], end: int | None) -> None:
+    rules = StopRules(FakeTokenizer(), [50], stop)
+    assert rules.token_ids == token_ids
+    assert rules.find_end([1, 2, 3]) == end
+
+
+async def _answer() -> Result:
+    return Result(b"x")
+
+
+async def test_a_sample_is_started_once_and_forgotten_later() -> None:
+    now = 0.0
+    futures = SampleFutures(4, lambda: now)
+    futures.start("r", "me", 1, _answer())
+    futures.start("r", "me", 1, _answer())
+    task = futures.find("r", "me")
+    assert task is not None
+    assert await task == Result(b"x")
+    assert futures.find("r", "other") is None
+    now = KEEP_S + 1
+    futures.start("next", "me", 1, _answer())
+    assert futures.find("r", "me") is None
+
+
+async def test_an_owner_with_too_many_samples_is_asked_to_wait() -> None:
+    futures = SampleFutures(4)
+    futures.start("large", "me", 9, asyncio.sleep(60, Result(b"x")))
+    with pytest.raises(QueueFullError, match="9 sequences"):
+        futures.start("more", "me", 1, _answer())
+    futures.start("other", "you", 4, _answer())
+    futures.cancel("large", "me")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    futures.start("more", "me", 1, _answer())
+    futures.close()
+
+
+def test_keys_are_those_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("tml-a\ntml-b\n")
+    keys = read_keys(path)
+    assert keys.owner("tml-a") != keys.owner("tml-b")
+    for key in ("tml-c", "tml-", "b", ""):
+        with pytest.raises(UnauthorizedError):
+            keys.owner(key)
+    assert read_keys(None).owner("tml-a") == keys.owner("tml-a")
+    with pytest.raises(UnauthorizedError, match="begins with tml-"):
+        read_keys(None).owner("a")
+
+
+@pytest.mark.parametrize(("text", "message"), [("", "is empty"), ("tml-a\nb", "key 2"), (None, "can't be read")])
+def test_a_bad_file_of_keys_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "keys"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(MeshError, match=message):
+        read_keys(path)

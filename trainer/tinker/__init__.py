@@ -1,0 +1,1 @@
+"""Learner of Tinker's API: one frozen base model, an adapter for each model of a client."""

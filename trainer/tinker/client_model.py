@@ -1,0 +1,225 @@
+"""A client's model: its adapter, AdamW's moments and gradients, kept in one file.
+
+Invariant: a state that is written and read goes on bit for bit.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from offbeat.services.durable_files import sync_folder
+from offbeat.services.errors import CodecError
+from offbeat.services.tinker.records import Lora, OptimStep
+from offbeat.services.tinker.wire import Datum
+from offbeat.trainer.models.logprobs import token_logprobs
+from offbeat.trainer.tinker.adapters import AdapterPool
+from offbeat.trainer.tinker.losses import TARGETS, Loss, Settings, Terms
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Logprobs of the targets, an array like them per datum, and the sum of the losses."""
+
+    logprobs: list[Any]
+    loss: float
+
+
+class ClientModel:
+    def __init__(self, pool: AdapterPool, lora: Lora) -> None:
+        self.lora = lora
+        self.version = 0
+        """Number of changes of the weights: optimizer steps and loads."""
+        self.seq_id = -1
+        """Last command that is contained."""
+        self._pool = pool
+        self._name = pool.add(lora)
+        self.parameters = pool.parameters(self._name)
+        self._optimizer = self._new_optimizer()
+
+    def close(self) -> None:
+        self._pool.remove(self._name)
+
+    def compute(
+        self, data: Sequence[Datum], loss: Loss, settings: Settings, *, backward: bool, max_tokens: int
+    ) -> Scores:
+        """Score the targets; backward: add the gradient of the summed losses. max_tokens: per pass.
+
+        A failure leaves the gradients as they were.
+        """
+        before = {name: parameter.grad for name, parameter in self.parameters.items()}
+        self._set_gradients({})
+        self._pool.activate(self._name)
+        try:
+            with torch.set_grad_enabled(backward):
+                parts = [self._compute_pass(each, loss, settings) for each in _split(data, max_tokens)]
+        except BaseException:
+            self._set_gradients(before)
+            raise
+        for name, gradient in before.items():
+            self._add_gradient(self.parameters[name], gradient)
+        return Scores([each for part in parts for each in part.logprobs], sum(part.loss for part in parts))
+
+    def step(self, command: OptimStep) -> dict[str, float]:
+        """Take an optimizer step and clear the gradients; return metrics.
+
+        Raises:
+            CodecError: no gradients, or one that is not finite; the weights stay.
+        """
+        parameters = list(self.parameters.values())
+        if all(parameter.grad is None for parameter in parameters):
+            raise CodecError("there are no gradients: call forward_backward before optim_step")
+        norm = float(nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None]))
+        if not torch.tensor(norm).isfinite():
+            self._set_gradients({})
+            raise CodecError(f"the gradient's norm is {norm}: the step is left out, and the gradients are cleared")
+        if command.grad_clip_norm > 0:
+            nn.utils.clip_grad_norm_(parameters, command.grad_clip_norm)
+        for group in self._optimizer.param_groups:
+            group.update(
+                lr=command.learning_rate,
+                betas=(command.beta1, command.beta2),
+                eps=command.eps,
+                weight_decay=command.weight_decay,
+            )
+        self._optimizer.step()
+        self._set_gradients({})
+        self.version += 1
+        return {"grad_norm": norm, "version": float(self.version)}
+
+    def save_adapter(self, folder: Path) -> None:
+        self._pool.save(folder, {name: each.detach() for name, each in self.parameters.items()}, self.lora.rank)
+
+    def save(self, path: Path) -> None:
+        """Replace the state on disk."""
+        tensors = {f"parameter.{name}": each.detach() for name, each in self.parameters.items()}
+        steps: dict[str, float] = {}
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                tensors[f"grad.{name}"] = parameter.grad
+            if state := self._optimizer.state.get(parameter):
+                tensors |= {f"{key}.{name}": state[key] for key in MOMENTS}
+                steps[name] = float(state["step"])
+        about = {"version": self.version, "seq_id": self.seq_id, "steps": steps}
+        temporary = path.with_name(f".{path.name}")
+        save_file(tensors, temporary, metadata={"about": json.dumps(about)})
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_folder(path.parent)
+
+    def load(self, path: Path) -> None:
+        """Continue from a state; of the same rank and layers."""
+        about = self._load_weights(path)
+        self.version, self.seq_id = about["version"], about["seq_id"]
+        tensors = load_file(path)
+        self._load_moments(tensors, about["steps"])
+        self._set_gradients(
+            {name.removeprefix("grad."): each for name, each in tensors.items() if name.startswith("grad.")}
+        )
+
+    def adopt(self, path: Path, *, with_optimizer: bool) -> None:
+        """Take the weights of a saved state, with its moments or none; clear the gradients.
+
+        Raises:
+            CodecError: it is of another rank or other layers.
+        """
+        about = self._load_weights(path)
+        self._load_moments(load_file(path) if with_optimizer else {}, about["steps"] if with_optimizer else {})
+        self._set_gradients({})
+        self.version += 1
+
+    def _compute_pass(self, data: Sequence[Datum], loss: Loss, settings: Settings) -> Scores:
+        tokens = torch.cat([_tensor(datum.tokens) for datum in data]).long()
+        lengths = torch.tensor([0, *(len(datum.tokens) for datum in data)])
+        logits = self._pool.logits(tokens, lengths.cumsum(0))
+        scored = [
+            _score(part, _tensor(datum.inputs[TARGETS]))
+            for part, datum in zip(logits.split(lengths[1:].tolist()), data, strict=True)
+        ]
+        terms = _join(scored, data, loss)
+        total = loss.compute(terms, settings).sum()
+        if torch.is_grad_enabled():
+            total.backward()
+        return Scores([each.detach().float().numpy() for each in scored], float(total.detach()))
+
+    def _add_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+
+    def _set_gradients(self, gradients: dict[str, Any]) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.grad = gradients.get(name)
+
+    def _load_weights(self, path: Path) -> dict[str, Any]:
+        with safe_open(path, "pt") as file:
+            about = json.loads(file.metadata()["about"])
+            shapes = {
+                name.removeprefix("parameter."): tuple(file.get_slice(name).get_shape())
+                for name in file.keys()  # noqa: SIM118
+                if name.startswith("parameter.")
+            }
+            if shapes != {name: tuple(each.shape) for name, each in self.parameters.items()}:
+                raise CodecError("the checkpoint's adapter is of another rank or other layers than the model's")
+            with torch.no_grad():
+                for name, parameter in self.parameters.items():
+                    parameter.copy_(file.get_tensor(f"parameter.{name}"))
+        return about
+
+    def _load_moments(self, tensors: dict[str, Tensor], steps: dict[str, float]) -> None:
+        self._optimizer = self._new_optimizer()
+        for name, count in steps.items():
+            moments = {key: tensors[f"{key}.{name}"].clone() for key in MOMENTS}
+            self._optimizer.state[self.parameters[name]] = {"step": torch.tensor(count), **moments}
+
+    def _new_optimizer(self) -> torch.optim.AdamW:
+        return torch.optim.AdamW(list(self.parameters.values()))
+
+
+def _split(data: Sequence[Datum], max_tokens: int) -> list[list[Datum]]:
+    """Split into passes of at most `max_tokens` tokens, or one sequence."""
+    passes: list[list[Datum]] = []
+    size = 0
+    for datum in data:
+        length = len(datum.tokens)
+        if not passes or size + length > max_tokens:
+            passes.append([])
+            size = 0
+        passes[-1].append(datum)
+        size += length
+    return passes
+
+
+def _score(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the targets' logprobs. logits: [N, V]; targets: [N] or [N, K] -> like them"""
+    if targets.ndim == 1:
+        return token_logprobs(logits, targets)[0]
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(1).gather(1, targets)
+
+
+def _join(scored: Sequence[Tensor], data: Sequence[Datum], loss: Loss) -> Terms:
+    logprobs = torch.cat([each.flatten() for each in scored])
+    sequence = torch.arange(len(data)).repeat_interleave(torch.tensor([each.numel() for each in scored]))
+    given = {
+        name: torch.cat([_input(datum, name).flatten() for datum in data]).to(logprobs.dtype) for name in loss.inputs
+    }
+    return Terms(logprobs, given, sequence)
+
+
+def _input(datum: Datum, name: str) -> Tensor:
+    if name not in datum.inputs:
+        return torch.ones(datum.inputs[TARGETS].shape)  # weights
+    return _tensor(datum.inputs[name])
+
+
+def _tensor(array: Any) -> Tensor:
+    return torch.from_numpy(array.copy())

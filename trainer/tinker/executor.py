@@ -1,0 +1,209 @@
+"""Commands of models, applied one after the other.
+
+Invariants: applying the same commands to the same state gives the same weights and results; a command that is refused
+changes nothing.
+"""
+
+import logging
+import shutil
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from offbeat.services.errors import CodecError
+from offbeat.services.tinker.log import CommandLog, Write
+from offbeat.services.tinker.records import (
+    AdapterVersion,
+    CheckpointRecord,
+    Command,
+    CreateModel,
+    ForwardBackwardCommand,
+    LoadWeights,
+    ModelRecord,
+    OptimStep,
+    PublishSampler,
+    RefusedCommand,
+    Result,
+    SamplerRecord,
+    SaveWeights,
+    decode_command,
+    tinker_path,
+)
+from offbeat.services.tinker.wire import decode_forward_backward, encode_forward_backward_output
+from offbeat.trainer.tinker.adapters import AdapterPool
+from offbeat.trainer.tinker.client_model import ClientModel
+from offbeat.trainer.tinker.folders import STATE, TinkerFolder, publish, size_of
+from offbeat.trainer.tinker.losses import check_datum, find_loss, read_settings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorLimits:
+    """context: tokens of a sequence; max_tokens: per pass; max_models: in memory."""
+
+    context: int
+    max_tokens: int
+    max_models: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommandOutcome:
+    result: Result
+    writes: tuple[Write, ...] = ()
+
+
+class Executor:
+    def __init__(
+        self,
+        pool: AdapterPool,
+        log: CommandLog,
+        folder: TinkerFolder,
+        limits: ExecutorLimits,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._pool = pool
+        self._log = log
+        self._folder = folder
+        self._limits = limits
+        self._clock = clock
+        self._models: OrderedDict[str, ClientModel] = OrderedDict()
+        """In memory, the least recently used first."""
+        self._contained: dict[str, int] = {}
+        """Last applied command of every model that was opened."""
+
+    def contained(self, model_id: str) -> int:
+        """Return the last command that a model contains; load it from its state on disk if there is one. -1: none"""
+        if model_id not in self._contained and self._folder.state(model_id).exists():
+            self._contained[model_id] = self._reopen(model_id).seq_id
+        return self._contained.get(model_id, -1)
+
+    def apply(self, model_id: str, record: ModelRecord, seq_id: int, data: bytes) -> CommandOutcome:
+        """Apply a command to a model that contains its predecessor."""
+        try:
+            outcome = self._apply(model_id, record, seq_id, decode_command(data))
+        except CodecError as error:
+            outcome = CommandOutcome(Result.of_error(str(error)))
+        except Exception as error:  # reported to the client, whose later commands go on
+            logger.exception("command %d of model %s failed", seq_id, model_id)
+            outcome = CommandOutcome(Result.of_error(f"{type(error).__name__}: {error}", "server"))
+        self._contained[model_id] = seq_id
+        if model_id in self._models:
+            self._models[model_id].seq_id = seq_id
+        return outcome
+
+    def save(self, model_id: str) -> int:
+        """Write a model's state, unless it left the memory with one; return the last command that it contains, or -1."""
+        path = self._folder.state(model_id)
+        if model_id in self._models:
+            self._models[model_id].save(path)
+        return self._contained[model_id] if path.exists() else -1
+
+    def _apply(self, model_id: str, record: ModelRecord, seq_id: int, command: Command) -> CommandOutcome:
+        match command:
+            case CreateModel():
+                return self._create(model_id, record, command)
+            case ForwardBackwardCommand():
+                return CommandOutcome(self._forward_backward(self._model(model_id), command))
+            case OptimStep():
+                return CommandOutcome(Result.of_json({"metrics": self._model(model_id).step(command)}))
+            case SaveWeights():
+                return self._save_weights(model_id, record, seq_id, command)
+            case LoadWeights():
+                return self._load_weights(model_id, command)
+            case PublishSampler():
+                return self._publish(model_id, record, seq_id, command)
+            case RefusedCommand():
+                raise CodecError(command.error)
+
+    def _open(self, model_id: str, record: ModelRecord) -> ClientModel:
+        while len(self._models) >= self._limits.max_models:
+            oldest, model = next(iter(self._models.items()))
+            model.save(self._folder.state(oldest))
+            model.close()
+            del self._models[oldest]
+        self._models[model_id] = ClientModel(self._pool, record.lora)
+        return self._models[model_id]
+
+    def _model(self, model_id: str) -> ClientModel:
+        if model_id not in self._models:
+            if not self._folder.state(model_id).exists():
+                raise CodecError(f"model {model_id} could not be created: create another one")
+            self._reopen(model_id)
+        self._models.move_to_end(model_id)
+        return self._models[model_id]
+
+    def _reopen(self, model_id: str) -> ClientModel:
+        model = self._open(model_id, self._log.model(model_id))
+        model.load(self._folder.state(model_id))
+        return model
+
+    def _create(self, model_id: str, record: ModelRecord, command: CreateModel) -> CommandOutcome:
+        self._open(model_id, record)
+        if command.start is None:
+            return CommandOutcome(Result.of_json({"type": "create_model", "model_id": model_id}))
+        try:
+            return self._load_weights(model_id, command.start)
+        except BaseException:
+            self._models.pop(model_id).close()
+            raise
+
+    def _forward_backward(self, model: ClientModel, command: ForwardBackwardCommand) -> Result:
+        request = decode_forward_backward(command.body)
+        loss = find_loss(request.loss_fn)
+        settings = read_settings(request.loss_fn, loss, request.loss_config)
+        data = request.data()
+        if not data:
+            raise CodecError("data is empty: send at least one datum")
+        for i, datum in enumerate(data):
+            check_datum(datum, loss, vocab_size=self._pool.vocab_size, context=self._limits.context, path=f"data[{i}]")
+        scores = model.compute(
+            data, loss, settings, backward=not request.forward_only, max_tokens=self._limits.max_tokens
+        )
+        metrics = {"loss:sum": scores.loss, "tokens:sum": float(sum(len(datum.tokens) for datum in data))}
+        return Result(encode_forward_backward_output({"logprobs": scores.logprobs}, metrics), is_protobuf=True)
+
+    def _save_weights(self, model_id: str, record: ModelRecord, seq_id: int, command: SaveWeights) -> CommandOutcome:
+        path = tinker_path(model_id, command.kind, command.name)
+        folder = self._folder.checkpoint(model_id, command.kind, command.name, seq_id)
+        existing = self._log.checkpoint(path)
+        if existing is not None and existing.adapter.folder != str(folder) and not command.should_overwrite:
+            raise CodecError(f"{path} exists, and is immutable: choose another name")
+        adapter = self._write_adapter(self._model(model_id), folder, with_state=command.kind == "training")
+        saved = CheckpointRecord(
+            model_id=model_id,
+            kind=command.kind,
+            created_at=self._clock(),
+            adapter=adapter,
+            lora=record.lora,
+            size_bytes=size_of(folder),
+            user_metadata=command.user_metadata,
+        )
+        return CommandOutcome(Result.of_json({"path": path}), (Write(self._log.keys.checkpoints, path, saved),))
+
+    def _load_weights(self, model_id: str, command: LoadWeights) -> CommandOutcome:
+        self._model(model_id).adopt(Path(command.folder) / STATE, with_optimizer=command.with_optimizer)
+        return CommandOutcome(Result.of_json({"path": command.path, "model_id": model_id, "type": "load_weights"}))
+
+    def _publish(self, model_id: str, record: ModelRecord, seq_id: int, command: PublishSampler) -> CommandOutcome:
+        adapter = self._write_adapter(self._model(model_id), self._folder.sampler(model_id, seq_id), with_state=False)
+        keys, session_id = self._log.keys, command.sampling_session_id
+        if command.is_inflight:
+            sampler = SamplerRecord(owner=record.owner, inflight_model_id=model_id)
+            writes = (Write(keys.inflight, model_id, adapter), Write(keys.samplers, session_id, sampler))
+        else:
+            sampler = SamplerRecord(owner=record.owner, adapter=adapter)
+            writes = (Write(keys.samplers, session_id, sampler),)
+        return CommandOutcome(Result.of_json({"sampling_session_id": session_id}), writes)
+
+    def _write_adapter(self, model: ClientModel, folder: Path, *, with_state: bool) -> AdapterVersion:
+        written = folder.with_name(f".{folder.name}")
+        shutil.rmtree(written, ignore_errors=True)
+        written.parent.mkdir(parents=True, exist_ok=True)
+        model.save_adapter(written)
+        if with_state:
+            model.save(written / STATE)
+        publish(written, folder)
+        return AdapterVersion(folder=str(folder), version=model.version)
