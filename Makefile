@@ -31,7 +31,7 @@ $(eval $(call pass-on,SSL_CERT_FILE,PIP_CERT))
 ifeq ($(EXTRA)$(UV_FIND_LINKS),cpu)
 TORCH_BACKEND := --torch-backend cpu
 endif
-.PHONY: help setup browser train test test-fast test-alone test-others check bench simulate docs clean
+.PHONY: help setup browser train rlvr test test-fast test-alone test-others check bench simulate docs clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -59,6 +59,11 @@ browser: $(STAMP) ## install what the tests of the page need: Playwright, Chromi
 
 train: $(STAMP) ## train an agent on this machine: make train ARGS="seed=2"
 	@$(BIN)/offbeat train $(CONFIG) $(ARGS)
+
+rlvr: $(STAMP) ## train a tiny policy on made arithmetic with checked answers: make rlvr ARGS="seed=2"
+	@$(BIN)/python -m offbeat.envs.dataset.arithmetic runs/data/arithmetic.jsonl
+	@$(BIN)/python -m offbeat.envs.dataset.arithmetic runs/data/arithmetic_val.jsonl --held-out
+	@$(BIN)/offbeat train deploy/configs/rlvr.yaml $(ARGS)
 
 test: $(STAMP) ## run all tests, or what ARGS names
 ifeq ($(strip $(ARGS)),)

@@ -63,6 +63,8 @@ class LearnerComponents:
     should_stop: Callable[[], bool]
     validation: ValidationRows = field(default_factory=lambda: ValidationRows([]))
     """Rows for evaluation by loss."""
+    num_val_prompts: int | None = None
+    """Rows that each evaluation's episodes answer once; None: the configured numbers of episodes."""
 
 
 class Learner:
@@ -84,6 +86,7 @@ class Learner:
         self._sampler = components.sampler
         self._should_stop = components.should_stop
         self._validation = components.validation
+        self._num_val_prompts = components.num_val_prompts
         self._uploads = components.uploads
         self._checkpointer = Checkpointer(
             components.checkpoints,
@@ -313,9 +316,13 @@ class Learner:
         self._evaluate_loss(when)
         if not self._config.plays:
             return
-        self._evaluations.start(Evaluation(when, "sampled", self._step, num_episodes))
+        num_sampled = num_greedy = num_episodes
+        if self._num_val_prompts is not None:
+            num_greedy = self._num_val_prompts
+            num_sampled = num_greedy * self._config.val_env_manager.group_size
+        self._evaluations.start(Evaluation(when, "sampled", self._step, num_sampled))
         if greedy:
-            self._evaluations.start(Evaluation(when, "greedy", self._step, num_episodes))
+            self._evaluations.start(Evaluation(when, "greedy", self._step, num_greedy))
 
     def _evaluate_loss(self, when: When) -> None:
         evaluation = Evaluation(when, "loss", self._step, len(self._validation))
