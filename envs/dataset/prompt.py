@@ -44,33 +44,39 @@ def read_prompt(row: Row, messages_key: str, prompt_key: str) -> RowPrompt:
 
 def _read_messages(value: Any, key: str) -> list[tuple[str, str]]:
     if isinstance(value, str):
-        try:
-            parsed = json.loads(value) if value.lstrip().startswith("[") else None
-        except ValueError:
-            parsed = None
-        if not (
-            isinstance(parsed, list) and parsed and all(isinstance(each, dict) for each in cast(list[Any], parsed))
-        ):
+        messages = _parse_list(value)
+        if messages is None:
             return [("user", value)]
-        value = parsed
+        return [_read_message(each, f"{key}[{i}]") for i, each in enumerate(messages)]
     if not isinstance(value, Sequence) or not value:
-        got = "nothing" if value is None else type(value).__name__
+        got = "nothing" if value is None else type(cast(object, value)).__name__
         raise PromptError(f"{key}: expected a text or a list of messages, got {got}")
     return [_read_message(each, f"{key}[{i}]") for i, each in enumerate(cast(Sequence[Any], value))]
 
 
+def _parse_list(text: str) -> list[Any] | None:
+    """Return the objects of a JSON list; None for any other text."""
+    try:
+        parsed = cast(object, json.loads(text)) if text.lstrip().startswith("[") else None
+    except ValueError:
+        return None
+    items = cast(list[Any], parsed) if isinstance(parsed, list) else []
+    return items if items and all(isinstance(each, dict) for each in items) else None
+
+
 def _read_message(value: Any, name: str) -> tuple[str, str]:
-    message = cast(Mapping[str, Any], value) if isinstance(value, Mapping) else {}
+    message = _mapping(value)
     role, content = message.get("role"), message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
-        parts = [
-            cast(Mapping[str, Any], each) if isinstance(each, Mapping) else {} for each in cast(list[Any], content)
-        ]
-        is_text = all(isinstance(part.get("text"), str) for part in parts)
-        content = "".join(part["text"] for part in parts) if is_text else None
+        texts = [_mapping(part).get("text") for part in cast(Sequence[Any], content)]
+        content = "".join(cast(list[str], texts)) if all(isinstance(text, str) for text in texts) else None
     if not isinstance(role, str) or not isinstance(content, str):
         raise PromptError(f"{name}: expected an object with role and content, of text alone")
     return role, content
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return cast(Mapping[str, Any], value) if isinstance(value, Mapping) else {}
 
 
 class PromptConfig(Config):
@@ -97,8 +103,8 @@ class PromptEnv(gymnasium.Env[str, str]):
     def __init__(self, config: PromptConfig) -> None:
         """Raises ValueError for an unreadable file."""
         self.config = config
-        is_held_out = config.split == "held_out" and config.val_dataset_name is not None
-        self._rows = open_rows(config.val_dataset_name if is_held_out else config.dataset_name)
+        held_out = config.val_dataset_name if config.split == "held_out" else None
+        self._rows = open_rows(held_out or config.dataset_name)
         self.row: Row = {}
         """Of the current episode."""
 

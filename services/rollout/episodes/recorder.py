@@ -107,14 +107,14 @@ class AppendOnlyRecorder:
         self._tokens.extend(ids)
         return self._tokens[:], tuple(self._images)
 
-    def _first_prompt(self, words: str) -> Sequence[int]:
+    def _first_prompt(self, words: str) -> tuple[int, ...]:
         if not self._opening:
             return self._chat.first_prompt(self._system, words)
         chat, (first, *rest) = self._chat, (*self._opening, words)
         ids = [*chat.first_prompt(self._system, first)]
         for answer, message in zip(rest[::2], rest[1::2], strict=True):
             ids += [*chat.encode(answer), chat.end_id, *chat.next_prompt(message)]
-        return ids
+        return tuple(ids)
 
     def add_completion(self, completion: Completion) -> str:
         start, count = len(self._tokens), len(completion.token_ids)
