@@ -205,6 +205,9 @@ def _check_cpu(config: RunConfig, cores: float) -> Iterator[ConfigIssue]:
 def _check_algorithm(config: RunConfig) -> Iterator[ConfigIssue]:
     tags = config.train_env_manager.tags or tuple(config.custom_envs)
     envs = [config.custom_envs[tag] for tag in tags if tag in config.custom_envs]
+    for tag in config.query_filter_config:
+        if tag not in config.custom_envs:
+            yield ConfigIssue(f"query_filter_config.{tag}", _no_such_tag(tag, config))
     one_sequence = all(env.env_manager_cls == "TrajEnvManager" and env.agent_runner is None for env in envs)
     if config.error_max_len_clip and one_sequence and config.error_max_len_threshold >= config.sequence_length:
         yield ConfigIssue(
