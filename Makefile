@@ -31,7 +31,7 @@ $(eval $(call pass-on,SSL_CERT_FILE,PIP_CERT))
 ifeq ($(EXTRA)$(UV_FIND_LINKS),cpu)
 TORCH_BACKEND := --torch-backend cpu
 endif
-.PHONY: help setup browser monitoring train test test-fast test-alone test-others check bench simulate docs site clean
+.PHONY: help setup browser monitoring train rlvr test test-fast test-alone test-others check bench simulate docs site clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -65,6 +65,11 @@ monitoring: $(STAMP) ## download promtool, with which the tests check the alerts
 
 train: $(STAMP) ## train an agent on this machine: make train ARGS="seed=2"
 	@$(BIN)/offbeat train $(CONFIG) $(ARGS)
+
+rlvr: $(STAMP) ## train a tiny policy on made arithmetic with checked answers: make rlvr ARGS="seed=2"
+	@$(BIN)/python -m offbeat.envs.dataset.arithmetic runs/data/arithmetic.jsonl
+	@$(BIN)/python -m offbeat.envs.dataset.arithmetic runs/data/arithmetic_val.jsonl --held-out
+	@$(BIN)/offbeat train deploy/configs/rlvr.yaml $(ARGS)
 
 test: $(STAMP) ## run all tests, or what ARGS names
 ifeq ($(strip $(ARGS)),)

@@ -10,12 +10,12 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from offbeat.envs.dataset.files import DatasetRows, Row, RowError
 from offbeat.services.reward.config import RewardsConfig
 from offbeat.services.reward.errors import RewardError
 from offbeat.services.reward.factory import make_scorer
 from offbeat.services.reward.sample import RewardSample
 from offbeat.services.reward.scorer import RewardScorer
-from offbeat.services.rollout.data.rows import DatasetRows, Row, RowError
 
 SCORE = "score"
 """Name of the combination."""

@@ -77,6 +77,7 @@ def worker_settings(
         generation_app=generation_app(config) if config.uses_engine else "",
         pipeline=config.pipeline,
         data=config.data,
+        rewards=config.scoring,
         sampled_share=config.sampled_share,
         request_timeout_s=config.actor_infer.request_timeout_s,
         worker_timeout_s=timeout_s or config.buffer.worker_timeout_s,

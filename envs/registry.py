@@ -41,6 +41,7 @@ BUILT_IN = {
     "math": "offbeat.envs.dataset:MathEnv",
     "qa": "offbeat.envs.dataset:QAEnv",
     "code": "offbeat.envs.dataset:CodeEnv",
+    "prompt": "offbeat.envs.dataset:PromptEnv",
     "tools": "offbeat.envs.tools:ToolEnv",
     "gymnasium": "offbeat.envs.adapters.gymnasium_env:GymnasiumEnv",
     "textarena": "offbeat.envs.adapters.textarena:TextArenaEnv",

@@ -44,7 +44,7 @@ def check(
     """
     from offbeat.deploy.config.errors import ConfigError
     from offbeat.deploy.reward_check import check_rewards
-    from offbeat.services.rollout.data.rows import open_rows
+    from offbeat.envs.dataset.files import open_rows
 
     try:
         rewards, columns = _read_config(Path(config), overrides or [], response_key, label_key)

@@ -22,7 +22,7 @@ from offbeat.deploy.components.env_workers import WorkerPool
 from offbeat.deploy.components.learner import ExternalLearner, ManagedLearner
 from offbeat.deploy.components.model_download import DownloadMesh
 from offbeat.deploy.components.scorers import ScorerPool
-from offbeat.deploy.components.serve_app import ServeApp, broker_component, generation_component
+from offbeat.deploy.components.serve_app import ServeApp, broker_component, generation_component, reward_components
 from offbeat.deploy.components.serve_status import ServeStatus
 from offbeat.deploy.components.shared_generation import SharedGeneration
 from offbeat.deploy.config.checks.run import check_settings
@@ -94,6 +94,7 @@ class RunComponents:
         scorers = [ScorerPool(config, role, redis_url, uid) for role in scored_roles(config, config.reference)]
         self._generation: ServeApp | SharedGeneration | None = None
         self._components: tuple[Component, ...] = (learner, *scorers, self._workers)
+        self._components = (*self._components, *reward_components(config, serve_status))
         if config.uses_engine:
             self._generation = _build_generation(config, redis, redis_url, serve_status, uid)
             broker = broker_component(config, redis_url, serve_status, uid)

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Serve applications: generation engines and weight broker."""
+"""Serve applications: generation engines, weight broker and rewards."""
 
 import asyncio
 import logging
@@ -21,6 +21,9 @@ from offbeat.deploy.run_setup import LOGS
 from offbeat.services.control.interfaces import Health, Observation
 from offbeat.services.generation import app as generation_service
 from offbeat.services.generation.config import app_name
+from offbeat.services.reward import app as reward_service
+from offbeat.services.reward.client import app_name as reward_app_name
+from offbeat.services.reward.config import AnyReward
 from offbeat.services.weights import app as weights_app
 
 logger = logging.getLogger(__name__)
@@ -112,6 +115,18 @@ def generation_component(config: RunConfig, redis_url: str, model: Path, status:
         )
 
     return ServeApp("generation", app_name(config.exp_name), build, status)
+
+
+def reward_components(config: RunConfig, status: ServeStatus) -> list[ServeApp]:
+    """Return the applications of rewards with replicas of their own."""
+
+    def component(reward: AnyReward) -> ServeApp:
+        def build() -> Application:
+            return reward_service.build(reward, output_dir=config.output_dir.resolve(), environment=config.environment)
+
+        return ServeApp(f"reward-{reward.name}", reward_app_name(config.exp_name, reward.name), build, status)
+
+    return [component(reward) for reward in config.rewards if reward.num_replicas]
 
 
 def broker_component(config: RunConfig, redis_url: str, status: ServeStatus, uid: str) -> ServeApp:

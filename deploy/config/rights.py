@@ -15,6 +15,7 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.envs.class_path import load_object
 from offbeat.envs.registry import BUILT_IN, entry_point_paths
 from offbeat.services.control.rights import Rights
+from offbeat.services.reward.kinds.config import CodeSandboxConfig, HttpConfig, LlmJudgeConfig, UserFunctionConfig
 from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.user_function import is_function
@@ -119,6 +120,9 @@ def code_paths(config: RunConfig) -> Iterator[CodePath]:
         "train_infer_correction.function": config.train_infer_correction.function or "",
     }
     yield from (CodePath(key, path) for key, path in functions.items() if is_function(path))
+    for place, reward in enumerate(config.rewards):
+        if isinstance(reward, UserFunctionConfig):
+            yield CodePath(f"rewards.{place}.path", reward.path)
     for place, tracker in enumerate(config.track_with):
         if tracker not in TRACKERS:
             yield CodePath(f"track_with.{place}", tracker)
@@ -146,6 +150,14 @@ def programs(config: RunConfig) -> Iterator[tuple[str, str]]:
         if env.agent_runner and env.agent_runner.python:
             yield f"custom_envs.{tag}.agent_runner.python", "a program"
         yield from _env_programs(f"custom_envs.{tag}.env_config", env.env_type, env.env_config)
+    for place, reward in enumerate(config.rewards):
+        if isinstance(reward, CodeSandboxConfig) and reward.sandbox.isolation != "require":
+            yield f"rewards.{place}.sandbox.isolation", "running programs without isolation"
+        if isinstance(reward, HttpConfig | LlmJudgeConfig) and reward.api_key_env is not None:
+            yield (
+                f"rewards.{place}.api_key_env",
+                "an environment variable of the service, which would be sent to a URL,",
+            )
     if config.redis.server is not None:
         yield "redis.server", "a program"
     for name in config.system_envs:

@@ -5,6 +5,7 @@ keys, conditions between keys, and variables at the top level are known to `offb
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ Schema = dict[str, Any]
 DIALECT = "http://json-schema.org/draft-07/schema#"
 """The newest one that YAML language servers know in full."""
 FILE = "run.schema.json"
-INTERPOLATION = {"type": "string", "pattern": r"\$\{"}
+INTERPOLATION = {"$ref": "#/$defs/Interpolation"}
 HYDRA: Schema = {
     "defaults": {"type": "array", "description": "Files that this one is composed with, as in Hydra."},
     "hydra": {"type": "object", "description": "Hydra's own keys; without effect."},
@@ -49,13 +50,14 @@ def run_schema() -> Schema:
         "type": "object",
         "properties": {**root["properties"], **HYDRA},
         "additionalProperties": False,
-        "definitions": definitions,
+        "definitions": {**definitions, "Interpolation": {"type": "string", "pattern": r"\$\{"}},
     }
 
 
 def run_schema_text() -> str:
-    """Return the schema as JSON of one line per key, with references in draft 7's place."""
+    """Return the schema as JSON of one line per key or reference, with references in draft 7's place."""
     text = json.dumps(run_schema(), indent=1, ensure_ascii=False)
+    text = re.sub(r'\{\s+("\$ref": "[^"]+")\s+\}', r"{\1}", text)
     return text.replace('"#/$defs/', '"#/definitions/') + "\n"
 
 
@@ -134,7 +136,10 @@ def _or_interpolation(schema: Schema, *, is_property: bool = True) -> Schema:
 
 
 def _is_table(schema: Schema) -> bool:
-    return any("$ref" in option and not option["$ref"].endswith("/JsonValue") for option in _options(schema))
+    return any(
+        "$ref" in option and not option["$ref"].endswith(("/JsonValue", "/Interpolation"))
+        for option in _options(schema)
+    )
 
 
 def _is_any_text(schema: Schema) -> bool:

@@ -8,9 +8,9 @@ from typing import cast
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.envs import registry
+from offbeat.envs.dataset.files import open_rows
 from offbeat.services.chat.assistant_tokens import content_parts
 from offbeat.services.rollout.config import CustomEnv
-from offbeat.services.rollout.data.rows import open_rows
 from offbeat.services.rollout.data.source import message_keys
 from offbeat.trainer.models.tiny import SPECIAL_TOKENS
 
@@ -65,7 +65,8 @@ def _words_of_data(config: RunConfig) -> Iterator[str]:
         if path is None:
             continue
         rows = open_rows(path)
-        keys = [key for key in message_keys(config.data) if key in rows.columns]
+        named = (*message_keys(config.data), *((config.data.ground_truth_key,) if config.plays_prompts else ()))
+        keys = [key for key in named if key in rows.columns]
         for index in range(len(rows)):
             for key in keys:
                 yield from _words_of_value(rows[index].get(key))

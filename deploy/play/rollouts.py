@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.agents import TextSampler, make_random_agent
+from offbeat.deploy.play.prompts import AnsweredRows, open_answered
 from offbeat.deploy.play.target import build_target, remove_token_limits
 from offbeat.envs import registry
 from offbeat.services.chat.append_only import ChatFormat
@@ -70,8 +71,10 @@ class _LocalEnv:
         return render_png(self.env)
 
 
-def build_tasks(config: RunConfig, request: EpisodeRequest) -> list[Task]:
-    """Return each episode's task; `group_size` in a row share one."""
+def build_tasks(config: RunConfig, request: EpisodeRequest, rows: AnsweredRows | None = None) -> list[Task]:
+    """Return each episode's task; `group_size` in a row share one. Raises ValueError as `AnsweredRows.task`."""
+    if rows is not None:
+        return [rows.task(request.kind, number, request.group_size) for number in range(request.episodes)]
     if request.kind is EpisodeKind.EVAL:
         manager = config.val_env_manager.model_copy(update={"group_size": request.group_size})
         tasks = EvalTasks(config.model_copy(update={"val_env_manager": manager}), request.seed)
@@ -90,12 +93,14 @@ async def run_episodes(
     """sample: None for random answers. runtime: for external agents."""
     result, slots = EpisodeResult(), asyncio.Semaphore(request.concurrency)
     pool = EnvPool(config.custom_envs, min(request.concurrency, 32))
-    tasks = build_tasks(config, request)
+    rows = open_answered(config, request.seed)
+    tasks = build_tasks(config, request, rows)
 
     async def run_one(number: int, task: Task) -> None:
         async with slots:
             try:
-                result.trajectories.append(await _play(config, request, number, task, chat, sample, pool, runtime))
+                played = await _play(config, request, number, task, chat, sample, pool, runtime, rows)
+                result.trajectories.append(played if rows is None else await rows.score(played, request.kind))
             except EpisodeError as error:
                 result.failures[error.reason] += 1
         progress(len(result.trajectories) + result.failures.total(), request.episodes)
@@ -106,6 +111,8 @@ async def run_episodes(
                 group.create_task(run_one(number, task))
     finally:
         await pool.close()
+        if rows is not None:
+            await rows.close()
         if runtime is not None:
             await runtime.close()
     result.trajectories.sort(key=lambda trajectory: (int(trajectory.group_id), trajectory.index))
@@ -121,6 +128,7 @@ async def _play(
     sample: Sample | None,
     pool: EnvPool,
     runtime: AgentRuntime | None,
+    rows: AnsweredRows | None,
 ) -> Trajectory:
     target = build_target(config, task.tag)
     if sample is None:
@@ -128,7 +136,18 @@ async def _play(
     group, member = divmod(number, request.group_size)
     sampling = Sampling(target.temperature, target.top_p, target.top_k, target.max_new_tokens, chat.stop_ids)
     episode = EpisodeTask(request.kind, str(group), group, member, 0, 0)
-    plan = EpisodePlan(episode, task.tag, task.seed, target.env, target.sequence_length, sampling, True, "rollout")
+    plan = EpisodePlan(
+        episode,
+        task.tag,
+        task.seed,
+        target.env,
+        target.sequence_length,
+        sampling,
+        True,
+        "rollout",
+        prompt=None if rows is None else rows.prompts.prompt(request.kind, task.seed),
+        prompt_length=None if config.data is None else config.data.prompt_length,
+    )
 
     async def run(env: PlayableEnv, traits: EnvTraits, answers: Sample) -> Trajectory:
         try:

@@ -41,6 +41,9 @@ def explain_episodes(
                 snapshot.now - since
             )
             return [Cause("episodes", "waits", text, "agent", snapshot.now - since, detail)]
+        case "reward":
+            text = f"{they} for {'its' if still == 1 else 'their'} rewards" + for_seconds(snapshot.now - since)
+            return [Cause("episodes", "waits", text, "reward", snapshot.now - since, detail)]
         case "place":
             return [Cause("episodes", "waits", f"{they} for an env of the pool", "env", snapshot.now - since, detail)]
         case _:

@@ -11,7 +11,7 @@ from offbeat.services.messages.types import EpisodeKind
 MAX_FAILED_SHARE = 0.25
 """Share of recent episodes above which failures are reported."""
 NAME = "failing_episodes"
-ENVS, BAD_ROW = "custom_envs.", "bad_row"
+ENVS, BAD_ROW, REWARD = "custom_envs.", "bad_row", "reward_"
 CAUSE = "they are repeated, so that only those which pass are trained"
 MIN_RECENT = 8
 """Fewest recent episodes for that."""
@@ -80,5 +80,9 @@ def find_failing(totals: Mapping[str, float]) -> RunFinding | None:
     if num_all < MIN_RECENT or num_failed <= MAX_FAILED_SHARE * num_all:
         return None
     reasons = ", ".join(f"{reason} {n}" for reason, n in failed.most_common())
-    key = "data.dataset_name" if set(failed) == {BAD_ROW} else f"{ENVS}TAG"
+    key = f"{ENVS}TAG"
+    if set(failed) == {BAD_ROW}:
+        key = "data.dataset_name"
+    elif all(reason.startswith(REWARD) for reason in failed):
+        key = "rewards"
     return RunFinding(NAME, f"{num_failed} of {num_all} episodes failed ({reasons})", CAUSE, (key,))

@@ -36,12 +36,16 @@ AnyReward = Annotated[
     Field(discriminator="kind"),
 ]
 
+COLUMN = "reward/"
+"""Prefix of a reward's metric of a trajectory."""
+Combine = Literal["weighted", "product", "gate"]
+
 
 class RewardsConfig(Config):
     """Reward functions of a run, and how they make one score."""
 
     rewards: tuple[AnyReward, ...]
-    combine: Literal["weighted", "product", "gate"] = "weighted"
+    combine: Combine = "weighted"
     """`weighted`: sum of weight times value. `product`: of the values. `gate`: 0 if a reward with a `threshold` is below it,
     else the weighted sum of the others (1 if there are none).
     """

@@ -27,8 +27,11 @@ from offbeat.services.log_format import set_process_log_fields
 from offbeat.services.redis.connection import connect_async
 from offbeat.services.redis.errors import retryable
 from offbeat.services.redis.run_writes import AsyncRunWrites
+from offbeat.services.reward.factory import make_scorer
 from offbeat.services.rollout.config import WorkerSettings
+from offbeat.services.rollout.data.prompts import PromptSource, open_prompts
 from offbeat.services.rollout.data.source import open_data
+from offbeat.services.rollout.rewards import EpisodeRewards
 from offbeat.services.rollout.worker import EnvWorker, WorkerEnd
 from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, configure_logging
 
@@ -55,6 +58,14 @@ MAX_RESTARTS = -1
 def worker_name(run_id: str, index: int) -> str:
     """Return the actor's name and buffer id."""
     return f"env-worker-{run_id}-{index}"
+
+
+def build_rewards(settings: WorkerSettings, prompts: PromptSource | None) -> EpisodeRewards | None:
+    """Build a worker's rewards, on its event loop. Raises ValueError as `make_scorer`."""
+    if settings.rewards is None or settings.data is None or prompts is None:
+        return None
+    scorer = make_scorer(settings.rewards, run_id=settings.run_id)
+    return EpisodeRewards(settings.rewards, settings.data, prompts, scorer)
 
 
 class EnvWorkerActor:
@@ -100,6 +111,7 @@ class EnvWorkerActor:
         redis = connect_async(self._settings.redis_url, run_id=run_id)
         try:
             generation = await self._find_generation()
+            prompts = await asyncio.to_thread(open_prompts, self._settings)
             self._worker = EnvWorker(
                 self._settings,
                 self._name,
@@ -108,6 +120,8 @@ class EnvWorkerActor:
                 metrics=_RetryableMetrics(redis, run_id, uid),
                 chat=self._chat,
                 data=await asyncio.to_thread(open_data, self._settings),
+                prompts=prompts,
+                rewards=build_rewards(self._settings, prompts),
                 board=_WaitStatusWriter(redis, run_id, uid),
             )
             tune_garbage_collector(self._settings.rollout.max_env_num_per_worker)

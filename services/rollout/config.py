@@ -8,8 +8,11 @@ from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_va
 from offbeat.envs.config import Config
 from offbeat.envs.prompts import IMAGE
 from offbeat.services.generation.config import GeneratingArgs
+from offbeat.services.reward.config import RewardsConfig
 from offbeat.services.rollout.data.config import DataConfig, Pipeline
 from offbeat.services.tracing.config import TelemetryConfig
+
+PROMPT_ENV, TOOL_ENV = "prompt", "tools"
 
 
 class AgentRunner(Config):
@@ -145,9 +148,30 @@ class CustomEnv(Config):
             raise ValueError("on_agent_error needs an agent_runner; for exceptions of the env it is on_env_error")
         return self
 
+    def with_rows(self, data: DataConfig) -> "CustomEnv":
+        """Return a copy whose env of type `prompt`, also within `tools`, reads a dataset."""
+        filled = _fill_rows(self.env_type, self.env_config, data)
+        return self if filled is self.env_config else self.model_copy(update={"env_config": filled})
+
     @property
     def shows_images(self) -> bool:
         return IMAGE in self.agent_template
+
+
+def _fill_rows(env_type: str, settings: dict[str, JsonValue], data: DataConfig) -> dict[str, JsonValue]:
+    if env_type == PROMPT_ENV:
+        val = data.val_dataset_name
+        return {
+            **settings,
+            "dataset_name": str(data.dataset_name),
+            "val_dataset_name": None if val is None else str(val),
+            "messages_key": data.messages_key,
+            "prompt_key": data.prompt_key,
+        }
+    wrapped, inner = settings.get("env_type"), settings.get("env_config", {})
+    if env_type != TOOL_ENV or not isinstance(wrapped, str) or not isinstance(inner, dict):
+        return settings
+    return {**settings, "env_config": _fill_rows(wrapped, inner, data)}
 
 
 class TaskSamplerConfig(Config):
@@ -255,7 +279,9 @@ class WorkerSettings(Config):
     """Serve application; empty: nothing is sampled."""
     pipeline: Pipeline = "agentic"
     data: DataConfig | None = None
-    """Dataset whose rows are the training groups; None: episodes are played."""
+    """Dataset whose rows are the training groups, or their prompts (`rlvr`); None: tasks of envs."""
+    rewards: RewardsConfig | None = None
+    """Scores of finished episodes, added to their envs' rewards."""
     sampled_share: float = Field(default=0.0, ge=0, le=1)
     """Share of rows whose last response is sampled (`distill.lmbda`)."""
     request_timeout_s: float = Field(default=60.0, gt=0)

@@ -10,7 +10,7 @@ SOURCE = "rollout"
 OWN_METRICS = frozenset(
     (
         *("episodes", "episode_s", "trajectory_tokens", "baseline_reward", "reward", "failures", "cancelled", "turns"),
-        *("tokens_sampled", "generation_s", "generation_max_s", "env_s", "env_max_s"),
+        *("tokens_sampled", "generation_s", "generation_max_s", "env_s", "env_max_s", "reward_s", "reward_max_s"),
     )
 )
 OWN_PREFIXES = ("stop/", "error/", "failed/", "submitted/")
@@ -69,6 +69,11 @@ class WorkerMetrics:
         add = self._adder(kind, tag)
         add("failures", Partial("sum", 1.0))
         add(f"failed/{reason}", Partial("sum", 1.0))
+
+    def scored(self, kind: EpisodeKind, tag: str, seconds: float) -> None:
+        add = self._adder(kind, tag)
+        add("reward_s", Partial("mean", seconds))
+        add("reward_max_s", Partial("max", seconds))
 
     def submitted(self, kind: EpisodeKind, tag: str, result: str) -> None:
         """Count the buffer's response."""

@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from offbeat.services.errors import EpisodeError
+from offbeat.services.reward.errors import RewardError
+from offbeat.services.rollout.data.source import BAD_ROW, DATASET_KEY
+
+REWARDS_KEY = "rewards"
 
 WINDOW = 64
 MIN_FAILURES = 16
@@ -25,7 +29,7 @@ class EpisodeOutcomes:
         self._recent.append(True)
 
     def failed(self, key: str, error: Exception) -> None:
-        """Count a failure of env, agent or row, not of generation. key: of the configuration, where to mend it."""
+        """Count a failure of env, agent, row or reward, not of generation. key: of the configuration, where to mend it."""
         if isinstance(error, EpisodeError) and error.reason.startswith("generation"):
             return
         self._num_failed += 1
@@ -42,6 +46,13 @@ class EpisodeOutcomes:
             "limit": self._limit,
             **self._last,
         }
+
+
+def key_of(error: Exception, tag: str) -> str:
+    """Return the key of the configuration where the failure of a played episode may be mended."""
+    if isinstance(error, EpisodeError) and error.reason == BAD_ROW:
+        return DATASET_KEY
+    return REWARDS_KEY if isinstance(error, RewardError) else f"custom_envs.{tag}"
 
 
 def _trace(error: Exception) -> str:

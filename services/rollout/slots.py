@@ -1,7 +1,7 @@
 """Concurrency slots of episodes, with batched submission.
 
-Invariants: an episode holds its slot until submitted; close finishes are submitted together with the claim for new
-episodes, as buffer round trips are costly.
+Invariants: an episode holds its slot until submitted, or until it waits for rewards, as at most `count` do without a
+slot; close finishes are submitted together with the claim for new episodes, as buffer round trips are costly.
 """
 
 import asyncio
@@ -25,6 +25,8 @@ class SlotPool:
         """Slots of episodes that are running or to be submitted."""
         self._flush_interval_s = gather_s
         self._num_running = 0
+        self._num_scored = 0
+        """Played episodes that wait for rewards."""
         self._finished: list[Slot] = []
         self._freed = asyncio.Event()
         self._flush_handle: asyncio.Handle | None = None
@@ -33,7 +35,8 @@ class SlotPool:
     @property
     def num_free(self) -> int:
         # After a claim whose response was lost, more episodes than slots may be running.
-        return max(0, self._count - self._num_running - len(self._finished))
+        num_excess = max(0, self._num_scored - self._count)
+        return max(0, self._count - self._num_running - len(self._finished) - num_excess)
 
     def num_free_of(self, kind: EpisodeKind) -> int:
         return min(self.num_free, max(0, self._limits.get(kind, self._count) - self._held[kind]))
@@ -48,15 +51,29 @@ class SlotPool:
         await self._freed.wait()
         self._freed.clear()
 
-    def finish(self, slot: "Slot") -> None:
+    def lend(self, slot: "Slot") -> None:
+        """Free the slot of an episode that waits for rewards."""
         self._num_running -= 1
+        self._held[slot.kind] -= 1
+        self._num_scored += 1
+        self._schedule_flush()
+
+    def finish(self, slot: "Slot") -> None:
+        self._release(slot)
         self._finished.append(slot)
         self._schedule_flush()
 
     def vacate(self, slot: "Slot") -> None:
-        self._num_running -= 1
+        self._release(slot)
         self._held[slot.kind] -= 1
         self._schedule_flush()
+
+    def _release(self, slot: "Slot") -> None:
+        if slot.is_lent:
+            self._num_scored -= 1
+            self._held[slot.kind] += 1
+        else:
+            self._num_running -= 1
 
     def _schedule_flush(self) -> None:
         loop = asyncio.get_running_loop()
@@ -79,13 +96,19 @@ class SlotPool:
 
 
 class Slot:
-    __slots__ = ("_flushed", "_is_running", "_pool", "kind")
+    __slots__ = ("_flushed", "_is_running", "_pool", "is_lent", "kind")
 
     def __init__(self, pool: SlotPool, kind: EpisodeKind) -> None:
         self._pool = pool
         self.kind = kind
         self._is_running = True
+        self.is_lent = False
         self._flushed = asyncio.get_running_loop().create_future()
+
+    def lend(self) -> None:
+        """Let another episode play while this one waits for rewards."""
+        self._pool.lend(self)
+        self.is_lent = True
 
     async def finish_and_wait_for_flush(self) -> None:
         """Free the slot; return once the episode may be submitted."""

@@ -15,6 +15,8 @@ class Wait(StrEnum):
     ENV = "env"
     AGENT = "agent"
     GENERATION = "generation"
+    REWARD = "reward"
+    """Scores of a finished answer."""
     BUFFER = "buffer"
 
 

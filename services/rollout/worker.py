@@ -23,6 +23,7 @@ from offbeat.services.messages.types import EpisodeKind, EpisodeTask, Trajectory
 from offbeat.services.retry import retry_until_answered
 from offbeat.services.rollout.agents.episode import play_with_agent, runtime_for
 from offbeat.services.rollout.config import WorkerSettings
+from offbeat.services.rollout.data.prompts import PromptSource
 from offbeat.services.rollout.data.sampled import is_sampled, mark_given, sample_response
 from offbeat.services.rollout.data.source import DATASET_KEY, DataSource
 from offbeat.services.rollout.envs.pool import EnvPool, LeasedEnv
@@ -31,7 +32,8 @@ from offbeat.services.rollout.episodes.instrumented import InstrumentedEpisode
 from offbeat.services.rollout.episodes.sampler import EpisodeSampler, build_samplings
 from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
 from offbeat.services.rollout.metrics import WorkerMetrics
-from offbeat.services.rollout.outcomes import EpisodeOutcomes
+from offbeat.services.rollout.outcomes import EpisodeOutcomes, key_of
+from offbeat.services.rollout.rewards import EpisodeRewards
 from offbeat.services.rollout.slots import Slot, SlotPool
 from offbeat.services.rollout.task_assigner import TaskAssigner
 from offbeat.services.rollout.tasks import EvalTasks, Task
@@ -75,8 +77,12 @@ class EnvWorker:
         chat: ChatFormat,
         board: WaitsWriter | None = None,
         data: DataSource | None = None,
+        prompts: PromptSource | None = None,
+        rewards: EpisodeRewards | None = None,
     ) -> None:
-        """board: None publishes no wait status. data: rows of training groups; None plays episodes."""
+        """board: None publishes no wait status. data: rows of training groups; None plays episodes. prompts: rows that
+        episodes answer, scored by `rewards`.
+        """
         self._settings = settings
         self._worker_id = worker_id
         self._buffer = buffer
@@ -84,6 +90,8 @@ class EnvWorker:
         self._chat = chat
         self._board = board
         self._data = data
+        self._prompts = prompts
+        self._rewards = rewards
         self._waits = Waits()
         self._batcher = TurnBatcher(generation, settings.rollout.coalesce_s, settings.request_timeout_s)
         self._envs = EnvPool(settings.custom_envs, settings.rollout.num_threads, settings.rollout.num_workers)
@@ -159,7 +167,7 @@ class EnvWorker:
         # Envs that do not finish in time end with the process.
         await asyncio.wait(tasks, timeout=SHUTDOWN_TIMEOUT_S)
         await self._batcher.close()
-        ending = [self._envs.close(), *([self._agents.close()] if self._agents else [])]
+        ending = [each.close() for each in (self._envs, self._agents, self._rewards) if each is not None]
         ending.append(asyncio.to_thread(self._tracer.close))
         await asyncio.wait([asyncio.create_task(end) for end in ending], timeout=SHUTDOWN_TIMEOUT_S)
         try:
@@ -277,6 +285,8 @@ class EnvWorker:
             tag = env_task.tag
             waiting = self._waits.begin(task)
             trajectory = await (self._read(task) if self._reads(task) else self._play(task, env_task, waiting))
+            if self._rewards is not None:
+                trajectory = await self._score(self._rewards, trajectory, task, slot, waiting)
             waiting.enter(Wait.BUFFER)
             await slot.finish_and_wait_for_flush()
             result = await retry_until_answered(lambda: self._buffer.submit(self._worker_id, task, trajectory))
@@ -289,12 +299,28 @@ class EnvWorker:
             is_expected = isinstance(error, MeshError)
             logger.warning("episode %s/%s failed: %s", task.group_id, task.index, error, exc_info=not is_expected)
             self._reporter.failed(task.kind, tag, reason)
-            self._outcomes.failed(DATASET_KEY if self._reads(task) else f"custom_envs.{tag}", error)
+            self._outcomes.failed(DATASET_KEY if self._reads(task) else key_of(error, tag), error)
             await retry_until_answered(lambda: self._buffer.fail(self._worker_id, task, reason))
         else:
             self._outcomes.finished()
             self._reporter.finished(task.kind, trajectory)
             self._reporter.submitted(task.kind, tag, result.value)
+
+    async def _score(
+        self, rewards: EpisodeRewards, trajectory: Trajectory, task: EpisodeTask, slot: Slot, waiting: Waiting
+    ) -> Trajectory:
+        """Return the episode with its rewards, while others play in its slot. Raises RewardError."""
+        slot.lend()
+        waiting.enter(Wait.REWARD)
+        began = time.monotonic()
+        scored = await rewards.add(trajectory, task.kind)
+        seconds = time.monotonic() - began
+        self._reporter.scored(task.kind, trajectory.tag, seconds)
+        text = scored.text if self._keeps_text(task) else ()
+        return structs.replace(scored, text=text, duration_s=scored.duration_s + seconds)
+
+    def _keeps_text(self, task: EpisodeTask) -> bool:
+        return self._settings.rollout.keep_text or task.kind is EpisodeKind.EVAL
 
     def _reads(self, task: EpisodeTask) -> bool:
         return self._data is not None and task.kind is EpisodeKind.TRAIN
@@ -348,7 +374,7 @@ class EnvWorker:
             raise
 
     async def _play_in(self, leased: LeasedEnv, task: EpisodeTask, env_task: Task, waiting: Waiting) -> Trajectory:
-        settings, keep = self._settings, self._settings.rollout.keep_text or task.kind is EpisodeKind.EVAL
+        settings, prompts = self._settings, self._prompts
         sampling = self._samplings[task.sampling_name]
         if task.temperature is not None:
             sampling = replace(sampling, temperature=task.temperature)
@@ -359,8 +385,10 @@ class EnvWorker:
             env=settings.custom_envs[env_task.tag],
             sequence_length=settings.sequence_length,
             sampling=sampling,
-            keep_text=keep,
+            keep_text=self._keeps_text(task) or self._rewards is not None,
             worker_id=self._worker_id,
+            prompt=None if prompts is None else prompts.prompt(task.kind, env_task.seed),
+            prompt_length=settings.data.prompt_length if settings.data else None,
         )
         with self._tracer.episode(task, env_task.tag, sampling, has_tools=bool(leased.traits.functions)) as trace:
             trajectory = await self._play_plan(plan, leased, waiting, trace)
@@ -391,6 +419,10 @@ class EnvWorker:
     async def _task_of(self, task: EpisodeTask) -> Task:
         if self._reads(task):
             return Task(self._settings.pipeline, task.number)
+        if self._prompts is not None:
+            if task.kind is EpisodeKind.EVAL:
+                return self._prompts.eval_task(task.number, greedy=task.sampling_name == "greedy")
+            return self._prompts.train_task(task.number)
         if task.kind is EpisodeKind.EVAL:
             async with self._eval_lock:
                 # takes seconds, because the env makes every task once to find distinct ones

@@ -15,32 +15,35 @@ import psutil
 from offbeat.services.weights.transports.base import owner_of
 from tests.paths import QUICKSTART
 
-SMALL = (
+SHORT = (
     "warm_start.steps=60",
     "max_steps=12",
     "save_steps=3",
     "eval_steps=0",
-    "final_val_batch_size=16",
     "buffer.worker_timeout_s=4",
     "buffer.learner_timeout_s=3",
 )
+SMALL = (*SHORT, "final_val_batch_size=16")
 """A run that takes about a minute, most of it to start."""
 
 
 class TrainProcess:
     """One `offbeat train` and what it started."""
 
-    def __init__(self, output_dir: Path, *overrides: str) -> None:
+    def __init__(
+        self, output_dir: Path, *overrides: str, config: Path = QUICKSTART, small: tuple[str, ...] = SMALL
+    ) -> None:
         self.output_dir = output_dir
+        self._run = config.stem
         self._log = output_dir.with_suffix(".log")
         command = [
             sys.executable,
             "-m",
             "offbeat.deploy.cli.app",
             "train",
-            str(QUICKSTART),
+            str(config),
             f"output_dir={output_dir}",
-            *SMALL,
+            *small,
         ]
         self.process = subprocess.Popen(
             [*command, *overrides], stdout=self._log.open("w"), stderr=subprocess.STDOUT, start_new_session=True
@@ -54,7 +57,7 @@ class TrainProcess:
         """The run as the control service tells it, or None while that does not answer."""
         try:
             endpoints = json.loads((self.output_dir / "endpoints.json").read_text())
-            answer = httpx.get(f"{endpoints['control_url']}/runs/quickstart", timeout=5.0)
+            answer = httpx.get(f"{endpoints['control_url']}/runs/{self._run}", timeout=5.0)
         except (OSError, ValueError, httpx.HTTPError):
             return None
         return answer.json() if answer.status_code == httpx.codes.OK else None

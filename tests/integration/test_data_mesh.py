@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from offbeat.envs.dataset.arithmetic import write_problems
 from offbeat.envs.frozen_lake.rows import conversations, pairs, write_rows
 from tests.integration.ray_cluster import RayCluster
 from tests.integration.test_deploy import DEPLOY
@@ -74,6 +75,19 @@ def test_a_file_that_can_not_be_trained_is_refused_over_rest(cluster: RayCluster
     assert "neither the column 'messages'" in problem["message"]
     valid = post(cluster, document("sft", "max_steps: 5"), params={"dry_run": "true"})
     assert (valid.status_code, valid.json()) == (200, None)
+
+
+def test_rlvr_is_valid_over_rest_and_foreign_code_in_its_rewards_is_named(cluster: RayCluster) -> None:
+    for name, held_out in (("rows", False), ("rows_val", True)):
+        write_problems(cluster.folder / "rlvr" / f"{name}.jsonl", held_out=held_out)
+    text = re.sub(r"runs/data/arithmetic(_val)?\.jsonl", r"rlvr/rows\1.jsonl", (CONFIGS / "rlvr.yaml").read_text())
+    valid = post(cluster, text, params={"dry_run": "true"})
+    assert (valid.status_code, valid.json()) == (200, None), valid.text
+    broken = text.replace("kind: math_rule", "kind: function, path: 'no_such_module:score'")
+    refused = post(cluster, broken, params={"dry_run": "true"})
+    (problem,) = refused.json()["error"]["problems"]
+    assert (refused.status_code, problem["path"]) == (422, "rewards.0")
+    assert "no_such_module" in problem["message"]
 
 
 def test_sft_is_paused_changed_stopped_and_resumed_over_rest(cluster: RayCluster) -> None:

@@ -11,6 +11,7 @@ from offbeat.trainer.config.conditions import (
     OnlyWith,
 )
 from offbeat.trainer.config.corrections import TrainInferCorrection
+from offbeat.trainer.config.query_filter import QueryFilter
 from offbeat.trainer.config.rewards import Over, RewardNormalization, RewardShaping
 from offbeat.trainer.config.roles import TeacherConfig
 from offbeat.trainer.config.schedule import Scheduler
@@ -135,6 +136,10 @@ class AlgorithmConfig(ConditionalConfig):
     """Training only on mean rewards strictly between the thresholds."""
     difficulty_low_threshold: Annotated[float, OnlyWith(difficulty_mask=(True,))] = 0.0
     difficulty_high_threshold: Annotated[float, OnlyWith(difficulty_mask=(True,))] = 1.0
+    query_filter_config: Annotated[dict[str, QueryFilter], OnlyWith(zero_variance=("mask", "refill"))] = Field(
+        default_factory=dict[str, QueryFilter]
+    )
+    """Tag -> filter of its groups by their rewards (ROLL's `rewards.DOMAIN.query_filter_config`)."""
     variance_filter_ratio: float = Field(default=1.0, gt=0, le=1)
     """Fraction of groups to train on, by highest reward deviation (StarPO-S)."""
     max_len_mask: bool = False

@@ -23,12 +23,12 @@ from offbeat.trainer.config.warm_start import WarmStartConfig
 
 class LearnerConfig(AlgorithmConfig):
     pipeline: Pipeline = "agentic"
-    """What groups are made of. `agentic`: episodes of envs; `online_dpo`: the same, of which each group's best
-    and worst are a pair; `sft`: conversations of a dataset; `distill`: conversations with
-    teachers' distributions; `dpo`: pairs of a dataset (docs/pipelines.md).
+    """What groups are made of. `agentic`: episodes of envs; `online_dpo`: the same, of which each group's best and worst are
+    a pair; `rlvr`: answers to a dataset's prompts, scored by `rewards`; `sft`: conversations of a dataset; `distill`:
+    conversations with teachers' distributions; `dpo`: pairs of a dataset (docs/pipelines.md).
     """
-    data: Annotated[DataConfig | None, OnlyWith(pipeline=("sft", "dpo", "distill"))] = None
-    """Dataset of the data pipelines."""
+    data: Annotated[DataConfig | None, OnlyWith(pipeline=("rlvr", "sft", "dpo", "distill"))] = None
+    """Dataset of the data pipelines, or of prompts."""
     dpo: Annotated[PreferenceConfig, OnlyWith(pipeline=("dpo", "online_dpo"))] = PreferenceConfig()
     distill: Annotated[DistillConfig, OnlyWith(pipeline=("distill",))] = DistillConfig()
     seed: int = Field(default=42, ge=0, lt=2**31)
@@ -177,6 +177,11 @@ class LearnerConfig(AlgorithmConfig):
     def reads_data(self) -> bool:
         """Whether training groups are dataset rows."""
         return self.pipeline in GROUP_SIZES
+
+    @property
+    def plays_prompts(self) -> bool:
+        """Whether episodes answer a dataset's prompts."""
+        return self.pipeline == "rlvr"
 
     @property
     def distills(self) -> bool:

@@ -1,6 +1,7 @@
 """Part of a run's configuration that its learner reads."""
 
 from collections.abc import Mapping
+from typing import Annotated
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -8,11 +9,13 @@ from offbeat.services.buffer.config import BufferConfig
 from offbeat.services.diagnosis import DiagnosisLimits
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.live_settings import Settings, configured_settings
+from offbeat.services.reward.config import AnyReward, Combine, RewardsConfig
 from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig
-from offbeat.services.rollout.data.config import GROUP_SIZES
+from offbeat.services.rollout.data.config import GROUP_SIZES, DataConfig
 from offbeat.services.tracing.config import TelemetryConfig
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.trainer.config.actor_train import ActorTrainConfig
+from offbeat.trainer.config.conditions import OnlyWith
 from offbeat.trainer.config.learner import LearnerConfig
 
 MISMATCH_KL = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 1e-3}
@@ -28,13 +31,21 @@ class LearnerRunConfig(LearnerConfig):
     """A run's configuration for its learner; `RunConfig` adds other services' keys."""
 
     custom_envs: dict[str, CustomEnv] = Field(default_factory=dict[str, CustomEnv])
-    """Envs and templates by tag; with a data pipeline, those of evaluation by sampling."""
+    """Envs and templates by tag; with a data pipeline, those of evaluation by sampling. With `rlvr`, envs of type `prompt`
+    show the rows of `data`.
+    """
+    rewards: Annotated[tuple[AnyReward, ...], OnlyWith(pipeline=("rlvr",))] = ()
+    """Reward functions of `rlvr`, whose score is added to the env's reward on the last turn (docs/rewards.md)."""
+    combine: Annotated[Combine, OnlyWith(pipeline=("rlvr",))] = Field(default="weighted", validate_default=True)
+    """Combination of a tag's rewards. `weighted`: sum of weight times value. `product`: of the values. `gate`: 0 if a reward
+    with a `threshold` is below it, else the weighted sum of the others (1 if there are none).
+    """
     train_env_manager: EnvManagerConfig = Field(default=EnvManagerConfig(), validate_default=True)
     """Training tags, groups and their size."""
     val_env_manager: EnvManagerConfig = EnvManagerConfig(group_size=1)
     """Evaluation episodes; pass@k is measured with `group_size` above 1."""
     val_batch_size: int = Field(default=64, ge=1)
-    """Episodes per evaluation during training."""
+    """Episodes per evaluation during training; with `rlvr`, each takes every validation row."""
     final_val_batch_size: int = Field(default=256, ge=1)
     """Episodes per evaluation before and after training."""
     actor_infer: GenerationConfig = Field(default=GenerationConfig(), validate_default=True)
@@ -47,6 +58,21 @@ class LearnerRunConfig(LearnerConfig):
     """Weight transport to engines."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """Traces from the prompt to the gradient."""
+
+    @field_validator("custom_envs")
+    @classmethod
+    def _read_the_prompts(cls, value: dict[str, CustomEnv], info: ValidationInfo) -> dict[str, CustomEnv]:
+        data = info.data.get("data")
+        if info.data.get("pipeline") != "rlvr" or not isinstance(data, DataConfig):
+            return value
+        return {tag: env.with_rows(data) for tag, env in value.items()}
+
+    @field_validator("combine")
+    @classmethod
+    def _makes_a_score(cls, value: Combine, info: ValidationInfo) -> Combine:
+        if rewards := info.data.get("rewards"):
+            RewardsConfig(rewards=rewards, combine=value)
+        return value
 
     @field_validator("train_env_manager")
     @classmethod
@@ -93,6 +119,11 @@ class LearnerRunConfig(LearnerConfig):
             return value
         args = value.model_args.model_copy(update={"dtype": train.model_args.dtype})
         return value.model_copy(update={"model_args": args})
+
+    @property
+    def scoring(self) -> RewardsConfig | None:
+        """Rewards of episodes, if envs do not give all of them."""
+        return RewardsConfig(rewards=self.rewards, combine=self.combine) if self.rewards else None
 
     @property
     def uses_engine(self) -> bool:

@@ -13,6 +13,7 @@ from offbeat.trainer.algorithms.aggregation import NO_MASKED, MaskedCounts
 from offbeat.trainer.algorithms.normalization import has_signal
 from offbeat.trainer.checks.algorithm import load_filter
 from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.config.query_filter import QueryFilter
 from offbeat.trainer.data.batch import Batch, pack
 from offbeat.trainer.data.reward_shaping import shape_rewards
 
@@ -27,6 +28,9 @@ def carries_signal(group: Group, config: AlgorithmConfig, shaped: Group | None =
         mean = statistics.fmean(trajectory.reward for trajectory in group.trajectories)
         if not config.difficulty_low_threshold < mean < config.difficulty_high_threshold:
             return False
+    query_filter = config.query_filter_config.get(group.tag)
+    if query_filter is not None and not _passes(query_filter, group):
+        return False
     if config.group_filter_cls is not None and not _filter(config.group_filter_cls)(group):
         return False
     if not config.compares_siblings:
@@ -41,6 +45,14 @@ def carries_signal(group: Group, config: AlgorithmConfig, shaped: Group | None =
     return (compares_episodes and has_signal(torch.tensor(rewards))) or (
         compares_turns and _turns_differ(group, config, by_state=True)
     )
+
+
+def _passes(query_filter: QueryFilter, group: Group) -> bool:
+    rewards = [trajectory.reward for trajectory in group.trajectories] or [0.0]
+    args = query_filter.filter_args
+    if query_filter.type == "mean_filter":
+        return args.threshold_down < statistics.fmean(rewards) < args.threshold_up
+    return statistics.pstdev(rewards) > args.std_threshold
 
 
 def _turns_differ(group: Group, config: AlgorithmConfig, *, by_state: bool) -> bool:

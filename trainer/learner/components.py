@@ -25,7 +25,7 @@ from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.learner.task_sampler import Curriculum
 from offbeat.trainer.learner.trajectory_samples import TrajectorySampler
 from offbeat.trainer.learner.uploads import CheckpointUploads
-from offbeat.trainer.learner.validation import read_validation
+from offbeat.trainer.learner.validation import count_prompts, read_validation
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.trackers.base import LoggedSteps
 from offbeat.trainer.training.batch_log import BatchLog
@@ -68,6 +68,7 @@ def build_components(
             checkpoints.score,
             epoch=buffer.epoch,
             group_size=config.val_env_manager.group_size,
+            drops_long=config.plays_prompts,
         ),
         intake=GroupIntake(
             buffer=buffer,
@@ -78,6 +79,7 @@ def build_components(
             scores=_build_scores(run, scores, reporter),
             files=open_file_scores(run, None if config.data is None else config.data.dataset_name),
             reads_data=config.reads_data,
+            drops_long=config.plays_prompts,
         ),
         reporter=reporter,
         ledger=StepLedger(run.output_dir, buffer.epoch),
@@ -98,6 +100,7 @@ def build_components(
         should_stop=should_stop,
         validation=read_validation(run),
         tracer=open_step_tracer(config.telemetry, run_id=run.run_id, algorithm=config.adv_estimator),
+        num_val_prompts=count_prompts(run),
     )
 
 

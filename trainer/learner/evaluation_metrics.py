@@ -1,9 +1,13 @@
 """Metrics of an evaluation, over all episodes and for each tag."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from math import comb
 
+from msgspec import structs
+
 from offbeat.services.messages.types import Trajectory
+from offbeat.services.reward.config import COLUMN
 from offbeat.services.telemetry import Partial, mean
 from offbeat.trainer.learner.episode_success import reports_success, success_values
 
@@ -36,6 +40,19 @@ def evaluation_values(
     }
 
 
+def drop_unanswered(trajectories: Sequence[Trajectory], group_size: int) -> list[Trajectory]:
+    """Return the episodes of answered prompts, as if the others, which are too long, had never been asked.
+
+    group_size: episodes of a prompt.
+    """
+    long = sorted({t.index // group_size for t in trajectories if not t.turns})
+    return [
+        structs.replace(t, index=t.index - group_size * bisect_left(long, t.index // group_size))
+        for t in trajectories
+        if t.turns
+    ]
+
+
 def _episodes(trajectories: Sequence[Trajectory]) -> dict[str, Partial]:
     turns = [turn for t in trajectories for turn in t.turns]
     lengths = [float(t.num_sampled) for t in trajectories]
@@ -43,6 +60,7 @@ def _episodes(trajectories: Sequence[Trajectory]) -> dict[str, Partial]:
         "reward": mean(t.reward for t in trajectories),
         "reward_min": Partial("min", min(t.reward for t in trajectories)),
         "reward_max": Partial("max", max(t.reward for t in trajectories)),
+        **_rewards(trajectories),
         "turns": mean(float(len(t.turns)) for t in trajectories),
         "tokens/response_length/mean": mean(lengths),
         "tokens/response_length/min": Partial("min", min(lengths)),
@@ -51,6 +69,12 @@ def _episodes(trajectories: Sequence[Trajectory]) -> dict[str, Partial]:
         "episodes_truncated": mean(float(t.is_truncated) for t in trajectories),
         **({"answers_truncated": mean(float(turn.is_truncated) for turn in turns)} if turns else {}),
     }
+
+
+def _rewards(trajectories: Sequence[Trajectory]) -> dict[str, Partial]:
+    """Return the means of reward functions, each over the episodes of its tags."""
+    names = dict.fromkeys(name for t in trajectories for name in t.metrics if name.startswith(COLUMN))
+    return {name: mean(t.metrics[name] for t in trajectories if name in t.metrics) for name in names}
 
 
 def _tag_values(members: Sequence[Trajectory], group_size: int) -> dict[str, Partial]:

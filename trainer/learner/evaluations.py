@@ -18,7 +18,7 @@ from offbeat.services.messages.codec import encode_trajectories
 from offbeat.services.messages.types import Trajectory
 from offbeat.services.redis.run_writes import RunWrites
 from offbeat.services.telemetry import MetricRecord, MetricsSink, Partial
-from offbeat.trainer.learner.evaluation_metrics import evaluation_values
+from offbeat.trainer.learner.evaluation_metrics import drop_unanswered, evaluation_values
 from offbeat.trainer.training.fenced_folder import FencedFolder
 
 logger = logging.getLogger(__name__)
@@ -90,10 +90,13 @@ class Evaluations:
         *,
         epoch: int = 0,
         group_size: int = 1,
+        drops_long: bool = False,
     ) -> None:
         """score: receives sampled success (missing: failure), or reward if envs report none. epoch: the learner's lease.
-        group_size: `val_env_manager.group_size`.
+        group_size: `val_env_manager.group_size`. drops_long: prompts that are too long to be answered are counted, and in
+        no mean.
         """
+        self._drops_long = drops_long
         self._group_size = group_size
         self._epoch = epoch
         self._files: FencedFolder | None = None
@@ -170,9 +173,12 @@ class Evaluations:
 
     def _record(self, evaluation: Evaluation, trajectories: list[Trajectory]) -> None:
         labels = {"when": evaluation.when, "sampling": evaluation.sampling}
-        values = evaluation_values(
-            trajectories, evaluation.num_episodes, step=evaluation.step, group_size=self._group_size_of(evaluation)
-        )
+        size = self._group_size_of(evaluation)
+        answered = drop_unanswered(trajectories, size) if self._drops_long else trajectories
+        num_long = len(trajectories) - len(answered)
+        values = evaluation_values(answered, evaluation.num_episodes - num_long, step=evaluation.step, group_size=size)
+        if num_long:
+            values["prompts_too_long"] = Partial("sum", float(num_long))
         self._save(evaluation, trajectories[:MAX_SAVED_EPISODES])
         self._sink.append(MetricRecord("eval", values, step=evaluation.step, labels=labels))
         if evaluation.sampling == "sampled" and "reward" in values:

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from offbeat.envs.dataset.files import open_rows
 from offbeat.services.errors import ControlError
 from offbeat.services.messages.types import Group
-from offbeat.services.rollout.data.rows import open_rows
 from offbeat.trainer.config.scored_roles import REFERENCE, ScoredRole, scored_roles
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.score_files import COMMAND, ScoreFiles, token_digest

@@ -27,7 +27,9 @@ POLL_S = 0.5
 """Maximum stop delay with an empty buffer."""
 STALE, NO_SIGNAL, MALFORMED, UNPUBLISHED = "stale", "no_signal", "malformed", "unpublished_version"
 TOO_LONG = "too_long"
-"""A row of more than `sequence_length` tokens, or whose learned tokens are all beyond it."""
+"""A row of more than `sequence_length` tokens, or whose learned tokens are all beyond it; or a prompt of more than
+`prompt_length`.
+"""
 
 
 @dataclass
@@ -70,6 +72,8 @@ class GroupIntake:
     """Of a dataset's rows."""
     reads_data: bool = False
     """Rows instead of episodes: all are trained, those without learned tokens replaced."""
+    drops_long: bool = False
+    """Prompts that are too long to be answered are replaced."""
 
     def take(
         self, step: int, max_staleness: float, should_stop: Callable[[], bool], *, newest_version: int | None = None
@@ -125,6 +129,9 @@ class GroupIntake:
         """Add a group, or drop it without signal or score; return False if stopped."""
         if self.reads_data:
             return self._add_row(group, step, taken, should_stop)
+        if self.drops_long and not any(trajectory.turns for trajectory in group.trajectories):
+            self._drop(group, TOO_LONG, taken)
+            return True
         (shaped,) = shape_rewards([group], self.config)
         has_signal = carries_signal(group, self.config, shaped)
         if not has_signal and self.config.zero_variance == "refill":

@@ -68,6 +68,8 @@ class LearnerComponents:
     validation: ValidationRows = field(default_factory=lambda: ValidationRows([]))
     """Rows for evaluation by loss."""
     tracer: StepTracer = field(default_factory=NoStepTracer)
+    num_val_prompts: int | None = None
+    """Rows that each evaluation's episodes answer once; None: the configured numbers of episodes."""
 
 
 class Learner:
@@ -89,6 +91,7 @@ class Learner:
         self._sampler = components.sampler
         self._should_stop = components.should_stop
         self._validation = components.validation
+        self._num_val_prompts = components.num_val_prompts
         self._uploads = components.uploads
         self._tracer = components.tracer
         self._checkpointer = Checkpointer(
@@ -325,9 +328,13 @@ class Learner:
         self._evaluate_loss(when)
         if not self._config.plays:
             return
-        self._evaluations.start(Evaluation(when, "sampled", self._step, num_episodes))
+        num_sampled = num_greedy = num_episodes
+        if self._num_val_prompts is not None:
+            num_greedy = self._num_val_prompts
+            num_sampled = num_greedy * self._config.val_env_manager.group_size
+        self._evaluations.start(Evaluation(when, "sampled", self._step, num_sampled))
         if greedy:
-            self._evaluations.start(Evaluation(when, "greedy", self._step, num_episodes))
+            self._evaluations.start(Evaluation(when, "greedy", self._step, num_greedy))
 
     def _evaluate_loss(self, when: When) -> None:
         evaluation = Evaluation(when, "loss", self._step, len(self._validation))

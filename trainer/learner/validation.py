@@ -2,6 +2,7 @@
 
 from offbeat.services.errors import ControlError, EpisodeError
 from offbeat.services.messages.types import Group
+from offbeat.services.rollout.data.prompts import count_validation
 from offbeat.services.rollout.data.source import DataSource
 from offbeat.trainer.learner.file_scores import FileScores, open_file_scores
 from offbeat.trainer.run import LearnerRun
@@ -22,6 +23,21 @@ class ValidationRows:
         return self._groups if files is None else [files.attach(group) for group in self._groups]
 
 
+def count_prompts(run: LearnerRun) -> int | None:
+    """Return the validation rows that a policy answers; None if it plays episodes of envs instead.
+
+    Raises:
+        ControlError: they can't be read.
+    """
+    config = run.config
+    if not config.plays_prompts or config.data is None:
+        return None
+    try:
+        return count_validation(config.data, config.val_env_manager.tags or tuple(config.custom_envs))
+    except ValueError as error:
+        raise ControlError(f"data.val_dataset_name: {error}") from error
+
+
 def read_validation(run: LearnerRun) -> ValidationRows:
     """Read the validation rows.
 
@@ -29,7 +45,7 @@ def read_validation(run: LearnerRun) -> ValidationRows:
         ControlError: a row can't be read; names file and line.
     """
     config = run.config
-    if config.data is None or config.data.val_dataset_name is None:
+    if config.data is None or config.data.val_dataset_name is None or not config.reads_data:
         return ValidationRows([])
     try:
         source = DataSource(

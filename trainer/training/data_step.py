@@ -144,7 +144,7 @@ class DataTrainer(BatchTrainer):
 
 def make_trainer(config: LearnerConfig, models: StepModels, ranks: Ranks) -> BatchTrainer:
     """Return the trainer of the pipeline's groups."""
-    kind = BatchTrainer if config.pipeline == "agentic" else DataTrainer
+    kind = BatchTrainer if config.pipeline in ("agentic", "rlvr") else DataTrainer
     return kind(config, models, ranks)
 
 

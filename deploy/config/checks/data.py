@@ -10,10 +10,11 @@ from typing import Any
 from offbeat.deploy.config.checks.prompts import OnStep
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import MissingWordsError, collect_words
+from offbeat.envs.dataset.files import DatasetRows, RowError, open_rows
 from offbeat.services.chat.assistant_tokens import ConversationError
 from offbeat.services.errors import EpisodeError, RolloutError
 from offbeat.services.rollout.data.config import GROUP_SIZES, DataConfig
-from offbeat.services.rollout.data.rows import DatasetRows, RowError, open_rows
+from offbeat.services.rollout.data.prompts import DomainRows
 from offbeat.services.rollout.data.source import DataSource, check_columns, is_unpaired, read_conversation
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.issue import ConfigIssue
@@ -34,10 +35,14 @@ ONLINE_KEYS = ("sequence_length", "reward_shaping", "zero_variance", "max_refill
 def steps_of_epochs(config: RunConfig) -> int | None:
     """Return the steps that `num_train_epochs` implies; None without it or a readable file."""
     data = config.data
-    if data is None or data.num_train_epochs is None or not config.reads_data:
+    if data is None or data.num_train_epochs is None or not (config.reads_data or config.plays_prompts):
         return None
+    tags = config.train_env_manager.tags or tuple(config.custom_envs)
     try:
-        num_rows = len(open_rows(data.dataset_name))
+        if config.plays_prompts:
+            num_rows = len(DomainRows(data.dataset_name, data, tags).selected) if tags else 0
+        else:
+            num_rows = len(open_rows(data.dataset_name))
     except ValueError:
         return None  # the file has its own issue
     return max(1, math.ceil(data.num_train_epochs * num_rows / config.groups_per_step))

@@ -17,6 +17,7 @@ from offbeat.deploy.config.checks.hf_infer import check_hf_infer
 from offbeat.deploy.config.checks.lora import check_lora
 from offbeat.deploy.config.checks.model import check_engine_arguments, check_resumed_model, check_tensor_parallel
 from offbeat.deploy.config.checks.prompts import OnStep, check_first_prompts, ignore_step
+from offbeat.deploy.config.checks.rewards import check_rewards, check_rlvr
 from offbeat.deploy.config.checks.sampling import check_sampling
 from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.run import RunConfig
@@ -54,6 +55,7 @@ def check_run(
     issues = [
         *_check_static(config, cores, nodes),
         *check_rows(config, on_step),
+        *check_rewards(config, on_step),
         *_check_env(config, on_step),
         *check_episodes(config, on_step),
         *_check_functions(config, on_step),
@@ -87,6 +89,7 @@ def _check_static(config: RunConfig, cores: float | None, nodes: Sequence[Cluste
         *_check_algorithm(config),
         *check_data(config),
         *check_online(config),
+        *check_rlvr(config),
         *check_devices(config, nodes),
         *_check_model(config),
         *check_engine_arguments(config),
@@ -195,13 +198,15 @@ def _check_cpu(config: RunConfig, cores: float, whose: str) -> Iterator[ConfigIs
     has_cpu_engines = config.uses_engine and infer.device == "cpu"
     engines = infer.num_replicas * infer.engine.world_size * infer.cpus_per_replica if has_cpu_engines else 0.0
     workers = rollout.num_workers * rollout.cpus_per_worker
-    if engines + workers > cores:
-        room = max(int((cores - engines) / rollout.cpus_per_worker), 0)
+    rewards = sum(reward.num_replicas * reward.cpus_per_replica for reward in config.rewards)
+    if engines + workers + rewards > cores:
+        room = max(int((cores - engines - rewards) / rollout.cpus_per_worker), 0)
         advice = f"take rollout.num_workers <= {room}" if room else "reserve fewer CPUs for engines or workers"
+        more = f", and rewards of {rewards:g} CPUs," if rewards else ""
         yield ConfigIssue(
             "rollout.num_workers",
             f"{infer.num_replicas} engine(s) with {infer.cpus_per_replica:g} CPUs and {rollout.num_workers} worker(s) with "
-            f"{rollout.cpus_per_worker:g} need {engines + workers:g} CPUs, {whose} has {cores:g}: {advice}",
+            f"{rollout.cpus_per_worker:g}{more} need {engines + workers + rewards:g} CPUs, {whose} has {cores:g}: {advice}",
         )
     threads = train.num_processes * train.num_threads
     if train.device == "cpu" and threads > cores:
@@ -215,6 +220,9 @@ def _check_cpu(config: RunConfig, cores: float, whose: str) -> Iterator[ConfigIs
 def _check_algorithm(config: RunConfig) -> Iterator[ConfigIssue]:
     tags = config.train_env_manager.tags or tuple(config.custom_envs)
     envs = [config.custom_envs[tag] for tag in tags if tag in config.custom_envs]
+    for tag in config.query_filter_config:
+        if tag not in config.custom_envs:
+            yield ConfigIssue(f"query_filter_config.{tag}", _no_such_tag(tag, config))
     one_sequence = all(env.env_manager_cls == "TrajEnvManager" and env.agent_runner is None for env in envs)
     if config.error_max_len_clip and one_sequence and config.error_max_len_threshold >= config.sequence_length:
         yield ConfigIssue(

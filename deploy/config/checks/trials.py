@@ -13,7 +13,7 @@ from offbeat.trainer.config.issue import ConfigIssue
 
 logger = logging.getLogger(__name__)
 
-OWN_ENVS = frozenset(("frozen_lake", "sokoban", "webshop", "math", "qa", "code"))
+OWN_ENVS = frozenset(("frozen_lake", "sokoban", "webshop", "math", "qa", "code", "prompt"))
 """Offbeat's own envs, checked by its tests."""
 MAX_CONCURRENT_TRIALS = 4
 FAILURES = {"make": "can't be made", "reset": "can't be reset", "step": "can't be stepped", "image": "draws no image"}

@@ -181,6 +181,9 @@ def rlvr_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
     yield "", "old_logprobs", "recompute"
     yield "async_generation_ratio", "max_staleness", 0
     yield estimator_default(tree)
+    filters = [get(reward or {}, "query_filter_config.type") for reward in get_table(tree, "rewards").values()]
+    if any(each not in (None, "no_filter") for each in filters):
+        yield "", "zero_variance", "refill"
     yield "loss_agg_mode", "loss_agg_mode", "seq-mean-token-mean"
     yield "num_return_sequences_in_group", "train_env_manager.group_size", 1
     prompts = get(tree, "rollout_batch_size") or 128

@@ -1,7 +1,7 @@
 """Configuration of the reward functions, by `kind`."""
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import regex
 from pydantic import Field, JsonValue, field_validator, model_validator
@@ -14,6 +14,9 @@ from offbeat.services.generation.config import Dtype
 
 class RewardConfig(Config):
     """What every kind has."""
+
+    is_share: ClassVar[bool] = True
+    """Whether values are between 0 and 1, the best."""
 
     name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", max_length=64)
     """Column of the trajectory (`reward/<name>`)."""
@@ -118,6 +121,7 @@ class IFEvalConfig(RewardConfig):
 class UserFunctionConfig(RewardConfig):
     """A function of the user's, `def score(sample, **args) -> float`, plain or `async`."""
 
+    is_share: ClassVar[bool] = False
     kind: Literal["function"]
     path: str
     """`module:function`."""
@@ -134,6 +138,7 @@ class UserFunctionConfig(RewardConfig):
 class HttpConfig(RewardConfig):
     """A remote service: POST of the sample as JSON, answered by `{"score": 0.5}`."""
 
+    is_share: ClassVar[bool] = False
     kind: Literal["http"]
     url: str = Field(pattern=r"^https?://")
     score_key: str = "score"
@@ -220,6 +225,7 @@ class LlmJudgeConfig(RewardConfig):
 class RewardModelConfig(RewardConfig):
     """A logit of a sequence-classification model over the conversation, rendered by the model's own chat template."""
 
+    is_share: ClassVar[bool] = False
     kind: Literal["reward_model"]
     model_name_or_path: Path
     """Folder in Hugging Face form, as of `AutoModelForSequenceClassification`."""

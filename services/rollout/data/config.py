@@ -7,20 +7,20 @@ from pydantic import Field
 
 from offbeat.envs.config import Config
 
-Pipeline = Literal["agentic", "online_dpo", "sft", "dpo", "distill"]
+Pipeline = Literal["agentic", "online_dpo", "rlvr", "sft", "dpo", "distill"]
 GROUP_SIZES: dict[str, int] = {"sft": 1, "dpo": 2, "distill": 1}
 """Trajectories per row, of the pipelines that read rows."""
 
 
 class DataConfig(Config):
-    """Rows of a data pipeline, and how their conversations are read."""
+    """Rows of a data pipeline or of `rlvr`, and how their conversations are read."""
 
     dataset_name: Path
     """A .jsonl, .json, .csv or .parquet file, or a `datasets` folder."""
     val_dataset_name: Path | None = None
-    """Validation rows, for evaluation by loss; None evaluates none."""
+    """Validation rows, for evaluation by loss, or with `rlvr` by sampling, each once; None evaluates none."""
     messages_key: str = "messages"
-    """Column of chat messages, for `sft` and `distill`; without it, `prompt_key` and `response_key`."""
+    """Column of chat messages, for `sft`, `distill` and `rlvr`; without it, `prompt_key` (and `response_key`)."""
     prompt_key: str = "prompt"
     """Column of a user's text, or of messages."""
     response_key: str = "response"
@@ -37,7 +37,21 @@ class DataConfig(Config):
     tools_key: str = "tools"
     """Column of the tools offered to the assistant, if it exists: JSON schemas, as a list or JSON text."""
     tag_key: str = "tag"
-    """Column of a row's tag, if it exists, by which `teacher.NAME.tag_included` selects; else the pipeline's name."""
+    """Column of a row's tag, if it exists, by which `teacher.NAME.tag_included` selects; else the pipeline's name. With
+    `rlvr`, the row's domain: a tag of `custom_envs`, or what `tag_included` assigns to one.
+    """
+    ground_truth_key: str = "ground_truth"
+    """Column of the right answer, for the rewards of `rlvr`."""
+    prompt_length: Annotated[int | None, Field(ge=1)] = None
+    """Maximum tokens of a prompt of `rlvr`; longer ones are dropped, replaced by the next and counted. None: what fits in
+    `sequence_length`.
+    """
+    tag_included: dict[str, tuple[str, ...]] = Field(default_factory=dict[str, tuple[str, ...]])
+    """Tag of `custom_envs` -> values of `tag_key` that belong to it, for `rlvr`; empty: the tag itself. Other rows are left
+    out.
+    """
+    domain_interleave_probs: dict[str, float] = Field(default_factory=dict[str, float])
+    """Tag of `custom_envs` -> share of groups, for `rlvr`, summing to 1; empty: as the rows are."""
     train_on: Literal["all", "last", "completion"] = "all"
     """Tokens with a loss: those of every assistant turn, of the last, or all from the first answer on, with the turns in
     between, as in the warm start.

@@ -1,123 +1,24 @@
-"""Rows of a dataset by number, in an order that the seed determines.
+"""Order of a dataset's rows, which the seed determines."""
 
-Invariant: a row's name is file and line, for errors.
-"""
-
-import json
-from collections.abc import Mapping
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from offbeat.envs.dataset.rows import read_table
-
 DATA_SEED_STREAM = 0xDA7A
 """Distinct from other uses of the seed."""
 
-Row = Mapping[str, Any]
 
+def row_of_group(number: int, num_rows: int, seed: int, *, shuffle: bool, stream: int = 0) -> int:
+    """Return the row of a group by its admission number: each epoch traverses every row once.
 
-class RowError(ValueError):
-    """Row that can't be read; the message names file and line."""
-
-
-class DatasetRows(Protocol):
-    columns: tuple[str, ...]
-    folder: Path
-    """Of the files that rows name."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Row: ...
-
-    def name(self, index: int) -> str:
-        """Return file and line, or row."""
-        ...
-
-
-class JsonLinesRows:
-    """A .jsonl file; only the lines' positions are kept in memory."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.folder = path.parent
-        self._starts: list[int] = []
-        self._lines: list[int] = []
-        position = 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    self._starts.append(position)
-                    self._lines.append(number)
-                position += len(line)
-        if not self._starts:
-            raise ValueError(f"{path} has no rows")
-        self.columns = tuple(self[0])
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: int) -> Row:
-        with self._path.open("rb") as file:
-            file.seek(self._starts[index])
-            line = file.readline()
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise RowError(f"{self.name(index)}: not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise RowError(f"{self.name(index)}: expected an object, got {type(row).__name__}")
-        return cast(dict[str, Any], row)
-
-    def name(self, index: int) -> str:
-        return f"{self._path}:{self._lines[index]}"
-
-
-class TableRows:
-    """A table of `datasets`, memory-mapped."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.folder = path if path.is_dir() else path.parent
-        self._table = read_table(path)
-        self.columns = tuple(cast(list[str], self._table.column_names))
-        if not len(self._table):
-            raise ValueError(f"{path} has no rows")
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __getitem__(self, index: int) -> Row:
-        return self._table[index]
-
-    def name(self, index: int) -> str:
-        return f"{self._path} row {index + 1}"
-
-
-def open_rows(path: Path) -> DatasetRows:
-    """Open a dataset, once per state of its file. Raises ValueError if it can't be read or is empty."""
-    try:
-        state = path.stat()
-    except OSError as error:
-        raise ValueError(f"no such file: {path}") from error
-    return _open(path, state.st_mtime_ns, state.st_size)
-
-
-@lru_cache(maxsize=8)
-def _open(path: Path, modified_ns: int, num_bytes: int) -> DatasetRows:
-    del modified_ns, num_bytes
-    return JsonLinesRows(path) if path.suffix == ".jsonl" else TableRows(path)
-
-
-def row_of_group(number: int, num_rows: int, seed: int, *, shuffle: bool) -> int:
-    """Return the row of a group by its admission number: each epoch traverses every row once."""
+    stream: of a domain, whose orders are its own.
+    """
     epoch, position = divmod(number, num_rows)
-    return int(_permutation(num_rows, seed, epoch)[position]) if shuffle else position
+    return int(_permutation(num_rows, seed, epoch, stream)[position]) if shuffle else position
 
 
-@lru_cache(maxsize=4)
-def _permutation(num_rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    return np.random.default_rng([seed, DATA_SEED_STREAM, epoch]).permutation(num_rows)
+@lru_cache(maxsize=32)
+def _permutation(num_rows: int, seed: int, epoch: int, stream: int) -> npt.NDArray[np.int64]:
+    key = [seed, DATA_SEED_STREAM, epoch, stream] if stream else [seed, DATA_SEED_STREAM, epoch]
+    return np.random.default_rng(key).permutation(num_rows)

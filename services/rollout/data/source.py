@@ -12,13 +12,14 @@ from typing import Any, cast
 
 import numpy as np
 
+from offbeat.envs.dataset.files import DatasetRows, Row, RowError, open_rows
 from offbeat.services.chat.assistant_tokens import AssistantTokens, ConversationError, Tokenized, common_length
 from offbeat.services.errors import EpisodeError
 from offbeat.services.messages.types import Segment, StopReason, Trajectory, Turn, VersionSpan
 from offbeat.services.rollout.config import WorkerSettings
 from offbeat.services.rollout.data.config import GROUP_SIZES, DataConfig
 from offbeat.services.rollout.data.images import read_images
-from offbeat.services.rollout.data.rows import DatasetRows, Row, RowError, open_rows, row_of_group
+from offbeat.services.rollout.data.rows import row_of_group
 
 BAD_ROW = "bad_row"
 DATASET_KEY = "data.dataset_name"
@@ -127,7 +128,7 @@ class DataSource:
 
 def open_data(settings: WorkerSettings) -> DataSource | None:
     """Open a worker's rows; None if it plays episodes."""
-    if settings.data is None:
+    if settings.data is None or settings.pipeline not in GROUP_SIZES:
         return None
     return DataSource(
         settings.data,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
 
+from offbeat.envs.dataset.prompt import RowPrompt
 from offbeat.envs.prompts import IMAGE, fill_template
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.errors import EpisodeError
@@ -51,6 +52,20 @@ class EpisodePlan:
     sampling: Sampling
     keep_text: bool
     worker_id: str
+    prompt: RowPrompt | None = None
+    """Row's prompt, whose last message is the first observation."""
+    prompt_length: int | None = None
+    """Maximum tokens of the first prompt."""
+
+    def system_prompt(self, default: str) -> str:
+        """Return the row's system message, or else the tag's. default: the env's."""
+        own = None if self.prompt is None else self.prompt.system
+        return self.env.system_prompt(default) if own is None else own
+
+    @property
+    def opening(self) -> tuple[str, ...]:
+        """Texts of user and assistant before the first observation."""
+        return () if self.prompt is None else self.prompt.turns[:-1]
 
 
 async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: Sample, chat: ChatFormat) -> Trajectory:
@@ -60,8 +75,8 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
         EpisodeError: env or generation failed; retry.
     """
     began, rules = time.monotonic(), plan.env
-    system = rules.system_prompt(traits.system_prompt)
-    recorder = await make_recorder(chat, rules, system, tuple(traits.functions))
+    system = plan.system_prompt(traits.system_prompt)
+    recorder = await make_recorder(chat, rules, system, tuple(traits.functions), plan.opening)
     episode = _Episode(
         plan, env, sample, chat, recorder, EpisodeMetrics(traits.metrics_agg_mode), TurnHistory(rules), [system]
     )
@@ -112,7 +127,8 @@ class _Episode:
         message = await self._message(observation, step)
         prompt, images = recorder.ask(message)
         room = plan.sequence_length - len(prompt)
-        if room < 1:
+        is_too_long = step == 1 and plan.prompt_length is not None and len(prompt) > plan.prompt_length
+        if room < 1 or is_too_long:
             return observation, StopReason.MAX_LENGTH
         max_new_tokens = min(plan.env.max_tokens_per_step, plan.sampling.max_new_tokens, room)
         completion = await (

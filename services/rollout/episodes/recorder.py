@@ -79,11 +79,13 @@ class EpisodeRecorder(Protocol):
 class AppendOnlyRecorder:
     """Recorder of one sequence, extended by messages; arrays, because long prompts are copied and sent as bytes."""
 
-    __slots__ = ("_chat", "_images", "_logprobs", "_spans", "_system", "_tokens", "_turns")
+    __slots__ = ("_chat", "_images", "_logprobs", "_opening", "_spans", "_system", "_tokens", "_turns")
 
-    def __init__(self, chat: ChatFormat, system: str) -> None:
+    def __init__(self, chat: ChatFormat, system: str, opening: Sequence[str] = ()) -> None:
+        """opening: texts of user and assistant before the first message."""
         self._chat = chat
         self._system = system
+        self._opening = opening
         self._turns: list[Turn] = []
         self._tokens = array("i")
         self._images: list[PromptImage] = []
@@ -96,7 +98,7 @@ class AppendOnlyRecorder:
         if self._turns and self._tokens[-1] != self._chat.end_id:
             self._tokens.append(self._chat.end_id)
         words = message.words
-        ids = self._chat.next_prompt(words) if self._turns else self._chat.first_prompt(self._system, words)
+        ids = self._chat.next_prompt(words) if self._turns else self._first_prompt(words)
         images: tuple[PromptImage, ...] = ()
         if message.num_images:
             ids, images = self._chat.image_tokens.place(ids, message.png, message.num_images)
@@ -104,6 +106,15 @@ class AppendOnlyRecorder:
         self._images += [structs.replace(image, start=before + image.start) for image in images]
         self._tokens.extend(ids)
         return self._tokens[:], tuple(self._images)
+
+    def _first_prompt(self, words: str) -> tuple[int, ...]:
+        if not self._opening:
+            return self._chat.first_prompt(self._system, words)
+        chat, (first, *rest) = self._chat, (*self._opening, words)
+        ids = [*chat.first_prompt(self._system, first)]
+        for answer, message in zip(rest[::2], rest[1::2], strict=True):
+            ids += [*chat.encode(answer), chat.end_id, *chat.next_prompt(message)]
+        return tuple(ids)
 
     def add_completion(self, completion: Completion) -> str:
         start, count = len(self._tokens), len(completion.token_ids)
@@ -168,6 +179,8 @@ class RerenderedRecorder:
     template: ChatTemplate
     system: str
     functions: Tools = ()
+    opening: Sequence[str] = ()
+    """Texts of user and assistant before the first message."""
     messages: list[ChatMessage] = field(default_factory=list[ChatMessage])
     _states: list[str] = field(default_factory=list[str])
     _rewards: list[Reward] = field(default_factory=list[Reward])
@@ -178,6 +191,7 @@ class RerenderedRecorder:
         self._result_role = "tool" if self.functions and can_render_results(self.template) else "user"
         if self.system:
             self.messages.append(ChatMessage("system", self.system))
+        self.messages += [ChatMessage(("user", "assistant")[i % 2], text) for i, text in enumerate(self.opening)]
 
     def ask(self, message: TurnMessage) -> Sent:
         if message.num_images:
@@ -227,22 +241,28 @@ class RerenderedRecorder:
         return Record(tuple(turn._replace(state_hash=state) for turn, state in states), captured.segments)
 
 
-async def make_recorder(chat: ChatFormat, env: CustomEnv, system: str, functions: Tools = ()) -> EpisodeRecorder:
-    """Return a tag's recorder.
+async def make_recorder(
+    chat: ChatFormat, env: CustomEnv, system: str, functions: Tools = (), opening: Sequence[str] = ()
+) -> EpisodeRecorder:
+    """Return a tag's recorder. opening: texts of user and assistant before the first message.
 
     Raises:
-        EpisodeError: the template can't offer functions.
+        EpisodeError: the template can't offer functions, or step-wise prompts have an opening.
     """
     if functions:
         try:
             # the first call may import vLLM, which takes seconds
             template = await asyncio.to_thread(chat.calling, env.tool_call_parser)
-            return RerenderedRecorder(template, system, functions)
+            return RerenderedRecorder(template, system, functions, opening)
         except RolloutError as error:
             raise EpisodeError("bad_conversation", str(error)) from error
     if env.env_manager_cls != "TrajEnvManager":
+        if opening:
+            raise EpisodeError("bad_conversation", f"{env.env_manager_cls} has no messages before the first one")
         return PerStepRecorder(chat, system)
-    return AppendOnlyRecorder(chat, system) if chat.rewriting is None else RerenderedRecorder(chat.rewriting, system)
+    if chat.rewriting is None:
+        return AppendOnlyRecorder(chat, system, opening)
+    return RerenderedRecorder(chat.rewriting, system, opening=opening)
 
 
 def check_completion(completion: Completion) -> None:

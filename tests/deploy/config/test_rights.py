@@ -61,6 +61,14 @@ NAMING: dict[str, tuple[dict[str, Any], str]] = {
         {"tracker_kwargs": {"tensorboard": {"log_dir": "/etc/tb"}}},
         "tracker_kwargs.tensorboard.log_dir",
     ),
+    "rewards.path": (
+        {"pipeline": "rlvr", "rewards": [{"name": "r", "kind": "function", "path": "evil:score"}]},
+        "rewards.0.path",
+    ),
+    "rewards.api_key_env": (
+        {"pipeline": "rlvr", "rewards": [{"name": "r", "kind": "http", "url": "http://x", "api_key_env": "SECRET"}]},
+        "rewards.0.api_key_env",
+    ),
     "redis.server": ({"redis": {"server": "/bin/evil"}}, "redis.server"),
     ENGINE: (
         {"actor_infer": {"strategy_args": {"strategy_config": {"worker_cls": "evil.Worker"}}}},
@@ -93,6 +101,19 @@ PLAIN = {
     "teacher.*.tag_included": "tags",
     "reward_shaping.format_metric": "a metric's name",
     "pretrain": "read as data",
+    "data.tag_included": "values of a column",
+    "rewards.name": "restricted by a pattern",
+    "rewards.tags": "tags",
+    "rewards.pattern": "a regular expression, matched within a time limit",
+    "rewards.answer_pattern": "a regular expression",
+    "rewards.args": "arguments of a function that `path` names",
+    "rewards.url": "asked for scores",
+    "rewards.model": "a name at the URL",
+    "rewards.extra_body": "keys of a request",
+    "rewards.template": "text with fixed fields",
+    "rewards.system_prompt": "text",
+    "rewards.model_name_or_path": "read as data",
+    **dict.fromkeys((f"rewards.{key}_key" for key in ("score", "compared", "rubric", "tests")), "a column or key"),
     "data.dataset_name": "read as data",
     "data.val_dataset_name": "read as data",
     **dict.fromkeys(
@@ -109,6 +130,7 @@ PLAIN = {
                 "tools",
                 "tag",
                 "images",
+                "ground_truth",
             )
         ),
         "a column",

@@ -142,6 +142,8 @@ def test_one_episode_is_spoken_of_as_one_and_never_as_more_than_there_are():
 
 
 def test_an_agent_that_thinks_is_told_apart_from_its_env():
+    scored = chain(snapshot(workers={"w0": report({"41": {"reward": [3, NOW - 4.0]}})}))
+    assert (scored[-1].waits_for, scored[-1].text.endswith("for their rewards since 4.0 s")) == ("reward", True)
     links = chain(snapshot(workers={"w0": report({"41": {"agent": [3, NOW - 4.0], "env": [1, NOW - 0.1]}})}))
     assert links[-1].waits_for == "agent"
     assert "3 of its 8 episodes are still running; they wait for their agent to continue since 4.0 s" in sentence(links)

@@ -43,3 +43,12 @@ def test_rows_that_can_not_be_read_are_the_datasets_problem():
     assert failing.describe_all().endswith("a.jsonl:3: no assistant turn\nFix data.dataset_name.")
     assert failing.finding is not None
     assert failing.finding.keys == ("data.dataset_name",)
+
+
+def test_rewards_that_fail_are_named():
+    finding = find_failing(totals(6, {"reward_timeout": 3, "reward_error": 1}))
+    assert finding is not None
+    assert finding.keys == ("rewards",)
+    mixed = find_failing(totals(6, {"reward_timeout": 3, "step_error": 1}))
+    assert mixed is not None
+    assert mixed.keys == ("custom_envs.TAG",)

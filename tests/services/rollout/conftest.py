@@ -11,6 +11,8 @@ from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.messages.types import (
     EpisodeTask,
 )
+from offbeat.services.rollout.actor import build_rewards
+from offbeat.services.rollout.data.prompts import open_prompts
 from offbeat.services.rollout.data.source import open_data
 from offbeat.services.rollout.worker import EnvWorker
 from tests.fakes_rollout import (
@@ -31,8 +33,10 @@ def bench(policy_folder: Path, chat: ChatFormat, tokenizer: Tokenizer):
         settings = worker_settings(policy_folder, **changes)
         buffer, metrics = FakeBuffer(tasks), FakeMetrics()
         client = generation or FakeGeneration(walker(tokenizer))
-        data = open_data(settings)
-        worker = EnvWorker(settings, worker_id, buffer=buffer, generation=client, metrics=metrics, chat=chat, data=data)
+        prompts = open_prompts(settings)
+        services: dict[str, Any] = {"buffer": buffer, "generation": client, "metrics": metrics, "chat": chat}
+        sources: dict[str, Any] = {"data": open_data(settings), "prompts": prompts}
+        worker = EnvWorker(settings, worker_id, **services, **sources, rewards=build_rewards(settings, prompts))
         made = Bench(worker, buffer, client, metrics)
         try:
             yield made

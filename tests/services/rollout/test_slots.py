@@ -2,6 +2,7 @@ import asyncio
 
 import pytest
 
+from offbeat.services.messages.types import EpisodeKind
 from offbeat.services.rollout.slots import Slot, SlotPool
 from tests.waiting import wait_until
 
@@ -104,3 +105,23 @@ async def test_more_episodes_than_places_leave_none_free():
     assert slots.num_free == 0
     given[2].leave()
     assert slots.num_free == 1
+
+
+async def test_as_many_episodes_as_slots_may_wait_for_rewards_before_claims_shrink():
+    slots = SlotPool(2, gather_s=LONG_S, limits={EpisodeKind.EVAL: 1})
+    first = [slots.take() for _ in range(2)]
+    for slot in first:
+        slot.lend()
+    assert (slots.num_free, slots.num_free_of(EpisodeKind.EVAL)) == (2, 1)
+    second = [slots.take(), slots.take(EpisodeKind.EVAL)]
+    assert slots.num_free == 0
+    second[1].lend()
+    assert (slots.num_free, slots.num_free_of(EpisodeKind.EVAL)) == (0, 0), "three wait for two slots"
+    first[0].leave()
+    assert slots.num_free == 1
+    first[0].leave()
+    assert slots.num_free == 1
+    async with asyncio.timeout(LONG_S / 2):
+        second[0].leave()
+        await asyncio.gather(first[1].finish_and_wait_for_flush(), second[1].finish_and_wait_for_flush())
+    assert (slots.num_free, slots.num_free_of(EpisodeKind.EVAL)) == (2, 1)

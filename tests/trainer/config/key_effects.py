@@ -75,6 +75,11 @@ EFFECTS: dict[str, list[Change]] = {
     "difficulty_mask": [({}, {"difficulty_mask": True, "difficulty_low_threshold": 0.6})],
     "difficulty_low_threshold": [({"difficulty_mask": True}, {"difficulty_low_threshold": 0.6})],
     "difficulty_high_threshold": [({"difficulty_mask": True}, {"difficulty_high_threshold": 0.6})],
+    "query_filter_config": [
+        ({}, {"query_filter_config": {"tag0": {"type": "mean_filter", "filter_args": {"threshold_down": 0.6}}}}),
+        ({}, {"query_filter_config": {"tag0": {"type": "mean_filter", "filter_args": {"threshold_up": 0.6}}}}),
+        ({}, {"query_filter_config": {"tag0": {"type": "std_filter", "filter_args": {"std_threshold": 0.45}}}}),
+    ],
     "variance_filter_ratio": [({}, {"variance_filter_ratio": 0.5})],
     "max_len_mask": [({}, {"max_len_mask": True})],
     "error_max_len_clip": [

@@ -243,3 +243,21 @@ def test_format_metric_is_clamped_and_ignored_unless_finite(metric: float, penal
     config = AlgorithmConfig(reward_shaping=RewardShaping(format_penalty=1.0))
     (shaped,) = shape_rewards([group(0, episode)], config)
     assert shaped.trajectories[0].reward == pytest.approx(0.5 - penalty)
+
+
+def test_a_tags_filter_compares_mean_or_deviation_strictly():
+    groups = [of_rewards(0, 0, 0.5), of_rewards(1, 0.5, 0.5), of_rewards(2, 0, 1), of_rewards(3, 0.75, 1)]
+    for query_filter, kept in (
+        ({"type": "mean_filter", "filter_args": {"threshold_down": 0.25, "threshold_up": 0.875}}, [2]),
+        ({"type": "mean_filter"}, [0, 2, 3]),
+        ({"type": "std_filter"}, [0, 2, 3]),
+        ({"type": "std_filter", "filter_args": {"std_threshold": 0.25}}, [2]),
+    ):
+        config = AlgorithmConfig.model_validate({"query_filter_config": {"lake": query_filter}})
+        assert [each.number for each in groups if carries_signal(each, config)] == kept
+        other = AlgorithmConfig.model_validate({"query_filter_config": {"code": query_filter}})
+        assert [each.number for each in groups if carries_signal(each, other)] == [0, 2, 3]
+    with pytest.raises(ValueError, match=r"filter_args\.threshold_up has no effect with type std_filter"):
+        AlgorithmConfig.model_validate(
+            {"query_filter_config": {"lake": {"type": "std_filter", "filter_args": {"threshold_up": 0.5}}}}
+        )

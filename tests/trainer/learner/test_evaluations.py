@@ -169,3 +169,33 @@ def test_an_evaluation_that_was_recorded_is_not_played_again(tmp_path: Path) -> 
     evaluations.restart()
     evaluations.start(Evaluation("before", "sampled", 0, 8))
     assert buffer.started == [("during-greedy-7", 16, "greedy", 7)]
+
+
+def test_prompts_that_are_too_long_are_counted_and_in_no_mean(tmp_path: Path) -> None:
+    """Of three prompts with two answers each, the second is too long."""
+    buffer, sink = FakeLearnerBuffer(), ListSink()
+    evaluations = Evaluations(buffer, sink, DictLog(), tmp_path, group_size=2, drops_long=True)
+    evaluation = Evaluation("after", "sampled", 3, 6)
+    evaluations.start(evaluation)
+    played = [make_trajectory(0, index, reward=float(index == 5)) for index in range(6)]
+    buffer.evaluations[evaluation.eval_id] = [
+        structs.replace(each, turns=()) if each.index in (2, 3) else each for each in played
+    ]
+    evaluations.collect()
+    values = {name: part.value for name, part in sink.records[0].values.items()}
+    assert (values["prompts_too_long"], values["episodes"], values["episodes_failed"]) == (2.0, 4.0, 0.0)
+    assert (values["reward"], values["pass@2"]) == (0.25, 0.5)
+    assert find_metric("eval", "prompts_too_long")
+
+
+def test_rewards_are_means_over_the_tags_that_have_them():
+    math_, code = ("math", {"reward/answer": 1.0, "reward/format": 0.5}), ("code", {"reward/tests": 0.25})
+    played = [
+        structs.replace(make_trajectory(0, index), tag=tag, metrics=metrics)
+        for index, (tag, metrics) in enumerate((math_, code, ("math", {"reward/answer": 0.0, "reward/format": 0.0})))
+    ]
+    values = {name: part.value for name, part in evaluation_values(played, 3, step=0).items()}
+    assert (values["reward/answer"], values["reward/format"], values["reward/tests"]) == (0.5, 0.25, 0.25)
+    assert (values["env/math/reward/answer"], values["env/code/reward/tests"]) == (0.5, 0.25)
+    assert "env/code/reward/answer" not in values
+    assert all(find_metric("eval", name) for name in values)

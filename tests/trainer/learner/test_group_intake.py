@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from offbeat.services.buffer.scores import GroupLostError, ScoreRefusedError
-from offbeat.services.messages.types import Group, VersionSpan
+from offbeat.services.messages.types import Group, Segment, VersionSpan
 from offbeat.trainer.config.learner import AlgorithmConfig
 from offbeat.trainer.config.replay import ReplayConfig
 from offbeat.trainer.config.roles import InferStrategyArgs, ReferenceConfig, TeacherConfig, TeacherModelArgs
@@ -250,3 +250,14 @@ def test_a_kept_group_with_another_models_score_is_no_longer_trained(tmp_path: P
     resumed.load(tmp_path, intake.has_scores)
     assert len(replay) == 2
     assert len(resumed) == 1
+
+
+def test_a_prompt_that_was_not_answered_is_replaced_and_counted() -> None:
+    long = make_group(0)
+    prompt = Segment(np.arange(3, dtype=np.int32), np.zeros(3, dtype=np.bool_), np.zeros(3, dtype=np.float32), ())
+    silent = tuple(replace(member, turns=(), segments=(prompt,)) for member in long.trajectories)
+    stream = [replace(long, trajectories=silent), make_group(1), make_group(2)]
+    buffer = FakeLearnerBuffer(stream=stream)
+    taken = GroupIntake(buffer, AlgorithmConfig(), 2, False, 11, drops_long=True).take(0, 1.0, lambda: False)
+    assert taken is not None
+    assert ([group.number for group in taken.groups], buffer.dropped) == ([1, 2], [(0, "too_long")])

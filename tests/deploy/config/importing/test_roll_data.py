@@ -84,6 +84,30 @@ def test_domains_become_tags_with_a_reward():
     assert "llm_judge_Multi" in found["actor_train.data_args.file_name"].outcome.note
 
 
+def test_an_imported_file_runs_once_a_model_and_rows_are_there(tmp_path: Path):
+    """With a judge's URL, and a filter that the file has as a comment."""
+    text = RLVR.read_text().replace("# dynamic filter config\n#    query_filter_config:", "    query_filter_config:")
+    text = text.replace("#      type: mean_filter\n#      filter_args:", "      type: mean_filter\n      filter_args:")
+    text = text.replace(
+        "#        threshold_up: 0.9\n#        threshold_down: 0.1",
+        "        threshold_up: 0.9\n        threshold_down: 0.1",
+    )
+    text = text.replace("judge_model_type: inference", "judge_api_url: http://127.0.0.1:1/v1")
+    (tmp_path / "rlvr.yaml").write_text(text)
+    tree = import_roll(tmp_path / "rlvr.yaml").tree
+    rows = [
+        {"prompt": "2 + 2 =", "ground_truth": "4", "tag": values[0]} for values in tree["data"]["tag_included"].values()
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = make_trial(tree)
+    tree["data"] |= {"dataset_name": str(tmp_path / "rows.jsonl"), "val_dataset_name": str(tmp_path / "rows.jsonl")}
+    tree["output_dir"] = str(tmp_path / "run")
+    assert check_imported(tree) == []
+    config = validate_tree(tree)
+    assert (config.zero_variance, {*config.query_filter_config}) == ("refill", {"math_rule"})
+    assert config.query_filter_config["math_rule"].filter_args.threshold_up == 0.9
+
+
 def test_prompts_are_counted_as_trajectories():
     tree, _, _ = translate_roll(RLVR)
     assert tree["rollout_batch_size"] == 64 * 8

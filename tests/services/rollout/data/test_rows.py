@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.services.rollout.data.rows import RowError, open_rows, row_of_group
+from offbeat.envs.dataset.files import RowError, open_rows
+from offbeat.services.rollout.data.rows import row_of_group
 
 
 def test_each_epoch_traverses_every_row_once_in_another_order():

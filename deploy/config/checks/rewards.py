@@ -1,0 +1,134 @@
+"""Checks of `pipeline: rlvr`: rows, domains, rewards, and keys without effect."""
+
+from collections.abc import Iterator
+
+from offbeat.deploy.config.checks.data import CHECKED_ROWS
+from offbeat.deploy.config.checks.prompts import OnStep
+from offbeat.deploy.config.run import RunConfig
+from offbeat.envs.dataset.prompt import PromptError, read_prompt
+from offbeat.services.reward.checks import find_problems
+from offbeat.services.rollout.data.config import DataConfig
+from offbeat.services.rollout.data.prompts import DomainRows, Interleaving
+from offbeat.trainer.config.issue import ConfigIssue
+
+PROMPT_KEYS = ("ground_truth_key", "prompt_length", "tag_included", "domain_interleave_probs")
+"""Keys of `data` that only prompts use."""
+ROW_KEYS = (
+    "chosen_key",
+    "rejected_key",
+    "images_key",
+    "completion_key",
+    "label_key",
+    "tools_key",
+    "train_on",
+    "too_long",
+)
+"""Keys of `data` that prompts do not use."""
+EACH_ROW = "each evaluation takes every validation row once"
+
+
+def check_rlvr(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield what needs neither the files nor user code."""
+    if not config.plays_prompts:
+        for key in PROMPT_KEYS:
+            if config.data is not None and getattr(config.data, key) != DataConfig.model_fields[key].get_default(
+                call_default_factory=True
+            ):
+                yield ConfigIssue(f"data.{key}", f"has no effect with pipeline: {config.pipeline}: leave it out")
+        return
+    if config.data is None:
+        yield ConfigIssue("data.dataset_name", "pipeline: rlvr answers the prompts of a dataset: name a file")
+        return
+    yield from _check_effects(config, config.data)
+    yield from _check_domains(config, config.data)
+    if config.scoring is None:
+        yield ConfigIssue("rewards", "nothing scores the answers: name at least one reward, such as {name: answer, "
+                          "kind: math_rule}")  # fmt: skip
+        return
+    try:
+        config.scoring.check_tags(_tags(config))
+    except ValueError as error:
+        yield ConfigIssue("rewards", str(error))
+
+
+def check_rewards(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
+    """Yield what is wrong with the files, and rewards that can't be built here."""
+    if not config.plays_prompts or config.data is None:
+        return
+    managers = {"dataset_name": config.train_env_manager, "val_dataset_name": config.val_env_manager}
+    for key, manager in managers.items():
+        path = getattr(config.data, key)
+        if path is None:
+            continue
+        on_step(f"data.{key}", f"reading {path}")
+        try:
+            _check_prompts(DomainRows(path, config.data, manager.tags or tuple(config.custom_envs)), config.data)
+        except (ValueError, OSError) as error:
+            yield ConfigIssue(f"data.{key}", str(error))
+    if config.scoring is not None:
+        on_step("rewards", "building the reward functions")
+        for index, problem in find_problems(config.scoring):
+            yield ConfigIssue(f"rewards.{index}", problem)
+
+
+def _check_prompts(domains: DomainRows, data: DataConfig) -> None:
+    """Raise PromptError for the first of the first rows without a prompt."""
+    for row in domains.selected[:CHECKED_ROWS]:
+        try:
+            read_prompt(domains.rows[row], data.messages_key, data.prompt_key)
+        except PromptError as error:
+            raise PromptError(f"{domains.rows.name(row)}: {error}") from error
+
+
+def _tags(config: RunConfig) -> list[str]:
+    managers = (config.train_env_manager, config.val_env_manager)
+    return list(dict.fromkeys(tag for manager in managers for tag in manager.tags or config.custom_envs))
+
+
+def _check_effects(config: RunConfig, data: DataConfig) -> Iterator[ConfigIssue]:
+    for key in ROW_KEYS:
+        if getattr(data, key) != DataConfig.model_fields[key].default:
+            yield ConfigIssue(f"data.{key}", "has no effect with pipeline: rlvr: leave it out")
+    fields = type(config).model_fields
+    for key in ("val_batch_size", "final_val_batch_size"):
+        if getattr(config, key) != fields[key].default:
+            yield ConfigIssue(key, f"has no effect with pipeline: rlvr ({EACH_ROW}): leave it out")
+    for name, manager in (("train_env_manager", config.train_env_manager), ("val_env_manager", config.val_env_manager)):
+        if manager.num_groups_partition:
+            advice = "set data.domain_interleave_probs" if name == "train_env_manager" else EACH_ROW
+            yield ConfigIssue(f"{name}.num_groups_partition", f"has no effect with pipeline: rlvr: {advice}")
+    if config.train_env_manager.task_sampler is not None:
+        yield ConfigIssue("train_env_manager.task_sampler", "the dataset's rows are the tasks: leave it out")
+    for tag, env in config.custom_envs.items():
+        if env.agent_runner is not None:
+            yield ConfigIssue(f"custom_envs.{tag}.agent_runner", "rewards score the policy's own answers: leave it out")
+    if data.prompt_length is not None and data.prompt_length >= config.sequence_length:
+        yield ConfigIssue(
+            "data.prompt_length",
+            f"prompts of {data.prompt_length} tokens leave no room for an answer in a sequence_length of "
+            f"{config.sequence_length}: take less",
+        )
+
+
+def _check_domains(config: RunConfig, data: DataConfig) -> Iterator[ConfigIssue]:
+    known = ", ".join(config.custom_envs)
+    for key in ("tag_included", "domain_interleave_probs"):
+        for tag in getattr(data, key):
+            if tag not in config.custom_envs:
+                yield ConfigIssue(f"data.{key}.{tag}", f"no tag {tag!r} in custom_envs; there is {known}")
+    tags = config.train_env_manager.tags or tuple(config.custom_envs)
+    owners: dict[str, str] = {}
+    for tag in _tags(config):
+        for value in data.tag_included.get(tag, (tag,)):
+            if owners.setdefault(value, tag) != tag:
+                yield ConfigIssue(f"data.tag_included.{tag}", f"{value!r} belongs to {owners[value]}, too")
+    probs = data.domain_interleave_probs
+    if not probs:
+        return
+    if {*probs} != {*tags}:
+        yield ConfigIssue("data.domain_interleave_probs", f"name each training tag once: {', '.join(tags)}")
+        return
+    try:
+        Interleaving(probs)
+    except ValueError as error:
+        yield ConfigIssue("data.domain_interleave_probs", str(error))

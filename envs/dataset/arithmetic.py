@@ -1,0 +1,77 @@
+r"""Made arithmetic for `pipeline: rlvr`, as JSONL: `python -m offbeat.envs.dataset.arithmetic OUT.jsonl [--held-out]`.
+
+Problems of three numbers below ten, such as `7 + 5 - 9`; one in eight is held out. Words are separated by spaces, for the
+tiny policy's tokenizer; the answer is one word in `\boxed{ }`.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from hashlib import blake2b
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from offbeat.envs.dataset.prompt import PromptEnv
+
+HELD_OUT_SHARE = 8
+"""Inverse share of problems."""
+DOMAINS = {"addition": ("+", "+"), "mixed": ("+", "-")}
+"""Tag -> signs between the numbers."""
+MAX_RESULT = 27
+MAX_MISCOUNT = 2
+"""Largest error of a demonstration, drawn evenly: one in five is right."""
+
+
+def problems(*, held_out: bool) -> Iterator[dict[str, Any]]:
+    """Yield a split's problems; results are not negative."""
+    for tag, signs in DOMAINS.items():
+        for first, second, third in product(range(10), range(10), range(1, 10)):
+            result = first + second + (third if signs[1] == "+" else -third)
+            prompt = f"{first} {signs[0]} {second} {signs[1]} {third} ="
+            if result >= 0 and _is_held_out(prompt) == held_out:
+                yield {
+                    "id": prompt,
+                    "prompt": prompt,
+                    "ground_truth": str(result),
+                    "tag": tag,
+                    "response": box(result),
+                }
+
+
+def box(result: int) -> str:
+    return rf"\boxed{{ {result} }}"
+
+
+def careless_answers(
+    env: PromptEnv, rng: np.random.Generator, *, system_prompt: str | None = None
+) -> list[dict[str, str]]:
+    """Return a warm-start demonstration that may be off by one or two."""
+    observation, _ = env.reset(seed=int(rng.integers(2**31)))
+    counted = abs(int(env.row["ground_truth"]) + int(rng.integers(-MAX_MISCOUNT, MAX_MISCOUNT + 1)))
+    answer = box(min(counted, 2 * MAX_RESULT - counted))
+    head = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    return [*head, {"role": "user", "content": observation}, {"role": "assistant", "content": answer}]
+
+
+def _is_held_out(prompt: str) -> bool:
+    return int.from_bytes(blake2b(prompt.encode(), digest_size=8).digest(), "big") % HELD_OUT_SHARE == 0
+
+
+def write_problems(path: Path, *, held_out: bool) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in problems(held_out=held_out)), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--held-out", action="store_true")
+    arguments = parser.parse_args()
+    write_problems(arguments.out, held_out=arguments.held_out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Rows of a dataset by their position in the file.
+
+Invariant: a row's name is file and line, for errors.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from offbeat.envs.dataset.rows import read_table
+
+Row = Mapping[str, Any]
+
+
+class RowError(ValueError):
+    """Row that can't be read; the message names file and line."""
+
+
+class DatasetRows(Protocol):
+    columns: tuple[str, ...]
+    folder: Path
+    """Of the files that rows name."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Row: ...
+
+    def name(self, index: int) -> str:
+        """Return file and line, or row."""
+        ...
+
+
+class JsonLinesRows:
+    """A .jsonl file; only the lines' positions are kept in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.folder = path.parent
+        self._starts: list[int] = []
+        self._lines: list[int] = []
+        position = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    self._starts.append(position)
+                    self._lines.append(number)
+                position += len(line)
+        if not self._starts:
+            raise ValueError(f"{path} has no rows")
+        self.columns = tuple(self[0])
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> Row:
+        with self._path.open("rb") as file:
+            file.seek(self._starts[index])
+            line = file.readline()
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise RowError(f"{self.name(index)}: not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise RowError(f"{self.name(index)}: expected an object, got {type(row).__name__}")
+        return cast(dict[str, Any], row)
+
+    def name(self, index: int) -> str:
+        return f"{self._path}:{self._lines[index]}"
+
+
+class TableRows:
+    """A table of `datasets`, memory-mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.folder = path if path.is_dir() else path.parent
+        self._table = read_table(path)
+        self.columns = tuple(cast(list[str], self._table.column_names))
+        if not len(self._table):
+            raise ValueError(f"{path} has no rows")
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._table[index]
+
+    def name(self, index: int) -> str:
+        return f"{self._path} row {index + 1}"
+
+
+def open_rows(path: Path) -> DatasetRows:
+    """Open a dataset, once per state of its file. Raises ValueError if it can't be read or is empty."""
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise ValueError(f"no such file: {path}") from error
+    return _open(path, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=8)
+def _open(path: Path, modified_ns: int, num_bytes: int) -> DatasetRows:
+    del modified_ns, num_bytes
+    return JsonLinesRows(path) if path.suffix == ".jsonl" else TableRows(path)

@@ -1,0 +1,130 @@
+"""Prompts of a dataset's rows, each answered once; rewards come from elsewhere (`pipeline: rlvr`)."""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple, cast
+
+import gymnasium
+from gymnasium.spaces import Text
+
+from offbeat.envs.config import Config
+from offbeat.envs.dataset.env import CHARSET, MAX_CHARS
+from offbeat.envs.dataset.files import Row, open_rows
+
+
+class PromptError(ValueError):
+    """Row without a usable prompt; names the column."""
+
+
+class RowPrompt(NamedTuple):
+    system: str | None
+    """None: the row has no system message."""
+    turns: tuple[str, ...]
+    """Texts of user and assistant alternately, the last of the user."""
+
+    def messages(self) -> list[dict[str, str]]:
+        head = [] if self.system is None else [{"role": "system", "content": self.system}]
+        roles = ("user", "assistant")
+        return head + [{"role": roles[i % 2], "content": text} for i, text in enumerate(self.turns)]
+
+
+def read_prompt(row: Row, messages_key: str, prompt_key: str) -> RowPrompt:
+    """Return a row's prompt: messages (a list, or JSON of one), or a user's text. Raises PromptError."""
+    key = messages_key if row.get(messages_key) is not None else prompt_key
+    messages = _read_messages(row.get(key), key)
+    system = messages.pop(0)[1] if messages and messages[0][0] == "system" else None
+    if [role for role, _ in messages] != [("user", "assistant")[i % 2] for i in range(len(messages))]:
+        raise PromptError(f"{key}: user and assistant must alternate, got {', '.join(role for role, _ in messages)}")
+    if len(messages) % 2 == 0:
+        raise PromptError(f"{key}: the last message must be the user's")
+    return RowPrompt(system, tuple(text for _, text in messages))
+
+
+def _read_messages(value: Any, key: str) -> list[tuple[str, str]]:
+    if isinstance(value, str):
+        messages = _parse_list(value)
+        if messages is None:
+            return [("user", value)]
+        return [_read_message(each, f"{key}[{i}]") for i, each in enumerate(messages)]
+    if not isinstance(value, Sequence) or not value:
+        got = "nothing" if value is None else type(cast(object, value)).__name__
+        raise PromptError(f"{key}: expected a text or a list of messages, got {got}")
+    return [_read_message(each, f"{key}[{i}]") for i, each in enumerate(cast(Sequence[Any], value))]
+
+
+def _parse_list(text: str) -> list[Any] | None:
+    """Return the objects of a JSON list; None for any other text."""
+    try:
+        parsed = cast(object, json.loads(text)) if text.lstrip().startswith("[") else None
+    except ValueError:
+        return None
+    items = cast(list[Any], parsed) if isinstance(parsed, list) else []
+    return items if items and all(isinstance(each, dict) for each in items) else None
+
+
+def _read_message(value: Any, name: str) -> tuple[str, str]:
+    message = _mapping(value)
+    role, content = message.get("role"), message.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        texts = [_mapping(part).get("text") for part in cast(Sequence[Any], content)]
+        content = "".join(cast(list[str], texts)) if all(isinstance(text, str) for text in texts) else None
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise PromptError(f"{name}: expected an object with role and content, of text alone")
+    return role, content
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return cast(Mapping[str, Any], value) if isinstance(value, Mapping) else {}
+
+
+class PromptConfig(Config):
+    dataset_name: Path
+    """A .jsonl, .json, .csv or .parquet file, or a `datasets` folder."""
+    val_dataset_name: Path | None = None
+    """Rows of evaluation; None: those of training."""
+    messages_key: str = "messages"
+    """Column of chat messages."""
+    prompt_key: str = "prompt"
+    """Column of a user's text, without messages."""
+    split: Literal["train", "held_out"] = "train"
+
+
+class PromptEnv(gymnasium.Env[str, str]):
+    """A row's prompt, by the seed; the first answer ends the episode without a reward."""
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # pyright: ignore[reportIncompatibleVariableOverride]
+    config_class: ClassVar[type[PromptConfig]] = PromptConfig
+    system_prompt: str = ""
+    words: tuple[str, ...] = ()
+    """Those of the rows are the dataset's."""
+
+    def __init__(self, config: PromptConfig) -> None:
+        """Raises ValueError for an unreadable file."""
+        self.config = config
+        held_out = config.val_dataset_name if config.split == "held_out" else None
+        self._rows = open_rows(held_out or config.dataset_name)
+        self.row: Row = {}
+        """Of the current episode."""
+
+    @cached_property
+    def observation_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return Text(min_length=0, max_length=MAX_CHARS, charset=CHARSET)
+
+    @cached_property
+    def action_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return Text(min_length=0, max_length=MAX_CHARS, charset=CHARSET[3:98])
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Show the row `seed` modulo their number; None draws one. Raises PromptError."""
+        super().reset(seed=seed, options=options)
+        number = int(self.np_random.integers(len(self._rows))) if seed is None else seed
+        self.row = self._rows[number % len(self._rows)]
+        return read_prompt(self.row, self.config.messages_key, self.config.prompt_key).turns[-1], {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:  # noqa: ARG002
+        return "", 0.0, True, False, {}
+
+    def task_id(self, seed: int) -> str:
+        return self._rows.name(seed % len(self._rows))

@@ -1,0 +1,167 @@
+"""Rows of `pipeline: rlvr` as tasks: a group's number determines its domain and row.
+
+Invariants: equal numbers give equal rows on every worker; the domains' shares of the first n groups are off by less than
+one group; each domain traverses its rows once per epoch, an evaluation the validation rows once.
+"""
+
+import zlib
+from array import array
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from offbeat.envs.dataset.files import DatasetRows, Row, RowError, open_rows
+from offbeat.envs.dataset.prompt import PromptError, RowPrompt, read_prompt
+from offbeat.services.errors import EpisodeError
+from offbeat.services.messages.types import EpisodeKind
+from offbeat.services.rollout.config import WorkerSettings
+from offbeat.services.rollout.data.config import DataConfig
+from offbeat.services.rollout.data.rows import row_of_group
+from offbeat.services.rollout.data.source import BAD_ROW
+from offbeat.services.rollout.tasks import Task
+
+SHARE_ERROR = 1e-6
+
+
+class Interleaving:
+    """Sequence of domains in which each has its share of every prefix."""
+
+    def __init__(self, shares: Mapping[str, float]) -> None:
+        """Raises ValueError unless the shares are positive and sum to 1."""
+        total = sum(shares.values())
+        if any(share <= 0 for share in shares.values()) or abs(total - 1) > SHARE_ERROR:
+            raise ValueError(f"shares must be above 0 and sum to 1, not to {total:g}")
+        self._domains = tuple(shares)
+        self._shares = np.array(list(shares.values())) / total
+        self._counts = np.zeros(len(shares), dtype=np.int64)
+        self._drawn = array("H")
+        self._positions = array("q")
+
+    def at(self, number: int) -> tuple[str, int]:
+        """Return a group's domain, and how many groups of it come before."""
+        while len(self._drawn) <= number:
+            domain = int(np.argmax(self._shares * (len(self._drawn) + 1) - self._counts))
+            self._drawn.append(domain)
+            self._positions.append(int(self._counts[domain]))
+            self._counts[domain] += 1
+        return self._domains[self._drawn[number]], self._positions[number]
+
+
+class DomainRows:
+    """Rows of a file, by the tag that they belong to."""
+
+    def __init__(self, path: Path, config: DataConfig, tags: Sequence[str]) -> None:
+        """Raises ValueError for an unreadable file, or a tag without rows."""
+        self.rows: DatasetRows = open_rows(path)
+        self._column = config.tag_key
+        self._tag_of = {value: tag for tag in tags for value in config.tag_included.get(tag, (tag,))}
+        self._only = tags[0] if len(tags) == 1 and not config.tag_included else None
+        """Tag of all rows."""
+        self.by_tag = self._sort(tags)
+        """Tag -> rows, in the file's order."""
+        self.selected = array("q", sorted(row for rows in self.by_tag.values() for row in rows))
+        for tag, rows in self.by_tag.items():
+            if not len(rows):
+                values = ", ".join(value for value, its_tag in self._tag_of.items() if its_tag == tag)
+                raise ValueError(f"{path}: no row is of {tag}: none has {values} in the column {self._column!r}")
+
+    @property
+    def num_left_out(self) -> int:
+        return len(self.rows) - len(self.selected)
+
+    def tag(self, row: int) -> str:
+        return self._only or self._tag_of[str(self.rows[row].get(self._column))]
+
+    def _sort(self, tags: Sequence[str]) -> "dict[str, array[int]]":
+        if self._only is not None:
+            return {self._only: array("q", range(len(self.rows)))}
+        by_tag = {tag: array("q") for tag in tags}
+        for row in range(len(self.rows)):
+            tag = self._tag_of.get(str(self.rows[row].get(self._column)))
+            if tag is not None:
+                by_tag[tag].append(row)
+        return by_tag
+
+
+class PromptSource:
+    """Tasks and rows of a run."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        tags: Sequence[str],
+        val_tags: Sequence[str],
+        *,
+        seed: int,
+        val_group_size: int = 1,
+    ) -> None:
+        """Raises ValueError as `DomainRows` and `Interleaving`."""
+        self._config = config
+        self._seed = seed
+        self._val_group_size = val_group_size
+        self.train = DomainRows(config.dataset_name, config, tags)
+        self.validation = (
+            None if config.val_dataset_name is None else DomainRows(config.val_dataset_name, config, val_tags)
+        )
+        probs = config.domain_interleave_probs
+        self._interleaving = Interleaving({tag: probs[tag] for tag in tags}) if probs else None
+
+    def train_task(self, number: int) -> Task:
+        """Return a training group's tag and row."""
+        if self._interleaving is None:
+            rows = self.train.selected
+            row = rows[row_of_group(number, len(rows), self._seed, shuffle=self._config.shuffle)]
+            return Task(self.train.tag(row), row)
+        tag, position = self._interleaving.at(number)
+        rows, stream = self.train.by_tag[tag], 1 + zlib.crc32(tag.encode())
+        return Task(
+            tag, rows[row_of_group(position, len(rows), self._seed, shuffle=self._config.shuffle, stream=stream)]
+        )
+
+    def eval_task(self, number: int, *, greedy: bool) -> Task:
+        """Return an evaluation episode's tag and row, shared by siblings unless they are greedy."""
+        assert self.validation is not None, "there are no evaluations without validation rows"
+        rows = self.validation.selected
+        row = rows[(number if greedy else number // self._val_group_size) % len(rows)]
+        return Task(self.validation.tag(row), row)
+
+    def row(self, kind: EpisodeKind, row: int) -> Row:
+        """Raises EpisodeError, naming file and line."""
+        rows = self._rows(kind)
+        try:
+            return rows[row]
+        except RowError as error:
+            raise EpisodeError(BAD_ROW, str(error)) from error
+
+    def prompt(self, kind: EpisodeKind, row: int) -> RowPrompt:
+        """Raises EpisodeError, naming file and line."""
+        try:
+            return read_prompt(self.row(kind, row), self._config.messages_key, self._config.prompt_key)
+        except PromptError as error:
+            raise EpisodeError(BAD_ROW, f"{self._rows(kind).name(row)}: {error}") from error
+
+    def _rows(self, kind: EpisodeKind) -> DatasetRows:
+        domains = self.train if kind is EpisodeKind.TRAIN else self.validation
+        assert domains is not None
+        return domains.rows
+
+
+def open_prompts(settings: WorkerSettings) -> PromptSource | None:
+    """Open a worker's rows; None unless it plays prompts. Raises ValueError as `PromptSource`."""
+    if settings.pipeline != "rlvr" or settings.data is None:
+        return None
+    tags = tuple(settings.custom_envs)
+    return PromptSource(
+        settings.data,
+        settings.train_env_manager.tags or tags,
+        settings.val_env_manager.tags or tags,
+        seed=settings.seed,
+        val_group_size=settings.val_env_manager.group_size,
+    )
+
+
+def count_validation(config: DataConfig, tags: Sequence[str]) -> int:
+    """Return the number of validation rows of `pipeline: rlvr`. Raises ValueError as `DomainRows`."""
+    path = config.val_dataset_name
+    return 0 if path is None else len(DomainRows(path, config, tags).selected)

@@ -1,0 +1,61 @@
+"""Rewards of finished episodes, asked for between the last token and submit.
+
+Invariant: an episode without a value of each reward of its tag fails by reason.
+"""
+
+from collections.abc import Mapping
+
+from msgspec import structs
+
+from offbeat.envs.dataset.prompt import RowPrompt
+from offbeat.services.messages.types import EpisodeKind, Trajectory
+from offbeat.services.reward.config import COLUMN, RewardsConfig
+from offbeat.services.reward.sample import RewardSample
+from offbeat.services.reward.scorer import RewardScorer
+from offbeat.services.rollout.data.config import DataConfig
+from offbeat.services.rollout.data.prompts import PromptSource
+
+SUCCESS = "success"
+
+
+class EpisodeRewards:
+    def __init__(self, config: RewardsConfig, data: DataConfig, prompts: PromptSource, scorer: RewardScorer) -> None:
+        self._config = config
+        self._data = data
+        self._prompts = prompts
+        self._scorer = scorer
+
+    async def add(self, trajectory: Trajectory, kind: EpisodeKind) -> Trajectory:
+        """Return a copy with the score on its last turn, and each reward as a metric; unchanged without an answer.
+
+        Raises:
+            RewardError: a reward failed.
+        """
+        if not trajectory.turns:
+            return trajectory
+        values = await self._scorer.score(self._sample(trajectory, kind))
+        *earlier, last = trajectory.turns
+        scored = last._replace(reward=last.reward + self._scorer.combine(values))
+        columns = {f"{COLUMN}{name}": value for name, value in values.items()}
+        success = self._success(trajectory.tag, values)
+        metrics = {**trajectory.metrics, **columns, **({} if success is None else {SUCCESS: success})}
+        return structs.replace(trajectory, turns=(*earlier, scored), metrics=metrics)
+
+    async def close(self) -> None:
+        await self._scorer.close()
+
+    def _sample(self, trajectory: Trajectory, kind: EpisodeKind) -> RewardSample:
+        system, *texts = trajectory.text
+        row = self._prompts.row(kind, trajectory.seed)
+        opening = self._prompts.prompt(kind, trajectory.seed).turns[:-1]
+        prompt = RowPrompt(system or None, (*opening, *texts[:-1])).messages()
+        last, data = trajectory.turns[-1], self._data
+        used = (data.messages_key, data.prompt_key, data.ground_truth_key, data.tag_key)
+        rest = {key: value for key, value in row.items() if key not in used}
+        truth = row.get(data.ground_truth_key)
+        return RewardSample(prompt, texts[-1], last.end - last.start, truth, trajectory.tag, rest)
+
+    def _success(self, tag: str, values: Mapping[str, float]) -> float | None:
+        """Return whether the first reward of the tag is 1; None if its values have no such maximum."""
+        first = self._config.of_tag(tag)[0]
+        return float(values[first.name] >= 1) if first.is_share else None

@@ -1,0 +1,105 @@
+"""Checks of `pipeline: rlvr` before the start."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from offbeat.deploy.config.errors import ConfigError
+from offbeat.deploy.config.loader import load_run, read_document, read_run
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.vocabulary import collect_words
+from offbeat.envs.dataset.arithmetic import write_problems
+from tests.paths import CONFIGS, QUICKSTART
+
+LEVELS = "offbeat.envs.task_samplers:Levels"
+
+
+def load(folder: Path, *overrides: str, source: Path = CONFIGS / "rlvr.yaml") -> RunConfig:
+    for name, held_out in (("rows", False), ("val", True)):
+        if not (folder / f"{name}.jsonl").exists():
+            write_problems(folder / f"{name}.jsonl", held_out=held_out)
+    files = [f"data.dataset_name={folder / 'rows.jsonl'}", f"data.val_dataset_name={folder / 'val.jsonl'}"]
+    return load_run(source, [*files, f"output_dir={folder / 'run'}", *overrides])
+
+
+def refused(folder: Path, *overrides: str) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, *overrides)
+    return {issue.path: issue.message for issue in caught.value.issues}
+
+
+def test_envs_of_type_prompt_read_the_dataset(tmp_path: Path):
+    config = load(tmp_path)
+    read = config.custom_envs["mixed"].env_config
+    assert (read["dataset_name"], read["val_dataset_name"]) == (
+        str(tmp_path / "rows.jsonl"),
+        str(tmp_path / "val.jsonl"),
+    )
+    assert config.uses_engine
+    assert not config.reads_data
+    assert {"27", r"\boxed{", "}", "+", "-", "="} <= {*collect_words(config)}
+    (tmp_path / "saved.yaml").write_text(json.dumps(config.model_dump(mode="json")))
+    assert read_run(tmp_path / "saved.yaml") == config
+
+
+def test_epochs_count_the_rows_of_the_domains(tmp_path: Path):
+    rows = sum(1 for _ in (tmp_path / "rows.jsonl").open()) if load(tmp_path) else 0
+    epochs = ("data.num_train_epochs=2", "~max_steps")
+    assert load(tmp_path, *epochs).max_steps == -(-2 * rows // 8)
+    one = (
+        "train_env_manager.tags=[mixed]",
+        "~data.domain_interleave_probs.addition",
+        "data.domain_interleave_probs.mixed=1.0",
+        "val_env_manager.tags=[mixed]",
+    )
+    assert load(tmp_path, *epochs, *one, "data.tag_included={mixed: [mixed]}").max_steps < 2 * rows // 8
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "message"),
+    [
+        ("rewards=[]", "rewards", "nothing scores the answers"),
+        ("rewards=[{name: a, kind: math_rule, tags: [mixed]}]", "rewards", "no reward scores tag 'addition'"),
+        ("rewards=[{name: a, kind: function, path: 'nowhere:f'}]", "rewards.0", "nowhere"),
+        ("rewards=[{name: a, kind: reward_model, model_name_or_path: nowhere}]", "rewards.0", "no model in nowhere"),
+        ("combine=product", None, ""),
+        ("combine=gate", "combine", "gate needs a reward with a threshold"),
+        ("~data.domain_interleave_probs.mixed", "data.domain_interleave_probs", "name each training tag once"),
+        ("data.domain_interleave_probs.mixed=0.6", "data.domain_interleave_probs", "sum to 1, not to 1.1"),
+        ("data.tag_included.minus=[mixed]", "data.tag_included.minus", "no tag 'minus' in custom_envs"),
+        ("data.tag_included.addition=[mixed]", "data.tag_included.mixed", "'mixed' belongs to addition, too"),
+        ("data.tag_key=kind", "data.dataset_name", "no row is of addition: none has addition in the column 'kind'"),
+        ("data.prompt_key=question", "data.dataset_name", "rows.jsonl:1: question: expected a text or a list"),
+        ("data.prompt_length=64", "data.prompt_length", "leave no room for an answer in a sequence_length of 64"),
+        ("data.train_on=last", "data.train_on", "has no effect with pipeline: rlvr"),
+        ("val_batch_size=32", "val_batch_size", "each evaluation takes every validation row once"),
+        (f"train_env_manager.task_sampler.path={LEVELS}", "train_env_manager.task_sampler", "rows are the tasks"),
+        ("custom_envs.mixed.agent_runner.path=a:b", "custom_envs.mixed.agent_runner", "the policy's own answers"),
+    ],
+)  # fmt: skip
+def test_what_can_not_work_is_refused(override: str, path: str | None, message: str, tmp_path: Path):
+    if path is None:
+        load(tmp_path, override)
+        return
+    issues = refused(tmp_path, override)
+    assert message in issues[path], issues
+
+
+def test_replicas_of_rewards_need_cpus(tmp_path: Path):
+    issues = refused(tmp_path, "rewards.0.num_replicas=64")
+    assert "and rewards of 64 CPUs, need" in issues["rollout.num_workers"]
+
+
+def test_keys_of_prompts_have_no_effect_elsewhere(tmp_path: Path):
+    write_problems(tmp_path / "rows.jsonl", held_out=False)
+    with pytest.raises(ConfigError, match=r"data.prompt_length: has no effect with pipeline: sft"):
+        load(tmp_path, "data.prompt_length=24", source=CONFIGS / "sft.yaml")
+    with pytest.raises(ConfigError, match=r"rewards.*has no effect with pipeline=agentic"):
+        load_run(QUICKSTART, ["rewards=[{name: a, kind: math_rule}]"])
+
+
+def test_a_reward_models_folder_is_relative_to_the_services(tmp_path: Path):
+    rewards = [{"name": "a", "kind": "reward_model", "model_name_or_path": "models/a"}]
+    config = read_document({"pipeline": "rlvr", "rewards": rewards}, working_dir=tmp_path)
+    assert config.rewards[0].model_dump()["model_name_or_path"] == tmp_path / "models/a"

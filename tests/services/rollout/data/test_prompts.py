@@ -1,0 +1,88 @@
+"""Rows as tasks: domains, shares, order, and validation."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat.services.errors import EpisodeError
+from offbeat.services.messages.types import EpisodeKind
+from offbeat.services.rollout.data.config import DataConfig
+from offbeat.services.rollout.data.prompts import Interleaving, PromptSource, count_validation
+
+TAGS = ("math", "code")
+
+
+def source(folder: Path, **changes: Any) -> PromptSource:
+    rows = [{"prompt": f"p {n}", "tag": ("math", "aime", "code", "other")[n % 4]} for n in range(40)]
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"dataset_name": path, "val_dataset_name": path, "tag_included": {"math": ("math", "aime")}, **changes}
+    return PromptSource(DataConfig(**values), TAGS, TAGS, seed=7, val_group_size=2)
+
+
+@pytest.mark.parametrize("shares", [{"a": 0.5, "b": 0.5}, {"a": 0.4, "b": 0.35, "c": 0.25}, {"a": 1.0}])
+def test_every_prefix_has_the_shares(shares: dict[str, float]):
+    interleaving, counts = Interleaving(shares), Counter[str]()
+    for number in range(500):
+        domain, position = interleaving.at(number)
+        assert position == counts[domain]
+        counts[domain] += 1
+        assert all(abs(counts[each] - share * (number + 1)) < 1 for each, share in shares.items())
+    assert Interleaving(shares).at(321) == interleaving.at(321)
+
+
+@pytest.mark.parametrize("shares", [{"a": 0.5, "b": 0.4}, {"a": 1.5, "b": -0.5}])
+def test_shares_are_positive_and_sum_to_one(shares: dict[str, float]):
+    with pytest.raises(ValueError, match="must be above 0 and sum to 1"):
+        Interleaving(shares)
+
+
+def test_each_epoch_takes_every_row_of_the_domains_once(tmp_path: Path):
+    prompts = source(tmp_path)
+    epochs = [[prompts.train_task(30 * epoch + n) for n in range(30)] for epoch in range(2)]
+    assert sorted(task.seed for task in epochs[0]) == sorted(task.seed for task in epochs[1])
+    assert epochs[0] != epochs[1]
+    assert [(task.tag, task.seed % 4) for task in epochs[0] if task.tag == "code" or task.seed % 4 > 1] == [
+        ("code", 2)
+    ] * 10
+    assert prompts.train.num_left_out == 10
+    assert source(tmp_path).train_task(41) == prompts.train_task(41)
+
+
+def test_domains_traverse_their_own_rows_by_their_shares(tmp_path: Path):
+    prompts = source(tmp_path, domain_interleave_probs={"math": 0.5, "code": 0.5})
+    tasks = [prompts.train_task(n) for n in range(40)]
+    assert Counter(task.tag for task in tasks) == {"math": 20, "code": 20}
+    code = [task.seed for task in tasks if task.tag == "code"]
+    assert sorted(code[:10]) == sorted(code[10:]) == list(range(2, 40, 4)), "two epochs of code for one of math"
+    assert code[:10] != code[10:]
+    assert len({task.seed for task in tasks if task.tag == "math"}) == 20
+
+
+def test_an_evaluation_takes_each_row_once_for_its_siblings(tmp_path: Path):
+    prompts = source(tmp_path)
+    sampled = [prompts.eval_task(n, greedy=False) for n in range(60)]
+    assert sampled[::2] == sampled[1::2]
+    greedy = [prompts.eval_task(n, greedy=True) for n in range(30)]
+    assert greedy == sampled[::2]
+    assert [task.seed for task in greedy] == [n for n in range(40) if n % 4 != 3]
+    config = DataConfig(dataset_name=tmp_path / "rows.jsonl", val_dataset_name=tmp_path / "rows.jsonl")
+    assert count_validation(config, TAGS) == 20
+    assert count_validation(config.model_copy(update={"val_dataset_name": None}), TAGS) == 0
+
+
+def test_a_tag_without_rows_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="no row is of code: none has golf in the column 'tag'"):
+        source(tmp_path, tag_included={"code": ("golf",)})
+
+
+def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "p"}\n\n{"prompt": 3}\n')
+    prompts = PromptSource(DataConfig(dataset_name=path), ("math",), ("math",), seed=7)
+    with pytest.raises(EpisodeError, match=r"bad.jsonl:3: prompt: expected a text") as caught:
+        prompts.prompt(EpisodeKind.TRAIN, 1)
+    assert caught.value.reason == "bad_row"
