@@ -105,9 +105,10 @@ bench: $(STAMP) ## measure what `offbeat bench` does not: the short scripts of b
 simulate: $(STAMP) ## simulate the protocol under faults for an hour, or as ARGS says: --minutes 5, --seed 17
 	@$(BIN)/python -m tests.simulation $(ARGS)
 
-docs: $(STAMP) ## generate docs/metrics.md and the schema of configurations
+docs: $(STAMP) ## generate docs/metrics.md, the schema of configurations, and the manifests of deploy/kubernetes
 	@$(BIN)/python -m offbeat.deploy.report.metrics_page > docs/metrics.md
 	@$(BIN)/python -m offbeat.deploy.config.schema > deploy/configs/run.schema.json
+	@$(BIN)/python -m tests.deploy.clusters.rendering
 
 site: $(STAMP) ## build the documentation site into build/site/html; a dead link fails
 	@$(BIN)/python -m offbeat.deploy.site.build

@@ -98,6 +98,8 @@ class ControlAppArgs(RightsConfig, RedisAddress):
     """More tokens, each with its own rights; `allow_modules` and `output_roots` beside them are those of `token_file`."""
     log_dir: Path = Path("runs/control")
     """Folder of the service's log."""
+    max_cpus: float = Field(0.0, ge=0)
+    """CPUs up to which an autoscaler adds nodes; runs may ask for as many. 0: the CPUs that the cluster has."""
 
 
 def redis(args: dict[str, Any]) -> Application:
@@ -158,6 +160,7 @@ def control(args: dict[str, Any]) -> Application:
             tokens=_read_tokens(arguments, working_dir),
             log_dir=working_dir / arguments.log_dir,
             working_dir=working_dir,
+            max_cpus=arguments.max_cpus,
         )
     )
 

@@ -35,8 +35,8 @@ REPORT_TIMEOUT_S = 900.0
 class RayRunFactory(MeshRunFactory):
     tries_episodes: ClassVar[bool] = True
 
-    def __init__(self, redis: AsyncRedis, redis_url: str, working_dir: Path | None) -> None:
-        super().__init__(redis, redis_url, working_dir or Path.cwd())
+    def __init__(self, redis: AsyncRedis, redis_url: str, working_dir: Path | None, max_cpus: float = 0.0) -> None:
+        super().__init__(redis, redis_url, working_dir or Path.cwd(), max_cpus)
         ensure_reaper()
 
     async def load(self, document: str | dict[str, Any], rights: Rights = UNRESTRICTED) -> RunConfig:
@@ -44,7 +44,7 @@ class RayRunFactory(MeshRunFactory):
 
     async def _size(self) -> MachineSize:
         cluster = await asyncio.to_thread(Cluster.from_ray)
-        return MachineSize(cluster.cpus, cluster.nodes)
+        return MachineSize(max(cluster.cpus, self._max_cpus), cluster.nodes)
 
     def _place(self, config: RunConfig) -> RunConfig:
         """Choose the generation application."""

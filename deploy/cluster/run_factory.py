@@ -150,7 +150,8 @@ class MeshRunFactory(PackagedRecipes):
     tries_episodes: ClassVar[bool] = False
     """Whether envs and agents are tried before a run; `offbeat train` has done so."""
 
-    def __init__(self, redis: AsyncRedis, redis_url: str, working_dir: Path | None) -> None:
+    def __init__(self, redis: AsyncRedis, redis_url: str, working_dir: Path | None, max_cpus: float = 0.0) -> None:
+        self._max_cpus = max_cpus
         self._async_redis = redis
         self._working_dir = working_dir
         self._redis = connect(redis_url)

@@ -40,12 +40,14 @@ class ControlSettings:
 
     redis_url: str
     factory: str
-    """`module:name` of a callable (redis, redis_url, working_dir) -> `RunFactory` with `build_mesh` and `complete`."""
+    """`module:name` of a callable (redis, redis_url, working_dir, max_cpus) -> `RunFactory` with `build_mesh` and `complete`."""
     tokens: Tokens = NO_TOKENS
     reconcile_s: float = 0.5
     log_dir: Path | None = None
     working_dir: Path | None = None
     """Base of relative paths in configurations; None: current folder."""
+    max_cpus: float = 0.0
+    """CPUs up to which an autoscaler adds nodes; 0: the cluster has what it has."""
 
 
 class ControlDeployment:
@@ -68,7 +70,8 @@ class ControlDeployment:
     def __serve_build_asgi_app__(self) -> FastAPI:
         settings = self._settings
         redis = connect_async(settings.redis_url)
-        factory = pkgutil.resolve_name(settings.factory)(redis, settings.redis_url, settings.working_dir)
+        make = pkgutil.resolve_name(settings.factory)
+        factory = make(redis, settings.redis_url, settings.working_dir, settings.max_cpus)
         store = RunStore(redis, orphaned_after_s=math.inf)
         logs = str(settings.log_dir / f"{DEPLOYMENT}.log") if settings.log_dir else ""
         self._reconciler = reconciler = Reconciler(

@@ -78,6 +78,22 @@ async def test_runs_over_rest_are_tried_before_they_start(factory: RayRunFactory
         await factory.validate({**tree, "custom_envs": {"FrozenLake": silent}})
 
 
+@pytest.mark.parametrize("max_cpus", [0.0, 64.0])
+async def test_a_run_may_need_the_cpus_that_an_autoscaler_adds(
+    max_cpus: float, tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ray_run_factory, "ensure_reaper", lambda: None)
+    monkeypatch.setattr(Cluster, "from_ray", classmethod(lambda cls: cls(8.0, (NO_GPU,), 1)))
+    monkeypatch.setattr(ray_run_factory, "read_app_statuses", dict)
+    factory = RayRunFactory(AsyncRedis.from_url(redis_url), redis_url, tmp_path, max_cpus)
+    tree = compose_tree(QUICKSTART, ["rollout.num_workers=40"])
+    if max_cpus:
+        assert (await factory.load(tree)).rollout.num_workers == 40
+    else:
+        with pytest.raises(ConfigError, match=r"rollout\.num_workers"):
+            await factory.load(tree)
+
+
 async def test_runs_without_devices_take_the_gpus_of_the_cluster(
     factory: RayRunFactory, monkeypatch: pytest.MonkeyPatch
 ):

@@ -1,5 +1,6 @@
 import threading
 
+import msgpack
 import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
@@ -9,7 +10,7 @@ from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.buffer.scripts import BufferKeys
 from offbeat.services.errors import BufferError, FencedError
 from offbeat.services.messages.codec import encode_trajectory
-from offbeat.services.messages.types import Group
+from offbeat.services.messages.types import SCHEMA_VERSION, Group
 from tests.copying import replace
 from tests.services.buffer.buffer_play import (
     RUN,
@@ -209,6 +210,23 @@ async def test_a_group_that_cannot_be_read_is_dropped_and_kept_aside(run: Run, d
         assert quarantined[0].blob == blob[:-3]
         assert "not a trajectory message" in quarantined[0].complaint
     assert len(await run.buffer.claim("w", 100)) == 6
+
+
+async def test_a_trajectory_of_a_later_schema_is_set_aside_and_its_group_replaced(run: Run):
+    """An env worker of a later build beside a learner of this one; other groups are trained."""
+    await run.complete_groups(2)
+    run.overwrite_blob(0, 1, msgpack.packb(("trajectory", SCHEMA_VERSION + 1, ["a", "b"])))
+    group = run.learner.take(0.1)
+    assert group is not None
+    assert group.number == 1
+    assert run.learner.counters().dropped == {"corrupt": 1}
+    (aside,) = await run.watch.quarantine()
+    assert (aside.unit, aside.index) == ("t:0", 1)
+    assert f"has schema version {SCHEMA_VERSION + 1}, this build reads {SCHEMA_VERSION}" in aside.complaint
+    await run.complete_groups(1)
+    replacement = run.learner.take(0.1)
+    assert replacement is not None
+    assert replacement.number == 2
 
 
 async def test_quarantine_keeps_the_newest_few(redis: Redis, async_redis: AsyncRedis):

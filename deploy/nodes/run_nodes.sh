@@ -1,0 +1,34 @@
+#!/bin/sh
+# Train one run on several nodes: this command runs on every one of them, as a Slurm step or a SkyPilot task does.
+#
+#   OFFBEAT_SECRET=... run_nodes.sh HEAD NUM_NODES RUN_FILE [KEY=VALUE]...
+#
+# HEAD is the address of the node that gets Ray's head, Redis and the control service. OFFBEAT_SECRET is the same everywhere;
+# the password of Redis, the API's token and Ray's are derived from it. RAY_START holds options of `ray start`.
+# The current folder holds runs/; where nodes share it, runs can have fs weights in it, else weights.url names a bucket.
+set -eu
+umask 077
+head=$1
+nodes=$2
+shift 2
+here=$(cd "$(dirname "$0")" && pwd)
+: "${OFFBEAT_SECRET:?set it to one random text for all nodes}"
+
+derive() { printf '%s %s' "$1" "$OFFBEAT_SECRET" | sha256sum | cut -c 1-64; }
+put() {
+    mkdir -p "$(dirname "$1")"
+    part=$(mktemp "$1.XXXXXX")
+    printf '%s\n' "$2" > "$part"
+    mv "$part" "$1"
+}
+
+put runs/redis/url "redis://:$(derive redis)@$head:${OFFBEAT_REDIS_PORT:-6390}/0"
+put runs/control/token "$(derive api)"
+RAY_AUTH_TOKEN=$(derive ray)
+export RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
+export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT="${RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT:-300}"
+unset OFFBEAT_SECRET
+
+# shellcheck disable=SC2086 # several options
+exec ray symmetric-run --address "$head:${OFFBEAT_RAY_PORT:-6379}" --min-nodes "$nodes" ${RAY_START:-} -- \
+    "$here/with_redis.sh" "$here/run_once.sh" "$here/deploy.yaml" "$@"

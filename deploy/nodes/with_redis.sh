@@ -1,0 +1,23 @@
+#!/bin/sh
+# Run a command beside a redis-server for several nodes, with the password and port of runs/redis/url and its append-only
+# file in runs/redis; the exit code is the command's.
+#
+#   with_redis.sh COMMAND [ARGUMENT]...
+set -eu
+umask 077
+url=$(cat runs/redis/url)
+password=${url#redis://:}
+password=${password%%@*}
+port=${url##*:}
+port=${port%%/*}
+server=$(python -c 'from offbeat.services.redis.server import server_binary; print(server_binary(None))')
+
+# The configuration comes through stdin: arguments are for everyone to read
+printf '%s\n' "port $port" "requirepass $password" 'bind * -::*' "dir $PWD/runs/redis" 'appendonly yes' 'appendfsync everysec' \
+    'save ""' 'maxmemory-policy noeviction' 'logfile redis.log' | "$server" - >/dev/null &
+redis=$!
+trap 'kill "$redis" 2>/dev/null; wait "$redis" || true' EXIT
+
+code=0
+"$@" || code=$?
+exit "$code"
