@@ -1,24 +1,29 @@
 """Commands, configurations and files that the documentation prints are accepted by this build."""
 
 import ast
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from jsonschema import Draft7Validator
 from typer.core import TyperArgument, TyperCommand, TyperOption
 
 from offbeat.deploy.cli.env_template import write_template
 from offbeat.deploy.config.errors import ConfigError
-from offbeat.deploy.config.loader import compose_tree, find_config, validate_tree
+from offbeat.deploy.config.loader import compose_tree, find_config, is_known, validate_tree
 from offbeat.deploy.site.cli_page import all_commands
 from tests.documented import commands_of, files_of, read_blocks, split_commands
-from tests.paths import ROOT
+from tests.paths import CONFIGS, ROOT
 
 COMMANDS = dict(all_commands())
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+SCHEMA = Draft7Validator(json.loads((CONFIGS / "run.schema.json").read_text(encoding="utf-8")))
 TAKE_CONFIG = (
     "offbeat train",
     "offbeat config validate",
@@ -87,6 +92,25 @@ def test_every_packaged_configuration_and_override_is_valid(page: Path, monkeypa
     monkeypatch.chdir(ROOT)
     for words in documented(page):
         check_config(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_fragment_of_a_configuration_has_known_keys_and_types(page: Path):
+    """A fragment with other keys than a run's is of another file."""
+    for block in read_blocks(page):
+        if block.language == "yaml":
+            fragment = read_fragment(block.text)
+            problems = [error.message for error in SCHEMA.iter_errors(fragment)]
+            assert problems == [], f"{page.name}: {block.text}"
+
+
+def read_fragment(text: str) -> dict[str, Any]:
+    """Return a part of a run's file, or nothing if it is one of another file; `...` stands for more keys."""
+    try:
+        tree = yaml.safe_load(text.replace("...}", "}"))
+    except yaml.composer.ComposerError:  # an alias of what the page leaves out
+        return {}
+    return tree if isinstance(tree, dict) and all(is_known(key) for key in tree) else {}
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
