@@ -16,7 +16,7 @@ TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RestCall:
     name: str
     method: str
     path: str
@@ -34,25 +34,25 @@ class Measured:
     bytes: int
 
 
-def calls(run: str) -> Iterator[Call]:
+def calls(run: str) -> Iterator[RestCall]:
     """Yield reads, then acts."""
     path = f"/runs/{run}"
-    yield Call("run", "GET", path)
-    yield Call("why", "GET", f"{path}/why")
+    yield RestCall("run", "GET", path)
+    yield RestCall("why", "GET", f"{path}/why")
     for order in ORDERS:
-        yield Call(f"groups by {order}", "GET", f"{path}/groups?sort={order}")
-    yield Call("groups by reward", "GET", f"{path}/groups?min_reward=0.8")
-    yield Call("lags of 2,000 groups, a page", "GET", f"{path}/groups?state=trained&state=consumed&limit=500")
-    yield Call("group", "GET", f"{path}/groups/{{group}}")
-    yield Call("trajectory", "GET", f"{path}/trajectories/{{group}}/0", accept="application/msgpack")
+        yield RestCall(f"groups by {order}", "GET", f"{path}/groups?sort={order}")
+    yield RestCall("groups by reward", "GET", f"{path}/groups?min_reward=0.8")
+    yield RestCall("lags of 2,000 groups, a page", "GET", f"{path}/groups?state=trained&state=consumed&limit=500")
+    yield RestCall("group", "GET", f"{path}/groups/{{group}}")
+    yield RestCall("trajectory", "GET", f"{path}/trajectories/{{group}}/0", accept="application/msgpack")
     for axis in ("step", "time", "trajectories"):
-        yield Call(f"6 series by {axis}", "GET", f"{path}/series?names={SERIES}&axis={axis}&points=800")
-    yield Call("names of series", "GET", f"{path}/series")
-    yield Call("comparison", "GET", f"/compare?runs={run}")
-    yield Call("pause", "POST", f"{path}/pause")
-    yield Call("resume", "POST", f"{path}/resume")
-    yield Call("quarantine", "GET", f"{path}/quarantine")
-    yield Call("change of settings", "PATCH", path, body={"learning_rate": 1e-3})
+        yield RestCall(f"6 series by {axis}", "GET", f"{path}/series?names={SERIES}&axis={axis}&points=800")
+    yield RestCall("names of series", "GET", f"{path}/series")
+    yield RestCall("comparison", "GET", f"/compare?runs={run}")
+    yield RestCall("pause", "POST", f"{path}/pause")
+    yield RestCall("resume", "POST", f"{path}/resume")
+    yield RestCall("quarantine", "GET", f"{path}/quarantine")
+    yield RestCall("change of settings", "PATCH", path, body={"learning_rate": 1e-3})
 
 
 def measure_calls(url: str, run: str, rounds: int, *, go_on: Callable[[], int]) -> list[Measured]:
@@ -61,13 +61,13 @@ def measure_calls(url: str, run: str, rounds: int, *, go_on: Callable[[], int]) 
         return [_measure(client, call, rounds, go_on) for call in calls(run)]
 
 
-def _measure(client: httpx.Client, call: Call, rounds: int, go_on: Callable[[], int]) -> Measured:
+def _measure(client: httpx.Client, call: RestCall, rounds: int, go_on: Callable[[], int]) -> Measured:
     first_ms, size = _time(client, call, go_on())
     times = [_time(client, call, go_on())[0] for _ in range(rounds)]
     return Measured(call.name, first_ms, Spread.of(times), size)
 
 
-def _time(client: httpx.Client, call: Call, group: int) -> tuple[float, int]:
+def _time(client: httpx.Client, call: RestCall, group: int) -> tuple[float, int]:
     """Return milliseconds, and bytes of the body."""
     if "{group}" in call.path or "/groups" in call.path:
         time.sleep(REFRESH_INTERVAL_S)  # so that the service has to read the new step

@@ -21,7 +21,7 @@ NOBODY = "nobody"
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class PageView:
     name: str
     address: str
     """`{group}`: of a kept group."""
@@ -29,7 +29,7 @@ class View:
     """Selector of what makes it useful."""
 
 
-OTHER = (View("acts", "#/acts", "textarea"), View("mesh", "#/mesh", "svg.mesh"))
+OTHER = (PageView("acts", "#/acts", "textarea"), PageView("mesh", "#/mesh", "svg.mesh"))
 """Views to come from: for all but the acts, and for these."""
 
 
@@ -57,14 +57,14 @@ def find_chromium() -> str | None:
     return os.environ.get("OFFBEAT_CHROMIUM") or next(filter(None, map(shutil.which, (*CHROMIUM, UNPACKED))), None)
 
 
-def views(run: str) -> list[View]:
+def views(run: str) -> list[PageView]:
     return [
-        View("mesh", f"#/mesh/{run}", "svg.mesh"),
-        View("curves", f"#/curves/{run}", ".uplot canvas"),
-        View("groups", f"#/groups/{run}", "tbody tr"),
-        View("group", f"#/groups/{run}?group={{group}}", "tbody tr a"),
-        View("trajectory", f"#/trajectory/{run}?group={{group}}&index=0", "article canvas"),
-        View("acts", f"#/acts/{run}", "textarea"),
+        PageView("mesh", f"#/mesh/{run}", "svg.mesh"),
+        PageView("curves", f"#/curves/{run}", ".uplot canvas"),
+        PageView("groups", f"#/groups/{run}", "tbody tr"),
+        PageView("group", f"#/groups/{run}?group={{group}}", "tbody tr a"),
+        PageView("trajectory", f"#/trajectory/{run}?group={{group}}&index=0", "article canvas"),
+        PageView("acts", f"#/acts/{run}", "textarea"),
     ]
 
 
@@ -90,7 +90,7 @@ def measure_pictures(browser: Any, url: str, run: str, group: int) -> list[Pictu
     return [_measure(browser, f"{url}/ui/", view, group) for view in views(run)]
 
 
-def _measure(browser: Any, url: str, view: View, group: int) -> Picture:
+def _measure(browser: Any, url: str, view: PageView, group: int) -> Picture:
     address, other = url + view.address.format(group=group), OTHER[view.name == "acts"]
     with _page(browser) as page:
         sizes: list[int] = []

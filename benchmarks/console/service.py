@@ -33,7 +33,7 @@ class ServiceProcess(Child):
         return times.user + times.system
 
 
-class _Server(uvicorn.Server):
+class _AnnouncingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, pipe: Connection) -> None:
         super().__init__(config)
         self._pipe = pipe
@@ -46,7 +46,7 @@ class _Server(uvicorn.Server):
 async def _serve(pipe: Connection, redis_url: str, port: int) -> None:
     redis = connect_async(redis_url)
     service = ControlService(RunStore(redis), MeshRunFactory(redis, redis_url, None), wake=lambda: None)
-    server = _Server(uvicorn.Config(create_api(service), host=HOST, port=port, log_level="warning"), pipe)
+    server = _AnnouncingServer(uvicorn.Config(create_api(service), host=HOST, port=port, log_level="warning"), pipe)
     serving = asyncio.create_task(server.serve())
     await asyncio.to_thread(pipe.recv)
     server.should_exit = True
