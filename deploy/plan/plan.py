@@ -1,6 +1,6 @@
 """Plan of a run: what its configuration leads to, what each single change would, and what to set on a given machine."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -80,14 +80,14 @@ def setup_of(config: RunConfig) -> Setup:
     return Setup(
         limits=replace(limits, group_size=limits.group_size + limits.baselines, baselines=0),
         order=config.buffer.order,
-        places=rollout.num_workers * _per_worker(config),
+        places=rollout.num_workers * per_worker_of(config),
         num_workers=rollout.num_workers,
         num_replicas=config.actor_infer.num_replicas,
         heartbeat_s=min(0.5, config.buffer.worker_timeout_s / 5),
     )
 
 
-def _per_worker(config: RunConfig) -> int:
+def per_worker_of(config: RunConfig) -> int:
     own = config.train_env_manager.max_env_num_per_worker
     return min(config.rollout.max_env_num_per_worker, own or config.rollout.max_env_num_per_worker)
 
@@ -131,21 +131,18 @@ def make_plan(
 
     echo("as configured")
     configured = setting(Division(setup, measures, sizes.learner_processes))
-    changes = [
-        _try(change, configured, effort, echo) for change in single_changes(setup, measures, _per_worker(config))
-    ]
-    by_staleness = [_try(change, configured, effort, echo) for change in _bounds(setup, measures)]
-    changes.sort(key=lambda tried: -tried.trajectories_per_s)
+    changes = try_changes(single_changes(setup, measures, per_worker_of(config)), configured.estimate, effort, echo)
+    by_staleness = try_changes(_bounds(setup, measures), configured.estimate, effort, echo)
     quick = replace(Effort.for_batch(setup.batch, episodes // 3), seeds=1)
 
     def fits(way: Division) -> bool:
         return machine.cpus is None or sizes.cpus(way.setup, way.learner_processes) <= machine.cpus
 
-    division = _recommend(ways, quick, _per_worker(config), fits, echo)
+    division = _recommend(ways, quick, per_worker_of(config), fits, echo)
     return Plan(
         configured=configured,
         recommended=setting(division),
-        changes=tuple(changes),
+        changes=tuple(sorted(changes, key=lambda tried: -tried.trajectories_per_s)),
         by_staleness=tuple(by_staleness),
         measured=measured,
         notes=measured.notes if measured else (),
@@ -158,11 +155,16 @@ def _bounds(setup: Setup, measures: Measures) -> Iterator[SettingChange]:
         yield SettingChange(f"{bound:g}", replace(setup, limits=limits), measures)
 
 
-def _try(change: SettingChange, configured: Setting, effort: Effort, echo: Callable[[str], None]) -> Tried:
-    echo(change.text)
-    at = estimate(change.setup, change.measures, effort)
-    gain = at.trajectories_per_s / configured.estimate.trajectories_per_s
-    return Tried(change.text, at.trajectories_per_s, gain, at.lag, at.learner_idle, change.is_setting)
+def try_changes(
+    changes: Iterable[SettingChange], configured: Estimate, effort: Effort, echo: Callable[[str], None] = lambda _: None
+) -> list[Tried]:
+    results: list[Tried] = []
+    for change in changes:
+        echo(change.text)
+        at = estimate(change.setup, change.measures, effort)
+        gain = at.trajectories_per_s / configured.trajectories_per_s
+        results.append(Tried(change.text, at.trajectories_per_s, gain, at.lag, at.learner_idle, change.is_setting))
+    return results
 
 
 def _recommend(

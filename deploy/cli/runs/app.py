@@ -117,11 +117,21 @@ def resume(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json =
 
 
 @runs_app.command(epilog=EXIT_CODES)
-def why(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = False) -> None:
-    """Show what each component waits for."""
+def why(
+    run: RunId,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Also simulate what a change would do; needs the run's folder here.")
+    ] = False,
+    url: Url = DEFAULT_URL,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """Show what each component waits for, and what to change."""
     from offbeat.deploy.cli.runs.calls import explain_run
 
-    raise typer.Exit(explain_run(url, token, run, as_json=json))
+    if plan and json:
+        raise typer.BadParameter("it prints text; for JSON: offbeat plan CONFIG --from RUN --json", param_hint="--plan")
+    raise typer.Exit(explain_run(url, token, run, as_json=json, plans=plan))
 
 
 @runs_app.command(epilog=EXIT_CODES)

@@ -143,12 +143,28 @@ def _describe_outcome(view: RunView) -> str:
     return f"{view.id} {outcomes[view.wanted.value]} (step {max(view.step, 0)} of {view.max_steps})."
 
 
-def explain_run(url: str, token: str | None, run_id: str, *, as_json: bool) -> int:
+def explain_run(url: str, token: str | None, run_id: str, *, as_json: bool, plans: bool = False) -> int:
+    """plans: also simulate changes, by the run's folder on this machine."""
+
     async def ask(client: ControlClient) -> int:
         answer = await client.why(run_id)
-        return show_answer(answer, as_json=as_json, otherwise=lambda: answer.sentence)
+        code = show_answer(answer, as_json=as_json, otherwise=lambda: answer.sentence)
+        return await _advise(client, run_id) if plans and code == DONE else code
 
     return call(url, token, ask)
+
+
+async def _advise(client: ControlClient, run_id: str) -> int:
+    from offbeat.deploy.plan.advice import advise
+    from offbeat.deploy.plan.measurements import PlanError
+
+    view = await client.show(run_id)
+    try:
+        print(await asyncio.to_thread(advise, Path(view.paths.output_dir), view.settings.to_settings()))  # noqa: T201
+    except PlanError as error:
+        print_message(f"no plan: {error}")
+        return REFUSED
+    return DONE
 
 
 def show_quarantine(url: str, token: str | None, run_id: str, *, as_json: bool) -> int:

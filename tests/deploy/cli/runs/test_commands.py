@@ -187,6 +187,17 @@ async def test_why_is_one_sentence(terminal: Terminal):
     assert (await terminal.json("why", "lake"))["chain"][0]["who"] == "run"
 
 
+async def test_a_plan_of_a_run_that_left_nothing_here_says_so(terminal: Terminal):
+    await terminal.api.start("lake", RunState.PREPARING)
+    planned = await terminal.types("why", "lake", "--plan")
+    assert planned.exit_code == REFUSED
+    assert planned.stdout == "The run makes its folder and its model ready.\n"
+    assert "can't be read on this machine" in planned.stderr
+    both = await terminal.types("why", "lake", "--plan", "--json")
+    assert both.exit_code == REFUSED
+    assert "offbeat plan" in both.stderr
+
+
 async def test_only_a_run_that_is_over_is_deleted(terminal: Terminal):
     await terminal.api.start("lake")
     assert (await terminal.types("delete", "lake")).exit_code == CONFLICT

@@ -1,0 +1,45 @@
+"""`offbeat runs why --plan`, by the folder of a run that the real writers wrote."""
+
+from pathlib import Path
+
+import pytest
+
+from offbeat.deploy.config.loader import read_run
+from offbeat.deploy.plan.advice import advise
+from offbeat.deploy.plan.measurements import PlanError
+from offbeat.services.telemetry import MetricRecord, Partial
+from offbeat.trainer.trackers.metrics_file import METRICS_FILE, MetricsFile
+from tests.copying import replace
+from tests.deploy.console.folders import write_run
+from tests.deploy.plan.test_measurements import rollout_rows, step_rows
+
+ORDER = "buffer.order=completion"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of waiting envs: episodes take 1 s, training 0.28 s of a step of 2 s."""
+    folder = write_run(tmp_path_factory.mktemp("runs") / "lake", "lake", "max_staleness=0", ORDER, kept=0)
+    file = MetricsFile(folder / METRICS_FILE)
+    for number, row in enumerate([*step_rows(), *rollout_rows()]):
+        values = {name: Partial("last", value) for name, value in row.values.items()}
+        file.write(f"{10**13 + number}-0", MetricRecord(row.source, values, row.step, dict(row.labels), row.time))
+    file.flush()
+    return folder
+
+
+def test_the_change_that_helps_most_is_named_beside_what_was_measured(folder: Path):
+    sentence = advise(folder, read_run(folder / "config.yaml").settings)
+    assert "(measured 5)" in sentence
+    assert "would help most: +" in sentence
+
+
+def test_live_settings_are_those_that_are_simulated(folder: Path):
+    """With a group in play at a time, more of them help."""
+    settings = replace(read_run(folder / "config.yaml").settings, num_env_groups=1, max_staleness=4.0)
+    assert "train_env_manager.num_env_groups=2 would help most" in advise(folder, settings)
+
+
+def test_a_folder_on_another_machine_has_no_plan(tmp_path: Path, folder: Path):
+    with pytest.raises(PlanError, match="can't be read on this machine"):
+        advise(tmp_path / "elsewhere", read_run(folder / "config.yaml").settings)
