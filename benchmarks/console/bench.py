@@ -6,7 +6,7 @@ from typing import Any
 
 from redis import Redis
 
-from offbeat.benchmarks.console.calls import Measured, measure_calls
+from offbeat.benchmarks.console.calls import CallTimes, measure_calls
 from offbeat.benchmarks.console.made_run import GROUP_SIZE, GROUPS_PER_STEP, MadeRun, MadeStep
 from offbeat.benchmarks.console.page import Cost, Picture, chromium, measure_cost, measure_pictures
 from offbeat.benchmarks.console.service import ServiceProcess
@@ -88,7 +88,7 @@ def _publish(redis: Redis, uid: str, step: MadeStep) -> None:
         redis.xadd(BufferKeys(RUN).life, fields)  # pyright: ignore[reportArgumentType]
 
 
-def _show(options: ConsoleOptions, measured: list[Measured], pictures: list[Picture], costs: list[Cost]) -> None:
+def _show(options: ConsoleOptions, measured: list[CallTimes], pictures: list[Picture], costs: list[Cost]) -> None:
     rows = [(each.name, each.first_ms, each.ms.median, each.ms.high, each.bytes / 1000) for each in measured]
     title = f"REST: {options.steps:,} steps of {GROUPS_PER_STEP * GROUP_SIZE} trajectories, one more before each call"
     show(title, ("call", "first, ms", "median, ms", "worst, ms", "kB"), rows)

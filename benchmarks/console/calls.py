@@ -26,7 +26,7 @@ class RestCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class CallTimes:
     name: str
     first_ms: float
     """With nothing read yet, if no earlier call has read it."""
@@ -55,16 +55,16 @@ def calls(run: str) -> Iterator[RestCall]:
     yield RestCall("change of settings", "PATCH", path, body={"learning_rate": 1e-3})
 
 
-def measure_calls(url: str, run: str, rounds: int, *, go_on: Callable[[], int]) -> list[Measured]:
+def measure_calls(url: str, run: str, rounds: int, *, go_on: Callable[[], int]) -> list[CallTimes]:
     """Measure each call. go_on: adds a step before each and returns a group of it."""
     with httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False) as client:
         return [_measure(client, call, rounds, go_on) for call in calls(run)]
 
 
-def _measure(client: httpx.Client, call: RestCall, rounds: int, go_on: Callable[[], int]) -> Measured:
+def _measure(client: httpx.Client, call: RestCall, rounds: int, go_on: Callable[[], int]) -> CallTimes:
     first_ms, size = _time(client, call, go_on())
     times = [_time(client, call, go_on())[0] for _ in range(rounds)]
-    return Measured(call.name, first_ms, Spread.of(times), size)
+    return CallTimes(call.name, first_ms, Spread.of(times), size)
 
 
 def _time(client: httpx.Client, call: RestCall, group: int) -> tuple[float, int]:
