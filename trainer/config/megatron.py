@@ -15,7 +15,7 @@ RECOMPUTATION: Mapping[object, bool | None] = {"full": False, None: None}
 def translate_megatron(tree: Tree) -> list[ConfigIssue]:
     """Move the settings with a key of our own to it; return what contradicts it or has none."""
     train = tree.get("actor_train")
-    strategy = train.get("strategy_args") if isinstance(train, dict) else None
+    strategy = cast(Tree, train).get("strategy_args") if isinstance(train, dict) else None
     config = cast(Tree, strategy).get("strategy_config") if isinstance(strategy, dict) else None
     if not isinstance(config, dict):
         return []
