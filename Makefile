@@ -59,7 +59,7 @@ browser: $(STAMP) ## install what the tests of the page need: Playwright, Chromi
 		--eval 'await (await import("@sparticuz/chromium")).default.executablePath()'; }
 
 # Debian's package, unpacked beside Python: nothing of the system changes.
-monitoring: $(STAMP) ## download promtool, with which the tests check the alerts
+monitoring: $(STAMP) ## download Prometheus, with which the tests check the alerts
 	@rm -rf $(VENV)/prometheus && mkdir -p $(VENV)/prometheus
 	@cd $(VENV)/prometheus && apt-get download --quiet prometheus && dpkg-deb --extract prometheus_*.deb . && rm prometheus_*.deb
 

@@ -20,7 +20,7 @@ from offbeat.services.control.prometheus.run_state import (
     state_samples,
 )
 from offbeat.services.control.queries import BufferReader
-from offbeat.services.control.run import ForeignRecordError, RunRecord, UnknownRunError
+from offbeat.services.control.run import ForeignRecordError, LostRecordError, RunRecord, UnknownRunError
 from offbeat.services.control.store import RunStore
 from offbeat.services.errors import CodecError, RetryableError
 from offbeat.services.live_settings import settings_now
@@ -60,11 +60,11 @@ class PrometheusExporter:
         return [each for each in exported if each is not None]
 
     async def _export_run(self, run_id: str) -> tuple[str, list[FamilySample]] | None:
-        """Return None for a deleted run, and for another version's."""
+        """Return None for a run without a record, deleted or lost, and for another version's."""
         try:
             record = await self._store.load(run_id)
             run = await self._read(record)
-        except (UnknownRunError, ForeignRecordError, CodecError):
+        except (UnknownRunError, LostRecordError, ForeignRecordError, CodecError):
             return None
         samples = list(state_samples(run))
         if not record.state.is_terminal:

@@ -9,11 +9,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from offbeat.services.chat.append_only import ChatFormat
-from offbeat.services.messages.types import Group
+from offbeat.services.messages.types import Group, Sampling
 from offbeat.services.rollout.worker import EnvWorker
 from offbeat.services.tracing.config import TelemetryConfig
-from offbeat.services.tracing.factory import open_step_tracer
-from tests.fakes_rollout import FakeGeneration, FakeMetrics, worker_settings
+from offbeat.services.tracing.factory import open_episode_tracer, open_step_tracer
+from tests.fakes_rollout import FakeGeneration, FakeMetrics, train_episode, worker_settings
 from tests.otlp import Collector, otlp_collector
 from tests.services.buffer.buffer_play import RUN, Run
 from tests.services.rollout.worker_bench import custom, group, walker
@@ -132,6 +132,17 @@ async def test_a_failed_episode_ends_its_spans_with_the_reason(bench, collector:
     assert episode.is_error
     assert episode.attributes["error.type"] == "step_error"
     assert [span.is_error for span in collector.named("rl.environment.step")] == [False, True]
+
+
+def test_a_step_of_an_env_with_functions_is_a_tool_call(collector: Collector):
+    telemetry = TelemetryConfig(otlp_endpoint=collector.endpoint, sample_rate=1.0)
+    tracer = open_episode_tracer(telemetry, run_id="run", run_uid="u", worker_id="w")
+    with tracer.episode(train_episode(0), "Shop", Sampling(), has_tools=True) as spans, spans.step():
+        pass
+    tracer.close()
+    (call,) = collector.named("execute_tool Shop")
+    assert call.attributes["gen_ai.operation.name"] == "execute_tool"
+    assert call.attributes["gen_ai.tool.name"] == "Shop"
 
 
 async def test_a_collector_that_is_gone_delays_no_episode(bench):

@@ -143,3 +143,10 @@ def test_errors_in_user_modules_are_reported(tmp_path: Path, monkeypatch: pytest
     named = ("warm_start.demos", "custom_envs.FrozenLake.env_type", "group_filter_cls", "track_with")
     found = problems(*(f"++{path}=broken_module:Mine" for path in named))
     assert {path.removesuffix(".0") for path in found} >= set(named), found
+
+
+def test_traces_need_opentelemetry(monkeypatch: pytest.MonkeyPatch):
+    endpoint = "telemetry.otlp_endpoint=http://127.0.0.1:4318"
+    assert "telemetry.otlp_endpoint" not in problems(endpoint)
+    monkeypatch.setattr("offbeat.deploy.config.checks.run.find_spec", lambda _: None)
+    assert "pip install 'offbeat[otel]'" in problems(endpoint)["telemetry.otlp_endpoint"]

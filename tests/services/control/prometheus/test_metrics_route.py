@@ -167,6 +167,15 @@ async def test_a_resumed_or_new_run_of_the_name_starts_its_counters_again(api: A
     assert of(await scrape(api), "offbeat_learner_tokens_trained_total", run="a") == 3
 
 
+async def test_runs_whose_record_is_lost_or_foreign_leave_the_others(api: ApiHarness):
+    for run_id in ("a", "b", "c"):
+        await api.start(run_id)
+    await api.redis.delete(RunKeys("b").record)
+    await api.redis.hdel(RunKeys("c").record, "settings")  # type: ignore[misc]
+    runs = {dict(labels)["run"] for name, labels in await scrape(api) if name == "offbeat_run_step"}
+    assert runs == {"a"}
+
+
 async def test_labels_of_envs_can_not_forge_metrics(api: ApiHarness):
     await api.start("a")
     name = 'x"} 1\noffbeat_redis_up 0\n\\'
