@@ -40,7 +40,7 @@ class ControlSettings:
 
     redis_url: str
     factory: str
-    """`module:name` of a callable (redis, redis_url, working_dir, max_cpus) -> `RunFactory` with `build_mesh` and `complete`."""
+    """`module:name` of a callable (redis, redis_url, working_dir, max_cpus) -> `RunFactory` with `build_mesh`, `complete`"""
     tokens: Tokens = NO_TOKENS
     reconcile_s: float = 0.5
     log_dir: Path | None = None
