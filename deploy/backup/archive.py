@@ -139,9 +139,8 @@ class BackupReader:
                 self._compare(name, file)
 
     def _read(self, name: str) -> bytes:
-        file = self._tar.extractfile(name)
-        if file is None:
-            raise self._damaged(f"{name} is no file")
+        if name not in self.contents.files or (file := self._tar.extractfile(name)) is None:
+            raise self._damaged(f"{name} is missing")
         content = file.read()
         self._compare(name, io.BytesIO(content))
         return content

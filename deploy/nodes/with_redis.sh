@@ -17,6 +17,7 @@ printf '%s\n' "port $port" "requirepass $password" 'bind * -::*' "dir $PWD/runs/
     'save ""' 'maxmemory-policy noeviction' 'logfile redis.log' | "$server" - >/dev/null &
 redis=$!
 trap 'kill "$redis" 2>/dev/null; wait "$redis" || true' EXIT
+trap 'exit 143' TERM
 
 code=0
 "$@" || code=$?

@@ -83,6 +83,13 @@ class TwoHosts:
     def join(self) -> None:
         _ip("link", "set", f"v{self.names[1]}", "master", self._bridge)
 
+    def run(self, host: int, *command: object) -> str:
+        """Run a command in a host's network; return its output."""
+        whole = ["ip", "netns", "exec", self.names[host], *map(str, command)]
+        done = subprocess.run(whole, cwd=self._folder, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
     def reaches_head(self, port: int) -> bool:
         """Return whether the second host can connect to a port of the first."""
         connect = f"import socket; socket.create_connection(({ADDRESSES[0]!r}, {port}), timeout=1)"

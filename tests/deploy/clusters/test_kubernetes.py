@@ -98,6 +98,16 @@ def test_a_mesh_has_tokens_and_no_rights_that_it_does_not_use(resource: dict[str
         assert {each["key"] for each in items} < SECRETS
 
 
+def test_the_api_is_asked_where_its_proxy_runs():
+    """`proxy_location: HeadOnly`; KubeRay labels the head's pod with its node type."""
+    service = copy.deepcopy(next(each["spec"] for each in BOTH if each["metadata"]["name"] == "offbeat-api"))
+    assert service["selector"].pop("ray.io/node-type") == "head"
+    (head,) = [pod_templates(each)[0] for each in KUBERAY if each["kind"] == "RayService"]
+    assert service["selector"].items() <= head["metadata"]["labels"].items()
+    exposed = {port["containerPort"] for port in head["spec"]["containers"][0]["ports"]}
+    assert {port["port"] for port in service["ports"]} <= exposed
+
+
 def test_no_ray_port_is_open_to_other_pods():
     policies = {each["metadata"]["name"]: each["spec"] for each in BOTH if each["kind"] == "NetworkPolicy"}
     pods = {each["kind"]: pod_templates(each) for each in KUBERAY}

@@ -176,11 +176,16 @@ def test_a_mesh_that_does_not_come_up_is_shut_down(tmp_path: Path):
 
 def test_slurm_job_runs_the_script_on_every_node(tmp_path: Path):
     """`scontrol` and `srun` are the test's: no Slurm is here."""
-    path = command_path(tmp_path, scontrol="printf 'localhost\\nnode2\\n'", srun='printf "%s\\n" "$@"')
+    path = command_path(
+        tmp_path,
+        scontrol="printf 'localhost\\nnode2\\n'",
+        srun='printf "%s\\n" "$@"',
+        hostname="echo 10.0.0.7 10.0.0.8",
+    )
     sbatch = ROOT / "deploy" / "slurm" / "offbeat.sbatch"
     job = {"SLURM_JOB_NODELIST": "localhost,node2", "SLURM_NNODES": "2"}
     done = run(tmp_path, "bash", sbatch, "my.yaml", "seed=2", path=path, **job)
     assert done.stdout.split() == [
-        *("--ntasks=2", "--ntasks-per-node=1", "deploy/nodes/run_nodes.sh", "127.0.0.1", "2", "my.yaml", "seed=2")
+        *("--ntasks=2", "--ntasks-per-node=1", "deploy/nodes/run_nodes.sh", "10.0.0.7", "2", "my.yaml", "seed=2")
     ], done.stderr
     assert run(tmp_path, "bash", sbatch, path=path, **job).returncode == 2
