@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def views(run: str) -> list[PageView]:
 def chromium() -> Iterator[Any]:
     """Yield a browser, or None if Playwright or Chromium is missing."""
     try:
-        from playwright.sync_api import sync_playwright
+        sync_playwright = import_module("playwright.sync_api").sync_playwright
     except ModuleNotFoundError:
         yield None
         return
