@@ -33,7 +33,7 @@ SEEDS = 24
 class PlanOptions:
     training: AsyncOptions = field(default_factory=lambda: AsyncOptions(work="emulated", steps=12))
     redundancy: RedundancyOptions = field(
-        default_factory=lambda: RedundancyOptions(mean_s=0.2, normal_std_s=0.1, lognormal_std_s=1.0, rounds=6)
+        default_factory=lambda: RedundancyOptions(mean_s=0.15, normal_std_s=0.075, lognormal_std_s=0.75, rounds=6)
     )
     distributions: tuple[str, ...] = ("normal", "lognormal")
     parts: tuple[str, ...] = ("async", "redundancy")

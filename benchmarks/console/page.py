@@ -6,8 +6,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 

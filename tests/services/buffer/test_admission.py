@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from redis import Redis
 
@@ -39,15 +38,17 @@ def buffer_limits(draw: st.DrawFn) -> BufferLimits:
     )
 
 
-@pytest.mark.usefixtures("redis")
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    bounds=buffer_limits(), step=st.none() | SMALL, admitted=st.integers(0, 400), dropped=SMALL, failed=SMALL,
-    playing=SMALL,
-)  # fmt: skip
+    bounds=buffer_limits(), step=st.none() | SMALL, room=st.integers(-3, 20), dropped=SMALL, failed=SMALL, playing=SMALL
+)
+@example(bounds=limits(max_staleness=0.5, groups_per_step=3), step=4, room=2, dropped=1, failed=1, playing=0)
 def test_python_and_redis_admit_the_same_groups(
-    redis: Redis, bounds: BufferLimits, step: int | None, admitted: int, dropped: int, failed: int, playing: int
+    redis: Redis, bounds: BufferLimits, step: int | None, room: int, dropped: int, failed: int, playing: int
 ):
+    """room: groups that the staleness bound leaves, about; the other limits are drawn."""
+    lookahead = round(((step or 0) + bounds.max_staleness + 1) * bounds.groups_per_step)
+    admitted = max(lookahead - room + dropped + failed, 0)
     keys = BufferKeys(RUN)
     redis.delete(keys.limits, f"{keys.root}:ledger", f"{keys.root}:assembling")
     redis.hset(keys.limits, items=limit_fields(bounds))
@@ -56,9 +57,9 @@ def test_python_and_redis_admit_the_same_groups(
         redis.zadd(f"{keys.root}:assembling", {str(number): 0 for number in range(playing)})
     arguments = ["" if step is None else step, ANY]
     reply: Any = redis.eval(SCRIPT, len(keys.script_keys), *keys.script_keys, *arguments)
-    room, limit, oldest = reply
+    admissible, limit, oldest = reply
 
     counts = GroupCounts(standing=admitted - dropped - failed, playing=playing)
-    assert count_admissible(bounds, step, counts) == (room, limit.decode())
+    assert count_admissible(bounds, step, counts) == (admissible, limit.decode())
     if step is not None:
         assert oldest_consumable(step, bounds.max_staleness) == oldest
