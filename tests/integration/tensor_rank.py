@@ -14,7 +14,7 @@ from offbeat.trainer.engines.base import Hyperparameters
 from offbeat.trainer.engines.fsdp2 import FSDP2Engine
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
 from offbeat.trainer.losses.policy_loss import all_of, values_of
-from offbeat.trainer.models.loading import load_policy
+from offbeat.trainer.models.loading import load_critic, load_policy
 from tests.integration.learner_rank import SMOOTH, fixed_batch
 
 HYPER = Hyperparameters(1e-2, 0.1, head_learning_rate=1e-1)
@@ -37,6 +37,15 @@ def learn(engine: FSDP2Engine, steps: int) -> dict[str, Tensor]:
     weights = {name: tensor.clone() for name, tensor in engine.tensors()}
     norms = torch.tensor([outcome.grad_norm for outcome in outcomes])
     return weights | {"norms": norms, "said": torch.cat(engine.infer(batch, all_of), -1)}
+
+
+def critic_learned(model: Path, ranks: Ranks, tp_size: int) -> dict[str, Tensor]:
+    """Return what a critic of its own says after its steps."""
+    engine = FSDP2Engine(load_critic(model, ModelArgs(), seed=1), SMOOTH, ranks, tp_size)
+    batch = fixed_batch()
+    for _ in range(STEPS):
+        engine.train(batch, lambda _, values: ((values - 1.0) ** 2).sum() / 6, HYPER)
+    return {"said": torch.cat(engine.infer(batch), -1)}
 
 
 def half_learned(engine: FSDP2Engine, factor: float) -> dict[str, Tensor]:
@@ -63,6 +72,7 @@ def main(models: Path, out: Path) -> None:
             engine = engine_of(model, ranks, 4)
             engine.load(out / f"{model.name}-state")
             results[f"{model.name}-resumed"] = learn(engine, 1)
+            results[f"{model.name}-critic"] = critic_learned(model, ranks, 2)
         half = engine_of(models / "tied", ranks, 2, "float16")
         results["half"] = half_learned(half, 1e6 if ranks.data_rank == 0 else 1.0)
         if ranks.rank == 0:

@@ -15,7 +15,7 @@ from offbeat.services.process import free_port
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
 from offbeat.trainer.models.tiny import write_tiny_policy
-from tests.integration.tensor_rank import STEPS, engine_of, half_learned, learn
+from tests.integration.tensor_rank import STEPS, critic_learned, engine_of, half_learned, learn
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.timeout(240)
@@ -80,6 +80,9 @@ def test_ranks_learn_what_one_process_learns(model: str, models: Path, out: Path
     alone = learn(engine_of(models / model, ranks, 1), STEPS)
     for name in (f"{model}-2", f"{model}-4"):
         assert_learned_same(alone, read(out, name))
+    critic = critic_learned(models / model, ranks, 1)
+    assert critic["said"].abs().min() > 0.01
+    assert_learned_same(critic, read(out, f"{model}-critic"))
 
 
 @pytest.mark.parametrize("model", ["tied", "untied"])

@@ -191,3 +191,19 @@ def test_recomputation_in_both_spellings_must_agree():
     args = {"disable_gradient_checkpointing": True}
     _, (issue,) = canonicalize({"actor_train": {"strategy_args": strategy, "model_args": args}})
     assert "disable_gradient_checkpointing" in issue.message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("actor_infer.generating_args.num_return_sequences", 2),
+        ("train_env_manager.generating_args.num_return_sequences", 4),
+        ("actor_train.model_args.model_type", "diffusion_module"),
+        ("actor_train.strategy_args.strategy_config.pp_size", 2),
+        ("actor_train.strategy_args.pp_size", 2),
+    ],
+)
+def test_a_value_of_roll_that_nothing_here_does_is_refused(key: str, value: object):
+    _, (issue,) = canonicalize(nested(key, value))
+    assert issue.path == key
+    assert "has no effect (" in issue.message

@@ -10,6 +10,7 @@ import pytest
 
 from offbeat.services.generation.config import EngineStrategy, GenerationConfig, VllmConfig
 from offbeat.services.generation.vllm.engine import engine_arguments, engine_environment
+from offbeat.trainer.config.aliases import canonicalize
 
 pytestmark = pytest.mark.slow
 
@@ -43,3 +44,15 @@ def test_a_cpu_has_cache_blocks_of_multiples_of_32(
     engine = VllmConfig.model_validate({} if given is None else {"block_size": given})
     config = GenerationConfig(device=device, strategy_args=EngineStrategy(strategy_config=engine))
     assert engine_arguments(config, tmp_path, 64, 1).get("block_size") == used
+
+
+def test_roles_keys_reach_the_engine(tmp_path: Path):
+    """In ROLL's spelling where it has another."""
+    table = {"model_args": {"dtype": "fp16"}, "strategy_args": {"strategy_config": {"tp_size": 2, "pp_size": 3}}}
+    infer = canonicalize({"actor_infer": table})[0]["actor_infer"]
+    arguments = engine_arguments(GenerationConfig.model_validate(infer), tmp_path, 64, 1)
+    assert (arguments["dtype"], arguments["tensor_parallel_size"], arguments["pipeline_parallel_size"]) == (
+        "float16",
+        2,
+        3,
+    )
