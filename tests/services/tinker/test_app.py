@@ -1,0 +1,186 @@
+"""Routes over a real Redis: retries change nothing, keys are apart, and no body is answered with a 5xx."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import numpy as np
+import pytest
+import pytest_asyncio
+from fastapi.routing import APIRoute
+
+from offbeat.services.redis.connection import connect, connect_async
+from offbeat.services.tinker.app import PROTOBUF, create_app, router
+from offbeat.services.tinker.config import TinkerConfig
+from offbeat.services.tinker.log import CommandLog
+from offbeat.services.tinker.owners import Keys
+from offbeat.services.tinker.records import Result, decode_command
+from offbeat.services.tinker.sampling import Sampler
+from offbeat.services.tinker.service import BaseModelInfo, TinkerService
+from offbeat.services.tinker.store import TinkerStore
+from tests.services.tinker.test_sampling import FakeEngine, FakeTokenizer
+from tests.services.tinker.test_wire import request as forward_backward_body
+
+CONFIG = TinkerConfig(max_queued_commands=100)
+KEY, OTHER_KEY = {"X-API-Key": "tml-one"}, {"X-API-Key": "tml-other"}
+NUM_HOSTILE = 2000
+ANSWERED = {200, 400, 401, 404, 405, 408, 410, 413, 422, 429}
+
+
+class Server:
+    """App, the log that a learner would read, and a client."""
+
+    def __init__(self, client: httpx.AsyncClient, log: CommandLog) -> None:
+        self.client, self.log = client, log
+
+    async def post(self, path: str, body: Any, status: int = 200, key: dict[str, str] = KEY) -> Any:
+        answer = await self.client.post(path, json=body, headers=key)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    async def create_model(self) -> tuple[str, str]:
+        """Return a session's and its model's id."""
+        session = (await self.post("/create_session", {}))["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "base", "lora_config": {"rank": 2}}
+        return session, (await self.post("/create_model", body))["model_id"]
+
+
+@pytest_asyncio.fixture
+async def server(redis_url: str) -> AsyncIterator[Server]:
+    redis = connect_async(redis_url)
+    store = TinkerStore(redis, "test", CONFIG)
+    sampler = Sampler(FakeEngine(), FakeTokenizer(), [50], context=100, max_adapters=2)
+    service = TinkerService(store, sampler, BaseModelInfo("base", "/models/base", "qwen2", 100), CONFIG)
+    transport = httpx.ASGITransport(create_app(service, Keys(None), CONFIG), raise_app_exceptions=False)
+    with connect(redis_url) as learner:
+        log = CommandLog(learner, "test")
+        log.take_over()
+        async with store.listening(), httpx.AsyncClient(transport=transport, base_url="http://t/api/v1") as client:
+            yield Server(client, log)
+    service.close()
+    await redis.aclose()
+
+
+async def test_a_retried_call_gets_the_same_answer_and_adds_no_command(server: Server) -> None:
+    session, model = await server.create_model()
+    seed = server.log.model(model).lora.seed
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "base", "lora_config": {"rank": 2}}
+    assert (await server.post("/create_model", body))["model_id"] == model
+    assert server.log.model(model).lora.seed == seed
+    step = {"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": 0.5}}
+    answers = [await server.post("/optim_step", step) for _ in range(2)]
+    assert answers[0] == answers[1] == {"request_id": f"{model}:1", "model_id": model}
+    assert server.log.logged(model) == [0, 1]
+    again = await server.post("/save_weights", {"model_id": model, "seq_id": 1, "path": "other"})
+    data = server.log.command(model, 1)
+    assert data is not None
+    assert (again["request_id"], type(decode_command(data)).__name__) == (f"{model}:1", "OptimStep")
+
+
+async def test_a_result_is_fetched_as_often_as_it_is_asked_for(server: Server) -> None:
+    _, model = await server.create_model()
+    server.log.commit(model, server.log.model(model).owner, 0, Result.of_json({"model_id": model}))
+    for _ in range(2):
+        assert await server.post("/retrieve_future", {"request_id": f"{model}:0"}) == {"model_id": model}
+    for unknown in (f"{model}:x", "nothing", "nothing:1", f"{model}:sample:0"):
+        await server.post("/retrieve_future", {"request_id": unknown}, 404)
+    await server.post("/retrieve_future", {"request_id": f"{model}:0"}, 404, OTHER_KEY)
+
+
+async def test_a_sample_that_nobody_knows_is_to_be_sent_again(server: Server) -> None:
+    session, _ = await server.create_model()
+    sampler = await server.post(
+        "/create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "base_model": "base"}
+    )
+    await server.post("/retrieve_future", {"request_id": f"{sampler['sampling_session_id']}:5"}, 410)
+    await server.post("/retrieve_future", {"request_id": f"{sampler['sampling_session_id']}:5"}, 404, OTHER_KEY)
+
+
+async def test_a_finished_session_beats_no_more(server: Server) -> None:
+    session, _ = await server.create_model()
+    await server.post("/session_heartbeat", {"session_id": session})
+    await server.post(f"/sessions/{session}/finish", {}, 404, OTHER_KEY)
+    await server.post(f"/sessions/{session}/finish", {"reason": {"type": "success"}})
+    await server.post("/session_heartbeat", {"session_id": session}, 410)
+
+
+async def test_a_command_of_another_key_is_refused(server: Server) -> None:
+    _, model = await server.create_model()
+    for path, body in (
+        ("/optim_step", {"adam_params": {}}),
+        ("/save_weights", {"path": "a"}),
+        ("/save_weights_for_sampler", {"path": "a"}),
+        ("/load_weights", {"path": "tinker://a/weights/b", "optimizer": True}),
+        ("/get_info", {}),
+    ):
+        await server.post(path, {"model_id": model, "seq_id": 1, **body}, 404, OTHER_KEY)
+    assert server.log.logged(model) == [0]
+
+
+@pytest.mark.parametrize("key", [{}, {"X-API-Key": "sk-1"}])
+async def test_every_route_but_health_needs_a_key(server: Server, key: dict[str, str]) -> None:
+    routes = [each for each in router.routes if isinstance(each, APIRoute)]
+    assert len(routes) > 20
+    for route in routes:
+        path = route.path.removeprefix("/api/v1").replace("{", "").replace("}", "").replace(":path", "")
+        for method in route.methods:
+            answer = await server.client.request(method, path, headers=key, json={})
+            assert answer.status_code == (200 if path == "/healthz" else 401), path
+
+
+def hostile_values(rng: np.random.Generator) -> Any:
+    values: list[Any] = [
+        *(None, True, -1, 0, 1 << 80, 1e308, -0.0, "", "\x00", "../..", "tinker://a/b/c", "ü" * 300, "\ud800"),
+        *([], [1], [[1]], {}, {"a": 1}, {"chunks": []}, {"chunks": [{"type": "encoded_text", "tokens": [1 << 40]}]}),
+    ]
+    return values[int(rng.integers(len(values)))]
+
+
+async def test_hostile_bodies_get_no_5xx(server: Server) -> None:
+    """Valid bodies with spoiled fields, to every route; and noise in protobuf."""
+    session, model = await server.create_model()
+    valid: dict[str, Any] = {
+        "session_id": session,
+        "model_id": model,
+        "seq_id": 1,
+        "model_seq_id": 1,
+        "base_model": "base",
+        "lora_config": {"rank": 2},
+        "adam_params": {"learning_rate": 0.1},
+        "path": "a",
+        "optimizer": False,
+        "sampling_session_seq_id": 0,
+        "sampling_session_id": f"{session}:sample:0",
+        "num_samples": 1,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
+        "sampling_params": {"max_tokens": 2},
+        "request_id": f"{session}:sample:0:1",
+        "tinker_path": f"tinker://{model}/weights/a",
+    }
+    rng = np.random.default_rng(0)
+    protobuf = forward_backward_body(target_tokens=np.array([2, 3, 4]))
+    paths = [each for each in router.routes if isinstance(each, APIRoute) and "forward_backward" not in each.path]
+    for i in range(NUM_HOSTILE):
+        if i % 4 == 0:
+            place, noise = int(rng.integers(len(protobuf))), rng.bytes(int(rng.integers(1, 20)))
+            body = protobuf[:place] + noise + protobuf[place + len(noise) :]
+            answer = await server.client.post(
+                "/forward_backward", content=body, headers={**KEY, "Content-Type": PROTOBUF}
+            )
+        else:
+            route = paths[int(rng.integers(len(paths)))]
+            spoiled = {**valid, "seq_id": i}
+            for name in rng.choice(list(valid), int(rng.integers(0, 4)), replace=False):
+                spoiled[str(name)] = hostile_values(rng)
+            path = route.path.removeprefix("/api/v1")
+            for name in ("session_id", "model_id", "sampler_id", "checkpoint_id:path"):
+                value = str(spoiled.get(name, "weights/a"))[:99] or "x"
+                path = path.replace(f"{{{name}}}", quote(value, errors="surrogatepass"))
+            answer = await server.client.request(
+                next(iter(route.methods)), path, content=json.dumps(spoiled).encode(), headers=KEY
+            )
+        assert answer.status_code in ANSWERED, (answer.request.url, answer.status_code, answer.request.content)
+        if answer.status_code != 200:
+            assert "detail" in answer.json() or answer.json()["type"] == "try_again"
