@@ -70,14 +70,32 @@ def load_run(
 
 def read_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a configuration, without checks of this machine. Raises `ConfigError`."""
-    return validate_tree(_compose_saved(path, overrides), source=str(path))
+    tree = None if overrides else _read_complete(path)
+    tree = _compose_saved(path, overrides) if tree is None else _at_home(path, tree)
+    return validate_tree(tree, source=str(path))
+
+
+def _read_complete(path: Path) -> dict[str, Any] | None:
+    """Read a file without Hydra, whose import takes half a second; None if it includes others or can't be read."""
+    from yaml import YAMLError
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        tree = None if "${" in text or check_yaml_limits(text) else load_yaml(text)
+    except (OSError, ValueError, YAMLError):
+        return None
+    return canonical_tree(tree, str(path)) if isinstance(tree, dict) and "defaults" not in tree else None
 
 
 def _compose_saved(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Compose a file; a saved configuration's `output_dir` becomes its folder, even moved or copied."""
     tree = compose_tree(path, overrides)
     given = any(each.lstrip("+").startswith("output_dir=") for each in overrides)
-    if path.name == CONFIG and not given and identify(path.parent) is not None:
+    return tree if given else _at_home(path, tree)
+
+
+def _at_home(path: Path, tree: dict[str, Any]) -> dict[str, Any]:
+    """Make a saved configuration's `output_dir` its folder, even moved or copied."""
+    if path.name == CONFIG and identify(path.parent) is not None:
         tree["output_dir"] = str(path.parent.resolve())
     return tree
 
