@@ -134,6 +134,12 @@ class FakeLearnerBuffer:
 
         self.moments.pass_by(f"drop {group.number}", act)
 
+    def close(self, reason: str) -> int:
+        """Unlike the real one, without a moment: it is the last call of a run."""
+        numbers = self._remove([group.entry_id for group in self.stream])
+        self.dropped += [(number, reason) for number in numbers]
+        return len(numbers)
+
     def ack(self, entry_ids: Sequence[str], step: int) -> int:
         gone: list[int] = []
 

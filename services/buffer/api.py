@@ -261,6 +261,10 @@ class LearnerBuffer(Protocol):
         """Drop a group, counted by `reason`; admission replaces it."""
         ...
 
+    def close(self, reason: str) -> int:
+        """Drop all groups in flight of a finished run; return their number; idempotent."""
+        ...
+
     def ack(self, entry_ids: Sequence[str], step: int) -> int:
         """Remove groups in the durable checkpoint of `step`; return their number; idempotent."""
         ...

@@ -195,6 +195,9 @@ class RedisLearnerBuffer:
     def drop(self, group: Group, reason: str) -> None:
         self._call("finish", self._epoch, "dropped", reason, "", "", entry_ids=[group.entry_id])
 
+    def close(self, reason: str) -> int:
+        return int(self._call("close", self._epoch, reason))
+
     def ack(self, entry_ids: Sequence[str], step: int) -> int:
         return int(self._call("finish", self._epoch, "trained", step, "", "", entry_ids=entry_ids))
 

@@ -14,6 +14,7 @@ from offbeat.services.control.console.archive import NotRecordedError, UnknownGr
 from offbeat.services.control.run import (
     BusyError,
     ForeignRecordError,
+    LostRecordError,
     RunExistsError,
     RunStateError,
     UnknownRunError,
@@ -48,6 +49,7 @@ STATUS_DESCRIPTIONS = {
 }
 STATUS_BY_ERROR: dict[type[Exception], tuple[int, str]] = {
     UnknownRunError: (404, "unknown_run"),
+    LostRecordError: (503, "state_unreachable"),
     RunExistsError: (409, "run_exists"),
     BusyError: (409, "busy"),
     RunStateError: (409, "run_state"),

@@ -22,6 +22,7 @@ Claims = dict[str, list[str]]
 class LostRecords:
     def __init__(self, store: RunStore) -> None:
         self._redis = store.redis
+        self._attended = store.attended
         self._known: dict[str, tuple[RunRecord, Claims]] = {}
 
     async def note(self, record: RunRecord) -> None:
@@ -29,6 +30,7 @@ class LostRecords:
         # A start whose models were downloaded has another configuration, and other claims
         same = known is not None and (known[0].started_at, known[0].config) == (record.started_at, record.config)
         self._known[record.run_id] = record, known[1] if known and same else await self._claims_of(record.run_id)
+        self._attended.add(record.run_id)
 
     async def put_back(self, active: Sequence[str]) -> list[str]:
         """Restore lost records; return their runs. active: runs that Redis knows."""
@@ -39,6 +41,7 @@ class LostRecords:
                 logger.error("run %s: Redis had lost its record; it was written again", run_id)
                 written.append(run_id)
             del self._known[run_id]
+            self._attended.discard(run_id)
         return written
 
     async def _claims_of(self, run_id: str) -> Claims:

@@ -29,6 +29,7 @@ from offbeat.services.control.restart_policy import RestartPolicy
 from offbeat.services.control.run import (
     DesiredState,
     ForeignRecordError,
+    LostRecordError,
     Restarts,
     RunRecord,
     RunSpec,
@@ -182,6 +183,8 @@ class Reconciler:
                 await self.reconcile(run_id)
         except UnknownRunError:
             self._forget(run_id)
+        except LostRecordError:  # the next pass restores it
+            return
         except ForeignRecordError as error:
             if run_id not in self._foreign:
                 self._foreign.add(run_id)

@@ -61,6 +61,10 @@ class UnknownRunError(ControlError):
     """No run of that name."""
 
 
+class LostRecordError(ControlError):
+    """Record of an active run that Redis has lost, before its reconciler has restored it."""
+
+
 class ForeignRecordError(ControlError):
     """Record of another version of Offbeat."""
 

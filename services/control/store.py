@@ -24,6 +24,7 @@ from offbeat.services.control.run import (
     DesiredState,
     ForeignRecordError,
     LearnerReport,
+    LostRecordError,
     Restarts,
     RunExistsError,
     RunRecord,
@@ -63,6 +64,8 @@ class RunStore:
     clock: Callable[[], float] = field(default=time.time)
     orphaned_after_s: float = ORPHANED_AFTER_S
     """Infinite where this service alone attends all runs."""
+    attended: set[str] = field(default_factory=set[str])
+    """Active runs whose records a reconciler of this process restores if Redis loses them."""
 
     @repeat_transaction
     async def create(self, spec: RunSpec, *, takeover: bool = False) -> tuple[RunRecord, bool]:
@@ -162,8 +165,16 @@ class RunStore:
         return replace(record, created_at=old.created_at, attempt=old.attempt + 1)
 
     async def load(self, run_id: str) -> RunRecord:
-        """Return a run's record. Raises `UnknownRunError`, `ForeignRecordError`."""
-        raw = await cast(Any, self.redis.hgetall(RunKeys(run_id).record))
+        """Return a run's record. Raises `UnknownRunError`, `LostRecordError`, `ForeignRecordError`."""
+        keys = RunKeys(run_id)
+        raw = await cast(Any, self.redis.hgetall(keys.record))
+        if run_id in self.attended and b"config" not in raw:
+            async with self.redis.pipeline() as pipe:  # a transaction: it may be deleted and created anew meanwhile
+                pipe.hgetall(keys.record)
+                pipe.ttl(keys.epoch)
+                raw, epoch_ttl_s = await pipe.execute()
+            if b"config" not in raw and epoch_ttl_s <= 0:
+                raise LostRecordError(f"Redis has lost the record of run {run_id!r}: it is being restored, try again")
         if not raw:
             raise UnknownRunError(f"there is no run {run_id!r}")
         return RunRecord.decode(raw)

@@ -99,7 +99,6 @@ class World:
         self._paused: list[Life] = []
         self.disk = Disk(self.folder)
         self.happened = Counter[str]()
-        self.has_forgotten = False
 
     def play(self) -> None:
         """Let learners live until one finishes, then see that all is complete and proven."""
@@ -274,7 +273,6 @@ class World:
 
     def _redis_forgets(self) -> None:
         """Redis comes back at an earlier state; the first connection to the new process says so (verify.lua)."""
-        self.has_forgotten = True
         self._redis.flushall()
         self._snapshots = self._snapshots[: 1 + self._walk.randrange(len(self._snapshots))]
         for key, (time_to_live_ms, dump) in self._snapshots[-1].items():
@@ -324,7 +322,7 @@ class World:
     def _is_complete(self) -> None:
         counters = self._run.learner.counters()
         assert counters.trained == STEPS * GROUPS_PER_STEP, counters
-        assert not counters.in_flight or self.has_forgotten, counters
+        assert not counters.in_flight, counters
         newest = newest_complete(self.checkpoints, "now")
         assert newest is not None
         assert newest.state.step == STEPS
@@ -345,9 +343,7 @@ class World:
             broken_lines=broken,
         )
         result = audit(evidence)
-        # A drop that Redis forgot near the end leaves its group in flight, and the audit says so
-        others = [each for each in result.findings if not (self.has_forgotten and each.endswith("still open"))]
-        assert not others, others
+        assert not result.findings, result.findings
         assert max(result.staleness) <= self._bound
 
 

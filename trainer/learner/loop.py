@@ -40,6 +40,8 @@ from offbeat.trainer.training.policy_trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
+UNNEEDED = "unneeded"
+"""Reason of a drop: in flight after the last step, as Redis had lost that the group was dropped before."""
 PAUSE_POLL_S = 0.2
 """Maximum delay of a resume or stop."""
 
@@ -336,6 +338,7 @@ class Learner:
         if not self._evaluations.wait(self._should_stop):
             return False
         self._finish_uploads(FOREGROUND_TIMEOUT_S)
+        self._buffer.close(UNNEEDED)
         self._reporter.set_phase(FINISHED)
         return True
 

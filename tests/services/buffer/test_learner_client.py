@@ -127,6 +127,24 @@ async def test_acknowledging_twice_counts_once(run: Run):
     assert run.learner.snapshot().consumed == 0
 
 
+async def test_closing_drops_played_and_running_groups_and_leaves_nothing(run: Run):
+    await run.complete_groups(2)
+    taken = run.learner.take(0)
+    assert taken is not None
+    tasks = await run.buffer.claim("w", 3)
+    await run.submit(tasks[0])
+    assert run.learner.close("unneeded") == 4
+    assert run.learner.close("unneeded") == 0
+    counters = run.learner.counters()
+    assert (counters.dropped, counters.in_flight) == ({"unneeded": 4}, 0)
+    assert run.keys_left("blobs") == run.keys_left("unit") == run.keys_left("claims") == []
+    assert run.learner.ack([taken.entry_id], 1) == 0
+    replaced = run.learner
+    run.next_learner()
+    with pytest.raises(FencedError):
+        replaced.close("unneeded")
+
+
 async def test_a_drop_is_counted_once_and_frees_its_blobs(run: Run):
     await run.complete_groups(1)
     (group,) = take_all(run.learner)

@@ -11,7 +11,7 @@ from offbeat.services.control.interfaces import Health
 from offbeat.services.control.reconciler import Reconciler, RestartPolicy
 from offbeat.services.control.run import (
     DesiredState,
-    ForeignRecordError,
+    LostRecordError,
     RunRecord,
     RunSpec,
     RunState,
@@ -383,6 +383,26 @@ async def test_runs_that_are_over_cost_the_loop_no_look_and_leave_nothing_in_it(
     await asyncio.gather(looking, return_exceptions=True)
 
 
+async def test_a_lost_record_is_not_said_to_be_of_no_run(store: RunStore, mesh: FakeMesh):
+    """Who watches the run tries again until it is restored; a late write of a field changes nothing."""
+    reconciler = Reconciler(store, lambda _: mesh)
+    await reconciler.reconcile("lake")
+    await store.redis.flushall()
+    for late in ({}, {"beat": 1.0}):
+        if late:
+            await store.update("lake", **late)
+        with pytest.raises(LostRecordError, match="lost the record of run 'lake'"):
+            await store.load("lake")
+        with pytest.raises(UnknownRunError):
+            await store.load("another")
+    assert await reconciler._active_runs() == ["lake"]
+    assert (await store.load("lake")).run_id == "lake"
+    await store.update("lake", state=RunState.FAILED)
+    await store.delete("lake")
+    with pytest.raises(UnknownRunError):
+        await store.load("lake")
+
+
 async def test_a_record_that_redis_has_lost_is_written_again(store: RunStore, mesh: FakeMesh):
     """It keeps its id, so that the run's parts go on; a deleted run does not come back."""
     reconciler = Reconciler(store, lambda _: mesh, reconcile_s=0.02)
@@ -391,7 +411,7 @@ async def test_a_record_that_redis_has_lost_is_written_again(store: RunStore, me
     async def is_running() -> bool:
         try:
             return (await store.load("lake")).state is RunState.RUNNING
-        except (UnknownRunError, ForeignRecordError):
+        except (LostRecordError, UnknownRunError):
             return False
 
     try:

@@ -164,6 +164,7 @@ class Lifecycle(RuleBasedStateMachine):
         self.seen: dict[str, Seen] = {}
         self.stack.meshes.clear()
         self.run(self.stack.redis.flushdb())
+        self.stack.store.attended.clear()  # these runs are forgotten on purpose
 
     # Calls
 
