@@ -1,7 +1,7 @@
 r"""Made arithmetic for `pipeline: rlvr`, as JSONL: `python -m offbeat.envs.dataset.arithmetic OUT.jsonl [--held-out]`.
 
-Problems of three numbers below ten, such as `7 + 5 - 9`; one in eight is held out. Words are separated by spaces, for the
-tiny policy's tokenizer; the answer is one word in `\boxed{ }`.
+Problems of three numbers below seven, such as `6 + 5 - 4`; one in eight is held out. Words are separated by spaces, for the
+tiny policy's tokenizer; the answer is one word in `\boxed{ }`, after a step such as `11 - 4 =`.
 """
 
 import argparse
@@ -16,19 +16,19 @@ import numpy as np
 
 from offbeat.envs.dataset.prompt import PromptEnv
 
+NUMBERS = 7
 HELD_OUT_SHARE = 8
 """Inverse share of problems."""
 DOMAINS = {"addition": ("+", "+"), "mixed": ("+", "-")}
 """Tag -> signs between the numbers."""
-MAX_RESULT = 27
-MAX_MISCOUNT = 2
-"""Largest error of a demonstration, drawn evenly: one in five is right."""
+CARELESS_SHARE = 0.75
+"""Of demonstrations that forget the last number."""
 
 
 def problems(*, held_out: bool) -> Iterator[dict[str, Any]]:
     """Yield a split's problems; results are not negative."""
     for tag, signs in DOMAINS.items():
-        for first, second, third in product(range(10), range(10), range(1, 10)):
+        for first, second, third in product(range(NUMBERS), range(NUMBERS), range(1, NUMBERS)):
             result = first + second + (third if signs[1] == "+" else -third)
             prompt = f"{first} {signs[0]} {second} {signs[1]} {third} ="
             if result >= 0 and _is_held_out(prompt) == held_out:
@@ -37,7 +37,8 @@ def problems(*, held_out: bool) -> Iterator[dict[str, Any]]:
                     "prompt": prompt,
                     "ground_truth": str(result),
                     "tag": tag,
-                    "response": box(result),
+                    "response": f"{first + second} {signs[1]} {third} = {box(result)}",
+                    "careless": box(first + second),
                 }
 
 
@@ -48,10 +49,9 @@ def box(result: int) -> str:
 def careless_answers(
     env: PromptEnv, rng: np.random.Generator, *, system_prompt: str | None = None
 ) -> list[dict[str, str]]:
-    """Return a warm-start demonstration that may be off by one or two."""
+    """Return a warm-start demonstration that adds two numbers and forgets the last, or (one in four) works in steps."""
     observation, _ = env.reset(seed=int(rng.integers(2**31)))
-    counted = abs(int(env.row["ground_truth"]) + int(rng.integers(-MAX_MISCOUNT, MAX_MISCOUNT + 1)))
-    answer = box(min(counted, 2 * MAX_RESULT - counted))
+    answer = env.row["careless" if rng.random() < CARELESS_SHARE else "response"]
     head = [{"role": "system", "content": system_prompt}] if system_prompt else []
     return [*head, {"role": "user", "content": observation}, {"role": "assistant", "content": answer}]
 

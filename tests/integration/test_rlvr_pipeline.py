@@ -24,7 +24,7 @@ def train(tmp_path: Path) -> Iterator[TrainProcess]:
         write_problems(tmp_path / f"{name}.jsonl", held_out=held_out)
     files = (f"data.dataset_name={tmp_path / 'rows.jsonl'}", f"data.val_dataset_name={tmp_path / 'val.jsonl'}")
     # Every group has a signal, so that a step is 8 groups
-    always = ("zero_variance=train", f"max_steps={STEPS}", REWARDS)
+    always = ("zero_variance=train", "~max_refill_ratio", f"max_steps={STEPS}", REWARDS)
     process = TrainProcess(tmp_path / "run", *files, *always, config=CONFIGS / "rlvr.yaml", small=SHORT)
     yield process
     process.close()
@@ -46,7 +46,8 @@ def test_killed_learner_and_reward_replica_lose_no_group(train: TrainProcess, tm
     assert left_behind(train) == []
     num_rows = sum(1 for _ in (tmp_path / "val.jsonl").open())
     for evaluation in report["evaluations"]:
-        assert (evaluation["episodes"], evaluation["episodes_failed"]) == (num_rows, 0)
+        num_answers = num_rows * (4 if evaluation["sampling"] == "sampled" else 1)
+        assert (evaluation["episodes"], evaluation["episodes_failed"]) == (num_answers, 0)
         assert evaluation["reward"] == pytest.approx(evaluation["reward/answer"] + 0.1 * evaluation["reward/boxed"])
         assert evaluation["success"] == evaluation["reward/answer"]
     records = [json.loads(line) for line in (train.output_dir / "metrics.jsonl").read_text().splitlines()]

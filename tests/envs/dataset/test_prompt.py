@@ -69,15 +69,17 @@ def test_problems_are_right_and_held_out_ones_are_not_trained():
     assert 6 < len(train) / len(held_out) < 10
     for prompt, row in (train | held_out).items():
         assert eval(prompt.removesuffix(" =")) == int(row["ground_truth"]) >= 0
-        assert row["response"] == rf"\boxed{{ {row['ground_truth']} }}"
+        step, _, answer = row["response"].partition(" = ")
+        assert eval(step) == int(row["ground_truth"])
+        assert answer == box(int(row["ground_truth"])) != row["careless"]
     assert {row["tag"] for row in held_out.values()} == {*DOMAINS}
 
 
-def test_one_demonstration_in_five_is_right_and_all_are_known_words(tmp_path: Path):
+def test_one_demonstration_in_four_works_in_steps(tmp_path: Path):
     write_problems(tmp_path / "rows.jsonl", held_out=False)
     env, rng = PromptEnv(PromptConfig(dataset_name=tmp_path / "rows.jsonl")), np.random.default_rng(0)
-    answers = [(careless_answers(env, rng)[-1]["content"], env.row["response"]) for _ in range(1000)]
-    assert 0.15 < np.mean([answer == right for answer, right in answers]) < 0.25
-    assert {answer for answer, _ in answers} <= {box(result) for result in range(28)}
+    answers = [(careless_answers(env, rng)[-1]["content"], env.row) for _ in range(1000)]
+    assert all(answer in (row["response"], row["careless"]) for answer, row in answers)
+    assert 0.2 < np.mean([answer == row["response"] for answer, row in answers]) < 0.3
     head, *_ = careless_answers(env, rng, system_prompt="Add .")
     assert head == {"role": "system", "content": "Add ."}

@@ -38,7 +38,7 @@ def test_envs_of_type_prompt_read_the_dataset(tmp_path: Path):
     )
     assert config.uses_engine
     assert not config.reads_data
-    assert {"27", r"\boxed{", "}", "+", "-", "="} <= {*collect_words(config)}
+    assert {"18", r"\boxed{", "}", "+", "-", "="} <= {*collect_words(config)}
     (tmp_path / "saved.yaml").write_text(json.dumps(config.model_dump(mode="json")))
     assert read_run(tmp_path / "saved.yaml") == config
 
