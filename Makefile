@@ -103,8 +103,8 @@ site: $(STAMP) ## build the documentation site into build/site/html; a dead link
 
 animation: $(STAMP) ## record a short training run in a terminal, as docs/img/train.svg
 	@$(BIN)/uv tool run --quiet --from svgterm==1.1.0 --with 'setuptools<81' svgterm docs/img/train.svg \
-		-g 112x26 -m 1500 -M 400 -D 5000 -c '$(BIN)/offbeat train $(CONFIG) exp_name=recorded output_dir=runs/recorded max_steps=24 \
-		warm_start.steps=200 eval_steps=12 val_batch_size=32 final_val_batch_size=64 save_steps=12'
+		-g 112x26 -m 1500 -M 400 -D 5000 -c "$(BIN)/offbeat train $(CONFIG) exp_name=recorded output_dir=runs/recorded max_steps=24 \
+		warm_start.steps=200 eval_steps=12 val_batch_size=32 final_val_batch_size=64 save_steps=12"
 
 clean: ## remove the environment and caches; runs/ stays
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
