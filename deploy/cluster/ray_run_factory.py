@@ -137,7 +137,7 @@ def _claim_id(record: RunRecord) -> str:
 def check_cluster(config: RunConfig, cluster: Cluster, redis_url: str) -> Iterator[ConfigIssue]:
     if config.redis.url not in (None, redis_url):
         yield ConfigIssue("redis.url", "runs of a deployed mesh use its Redis: remove this key")
-    if cluster.hosts > 1 and config.weights.transport == "shm":
+    if config.uses_engine and cluster.hosts > 1 and config.weights.transport == "shm":
         yield ConfigIssue(
             "weights.transport",
             f"shm reaches one host, and this cluster has {cluster.hosts}: use fs, with weights.url set to a folder or "
