@@ -60,7 +60,7 @@ def _knock(address: str) -> None:
 
 def check_hosts(config: RunConfig, cluster: Cluster) -> Iterator[ConfigIssue]:
     """Yield a transport that does not reach all hosts."""
-    if cluster.hosts > 1 and config.weights.transport == "shm":
+    if config.uses_engine and cluster.hosts > 1 and config.weights.transport == "shm":
         yield ConfigIssue(
             "weights.transport",
             f"shm reaches one host, and this cluster has {cluster.hosts}: use fs, with weights.url set to a folder or "

@@ -39,6 +39,8 @@ def test_run_uses_the_redis_of_its_mesh():
 def test_shared_memory_is_rejected_with_several_hosts():
     assert paths(run_config(), hosts=2) == ["weights.transport"]
     assert paths(run_config("weights.transport=fs"), hosts=2) == []
+    sft = validate_tree(compose_tree(QUICKSTART.with_name("sft.yaml")))
+    assert paths(sft, hosts=2) == [], "no engine gets its weights"
 
 
 def test_relative_paths_start_at_the_folder_of_the_mesh(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Scripts that train one run on the nodes of a job; tests/integration/test_symmetric_run.py runs them."""
+"""Scripts that train one run on the nodes of a job."""
 
 import os
 import subprocess
