@@ -174,47 +174,47 @@ def _tilt(times: Floats, mean: float) -> list[float]:
 
 
 def _fit_turns(played: Sequence[MetricRow], rows: Sequence[MetricRow], num_replicas: int) -> tuple[TurnTimes, float]:
-    """Fit a turn's time over concurrency; return it with its mean.
+    """Fit a turn's time over the turns in generation; return it with its mean.
 
-    Concurrency is the number of episodes in play times the share of their time that is generation.
+    These turns are the episodes in play times the share of generation in a turn just then. Both it and the time that is
+    fitted contain the noise of that time, so the line is fitted with the episodes in play as instrument.
     """
     playing: dict[int, float] = defaultdict(float)
     for row in rows:
         if row.source == "rollout" and "playing" in row.values:
             playing[int(row.time)] += row.values["playing"]
     kept = [row for row in played if row.values.get("turns") and "generation_s" in row.values]
+    if not kept:
+        return TurnTimes(((1.0, 0.0),)), 0.0
     turns = np.array([row.values["turns"] for row in kept])
     times = np.array([row.values["generation_s"] for row in kept])
-    if not len(kept):
-        return TurnTimes(((1.0, 0.0),)), 0.0
-    mean_s = float(np.average(times, weights=turns))
-    env_s = float(np.average([row.values.get("env_s", 0.0) for row in kept], weights=turns))
-    share = mean_s / max(mean_s + env_s, 1e-9)
-    counts = np.array([playing.get(int(row.time), 0.0) * share / num_replicas for row in kept])
-    fixed_s, slope_s = _fit_line(counts, times, turns)
-    highest = max(float(counts.max()), 1.0) * FITTED_TO
+    both = times + np.array([row.values.get("env_s", 0.0) for row in kept])
+    episodes = np.array([playing.get(int(row.time), 0.0) / num_replicas for row in kept])
+    counts = episodes * times / np.maximum(both, 1e-9)
+    mean_s, mean_count = float(np.average(times, weights=turns)), float(np.average(counts, weights=turns))
+    variation = _covariance(episodes, counts, turns)
+    slope_s = _covariance(episodes, times, turns) / variation if variation > 0 else 0.0
+    slope_s = min(max(slope_s, 0.0), mean_s / mean_count if mean_count > 0 else 0.0)
+    fixed_s, highest = mean_s - slope_s * mean_count, max(float(counts.max()), 1.0) * FITTED_TO
     if slope_s * highest < 0.01 * mean_s:
         return TurnTimes(((1.0, mean_s),)), mean_s
     return TurnTimes(((1.0, fixed_s + slope_s), (highest, fixed_s + slope_s * highest))), mean_s
 
 
 def _fit_training(steps: Sequence[MetricRow]) -> tuple[float, float]:
+    """Return seconds of a step and of a token, neither negative, by least squares."""
     times = np.array([row.values.get("time/train_s", 0.0) for row in steps])
     tokens = np.array([row.values.get("tokens/computed", 0.0) for row in steps])
-    return _fit_line(tokens, times, np.ones(len(steps)))
+    equal = np.ones(len(steps))
+    variation, mean_s, mean_tokens = _covariance(tokens, tokens, equal), float(times.mean()), float(tokens.mean())
+    slope = _covariance(tokens, times, equal) / variation if variation > 0 else 0.0
+    slope = min(max(slope, 0.0), mean_s / mean_tokens if mean_tokens > 0 else 0.0)
+    return mean_s - slope * mean_tokens, slope
 
 
-def _fit_line(
-    x: Floats,
-    y: Floats,
-    weights: Floats,
-) -> tuple[float, float]:
-    """Return intercept and slope, neither negative, by weighted least squares."""
-    mean_x, mean_y = float(np.average(x, weights=weights)), float(np.average(y, weights=weights))
-    variance = float(np.average((x - mean_x) ** 2, weights=weights))
-    slope = float(np.average((x - mean_x) * (y - mean_y), weights=weights)) / variance if variance > 0 else 0.0
-    slope = min(max(slope, 0.0), mean_y / mean_x if mean_x > 0 else 0.0)
-    return mean_y - slope * mean_x, slope
+def _covariance(x: Floats, y: Floats, weights: Floats) -> float:
+    mean_x, mean_y = np.average(x, weights=weights), np.average(y, weights=weights)
+    return float(np.average((x - mean_x) * (y - mean_y), weights=weights))
 
 
 def _by_time(row: MetricRow) -> float:

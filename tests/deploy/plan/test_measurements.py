@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from tests.deploy.console.folders import write_run
 from tests.fakes import make_trajectory
 from tests.paths import QUICKSTART
 
-ENV_S, FIXED_S, SLOPE_S = 0.2, 0.01, 0.002
+ENV_S, FIXED_S, SLOPE_S = 0.06, 0.01, 0.002
 
 
 def step_rows(num: int = 6, *, refilled: float = 0.0) -> list[MetricRow]:
@@ -41,13 +40,14 @@ def step_rows(num: int = 6, *, refilled: float = 0.0) -> list[MetricRow]:
     return rows
 
 
-def rollout_rows(counts: Sequence[int] = (8, 16, 32, 64), episode_s: float = 1.0) -> list[MetricRow]:
-    """A second each with `counts` episodes in play, half of whose time is generation."""
+def rollout_rows(counts: Sequence[int] = (4, 8, 16, 32), episode_s: float = 1.0) -> list[MetricRow]:
+    """A second each with `counts` turns in generation, and so many episodes in play as lead to that."""
     rows: list[MetricRow] = []
-    for second, playing in enumerate(counts):
-        turn_s = FIXED_S + SLOPE_S * playing / 2
-        rows.append(MetricRow(second + 0.5, "rollout", {"playing": float(playing)}, labels={"worker": "w"}))
-        values = {"turns": 40.0, "generation_s": turn_s, "env_s": 0.06, "episodes": 10.0, "episode_s": episode_s}
+    for second, count in enumerate(counts):
+        turn_s = FIXED_S + SLOPE_S * count
+        playing = count * (turn_s + ENV_S) / turn_s
+        rows.append(MetricRow(second + 0.5, "rollout", {"playing": playing}, labels={"worker": "w"}))
+        values = {"turns": 40.0, "generation_s": turn_s, "env_s": ENV_S, "episodes": 10.0, "episode_s": episode_s}
         rows.append(MetricRow(second + 0.6, "rollout", values, labels={"worker": "w", "kind": "train"}))
         values = {"turns": 5.0, "generation_s": 9.0, "env_s": 9.0, "episodes": 1.0, "episode_s": 99.0}
         rows.append(MetricRow(second + 0.7, "rollout", values, labels={"worker": "w", "kind": "eval"}))
@@ -77,12 +77,20 @@ def test_what_the_run_achieved_is_kept_for_comparison():
 
 
 def test_a_turn_takes_longer_beside_others_and_evaluations_are_left_out():
-    """The mean turn takes as long as the env's step, so half of the episodes in play are in generation."""
     times = measure([*step_rows(), *rollout_rows()], []).measures.turn_s
-    mean_s = fmean(FIXED_S + SLOPE_S * playing / 2 for playing in (8, 16, 32, 64))
-    share = mean_s / (mean_s + 0.06)
-    for playing in (8, 64):
-        assert times.seconds(playing * share) == pytest.approx(FIXED_S + SLOPE_S * playing / 2)
+    for count in (4, 32, 64):
+        assert times.seconds(count) == pytest.approx(FIXED_S + SLOPE_S * count)
+
+
+def test_noise_of_a_turn_is_no_effect_of_concurrency():
+    """Each time is 30% off, in either direction, at the same number of episodes in play."""
+    rows = rollout_rows((16,) * 40 + (17,) * 40)
+    for number, row in enumerate(rows):
+        noise = 1.3 if number // 3 % 2 else 0.7
+        if "generation_s" in row.values:
+            rows[number] = replace(row, values={**row.values, "generation_s": 0.04 * noise})
+    times = measure([*step_rows(), *rows], []).measures.turn_s
+    assert times.seconds(32) == pytest.approx(0.04, rel=0.02)
 
 
 def test_equal_turns_do_not_depend_on_concurrency():
