@@ -23,13 +23,13 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tied Qwen2 whose vocabulary four ranks can't divide, and an untied Qwen3 with grouped keys and normalised heads."""
+    """A tied Qwen2, its vocabulary a multiple of 2 alone, and an untied Qwen3 with grouped keys and norms of heads."""
     from transformers import Qwen3Config
 
     folder = tmp_path_factory.mktemp("models")
     (folder / "tied").mkdir()
     sizes = TinyPolicyConfig(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
-    write_tiny_policy(folder / "tied", sizes, ["a", "b", "c", "d", "e"])
+    write_tiny_policy(folder / "tied", sizes, list("abcdefg"))
     Qwen3Config(
         vocab_size=16,
         hidden_size=32,

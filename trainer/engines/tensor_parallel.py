@@ -27,7 +27,7 @@ def split_model(model: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
     Raises:
         ValueError: the model can't be split.
     """
-    # Of gathers over both dimensions of a mesh, for norms and publishing
+    # It warns of every gather over both dimensions of the mesh, in norms and publishing
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     plan: dict[str, str] = dict(model.tp_plan or {})
     config = model.config.get_text_config()
