@@ -126,18 +126,18 @@ async def get_server_capabilities(_: Owner, service: Service) -> Json:
 
 @router.post("/create_session")
 async def create_session(owner: Owner, service: Service) -> Json:
-    return {"type": "create_session", "session_id": await service.create_session(owner)}
+    return {"type": "create_session", "session_id": await service.records.create_session(owner)}
 
 
 @router.post("/session_heartbeat")
 async def session_heartbeat(owner: Owner, service: Service, body: SessionBody) -> Json:
-    await service.heartbeat(owner, body.session_id)
+    await service.records.heartbeat(owner, body.session_id)
     return {"type": "session_heartbeat"}
 
 
 @router.post("/sessions/{session_id}/finish")
 async def finish_session(owner: Owner, service: Service, session_id: str) -> Json:
-    await service.finish_session(owner, session_id)
+    await service.records.finish_session(owner, session_id)
     return {}
 
 
@@ -155,7 +155,7 @@ async def create_model(owner: Owner, service: Service, body: CreateModelBody) ->
 @router.post("/get_info")
 async def get_info(owner: Owner, service: Service, body: ModelBody) -> Json:
     """`model_data.model_name` is the folder, from which the SDK loads a sampler's tokenizer."""
-    record, base = await service.model(owner, body.model_id), service.base
+    record, base = await service.records.model(owner, body.model_id), service.base
     return {
         "type": "get_info",
         "model_id": body.model_id,
@@ -199,7 +199,7 @@ async def create_sampling_session(owner: Owner, service: Service, body: CreateSa
 @router.get("/samplers/{sampler_id}")
 async def get_sampler(owner: Owner, service: Service, sampler_id: str) -> Json:
     """`base_model` is the folder, from which the SDK loads the tokenizer."""
-    record = await service.sampler(owner, sampler_id)
+    record = await service.records.sampler(owner, sampler_id)
     return {"sampler_id": sampler_id, "base_model": service.base.folder, "model_path": record.model_path}
 
 

@@ -24,7 +24,7 @@ class TinkerListings:
         return {"sessions": [name for _, name in own][offset : offset + limit]}
 
     async def session(self, owner: str, session_id: str) -> Json:
-        await self._service.session(owner, session_id)
+        await self._service.records.session(owner, session_id)
         models = await self._store.all(self._store.keys.models, ModelRecord)
         samplers = await self._store.all(self._store.keys.samplers, SamplerRecord)
         return {
@@ -43,7 +43,7 @@ class TinkerListings:
         }
 
     async def training_run(self, owner: str, model_id: str) -> Json:
-        record = await self._service.model(owner, model_id)
+        record = await self._service.records.model(owner, model_id)
         return self._training_run(model_id, record, await self._checkpoints(owner))
 
     async def checkpoints(self, owner: str, offset: int, limit: int) -> Json:
@@ -51,12 +51,12 @@ class TinkerListings:
         return {"checkpoints": found[offset : offset + limit], "cursor": _cursor(offset, limit, len(found))}
 
     async def checkpoints_of(self, owner: str, model_id: str) -> Json:
-        await self._service.model(owner, model_id)
+        await self._service.records.model(owner, model_id)
         checkpoints = await self._checkpoints(owner)
         return {"checkpoints": _newest_first({k: v for k, v in checkpoints.items() if v.model_id == model_id})}
 
     async def weights_info(self, owner: str, path: str) -> Json:
-        lora = (await self._service.checkpoint(owner, path)).lora
+        lora = (await self._service.records.checkpoint(owner, path)).lora
         return {
             "base_model": self._service.base.name,
             "is_lora": True,
@@ -69,7 +69,7 @@ class TinkerListings:
     async def delete_checkpoint(self, owner: str, model_id: str, checkpoint_id: str) -> None:
         """Delete a checkpoint; commands that load it and were accepted before fail. Raises NotFoundError."""
         path = f"tinker://{model_id}/{checkpoint_id}"
-        record = await self._service.checkpoint(owner, path)
+        record = await self._service.records.checkpoint(owner, path)
         if not await self._store.remove(self._store.keys.checkpoints, path):
             raise NotFoundError(f"there is no checkpoint {path}")
         shutil.rmtree(Path(record.adapter.folder), ignore_errors=True)

@@ -5,12 +5,13 @@ that a sampling session ends with its checkpoint alone.
 """
 
 import asyncio
+import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
 from offbeat.services.tinker.errors import TinkerError
@@ -27,11 +28,20 @@ class AdapterEngine(Protocol):
 
     async def generate(self, request: GenerateRequest, version: int, adapter: str = "") -> Completion: ...
 
+    async def score(self, prompt: Sequence[int], adapter: str = "") -> list[float]: ...
+
     async def put_adapter(self, name: str, folder: Path, version: int) -> None: ...
 
     async def drop_adapter(self, name: str) -> None: ...
 
     async def check(self) -> None: ...
+
+
+class SampleAnswer(NamedTuple):
+    """prompt_logprobs: per token of the prompt, NaN where there is none."""
+
+    sequences: list[SampledSequence]
+    prompt_logprobs: list[float] | None = None
 
 
 @dataclass(slots=True)
@@ -87,8 +97,10 @@ class Sampler:
 
     async def sample(
         self, body: SampleBody, request_id: str, name: str, adapter: AdapterVersion | None
-    ) -> list[SampledSequence]:
-        """Sample `num_samples` answers; name: of the adapter, empty for the base model.
+    ) -> SampleAnswer:
+        """Sample `num_samples` answers, and score the prompt if asked for.
+
+        name: of the adapter, empty for the base model.
 
         Raises:
             TinkerError: the engine refuses the request.
@@ -99,7 +111,7 @@ class Sampler:
         async with self._slots.hold(name, adapter):
             return await self._sample(body, request_id, name)
 
-    async def _sample(self, body: SampleBody, request_id: str, adapter: str) -> list[SampledSequence]:
+    async def _sample(self, body: SampleBody, request_id: str, adapter: str) -> SampleAnswer:
         prompt, rules = prompt_tokens(body), StopRules(self._tokenizer, self._end_ids, body.sampling_params.stop)
         given = body.sampling_params
         sampling = Sampling(
@@ -111,7 +123,12 @@ class Sampler:
         )
         requests = [GenerateRequest(f"{request_id}:{i}", prompt, sampling) for i in range(body.num_samples)]
         answers = await asyncio.gather(*(self._engine.generate(each, BASE_VERSION, adapter) for each in requests))
-        return [_cut(answer, rules) for answer in answers]
+        sequences = [_cut(answer, rules) for answer in answers]
+        if not body.prompt_logprobs:
+            return SampleAnswer(sequences)
+        scores = [math.nan, *await self._engine.score(prompt, adapter)]
+        skipped = len(scores) - min(body.prompt_logprobs_last_n or len(scores), len(scores))
+        return SampleAnswer(sequences, [math.nan] * skipped + scores[skipped:])
 
 
 def prompt_tokens(body: SampleBody) -> tuple[int, ...]:

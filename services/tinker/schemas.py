@@ -119,6 +119,7 @@ class SampleBody(Body):
     seq_id: SeqId
     num_samples: int = Field(default=1, ge=1, le=1024)
     prompt_logprobs: bool | None = None
+    prompt_logprobs_last_n: int | None = Field(default=None, ge=1)
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: dict[str, object] | None = None

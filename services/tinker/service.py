@@ -6,21 +6,16 @@ Invariants: a retry of a call changes nothing and gets the same answer; nothing 
 import asyncio
 import secrets
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
-
-import msgspec
-from pydantic import TypeAdapter, ValidationError
 
 from offbeat.services.errors import CodecError, MeshError
 from offbeat.services.tinker.config import TinkerConfig
 from offbeat.services.tinker.errors import GoneError, NotFoundError, TinkerError
 from offbeat.services.tinker.futures import SampleFutures
+from offbeat.services.tinker.owned_records import OwnedRecords
 from offbeat.services.tinker.records import (
     AdapterVersion,
-    CheckpointRecord,
     Command,
     CreateModel,
     ForwardBackwardCommand,
@@ -28,23 +23,20 @@ from offbeat.services.tinker.records import (
     Lora,
     Metadata,
     ModelRecord,
-    OptimStep,
     PublishSampler,
     RefusedCommand,
     Result,
     SamplerRecord,
     SaveWeights,
-    Session,
     request_id_of,
 )
+from offbeat.services.tinker.refusals import read_adam, refuse_name
 from offbeat.services.tinker.sampling import Sampler, prompt_tokens
 from offbeat.services.tinker.schemas import (
-    AdamBody,
     CreateModelBody,
     CreateSamplerBody,
     LoadWeightsBody,
     LoraBody,
-    Name,
     OptimStepBody,
     SampleBody,
     SamplerWeightsBody,
@@ -56,9 +48,6 @@ from offbeat.services.tinker.wire import decode_forward_backward, encode_sample_
 SEED_BITS = 31
 WAIT_S = 20.0
 """Time until a client is told to ask again; below the SDK's timeout of 45 s."""
-NAME: TypeAdapter[str] = TypeAdapter(Name)
-
-OwnedT = TypeVar("OwnedT", Session, ModelRecord, SamplerRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +70,7 @@ class TinkerService:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.store = store
+        self.records = OwnedRecords(store, clock)
         self.base = base
         self._sampler = sampler
         self._config = config
@@ -90,49 +80,9 @@ class TinkerService:
     def close(self) -> None:
         self._futures.close()
 
-    async def create_session(self, owner: str) -> str:
-        session_id = str(uuid.uuid4())
-        await self.store.put(self.store.keys.sessions, session_id, Session(owner=owner, created_at=self._clock()))
-        return session_id
-
-    async def session(self, owner: str, session_id: str) -> Session:
-        """Raises NotFoundError."""
-        session = await self.store.find(self.store.keys.sessions, session_id, Session)
-        return _owned(session, owner, f"session {session_id}")
-
-    async def heartbeat(self, owner: str, session_id: str) -> None:
-        """Raises GoneError once the session has ended."""
-        if (await self.session(owner, session_id)).is_finished:
-            raise GoneError(f"session {session_id} has ended")
-
-    async def finish_session(self, owner: str, session_id: str) -> None:
-        session = await self.session(owner, session_id)
-        await self.store.put(self.store.keys.sessions, session_id, msgspec.structs.replace(session, is_finished=True))
-
-    async def model(self, owner: str, model_id: str) -> ModelRecord:
-        """Raises NotFoundError."""
-        record = await self.store.find(self.store.keys.models, model_id, ModelRecord)
-        return _owned(record, owner, f"model {model_id}")
-
-    async def checkpoint(self, owner: str, path: str) -> CheckpointRecord:
-        """Raises NotFoundError."""
-        record = await self.store.find(self.store.keys.checkpoints, path, CheckpointRecord)
-        if record is None:
-            raise NotFoundError(f"there is no checkpoint {path}")
-        try:
-            await self.model(owner, record.model_id)
-        except NotFoundError:
-            raise NotFoundError(f"there is no checkpoint {path}") from None
-        return record
-
-    async def sampler(self, owner: str, sampler_id: str) -> SamplerRecord:
-        """Raises NotFoundError."""
-        record = await self.store.find(self.store.keys.samplers, sampler_id, SamplerRecord)
-        return _owned(record, owner, f"sampling session {sampler_id}")
-
     async def create_model(self, owner: str, body: CreateModelBody) -> tuple[str, str]:
         """Return the request's and the model's id. Raises TinkerError."""
-        await self.session(owner, body.session_id)
+        await self.records.session(owner, body.session_id)
         self._check_base(body.base_model)
         if body.optimizer_config.type != "adamw":
             raise TinkerError(f"optimizer {body.optimizer_config.type!r} is not available: take adamw")
@@ -156,20 +106,20 @@ class TinkerService:
         if body.adam_params is None:
             command = RefusedCommand("optimizer_params are not available: pass AdamParams")
         else:
-            command = _read_adam(body.adam_params)
+            command = read_adam(body.adam_params)
         return await self._submit(owner, body.model_id, body.seq_id, command)
 
     async def save_weights(self, owner: str, body: SaveWeightsBody) -> tuple[str, str]:
         name = body.path or f"seq-{body.seq_id}"
-        command = _named(name) or SaveWeights(name, "training", body.overwrite, body.user_metadata)
+        command = refuse_name(name) or SaveWeights(name, "training", body.overwrite, body.user_metadata)
         return await self._submit(owner, body.model_id, body.seq_id, command)
 
     async def save_weights_for_sampler(self, owner: str, body: SamplerWeightsBody) -> tuple[str, str]:
         if body.path is not None or body.sampling_session_seq_id is None:
             name = body.path or f"seq-{body.seq_id}"
-            command = _named(name) or SaveWeights(name, "sampler", body.overwrite, body.user_metadata)
+            command = refuse_name(name) or SaveWeights(name, "sampler", body.overwrite, body.user_metadata)
         else:
-            record = await self.model(owner, body.model_id)
+            record = await self.records.model(owner, body.model_id)
             sampler_id = _sampler_id(record.session_id, body.sampling_session_seq_id)
             command = PublishSampler(sampler_id, body.kind == "inflight")
         return await self._submit(owner, body.model_id, body.seq_id, command)
@@ -183,18 +133,18 @@ class TinkerService:
             raise TinkerError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
         if isinstance(start, RefusedCommand):
             raise NotFoundError(start.error)
-        await self.session(owner, body.session_id)
-        checkpoint = await self.checkpoint(owner, body.path)
+        await self.records.session(owner, body.session_id)
+        checkpoint = await self.records.checkpoint(owner, body.path)
         return await self._create(
             owner, body.session_id, body.model_seq_id, checkpoint.lora, body.user_metadata, CreateModel(start)
         )
 
     async def create_sampler(self, owner: str, body: CreateSamplerBody) -> str:
         """Open a sampling session of a checkpoint or the base model; return its id. Raises TinkerError."""
-        await self.session(owner, body.session_id)
+        await self.records.session(owner, body.session_id)
         adapter: AdapterVersion | None = None
         if body.model_path is not None:
-            adapter = (await self.checkpoint(owner, body.model_path)).adapter
+            adapter = (await self.records.checkpoint(owner, body.model_path)).adapter
         elif body.base_model is not None:
             self._check_base(body.base_model)
         else:
@@ -206,7 +156,7 @@ class TinkerService:
 
     async def sample(self, owner: str, body: SampleBody) -> tuple[str, list[str]]:
         """Start sampling; return the request's id and the sequences'. Raises TinkerError."""
-        record = await self.sampler(owner, body.sampling_session_id)
+        record = await self.records.sampler(owner, body.sampling_session_id)
         request_id = f"{body.sampling_session_id}:{body.seq_id}"
         self._futures.start(request_id, owner, body.num_samples, self._sample(body, request_id, record))
         return request_id, [f"{request_id}:{i}" for i in range(body.num_samples)]
@@ -218,9 +168,9 @@ class TinkerService:
             return await _wait(task, WAIT_S)
         parent, _, number = request_id.rpartition(":")
         if await self.store.find(self.store.keys.samplers, parent, SamplerRecord) is not None:
-            await self.sampler(owner, parent)
+            await self.records.sampler(owner, parent)
             raise GoneError(f"sample {request_id} is gone: send it again")
-        await self.model(owner, parent)
+        await self.records.model(owner, parent)
         if not (number.isascii() and number.isdecimal()):
             raise NotFoundError(f"there is no request {request_id}")
         if not await self.store.is_applied(parent, int(number)):
@@ -254,7 +204,7 @@ class TinkerService:
         return request_id_of(model_id, 0), model_id
 
     async def _submit(self, owner: str, model_id: str, seq_id: int, command: Command) -> tuple[str, str]:
-        await self.model(owner, model_id)
+        await self.records.model(owner, model_id)
         if seq_id < 1:
             raise TinkerError(f"seq_id {seq_id}: commands of a model count from 1")
         await self.store.submit(model_id, owner, seq_id, command)
@@ -262,7 +212,7 @@ class TinkerService:
 
     async def _find_start(self, owner: str, path: str, *, with_optimizer: bool) -> LoadWeights | RefusedCommand:
         try:
-            checkpoint = await self.checkpoint(owner, path)
+            checkpoint = await self.records.checkpoint(owner, path)
         except NotFoundError as error:
             return RefusedCommand(str(error))
         if checkpoint.kind != "training":
@@ -273,10 +223,10 @@ class TinkerService:
         try:
             self._check_sample(body)
             name, adapter = await self._find_adapter(record)
-            sequences = await self._sampler.sample(body, request_id, name, adapter)
+            answer = await self._sampler.sample(body, request_id, name, adapter)
         except TinkerError as error:
             return Result.of_error(str(error))
-        return Result(encode_sample_response(sequences), is_protobuf=True)
+        return Result(encode_sample_response(answer.sequences, answer.prompt_logprobs), is_protobuf=True)
 
     async def _find_adapter(self, record: SamplerRecord) -> tuple[str, AdapterVersion | None]:
         """Return the adapter's name in the engine, and its version."""
@@ -288,14 +238,13 @@ class TinkerService:
     def _check_sample(self, body: SampleBody) -> None:
         """Raises TinkerError for what is not there yet."""
         unsupported = {
-            "prompt_logprobs": body.prompt_logprobs,
             "topk_prompt_logprobs": body.topk_prompt_logprobs,
             "topk_sample_logprobs": body.topk_sample_logprobs,
             "target_prompt_logprobs": body.target_prompt_logprobs,
             "prompt_alt_tokens_k": body.prompt_alt_tokens_k,
         }
         if wanted := [name for name, value in unsupported.items() if value]:
-            raise TinkerError(f"{wanted[0]} is not available: score tokens with TrainingClient.forward")
+            raise TinkerError(f"{wanted[0]} is not available: take prompt_logprobs, or TrainingClient.forward")
         if not (tokens := prompt_tokens(body)) or len(tokens) >= self.base.context:
             raise TinkerError(f"a prompt of {len(tokens)} tokens: 1 to {self.base.context - 1} fit the model")
 
@@ -318,12 +267,6 @@ class TinkerService:
         )
 
 
-def _owned(record: OwnedT | None, owner: str, what: str) -> OwnedT:
-    if record is None or record.owner != owner:
-        raise NotFoundError(f"there is no {what}")
-    return record
-
-
 async def _wait(task: asyncio.Task[Result], timeout_s: float) -> Result | None:
     """Return a sample's result, if it is there in time. Raises GoneError for one that has to be sampled again."""
     await asyncio.wait({task}, timeout=timeout_s)
@@ -334,25 +277,6 @@ async def _wait(task: asyncio.Task[Result], timeout_s: float) -> Result | None:
     if isinstance(error := task.exception(), MeshError):
         raise GoneError(f"send the sample again: {error}") from error
     return task.result()
-
-
-def _named(name: str) -> RefusedCommand | None:
-    """Return the refusal of a checkpoint's name, if it is no folder's."""
-    try:
-        NAME.validate_python(name)
-    except ValidationError:
-        return RefusedCommand(
-            f"a checkpoint can't be called {name[:200]!r}: take up to 128 letters, digits and . _ - + ="
-        )
-    return None
-
-
-def _read_adam(params: dict[str, object]) -> OptimStep | RefusedCommand:
-    try:
-        return OptimStep(**AdamBody.model_validate(params).model_dump())
-    except ValidationError as error:
-        first = error.errors()[0]
-        return RefusedCommand(f"adam_params.{'.'.join(map(str, first['loc']))}: {first['msg']}")
 
 
 def _sampler_id(session_id: str, number: int) -> str:

@@ -219,8 +219,13 @@ class SampledSequence:
     stop_reason: str
 
 
-def encode_sample_response(sequences: Sequence[SampledSequence]) -> bytes:
+def encode_sample_response(
+    sequences: Sequence[SampledSequence], prompt_logprobs: Sequence[float] | None = None
+) -> bytes:
+    """prompt_logprobs: per token of the prompt, NaN where there is none."""
     message = CLASSES["SampleResponse"]()
+    if prompt_logprobs is not None:
+        message.prompt_logprobs = np.asarray(prompt_logprobs, "<f4").tobytes()
     for sequence in sequences:
         message.sequences.add(
             stop_reason=STOP_REASONS[sequence.stop_reason],

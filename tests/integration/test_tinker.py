@@ -81,6 +81,9 @@ def test_a_model_learns_and_its_samples_have_the_trained_logprobs(service: tinke
     assert greedy.stop_reason == "length"
     scores = client.forward([datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
     np.testing.assert_allclose(greedy.logprobs, scores.data, atol=FLOAT_NOISE)
+    first, *rest = sampler.compute_logprobs(types.ModelInput.from_ints(SENTENCE)).result()
+    assert first is None
+    np.testing.assert_allclose(np.array(rest, float), scores.data, atol=FLOAT_NOISE)
     assert client.get_tokenizer().vocab_size == sampler.get_tokenizer().vocab_size
     info = client.get_info()
     assert (info.lora_rank, info.model_name) == (4, "tiny")
@@ -221,8 +224,9 @@ def test_what_is_refused_says_what_to_do_and_the_model_goes_on(service: tinker.S
     with pytest.raises(tinker.BadRequestError, match="max_lora_rank"):
         service.create_lora_training_client("tiny", rank=1000).result()
     sampler = client.save_weights_and_get_sampling_client().result()
+    prompt, one_token = types.ModelInput.from_ints([4, 5]), types.SamplingParams(max_tokens=1)
     with pytest.raises(tinker.RequestFailedError, match=r"TrainingClient\.forward"):
-        sampler.compute_logprobs(types.ModelInput.from_ints([4, 5])).result()
+        sampler.sample(prompt, 1, one_token, include_prompt_logprobs=True, topk_prompt_logprobs=2).result()
     assert train(client, 1)
 
 

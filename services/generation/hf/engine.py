@@ -8,6 +8,7 @@ values of older weights.
 import asyncio
 import math
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,6 +143,20 @@ class HfEngine:
         async with self._between_passes:
             self._adapters.pop(name, None)
             self._scheduler.change_weights(recompute=False, adapter=name)
+
+    async def score(self, prompt: Sequence[int], adapter: str = "") -> list[float]:
+        """Return the logprobs of a prompt's tokens but the first, at temperature 1.
+
+        Raises:
+            GenerationError: the prompt is refused.
+            RetryableError: the engine died.
+        """
+        if problem := self._problem(GenerateRequest("score", prompt, Sampling()), adapter):
+            raise GenerationError(problem)
+        layers = self._adapters[adapter].layers if adapter else {}
+        async with self._between_passes:
+            self._raise_if_dead()
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._model.score, prompt, layers)
 
     async def check(self) -> None:
         self._raise_if_dead()

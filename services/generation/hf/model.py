@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from offbeat.services.errors import GenerationError, WeightsError
 from offbeat.services.generation.hf.attention import ROW_ATTENTION, KvCache
-from offbeat.services.generation.hf.layout import StepLayout
+from offbeat.services.generation.hf.layout import Chunk, StepLayout
 from offbeat.services.generation.hf.limits import architecture_problem, bytes_per_token, text_config
 from offbeat.services.generation.tensor_file import TensorFile
 
@@ -85,12 +85,23 @@ class PolicyModel:
     @torch.inference_mode()
     def logits(self, layout: StepLayout, cache: KvCache, routes: Sequence[Route] = ()) -> Tensor:
         """Compute a pass; return the logits after each chunk's last token, [chunks, V]. routes: adapters of rows."""
+        return self._forward(layout, cache, routes, layout.last)
+
+    @torch.inference_mode()
+    def score(self, tokens: Sequence[int], layers: Mapping[str, Adapter]) -> list[float]:
+        """Return the logprobs of a sequence's tokens but the first, under an adapter, in a pass and a cache of its own."""
+        layout, rows = StepLayout([Chunk(0, 0, tokens)], len(tokens)), torch.arange(len(tokens))
+        logits = self._forward(layout, KvCache(1, len(tokens)), [Route(layers, rows, rows[:-1])], rows[:-1])
+        return logits.float().log_softmax(-1).gather(-1, layout.token_ids[0, 1:, None])[:, 0].tolist()
+
+    def _forward(self, layout: StepLayout, cache: KvCache, routes: Sequence[Route], kept: Tensor) -> Tensor:
+        """Return the logits after the tokens `kept`, [n, V]."""
         self._routes = routes
         output = self._model(
             input_ids=layout.token_ids,
             position_ids=layout.position_ids,
             use_cache=False,
-            logits_to_keep=layout.last,
+            logits_to_keep=kept,
             layout=layout,
             cache=cache,
         )

@@ -1,10 +1,12 @@
 """Sampling of many adapters: slots, stops and futures, with an engine that answers at once."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tinker.proto.response_conv import deserialize_sample_response
 
 from offbeat.services.errors import MeshError
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, VersionSpan
@@ -15,6 +17,7 @@ from offbeat.services.tinker.records import AdapterVersion, Result
 from offbeat.services.tinker.sampling import AdapterSlots, Sampler
 from offbeat.services.tinker.schemas import SampleBody
 from offbeat.services.tinker.stops import StopRules
+from offbeat.services.tinker.wire import encode_sample_response
 
 
 class FakeEngine:
@@ -31,6 +34,10 @@ class FakeEngine:
         tokens = tuple(range(1, count + 1))
         spans = (VersionSpan(0, 2, 7), VersionSpan(2, count, 8))
         return Completion(request.request_id, tokens, (-0.5,) * count, spans, FinishReason.LENGTH)
+
+    async def score(self, prompt: Sequence[int], adapter: str = "") -> list[float]:
+        del adapter
+        return [-float(token) for token in prompt[1:]]
 
     async def put_adapter(self, name: str, folder: Path, version: int) -> None:
         del folder
@@ -103,12 +110,21 @@ def make_sampler(engine: FakeEngine) -> Sampler:
 
 async def test_samples_keep_versions_and_end_after_a_stop_text() -> None:
     engine = FakeEngine()
-    answers = await make_sampler(engine).sample(body(num_samples=2, sampling={"stop": ["3><4"]}), "r", "", None)
-    assert [(each.tokens, each.versions, each.stop_reason) for each in answers] == [
+    answer = await make_sampler(engine).sample(body(num_samples=2, sampling={"stop": ["3><4"]}), "r", "", None)
+    assert answer.prompt_logprobs is None
+    assert [(each.tokens, each.versions, each.stop_reason) for each in answer.sequences] == [
         ((1, 2, 3, 4), [7, 7, 8, 8], "stop")
     ] * 2
     assert engine.requests[0].sampling.stop_token_ids == (50,)
     assert [each.request_id for each in engine.requests] == ["r:0", "r:1"]
+
+
+@pytest.mark.parametrize(("last_n", "expected"), [(None, [None, -2, -3]), (1, [None, None, -3]), (9, [None, -2, -3])])
+async def test_the_prompt_is_scored_or_its_last_tokens(last_n: int | None, expected: list[float | None]) -> None:
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}, {"type": "encoded_text", "tokens": [2, 3]}]}
+    asked = body(prompt=prompt, prompt_logprobs=True, prompt_logprobs_last_n=last_n)
+    answer = await make_sampler(FakeEngine()).sample(asked, "r", "", None)
+    assert deserialize_sample_response(encode_sample_response(*answer)).prompt_logprobs == expected
 
 
 async def test_a_prompt_that_is_no_text_is_refused() -> None:

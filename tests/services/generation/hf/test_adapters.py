@@ -10,7 +10,7 @@ import pytest_asyncio
 import torch
 from peft import LoraConfig, get_peft_model
 
-from offbeat.services.errors import WeightsError
+from offbeat.services.errors import GenerationError, WeightsError
 from offbeat.services.generation.config import EngineModelArgs, GenerationConfig
 from offbeat.services.generation.hf.engine import HfEngine
 from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
@@ -78,6 +78,23 @@ async def test_an_adapter_is_replaced_under_running_requests(engine: HfEngine, t
     _, long = await running
     assert [span.version for span in long.versions] == [0, 1]
     assert len(long.token_ids) == 400
+
+
+async def test_a_prompt_is_scored_under_its_adapter_beside_running_requests(engine: HfEngine, tmp_path: Path) -> None:
+    models = {"": random_policy(tmp_path, 0)}
+    for i, targets in enumerate(TARGETS):
+        models[f"a{i}"] = make_adapter(tmp_path, tmp_path / f"a{i}", targets, i)
+        await engine.put_adapter(f"a{i}", tmp_path / f"a{i}", 0)
+    running = asyncio.create_task(generate(engine, "a0", max_new_tokens=60))
+    for name, model in models.items():
+        with torch.no_grad():
+            rows = model(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
+        expected = rows.gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(await engine.score(PROMPT, name)), expected, rtol=0, atol=FLOAT_NOISE)
+    request, completion = await running
+    assert mismatch(models["a0"], request, completion).max() < FLOAT_NOISE
+    with pytest.raises(GenerationError, match="not loaded"):
+        await engine.score(PROMPT, "unknown")
 
 
 async def test_an_unknown_adapter_is_refused_and_a_dropped_one_is_unknown(engine: HfEngine, tmp_path: Path) -> None:

@@ -1,0 +1,68 @@
+"""Sessions, models, checkpoints and sampling sessions of a key.
+
+Invariant: what is another key's is not found.
+"""
+
+import uuid
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from offbeat.services.tinker.errors import GoneError, NotFoundError
+from offbeat.services.tinker.records import CheckpointRecord, ModelRecord, SamplerRecord, Session
+from offbeat.services.tinker.store import TinkerStore
+
+OwnedT = TypeVar("OwnedT", Session, ModelRecord, SamplerRecord)
+
+
+class OwnedRecords:
+    def __init__(self, store: TinkerStore, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._clock = clock
+
+    async def create_session(self, owner: str) -> str:
+        session_id = str(uuid.uuid4())
+        await self._store.put(self._store.keys.sessions, session_id, Session(owner=owner, created_at=self._clock()))
+        return session_id
+
+    async def session(self, owner: str, session_id: str) -> Session:
+        """Raises NotFoundError."""
+        session = await self._store.find(self._store.keys.sessions, session_id, Session)
+        return _owned(session, owner, f"session {session_id}")
+
+    async def heartbeat(self, owner: str, session_id: str) -> None:
+        """Raises GoneError once the session has ended."""
+        if (await self.session(owner, session_id)).is_finished:
+            raise GoneError(f"session {session_id} has ended")
+
+    async def finish_session(self, owner: str, session_id: str) -> None:
+        session = await self.session(owner, session_id)
+        await self._store.put(self._store.keys.sessions, session_id, msgspec.structs.replace(session, is_finished=True))
+
+    async def model(self, owner: str, model_id: str) -> ModelRecord:
+        """Raises NotFoundError."""
+        record = await self._store.find(self._store.keys.models, model_id, ModelRecord)
+        return _owned(record, owner, f"model {model_id}")
+
+    async def checkpoint(self, owner: str, path: str) -> CheckpointRecord:
+        """Raises NotFoundError."""
+        record = await self._store.find(self._store.keys.checkpoints, path, CheckpointRecord)
+        if record is None:
+            raise NotFoundError(f"there is no checkpoint {path}")
+        try:
+            await self.model(owner, record.model_id)
+        except NotFoundError:
+            raise NotFoundError(f"there is no checkpoint {path}") from None
+        return record
+
+    async def sampler(self, owner: str, sampler_id: str) -> SamplerRecord:
+        """Raises NotFoundError."""
+        record = await self._store.find(self._store.keys.samplers, sampler_id, SamplerRecord)
+        return _owned(record, owner, f"sampling session {sampler_id}")
+
+
+def _owned(record: OwnedT | None, owner: str, what: str) -> OwnedT:
+    if record is None or record.owner != owner:
+        raise NotFoundError(f"there is no {what}")
+    return record
