@@ -17,6 +17,7 @@ def told(metrics: dict[str, float]) -> dict[str, Partial]:
     turns = (Turn(0, 0, 1, 0.5), Turn(0, 1, 2, 0.25))
     reporter.env_call(TRAIN, "Lake", 0.1)
     reporter.turn(TRAIN, "Lake", Completion("r", (7,)), 0.2)
+    reporter.scored(TRAIN, "Lake", 0.3)
     reporter.failed(TRAIN, "Lake", "step_error")
     reporter.cancelled(TRAIN, "Lake")
     for baseline in (False, True):

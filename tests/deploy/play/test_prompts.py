@@ -1,0 +1,45 @@
+"""Answers to rows without a mesh."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from offbeat.deploy.config.loader import load_run
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.play.rollouts import EpisodeRequest, run_episodes
+from offbeat.deploy.run_setup import write_policy
+from offbeat.envs.dataset.arithmetic import write_problems
+from offbeat.envs.dataset.files import open_rows
+from offbeat.services.chat.append_only import load_chat_format
+from offbeat.services.messages.types import Completion, EpisodeKind, VersionSpan
+from tests.paths import CONFIGS
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    for name, held_out in (("rows", False), ("val", True)):
+        write_problems(tmp_path / f"{name}.jsonl", held_out=held_out)
+    files = [f"data.dataset_name={tmp_path / 'rows.jsonl'}", f"data.val_dataset_name={tmp_path / 'val.jsonl'}"]
+    return load_run(CONFIGS / "rlvr.yaml", [*files, f"output_dir={tmp_path / 'run'}"])
+
+
+async def test_validation_rows_are_answered_in_order_and_scored(config: RunConfig, tmp_path: Path):
+    write_policy(config, tmp_path / "policy")
+    chat = load_chat_format(tmp_path / "policy")
+    answer = (*chat.encode(r"\boxed{ 2 }"), chat.end_id)
+
+    async def sample(_: Sequence[int], __: int) -> Completion:
+        return Completion("r", answer, (-0.5,) * len(answer), (VersionSpan(0, len(answer), 0),))
+
+    rows = open_rows(tmp_path / "val.jsonl")
+    request = EpisodeRequest(2 * len(rows), 2, EpisodeKind.EVAL, seed=1, concurrency=8)
+    played = (await run_episodes(config, request, chat, sample, lambda _, __: None)).trajectories
+    assert [trajectory.seed for trajectory in played] == [row for row in range(len(rows)) for _ in range(2)]
+    expected = [float(rows[trajectory.seed]["ground_truth"] == "2") for trajectory in played]
+    assert [trajectory.reward for trajectory in played] == expected
+    assert 0 < sum(expected) < len(expected)
+
+    without = config.model_copy(update={"data": config.data.model_copy(update={"val_dataset_name": None})})
+    with pytest.raises(ValueError, match=r"there are no validation rows: set it, or take --split train"):
+        await run_episodes(without, request, chat, sample, lambda _, __: None)
