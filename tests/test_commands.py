@@ -16,6 +16,7 @@ from offbeat.deploy.cli.env_template import write_template
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import compose_tree, find_config, is_known, validate_tree
 from offbeat.deploy.site.cli_page import all_commands
+from offbeat.envs.registry import BUILT_IN
 from tests.documented import commands_of, files_of, read_blocks, split_commands
 from tests.paths import CONFIGS, ROOT
 
@@ -151,7 +152,9 @@ def check_config(words: Sequence[str], *, must_exist: bool = False) -> None:
 
 
 def check_names(words: Sequence[str]) -> None:
-    """Look for the class or function behind `module:Name`."""
+    """Look for the env of a name, and for the class or function behind `module:Name`."""
+    target = words[2] if len(words) > 2 and words[1] == "play" else "module:Name"
+    assert ":" in target or target in BUILT_IN or Path(target).is_file(), f"{' '.join(words)}: no env {target}"
     for word in words[2:]:
         module, _, name = word.partition(":")
         if name.isidentifier() and module.isidentifier():
