@@ -54,7 +54,9 @@ def test_a_file_of_every_key_trains_and_resumes_from_its_store(tmp_path: Path):
     (stored,) = (tmp_path / "store").iterdir()
     assert any(stored.glob("**/model.safetensors"))
     assert not list((first / "checkpoints").glob("step-*/model.safetensors")), "keep_local_file: false"
-    second = train(model, tmp_path, "second", f"resume_from_checkpoint={stored}", "max_steps=4", "exp_name=again")
+    second = train(
+        model, tmp_path, "second", f"resume_from_checkpoint=file://{stored}", "max_steps=4", "exp_name=again"
+    )
     assert json.loads((second / "report.json").read_text())["steps"] == 4
     saved = yaml.safe_load((second / "config.yaml").read_text())
     assert (saved["actor_train"]["model_args"]["dtype"], saved["old_logprobs"]) == ("bfloat16", "recompute")
