@@ -88,7 +88,7 @@ def control_url(serve_control: Callable[[Tokens], Any]) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     path = find_chromium()
     if path is None:

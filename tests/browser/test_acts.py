@@ -89,7 +89,7 @@ def test_a_recipe_fills_the_configuration(control_url: str, page: Any) -> None:
 
 def test_steps_are_reproduced_and_a_fork_without_a_checkpoint_is_refused(control_url: str, page: Any) -> None:
     open_acts(page, control_url)
-    page.get_by_label("Step").fill("2")
+    page.get_by_label("Step", exact=True).fill("2")
     act(page, "Reproduce")
     page.get_by_text("Reproduction of step 2: equal.").wait_for()
     page.get_by_role("button", name="Fork").click()
