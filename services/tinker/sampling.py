@@ -1,7 +1,7 @@
 """Sampling of many adapters from one engine.
 
-Invariants: an adapter in use stays in the engine; one that is not there is loaded, in place of the least recently used, so
-that a sampling session ends with its checkpoint alone.
+Invariants: an adapter in use stays in the engine; a missing one is loaded in place of the least recently used, so a sampling
+session lasts until its checkpoint is deleted.
 """
 
 import asyncio

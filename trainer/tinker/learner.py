@@ -1,4 +1,4 @@
-"""The learner's loop: takes turns between models with commands.
+"""The learner's loop: applies commands of the models round-robin.
 
 Invariant: after a kill at any moment, a successor applies each acknowledged command once, to the same weights.
 """
