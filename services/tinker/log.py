@@ -66,7 +66,7 @@ class CommandLog:
         return set(map(bytes.decode, self._redis.lpop(self.keys.wakeups, WAKEUPS_PER_WAIT) or ()))
 
     def commit(self, model_id: str, owner: str, seq_id: int, result: Result, writes: Sequence[Write] = ()) -> None:
-        """Record a result with its writes, once. Raises FencedError if another learner has taken over."""
+        """Store a result with its writes, once. Raises FencedError if another learner has taken over."""
         keys, request_id = self.keys, request_id_of(model_id, seq_id)
         hashes = (keys.applied, keys.queued_bytes, keys.result(request_id), keys.done)
         status = self._commit(

@@ -46,7 +46,11 @@ def test_killed_learner_and_reward_replica_lose_no_group(train: TrainProcess, tm
     assert left_behind(train) == []
     num_rows = sum(1 for _ in (tmp_path / "val.jsonl").open())
     for evaluation in report["evaluations"]:
-        assert evaluation["episodes"] == num_rows * (4 if evaluation["sampling"] == "sampled" else 1)
+        metrics = evaluation["metrics"]
+        num_answers = num_rows * (4 if evaluation["sampling"] == "sampled" else 1)
+        assert (metrics["episodes"], metrics["episodes_failed"]) == (num_answers, 0)
+        assert metrics["reward"] == pytest.approx(metrics["reward/answer"] + 0.1 * metrics["reward/boxed"])
+        assert metrics["success"] == metrics["reward/answer"]
     records = [json.loads(line) for line in (train.output_dir / "metrics.jsonl").read_text().splitlines()]
     names = {name for record in records if record["source"] == "learner" for name in record["values"]}
     assert {f"env/{tag}/reward/{name}" for tag in ("addition", "mixed") for name in ("answer", "boxed")} <= names
