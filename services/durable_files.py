@@ -31,9 +31,13 @@ def write_json(path: Path, content: object) -> None:
 def sync_tree(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
-            _sync(path, os.O_RDONLY)
+            sync_file(path)
     for path in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
         sync_folder(path)
+
+
+def sync_file(path: Path) -> None:
+    _sync(path, os.O_RDONLY)
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A process that is started again whenever it ends."""
+"""Child process that is restarted whenever it exits."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 10.0
 STEADY_S = 30.0
-"""Time alive after which a death counts as the first one."""
+"""Uptime after which a death counts as the first one."""
 MAX_DEATHS = 8
 """Deaths in a row after which the server ends."""
 STOP_TIMEOUT_S = 60.0
@@ -33,10 +33,6 @@ class SupervisedChild:
         self._descriptors = descriptors
         self._process: subprocess.Popen[bytes] | None = None
 
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process is not None and self._process.poll() is None else None
-
     async def supervise(self) -> None:
         """Keep the process running until cancelled. Raises MeshError if it dies again and again."""
         deaths = 0
@@ -46,9 +42,11 @@ class SupervisedChild:
             assert self._process is not None
             status = await asyncio.to_thread(self._process.wait)
             deaths = 1 if time.monotonic() - started_at > STEADY_S else deaths + 1
-            logger.warning("the %s ended with status %d: starting it again", self._name, status)
+            logger.warning("the %s died with status %d: restarting it", self._name, status)
             if deaths >= MAX_DEATHS:
-                raise MeshError(f"the {self._name} ended {deaths} times, at last with status {status}: see {self._log}")
+                raise MeshError(
+                    f"the {self._name} died {deaths} times in a row, last with status {status}: see {self._log}"
+                )
             await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** (deaths - 1), MAX_BACKOFF_S))
 
     def stop(self) -> None:

@@ -26,19 +26,18 @@ from offbeat.services.telemetry import configure_logging
 from offbeat.services.tinker.app import create_app
 from offbeat.services.tinker.config import TinkerConfig
 from offbeat.services.tinker.owners import read_keys
-from offbeat.services.tinker.sampling import Sampler
+from offbeat.services.tinker.sampling import BASE_VERSION, Sampler
 from offbeat.services.tinker.service import BaseModelInfo, TinkerService
 from offbeat.services.tinker.store import TinkerStore
 
 logger = logging.getLogger(__name__)
 
-BASE_VERSION = 0
 POLL_S, CHECK_INTERVAL_S = 0.1, 1.0
 KEEP_ALIVE_S = 120
 GRACE_S = 1
-"""Time for calls in progress at the end; clients send those that are cut again."""
+"""Time for calls in progress at shutdown; clients repeat those that are cut off."""
 REDIS_CONNECTIONS = 256
-"""Fetches in progress hold none while they wait."""
+"""Waiting fetches hold none."""
 
 
 class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""`offbeat tinker`: what the processes of a Tinker server need, and their supervision.
+"""`offbeat tinker`: settings and supervision of a Tinker server's processes.
 
 Invariant: acknowledged commands are in Redis and states on disk, so that any process may be killed at any moment.
 """
@@ -58,12 +58,6 @@ class TinkerServer:
     def model_name(self) -> str:
         named = self._config.tinker.model_name
         return named or (self._model.name if self._config.pretrain != "tiny" else "tiny")
-
-    @property
-    def pids(self) -> dict[str, int | None]:
-        """Return the processes by name."""
-        names = ("learner", "http")
-        return {"redis": self._redis.pid, **{k: each.pid for k, each in zip(names, self._children, strict=False)}}
 
     async def run(self) -> None:
         """Serve until a termination signal. Raises MeshError if a part can't be kept alive."""

@@ -1,11 +1,11 @@
-"""Samples in progress, and their answers until they are fetched or forgotten.
+"""Samples in progress, and their answers for `KEEP_S`.
 
 They live in the server's memory: after its death a client is told that they are gone, and its SDK sends them again.
 """
 
 import asyncio
-import time
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,36 +19,35 @@ KEEP_S = 600.0
 @dataclass(slots=True)
 class Sample:
     owner: str
-    size: int
-    """Sequences."""
     task: asyncio.Task[Result]
-    done_at: float | None = None
 
 
 @dataclass(slots=True)
 class SampleFutures:
     max_samples: int
     """Sequences that one owner may have in progress."""
-    clock: Callable[[], float] = time.monotonic
+    keep_s: float = KEEP_S
+    _running: Counter[str] = field(default_factory=Counter[str])
+    """Owner -> sequences in progress."""
     _samples: dict[str, Sample] = field(default_factory=dict[str, Sample])
 
     def start(self, request_id: str, owner: str, size: int, work: Coroutine[Any, Any, Result]) -> None:
-        """Start a sample, once.
+        """Start a sample, once. size: sequences.
 
         Raises:
             QueueFullError: the owner has too many in progress.
         """
-        self._forget_old()
         if request_id in self._samples:
             work.close()
             return
-        running = sum(each.size for each in self._samples.values() if each.owner == owner and not each.task.done())
+        running = self._running[owner]
         if running and running + size > self.max_samples:
             work.close()
             raise QueueFullError(f"{running} sequences of this key are being sampled, and {self.max_samples} may be")
-        sample = Sample(owner, size, asyncio.create_task(work))
-        self._samples[request_id] = sample
-        sample.task.add_done_callback(lambda _: setattr(sample, "done_at", self.clock()))
+        self._running[owner] += size
+        task = asyncio.create_task(work)
+        self._samples[request_id] = Sample(owner, task)
+        task.add_done_callback(lambda _: self._end(request_id, owner, size))
 
     def find(self, request_id: str, owner: str) -> asyncio.Task[Result] | None:
         """Return a sample of the owner, unless it was cancelled or forgotten."""
@@ -65,9 +64,8 @@ class SampleFutures:
         for sample in self._samples.values():
             sample.task.cancel()
 
-    def _forget_old(self) -> None:
-        limit = self.clock() - KEEP_S
-        for request_id in [
-            key for key, each in self._samples.items() if each.done_at is not None and each.done_at < limit
-        ]:
-            del self._samples[request_id]
+    def _end(self, request_id: str, owner: str, size: int) -> None:
+        self._running[owner] -= size
+        if not self._running[owner]:
+            del self._running[owner]
+        asyncio.get_running_loop().call_later(self.keep_s, self._samples.pop, request_id, None)

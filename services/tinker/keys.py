@@ -1,4 +1,4 @@
-"""Redis keys of a Tinker server, under one hash tag, so that a script may use all."""
+"""Redis keys of a Tinker server, under one hash tag, so that a script may access several."""
 
 from dataclasses import dataclass
 

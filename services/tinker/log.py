@@ -7,7 +7,7 @@ state on disk contains it; a learner that has a successor commits nothing.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from redis import Redis
@@ -19,8 +19,6 @@ from offbeat.services.tinker.records import CheckpointRecord, ModelRecord, Resul
 SCRIPTS = Path(__file__).parent / "lua"
 RESULT_EXPIRY_S = 24 * 3600
 WAKEUPS_PER_WAIT = 1024
-
-RecordT = TypeVar("RecordT", bound=StoredRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,8 @@ class CommandLog:
         return msgspec.json.decode(self._redis.hget(self.keys.models, model_id), type=ModelRecord)
 
     def checkpoint(self, path: str) -> CheckpointRecord | None:
-        return self._find(self.keys.checkpoints, path, CheckpointRecord)
+        data = self._redis.hget(self.keys.checkpoints, path)
+        return None if data is None else msgspec.json.decode(data, type=CheckpointRecord)
 
     def command(self, model_id: str, seq_id: int) -> bytes | None:
         return self._redis.hget(self.keys.log(model_id), seq_id)
@@ -67,7 +66,7 @@ class CommandLog:
         return set(map(bytes.decode, self._redis.lpop(self.keys.wakeups, WAKEUPS_PER_WAIT) or ()))
 
     def commit(self, model_id: str, owner: str, seq_id: int, result: Result, writes: Sequence[Write] = ()) -> None:
-        """Store a result, once. Raises FencedError if another learner has taken over."""
+        """Store a result with its writes, once. Raises FencedError if another learner has taken over."""
         keys, request_id = self.keys, request_id_of(model_id, seq_id)
         hashes = (keys.applied, keys.queued_bytes, keys.result(request_id), keys.done)
         status = self._commit(
@@ -86,8 +85,5 @@ class CommandLog:
             self._redis.hdel(self.keys.log(model_id), *ids)
 
     def logged(self, model_id: str) -> list[int]:
+        """Return the sequence ids of the commands in a model's log, ascending."""
         return sorted(map(int, self._redis.hkeys(self.keys.log(model_id))))
-
-    def _find(self, key: str, field: str, kind: type[RecordT]) -> RecordT | None:
-        data = self._redis.hget(key, field)
-        return None if data is None else msgspec.json.decode(data, type=kind)

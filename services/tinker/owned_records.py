@@ -3,8 +3,8 @@
 Invariant: what is another key's is not found.
 """
 
+import time
 import uuid
-from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -17,13 +17,12 @@ OwnedT = TypeVar("OwnedT", Session, ModelRecord, SamplerRecord)
 
 
 class OwnedRecords:
-    def __init__(self, store: TinkerStore, clock: Callable[[], float]) -> None:
+    def __init__(self, store: TinkerStore) -> None:
         self._store = store
-        self._clock = clock
 
     async def create_session(self, owner: str) -> str:
         session_id = str(uuid.uuid4())
-        await self._store.put(self._store.keys.sessions, session_id, Session(owner=owner, created_at=self._clock()))
+        await self._store.put(self._store.keys.sessions, session_id, Session(owner=owner, created_at=time.time()))
         return session_id
 
     async def session(self, owner: str, session_id: str) -> Session:

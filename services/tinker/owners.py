@@ -23,7 +23,7 @@ class Keys:
         if not key.startswith(PREFIX):
             raise UnauthorizedError(f"send an API key that begins with {PREFIX} as X-API-Key: set TINKER_API_KEY")
         if self._allowed is not None:
-            # All are compared whatever the first says: the time that it takes tells nothing
+            # no early exit: the time taken must not depend on which key matches
             matching = [each for each in self._allowed if hmac.compare_digest(each.encode(), key.encode())]
             if not matching:
                 raise UnauthorizedError("the API key is not known: ask whoever runs the server for one")

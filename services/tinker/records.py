@@ -1,4 +1,4 @@
-"""Commands, results and records, as they lie in Redis."""
+"""Commands, results and records, as stored in Redis."""
 
 from typing import Literal
 
@@ -7,11 +7,11 @@ import msgspec
 from offbeat.services.errors import CodecError
 
 Metadata = dict[str, str | int | float | bool | None]
-"""Of the client."""
+"""The SDK's `user_metadata`."""
 
 
 class StoredRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Base of what is stored as JSON."""
+    """Base of records stored as JSON."""
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)
@@ -24,7 +24,7 @@ class Session(StoredRecord, frozen=True, kw_only=True):
 
 
 class Lora(msgspec.Struct, frozen=True, kw_only=True):
-    """Adapter of a model."""
+    """LoRA configuration of a model."""
 
     rank: int
     seed: int
@@ -91,7 +91,7 @@ class ForwardBackwardCommand(msgspec.Struct, frozen=True, tag="forward_backward"
 
 
 class OptimStep(msgspec.Struct, frozen=True, kw_only=True, tag="optim_step"):
-    """AdamW's constants; grad_clip_norm: 0 clips nothing."""
+    """AdamW's hyperparameters; grad_clip_norm: 0 clips nothing."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9

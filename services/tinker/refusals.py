@@ -1,4 +1,4 @@
-"""Parts of commands that are refused in their turn, because a client can't skip a place in its sequence."""
+"""Validation of a command's fields: an invalid one becomes a `RefusedCommand`, because a client can't skip a sequence id."""
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -9,7 +9,7 @@ NAME: TypeAdapter[str] = TypeAdapter(Name)
 
 
 def refuse_name(name: str) -> RefusedCommand | None:
-    """Return the refusal of a checkpoint's name, if it is no folder's."""
+    """Return the refusal of an invalid checkpoint name; None for a valid one."""
     try:
         NAME.validate_python(name)
     except ValidationError:

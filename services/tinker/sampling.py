@@ -1,7 +1,7 @@
 """Sampling of many adapters from one engine.
 
-Invariants: an adapter in use stays in the engine; one that is not there is loaded, in place of the least recently used, so
-that a sampling session ends with its checkpoint alone.
+Invariants: an adapter in use stays in the engine; a missing one is loaded in place of the least recently used, so a sampling
+session lasts until its checkpoint is deleted.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from offbeat.services.errors import WeightsError
 from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
 from offbeat.services.tinker.errors import TinkerError
 from offbeat.services.tinker.records import AdapterVersion
@@ -60,25 +61,38 @@ class AdapterSlots:
 
     @asynccontextmanager
     async def hold(self, name: str, adapter: AdapterVersion) -> AsyncIterator[None]:
-        """Keep an adapter in the engine, at this version or a newer one."""
+        """Keep an adapter in the engine, at this version or a newer one.
+
+        Raises:
+            TinkerError: it can't be loaded.
+        """
         slot = self._slots.setdefault(name, AdapterSlot())
         self._slots.move_to_end(name)
         slot.users += 1
         try:
             async with slot.loading:
                 if slot.loaded is None or slot.loaded.version < adapter.version:
-                    await self._engine.put_adapter(name, Path(adapter.folder), adapter.version)
+                    await self._load(name, adapter)
                     slot.loaded = adapter
                     await self._evict()
             yield
         finally:
             slot.users -= 1
 
+    async def _load(self, name: str, adapter: AdapterVersion) -> None:
+        try:
+            await self._engine.put_adapter(name, Path(adapter.folder), adapter.version)
+        except (OSError, WeightsError) as error:
+            raise TinkerError(f"the adapter can't be loaded, or its checkpoint was deleted: {error}") from error
+
     async def _evict(self) -> None:
-        surplus = len(self._slots) - self._max_adapters
-        for name in [name for name, slot in self._slots.items() if not slot.users][: max(surplus, 0)]:
-            del self._slots[name]
-            await self._engine.drop_adapter(name)
+        while len(self._slots) > self._max_adapters:
+            # one at a time: another call may take an idle slot while the engine drops one
+            idle = next((name for name, slot in self._slots.items() if not slot.users), None)
+            if idle is None:
+                return
+            del self._slots[idle]
+            await self._engine.drop_adapter(idle)
 
 
 class Sampler:

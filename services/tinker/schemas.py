@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from offbeat.services.tinker.records import Metadata
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+=-]{0,127}$")]
-"""Of a checkpoint: a folder's name."""
+"""Checkpoint name, valid as a folder's."""
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 SeqId = Annotated[int, Field(ge=0, lt=1 << 53)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]

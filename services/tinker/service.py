@@ -6,7 +6,6 @@ Invariants: a retry of a call changes nothing and gets the same answer; nothing 
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from offbeat.services.errors import CodecError, MeshError
@@ -52,7 +51,7 @@ WAIT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class BaseModelInfo:
-    """folder: with the tokenizer; context: longest sequence, tokens."""
+    """folder: has the tokenizer; context: longest sequence, tokens."""
 
     name: str
     folder: str
@@ -61,20 +60,12 @@ class BaseModelInfo:
 
 
 class TinkerService:
-    def __init__(
-        self,
-        store: TinkerStore,
-        sampler: Sampler,
-        base: BaseModelInfo,
-        config: TinkerConfig,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, store: TinkerStore, sampler: Sampler, base: BaseModelInfo, config: TinkerConfig) -> None:
         self.store = store
-        self.records = OwnedRecords(store, clock)
+        self.records = OwnedRecords(store)
         self.base = base
         self._sampler = sampler
         self._config = config
-        self._clock = clock
         self._futures = SampleFutures(config.max_samples)
 
     def close(self) -> None:
@@ -197,7 +188,7 @@ class TinkerService:
     ) -> tuple[str, str]:
         model_id = f"{session_id}:train:{number}"
         record = ModelRecord(
-            owner=owner, session_id=session_id, created_at=self._clock(), lora=lora, user_metadata=metadata
+            owner=owner, session_id=session_id, created_at=time.time(), lora=lora, user_metadata=metadata
         )
         await self.store.put_once(self.store.keys.models, model_id, record)
         await self.store.submit(model_id, owner, 0, command)

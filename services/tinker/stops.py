@@ -1,6 +1,6 @@
-"""Where answers stop: tokens, and texts.
+"""Stop conditions of answers: tokens and texts.
 
-Invariant: an answer keeps the tokens of what stopped it.
+Invariant: an answer includes the stop token or text.
 """
 
 from collections.abc import Sequence

@@ -42,12 +42,9 @@ class TinkerStore:
     async def put(self, key: str, field: str, record: StoredRecord) -> None:
         await self._redis.hset(key, field, record.encode())
 
-    async def put_once(self, key: str, field: str, record: RecordT) -> RecordT:
-        """Store a record unless there is one; return the stored one."""
-        if await self._redis.hsetnx(key, field, record.encode()):
-            return record
-        existing = await self.find(key, field, type(record))
-        return record if existing is None else existing
+    async def put_once(self, key: str, field: str, record: StoredRecord) -> None:
+        """Store a record unless there is one."""
+        await self._redis.hsetnx(key, field, record.encode())
 
     async def remove(self, key: str, field: str) -> bool:
         return bool(await self._redis.hdel(key, field))
@@ -81,18 +78,18 @@ class TinkerStore:
     async def wait_for_result(self, request_id: str, timeout_s: float) -> Result | None:
         """Return the result once it is there; None if it is not within `timeout_s`."""
         hint = self._hints.setdefault(request_id, asyncio.Event())
-        with suppress(TimeoutError):
+        try:
             async with asyncio.timeout(timeout_s):
-                while True:
-                    hint.clear()
-                    if (result := await self.result(request_id)) is not None:
-                        self._hints.pop(request_id, None)
-                        return result
+                while (result := await self.result(request_id)) is None:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(HINT_TIMEOUT_S):
                             await hint.wait()
-        self._hints.pop(request_id, None)
-        return None
+                    hint.clear()
+                return result
+        except TimeoutError:
+            return None
+        finally:
+            self._hints.pop(request_id, None)
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:

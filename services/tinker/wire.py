@@ -65,7 +65,7 @@ DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<
 """By `DType`."""
 STOP_REASONS = {"stop": 0, "length": 1}
 MAX_ELEMENTS = 1 << 26
-"""Of a tensor, also of a sparse one that is small on the wire."""
+"""Limit per tensor, also for a sparse one that is small on the wire."""
 
 Array = npt.NDArray[Any]
 
@@ -211,7 +211,7 @@ def _write_arrays(field: Any, arrays: Sequence[Array]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SampledSequence:
-    """Answer; versions: that of each token's weights."""
+    """Sampled answer. versions: of the weights that sampled each token."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]

@@ -39,7 +39,7 @@ def add_adapters(model: nn.Module, args: ModelArgs, seed: int) -> None:
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, ADAPTER)
     shared = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    for name, layer in _layers(model).items():
+    for name, layer in adapted_layers(model).items():
         if not isinstance(layer, Linear) or id(layer.base_layer.weight) in shared:
             raise ValueError(
                 f"lora_target {args.lora_target!r} names {name}, which is not a linear layer with an unshared weight: "
@@ -49,7 +49,7 @@ def add_adapters(model: nn.Module, args: ModelArgs, seed: int) -> None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    layers = _layers(model).values()
+    layers = adapted_layers(model).values()
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -69,7 +69,7 @@ class ExportedWeight:
 
 
 def merged_weights(module: nn.Module) -> Iterator[ExportedWeight]:
-    layers = _layers(module)
+    layers = adapted_layers(module)
     for name, parameter in module.named_parameters():
         owner, base, rest = name.rpartition(BASE)
         if base and rest == "weight":
@@ -118,6 +118,6 @@ def _merged(name: str, layer: Any) -> ExportedWeight:
     return ExportedWeight(name, [base, down, up], merge)
 
 
-def _layers(module: nn.Module) -> dict[str, Any]:
+def adapted_layers(module: nn.Module) -> dict[str, Any]:
     """Return adapted layers, found by attribute because importing PEFT is slow."""
     return {name: layer for name, layer in module.named_modules() if hasattr(layer, "lora_A")}

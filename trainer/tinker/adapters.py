@@ -5,7 +5,7 @@ and outputs do not depend on it.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from offbeat.services.tinker.records import Lora
 from offbeat.trainer.config.actor_train import ModelArgs
-from offbeat.trainer.models.lora import PREFIX, save_adapter
+from offbeat.trainer.models.lora import PREFIX, adapted_layers, save_adapter
 from offbeat.trainer.models.packing import Packing
 from offbeat.trainer.models.policy import PackedPolicy, packed_kwargs
 
 ALPHA = 32.0
-"""Scale's numerator in alpha / rank, as in Tinker."""
+"""LoRA's alpha, as in Tinker; the scale is alpha / rank."""
 ATTENTION = "attn", "attention"
-"""Parts of the paths of attention layers."""
+"""Substrings of the paths of attention layers."""
 
 
 class AdapterPool:
@@ -57,7 +57,7 @@ class AdapterPool:
     def remove(self, name: str) -> None:
         model: Any = self.policy.model
         del model.peft_config[name]
-        for layer in self._tuned_layers():
+        for layer in adapted_layers(model).values():
             layer.delete_adapter(name)
 
     def parameters(self, name: str) -> dict[str, nn.Parameter]:
@@ -71,7 +71,7 @@ class AdapterPool:
 
     def activate(self, name: str) -> None:
         """Compute with one adapter, whose parameters receive gradients."""
-        for layer in self._tuned_layers():
+        for layer in adapted_layers(self.policy.model).values():
             layer.set_adapter(name)
 
     def logits(self, tokens: Tensor, borders: Tensor) -> Tensor:
@@ -82,11 +82,6 @@ class AdapterPool:
         """Write a PEFT adapter."""
         args = ModelArgs(lora_target="all-linear", lora_rank=rank, lora_alpha=ALPHA)
         save_adapter(folder, factors, args, self._folder)
-
-    def _tuned_layers(self) -> Iterator[Any]:
-        for module in self.policy.model.modules():
-            if hasattr(module, "lora_A"):
-                yield module
 
 
 def _classify(model: Any) -> dict[str, list[str]]:

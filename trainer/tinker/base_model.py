@@ -6,14 +6,13 @@ Invariant: a server's folder belongs to one base model, because adapters fit no 
 import json
 from pathlib import Path
 
-from safetensors.torch import save_file
-
 from offbeat.services.durable_files import sync_folder, write_json
 from offbeat.services.errors import MeshError
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.models.export import WEIGHTS
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.policy import PackedPolicy
+from offbeat.trainer.tinker.folders import write_tensors
 
 MARKER, EXPORTED = "base.json", "base.safetensors"
 
@@ -49,8 +48,5 @@ def export_base(policy: PackedPolicy, root: Path, model: Path) -> None:
     path = weights_file(root, model)
     if path.parent != root or path.exists():
         return
-    temporary = root / f".{EXPORTED}"
     # tied weights once, under the name that the engine knows
-    save_file({name: each.detach() for name, each in policy.model.named_parameters()}, temporary)
-    temporary.replace(path)
-    sync_folder(root)
+    write_tensors(path, {name: each.detach() for name, each in policy.model.named_parameters()})

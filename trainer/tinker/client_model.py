@@ -4,7 +4,7 @@ Invariant: a state that is written and read goes on bit for bit.
 """
 
 import json
-import os
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from offbeat.services.durable_files import sync_folder
 from offbeat.services.errors import CodecError
 from offbeat.services.tinker.records import Lora, OptimStep
 from offbeat.services.tinker.wire import Datum
 from offbeat.trainer.models.logprobs import token_logprobs
 from offbeat.trainer.tinker.adapters import AdapterPool
+from offbeat.trainer.tinker.folders import write_tensors
 from offbeat.trainer.tinker.losses import TARGETS, Loss, Settings, Terms
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -78,12 +78,13 @@ class ClientModel:
         parameters = list(self.parameters.values())
         if all(parameter.grad is None for parameter in parameters):
             raise CodecError("there are no gradients: call forward_backward before optim_step")
-        norm = float(nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None]))
-        if not torch.tensor(norm).isfinite():
+        total_norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+        norm = float(total_norm)
+        if not math.isfinite(norm):
             self._set_gradients({})
             raise CodecError(f"the gradient's norm is {norm}: the step is left out, and the gradients are cleared")
         if command.grad_clip_norm > 0:
-            nn.utils.clip_grad_norm_(parameters, command.grad_clip_norm)
+            nn.utils.clip_grads_with_norm_(parameters, command.grad_clip_norm, total_norm)
         for group in self._optimizer.param_groups:
             group.update(
                 lr=command.learning_rate,
@@ -110,12 +111,7 @@ class ClientModel:
                 tensors |= {f"{key}.{name}": state[key] for key in MOMENTS}
                 steps[name] = float(state["step"])
         about = {"version": self.version, "seq_id": self.seq_id, "steps": steps}
-        temporary = path.with_name(f".{path.name}")
-        save_file(tensors, temporary, metadata={"about": json.dumps(about)})
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_folder(path.parent)
+        write_tensors(path, tensors, {"about": json.dumps(about)})
 
     def load(self, path: Path) -> None:
         """Continue from a state; of the same rank and layers."""

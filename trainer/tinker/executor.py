@@ -8,7 +8,6 @@ import logging
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,19 +55,11 @@ class CommandOutcome:
 
 
 class Executor:
-    def __init__(
-        self,
-        pool: AdapterPool,
-        log: CommandLog,
-        folder: TinkerFolder,
-        limits: ExecutorLimits,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, pool: AdapterPool, log: CommandLog, folder: TinkerFolder, limits: ExecutorLimits) -> None:
         self._pool = pool
         self._log = log
         self._folder = folder
         self._limits = limits
-        self._clock = clock
         self._models: OrderedDict[str, ClientModel] = OrderedDict()
         """In memory, the least recently used first."""
         self._contained: dict[str, int] = {}
@@ -175,7 +166,7 @@ class Executor:
         saved = CheckpointRecord(
             model_id=model_id,
             kind=command.kind,
-            created_at=self._clock(),
+            created_at=time.time(),
             adapter=adapter,
             lora=record.lora,
             size_bytes=size_of(folder),

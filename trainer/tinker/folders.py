@@ -6,7 +6,10 @@ Invariant: what has its final name is complete.
 import shutil
 from pathlib import Path
 
-from offbeat.services.durable_files import make_folder, sync_folder, sync_tree
+from safetensors.torch import save_file
+from torch import Tensor
+
+from offbeat.services.durable_files import make_folder, sync_file, sync_folder, sync_tree
 from offbeat.services.tinker.records import SEGMENTS, CheckpointKind
 
 STATE = "state.safetensors"
@@ -30,6 +33,15 @@ class TinkerFolder:
     def sampler(self, model_id: str, seq_id: int) -> Path:
         """Folder of the adapter that a command published."""
         return self.root / "samplers" / model_id / str(seq_id)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write safetensors in place of an earlier file."""
+    temporary = path.with_name(f".{path.name}")
+    save_file(tensors, temporary, metadata=metadata)
+    sync_file(temporary)
+    temporary.replace(path)
+    sync_folder(path.parent)
 
 
 def publish(written: Path, final: Path) -> None:

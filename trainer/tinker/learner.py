@@ -1,4 +1,4 @@
-"""The learner's loop: takes turns between models with commands.
+"""The learner's loop: applies commands of the models round-robin.
 
 Invariant: after a kill at any moment, a successor applies each acknowledged command once, to the same weights.
 """
@@ -18,10 +18,9 @@ SAVE_INTERVAL_S = 20.0
 
 
 class TinkerLearner:
-    def __init__(self, log: CommandLog, executor: Executor, save_interval_s: float = SAVE_INTERVAL_S) -> None:
+    def __init__(self, log: CommandLog, executor: Executor) -> None:
         self._log = log
         self._executor = executor
-        self._save_interval_s = save_interval_s
         self._busy: OrderedDict[str, None] = OrderedDict()
         """Models that may have commands, by turn."""
         self._unsaved: dict[str, float] = {}
@@ -63,7 +62,7 @@ class TinkerLearner:
     def _save_due(self) -> None:
         now = time.monotonic()
         for model_id, since in list(self._unsaved.items()):
-            if now - since >= self._save_interval_s:
+            if now - since >= SAVE_INTERVAL_S:
                 self._save(model_id)
 
     def _save(self, model_id: str) -> None:

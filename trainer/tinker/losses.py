@@ -5,8 +5,8 @@ https://tinker-docs.thinkingmachines.ai/tinker/losses
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -128,13 +128,13 @@ def check_datum(datum: Datum, loss: Loss, *, vocab_size: int, context: int, path
     for name, tokens in (("model_input", datum.tokens), (TARGETS, targets)):
         if tokens.dtype.kind != "i" or (tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size):
             raise CodecError(f"{path}.{name} holds no token ids from 0 to {vocab_size - 1}")
-    several = loss.inputs == ("weights",)
-    if targets.shape[:1] != (length,) or targets.ndim > (2 if several else 1):
-        allowed = f"[{length}] or [{length}, K]" if several else f"[{length}]"
+    allows_several = loss.inputs == ("weights",)
+    if targets.shape[:1] != (length,) or targets.ndim > (2 if allows_several else 1):
+        allowed = f"[{length}] or [{length}, K]" if allows_several else f"[{length}]"
         raise CodecError(f"{path}.{TARGETS} has shape {list(targets.shape)}: {allowed} fits the model_input")
     for name in set(loss.inputs) & set(datum.inputs):
-        values: Any = datum.inputs[name]
+        values = datum.inputs[name]
         if values.shape != targets.shape:
             raise CodecError(f"{path}.{name} has shape {list(values.shape)}, {TARGETS} {list(targets.shape)}")
-        if values.dtype.kind != "f" or not torch.from_numpy(values.copy()).isfinite().all():
+        if values.dtype.kind != "f" or not np.isfinite(values).all():
             raise CodecError(f"{path}.{name} holds values that are no finite float32 numbers")

@@ -21,7 +21,7 @@ from offbeat.trainer.tinker.adapters import AdapterPool
 from offbeat.trainer.tinker.base_model import export_base, load_base
 from offbeat.trainer.tinker.executor import Executor, ExecutorLimits
 from offbeat.trainer.tinker.folders import TinkerFolder
-from offbeat.trainer.tinker.learner import SAVE_INTERVAL_S, TinkerLearner
+from offbeat.trainer.tinker.learner import TinkerLearner
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,6 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     max_models: int
     num_threads: int
-    save_interval_s: float = SAVE_INTERVAL_S
 
 
 def main() -> int:
@@ -57,7 +56,7 @@ def main() -> int:
         log = CommandLog(connect(settings.redis_url), settings.name)
         limits = ExecutorLimits(settings.context, settings.max_tokens, settings.max_models)
         executor = Executor(AdapterPool(policy, model), log, TinkerFolder(root), limits)
-        learner = TinkerLearner(log, executor, settings.save_interval_s)
+        learner = TinkerLearner(log, executor)
         signal.signal(signal.SIGTERM, lambda *_: learner.stop())
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends its learner
         try:

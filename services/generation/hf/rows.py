@@ -8,6 +8,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -61,8 +62,8 @@ class RowStore:
         """Return the adapter's row that shares most of a prompt's tokens but the last, whose logits are needed."""
         best: Match | None = None
         for digest in reversed(_digests(prompt, adapter)):
-            rows = [row for row in self._index.get(digest, {}).values() if row.adapter == adapter]
-            for row in rows[:MAX_CANDIDATES]:
+            rows = (row for row in self._index.get(digest, {}).values() if row.adapter == adapter)
+            for row in islice(rows, MAX_CANDIDATES):
                 match = Match(row, _common_length(prompt, row.tokens, len(prompt) - 1))
                 if best is None or (match.usable, row.is_idle) > (best.usable, best.row.is_idle):
                     best = match

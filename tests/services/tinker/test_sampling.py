@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 from tinker.proto.response_conv import deserialize_sample_response
 
-from offbeat.services.errors import MeshError
+from offbeat.services.errors import MeshError, WeightsError
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, VersionSpan
 from offbeat.services.tinker.errors import QueueFullError, TinkerError, UnauthorizedError
-from offbeat.services.tinker.futures import KEEP_S, SampleFutures
+from offbeat.services.tinker.futures import SampleFutures
 from offbeat.services.tinker.owners import read_keys
 from offbeat.services.tinker.records import AdapterVersion, Result
 from offbeat.services.tinker.sampling import AdapterSlots, Sampler
 from offbeat.services.tinker.schemas import SampleBody
 from offbeat.services.tinker.stops import StopRules
 from offbeat.services.tinker.wire import encode_sample_response
+from tests.waiting import wait_until
 
 
 class FakeEngine:
@@ -80,6 +81,41 @@ async def test_an_adapter_in_use_stays_and_is_loaded_once() -> None:
         await asyncio.gather(*(_use(slots, "c") for _ in range(3)))
     assert [call for call in engine.calls if call[1] == "c@0"] == [("put", "c@0")]
     assert ("drop", "a") not in engine.calls
+
+
+async def test_an_adapter_taken_during_an_eviction_stays() -> None:
+    """Two idle adapters are too many; while the engine drops the first, the second is used again."""
+    drops: list[str] = []
+    dropping, may_drop = asyncio.Event(), asyncio.Event()
+
+    class SlowEngine(FakeEngine):
+        async def drop_adapter(self, name: str) -> None:
+            drops.append(name)
+            dropping.set()
+            await may_drop.wait()
+
+    slots = AdapterSlots(SlowEngine(), 1)
+    async with slots.hold("a", adapter()), slots.hold("b", adapter()):
+        pass
+    loading = asyncio.create_task(_use(slots, "c"))
+    await dropping.wait()
+    async with slots.hold("b", adapter()):
+        may_drop.set()
+        await loading
+        assert drops == ["a"]
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("adapter_config.json"), WeightsError("of another model")])
+async def test_an_adapter_that_cannot_be_loaded_is_a_refusal(error: Exception) -> None:
+    """As of a deleted checkpoint: the SDK would repeat a sample that fails with a 5xx or 410."""
+
+    class BrokenEngine(FakeEngine):
+        async def put_adapter(self, name: str, folder: Path, version: int) -> None:
+            del name, folder, version
+            raise error
+
+    with pytest.raises(TinkerError, match="was deleted"):
+        await make_sampler(BrokenEngine()).sample(body(), "r", "a", adapter())
 
 
 async def _use(slots: AdapterSlots, name: str) -> None:
@@ -147,17 +183,14 @@ async def _answer() -> Result:
 
 
 async def test_a_sample_is_started_once_and_forgotten_later() -> None:
-    now = 0.0
-    futures = SampleFutures(4, lambda: now)
+    futures = SampleFutures(4, keep_s=0.05)
     futures.start("r", "me", 1, _answer())
     futures.start("r", "me", 1, _answer())
     task = futures.find("r", "me")
     assert task is not None
     assert await task == Result(b"x")
     assert futures.find("r", "other") is None
-    now = KEEP_S + 1
-    futures.start("next", "me", 1, _answer())
-    assert futures.find("r", "me") is None
+    await wait_until(lambda: futures.find("r", "me") is None)
 
 
 async def test_an_owner_with_too_many_samples_is_asked_to_wait() -> None:
