@@ -142,14 +142,7 @@ def bench_plan(
     """Predict rows of `bench async` and `bench redundancy` by `offbeat plan` from one other row; measure them."""
     from offbeat.benchmarks import plan_accuracy
 
-    options = plan_accuracy.PlanOptions()
-    options = replace(
-        options,
-        training=replace(options.training, steps=steps),
-        redundancy=replace(options.redundancy, rounds=rounds),
-    )
-    if quick:
-        options = plan_accuracy.quick()
+    options = plan_accuracy.quick() if quick else plan_accuracy.PlanOptions.of(steps, rounds)
     options = replace(
         options,
         parts=tuple(member.value for member in part or PlanPart),

@@ -13,9 +13,8 @@ from rich.status import Status
 
 from offbeat.benchmarks import redundancy
 from offbeat.benchmarks.async_training import AsyncOptions, PlayedSetting, open_bench
-from offbeat.benchmarks.harness.environment import TAG, BenchEnvironment, bench_environment, slow_lake
+from offbeat.benchmarks.harness.environment import BenchEnvironment, bench_environment
 from offbeat.benchmarks.harness.result import console, show
-from offbeat.benchmarks.harness.rollout_process import PolicySpec, RolloutProcess
 from offbeat.benchmarks.redundancy import RedundancyOptions
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.plan.estimate import Effort, estimate
@@ -37,6 +36,14 @@ class PlanOptions:
     )
     distributions: tuple[str, ...] = ("normal", "lognormal")
     parts: tuple[str, ...] = ("async", "redundancy")
+
+    @classmethod
+    def of(cls, steps: int, rounds: int) -> "PlanOptions":
+        """Return options with so many batches of each row of async, and of redundancy."""
+        base = cls()
+        return replace(
+            base, training=replace(base.training, steps=steps), redundancy=replace(base.redundancy, rounds=rounds)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +91,11 @@ def _async(options: AsyncOptions, distribution: str, status: Status) -> list[Pre
     with open_bench(options, status, changes) as bench:
         bounds = (0.0, *options.staleness)
         played = {bound: bench.play(distribution, bound, status.update) for bound in bounds}
-        measured = {bound: _measured(bench.environment, played[bound]) for bound in (bounds[0], bounds[-1])}
+        measured = {
+            bound: _measure(bench.environment, played[bound].config, played[bound].records)
+            for bound in (bounds[0], bounds[-1])
+        }
         return [_predict_async(played[bound], measured, bounds[0] if bound else bounds[-1]) for bound in bounds]
-
-
-def _measured(base: BenchEnvironment, played: PlayedSetting) -> Measured:
-    return _measure(base, played.config, played.records)
 
 
 def _measure(base: BenchEnvironment, config: RunConfig, records: Sequence[MetricRecord]) -> Measured:
@@ -153,12 +159,9 @@ def _describe(measured: Measured) -> dict[str, Any]:
 def _redundancy(options: RedundancyOptions, distribution: str, status: Status) -> list[Prediction]:
     """Predict each setting from the one without redundancy."""
     cells = ((options.num_groups, options.group_size), *options.over)
+    changes = {"zero_variance": "train", "record_batches": options.rounds + 1}
     with bench_environment() as base:
-        first = base.run_config("bench-first", custom_envs={TAG: slow_lake({})})
-        base.prepare(first)
-        policy = PolicySpec("engine", delay_s=options.answer_s)
-        changes = {"zero_variance": "train", "record_batches": options.rounds + 1}
-        with RolloutProcess(policy, first.output_dir / "policy", sequence_length=first.sequence_length) as rollouts:
+        with redundancy.start_rollouts(base, options) as rollouts:
             played = [
                 redundancy.play(options, base, rollouts, distribution, *cell, status, **changes) for cell in cells
             ]

@@ -47,19 +47,22 @@ class RedundancyOptions:
 
 def run(options: RedundancyOptions) -> dict[str, Any]:
     grid = ((options.num_groups, options.group_size), *options.over)
-    with console().status("starting") as status, bench_environment() as base:
-        first = base.run_config("bench-first", custom_envs={TAG: slow_lake({})})
-        base.prepare(first)
-        policy = PolicySpec("engine", delay_s=options.answer_s)
-        with RolloutProcess(policy, first.output_dir / "policy", sequence_length=first.sequence_length) as rollouts:
-            results = {
-                name: [_setting(options, base, rollouts, name, *cell, status) for cell in grid]
-                for name in options.distributions
-            }
+    with console().status("starting") as status, bench_environment() as base, start_rollouts(base, options) as rollouts:
+        results = {
+            name: [_row(base, *cell, play(options, base, rollouts, name, *cell, status)) for cell in grid]
+            for name in options.distributions
+        }
     tables = {name: with_ratios(rows) for name, rows in results.items()}
     for name, rows in tables.items():
         _show(name, options, rows)
     return {"distributions": tables}
+
+
+def start_rollouts(base: BenchEnvironment, options: RedundancyOptions) -> RolloutProcess:
+    first = base.run_config("bench-first", custom_envs={TAG: slow_lake({})})
+    base.prepare(first)
+    policy = PolicySpec("engine", delay_s=options.answer_s)
+    return RolloutProcess(policy, first.output_dir / "policy", sequence_length=first.sequence_length)
 
 
 def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -75,16 +78,7 @@ class PlayedCell:
     usage: Usage
 
 
-def _setting(
-    o: RedundancyOptions,
-    base: BenchEnvironment,
-    rollouts: RolloutProcess,
-    distribution: str,
-    groups: int,
-    members: int,
-    status: Status,
-) -> dict[str, Any]:
-    played = play(o, base, rollouts, distribution, groups, members, status)
+def _row(base: BenchEnvironment, groups: int, members: int, played: PlayedCell) -> dict[str, Any]:
     records, name = played.records, played.config.exp_name
     return {
         "groups": groups,

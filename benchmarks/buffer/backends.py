@@ -32,17 +32,19 @@ NUM_SUBMITTERS = 2
 """One half claims while the other submits."""
 
 
+def server_cpu_s(redis: Redis) -> float:
+    """Return the CPU time that Redis has used."""
+    used = cast(dict[str, float], redis.info("cpu"))
+    return used["used_cpu_user"] + used["used_cpu_sys"]
+
+
 def measure_cpu(side: Side, redis: Redis) -> Side:
     """Measure CPU time here and in Redis."""
 
-    def server_cpu_s() -> float:
-        used = cast(dict[str, float], redis.info("cpu"))
-        return used["used_cpu_user"] + used["used_cpu_sys"]
-
     def measured(load: GroupLoad) -> Rates:
-        client, server = time.process_time(), server_cpu_s()
+        client, server = time.process_time(), server_cpu_s(redis)
         rates = side(load)
-        spent = time.process_time() - client + server_cpu_s() - server
+        spent = time.process_time() - client + server_cpu_s(redis) - server
         return replace(rates, cpu_us=1e6 * spent / (load.num_groups * load.group_size))
 
     return measured

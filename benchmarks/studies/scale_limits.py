@@ -16,10 +16,12 @@ from typing import Any, cast
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
+from offbeat.benchmarks.buffer.backends import server_cpu_s
 from offbeat.benchmarks.buffer.load import RUN, GroupLoad, make_load
 from offbeat.benchmarks.harness.environment import bench_environment
 from offbeat.benchmarks.harness.result import machine, show
 from offbeat.deploy.plan.distributions import ValueDistribution
+from offbeat.deploy.plan.memory import BYTES_PER_TOKEN
 from offbeat.deploy.plan.outcome import Setup, SimulatedRun
 from offbeat.deploy.plan.simulation import Simulation
 from offbeat.deploy.plan.workload import AssumedWorkload, Measures, TurnTimes
@@ -133,14 +135,9 @@ async def _report_us(redis: Redis, connection: AsyncRedis, folder: Path, replica
 
 
 async def _cpu_us(redis: Redis, work: Callable[[], Awaitable[Any]]) -> float:
-    before = _server_cpu_s(redis)
+    before = server_cpu_s(redis)
     await work()
-    return 1e6 * (_server_cpu_s(redis) - before)
-
-
-def _server_cpu_s(redis: Redis) -> float:
-    used = cast(dict[str, float], redis.info("cpu"))
-    return used["used_cpu_user"] + used["used_cpu_sys"]
+    return 1e6 * (server_cpu_s(redis) - before)
 
 
 def _limits(groups: int) -> BufferLimits:
@@ -182,7 +179,7 @@ def _row(setup: Setup, outcome: SimulatedRun, costs: Costs, options: argparse.Na
         worker_busy=outcome.worker_busy,
         broker_pass_s=setup.num_replicas * costs.report_us / 1e6,
         weights_tb=setup.num_replicas * WEIGHTS_GB / 1000,
-        redis_mb_per_s=rate * options.tokens * 8.2 / 1e6,
+        redis_mb_per_s=rate * options.tokens * BYTES_PER_TOKEN / 1e6,
         learner_gpus=rate * options.tokens / TRAINED_PER_GPU_S,
     )
 

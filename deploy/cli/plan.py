@@ -1,6 +1,7 @@
 """`offbeat plan`."""
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -102,42 +103,32 @@ def plan(
         draw_plan(plot, result, loaded.exp_name)
 
 
+@dataclass(frozen=True, slots=True)
 class _Options:
     """Times given on the command line."""
 
-    def __init__(
-        self,
-        env_latency: str | None,
-        turns: str | None,
-        turn_latency: str | None,
-        train_s: float | None,
-        tokens: float | None,
-        update_s: float | None,
-    ) -> None:
-        self._env_latency = env_latency
-        self._turns = turns
-        self._turn_latency = turn_latency
-        self._train_s = train_s
-        self._tokens = tokens
-        self._update_s = update_s
+    env_latency: str | None
+    turns: str | None
+    turn_latency: str | None
+    train_s: float | None
+    tokens: float | None
+    update_s: float | None
 
     def over(self, config: "RunConfig", measured: "Measures | None") -> "Measures":
         """Return measures, options first. Raises `PlanError`, `ValueError`."""
-        from dataclasses import replace
-
         from offbeat.deploy.plan.distributions import ValueDistribution
         from offbeat.deploy.plan.measurements import PlanError
         from offbeat.deploy.plan.workload import AssumedWorkload, Measures, TurnTimes
 
         given = {
-            "--env-latency": self._env_latency,
-            "--turn-latency": self._turn_latency,
-            "--train-s": self._train_s,
+            "--env-latency": self.env_latency,
+            "--turn-latency": self.turn_latency,
+            "--train-s": self.train_s,
         }
         missing = [name for name, value in given.items() if value is None]
         if measured is None and missing:
             raise PlanError(f"say which run to measure (--from RUN), or {', '.join(missing)}")
-        if self._turns is not None and self._env_latency is None:
+        if self.turns is not None and self.env_latency is None:
             raise PlanError("--turns goes with --env-latency: a measured episode has its own turns")
         tags = config.train_env_manager.tags or tuple(config.custom_envs)
         max_turns = max(config.custom_envs[tag].max_steps for tag in tags)
@@ -148,16 +139,16 @@ class _Options:
             train_per_token_s=0.0,
             tokens=float(config.sequence_length),
         )
-        if self._env_latency is not None:
-            turns = ValueDistribution.parse(self._turns or str(max_turns))
-            base = replace(base, workload=AssumedWorkload(turns, ValueDistribution.parse(self._env_latency)))
-        if self._turn_latency is not None:
-            base = replace(base, turn_s=TurnTimes.parse(self._turn_latency))
-        if self._train_s is not None:
-            base = replace(base, train_fixed_s=self._train_s, train_per_token_s=0.0)
-        if self._tokens is not None:
-            base = replace(base, tokens=self._tokens)
-        return base if self._update_s is None else replace(base, serve_s=self._update_s)
+        if self.env_latency is not None:
+            turns = ValueDistribution.parse(self.turns or str(max_turns))
+            base = replace(base, workload=AssumedWorkload(turns, ValueDistribution.parse(self.env_latency)))
+        if self.turn_latency is not None:
+            base = replace(base, turn_s=TurnTimes.parse(self.turn_latency))
+        if self.train_s is not None:
+            base = replace(base, train_fixed_s=self.train_s, train_per_token_s=0.0)
+        if self.tokens is not None:
+            base = replace(base, tokens=self.tokens)
+        return base if self.update_s is None else replace(base, serve_s=self.update_s)
 
 
 def _measure(run: str) -> "Measured":

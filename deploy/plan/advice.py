@@ -10,7 +10,7 @@ from offbeat.deploy.plan.changes import single_changes
 from offbeat.deploy.plan.estimate import Effort, estimate
 from offbeat.deploy.plan.measurements import PlanError, read_measures
 from offbeat.deploy.plan.plan import per_worker_of, setup_of, try_changes
-from offbeat.deploy.plan.table import advice
+from offbeat.deploy.plan.table import name_best_change
 from offbeat.services.live_settings import Settings
 
 EPISODES = 2_000
@@ -33,7 +33,7 @@ def advise(folder: Path, settings: Settings) -> str:
     tried = try_changes(single_changes(setup, measured.measures, per_worker_of(config)), now, effort)
     return (
         f"Simulated from its measured times, the run trains {now.trajectories_per_s:.3g} trajectories/s "
-        f"(measured {measured.trajectories_per_s:.3g}). {advice(tried)}"
+        f"(measured {measured.trajectories_per_s:.3g}). {name_best_change(tried)}"
     )
 
 

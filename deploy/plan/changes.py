@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from offbeat.deploy.plan.outcome import Setup
 from offbeat.deploy.plan.workload import Measures
 
-MORE = 1.5
-"""Factor of groups in play."""
+GROUP_FACTOR = 1.5
+"""Factor by which groups in play are raised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ def single_changes(setup: Setup, measures: Measures, per_worker: int) -> Iterato
     members = limits.group_size + limits.redundancy
     staleness = limits.max_staleness + 1 if limits.max_staleness >= 1 else float(int(limits.max_staleness) + 1)
     yield _of(setup, measures, f"max_staleness={staleness:g}", max_staleness=staleness)
-    groups = max(round(limits.max_groups_in_flight * MORE), limits.max_groups_in_flight + 1)
+    groups = max(round(limits.max_groups_in_flight * GROUP_FACTOR), limits.max_groups_in_flight + 1)
     yield with_groups(setup, measures, groups, per_worker)
     if setup.places < limits.max_groups_in_flight * members:
         places = limits.max_groups_in_flight * members

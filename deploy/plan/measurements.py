@@ -4,7 +4,6 @@ A turn's time is fitted over the concurrency that the run had, and extrapolates 
 tokens.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,12 +18,13 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.plan.workload import MeasuredWorkload, Measures, PlannedEpisode, TurnTimes
 from offbeat.services.errors import CodecError
 from offbeat.services.messages.types import Trajectory
+from offbeat.services.metric_registry import current_names
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.data.step_batch import StepBatch
+from offbeat.trainer.trackers.metrics_file import METRICS_FILE, read_records
 from offbeat.trainer.training.batch_log import BatchLog
 
 Floats = npt.NDArray[np.float64]
-METRICS = "metrics.jsonl"
 ANNOUNCE_S = 0.01
 """Assumed time from a publish's return to its announcement, which no metric holds."""
 WARM_UP_STEPS = 1
@@ -65,10 +65,12 @@ class Measured:
 
 def read_measures(folder: Path, config: RunConfig) -> Measured:
     """Read a run's folder. Raises `PlanError` without steps."""
+    path = folder / METRICS_FILE
     try:
-        rows = list(read_rows(folder / METRICS))
+        path.stat()  # `read_records` takes a missing file for an empty one
+        rows = list(read_rows(path))
     except OSError as error:
-        raise PlanError(f"{folder / METRICS} can't be read: {error.strerror}") from error
+        raise PlanError(f"{path} can't be read: {error.strerror}") from error
     batches, notes = read_batches(folder, config)
     groups = [group.trajectories for batch in batches for group in batch.groups]
     measured = measure(rows, groups, num_replicas=config.actor_infer.num_replicas, where=str(folder))
@@ -76,13 +78,11 @@ def read_measures(folder: Path, config: RunConfig) -> Measured:
 
 
 def read_rows(path: Path) -> Iterator[MetricRow]:
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            try:
-                row = json.loads(line)
-                yield MetricRow(float(row["time"]), row["source"], row["values"], row["step"], row["labels"])
-            except (ValueError, KeyError, TypeError):  # the last line of a run that was killed
-                continue
+    """Yield a run's metric records, each once, without values that were not finite."""
+    for record in read_records(path):
+        stored = current_names(record["source"], record["values"])
+        values = {name: value for name, value in stored.items() if value is not None}
+        yield MetricRow(record["time"], record["source"], values, record["step"], record["labels"])
 
 
 def measure(
@@ -142,7 +142,7 @@ def read_batches(folder: Path, config: AlgorithmConfig) -> tuple[list[StepBatch]
 def _workload(
     groups: Sequence[Sequence[Trajectory]], played: Sequence[MetricRow], turn_s: float
 ) -> tuple[MeasuredWorkload, tuple[str, ...]]:
-    """Recorded groups, weighted so that their mean time is that of all episodes: groups without signal are not recorded."""
+    """Return recorded groups, weighted to the mean time of all episodes, since groups without signal are not recorded."""
     finished = [row for row in played if row.values.get("episodes") and "episode_s" in row.values]
     num = sum(row.values["episodes"] for row in finished)
     mean_s = sum(row.values["episodes"] * row.values["episode_s"] for row in finished) / max(num, 1.0)

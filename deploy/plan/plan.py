@@ -192,8 +192,9 @@ def _recommend(
 
 
 def _with_least_staleness(division: Division, rate: float, effort: Effort) -> Setup:
+    """Return the setting under the least bound that leads to `rate`."""
     for bound in BOUNDS[:-1]:
         setup = replace(division.setup, limits=replace(division.setup.limits, max_staleness=bound))
-        if estimate(setup, division.measures, effort).trajectories_per_s >= ENOUGH * rate:
+        if estimate(setup, division.measures, effort).trajectories_per_s >= rate:
             return setup
     return division.setup

@@ -13,16 +13,13 @@ CLEAR_GAIN = 0.02
 
 
 def show_plan(plan: Plan, console: Console) -> None:
-    columns = [plan.configured, plan.recommended]
     table = Table("", "as configured", "recommended", box=None, pad_edge=False, header_style="bold")
     if plan.measured is not None:
         table.add_column("measured")
     observed = _observed(plan.measured) if plan.measured is not None else {}
-    for name, cells in zip(
-        _cells(columns[0]), zip(*(_cells(each).values() for each in columns), strict=True), strict=True
-    ):
-        row = [name, *cells]
-        table.add_row(*row, *([observed.get(name, "")] if plan.measured is not None else []))
+    recommended = _cells(plan.recommended)
+    for name, cell in _cells(plan.configured).items():
+        table.add_row(name, cell, recommended[name], *([observed.get(name, "")] if plan.measured is not None else []))
     console.print(table)
     console.print()
     changes = Table(
@@ -35,12 +32,12 @@ def show_plan(plan: Plan, console: Console) -> None:
         )
     console.print(changes)
     console.print()
-    console.print(advice(plan.changes), soft_wrap=True)
+    console.print(name_best_change(plan.changes), soft_wrap=True)
     for note in plan.notes:
         console.print(f"note: {note}", soft_wrap=True)
 
 
-def advice(changes: Iterable[Tried]) -> str:
+def name_best_change(changes: Iterable[Tried]) -> str:
     """Name the single change of the configuration that helps most."""
     best = max((tried for tried in changes if tried.is_setting), key=lambda tried: tried.gain, default=None)
     if best is None or best.gain < 1 + CLEAR_GAIN:

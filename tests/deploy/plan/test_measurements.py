@@ -138,6 +138,7 @@ def test_a_run_folder_gives_metrics_and_batches(tmp_path: Path):
     for number, row in enumerate([*step_rows(), *rollout_rows()]):
         values = {name: Partial("last", value) for name, value in row.values.items()}
         file.write(f"{10**13 + number}-0", MetricRecord(row.source, values, row.step, dict(row.labels), row.time))
+    file.write(f"{10**14}-0", MetricRecord("generation", {"load_s": Partial("last", float("nan"))}))
     file.flush()
     with (folder / METRICS_FILE).open("a") as half:
         half.write('{"time": 3.0, "sour')
