@@ -35,7 +35,6 @@ from offbeat.services.control.run import (
     WeightProgress,
     decode_fields,
 )
-from offbeat.services.diagnosis import decode_findings
 from offbeat.services.keys import RUNS, RunKeys, claims_key
 from offbeat.services.live_settings import (
     Change,
@@ -46,7 +45,6 @@ from offbeat.services.live_settings import (
 )
 from offbeat.services.redis.transactions import repeat_transaction
 from offbeat.services.telemetry import MetricRecord, decode_record
-from offbeat.services.weights.replica_reports import decode_report
 
 ORPHANED_AFTER_S = 30.0
 """Time without reconciliation after which a run is inactive."""
@@ -380,19 +378,8 @@ class RunStore:
         return _decode_observations(await cast(Any, self.redis.hgetall(RunKeys(run_id).key("components"))))
 
     async def learner(self, run_id: str) -> LearnerReport:
-        parts = ("phase", "doing", "metrics", "trouble", "findings", "has_trained")
-        names = [f"learner_{part}" for part in parts]
-        phase, doing, metrics, trouble, findings, trained = await cast(
-            Any, self.redis.hmget(RunKeys(run_id).record, names)
-        )
-        return LearnerReport(
-            phase.decode() if phase else "",
-            json.loads(doing) if doing else {},
-            json.loads(metrics) if metrics else {},
-            trouble.decode() if trouble else "",
-            decode_findings(findings) if findings else (),
-            trained != b"0",
-        )
+        key = RunKeys(run_id).record
+        return LearnerReport.decode(await cast(Any, self.redis.hmget(key, list(LearnerReport.FIELDS))))
 
     async def reports(self, run_id: str) -> ComponentReports:
         keys = RunKeys(run_id)
@@ -400,10 +387,7 @@ class RunStore:
             pipe.hgetall(keys.doing)
             pipe.hgetall(keys.served)
             pipe.exists(keys.lease)
-            doing, served, leased = await pipe.execute()
-        workers = {name.decode(): json.loads(blob) for name, blob in doing.items()}
-        replicas = {name.decode(): decode_report(blob) for name, blob in served.items()}
-        return ComponentReports(workers, replicas, bool(leased))
+            return ComponentReports.decode(*await pipe.execute())
 
     async def metrics_since(self, run_id: str, at: float) -> list[MetricRecord]:
         """Return metric records since `at` (Unix time), oldest first."""
