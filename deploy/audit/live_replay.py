@@ -37,6 +37,8 @@ class LiveReplay:
         new = [event for event in events if event.id not in self._events]
         self._events |= {event.id: event for event in new}
         self._lines += lines
+        if self._audit is not None and not new and not lines:
+            return
         if self._audit is not None and self._continues(self._audit, new, lines):
             replay_events(new, self._audit)
             for line in lines:

@@ -1,12 +1,13 @@
 """Process that plays one episode again (`frames`)."""
 
 import io
-from hashlib import blake2b
 
 from PIL import Image
 
+from offbeat.services.chat.vision import encode_png
 from offbeat.services.rollout.child_main import serve
 from offbeat.services.rollout.config import CustomEnv
+from offbeat.services.rollout.episodes.state_hash import hash_state
 from offbeat.trainer.rendering.episodes import Frame, make_rendered, render_frame
 
 
@@ -18,7 +19,8 @@ def render(env_text: str, seed: int, answers: list[str], digests: list[str]) -> 
         observation, _ = env.reset(seed=seed)
         frames = [render_frame(env)]
         for turn, (answer, digest) in enumerate(zip(answers, digests, strict=True)):
-            if blake2b(str(observation).encode(), digest_size=8).hexdigest() != digest:
+            shown = frames[-1] if custom.shows_images else None
+            if hash_state(str(observation), b"" if shown is None else encode_png(shown)) != digest:
                 return [], turn
             observation, *_ = env.step(answer)
             frames.append(render_frame(env))

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from offbeat.services.chat.tokenizer import load_tokenizer
 from offbeat.services.control.console.archive import NotRecordedError
 from offbeat.services.control.console.schemas import (
+    NO_OUTCOME,
     Floats,
     ImageView,
     MemberView,
@@ -29,7 +30,6 @@ from offbeat.trainer.training.batch_log import BatchLog
 from offbeat.trainer.training.step_tokens import TrajectoryTokens
 
 OUTCOMES = [outcome.name.lower() for outcome in TokenOutcome]
-NO_OUTCOME = 255
 LEFT_OUT = (
     "no tokens are kept of it: of groups left out by variance_filter_ratio, of steps beyond console.keep_steps, and of "
     "pipelines of rows or pairs"

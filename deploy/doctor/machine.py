@@ -145,10 +145,13 @@ def _check_gpus() -> InstallationFinding:
 
 def _cuda_version() -> str | None:
     """Return the major version of CUDA that torch was installed with."""
-    names = [str(each.metadata["Name"]) for each in distributions()]
-    versions = [each for each in distributions() if each.metadata["Name"] == "nvidia-cuda-runtime"]
-    suffixed = [match[1] for name in names if (match := re.fullmatch(r"nvidia-cuda-runtime-cu(\d+)", name))]
-    return next(iter([*suffixed, *(each.version.partition(".")[0] for each in versions)]), None)
+    for each in distributions():
+        name = str(each.metadata["Name"])
+        if match := re.fullmatch(r"nvidia-cuda-runtime-cu(\d+)", name):
+            return match[1]
+        if name == "nvidia-cuda-runtime":
+            return each.version.partition(".")[0]
+    return None
 
 
 def _driver_version() -> int | None:

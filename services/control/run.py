@@ -1,15 +1,15 @@
 """States and records of runs."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
-from offbeat.services.diagnosis import RunFinding
+from offbeat.services.diagnosis import RunFinding, decode_findings
 from offbeat.services.errors import CodecError, ControlError
 from offbeat.services.live_settings import Settings, decode_settings, encode_settings
-from offbeat.services.weights.replica_reports import ReplicaReport
+from offbeat.services.weights.replica_reports import ReplicaReport, decode_report
 
 T = TypeVar("T")
 RUN_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
@@ -208,6 +208,24 @@ class LearnerReport:
     has_trained: bool = True
     """False while no step had a gradient."""
 
+    FIELDS: ClassVar[tuple[str, ...]] = tuple(
+        f"learner_{part}" for part in ("phase", "doing", "metrics", "trouble", "findings", "has_trained")
+    )
+    """Of the run's record."""
+
+    @classmethod
+    def decode(cls, values: Sequence[bytes | None]) -> "LearnerReport":
+        """values: of `FIELDS`, None for a missing one."""
+        phase, doing, metrics, trouble, findings, trained = values
+        return cls(
+            phase.decode() if phase else "",
+            json.loads(doing) if doing else {},
+            json.loads(metrics) if metrics else {},
+            trouble.decode() if trouble else "",
+            decode_findings(findings) if findings else (),
+            trained != b"0",
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ComponentReports:
@@ -217,3 +235,11 @@ class ComponentReports:
     """Worker -> report; see `offbeat.services.rollout.wait_status`."""
     replicas: Mapping[str, ReplicaReport]
     leased: bool
+
+    @classmethod
+    def decode(cls, workers: Mapping[bytes, bytes], replicas: Mapping[bytes, bytes], leased: int) -> "ComponentReports":
+        return cls(
+            {name.decode(): json.loads(blob) for name, blob in workers.items()},
+            {name.decode(): decode_report(blob) for name, blob in replicas.items()},
+            bool(leased),
+        )

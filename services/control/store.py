@@ -35,7 +35,6 @@ from offbeat.services.control.run import (
     WeightProgress,
     decode_fields,
 )
-from offbeat.services.diagnosis import decode_findings
 from offbeat.services.keys import RUNS, RunKeys, claims_key
 from offbeat.services.live_settings import (
     Change,
@@ -46,7 +45,6 @@ from offbeat.services.live_settings import (
 )
 from offbeat.services.redis.transactions import repeat_transaction
 from offbeat.services.telemetry import MetricRecord, decode_record
-from offbeat.services.weights.replica_reports import decode_report
 
 ORPHANED_AFTER_S = 30.0
 """Time without reconciliation after which a run is inactive."""
@@ -185,31 +183,24 @@ class RunStore:
 
     async def unfinished(self) -> list[str]:
         """Return active runs, oldest first, unreadable ones included."""
-        run_ids = await self.run_ids()
-        async with self.redis.pipeline(transaction=False) as pipe:
-            for run_id in run_ids:
-                pipe.hget(RunKeys(run_id).record, "state")
-            states = await pipe.execute()
         over = {state.value.encode() for state in RunState if state.is_terminal}
-        return [run_id for run_id, state in zip(run_ids, states, strict=True) if state not in over]
+        return [run_id for run_id, state in await self._fields("state") if state not in over]
 
     async def current(self, *, ended_after: float) -> list[str]:
         """Return active runs, and those that ended after a Unix time; oldest first."""
-        run_ids = await self.run_ids()
-        async with self.redis.pipeline(transaction=False) as pipe:
-            for run_id in run_ids:
-                pipe.hget(RunKeys(run_id).record, "ended_at")
-            ends = await pipe.execute()
-        return [run_id for run_id, end in zip(run_ids, ends, strict=True) if not _is_before(end, ended_after)]
+        return [run_id for run_id, end in await self._fields("ended_at") if not _is_before(end, ended_after)]
 
     async def reports_due(self) -> list[str]:
         """Return runs with a due report, oldest first."""
+        return [run_id for run_id, report in await self._fields("report") if report == REPORT_DUE.encode()]
+
+    async def _fields(self, name: str) -> list[tuple[str, bytes | None]]:
+        """Return all runs, oldest first, each with a field of its record."""
         run_ids = await self.run_ids()
         async with self.redis.pipeline(transaction=False) as pipe:
             for run_id in run_ids:
-                pipe.hget(RunKeys(run_id).record, "report")
-            reports = await pipe.execute()
-        return [run_id for run_id, report in zip(run_ids, reports, strict=True) if report == REPORT_DUE.encode()]
+                pipe.hget(RunKeys(run_id).record, name)
+            return list(zip(run_ids, await pipe.execute(), strict=True))
 
     @repeat_transaction
     async def close_report(self, record: RunRecord, report: str) -> None:
@@ -358,44 +349,37 @@ class RunStore:
     async def set_observations(self, run_id: str, seen: dict[str, Observation]) -> None:
         """Store the components' states and the heartbeat; note which of those that had died are ready again."""
         mapping = {name: json.dumps(asdict(observation)) for name, observation in seen.items()}
-        recovered = await self._recovered(run_id, seen)
-        step = max((await self.progress(run_id)).step, 0) if recovered else 0
+        key = RunKeys(run_id).key("components")
         async with self.redis.pipeline() as pipe:
-            for name in recovered:
-                self._note(pipe, run_id, "recovered", {"component": name, "step": step})
+            pipe.hgetall(key)
             if mapping:
-                pipe.hset(RunKeys(run_id).key("components"), mapping=cast(dict[Any, Any], mapping))
+                pipe.hset(key, mapping=cast(dict[Any, Any], mapping))
             pipe.hset(RunKeys(run_id).record, "beat", str(self.clock()))
-            await pipe.execute()
+            before, *_ = await pipe.execute()
+        await self._note_recoveries(run_id, _decode_observations(before), seen)
 
-    async def _recovered(self, run_id: str, seen: Mapping[str, Observation]) -> list[str]:
-        before = await self.observations(run_id)
+    async def _note_recoveries(
+        self, run_id: str, before: Mapping[str, Observation], seen: Mapping[str, Observation]
+    ) -> None:
         ready = [
             name
             for name, observation in seen.items()
             if observation.health is Health.READY and name in before and before[name].health is not Health.READY
         ]
-        restarts = await self.restarts(run_id) if ready else {}
-        return [name for name in ready if name in restarts]
+        died = await self.restarts(run_id) if ready else {}
+        if recovered := [name for name in ready if name in died]:
+            step = max((await self.progress(run_id)).step, 0)
+            async with self.redis.pipeline() as pipe:
+                for name in recovered:
+                    self._note(pipe, run_id, "recovered", {"component": name, "step": step})
+                await pipe.execute()
 
     async def observations(self, run_id: str) -> dict[str, Observation]:
-        raw = await cast(Any, self.redis.hgetall(RunKeys(run_id).key("components")))
-        return {name.decode(): decode_fields(Observation, value, health=Health) for name, value in raw.items()}
+        return _decode_observations(await cast(Any, self.redis.hgetall(RunKeys(run_id).key("components"))))
 
     async def learner(self, run_id: str) -> LearnerReport:
-        parts = ("phase", "doing", "metrics", "trouble", "findings", "has_trained")
-        names = [f"learner_{part}" for part in parts]
-        phase, doing, metrics, trouble, findings, trained = await cast(
-            Any, self.redis.hmget(RunKeys(run_id).record, names)
-        )
-        return LearnerReport(
-            phase.decode() if phase else "",
-            json.loads(doing) if doing else {},
-            json.loads(metrics) if metrics else {},
-            trouble.decode() if trouble else "",
-            decode_findings(findings) if findings else (),
-            trained != b"0",
-        )
+        key = RunKeys(run_id).record
+        return LearnerReport.decode(await cast(Any, self.redis.hmget(key, list(LearnerReport.FIELDS))))
 
     async def reports(self, run_id: str) -> ComponentReports:
         keys = RunKeys(run_id)
@@ -403,10 +387,7 @@ class RunStore:
             pipe.hgetall(keys.doing)
             pipe.hgetall(keys.served)
             pipe.exists(keys.lease)
-            doing, served, leased = await pipe.execute()
-        workers = {name.decode(): json.loads(blob) for name, blob in doing.items()}
-        replicas = {name.decode(): decode_report(blob) for name, blob in served.items()}
-        return ComponentReports(workers, replicas, bool(leased))
+            return ComponentReports.decode(*await pipe.execute())
 
     async def metrics_since(self, run_id: str, at: float) -> list[MetricRecord]:
         """Return metric records since `at` (Unix time), oldest first."""
@@ -424,6 +405,10 @@ class RunStore:
         pattern = keys.prefix.replace("[", r"\[").replace("?", r"\?") + "*"
         found = self.redis.scan_iter(match=pattern, count=1000)
         return [key async for key in found if key != keys.epoch.encode()]
+
+
+def _decode_observations(raw: Mapping[bytes, bytes]) -> dict[str, Observation]:
+    return {name.decode(): decode_fields(Observation, value, health=Health) for name, value in raw.items()}
 
 
 def _is_before(end: bytes | None, at: float) -> bool:

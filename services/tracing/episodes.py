@@ -58,7 +58,7 @@ class OtlpEpisodeTracer:
 
 class SampledSpans:
     def __init__(self, tracer: Tracer, span: Span, tag: str, sampling: Sampling, *, has_tools: bool) -> None:
-        self.traceparent = format_traceparent(span.get_span_context())
+        self.traceparent = format_traceparent(span)
         self._tracer = tracer
         self._span = span
         self._context = set_span_in_context(span, Context())

@@ -1,14 +1,15 @@
 """Trace ids that every process derives from a group's name, and their sampling."""
 
-import re
 from hashlib import blake2b
 
+from opentelemetry.context import Context
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-from opentelemetry.trace import SpanContext, TraceFlags
+from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
+from opentelemetry.trace import Span, SpanContext, get_current_span, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-01")
-"""W3C's header of a sampled span."""
-_LOW_BITS = (1 << 64) - 1
+HEADER = "traceparent"
+_PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class ChosenTraceIds(RandomIdGenerator):
@@ -29,18 +30,18 @@ def trace_id_of(*names: str) -> int:
 
 
 def is_traced(trace_id: int, rate: float) -> bool:
-    """Decide as OpenTelemetry's `TraceIdRatioBased`, the same for all members."""
-    return (trace_id & _LOW_BITS) < round(rate * (1 << 64))
+    """Decide by the id alone, the same for all members."""
+    return TraceIdRatioBased(rate).should_sample(None, trace_id, "").decision.is_sampled()
 
 
-def format_traceparent(context: SpanContext) -> str:
-    return f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
+def format_traceparent(span: Span) -> str:
+    """Return W3C's header."""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier, set_span_in_context(span, Context()))
+    return carrier[HEADER]
 
 
 def parse_traceparent(text: str) -> SpanContext | None:
     """Return None unless it names a sampled span."""
-    matched = TRACEPARENT.fullmatch(text)
-    if matched is None:
-        return None
-    context = SpanContext(int(matched[1], 16), int(matched[2], 16), is_remote=True, trace_flags=TraceFlags(1))
-    return context if context.is_valid else None
+    context = get_current_span(_PROPAGATOR.extract({HEADER: text}, Context())).get_span_context()
+    return context if context.is_valid and context.trace_flags.sampled else None

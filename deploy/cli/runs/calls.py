@@ -182,13 +182,9 @@ def show_quarantine(url: str, token: str | None, run_id: str, *, as_json: bool) 
 
 
 def change_run(url: str, token: str | None, run_id: str, values: Sequence[str], *, as_json: bool) -> int:
-    pairs: dict[str, Any] = {}
-    for text in values:
-        name, equals, value = text.partition("=")
-        if not equals:
-            print_message(f"expected KEY=VALUE, got {text!r}")
-            return REFUSED
-        pairs[name] = _parse_value(value)
+    pairs = parse_pairs(values, _parse_number)
+    if pairs is None:
+        return REFUSED
 
     async def ask(client: ControlClient) -> int:
         view = await client.change(run_id, pairs)
@@ -197,7 +193,20 @@ def change_run(url: str, token: str | None, run_id: str, values: Sequence[str], 
     return call(url, token, ask)
 
 
-def _parse_value(text: str) -> Any:
+def parse_pairs(texts: Sequence[str], parse: Callable[[str], Any]) -> dict[str, Any] | None:
+    """Return the values of `KEY=VALUE` by key; None, with a message, if one is no such pair."""
+    pairs: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals:
+            print_message(f"expected KEY=VALUE, got {text!r}")
+            return None
+        pairs[key] = parse(value)
+    return pairs
+
+
+def _parse_number(text: str) -> Any:
+    """Return a number, or the text, which the service refuses by name."""
     for kind in (int, float):
         try:
             return kind(text)

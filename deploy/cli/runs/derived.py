@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from offbeat.deploy.cli.runs.calls import DONE, REFUSED, call, print_message, show_answer
+from offbeat.deploy.cli.runs.calls import DONE, REFUSED, call, parse_pairs, show_answer
 from offbeat.services.control.client import ControlClient
 from offbeat.services.control.console.schemas import ReproductionState, ReproductionView
 
@@ -16,13 +16,10 @@ NOT_EQUAL = 1
 def fork_run(
     url: str, token: str | None, run_id: str, step: int, name: str | None, values: Sequence[str], *, as_json: bool
 ) -> int:
-    changes: dict[str, Any] = {} if name is None else {"exp_name": name}
-    for text in values:
-        key, equals, value = text.partition("=")
-        if not equals:
-            print_message(f"expected KEY=VALUE, got {text!r}")
-            return REFUSED
-        changes[key] = _parse(value)
+    pairs = parse_pairs(values, _parse_json)
+    if pairs is None:
+        return REFUSED
+    changes = pairs if name is None else {"exp_name": name, **pairs}
 
     async def ask(client: ControlClient) -> int:
         view = await client.fork(run_id, step, changes)
@@ -31,7 +28,7 @@ def fork_run(
     return call(url, token, ask)
 
 
-def _parse(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:

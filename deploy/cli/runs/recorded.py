@@ -9,6 +9,7 @@ from rich.table import Table
 from offbeat.deploy.cli.runs.calls import call, show_answer
 from offbeat.services.control.client import ControlClient
 from offbeat.services.control.console.schemas import (
+    NO_OUTCOME,
     Floats,
     GroupDetailView,
     GroupsView,
@@ -17,7 +18,6 @@ from offbeat.services.control.console.schemas import (
     TrajectoryView,
 )
 
-NO_OUTCOME = 255
 COLUMNS = ("trajectory", "reward", "turns", "tokens", "versions", "max. ratio", "end", "tokens by outcome")
 
 

@@ -9,6 +9,8 @@ from offbeat.services.control.run import RunState
 from offbeat.services.control.schemas import View
 
 Floats = list[float | None]
+NO_OUTCOME = 255
+"""Outcome of a token that is not trained."""
 
 
 class GroupState(StrEnum):
@@ -139,7 +141,7 @@ class SegmentView(View):
     """To the old policy, as in the loss."""
     advantages: Floats
     outcome: list[int]
-    """Index into `outcomes`; 255: none."""
+    """Index into `outcomes`; 255: not trained."""
     images: list[ImageView] = Field(default_factory=list[ImageView])
 
 

@@ -8,7 +8,6 @@ import operator
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Protocol
 
 from offbeat.envs.dataset.prompt import RowPrompt
@@ -29,6 +28,7 @@ from offbeat.services.rollout.envs.runners import EnvTraits, StepResult
 from offbeat.services.rollout.episodes.errors import error_metrics, reward_of
 from offbeat.services.rollout.episodes.history import TurnHistory
 from offbeat.services.rollout.episodes.recorder import EpisodeRecorder, TurnMessage, make_recorder
+from offbeat.services.rollout.episodes.state_hash import hash_state
 
 Sample = Callable[..., Awaitable[Completion]]
 """(prompt token ids, maximum new tokens[, images]) -> completion; retries and times out internally."""
@@ -136,7 +136,7 @@ class _Episode:
         )
         answer = recorder.add_completion(completion)
         result = await self._step(answer)
-        recorder.add_reward(result.reward, blake2b(observation.encode() + message.png, digest_size=8).hexdigest())
+        recorder.add_reward(result.reward, hash_state(observation, message.png))
         self.metrics.add(result.metrics)
         self.history.add(observation, answer)
         if plan.keep_text:

@@ -52,6 +52,14 @@ def test_what_continues_the_ledgers_is_applied_alone() -> None:
     assert all(seen.lives[number] is each for number, each in before.items())
 
 
+def test_nothing_new_replays_nothing() -> None:
+    seen = LiveReplay()
+    seen.add(EVENTS, REWOUND)
+    before = dict(seen.lives)
+    seen.add(EVENTS[-1:], [])
+    assert all(seen.lives[number] is each for number, each in before.items())
+
+
 @pytest.mark.parametrize("line", [ResumedLine(2, 2, 0), LeaseLine(2), step(5, 5)])
 def test_anything_else_replays_all(line: JournalLine) -> None:
     seen = LiveReplay()

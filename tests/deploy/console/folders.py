@@ -1,7 +1,6 @@
 """A run folder that the real writers wrote, small and made in milliseconds."""
 
 import time
-from hashlib import blake2b
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from offbeat.deploy.run_setup import prepare_folder
 from offbeat.envs import registry
 from offbeat.services.buffer.group_ledger import LedgerFile, LifeEvent
 from offbeat.services.messages.types import Group, Trajectory
+from offbeat.services.rollout.episodes.state_hash import hash_state
 from offbeat.services.telemetry import MetricRecord, Partial
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.learner import LearnerConfig
@@ -50,7 +50,7 @@ def play(trajectory: Trajectory) -> Trajectory:
     observation, _ = env.reset(seed=trajectory.seed)
     text, turns = ["You walk."], []
     for turn, answer in zip(trajectory.turns, ("right", "down"), strict=True):
-        turns.append(turn._replace(state_hash=blake2b(str(observation).encode(), digest_size=8).hexdigest()))
+        turns.append(turn._replace(state_hash=hash_state(str(observation))))
         text += [str(observation), answer]
         observation, *_ = env.step(answer)
     env.close()

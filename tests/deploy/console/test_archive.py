@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from offbeat.deploy.console.archive import FolderArchive, find_checkpoint
-from offbeat.deploy.console.trajectories import NO_OUTCOME
 from offbeat.services.control.console.archive import GroupQuery, NotRecordedError, UnknownGroupError
-from offbeat.services.control.console.schemas import GroupSort, GroupState
+from offbeat.services.control.console.schemas import NO_OUTCOME, GroupSort, GroupState
 from offbeat.trainer.training.batch_log import BatchLog
 from offbeat.trainer.training.checkpoint import CheckpointStore, LearnerState
 from tests.deploy.console.folders import BEGAN_MS, groups_of

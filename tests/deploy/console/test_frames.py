@@ -10,8 +10,11 @@ from PIL import Image
 from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.console.archive import FolderArchive
 from offbeat.deploy.console.frames import EpisodeToReplay, render_frames
+from offbeat.envs import registry
 from offbeat.services.control.console.archive import NotRecordedError
 from offbeat.services.rollout.config import CustomEnv
+from offbeat.services.rollout.envs.runners import render_png
+from offbeat.services.rollout.episodes.state_hash import hash_state
 from tests.copying import replace
 from tests.deploy.console.folders import play, write_run
 from tests.fakes import make_trajectory
@@ -39,6 +42,21 @@ def test_an_env_that_plays_otherwise_is_told_with_the_turn(episode: EpisodeToRep
         render_frames(replace(episode, seed=episode.seed + 1))
     with pytest.raises(NotRecordedError, match="observation of turn 1 is another one"):
         render_frames(replace(episode, answers=("left", "down")))
+
+
+def test_an_episode_of_images_is_compared_by_its_images(episode: EpisodeToReplay) -> None:
+    settings = {**episode.env.env_config, "render_mode": "rgb_array"}
+    env = episode.env.model_copy(update={"agent_template": "{image}", "env_config": settings})
+    lake = registry.make(env.env_type, settings)
+    observation, _ = lake.reset(seed=episode.seed)
+    digests: list[str] = []
+    for answer in episode.answers:
+        digests.append(hash_state(str(observation), render_png(lake)))
+        observation, *_ = lake.step(answer)
+    lake.close()
+    assert len(render_frames(replace(episode, env=env, digests=digests)).frames) == 3
+    with pytest.raises(NotRecordedError, match="observation of turn 0 is another one"):
+        render_frames(replace(episode, env=env))
 
 
 def test_what_can_not_be_drawn_is_told(episode: EpisodeToReplay) -> None:

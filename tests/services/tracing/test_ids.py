@@ -1,6 +1,5 @@
 import pytest
-from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
-from opentelemetry.trace import SpanContext, TraceFlags
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
 from offbeat.services.tracing.ids import format_traceparent, is_traced, parse_traceparent, trace_id_of
 
@@ -8,11 +7,9 @@ CONTEXT = SpanContext(0xABC, 0xDEF, is_remote=True, trace_flags=TraceFlags(1))
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.3, 1.0])
-def test_groups_are_sampled_as_by_opentelemetry(rate: float):
-    sampler = TraceIdRatioBased(rate)
+def test_the_configured_share_of_groups_is_traced(rate: float):
     ids = [trace_id_of("run", "uid", str(number)) for number in range(2_000)]
-    decisions = [sampler.should_sample(None, each, "x").decision is Decision.RECORD_AND_SAMPLE for each in ids]
-    assert [is_traced(each, rate) for each in ids] == decisions
+    decisions = [is_traced(each, rate) for each in ids]
     assert sum(decisions) == pytest.approx(rate * len(ids), abs=5 * (rate * (1 - rate) * len(ids)) ** 0.5)
 
 
@@ -22,7 +19,7 @@ def test_runs_of_one_name_have_other_traces():
 
 
 def test_a_traceparent_is_read_as_it_was_written():
-    text = format_traceparent(CONTEXT)
+    text = format_traceparent(NonRecordingSpan(CONTEXT))
     assert text == f"00-{0xABC:032x}-{0xDEF:016x}-01"
     assert parse_traceparent(text) == CONTEXT
 
