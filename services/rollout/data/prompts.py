@@ -77,10 +77,10 @@ class DomainRows:
         if self._only is not None:
             return {self._only: array("q", range(len(self.rows)))}
         by_tag = {tag: array("q") for tag in tags}
-        for row in range(len(self.rows)):
-            tag = self._tag_of.get(str(self.rows[row].get(self._column)))
+        for number, row in enumerate(self.rows.scan((self._column,))):
+            tag = self._tag_of.get(str(row.get(self._column)))
             if tag is not None:
-                by_tag[tag].append(row)
+                by_tag[tag].append(number)
         return by_tag
 
 
