@@ -151,11 +151,10 @@ def open_prompts(settings: WorkerSettings) -> PromptSource | None:
     """Open a worker's rows; None unless it plays prompts. Raises ValueError as `PromptSource`."""
     if settings.pipeline != "rlvr" or settings.data is None:
         return None
-    tags = tuple(settings.custom_envs)
     return PromptSource(
         settings.data,
-        settings.train_env_manager.tags or tags,
-        settings.val_env_manager.tags or tags,
+        settings.train_env_manager.tags_of(settings.custom_envs),
+        settings.val_env_manager.tags_of(settings.custom_envs),
         seed=settings.seed,
         val_group_size=settings.val_env_manager.group_size,
     )
