@@ -93,8 +93,8 @@ class RunComponents:
         self._workers = WorkerPool(config, redis_url, uid)
         scorers = [ScorerPool(config, role, redis_url, uid) for role in scored_roles(config, config.reference)]
         self._generation: ServeApp | SharedGeneration | None = None
-        self._components: tuple[Component, ...] = (learner, *scorers, self._workers)
-        self._components = (*self._components, *reward_components(config, serve_status))
+        rewards = reward_components(config, serve_status)
+        self._components: tuple[Component, ...] = (learner, *scorers, self._workers, *rewards)
         if config.uses_engine:
             self._generation = _build_generation(config, redis, redis_url, serve_status, uid)
             broker = broker_component(config, redis_url, serve_status, uid)

@@ -12,7 +12,7 @@ SAMPLING = ("actor_infer.generating_args", "train_env_manager.generating_args")
 
 def recompute_cut_logprobs(tree: Tree) -> Tree:
     """Set `old_logprobs: recompute`, if left out, where `top_p` or `top_k` cut the distribution of the engine's logprobs."""
-    plays = tree.get("pipeline", "agentic") == "agentic"
+    plays = tree.get("pipeline", "agentic") in ("agentic", "rlvr")
     if "old_logprobs" in tree or not plays or tree.get("pg_variant") in (*AGAINST_BEHAVIOR, *WITHOUT_RATIO):
         return tree
     args: Tree = {}

@@ -67,9 +67,9 @@ def _words_of_data(config: RunConfig) -> Iterator[str]:
         rows = open_rows(path)
         named = (*message_keys(config.data), *((config.data.ground_truth_key,) if config.plays_prompts else ()))
         keys = [key for key in named if key in rows.columns]
-        for index in range(len(rows)):
+        for row in rows.scan(keys):
             for key in keys:
-                yield from _words_of_value(rows[index].get(key))
+                yield from _words_of_value(row.get(key))
 
 
 def _words_of_value(value: object) -> Iterator[str]:

@@ -38,8 +38,7 @@ def open_answered(config: RunConfig, seed: int) -> AnsweredRows | None:
     """Open a run's rows, on an event loop; None if it plays episodes of envs. Raises ValueError for unreadable ones."""
     if not config.plays_prompts or config.data is None:
         return None
-    tags = tuple(config.custom_envs)
-    train, val = config.train_env_manager.tags or tags, config.val_env_manager.tags or tags
+    train, val = (each.tags_of(config.custom_envs) for each in (config.train_env_manager, config.val_env_manager))
     prompts = PromptSource(config.data, train, val, seed=seed)
     scoring = config.scoring
     if scoring is None:

@@ -4,7 +4,7 @@ Invariant: a row's name is file and line, for errors.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -26,6 +26,10 @@ class DatasetRows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Row: ...
+
+    def scan(self, keys: Sequence[str]) -> Iterator[Row]:
+        """Yield every row in one pass over the file, with at least those of the columns `keys` that exist."""
+        ...
 
     def name(self, index: int) -> str:
         """Return file and line, or row."""
@@ -57,7 +61,14 @@ class JsonLinesRows:
     def __getitem__(self, index: int) -> Row:
         with self._path.open("rb") as file:
             file.seek(self._starts[index])
-            line = file.readline()
+            return self._parse(index, file.readline())
+
+    def scan(self, keys: Sequence[str]) -> Iterator[Row]:  # noqa: ARG002
+        with self._path.open("rb") as file:
+            for index, line in enumerate(line for line in file if line.strip()):
+                yield self._parse(index, line)
+
+    def _parse(self, index: int, line: bytes) -> Row:
         try:
             row = json.loads(line)
         except ValueError as error:
@@ -86,6 +97,10 @@ class TableRows:
 
     def __getitem__(self, index: int) -> Row:
         return self._table[index]
+
+    def scan(self, keys: Sequence[str]) -> Iterator[Row]:
+        columns = [key for key in keys if key in self.columns]
+        return iter(self._table.select_columns(columns) if columns else ())
 
     def name(self, index: int) -> str:
         return f"{self._path} row {index + 1}"

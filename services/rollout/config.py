@@ -1,5 +1,6 @@
 """Configuration of the env-worker pool (`custom_envs`, `train_env_manager`, `val_env_manager`, `rollout`)."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -234,6 +235,10 @@ class EnvManagerConfig(Config):
                 f"num_groups_partition sums to {sum(partition)}, num_env_groups is {self.num_env_groups}: make them equal"
             )
         return self
+
+    def tags_of(self, custom_envs: Mapping[str, CustomEnv]) -> tuple[str, ...]:
+        """Return the manager's tags, or else all."""
+        return self.tags or tuple(custom_envs)
 
 
 class RolloutConfig(Config):

@@ -25,8 +25,8 @@ class SlotPool:
         """Slots of episodes that are running or to be submitted."""
         self._flush_interval_s = gather_s
         self._num_running = 0
-        self._num_scored = 0
-        """Played episodes that wait for rewards."""
+        self._num_lent = 0
+        """Episodes that wait for rewards without a slot."""
         self._finished: list[Slot] = []
         self._freed = asyncio.Event()
         self._flush_handle: asyncio.Handle | None = None
@@ -35,7 +35,7 @@ class SlotPool:
     @property
     def num_free(self) -> int:
         # After a claim whose response was lost, more episodes than slots may be running.
-        num_excess = max(0, self._num_scored - self._count)
+        num_excess = max(0, self._num_lent - self._count)
         return max(0, self._count - self._num_running - len(self._finished) - num_excess)
 
     def num_free_of(self, kind: EpisodeKind) -> int:
@@ -55,7 +55,7 @@ class SlotPool:
         """Free the slot of an episode that waits for rewards."""
         self._num_running -= 1
         self._held[slot.kind] -= 1
-        self._num_scored += 1
+        self._num_lent += 1
         self._schedule_flush()
 
     def finish(self, slot: "Slot") -> None:
@@ -70,7 +70,7 @@ class SlotPool:
 
     def _release(self, slot: "Slot") -> None:
         if slot.is_lent:
-            self._num_scored -= 1
+            self._num_lent -= 1
             self._held[slot.kind] += 1
         else:
             self._num_running -= 1

@@ -60,7 +60,7 @@ def make_sampler(custom_envs: Mapping[str, CustomEnv], manager: EnvManagerConfig
     if sampler_config is None:
         return None
     try:
-        sampler = load_object(sampler_config.path)(_tags(custom_envs, manager), **sampler_config.args)
+        sampler = load_object(sampler_config.path)(manager.tags_of(custom_envs), **sampler_config.args)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{sampler_config.path} can't be made: {error}") from error
     if missing := [name for name in ("draw", "learn", "state_dict", "load_state_dict") if not hasattr(sampler, name)]:
@@ -77,7 +77,7 @@ def _draw(config: TaskConfig, seed: int, number: int, state: str) -> Task:
         sampler.load_state_dict(json.loads(state))
     rng = np.random.default_rng(np.random.SeedSequence(entropy=seed % (1 << 64), spawn_key=(TRAIN, number, 1)))
     tag, chosen = sampler.draw(rng)
-    if tag not in _tags(config.custom_envs, config.train_env_manager):
+    if tag not in config.train_env_manager.tags_of(config.custom_envs):
         raise ValueError(f"the task sampler drew tag {tag!r}, which training does not have")
     if chosen is not None and not 0 <= chosen < FIRST_EVAL_SEED:
         raise ValueError(f"the task sampler drew seed {chosen}, which is not in [0, 2**31)")
@@ -131,7 +131,7 @@ class EvalTasks:
 
 def tag_cycle(custom_envs: Mapping[str, CustomEnv], manager: EnvManagerConfig) -> tuple[str, ...]:
     """Return the cycle of tags, spread evenly."""
-    tags = _tags(custom_envs, manager)
+    tags = manager.tags_of(custom_envs)
     shares = manager.num_groups_partition or (1,) * len(tags)
     places = [
         ((turn + 0.5) / share, rank, tag)
@@ -139,7 +139,3 @@ def tag_cycle(custom_envs: Mapping[str, CustomEnv], manager: EnvManagerConfig) -
         for turn in range(share)
     ]
     return tuple(tag for _, _, tag in sorted(places))
-
-
-def _tags(custom_envs: Mapping[str, CustomEnv], manager: EnvManagerConfig) -> tuple[str, ...]:
-    return manager.tags or tuple(custom_envs)

@@ -93,8 +93,8 @@ class Evaluations:
         drops_long: bool = False,
     ) -> None:
         """score: receives sampled success (missing: failure), or reward if envs report none. epoch: the learner's lease.
-        group_size: `val_env_manager.group_size`. drops_long: prompts that are too long to be answered are counted, and in
-        no mean.
+        group_size: `val_env_manager.group_size`. drops_long: prompts that are too long to be answered are counted, but
+        left out of every mean.
         """
         self._drops_long = drops_long
         self._group_size = group_size

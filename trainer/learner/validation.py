@@ -33,7 +33,7 @@ def count_prompts(run: LearnerRun) -> int | None:
     if not config.plays_prompts or config.data is None:
         return None
     try:
-        return count_validation(config.data, config.val_env_manager.tags or tuple(config.custom_envs))
+        return count_validation(config.data, config.val_env_manager.tags_of(config.custom_envs))
     except ValueError as error:
         raise ControlError(f"data.val_dataset_name: {error}") from error
 

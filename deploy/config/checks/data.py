@@ -37,7 +37,7 @@ def steps_of_epochs(config: RunConfig) -> int | None:
     data = config.data
     if data is None or data.num_train_epochs is None or not (config.reads_data or config.plays_prompts):
         return None
-    tags = config.train_env_manager.tags or tuple(config.custom_envs)
+    tags = config.train_env_manager.tags_of(config.custom_envs)
     try:
         if config.plays_prompts:
             num_rows = len(DomainRows(data.dataset_name, data, tags).selected) if tags else 0

@@ -62,7 +62,7 @@ def check_rewards(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
             continue
         on_step(f"data.{key}", f"reading {path}")
         try:
-            _check_prompts(DomainRows(path, config.data, manager.tags or tuple(config.custom_envs)), config.data)
+            _check_prompts(DomainRows(path, config.data, manager.tags_of(config.custom_envs)), config.data)
         except (ValueError, OSError) as error:
             yield ConfigIssue(f"data.{key}", str(error))
     if config.scoring is not None:
@@ -82,7 +82,7 @@ def _check_prompts(domains: DomainRows, data: DataConfig) -> None:
 
 def _tags(config: RunConfig) -> list[str]:
     managers = (config.train_env_manager, config.val_env_manager)
-    return list(dict.fromkeys(tag for manager in managers for tag in manager.tags or config.custom_envs))
+    return list(dict.fromkeys(tag for manager in managers for tag in manager.tags_of(config.custom_envs)))
 
 
 def _check_effects(config: RunConfig, data: DataConfig) -> Iterator[ConfigIssue]:
@@ -116,7 +116,7 @@ def _check_domains(config: RunConfig, data: DataConfig) -> Iterator[ConfigIssue]
         for tag in getattr(data, key):
             if tag not in config.custom_envs:
                 yield ConfigIssue(f"data.{key}.{tag}", f"no tag {tag!r} in custom_envs; there is {known}")
-    tags = config.train_env_manager.tags or tuple(config.custom_envs)
+    tags = config.train_env_manager.tags_of(config.custom_envs)
     owners: dict[str, str] = {}
     for tag in _tags(config):
         for value in data.tag_included.get(tag, (tag,)):

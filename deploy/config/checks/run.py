@@ -218,7 +218,7 @@ def _check_cpu(config: RunConfig, cores: float, whose: str) -> Iterator[ConfigIs
 
 
 def _check_algorithm(config: RunConfig) -> Iterator[ConfigIssue]:
-    tags = config.train_env_manager.tags or tuple(config.custom_envs)
+    tags = config.train_env_manager.tags_of(config.custom_envs)
     envs = [config.custom_envs[tag] for tag in tags if tag in config.custom_envs]
     for tag in config.query_filter_config:
         if tag not in config.custom_envs:

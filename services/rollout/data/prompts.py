@@ -77,10 +77,10 @@ class DomainRows:
         if self._only is not None:
             return {self._only: array("q", range(len(self.rows)))}
         by_tag = {tag: array("q") for tag in tags}
-        for row in range(len(self.rows)):
-            tag = self._tag_of.get(str(self.rows[row].get(self._column)))
+        for number, row in enumerate(self.rows.scan((self._column,))):
+            tag = self._tag_of.get(str(row.get(self._column)))
             if tag is not None:
-                by_tag[tag].append(row)
+                by_tag[tag].append(number)
         return by_tag
 
 
@@ -151,11 +151,10 @@ def open_prompts(settings: WorkerSettings) -> PromptSource | None:
     """Open a worker's rows; None unless it plays prompts. Raises ValueError as `PromptSource`."""
     if settings.pipeline != "rlvr" or settings.data is None:
         return None
-    tags = tuple(settings.custom_envs)
     return PromptSource(
         settings.data,
-        settings.train_env_manager.tags or tags,
-        settings.val_env_manager.tags or tags,
+        settings.train_env_manager.tags_of(settings.custom_envs),
+        settings.val_env_manager.tags_of(settings.custom_envs),
         seed=settings.seed,
         val_group_size=settings.val_env_manager.group_size,
     )

@@ -27,6 +27,10 @@ def test_lines_are_named_by_file_and_number(tmp_path: Path):
         rows[2]
     with pytest.raises(RowError, match=r"rows.jsonl:5: expected an object, got list"):
         rows[3]
+    scanned = rows.scan(("a",))
+    assert [next(scanned), next(scanned)] == [{"a": 1}, {"a": "ü"}]
+    with pytest.raises(RowError, match=r"rows.jsonl:4: not JSON"):
+        next(scanned)
 
 
 def test_a_changed_file_is_read_anew(tmp_path: Path):
@@ -49,6 +53,8 @@ def test_parquet_and_saved_datasets_hold_the_same_rows(tmp_path: Path):
         for rows in map(open_rows, (tmp_path / "rows.parquet", tmp_path / "saved", lines))
     ]
     assert read[0] == read[1] == read[2]
+    for name in ("rows.parquet", "saved", "rows.jsonl"):
+        assert [row.get("prompt") for row in open_rows(tmp_path / name).scan(("prompt", "absent"))] == ["x", "z"]
 
 
 @pytest.mark.parametrize(("text", "problem"), [(None, "no such file"), ("", "has no rows")])
