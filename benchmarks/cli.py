@@ -277,10 +277,10 @@ def bench_learner(
 @bench_app.command("trees")
 def bench_trees(
     size: Annotated[Size, typer.Option(help="Parameters of the model.")] = Size.m1,
-    groups: Annotated[int, typer.Option(min=1, help="Of a batch.")] = 8,
+    groups: Annotated[int, typer.Option(min=1, help="Of a batch.")] = 4,
     group_size: Annotated[int, typer.Option(min=1, help="Episodes of a group.")] = 8,
     budget: Annotated[int, typer.Option(min=64, help="Tokens of one forward and backward pass.")] = 4096,
-    rounds: Annotated[int, typer.Option(min=1, help="Batches of each side that are measured.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Batches of each side that are measured.")] = 3,
     threads: Annotated[int, typer.Option(min=1, help="torch's.")] = 1,
     json: JsonFile = None,
     quick: Quick = False,

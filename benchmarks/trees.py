@@ -23,10 +23,10 @@ from offbeat.services.messages.types import Group, Segment, StopReason, Trajecto
 @dataclass(frozen=True, slots=True)
 class TreeOptions:
     size: str = "1M"
-    groups: int = 8
+    groups: int = 4
     group_size: int = 8
     budget: int = 4096
-    rounds: int = 5
+    rounds: int = 3
     threads: int = 1
 
 
@@ -98,10 +98,10 @@ def _group(number: int, members: Sequence[Trajectory]) -> Group:
 
 
 def _agent_groups(options: TreeOptions) -> list[Group]:
-    """Episodes of an agent whose prompt of 200 tokens is common to all, and its task's 100 to a group.
+    """Episodes of an agent whose prompt of 120 tokens is common to all, and its task's 40 to a group.
 
-    In six turns it answers with 20 tokens and reads 60; in every second one it hands its history and 30 tokens to two
-    sub-agents, each of which answers three times with 20 tokens and reads 40.
+    In four turns it answers with 10 tokens and reads 30; in every second one it hands its history and 20 tokens to two
+    sub-agents, each of which answers three times with 10 tokens and reads 20.
     """
     draw = np.random.default_rng(1)
 
@@ -110,22 +110,22 @@ def _agent_groups(options: TreeOptions) -> list[Group]:
 
     def answers(history: list[tuple[int, bool]], times: int, read: int) -> list[tuple[int, bool]]:
         for _ in range(times):
-            history = [*history, *tokens(20, True), *tokens(read, False)]
+            history = [*history, *tokens(10, True), *tokens(read, False)]
         return history
 
     def episode(history: list[tuple[int, bool]]) -> list[list[tuple[int, bool]]]:
         contexts: list[list[tuple[int, bool]]] = []
-        for turn in range(6):
-            history = answers(history, 1, 60)
+        for turn in range(4):
+            history = answers(history, 1, 30)
             if turn % 2:
                 seen = [(token, False) for token, _ in history]
-                contexts += [answers([*seen, *tokens(30, False)], 3, 40) for _ in range(2)]
+                contexts += [answers([*seen, *tokens(20, False)], 3, 20) for _ in range(2)]
         return [history, *contexts]
 
-    system = tokens(200, False)
+    system = tokens(120, False)
     groups: list[Group] = []
     for number in range(options.groups):
-        task = [*system, *tokens(100, False)]
+        task = [*system, *tokens(40, False)]
         members = [_trajectory(i, episode(task)) for i in range(options.group_size)]
         groups.append(_group(number, members))
     return groups
