@@ -1,4 +1,4 @@
-"""Micro-batches of prefix groups: sequences of a group with a common prefix before the first sampled token."""
+"""Micro-batches of prefix groups: sequences of a group with a common unsampled prefix."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ MIN_PREFIX_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroup:
-    """Sequences and their common prefix's length, 0 for a single one."""
+    """Sequences and the length of their common prefix, 0 for one."""
 
     sequences: list[int]
     common: int
@@ -37,7 +37,7 @@ def shared_microbatches(
 def whole_group_microbatches(
     batch: Batch, sequences: Sequence[int], max_tokens: int, *, share_prefix: bool, multiple_of: int = 1
 ) -> list[MicroBatch]:
-    """Pack like `microbatches`, a group never divided; one that is too large is alone.
+    """Pack like `microbatches`, without dividing groups; one that is too large is alone.
 
     share_prefix: compute a group's common prefix once.
     """
