@@ -34,7 +34,7 @@ class SharedPrefixLayout:
 
     @property
     def longest(self) -> int:
-        """Upper bound of sequence lengths."""
+        """Return an upper bound of sequence lengths."""
         return max(self.root_len, self.longest_prefix + self.branch_len)
 
     @classmethod
