@@ -1,6 +1,6 @@
 """Command line of `offbeat bench`.
 
-Invariant: commands import heavy modules, so `--help` is fast.
+Invariant: commands import heavy modules.
 """
 
 from collections.abc import Callable
@@ -43,15 +43,11 @@ class Size(StrEnum):
 
 
 class Work(StrEnum):
-    """Engine and trainer of `bench async`."""
-
     real = "real"
     emulated = "emulated"
 
 
 class PlanPart(StrEnum):
-    """Benchmark whose rows are predicted."""
-
     training = "async"
     redundancy = "redundancy"
 

@@ -1,5 +1,3 @@
-"""Packed sequences and model input."""
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,7 +55,7 @@ class PackedInput:
     tokens: [N] int64; positions: [M] int64, to score, never a sequence's first; temperatures: [M] float32, NaN for the
     default, None if all are; reference: for a full KL; images: in token order; head_alone: detach values from the
     policy; with_next: also return values after `positions`; distillation: for a divergence from teachers; top: return
-    the most probable tokens alone.
+    only the most probable tokens.
     """
 
     tokens: Tensor
@@ -95,7 +93,7 @@ class PackedInput:
 
     @property
     def valued(self) -> Tensor:
-        """Tokens whose hidden states give values, [M], or with the next ones, [2 M] int64."""
+        """Return the tokens whose hidden states give values, [M], or with the next ones, [2 M] int64."""
         return torch.cat([self.predictors, self.positions]) if self.with_next else self.predictors
 
     @property
