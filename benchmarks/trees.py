@@ -30,7 +30,7 @@ class TreeOptions:
     threads: int = 1
 
 
-class Workload(NamedTuple):
+class RecordedWorkload(NamedTuple):
     """config: packaged; overrides: of it."""
 
     config: str
@@ -43,9 +43,9 @@ STEPWISE = (
     "+custom_envs.SimpleSokoban.agent_template='{history} {observation}'",
 )
 WORKLOADS = {
-    "FrozenLake": Workload("quickstart"),
-    "Sokoban, step-wise": Workload("sokoban", STEPWISE),
-    "WebShop, with history": Workload("webshop"),
+    "FrozenLake": RecordedWorkload("quickstart"),
+    "Sokoban, step-wise": RecordedWorkload("sokoban", STEPWISE),
+    "WebShop, with history": RecordedWorkload("webshop"),
 }
 
 
@@ -76,7 +76,7 @@ def _workloads(options: TreeOptions, folder: Path) -> dict[str, tuple[Sequence[s
     return {**played, "agent with sub-agents": ([f"w{i}" for i in range(1000)], _agent_groups(options))}
 
 
-def _play(workload: Workload, options: TreeOptions, folder: Path) -> tuple[Sequence[str], list[Group]]:
+def _play(workload: RecordedWorkload, options: TreeOptions, folder: Path) -> tuple[Sequence[str], list[Group]]:
     from offbeat.deploy.config.vocabulary import collect_words
     from offbeat.deploy.play.agents import load_chat
     from offbeat.deploy.play.rollouts import EpisodeRequest, run_episodes
