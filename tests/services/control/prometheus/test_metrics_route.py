@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
-from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
 from offbeat.services.control.interfaces import Health, Observation
