@@ -51,7 +51,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Itera
         train.close()
 
 
-def test_each_trained_group_is_one_trace_that_its_step_links_to(run: Path, collector: Collector) -> None:
+@pytest.mark.usefixtures("run")
+def test_each_trained_group_is_one_trace_that_its_step_links_to(collector: Collector) -> None:
     steps = collector.named("rl.train")
     assert [span.attributes["rl.step"] for span in steps] == list(range(1, STEPS + 1))
     links = [(trace, span, fields["rl.group.number"]) for step in steps for trace, span, fields in step.links]
@@ -70,7 +71,8 @@ def test_each_trained_group_is_one_trace_that_its_step_links_to(run: Path, colle
     assert {(trace, span) for trace, span, _ in published} == {(step.trace_id, step.span_id) for step in steps}
 
 
-def test_a_trace_crosses_workers_and_holds_the_versions_that_sampled_it(run: Path, collector: Collector) -> None:
+@pytest.mark.usefixtures("run")
+def test_a_trace_crosses_workers_and_holds_the_versions_that_sampled_it(collector: Collector) -> None:
     before = {trace: step.attributes["rl.step"] - 1 for step in collector.named("rl.train") for trace, *_ in step.links}
     members = [span for span in collector.named("invoke_agent") if span.trace_id in before]
     workers = {
