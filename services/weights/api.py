@@ -30,6 +30,10 @@ class WeightPublisher(Protocol):
         """Return the newest readable version."""
         ...
 
+    def flush(self) -> bool:
+        """Wait for the announcement in progress; return False if there is none. Raises as `publish`."""
+        ...
+
     def close(self) -> None:
         """Wait for the announcement in progress, then release resources; raises as `publish`."""
         ...

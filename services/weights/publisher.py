@@ -64,7 +64,7 @@ class RedisWeightPublisher:
         self._announcing: Future[None] | None = None
 
     def publish(self, version: int, step: int, tensors: "Iterable[tuple[str, Tensor]]") -> None:
-        self._settle()
+        self.flush()
         gone = self._lost_versions(version)
         if gone is None:
             return
@@ -75,17 +75,18 @@ class RedisWeightPublisher:
         readable = [manifest for manifest in self._manifests().values() if self._transport.readable(manifest)]
         return max(readable, key=lambda manifest: manifest.version, default=None)
 
-    def close(self) -> None:
-        try:
-            self._settle()
-        finally:
-            self._thread.shutdown()
-            self._transport.close()
-
-    def _settle(self) -> None:
+    def flush(self) -> bool:
         announcing, self._announcing = self._announcing, None
         if announcing is not None:
             announcing.result()
+        return announcing is not None
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            self._thread.shutdown()
+            self._transport.close()
 
     def _lost_versions(self, version: int) -> list[int] | None:
         """Return versions without bytes if `version` is to be announced; None if it exists."""

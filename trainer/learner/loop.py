@@ -348,6 +348,8 @@ class Learner:
             return False
         self._finish_uploads(FOREGROUND_TIMEOUT_S)
         self._buffer.close(UNNEEDED)
+        while self._publisher.flush():  # if Redis lost data meanwhile, closing reconciles it and publishes again
+            self._buffer.close(UNNEEDED)
         self._reporter.set_phase(FINISHED)
         return True
 
