@@ -90,7 +90,7 @@ METRICS: tuple[Metric, ...] = (
         "Sampled tokens of the step's trained trajectories, whatever `ppo_epochs` is.",
     ),
     Metric("learner", "tokens/computed", "tokens", "Tokens of the trained sequences, prompts included."),
-    Metric("learner", "tokens/shared", "tokens", "Prompt tokens that `shared_prefix` did not compute again."),
+    Metric("learner", "tokens/shared", "tokens", "Tokens that `shared_prefix` did not compute again."),
     Metric("learner", "tokens_per_busy_s", "tokens/s", "`tokens/computed` per second of `time/train_s`."),
     Metric("learner", f"tokens/response_length/{SPREAD}", "tokens", "Sampled tokens of a trajectory."),
     Metric(

@@ -50,6 +50,7 @@ def trace(journal: Iterable[JournalLine]) -> Lineage:
         epoch = line.epoch
         if isinstance(line, ResumedLine):
             _resume(lineage, line, before)
+            newest = max(newest, line.newest_version)
         elif isinstance(line, ReconciledLine):
             _reconcile(lineage, line, before)
         else:

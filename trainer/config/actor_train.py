@@ -19,8 +19,8 @@ class ModelArgs(ConditionalConfig):
     attn_implementation: AttentionName = "auto"
     """Attention; `auto` is packed causal, padded only inside attention."""
     shared_prefix: Annotated[bool, OnlyWith(attn_implementation=("auto",))] = False
-    """Single computation of a group's shared prompt, with equal gradient; for long prompts and short answers. Llama,
-    Mistral, Qwen2, Qwen3.
+    """Single computation of tokens that sequences have in common from their start, with equal gradient. Llama, Mistral,
+    Qwen2, Qwen3.
     """
     disable_gradient_checkpointing: bool = True
     """False recomputes activations to save memory."""

@@ -105,8 +105,8 @@ class Batch:
 class MicroBatch:
     """Complete sequences of a batch.
 
-    positions: [m] into tokens; index: [m] into [M] arrays; parents: [s], as in `trainer.models.prefix_attention`, where
-    cu_seqlens borders roots and branches.
+    positions: [m] into tokens; index: [m] into [M] arrays; parents: [s], as in `trainer.models.tree_attention`, then
+    cu_seqlens borders blocks.
     """
 
     tokens: Tensor

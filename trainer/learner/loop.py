@@ -175,8 +175,8 @@ class Learner:
     def _begin(self) -> None:
         self._buffer.prove_with(self._prove, self._after_reconciliation)
         result = self._buffer.reconcile(self._prove())
-        self._ledger.write_resumed(self._step, result.num_added, result.incarnation)
-        self._newest_version = self._buffer.newest_version()
+        self._newest_version = newest = self._buffer.newest_version()
+        self._ledger.write_resumed(self._step, result.num_added, result.incarnation, newest_version=newest)
         if self._is_new_lineage:
             self._evaluations.discard_after(self._step)
         self._evaluations.restart()

@@ -59,7 +59,9 @@ class ResumedLine:
     restored: int
     """Change to the buffer's number of trained groups."""
     incarnation: int = 0
-    """Number of the run's data in Redis; 0 before."""
+    """Number of the run's data in Redis; 0 by older versions."""
+    newest_version: int = -1
+    """Published by predecessors, whose own lines may be lost; -1 if none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +95,9 @@ class StepLedger:
         self._write({"lease": True})
         self.sync()
 
-    def write_resumed(self, step: int, restored: int = 0, incarnation: int = 0) -> None:
-        self._write({"resumed": step, "restored": restored, "incarnation": incarnation})
+    def write_resumed(self, step: int, restored: int = 0, incarnation: int = 0, *, newest_version: int = -1) -> None:
+        row = {"resumed": step, "restored": restored, "incarnation": incarnation, "newest_version": newest_version}
+        self._write(row)
 
     def write_reconciled(self, step: int, result: Reconciled) -> None:
         row = {"reconciled": step, "incarnation": result.incarnation, "corrected": result.num_corrected}
@@ -202,7 +205,13 @@ def parse_journal_line(row: Mapping[str, Any]) -> JournalLine | None:
     try:
         epoch = int(row["epoch"])
         if "resumed" in row:
-            return ResumedLine(int(row["resumed"]), epoch, int(row["restored"]), int(row.get("incarnation", 0)))
+            return ResumedLine(
+                int(row["resumed"]),
+                epoch,
+                int(row["restored"]),
+                int(row.get("incarnation", 0)),
+                int(row.get("newest_version", -1)),
+            )
         if "lease" in row:
             return LeaseLine(epoch)
         if "reconciled" in row:

@@ -13,7 +13,7 @@ from offbeat.services.telemetry import Partial, merge_all
 from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.data.batch import Batch, MicroBatch, group_minibatches, pack
 from offbeat.trainer.data.pairs import best_and_worst
-from offbeat.trainer.data.prefix_groups import whole_group_microbatches
+from offbeat.trainer.data.prefix_trees import whole_group_microbatches
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.base import Hyperparameters
 from offbeat.trainer.engines.process_group import Ranks

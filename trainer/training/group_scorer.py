@@ -15,7 +15,7 @@ from torch import Tensor
 from offbeat.services.messages.types import Group
 from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.data.batch import Batch, MicroBatch, microbatches, pack
-from offbeat.trainer.data.prefix_groups import shared_microbatches
+from offbeat.trainer.data.prefix_trees import shared_microbatches
 from offbeat.trainer.engines.frozen import LogprobModel
 from offbeat.trainer.models.distillation import TopQuery
 from offbeat.trainer.models.divergence import ReferenceStates
