@@ -55,6 +55,7 @@ class LearnerRunConfig(LearnerConfig):
     weights: WeightsConfig = WeightsConfig()
     """Weight transport to engines."""
     telemetry: TelemetryConfig = TelemetryConfig()
+    """Traces from the prompt to the gradient."""
 
     @field_validator("custom_envs")
     @classmethod
