@@ -78,8 +78,8 @@ class AlgorithmConfig(ConditionalConfig):
     # --- From rewards to advantages
     adv_estimator: Estimator | UserFunction = "grpo"
     """Advantage estimator. `grpo`, `dr_grpo`, `rloo`, `opo`, `maxrl`, `gigpo`, `reinforce_plus_plus_baseline`: compare
-    a group; `gdpo`: each reward function's values on their own; `remax`: a greedy episode per group; `gae`: a critic; `step_reinforce`, `gigpo`: per turn; `opd`: teachers
-    alone; `module:function`: your own (docs/algorithms.md).
+    a group; `gdpo`: each reward function's values on their own; `remax`: a greedy episode per group; `gae`: a critic;
+    `step_reinforce`, `gigpo`: per turn; `opd`: teachers alone; `module:function`: your own (docs/algorithms.md).
     """
     use_opd: Annotated[bool, NotWith("opd distills already", adv_estimator=DISTILLING)] = False
     """Subtraction of the teachers' KL from advantages; `adv_estimator: opd` ignores rewards (ROLL's `is_pure_opd`)."""
@@ -288,7 +288,7 @@ class AlgorithmConfig(ConditionalConfig):
             )
         if estimator in DECOUPLED and (value.grouping != "traj_group_id" or split):
             raise ValueError(
-                "adv_estimator gdpo normalizes each reward within groups and their sum over the batch: only method has an effect"
+                "adv_estimator gdpo normalizes each reward within groups and their sum over the batch: only method counts"
             )
         if value.grouping == "state" and estimator != "step_reinforce":
             raise ValueError(

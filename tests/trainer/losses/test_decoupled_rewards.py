@@ -71,12 +71,23 @@ def advantages_of(targets: Targets, groups: Sequence[Group]) -> list[float]:
     return [float(row[0]) for row in rows]
 
 
+def contributions(targets: Targets, groups: Sequence[Group]) -> dict[int, float]:
+    """Weight times advantage by token id."""
+    batch = pack(groups)
+    ids = batch.tokens[batch.positions].tolist()
+    return dict(zip(ids, (targets.weights * targets.advantages).tolist(), strict=True))
+
+
 VARIED: tuple[Column, ...] = (
-    [{"answer": 1.0, "format": 0.0, "style": 0.3}, {"answer": 0.0, "format": 0.0, "style": -8.0}, {"answer": 0.0, "format": 1.0, "style": 2.0}],
+    [
+        {"answer": 1.0, "format": 0.0, "style": 0.3},
+        {"answer": 0.0, "format": 0.0, "style": -8.0},
+        {"answer": 0.0, "format": 1.0, "style": 2.0},
+    ],
     [{"answer": 1.0, "format": 0.5, "style": 40.0}],  # alone
     [{"answer": 1.0, "style": 1.5}, {"answer": 1.0, "style": 1.25}],  # of a tag that `format` does not score
     [{"answer": 1.0, "format": 1.0, "style": 0.1}] * 3,  # equal
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("method", ["mean_std", "mean"])
@@ -159,9 +170,8 @@ def test_masked_groups_and_masked_episodes_are_as_if_computed():
     masked = masked_counts([each for each in groups if each not in kept], masking)
     part = build_targets(pack(kept), masking, masked=masked)
     assert advantages_of(part, kept) == pytest.approx(by_hand([VARIED[0], VARIED[2]], num_masked=4), abs=1e-5)
-    shown = {int(token): float(value) for token, value in zip(pack(groups).tokens[pack(groups).positions], whole.weights * whole.advantages, strict=True)}  # fmt: skip
-    for token, value in zip(pack(kept).tokens[pack(kept).positions], part.weights * part.advantages, strict=True):
-        assert float(value) == pytest.approx(shown[int(token)], abs=1e-6)
+    computed, shown = contributions(whole, groups), contributions(part, kept)
+    assert shown == pytest.approx({token: computed[token] for token in shown}, abs=1e-6)
     assert bool((part.weights[pack(kept).trajectory == 0] == 0).all())
 
 
