@@ -17,6 +17,7 @@ PROMPT_KEYS = ("ground_truth_key", "prompt_length", "tag_included", "domain_inte
 ROW_KEYS = (
     "chosen_key",
     "rejected_key",
+    "margin_key",
     "images_key",
     "completion_key",
     "label_key",
