@@ -26,8 +26,8 @@ class DataConfig(Config):
     response_key: str = "response"
     """Column of the assistant's text, or of messages."""
     chosen_key: str = "chosen"
-    """Column of the preferred response, for `dpo` and `reward_model`: text, or messages, with their prompt unless `prompt_key`
-    exists.
+    """Column of the preferred response, for `dpo` and `reward_model`: text, or messages, with their prompt unless
+    `prompt_key` exists.
     """
     rejected_key: str = "rejected"
     margin_key: str = "margin"
