@@ -1,4 +1,4 @@
-"""ROLL's keys of reinforcement learning with verifiable rewards as ours: each domain is a tag with a reward."""
+"""ROLL's keys of reinforcement learning with verifiable rewards: each domain is a tag with a reward."""
 
 from collections.abc import Iterator
 from math import ceil
@@ -121,7 +121,6 @@ def _share(key: Key) -> Outcome:
 
 
 def _taught(key: Key) -> Outcome | None:
-    """Name domains instead of values of the dataset's column."""
     domains = get_table(key.tree, "rewards").items()
     if not isinstance(key.value, list):
         return None
@@ -202,7 +201,7 @@ RLVR: tuple[tuple[str, Rule], ...] = (
 
 
 def rlvr_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
-    """Yield ROLL's key, ours and ROLL's default, where defaults differ."""
+    """Yield ROLL's key, ours and ROLL's default, if it differs."""
     yield "", "pipeline", "rlvr"
     yield "", "old_logprobs", "recompute"
     prompts, additional = _num_prompts(tree), _num_additional(tree)
@@ -226,7 +225,7 @@ def rlvr_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
 
 
 def name_domains(tree: Tree, source: Tree) -> None:
-    """Make a tag of each domain, and a list of the rewards."""
+    """Make a tag of each domain, and a list of rewards."""
     answer = get(source, "response_length") or get(tree, "actor_infer.generating_args.max_new_tokens")
     domains = get_table(source, "rewards")
     template = {"env_type": "prompt", "max_steps": 1, "agent_template": "{observation}", "execution": "inline"}
