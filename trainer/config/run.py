@@ -124,6 +124,10 @@ class LearnerRunConfig(LearnerConfig):
         return RewardsConfig(rewards=self.rewards, combine=self.combine) if self.rewards else None
 
     @property
+    def reward_weights(self) -> Mapping[str, float]:
+        return {reward.name: reward.weight for reward in self.rewards}
+
+    @property
     def uses_engine(self) -> bool:
         """Return whether training or evaluation samples."""
         return self.plays or self.sampled_share > 0

@@ -41,6 +41,7 @@ EFFECTS: dict[str, list[Change]] = {
             "reinforce_plus_plus_baseline",
             "opo",
             "maxrl",
+            "gdpo",
             "remax",
             "gigpo",
             "step_reinforce",
