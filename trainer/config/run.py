@@ -131,6 +131,11 @@ class LearnerRunConfig(LearnerConfig):
         return self.plays or self.sampled_share > 0
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether engines sleep during the learner's steps, which gives its devices to them between steps."""
+        return self.uses_engine and bool(self.actor_infer.engine.enable_sleep_mode)
+
+    @property
     def plays(self) -> bool:
         """Whether envs are played: in training, or in evaluation."""
         return not self.reads_data or bool(self.custom_envs)
