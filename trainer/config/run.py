@@ -133,6 +133,11 @@ class LearnerRunConfig(LearnerConfig):
         return self.plays or self.sampled_share > 0
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether engines sleep during the learner's steps, which gives its devices to them between steps."""
+        return self.uses_engine and bool(self.actor_infer.engine.enable_sleep_mode)
+
+    @property
     def plays(self) -> bool:
         """Return whether training or evaluation plays envs."""
         return not self.reads_data or bool(self.custom_envs)

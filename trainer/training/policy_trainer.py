@@ -84,6 +84,14 @@ class Trainer(Protocol):
         it."""
         ...
 
+    def offload_states(self) -> None:
+        """Leave the devices; nothing but `load_states` may follow."""
+        ...
+
+    def load_states(self) -> None:
+        """Take the devices again."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Fill a checkpoint's folder."""
         ...
@@ -115,6 +123,7 @@ class PolicyTrainer:
         self._critic: TrainEngine[Tensor] | None = None
         self._reference: FrozenModel | None = None
         """Separate, unsharded reference, if any."""
+        self._teacher_models: list[FrozenModel | DeepSpeedLogprobModel | None] = []
         self._steps: BatchTrainer | None = None
 
     @property
@@ -189,6 +198,21 @@ class PolicyTrainer:
     def exported_tensors(self) -> Iterator[tuple[str, Tensor]]:
         return self._policy.tensors()
 
+    def offload_states(self) -> None:
+        for model in self._movable:
+            model.offload_states()
+        if self._ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def load_states(self) -> None:
+        for model in self._movable:
+            model.load_states()
+
+    @property
+    def _movable(self) -> list[TrainEngine[Any] | FrozenModel]:
+        frozen = [each for each in (self._reference, *self._teacher_models) if isinstance(each, FrozenModel)]
+        return [self._policy, *([] if self._critic is None else [self._critic]), *frozen]
+
     def save(self, folder: Path) -> None:
         self._export(folder, self._policy)
         if self._uses_adapters:
@@ -231,7 +255,8 @@ class PolicyTrainer:
         if is_precomputed and reference is not None:
             self._precompute(reference, keys[REFERENCE_ROLE])
             reference = self._reference = None
-        models = StepModels(self._policy, self._critic, reference, self._teachers(keys), keys, self.vocab_size)
+        self._teacher_models = self._teachers(keys)
+        models = StepModels(self._policy, self._critic, reference, self._teacher_models, keys, self.vocab_size)
         self._steps = make_trainer(self._config, models, self._ranks)
 
     def _build_reference(self, folder: Path) -> LogprobModel | None:
