@@ -20,7 +20,7 @@ from tests.waiting import wait_until_sync
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
 
 SERVED = {"num_replicas": 1, "cpus_per_replica": 0.25, "weight": 0.1}
-SHORT_RLVR: dict[str, Any] = {"max_steps": 6, "zero_variance": "train", "eval_steps": 0, "save_steps": 2}
+SHORT_RLVR: dict[str, Any] = {"max_steps": 4, "zero_variance": "train", "eval_steps": 0, "save_steps": 2}
 
 
 @pytest.fixture(scope="module")

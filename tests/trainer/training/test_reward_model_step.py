@@ -115,7 +115,7 @@ def test_a_saved_model_is_a_classifier_whose_loss_is_that_of_training(model: str
 def test_gradients_do_not_depend_on_micro_batches_nor_on_a_shared_prefix(folder: Path) -> None:
     weights: list[torch.Tensor] = []
     for settings in ({"budget": 10_000}, {"budget": 100}, {"budget": 600, "model_args": {"shared_prefix": True}}):
-        trainer, engine = make_trainer(folder, "llama", **settings)  # type: ignore[arg-type]
+        trainer, engine = make_trainer(folder, "llama", **settings)
         groups = read_groups(folder, "llama")
         trainer.train(StepBatch(0, groups, groups))
         weights.append(torch.cat([tensor.flatten() for _, tensor in engine.tensors()]).clone())
