@@ -49,7 +49,7 @@ class Mesh:
             return await asyncio.to_thread(self.learn)
         finally:
             async with asyncio.timeout(60):  # it wakes when the learner has left
-                while self.engine.is_asleep:
+                while self.engine.is_asleep:  # noqa: ASYNC110 - the state of a real replica, which has no event
                     await asyncio.sleep(0.005)
             for task in tasks:
                 task.cancel()
@@ -59,7 +59,7 @@ class Mesh:
         if self.replica.status()["version"] < version:
             await self.broker.publish(version)
         async with asyncio.timeout(60):
-            while self.replica.status()["version"] < version or self.engine.is_asleep:
+            while self.replica.status()["version"] < version or self.engine.is_asleep:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         self.moments.names.append(f"sample {version}")
 
