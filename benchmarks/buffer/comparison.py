@@ -44,7 +44,7 @@ class BufferOptions:
     reverb: bool = True
     fsync: bool = False
     venv: Path | None = None
-    """Reverb's venv; None: in the user's cache."""
+    """Of Reverb; None: in the user's cache."""
 
 
 def run(options: BufferOptions) -> dict[str, Any]:
