@@ -1,9 +1,9 @@
 """Learner side of the broker: copies weights, then stores and announces them in the background.
 
 Invariants: versions are announced in order, one at a time; the next call raises an announcement's error;
-`progress.version` never decreases. Existing versions are ignored; if their bytes and all newer ones are gone (reboot,
-clean stop), they are announced again while `progress` stays. An announcement that meets another incarnation is given
-up; the learner publishes again after reconciling.
+`progress.version` never decreases. An existing version is ignored, unless its bytes and all newer ones are gone: then
+it is announced again. An announcement that meets another incarnation is dropped; the learner publishes again after
+reconciling.
 """
 
 import logging
@@ -47,7 +47,7 @@ class RedisWeightPublisher:
         *,
         has_replicas: bool = True,
     ) -> None:
-        """adapter: the published adapter; None for merged weights. has_replicas: without, versions are only counted."""
+        """adapter: the published adapter; None for merged weights. has_replicas: False only counts versions."""
         self._known = known or KnownIncarnation(redis, run_id)
         self._redis = redis
         self._run_id = run_id
@@ -138,7 +138,7 @@ class RedisWeightPublisher:
         )
 
     def _announce(self, manifest: Manifest, gone: list[int]) -> list[Manifest]:
-        """Return the manifests that this one replaced, or this one if the version existed."""
+        """Return the replaced manifests, or this one if the version existed."""
         names = ("epoch", "manifests", "progress", "doorbell", "versions", "incarnation")
         keys = [getattr(self._keys, name) for name in names]
         arguments = [
