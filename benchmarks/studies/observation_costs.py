@@ -110,8 +110,8 @@ def collect(port: int) -> None:
             self.send_response(200)
             self.end_headers()
 
-        def log_message(self, format: str, *_: object) -> None:  # noqa: A002 - the base class's name
-            return
+        def log_message(self, format: str, *args: object) -> None:
+            del format, args
 
     HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 

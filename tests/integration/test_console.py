@@ -152,6 +152,7 @@ def newest_step(cluster: RayCluster, run: str) -> int:
 def damage_complete_groups(cluster: RayCluster, run: str) -> None:
     """Overwrite a member of every complete group, as a defective memory does."""
     keys = BufferKeys(run)
+    redis: Any
     with Redis.from_url(read_url_file(cluster.folder / "runs/redis/url")) as redis:
         groups = [entry[b"n"].decode() for _, entry in redis.xrange(keys.stream)]
         assert groups

@@ -92,7 +92,7 @@ def archive_routes(open_archive: OpenArchive, view_run: ViewRun) -> APIRouter:
 
     @routes.get("/runs/{run_id}/trajectories/{group}/{index}/frames", responses=refusals(404, 409, 422))
     async def render_frames(run_id: RunId, group: Number, index: Number) -> FramesView:
-        """Pictures of the env, from the recorded episode played again in a process of its own."""
+        """Pictures of the env, from a replay of the recorded episode."""
         return await replays.frames(await open_archive(run_id), group, index)
 
     @routes.get("/runs/{run_id}/series", responses=refusals(404, 409, 422))
