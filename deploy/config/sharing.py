@@ -48,8 +48,8 @@ def offload_problem(config: RunConfig) -> str:
         return ""
     if train.model_args.dtype != "float32" and strategy.zero_stage < 2:
         return (
-            f"DeepSpeed's optimizer for {train.model_args.dtype} can't leave the GPU at zero_stage {strategy.zero_stage}: take "
-            "zero_stage 2 or 3, or fsdp2_train"
+            f"DeepSpeed's optimizer for {train.model_args.dtype} can't leave the GPU at zero_stage {strategy.zero_stage}: "
+            "take zero_stage 2 or 3, or fsdp2_train"
         )
     zero = strategy.strategy_config.get("zero_optimization")
     if isinstance(zero, dict) and any(name.startswith("offload_") for name in zero):

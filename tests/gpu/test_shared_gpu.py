@@ -1,4 +1,4 @@
-"""Engine and learner on one GPU, with the defaults, in turns where synchronous: `pytest tests/gpu/test_shared_gpu.py` on a machine with a GPU."""
+"""Engine and learner on one GPU by default, synchronous ones in turns: `pytest tests/gpu/test_shared_gpu.py` on a GPU."""
 
 import json
 import os

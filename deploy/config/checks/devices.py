@@ -103,8 +103,9 @@ def _check_turns(
     if share * memory_gib + held_gib > memory_gib:
         yield ConfigIssue(
             UTILIZATION_KEY,
-            f"the engine's {share * memory_gib:.1f} GiB ({share:g}) and {held_gib:.1f} GiB of {weights.keep_versions} published "
-            f"version(s) exceed the GPU's {memory_gib:.1f} GiB: take less, weights.keep_versions: 1, or weights.transport: shm",
+            f"the engine's {share * memory_gib:.1f} GiB ({share:g}) and {held_gib:.1f} GiB of {weights.keep_versions} "
+            f"published version(s) exceed the GPU's {memory_gib:.1f} GiB: take less, weights.keep_versions: 1, or "
+            "weights.transport: shm",
         )
 
 
