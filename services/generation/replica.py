@@ -1,4 +1,4 @@
-"""A replica: holds requests until it serves the version that they need, and follows the broker.
+"""Replica that holds requests until it serves the version that they need.
 
 Invariants: requests enter the engine only under committed weights of at least `min_version`; the version of a
 completion's first token holds for its prompt's KV cache; nothing is served after a failed update. While the engine sleeps,
@@ -38,9 +38,8 @@ class ReplicaStatus(TypedDict):
     running: int
     """Unanswered, including `waiting`."""
     waiting: int
-    """Those waiting for newer weights or an update."""
     broken: str
-    """Reason for not serving; empty if healthy."""
+    """Empty if healthy."""
 
 
 class _Done(asyncio.Queue["asyncio.Task[Completion] | None"]):
@@ -269,13 +268,13 @@ class GenerationReplica:
                 self._drained.set()
 
     def _spans_update(self, completion: Completion, version: int) -> bool:
-        """Return True if an update fell between submission and first token: part of the prompt may have older weights,
-        unseen in spans, so the turn is resampled.
+        """Return whether an update fell between submission and first token, so that part of the prompt may have older
+        weights.
         """
         return self._keeps_cache and bool(completion.versions) and completion.versions[0].version != version
 
     async def _serving(self, min_version: int, limit: asyncio.Timeout) -> int:
-        """Wait until at least `min_version` is served and no update runs; return the version."""
+        """Wait for `min_version` and the end of an update or sleep; return the version."""
         if not self._ready(min_version):
             self._waiting += 1
             try:
@@ -303,7 +302,6 @@ class GenerationReplica:
         return not self._broken and not is_busy and self._version >= max(min_version, 0)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort requests; ignore unknown ids."""
         for request_id in request_ids:
             if task := self._running.get(request_id):
                 task.cancel()

@@ -41,14 +41,14 @@ from offbeat.trainer.models.value_head import HEAD
 
 WRAPPER = "model."
 SCALER_FILE = "loss_scaler.json"
-"""State of the loss scaler, with float16; equal on all ranks."""
+"""Of float16; equal on all ranks."""
 
 
 class FSDP2Engine(OnRanks):
     """`TrainEngine` whose checkpoints load on any number of ranks."""
 
     def __init__(self, module: nn.Module, training: TrainingArgs, ranks: Ranks, tp_size: int = 1) -> None:
-        """tp_size: consecutive ranks over which layers are split; raises ValueError if they can't be."""
+        """tp_size: consecutive ranks over which layers are split; raises ValueError."""
         super().__init__(replace(ranks, tp_size=tp_size))
         self._partial: list[nn.Module] = []
         self._tensor_mesh: DeviceMesh | None = None
@@ -81,7 +81,7 @@ class FSDP2Engine(OnRanks):
         return module
 
     def _split(self, module: nn.Module) -> DeviceMesh:
-        """Split layers over the ranks of a copy; return the mesh over copies."""
+        """Split layers over ranks; return the mesh over copies."""
         ranks = self._ranks
         if ranks.tp_size == 1:
             return init_device_mesh(ranks.device.type, (ranks.world_size,))
@@ -131,7 +131,7 @@ class FSDP2Engine(OnRanks):
                 dist.all_reduce(grad, group=self._tensor_mesh.get_group())
 
     def _by_mesh(self) -> list[list[nn.Parameter]]:
-        """Group parameters with a gradient: split ones lie on another mesh than others, and operations mix none."""
+        """Group trained parameters by mesh, which operations can't mix."""
         groups: dict[object, list[nn.Parameter]] = {}
         for parameter in self._module.parameters():
             if parameter.grad is not None:

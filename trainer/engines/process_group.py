@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 COMMAND_TIMEOUT = timedelta(days=7)
-"""Long: rank 0 waits for trajectories; a dead rank breaks the connection."""
+"""Long, as rank 0 waits for trajectories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Ranks:
     word: dist.ProcessGroup | None = None
     """For rank 0's commands."""
     tp_size: int = 1
-    """Consecutive ranks that hold one copy of the weights, and compute the same micro-batches."""
+    """Consecutive ranks with one copy of the weights and the same micro-batches."""
 
     @property
     def data_rank(self) -> int:
@@ -35,7 +35,7 @@ class Ranks:
 
     @property
     def data_size(self) -> int:
-        """Number of groups that divide a batch."""
+        """Return the number of parts of a batch."""
         return self.world_size // self.tp_size
 
     @property
@@ -113,7 +113,7 @@ def process_group(ranks: Ranks, timeout_min: float = 30.0) -> Iterator[Ranks]:
 
 
 def _leave() -> None:
-    """Destroy the process group, through DeepSpeed if in use, which has its own."""
+    """Destroy the process group, through DeepSpeed if in use."""
     deepspeed = cast(Any, sys.modules.get("deepspeed"))
     if deepspeed is not None and deepspeed.comm.is_initialized():
         deepspeed.comm.destroy_process_group()

@@ -1,5 +1,3 @@
-"""Even distribution of forward passes over ranks."""
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,9 +59,9 @@ class OnRanks:
     def shares(
         self, model: Callable[[PackedInput], Any], batch: Sequence[PackedInput], loss: LossFunction[Any]
     ) -> Iterator[Tensor]:
-        """Yield this rank's losses, times `data_size` because libraries average gradients over data-parallel ranks.
+        """Yield this rank's losses, times `data_size`, as libraries average gradients.
 
-        Zero losses of policy and value head are added: libraries need gradients of the same weights on all ranks.
+        Zero losses of policy and value head give all ranks gradients of the same weights.
         """
         for forward in passes(batch, self._ranks):
             output = model(forward.x)
@@ -78,7 +76,6 @@ class OnRanks:
         batch: Sequence[PackedInput],
         read: Callable[[Any], Tensor] | None = None,
     ) -> list[Tensor]:
-        """Return the results of all ranks."""
         results: dict[int, Tensor] = {}
         like = torch.empty(0)
         for forward in passes(batch, self._ranks):
