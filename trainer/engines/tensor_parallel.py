@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism, replace_layer_number_by_wildcard
 
-from offbeat.trainer.config.tensor_parallel import find_obstacle
+from offbeat.trainer.config.model_split import find_obstacle
 
 EMBEDDINGS = ("lm_head", "embed_tokens")
 """Layers that stay whole if the size of the vocabulary is not a multiple."""

@@ -307,7 +307,7 @@ class PolicyTrainer:
         if strategy.strategy_name == "fsdp2_train":
             from offbeat.trainer.engines.fsdp2 import FSDP2Engine  # takes a second to import  # noqa: PLC0415
 
-            return FSDP2Engine(module, self._train.training_args, self._ranks, strategy.tp_size)
+            return FSDP2Engine(module, self._train.training_args, self._ranks, tp_size=strategy.tp_size, pp_size=strategy.pp_size)
         return DeepSpeedEngine(module, self._train.training_args, strategy, self._ranks)
 
     def _save_start(self, engine: TrainEngine[Any]) -> None:

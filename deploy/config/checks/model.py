@@ -15,7 +15,7 @@ from offbeat.services.generation.tenancy import read_architecture
 from offbeat.services.generation.vllm.engine_arguments import engine_argument_names
 from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
-from offbeat.trainer.config.tensor_parallel import find_obstacle
+from offbeat.trainer.config.model_split import find_obstacle
 
 SHAPE_KEYS = (
     "architectures",
