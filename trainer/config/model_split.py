@@ -19,7 +19,7 @@ def find_obstacle(architecture: Mapping[str, Any], size: int) -> str:
 
 
 def find_stage_obstacle(architecture: Mapping[str, Any], size: int) -> str:
-    """Return why the layers can't be distributed over `size` stages, or "". architecture: `config.json` of the text model."""
+    """Return why the layers can't be distributed over `size` stages, or "". architecture: as in `find_obstacle`."""
     layers = architecture.get("num_hidden_layers")
     if isinstance(layers, int) and layers < size:
         return f"the model's num_hidden_layers, {layers}, are fewer: take at most {layers}"

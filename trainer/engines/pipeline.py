@@ -147,12 +147,13 @@ class Pipeline:
         kind = Schedule1F1B if loss is not None and len(passes) >= ranks.pp_size else ScheduleGPipe
         schedule = kind(stage, len(passes), loss_fn=loss and loss_of, scale_grads=False)
         numbers = torch.arange(len(passes))
-        schedule.step(
-            *([numbers] if self.is_first else []),
-            index=numbers,
-            target=numbers if self.is_last and loss is not None else None,
-            return_outputs=False,
-        )
+        target = numbers if self.is_last and loss is not None else None
+        try:
+            schedule.step(*([numbers] if self.is_first else []), index=numbers, target=target, return_outputs=False)
+        except RuntimeError as error:  # a schedule wraps what a model raises
+            if error.__cause__ is None:
+                raise
+            raise error.__cause__ from None
         return [submodule.outputs[i] for i in sorted(submodule.outputs)]
 
 
