@@ -195,8 +195,9 @@ class ActorTrainConfig(Config):
             per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * copies
             if rollout_batch_size % per_step:
                 raise ValueError(
-                    "training_args: per_device_train_batch_size x gradient_accumulation_steps x num_processes / (tp_size x pp_size) = "
-                    f"{per_step} trajectories per optimizer step do not divide rollout_batch_size {rollout_batch_size}"
+                    "training_args: per_device_train_batch_size x gradient_accumulation_steps x num_processes / (tp_size x "
+                    f"pp_size) = {per_step} trajectories per optimizer step do not divide rollout_batch_size "
+                    f"{rollout_batch_size}"
                 )
             implied["num_minibatches"] = rollout_batch_size // per_step
         for key, value in implied.items():

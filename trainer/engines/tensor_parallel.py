@@ -3,7 +3,7 @@
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,9 +33,9 @@ def split_model(model: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
     config = model.config.get_text_config()
     if obstacle := find_obstacle(config.to_dict(), mesh.size()) or find_unknown_style(config.model_type, plan):
         raise ValueError(f"actor_train.strategy_args.tp_size {mesh.size()}: {obstacle}")
-    inputs: Any = model.get_input_embeddings()  # none on a later pipeline stage
-    outputs: Any = model.get_output_embeddings()
-    is_tied = inputs is not None and outputs is not None and inputs.weight is outputs.weight
+    head = cast(Any, model.get_output_embeddings())
+    embeddings = None if head is None else cast(Any, model.get_input_embeddings())  # none on the last of several stages
+    is_tied = head is not None and embeddings is not None and head.weight is embeddings.weight
     splits = {
         name: style
         for name, style in plan.items()
@@ -43,7 +43,7 @@ def split_model(model: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
     }
     apply_tensor_parallelism(model, mesh, splits)
     if is_tied:
-        outputs.weight = inputs.weight
+        cast(Any, head).weight = cast(Any, embeddings).weight
     return [
         module
         for name, module in model.named_modules()

@@ -86,7 +86,7 @@ def stage_layers(num_layers: int, stage: int, num_stages: int) -> range:
 
 def _find_unknown_plan(model: PreTrainedModel) -> str:
     """Return why a model's plan can't be followed, or ""."""
-    kind, plan = model.config.model_type, model.base_model.config.base_model_pp_plan
+    kind, plan = model.config.model_type, cast(Any, model.base_model).config.base_model_pp_plan
     if not plan:
         return f"transformers has no plan for {kind} (base_model_pp_plan): take 1"
     unknown = sorted(set(plan).symmetric_difference(PLAN))

@@ -23,7 +23,10 @@ from offbeat.trainer.config.aliases import ENGINE
 FROZEN = ("reference", "teacher.*")
 SHARDING = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 TRAIN_CONFIG = "actor_train.strategy_args.strategy_config"
-NOT_SPLIT = "fsdp2_train shards weights, gradients and moments over all processes; to split layers, set strategy_args.tp_size or pp_size"
+NOT_SPLIT = (
+    "fsdp2_train shards weights, gradients and moments over all processes; to split layers, set strategy_args.tp_size "
+    "or pp_size"
+)
 PACKED = "sequences are always packed without padding"
 WITH_IMAGE = "vl_traj_env_manager"
 
