@@ -79,8 +79,6 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True)
 class PlayedSetting:
-    """Result, with what it was made from."""
-
     result: RunResult
     config: RunConfig
     records: Sequence[MetricRecord]
@@ -88,7 +86,7 @@ class PlayedSetting:
 
 @dataclass(frozen=True, slots=True)
 class UnboundedRates:
-    """Trajectories/s of each side alone."""
+    """Of each side alone."""
 
     rollout: float
     training: float

@@ -1,6 +1,6 @@
 """Command line of `offbeat bench`.
 
-Invariant: commands import heavy modules, so `--help` is fast.
+Invariant: commands import heavy modules.
 """
 
 from collections.abc import Callable
@@ -43,15 +43,11 @@ class Size(StrEnum):
 
 
 class Work(StrEnum):
-    """Engine and trainer of `bench async`."""
-
     real = "real"
     emulated = "emulated"
 
 
 class PlanPart(StrEnum):
-    """Benchmark whose rows are predicted."""
-
     training = "async"
     redundancy = "redundancy"
 
@@ -272,6 +268,24 @@ def bench_learner(
     except PacedSideError as error:
         typer.echo(f"offbeat: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+@bench_app.command("trees")
+def bench_trees(
+    size: Annotated[Size, typer.Option(help="Parameters of the model.")] = Size.m1,
+    groups: Annotated[int, typer.Option(min=1, help="Of a batch.")] = 4,
+    group_size: Annotated[int, typer.Option(min=1, help="Episodes of a group.")] = 8,
+    budget: Annotated[int, typer.Option(min=64, help="Tokens of one forward and backward pass.")] = 4096,
+    rounds: Annotated[int, typer.Option(min=1, help="Batches of each side that are measured.")] = 3,
+    threads: Annotated[int, typer.Option(min=1, help="torch's.")] = 1,
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Compare passes over prefix trees with passes over separate sequences."""
+    from offbeat.benchmarks import trees
+
+    options = trees.TreeOptions(size.value, groups, group_size, budget, rounds, threads)
+    _run("trees", trees.run, replace(options, groups=1, group_size=4, rounds=1) if quick else options, json)
 
 
 @bench_app.command("weights")

@@ -1,6 +1,6 @@
 """`offbeat bench generation`: the generation service against a bare vLLM engine, in turn.
 
-The service is called with coalesced turns, as by an env worker; over HTTP by `generation_http`.
+The service is called with coalesced turns, as by an env worker.
 
 Invariant: equal prompts, new to the prefix cache; exactly `tokens` sampled tokens each.
 """
@@ -32,7 +32,7 @@ from offbeat.services.messages.types import GenerateRequest
 
 SEQUENCE_LENGTH = 512
 SATURATION_SHARE = 0.9
-"""Share of the bare engine's best rate."""
+"""Of the bare engine's best rate."""
 
 RoundMeasure = Callable[[int, int], Awaitable[RoundLoad]]
 """(concurrent requests, total requests) -> result."""
@@ -53,7 +53,7 @@ class GenerationOptions:
 
 
 class BareEngine:
-    """`AsyncLLM` with its callers, in a child process."""
+    """`AsyncLLM` and its callers in a child process."""
 
     def __init__(self, config: GenerationConfig, model: Path, tokens: int) -> None:
         self._config = config

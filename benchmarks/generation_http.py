@@ -1,4 +1,4 @@
-"""Generation service over HTTP: OpenAI completions at an env worker's gateway, in its own process."""
+"""Generation service over HTTP: OpenAI completions at an env worker's gateway."""
 
 import itertools
 import ssl

@@ -68,7 +68,6 @@ def run(options: LearnerOptions) -> dict[str, Any]:
 
 
 def _ragged(options: LearnerOptions) -> list[int]:
-    """Return log-spaced lengths, shuffled per group."""
     rng = random.Random(1)
     count = options.sequences
     lengths = [round(SHORTEST * (options.longest / SHORTEST) ** (i / max(1, count - 1))) for i in range(count)]
@@ -145,7 +144,6 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def check(options: LearnerOptions) -> str:
-    """Return why the options are invalid, or ""."""
     if options.sequences % GROUP:
         return f"{options.sequences} sequences are no whole number of groups of {GROUP}"
     if options.longest < SHORTEST:

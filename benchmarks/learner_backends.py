@@ -29,7 +29,7 @@ class BackendTask:
     lengths: list[int]
     prompt: int
     budget: int
-    """Tokens per pass, padding included."""
+    """Per pass, padding included."""
     threads: int
     seed: int
     device: str

@@ -39,7 +39,7 @@ class PlanOptions:
 
     @classmethod
     def of(cls, steps: int, rounds: int) -> "PlanOptions":
-        """Return options with so many batches of each row of async, and of redundancy."""
+        """Return options with so many batches of async, and of redundancy."""
         base = cls()
         return replace(
             base, training=replace(base.training, steps=steps), redundancy=replace(base.redundancy, rounds=rounds)
@@ -48,17 +48,17 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted and measured value of a row."""
+    """Value of a row."""
 
     row: str
     quantity: str
     predicted: float
     spread: float
-    """Standard deviation of the predicted value over simulated runs."""
+    """Of the prediction over simulated runs."""
     measured: float
     from_row: str
     lags: tuple[float, ...] = ()
-    """Predicted share of trained groups by lag."""
+    """Predicted share of trained groups."""
     measured_lags: tuple[float, ...] = ()
     measures: dict[str, Any] = field(default_factory=dict[str, Any])
     """Of the other row."""
@@ -86,7 +86,7 @@ def run(options: PlanOptions) -> dict[str, Any]:
 
 
 def _async(options: AsyncOptions, distribution: str, status: Status) -> list[Prediction]:
-    """Predict each bound from the synchronous row, and that from the row of the greatest bound."""
+    """Predict each bound from the synchronous row, and that from the greatest bound's."""
     changes = {"zero_variance": "train", "record_batches": options.steps}
     with open_bench(options, status, changes) as bench:
         bounds = (0.0, *options.staleness)
@@ -135,12 +135,12 @@ def _predict_async(played: PlayedSetting, measured: dict[float, Measured], origi
 
 
 def _setup(config: RunConfig) -> Setup:
-    """Return a run's setting; the benchmarks' learner takes groups as they complete, whatever `buffer.order` is."""
+    """Return a run's setting; the benchmarks' learner takes groups as they complete."""
     return replace(setup_of(config), order="completion")
 
 
 def _describe(measured: Measured) -> dict[str, Any]:
-    """Return what a prediction was made from, but for the single episodes."""
+    """Return a prediction's input, without single episodes."""
     measures = measured.measures
     groups = measures.workload.groups if isinstance(measures.workload, MeasuredWorkload) else ()
     weights = measures.workload.weights if isinstance(measures.workload, MeasuredWorkload) else ()

@@ -66,7 +66,6 @@ def start_rollouts(base: BenchEnvironment, options: RedundancyOptions) -> Rollou
 
 
 def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add speed-ups over the first row."""
     base: Spread = rows[0]["batch_s"]
     return [{**row, "ratio": base.median / row["batch_s"].median} for row in rows]
 

@@ -2,8 +2,8 @@
 
 CPU time: the worker's process and Redis, without the consumer.
 
-Windows are in steady state, over many generations of episodes; rounds alternate over concurrencies, so that drift of
-the machine's speed cancels out.
+Windows are in steady state, over many episodes per slot; rounds alternate over concurrencies, to cancel drift of the
+machine's speed.
 """
 
 import itertools
@@ -32,7 +32,7 @@ from offbeat.services.rollout.config import CustomEnv, RolloutConfig
 GROUP_SIZE = 8
 WARM_UP = 64
 WARM_UP_EPISODES = 3
-"""Unmeasured episodes per slot: those that begin together end in waves."""
+"""Unmeasured episodes per slot."""
 UNREACHED_STEPS = 10**6
 MAX_COST_SPREAD = 0.2
 

@@ -1,4 +1,4 @@
-"""Delta publishing against whole versions, by both transports, on weights of real training steps.
+"""Delta publishing against whole versions, on weights of real training steps.
 
 Invariant: both ways yield equal bytes; receivers of deltas hold the base.
 """
@@ -129,7 +129,6 @@ def _way(base: BenchEnvironment, rate: float, anchor_every: int) -> _Way:
 
 
 def _transfer(way: _Way, version: int, tensors: dict[str, Any]) -> bytes:
-    """Store and fetch a version; return the fetched file."""
     began = time.monotonic()
     stored = way.learner.stage(version, 1, way.learner.copies(tensors.items()))
     way.stage_s.append(time.monotonic() - began)

@@ -102,7 +102,6 @@ class LoadedReplica:
         return RedisWeightSubscriber(Redis.from_url(self._redis_url), self._run_id, WeightsConfig(), self._folder)
 
     async def take_measurements(self) -> ReplicaSeen:
-        """Return and reset the measurements."""
         for task in self._tasks:
             if task.done():
                 task.result()
@@ -113,7 +112,7 @@ class LoadedReplica:
         return ReplicaSeen(step_s, tuple(x.pause_s for x in loads), tuple(x.load_s for x in loads))
 
     async def _keep_running(self, replica: Any, place: int) -> None:
-        """Send requests; those of a single version measure the engine's step."""
+        """Send requests; those of one version measure the engine's step."""
         draw = random.Random(place)
         for number in itertools.count():
             prompt = tuple(draw.randrange(16) for _ in range(PROMPT_TOKENS))

@@ -26,13 +26,13 @@ ADAPTER = "adapter"
 """Folder of a checkpoint."""
 ADAPTER_CONFIG = "adapter_config.json"
 OURS = ("learner.json", "manifest.json")
-"""Files that no other program reads."""
+"""For no other program."""
 MIN_VLLM_RANK = 8
 NUM_TOKENS = 16
 MAX_DIFFERENCE = 1e-4
 """Between logits of the same weights and type."""
 MAX_MERGED_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5}
-"""Between the base with its adapter and weights merged into this type."""
+"""Between the base with its adapter and merged weights of this type."""
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Echo = Callable[[str], None]
@@ -104,7 +104,7 @@ def _checkpoint(source: Path) -> Path:
 
 
 class _Aside:
-    """Folder beside `out` that takes its name on success."""
+    """Folder beside `out`, renamed on success."""
 
     def __init__(self, out: Path) -> None:
         self._out = out
@@ -174,7 +174,7 @@ def _load_adapted(base: Path, adapter: Path, dtype: str) -> Any:
 
 
 def _compare(one: Any, two: Any, folder: Path) -> float:
-    """Return the greatest difference of logits on tokens from the whole vocabulary; load the tokenizer."""
+    """Return the greatest difference of logits over the vocabulary; load the tokenizer."""
     load_chat_format(folder)
     size = one.config.get_text_config().vocab_size
     tokens = torch.linspace(0, size - 1, NUM_TOKENS).long()[None]

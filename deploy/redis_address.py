@@ -11,7 +11,7 @@ URL_FILE = Path("redis") / "url"
 
 
 def resolve_url(given: str | None) -> str | None:
-    """Return the URL itself or in a file. Raises `MeshError` if the file can't be read."""
+    """Return the URL itself or in a file; raises `MeshError`."""
     if given is None or "://" in given:
         return given
     try:
@@ -21,10 +21,7 @@ def resolve_url(given: str | None) -> str | None:
 
 
 def find_url(folder: Path) -> str | None:
-    """Return the Redis URL of an active `offbeat train`, or of the mesh deployed beside the folder.
-
-    Raises `MeshError` if the mesh's file can't be read.
-    """
+    """Return the Redis URL of an active `offbeat train`, or of the mesh beside the folder; raises `MeshError`."""
     endpoints = read_endpoints(folder)
     if endpoints is not None:
         return endpoints.redis_url

@@ -1,5 +1,3 @@
-"""Rewards of responses in a file, against its labels."""
-
 import asyncio
 import time
 from collections import Counter
@@ -23,8 +21,6 @@ SCORE = "score"
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Names of the file's columns."""
-
     response: str = "response"
     label: str = "label"
     ground_truth: str = "ground_truth"
@@ -32,7 +28,7 @@ class Columns:
     prompt: str = "prompt"
     tag: str = "tag"
     tags: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Value of the tag's column -> tag of the rewards; others are as they are."""
+    """Value of the tag's column -> tag of the rewards; others are unchanged."""
     default_tag: str = ""
 
 
@@ -51,7 +47,7 @@ class ScoredRow:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """A reward's values, and how they agree with the labels, both cut at the threshold."""
+    """A reward's values, and their agreement with the labels, both cut at the threshold."""
 
     name: str
     num_scored: int
@@ -75,7 +71,7 @@ class RewardReport:
     failures: Mapping[str, int]
     """By reason."""
     disagreements: tuple[str, ...]
-    """Rows whose score and label are on different sides of the threshold."""
+    """Rows whose score and label differ."""
     seconds: float
 
     def slowest(self, count: int) -> list[tuple[float, str, str]]:
@@ -98,7 +94,7 @@ class RewardReport:
 async def check_rewards(
     config: RewardsConfig, rows: DatasetRows, columns: Columns, *, threshold: float, limit: int | None = None
 ) -> RewardReport:
-    """Score the rows in this process. Raises ValueError if a reward can't be built."""
+    """Score the rows in this process; raises ValueError if a reward can't be built."""
     began = time.monotonic()
     scorer = make_scorer(config, local=True)
     try:
@@ -151,7 +147,7 @@ async def _score_one(
 
 
 def read_sample(row: Row, columns: Columns) -> RewardSample:
-    """Raises RowError if there is no response, or a prompt that is neither text nor messages."""
+    """Read a row; raises RowError without a response or valid prompt."""
     response = row.get(columns.response)
     if not isinstance(response, str):
         raise RowError(f"the column {columns.response!r} has no text")
@@ -216,7 +212,7 @@ def _disagrees(row: ScoredRow, name: str, threshold: float) -> bool:
 
 
 def rank_correlation(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> float | None:
-    """Return Spearman's rho, equal values with their mean rank; None if it is undefined."""
+    """Return Spearman's rho, equal values with their mean rank, if defined."""
     ranks = [_ranks(values) for values in (one, other)]
     if any(rank.std() == 0 for rank in ranks):
         return None

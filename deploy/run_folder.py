@@ -3,8 +3,7 @@
 Layout: `WRITTEN`, with the tiny policy's files in `policy/` and warm-started weights in `start/`; `redis/` (AOF);
 `endpoints.json` while running.
 
-Invariants: at most one command runs in a folder; only a run's own files are moved or removed (`offbeat.deploy.run_marker`),
-and none while it runs.
+Invariants: at most one command runs in a folder; only a run's own files are moved or removed, and none while it runs.
 """
 
 import fcntl
@@ -59,9 +58,8 @@ WRITTEN = {
     ".report.json.part": (),
     ".start-*": (),
 }
-"""Files and folders -> what runs and reports write in a folder; nothing: all."""
+"""Entry -> patterns of a run's files in it; nothing: all."""
 OWN = (*WRITTEN, REDIS, ENDPOINTS, f"{MARKER}*", LOCK)
-"""Everything that a run writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,7 @@ def holds_run(folder: Path) -> bool:
 
 
 def make_private(folder: Path) -> None:
-    """Make a run's folder owner-only, because it holds prompts and trajectories; an existing one keeps its mode."""
+    """Make an owner-only folder; an existing one keeps its mode."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
@@ -95,7 +93,7 @@ def newest_saved(folder: Path) -> tuple[int, Path | str] | None:
 
 
 def move_aside(folder: Path) -> Path:
-    """Move the run to the first free `<folder>.1`, `<folder>.2`, ...; return it. Other files stay."""
+    """Move the run to the first free `<folder>.1`, `<folder>.2`, ...; other files stay."""
     number = 1
     while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
@@ -122,7 +120,7 @@ def split_entries(folder: Path) -> tuple[list[Path], list[Path]]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock the folder until the context or process ends. Raises `FolderInUseError`."""
+    """Lock the folder until the context or process ends; raises `FolderInUseError`."""
     make_private(folder)
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -151,9 +149,9 @@ def running_pid(folder: Path) -> int | None:
 
 
 def claim(folder: Path, run_id: str, *, resume: bool) -> Path | None:
-    """Mark a folder as the run's, moving an earlier run aside unless resumed; return that one's new path.
+    """Claim a folder, moving an earlier run aside unless resumed; return that one's new path.
 
-    Raises `FolderInUseError` if it is running, or the folder is not the run's alone.
+    Raises `FolderInUseError` if it is running, or the folder has other files.
     """
     if problem := find_problem(folder):
         raise FolderInUseError(problem)
@@ -174,7 +172,7 @@ def claim(folder: Path, run_id: str, *, resume: bool) -> Path | None:
 
 
 def find_problem(folder: Path) -> str:
-    """Return why a run can't have the folder, or an empty text."""
+    """Return why a run can't have the folder, or ""."""
     if problem := find_conflict(folder):
         return problem
     if not folder.is_dir() or identify(folder) is not None:
@@ -189,7 +187,7 @@ def find_problem(folder: Path) -> str:
 
 
 def write_config(folder: Path, text: str) -> None:
-    """Write a configuration, owner-only: it may contain passwords."""
+    """Write a configuration, owner-only."""
     path = folder / CONFIG
     path.touch(mode=0o600)
     path.chmod(0o600)
@@ -203,7 +201,6 @@ def write_endpoints(folder: Path, endpoints: Endpoints) -> None:
 
 
 def read_endpoints(folder: Path) -> Endpoints | None:
-    """Return a running run's addresses, or None."""
     try:
         endpoints = Endpoints(**json.loads((folder / ENDPOINTS).read_text()))
         os.kill(endpoints.pid, 0)
@@ -218,14 +215,14 @@ def remove_endpoints(folder: Path) -> None:
 
 
 def remove_run_files(folder: Path, run_id: str) -> Removal:
-    """Remove what a run has written, and the folder if then empty. Raises `FolderInUseError` while it runs."""
+    """Remove a run's files, and the folder if then empty; raises `FolderInUseError`."""
     with hold_run_files(folder, run_id) as remove:
         return remove()
 
 
 @contextmanager
 def hold_run_files(folder: Path, run_id: str) -> Iterator[Callable[[], Removal]]:
-    """Yield what removes a run's files, and let no run start in the folder meanwhile. Raises `FolderInUseError`."""
+    """Yield what removes a run's files, locking the folder; raises `FolderInUseError`."""
     marker = identify(folder) if folder.is_dir() else None
     if marker is None or marker.run_id not in ("", run_id):
         left = [str(folder)] if folder.is_dir() else []

@@ -1,7 +1,7 @@
 """Marker of a run's folder, and folders that a run may not use.
 
-Invariant: nothing in a folder is moved or removed without the marker or files that only a run writes (earlier
-builds wrote no marker).
+Invariant: nothing in a folder is moved or removed without the marker or files that only a run writes (of earlier
+builds).
 """
 
 import itertools
@@ -21,7 +21,7 @@ CONFIG_KEYS = (
     *("exp_name", "output_dir", "custom_envs", "sequence_length", "rollout_batch_size", "max_ckpt_to_keep"),
     *("actor_train", "actor_infer", "rollout", "buffer", "weights", "redis", "control", "final_val_batch_size"),
 )
-"""Keys of every saved configuration; users' own leave some to defaults."""
+"""Keys of every saved configuration."""
 CONFIG_CHARS = 1 << 16
 EVIDENCE = ("ledger/steps.jsonl", "ledger/groups.jsonl", "checkpoints/step-*/learner.json")
 """Files that only a run writes."""
@@ -33,7 +33,7 @@ MAX_DEPTH, MAX_FOLDERS = 4, 20_000
 
 
 class FolderInUseError(Exception):
-    """Folder that a run can't have: used by another command or run, or with files of others."""
+    """Folder with another command, another run or foreign files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class RunMarker:
     run_id: str
     """Empty if unknown."""
     incarnation: str = ""
-    """Unique among runs of one name; empty for earlier builds."""
+    """Unique among runs of a name; empty for earlier builds."""
     created_at: float = 0.0
     """Unix time, s."""
 
@@ -72,7 +72,7 @@ def mark(folder: Path, run_id: str) -> None:
 
 
 def find_conflict(folder: Path) -> str:
-    """Return why a run in `folder` would touch another run's or a Redis' files, or an empty text."""
+    """Return why a run in `folder` would touch another run's or a Redis' files, or ""."""
     folder = folder.resolve()
     for parent in folder.parents:
         if what := _describe(parent):

@@ -1,4 +1,4 @@
-"""Idempotent preparation of a run, by the command line and control replicas."""
+"""Idempotent preparation of a run."""
 
 import tempfile
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ LOGS = "logs"
 
 
 def run_spec(config: RunConfig, downloads: Sequence[str] = ()) -> RunSpec:
-    """downloads: hub models that the configuration still names."""
+    """Return the run. downloads: unresolved hub models."""
     return RunSpec(
         run_id=config.exp_name,
         config=config.model_dump_json(),
@@ -38,7 +38,6 @@ def run_spec(config: RunConfig, downloads: Sequence[str] = ()) -> RunSpec:
 
 
 def model_folder(config: RunConfig) -> Path:
-    """Return the folder of configuration and tokenizer."""
     return config.output_dir / POLICY if config.has_policy_folder else Path(config.pretrain)
 
 
@@ -88,7 +87,7 @@ def worker_settings(
 def prepare_folder(config: RunConfig) -> None:
     """Make the run's folder, with the tiny policy's files if needed.
 
-    Raises `MissingWordsError` if an env for `pretrain: tiny` does not declare its words.
+    Raises `MissingWordsError`.
     """
     make_private(config.output_dir)
     make_log_folder(config)
@@ -97,7 +96,7 @@ def prepare_folder(config: RunConfig) -> None:
 
 
 def write_policy(config: RunConfig, folder: Path) -> None:
-    """Write the files of a tiny policy, or of one with another chat template. Raises as `prepare_folder`."""
+    """Write the files of a tiny policy, or of one with another chat template."""
     if config.pretrain == "tiny":
         from offbeat.trainer.models.tiny import write_tiny_policy  # noqa: PLC0415
 
@@ -120,5 +119,5 @@ def make_log_folder(config: RunConfig) -> Path:
 
 
 def prepare_buffer(redis: Redis, config: RunConfig, uid: str = "") -> None:
-    """Write limits and create the stream. Raises `BufferError` for another group shape."""
+    """Write limits and create the stream; raises `BufferError` for another group shape."""
     configure_buffer(redis, config.exp_name, buffer_limits(config), uid)

@@ -1,4 +1,4 @@
-"""Token of a mesh that is deployed on this machine."""
+"""Token of a mesh on this machine."""
 
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -10,7 +10,7 @@ TOKEN_FILE = Path("runs") / "control" / "token"
 
 
 def find_token(url: str) -> str | None:
-    """Return the token that the mesh started from this folder requires, for a URL of this machine alone."""
+    """Return the token of the mesh started from this folder, for a URL of this machine."""
     try:
         if urlsplit(url).hostname not in LOOPBACK_NAMES:
             return None

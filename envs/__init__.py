@@ -1,1 +1,1 @@
-"""Tasks as text-based gymnasium environments; independent of Ray, torch, Redis and HTTP."""
+"""Tasks as text-based gymnasium environments, without Ray, torch, Redis and HTTP."""

@@ -18,14 +18,11 @@ RENAMED_PATHS = MappingProxyType(
         "deploy.agents.walker:play": "offbeat.deploy.agents.walker:play",
     }
 )
-"""Paths of 0.1, as in stored runs -> successors."""
+"""Paths of 0.1 in stored runs -> successors."""
 
 
 def load_object(path: str) -> Any:
-    """Import an object.
-
-    Raises ValueError if not `module:attribute`, ImportError or AttributeError if missing.
-    """
+    """Import an object; raises ValueError if not `module:attribute`, ImportError or AttributeError if missing."""
     module, _, attribute = path.partition(":")
     if not module or not attribute:
         raise ValueError(f"expected `module:name`, got {path!r}")

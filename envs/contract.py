@@ -1,4 +1,4 @@
-"""Env contract, checked by running episodes (`offbeat env check`)."""
+"""Env contract, checked by running episodes."""
 
 import math
 import random
@@ -17,13 +17,13 @@ from offbeat.envs import registry
 from offbeat.envs.registry import TextEnv
 
 ODD_ANSWERS = ("", " ", "<answer>", "no such action", "\x00\u00e9\u4e2d\U0001f600", "a " * 2_000)
-"""Odd answers that an env must accept."""
+"""Must be accepted."""
 
 MAX_ENV_BYTES = 1 << 20
-"""Advice to share data above this; a worker holds one env per episode slot."""
+"""Above it, data should be shared; a worker holds one env per episode."""
 
 Call = Callable[[str], None]
-"""Callback before each call, to name a hanging one."""
+"""Called before each call, to name a hanging one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class ContractReport:
     """Of resets and steps."""
     bytes_per_env: int = 0
     sandbox: str = ""
-    """Isolation of the env's programs; empty without any."""
+    """Isolation of the env's programs, if any."""
     digest: str = ""
     """Of observations and rewards."""
 
@@ -132,7 +132,7 @@ class _EpisodeRunner:
         return result
 
     def run_episode(self, env: TextEnv, seed: int) -> list[object]:
-        """Return observations and rewards for answers that depend on `seed` alone."""
+        """Return observations and rewards for answers determined by `seed`."""
         rng = np.random.default_rng(seed)
         transcript: list[object] = [self.reset(env, seed)[0]]
         for _ in range(self.max_turns):
@@ -143,7 +143,7 @@ class _EpisodeRunner:
         return transcript
 
     def measure_bytes(self) -> int:
-        """Measure an env's memory, untimed: tracing is slow."""
+        """Measure an env's memory, untimed."""
         self._announce("make")
         tracemalloc.start(1)
         try:

@@ -1,7 +1,7 @@
 """Contract checks in a child process, killed if the env hangs.
 
-JSON request on stdin (`env_type`, `env_config`, `num_seeds`, `limit_s`), JSON report as stdout's last line. A call beyond
-`limit_s` ends the process with a traceback on stderr.
+JSON request on stdin (`env_type`, `env_config`, `num_seeds`, `limit_s`), JSON report as stdout's last line. A longer
+call ends the process with a traceback on stderr.
 """
 
 import faulthandler

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def require(module: str, extra: str, install_command: str = "") -> Any:
-    """Import `module`. Raises ValueError with the extra or command that installs it."""
+    """Import `module`; raises ValueError with the extra or command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

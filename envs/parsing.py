@@ -1,6 +1,6 @@
-"""Parsing of actions from the policy's text, with ROLL's semantics.
+"""Parsing of actions from answers, with ROLL's semantics.
 
-Invariant: an invalid text gives `action=None`, never an error.
+Invariant: an invalid text gives `action=None`.
 """
 
 import re
@@ -18,12 +18,12 @@ class ParsedAction(NamedTuple, Generic[A]):
     action: A | None
     """None if invalid."""
     content: str
-    """The action's text; the whole answer without a match."""
+    """Whole answer without a match."""
     think: str = ""
 
 
 class ActionParser(Generic[A]):
-    """Matches `pattern` (one group: action; two: thought and action), then looks the action up, ignoring case."""
+    """Parser by `pattern` (one group: action; two: thought and action), ignoring case."""
 
     def __init__(self, pattern: str, lookup: Mapping[str, A], special_tokens: Sequence[str] = ()) -> None:
         """Raises ValueError as `compile_pattern`."""

@@ -7,7 +7,7 @@ IMAGE = "{image}"
 def fill_template(
     template: str, *, observation: str, step: int, actions_left: int, history: str = "", image: str = IMAGE
 ) -> str:
-    """Render a turn's user message; placeholders in observations and other braces are kept.
+    """Render a turn's user message; observations and other braces are kept.
 
     step: from 1. actions_left: including this turn.
     """

@@ -1,4 +1,4 @@
-"""Env registry: looks envs up by name and validates their settings.
+"""Env registry: lookup by name and validation of settings.
 
 An env is a `gymnasium.Env` with these conventions:
 
@@ -52,14 +52,15 @@ BUILT_IN = {
 }
 
 MAX_REPEATS = 2_000
-"""Consecutive seeds without a new task before the search ends."""
+"""Consecutive seeds without a new task that end the search."""
 
 TextEnv = gymnasium.Env[Any, Any]
 EnvFactory = Callable[..., object]
 
 
 def make(env_type: str, env_config: Mapping[str, JsonValue]) -> TextEnv:
-    """Build an env. Raises ValueError for an unknown one or invalid settings.
+    """Build an env; raises ValueError for an unknown one or invalid settings. Raises ValueError for an unknown one or
+    invalid settings.
 
     env_type: built-in name, entry point of group `offbeat.envs`, or `module:Class`.
     """
@@ -84,7 +85,6 @@ def _shared_config(model: type[BaseModel], text: str) -> BaseModel:
 
 
 def check_env_config(env_type: str, env_config: Mapping[str, JsonValue]) -> list[str]:
-    """Return all problems, with corrections."""
     try:
         factory = find_factory(env_type)
     except ValueError as error:
@@ -116,7 +116,7 @@ def list_names() -> list[str]:
 
 
 def describe(env_type: str) -> str:
-    """Return the docstring's first line. Raises ValueError for an unknown env."""
+    """Return the docstring's first line; raises ValueError for an unknown env."""
     return (inspect.getdoc(find_factory(env_type)) or "").partition("\n")[0]
 
 
@@ -133,7 +133,7 @@ def held_out_config(env_type: str, env_config: Mapping[str, JsonValue]) -> dict[
 
 
 def distinct_seeds(n: int, start: int, env_type: str, env_config: Mapping[str, JsonValue]) -> list[int]:
-    """Return `n` seeds from `start` with distinct tasks, repeated in order if too few."""
+    """Return `n` seeds from `start` with distinct tasks, repeated if too few."""
     env = make(env_type, env_config)
     try:
         task_id = cast(Callable[[int], object] | None, getattr(env.unwrapped, "task_id", None))

@@ -1,7 +1,7 @@
-"""Task samplers, which choose the next training group's tag and seed from earlier results.
+"""Task samplers, which choose the next training group's tag and seed.
 
-The class `train_env_manager.task_sampler` is constructed with the tags and `args` on the learner, which reports trained
-groups and checkpoints the state, and on every worker, which draws from it.
+`train_env_manager.task_sampler` is constructed on the learner, which reports trained groups and checkpoints the state,
+and on every worker, which draws from it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ class TaskSampler(Protocol):
     """
 
     def draw(self, rng: np.random.Generator) -> tuple[str, int | None]:
-        """Return a tag, and a seed below 2**31 or None for any; depends on `rng` and state alone."""
+        """Return a tag, and a seed below 2**31 or None for any; determined by `rng` and state."""
         ...
 
     def learn(self, tag: str, seed: int, rewards: Sequence[float], successes: Sequence[float]) -> None:

@@ -1,6 +1,6 @@
-"""Devices of roles: numbers over the cluster, and claims of a node's devices by processes.
+"""Device numbers over the cluster, and claims of a node's devices by processes.
 
-Invariants: devices are numbered node by node; two holders of one role never share a device of a node.
+Invariants: devices are numbered node by node; two holders of one role never share a device.
 """
 
 import ast
@@ -25,7 +25,7 @@ def parse_device_mapping(value: object) -> object:
     """Convert a list, or ROLL's expression of lists and ranges, to sorted device numbers.
 
     Raises:
-        ValueError: another expression, or numbers that are negative or repeated.
+        ValueError: another expression; negative or repeated numbers.
     """
     if isinstance(value, str):
         try:
@@ -97,7 +97,7 @@ class DeviceClaim:
     """Claim of a slot, released by the kernel when the process ends."""
 
     def __init__(self, slots: Sequence[EngineDevices], node_id: str, role: str, folder: Path | None = None) -> None:
-        """Claim the first free slot on the node. Raises `NoDeviceError`."""
+        """Claim the first free slot on the node; raises `NoDeviceError`."""
         self._folder = folder or Path(tempfile.gettempdir()) / f"offbeat-devices-{os.getuid()}"
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._locks: list[IO[bytes]] = []
@@ -128,13 +128,13 @@ class DeviceClaim:
 
 
 def visible_devices(devices: Sequence[int], node_visible: str | None) -> str:
-    """Return CUDA_VISIBLE_DEVICES for a node's devices. node_visible: its value of the node, which restricts it."""
+    """Return CUDA_VISIBLE_DEVICES for devices of a node. node_visible: the node's own value."""
     names = [name.strip() for name in (node_visible or "").split(",") if name.strip()]
     return ",".join(names[device] if device < len(names) else str(device) for device in devices)
 
 
 def parent_visible(pid: int | None = None) -> str | None:
-    """Return CUDA_VISIBLE_DEVICES with which a process (None: the parent, of a Ray worker its node) was started."""
+    """Return CUDA_VISIBLE_DEVICES at a process's start (None: the parent, of a Ray worker its node)."""
     try:
         variables = Path(f"/proc/{os.getppid() if pid is None else pid}/environ").read_bytes().split(b"\0")
     except OSError:

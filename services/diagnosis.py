@@ -1,4 +1,4 @@
-"""Findings about a run's training, from the learner's step metrics alone.
+"""Findings about a run's training, from the learner's step metrics.
 
 Invariant: the same steps give the same findings in learner, REST API and report.
 """
@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from offbeat.services.errors import CodecError
 
 WINDOW_STEPS = 20
-"""Newest steps that findings are about."""
 MIN_STEPS = 5
 """Fewest steps for a finding about shares."""
 MANY_STEPS = 10
@@ -41,10 +40,8 @@ class RunFinding:
 
 @dataclass(frozen=True, slots=True)
 class DiagnosisLimits:
-    """Settings that metrics are compared with."""
-
     mismatch_kl: float = math.inf
-    """Of engine and trainer on the same weights, nats per token."""
+    """Between engine and trainer, nats per token."""
     max_grad_norm: float = math.inf
 
 
@@ -57,7 +54,6 @@ class StepWindow:
 
     steps: Sequence[Mapping[str, float]]
     first: Mapping[str, float]
-    """The run's first known step."""
     limits: DiagnosisLimits
 
     def values(self, name: str) -> list[float]:
@@ -67,7 +63,7 @@ class StepWindow:
         return math.fsum(self.values(name))
 
     def mean(self, name: str, default: float = math.nan) -> float:
-        """Return the mean over steps with the metric; NaN compares false with every limit."""
+        """Return the mean over steps with the metric, else NaN."""
         values = self.values(name)
         return math.fsum(values) / len(values) if values else default
 
@@ -82,7 +78,7 @@ class StepWindow:
 def diagnose(steps: Sequence[Mapping[str, float]], limits: DiagnosisLimits = NO_LIMITS) -> list[RunFinding]:
     """Return the findings about the newest `WINDOW_STEPS` steps, gravest first.
 
-    steps: metrics by name, oldest first; the first may be of any age.
+    steps: metrics by name, oldest first.
     """
     if not steps:
         return []
@@ -104,7 +100,7 @@ def _not_finite(window: StepWindow) -> RunFinding | None:
 
 
 def _overflows(window: StepWindow) -> RunFinding | None:
-    """Some steps at the start and one now and then find the scale."""
+    """Check overflows; a few at the start find the scale."""
     overflows, scale = window.sum("actor/overflow_steps"), [math.nan, *window.values("actor/loss_scale")][-1]
     if not window.has(MIN_STEPS) or overflows < max(MIN_STEPS, len(window.steps) / 4):
         return None
@@ -141,7 +137,7 @@ def _success_missing(window: StepWindow) -> RunFinding | None:
 
 
 def _truncated(window: StepWindow) -> RunFinding | None:
-    """A policy from scratch has to learn to end its answers first."""
+    """Check truncation; a policy from scratch learns to end its answers."""
     newest = window.values("episodes_truncated")[-MIN_STEPS:]
     share = math.fsum(newest) / len(newest) if newest else 0.0
     if share < (0.5 if window.has(WINDOW_STEPS) else 0.9) or len(newest) < MIN_STEPS or _no_tokens(window):
@@ -236,7 +232,7 @@ def _clipped(window: StepWindow) -> RunFinding | None:
 
 
 def _no_effect(window: StepWindow) -> RunFinding | None:
-    """Weights one version apart sample alike. On-policy data says nothing."""
+    """Compare off-policy data with the weights' change."""
     rate, kl = window.mean("actor/lr"), window.mean("actor/mismatch_kl")
     is_visible = window.mean("staleness") >= 0.5 and len(window.values("actor/mismatch_kl")) >= MANY_STEPS
     if not is_visible or not rate > 0 or not kl < 1e-8:
@@ -296,7 +292,6 @@ RULES: tuple[Callable[[StepWindow], RunFinding | None], ...] = (
 
 
 def describe_untrained(findings: Sequence[RunFinding]) -> str:
-    """Return the message of a run without a gradient in any step."""
     causes = "; ".join(str(finding) for finding in findings if finding.is_warning)
     return f"no token was trained: {causes or 'no step had a gradient'}"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder; sync the entry of an existing one, too, as its maker may have died before it did."""
+    """Make a folder and sync its entry, even if it exists."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -16,7 +16,7 @@ def make_folder(folder: Path) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write and sync a file, but not its folder's entry."""
+    """Write and sync a file, without its folder's entry."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -24,7 +24,6 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write and sync JSON, as `write_bytes`."""
     write_bytes(path, (json.dumps(content, indent=2) + "\n").encode())
 
 

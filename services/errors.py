@@ -6,7 +6,7 @@ class MeshError(Exception):
 
 
 class RetryableError(MeshError):
-    """Service unavailable (starting, overloaded, being replaced); the call may be repeated."""
+    """Service unavailable; the call may be repeated."""
 
 
 class GenerationError(MeshError):

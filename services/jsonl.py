@@ -1,7 +1,6 @@
 """JSON Lines files appended to by successive processes.
 
-Each append is one write. The next process removes a partial last line; one cut off by a full disk stays, and readers
-skip it.
+Each append is one write. The next process removes a partial last line; readers skip invalid ones.
 """
 
 import errno
@@ -17,7 +16,7 @@ TAIL_BYTES = 1 << 16
 
 
 class LinesFile:
-    """Append-only file, created with its folder; a power loss takes neither away again."""
+    """Append-only file, created with its folder durably."""
 
     def __init__(self, path: Path) -> None:
         make_folder(path.parent)
@@ -53,7 +52,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def last_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the rows in the last 64 KiB, or in as much as holds one."""
+    """Return the rows in the last 64 KiB, or at least one."""
     if not path.is_file():
         return []
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Redis keys of a run; the run id is the cluster hash tag, so one script may use all."""
+"""Redis keys of a run; the run id is the cluster hash tag."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ OFFERS = f"{NAMESPACE}:offers"
 """Hash: claimable generation application -> capabilities."""
 
 ENDING = f"{NAMESPACE}:ending"
-"""String with expiry: set while Serve shuts down; no learner is started."""
+"""String with expiry: set while Serve shuts down."""
 
 
 def claims_key(kind: str) -> str:
@@ -41,9 +41,7 @@ class RunKeys:
 
     @property
     def epoch(self) -> str:
-        """Integer: fencing epoch, incremented by each lease, creation and deletion; outlives the other keys, with an
-        expiry after deletion.
-        """
+        """Integer: fencing epoch, incremented by each lease, creation and deletion; kept for a while after deletion."""
         return self.key("epoch")
 
     @property

@@ -1,4 +1,4 @@
-"""Settings that may change during a run; REST bodies and CLI help are generated from the fields of `Settings`.
+"""Settings that may change during a run; source of REST bodies and CLI help.
 
 Invariants: changes are only appended; an adopted one keeps its step, so a repeated step trains with its original
 settings.
@@ -15,14 +15,11 @@ from offbeat.services.errors import CodecError
 
 @dataclass(frozen=True, slots=True)
 class SettingInfo:
-    """Annotation of a field of `Settings`."""
-
     path: str
-    """Key in a run's configuration."""
     applied_by: Literal["reconciler", "learner"]
     """The reconciler applies changes at once, the learner at the next step."""
     about: str
-    """Description for REST and CLI, without a period."""
+    """Without a period."""
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
@@ -87,7 +84,7 @@ class LiveSetting:
 
     @property
     def when(self) -> str:
-        """Clause: when a change takes effect."""
+        """Return when a change takes effect, as a clause."""
         return "at once" if self.info.applied_by == "reconciler" else "from the next step on"
 
 
@@ -108,7 +105,7 @@ class Change:
     step: int | None = None
     """First optimizer batch (0-based); None until adopted."""
     why: str = ""
-    """Reason of the learner's controller, if any."""
+    """Reason of the learner's controller."""
 
 
 def configured_settings(config: object) -> Settings:
@@ -128,12 +125,12 @@ def decode_settings(text: str | bytes) -> Settings:
 
 
 def encode_change(values: Mapping[str, float], at: float, why: str = "") -> str:
-    """Encode as JSON, also for adopt.lua."""
+    """Encode as JSON, also read by adopt.lua."""
     return json.dumps({"values": dict(values), "at": at, "why": why})
 
 
 def decode_change(blob: str | bytes, step: int | None) -> Change:
-    """Decode `encode_change`, adopted at `step`. Raises `CodecError`."""
+    """Decode `encode_change`, adopted at `step`; raises `CodecError`."""
     try:
         tree = json.loads(blob)
         values = {str(name): value for name, value in tree["values"].items()}
@@ -143,7 +140,6 @@ def decode_change(blob: str | bytes, step: int | None) -> Change:
 
 
 def settings_at(base: Settings, changes: Iterable[Change], step: int) -> Settings:
-    """Return the settings of batch `step` (0-based)."""
     for change in changes:
         if change.step is not None and change.step <= step:
             base = base.changed(change.values)
@@ -151,7 +147,7 @@ def settings_at(base: Settings, changes: Iterable[Change], step: int) -> Setting
 
 
 def settings_now(base: Settings, changes: Iterable[Change]) -> Settings:
-    """Return the current settings; the learner's count once adopted."""
+    """Return the current settings; the learner's once adopted."""
     for change in changes:
         at_once = {name: value for name, value in change.values.items() if name in AT_ONCE}
         base = base.changed(at_once if change.step is None else change.values)

@@ -1,7 +1,4 @@
-"""Log lines as text, or as JSON with the run, group, step and version that they are about.
-
-`OFFBEAT_LOG_FORMAT=json` in a process's environment asks for JSON, in which each record is one line.
-"""
+"""Log lines as text, or as JSON (`OFFBEAT_LOG_FORMAT=json`) with their run, group, step and version."""
 
 import json
 import logging
@@ -20,23 +17,22 @@ _task_fields: ContextVar[dict[str, LogField]] = ContextVar("log_fields", default
 
 
 def set_process_log_fields(**fields: LogField) -> None:
-    """Add fields to every later line of this process."""
+    """Add fields to later lines of this process."""
     _process_fields.update(fields)
 
 
 def set_task_log_fields(**fields: LogField) -> None:
-    """Add fields to later lines of the current asyncio task and of those that it starts."""
+    """Add fields to later lines of the current asyncio task and those that it starts."""
     _task_fields.set({**_task_fields.get(), **fields})
 
 
 def make_formatter(service: str) -> logging.Formatter:
-    """Return the formatter that the environment asks for."""
     is_json = os.environ.get(LOG_FORMAT_VARIABLE, "").lower() == JSON_FORMAT
     return JsonFormatter(service) if is_json else logging.Formatter(TEXT_FORMAT)
 
 
 class JsonFormatter(logging.Formatter):
-    """`time` (UTC), `level`, `service`, `logger`, `message`, the fields, and a traceback as `exception`."""
+    """`time` (UTC), `level`, `service`, `logger`, `message`, the fields, and `exception`."""
 
     def __init__(self, service: str) -> None:
         super().__init__()

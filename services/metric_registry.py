@@ -1,6 +1,6 @@
-"""Every metric: one name, a unit and a sentence. `docs/metrics.md` is generated from it.
+"""Every metric: name, unit and a sentence; source of `docs/metrics.md`.
 
-Invariant: what a process emits is found here, under one name; a renamed metric is read under its new name.
+Invariant: each emitted metric is registered under one name; a renamed one is read under its new name.
 """
 
 import re
@@ -16,13 +16,10 @@ SPREAD = "{mean,min,max}"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A row of the registry."""
-
     source: Source
     name: str
-    """`{a,b}` stands for one of these, `{placeholder}` for a part without `/`, `{*}` for anything."""
+    """`{a,b}`: one of these; `{placeholder}`: a part without `/`; `{*}`: anything."""
     unit: str
-    """Empty for a number without one."""
     description: str
     roll: str = ""
     """ROLL's name."""
@@ -31,7 +28,7 @@ class Metric:
         return _pattern(self.name).fullmatch(name) is not None
 
     def split(self, name: str) -> tuple[str, ...]:
-        """Return what stands for each `{...}` in a name that matches."""
+        """Return what replaces each `{...}` in a matching name."""
         matched = _pattern(self.name).fullmatch(name)
         return matched.groups() if matched else ()
 
@@ -93,7 +90,7 @@ METRICS: tuple[Metric, ...] = (
         "Sampled tokens of the step's trained trajectories, whatever `ppo_epochs` is.",
     ),
     Metric("learner", "tokens/computed", "tokens", "Tokens of the trained sequences, prompts included."),
-    Metric("learner", "tokens/shared", "tokens", "Prompt tokens that `shared_prefix` did not compute again."),
+    Metric("learner", "tokens/shared", "tokens", "Tokens that `shared_prefix` did not compute again."),
     Metric("learner", "tokens_per_busy_s", "tokens/s", "`tokens/computed` per second of `time/train_s`."),
     Metric("learner", f"tokens/response_length/{SPREAD}", "tokens", "Sampled tokens of a trajectory."),
     Metric(
@@ -332,19 +329,18 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
         **{f"critic/advantages/{suffix}": f"advantage/{suffix}" for suffix in ("mean", "min", "max")},
     }
 }
-"""Old name -> name, in records of builds before 0.2."""
+"""Old name -> name, of builds before 0.2."""
 
 
 def find_metric(source: str, name: str) -> Metric | None:
-    """Return the row of a metric; one without placeholders first."""
+    """Return the row of a metric, preferably without placeholders."""
     rows = [metric for metric in METRICS if metric.source == source and metric.matches(name)]
     return min(rows, key=lambda metric: (metric.name != name, metric.name.count("{")), default=None)
 
 
 def current_names(source: str, values: Mapping[str, Value]) -> dict[str, Value]:
-    """Return a stored record's values under today's names.
-
-    Records with `tokens/trained` had the tokens computed under `tokens_trained`, too: the old name's value is the right one.
+    """Return a stored record's values under current names. The old `tokens/trained` replaces `tokens_trained`, which
+    counted computed tokens.
     """
     renamed = RENAMED.get(source, {})
     old = {renamed[name]: value for name, value in values.items() if name in renamed}

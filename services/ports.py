@@ -1,5 +1,3 @@
-"""Checks of TCP ports before a server is started on them."""
-
 import errno
 import socket
 
@@ -7,7 +5,7 @@ import psutil
 
 
 def find_port_problem(host: str, port: int) -> str:
-    """Return why a server can't listen on `host` and `port`, or ""."""
+    """Return why a server can't listen, or ""."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: ended connections do not count

@@ -14,18 +14,18 @@ from typing import IO, Any, BinaryIO, cast
 
 PR_SET_PDEATHSIG = 1
 FIRST_PORT, LAST_PORT, PORT_TRIES = 20_000, 32_000, 100
-"""Below the kernel's ports of outgoing connections, above those of Ray's workers."""
+"""Below the kernel's outgoing ports, above those of Ray's workers."""
 DIE_WITH_PARENT = f"""
 import ctypes, os, sys
 ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, int(sys.argv[2]))
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[3], sys.argv[3:])
 """
-"""Program that sets the death signal, then executes a command; `preexec_fn` is unsafe with threads."""
+"""Program that sets the death signal and executes a command; `preexec_fn` is unsafe with threads."""
 
 
 def die_with_parent(parent: int | None = None, *, by: signal.Signals = signal.SIGKILL) -> None:
-    """Signal this process when the thread that started it ends (Linux only).
+    """Signal this process when the thread that started it ends (Linux).
 
     parent: expected pid; exit with code 1 if it has ended.
 
@@ -41,12 +41,11 @@ def die_with_parent(parent: int | None = None, *, by: signal.Signals = signal.SI
 
 
 def bind_to_thread(command: Sequence[str], *, by: signal.Signals = signal.SIGKILL) -> list[str]:
-    """Wrap `command` to die with the thread that starts it."""
     return [sys.executable, "-IS", "-c", DIE_WITH_PARENT, str(os.getpid()), str(int(by)), *command]
 
 
 def terminate(process: "subprocess.Popen[Any]", grace_s: float) -> bool:
-    """Send SIGTERM, after `grace_s` SIGKILL, and reap; return False if killed."""
+    """Send SIGTERM, then SIGKILL, and reap; return False if killed."""
     process.terminate()
     try:
         process.wait(grace_s)
@@ -95,13 +94,12 @@ class JsonLines:
         return cast(dict[str, Any], message)
 
     def close(self) -> None:
-        """Close the sink; ends the peer's `receive`."""
         with suppress(BrokenPipeError):
             self._sink.close()
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free TCP port, without reserving it; one that no connection and no other server is given meanwhile."""
+    """Return a free TCP port below the ephemeral range, without reserving it."""
     for _ in range(PORT_TRIES):
         with socket.socket() as probe, suppress(OSError):
             probe.bind((host, FIRST_PORT + secrets.randbelow(LAST_PORT - FIRST_PORT)))

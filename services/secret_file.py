@@ -1,6 +1,6 @@
 """Files with a generated secret.
 
-Invariants: their owner alone can read them; processes that create one at once agree on its contents.
+Invariants: only the owner can read them; concurrent creators agree on the contents.
 """
 
 import tempfile
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def create_secret_file(path: Path, text: str) -> None:
-    """Write `text` unless there is a file; its folder is made, for its owner alone. Raises OSError."""
+    """Write `text` unless there is a file, in a folder for its owner alone. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.exists():
         return
@@ -20,7 +20,7 @@ def create_secret_file(path: Path, text: str) -> None:
 
 
 def write_beside(path: Path, text: str) -> Path:
-    """Write a file, readable by its owner alone, in the same folder."""
+    """Write a file for its owner alone in the same folder."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
         file.write(f"{text}\n")
     return Path(file.name)

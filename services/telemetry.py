@@ -1,4 +1,4 @@
-"""Log files, and mergeable metrics: sums and counts instead of means."""
+"""Log files, and metrics merged from sums and counts."""
 
 import logging
 import sys
@@ -23,7 +23,7 @@ MAX_METRIC_RECORDS = 200_000
 
 
 def configure_logging(service: str, log_dir: Path | None, level: int = logging.INFO) -> None:
-    """Log to `log_dir/<service>.log`, or to stderr without `log_dir`; as JSON if the environment asks for it."""
+    """Log to `log_dir/<service>.log`, or to stderr without `log_dir`."""
     handler: logging.Handler
     if log_dir is None:
         handler = logging.StreamHandler(sys.stderr)
@@ -36,7 +36,7 @@ def configure_logging(service: str, log_dir: Path | None, level: int = logging.I
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """One process's part of a metric.
+    """Mergeable part of a metric from one process.
 
     kind: `mean` merges as (sum, count); `sum` adds totals; `max` and `min` keep the extreme; `last` the newest.
     """
@@ -69,7 +69,7 @@ class Partial:
 
 
 def format_rate(rate: float) -> str:
-    """Format a rate: two digits below 10, so that a slow one is not shown as 0."""
+    """Format a rate, with two digits below 10."""
     return f"{rate:,.0f}" if rate >= 10 or not rate else f"{rate:.2g}"
 
 
@@ -88,13 +88,12 @@ def merge_all(parts: Iterable[dict[str, Partial]]) -> dict[str, Partial]:
 
 @dataclass(frozen=True, slots=True)
 class MetricRecord:
-    """Metrics of one component: name -> partial."""
+    """Metrics of one component by name."""
 
     source: str
     """`learner`, `rollout`, `generation`, `weights`, `eval`, ..."""
     values: dict[str, Partial]
     step: int | None = None
-    """The learner's step, if any."""
     labels: dict[str, str] = field(default_factory=dict[str, str])
     time: float = field(default_factory=time.time)
     """Unix time, s."""
@@ -110,7 +109,7 @@ def encode_record(record: MetricRecord) -> bytes:
 
 
 def decode_record(blob: bytes) -> MetricRecord:
-    """Unpack a record, renamed metrics under today's names. Raises `CodecError`."""
+    """Unpack a record, with current names; raises `CodecError`."""
     try:
         source, values, step, labels, at, *rows = msgpack.unpackb(blob, unicode_errors="surrogatepass")
         samples = tuple(map(sample_from_row, rows[0])) if rows else ()
@@ -125,7 +124,7 @@ class MetricsSink(Protocol):
 
 
 _ENTRY = ("MAXLEN", "~", MAX_METRIC_RECORDS, "*", "r")
-"""Arguments of XADD before the record."""
+"""Arguments of XADD."""
 
 
 class RedisMetrics:

@@ -11,29 +11,26 @@ import msgspec
 CUT = " [...] "
 COLUMNS = ("step", "version", "tag", "score", "prompt", "answers", "actions")
 INTERVAL_S = 60.0
-"""Minimum between samples on a console where every step is logged."""
+"""Minimum between samples on a console."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextSample:
-    """Excerpt of a trained trajectory."""
-
     step: int
-    """Optimizer step that trained it."""
     version: int
     """Oldest that sampled it; -1: none."""
     tag: str
     score: float
-    """Reward, as the env gave it."""
+    """As the env gave it."""
     prompt: str
-    """The first turn's, with the chat template."""
+    """Of the first turn, with the chat template."""
     answers: tuple[str, ...]
     actions: tuple[str, ...]
-    """Of the answers, by the env's `action_pattern`."""
+    """By the env's `action_pattern`."""
 
 
 def cut_middle(text: str, max_chars: int) -> str:
-    """Return `text` with at most `max_chars` characters, without its middle."""
+    """Cut the middle of a text of more than `max_chars` characters."""
     if len(text) <= max_chars:
         return text
     kept = max(max_chars - len(CUT), 2)
@@ -41,7 +38,7 @@ def cut_middle(text: str, max_chars: int) -> str:
 
 
 def escape(text: str) -> str:
-    """Replace what a terminal would interpret: control, format (e.g. bidirectional) and unpaired surrogate characters."""
+    """Replace control, format (e.g. bidirectional) and unpaired surrogate characters."""
     return "".join(_escape_char(char) for char in text)
 
 
@@ -52,7 +49,7 @@ def _escape_char(char: str) -> str:
 
 
 def describe_samples(samples: Sequence[TextSample], max_chars: int = 160) -> str:
-    """Return plain text of up to four lines per sample for a console. max_chars: per text."""
+    """Return up to four lines per sample for a console. max_chars: per text."""
     lines: list[str] = []
     for sample in samples:
         version = "no sampled token" if sample.version < 0 else f"version {sample.version}"
@@ -67,7 +64,7 @@ def describe_samples(samples: Sequence[TextSample], max_chars: int = 160) -> str
 
 
 def to_text(sample: TextSample) -> str:
-    """Return a sample in full, for trackers that take text."""
+    """Return a sample as full text."""
     turns = zip(sample.answers, sample.actions, strict=True)
     lines = [f"answer {i + 1}: {answer}\naction {i + 1}: {action}" for i, (answer, action) in enumerate(turns)]
     heading = f"step {sample.step}, version {sample.version}, tag {sample.tag}, score {sample.score:g}"
@@ -75,7 +72,7 @@ def to_text(sample: TextSample) -> str:
 
 
 def to_columns(samples: Sequence[TextSample]) -> dict[str, list[Any]]:
-    """Return a table for trackers: column -> a value per sample; answers and actions a line each."""
+    """Return a table: column -> a value per sample; answers and actions a line each."""
     rows = [{**asdict(s), "answers": "\n".join(s.answers), "actions": "\n".join(s.actions)} for s in samples]
     return {name: [row[name] for row in rows] for name in COLUMNS}
 
@@ -88,7 +85,7 @@ class SampleClock:
         self._next_at = 0.0
 
     def is_due(self) -> bool:
-        """Return whether samples are to be shown now, which the caller then does."""
+        """Return whether samples are to be shown now."""
         now = time.monotonic()
         if now < self._next_at:
             return False

@@ -1,7 +1,7 @@
 """Daemon threads for calls that may hang, and for following Redis streams.
 
 Invariants: at most `num_threads` calls run, hung ones excepted; a hung call blocks neither other calls nor the event
-loop nor process exit. Only the calls run outside the event loop.
+loop nor process exit.
 """
 
 import asyncio
@@ -19,8 +19,6 @@ class HungError(Exception):
 
 
 class _Thread:
-    """Thread with a queue of calls; None ends it."""
-
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self.calls: queue.SimpleQueue[tuple[Callable[[], Any], Callable[..., None]] | None] = queue.SimpleQueue()
@@ -50,13 +48,12 @@ class DaemonThreads:
         self._idle: list[_Thread] = []
         self._closed = False
         self.num_hung = 0
-        """Abandoned threads whose call has not returned yet."""
+        """Abandoned threads whose call has not returned."""
 
     async def run(self, call: Callable[[], T], timeout_s: float, on_start: Callable[[], None] | None = None) -> T:
         """Run `call` in a thread; the timeout starts when a thread is free.
 
-        A cancelled caller leaves the call running and its thread busy. on_start: called on the loop when the call gets
-        a thread.
+        A cancelled caller leaves the call running. on_start: called on the loop when the call gets a thread.
 
         Raises:
             HungError: no return within `timeout_s`.

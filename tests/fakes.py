@@ -227,6 +227,9 @@ class FakePublisher:
     def newest(self) -> Manifest | None:
         return None
 
+    def flush(self) -> bool:
+        return False
+
     def close(self) -> None: ...
 
 

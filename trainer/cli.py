@@ -1,9 +1,9 @@
 """Learner process: `python -m offbeat.trainer.cli RUN`.
 
-The Redis URL is passed through the environment, because a command line would expose its password.
+The environment passes the Redis URL: a command line would expose its password.
 
 Exit codes: 0 finished, detached or stopped; 1 failed, a retry may succeed; 2 failed for good (configuration, checkpoint
-or host); 3 fenced by another learner; 4 the run is over; 5 hung (`offbeat.trainer.watchdog`).
+or host); 3 fenced by another learner; 4 the run is over; 5 hung.
 """
 
 import argparse
@@ -73,7 +73,7 @@ _REMEDIES = {"finished": "all steps are trained; the policy is in its checkpoint
 
 
 def _ranks_per_node(run: "LearnerRun", num_processes: int | None) -> tuple[int, ...]:
-    """Return the number of ranks on each node, this one first."""
+    """Return the number of ranks by node, this one first."""
     from offbeat.trainer.process.remote_ranks import RANKS_PER_NODE, split_ranks
 
     if placed := os.environ.get(RANKS_PER_NODE):
@@ -83,7 +83,7 @@ def _ranks_per_node(run: "LearnerRun", num_processes: int | None) -> tuple[int, 
 
 
 def follow(run_id: str, redis_url: str, node: int) -> int:
-    """Host a node's ranks of an attached learner until the run ends or a signal; return the exit code."""
+    """Host a node's ranks until the run ends or a signal; return the exit code."""
     from offbeat.trainer.process.heartbeat import HEARTBEAT_TIMEOUTS
     from offbeat.trainer.process.remote_ranks import FollowerHost
     from offbeat.trainer.process.signals import stop_on_signals
@@ -211,7 +211,7 @@ def _log_dir(run: "LearnerRun") -> Path:
 
 
 def _prepare_process(run: "LearnerRun") -> None:
-    """Set torch's environment before its import, and open the log."""
+    """Set torch's environment before its import; open the log."""
     rank = int(os.environ.get("RANK", "0"))
     os.environ["OMP_NUM_THREADS"] = str(run.config.actor_train.num_threads)
     if run.config.actor_train.device == "cpu":
@@ -241,7 +241,6 @@ def end_process(code: int) -> None:
 
 
 def main() -> None:
-    """Parse the command line and train."""
     parser = argparse.ArgumentParser(prog="offbeat.trainer.cli", description="Train a run of the mesh.")
     parser.add_argument("run", help="id of the run")
     parser.add_argument("--redis", help=f"URL of the run's Redis; default: {REDIS_VARIABLE}")

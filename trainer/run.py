@@ -1,8 +1,3 @@
-"""Learner's view of a run.
-
-Invariant: the run's record is the only source.
-"""
-
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,24 +20,22 @@ START = "start"
 
 @dataclass(frozen=True, slots=True)
 class LearnerRun:
-    """Learner's part of a run."""
-
     run_id: str
     lineage: str
-    """Identifies the run's checkpoints in a shared folder."""
+    """Id of the run's checkpoints in a shared folder."""
     output_dir: Path
     config: LearnerRunConfig
     uid: str = ""
-    """Unique id of the run among those of its name."""
+    """Unique among runs of its name."""
 
     @property
     def model_folder(self) -> Path:
-        """Policy folder, with first weights unless the policy is new."""
+        """Return the policy folder, with first weights unless new."""
         return self.output_dir / "policy" if self.config.has_policy_folder else Path(self.config.pretrain)
 
     @property
     def first_weights(self) -> Path:
-        """Folder of the first weights, once a warm start has ended."""
+        """Return the folder of the first weights, written by a warm start."""
         start = self.output_dir / START
         return start if self.config.warm_start is not None and start.is_dir() else self.model_folder
 
@@ -52,12 +45,12 @@ class LearnerRun:
 
     @property
     def restored(self) -> Path:
-        """Folder of a checkpoint downloaded to resume from."""
+        """Return the folder of a downloaded checkpoint."""
         return self.output_dir / "restored"
 
     @property
     def store_url(self) -> str:
-        """Place of this run's checkpoints in the store; empty without one."""
+        """Return the URL of this run's checkpoints in the store, or ""."""
         store = self.config.checkpoint_config
         own = self.uid or hashlib.sha256(self.lineage.encode()).hexdigest()
         return f"{store.output_dir.rstrip('/')}/{self.run_id}-{own[:8]}" if store else ""
@@ -82,7 +75,6 @@ def read_run(redis: Redis, run_id: str) -> LearnerRun:
 
 
 def buffer_limits(config: LearnerRunConfig) -> BufferLimits:
-    """Return limits of admission and group assembly."""
     manager = config.train_env_manager
     return BufferLimits(
         group_size=manager.group_size,
@@ -99,11 +91,11 @@ def buffer_limits(config: LearnerRunConfig) -> BufferLimits:
 
 
 FINISHED = "finished"
-"""`learner_phase` once all steps are trained and evaluated."""
+"""`learner_phase` after all steps and evaluations."""
 
 
 def ended_state(redis: Redis, run_id: str) -> RunState | None:
-    """Return the final state, or None while steps remain."""
+    """Return the final state; None while steps remain."""
     fields = redis.hmget(RunKeys(run_id).record, ["state", "learner_phase"])
     state, phase = (value.decode() if value else "" for value in cast(list[bytes | None], fields))
     if phase == FINISHED:
@@ -112,12 +104,11 @@ def ended_state(redis: Redis, run_id: str) -> RunState | None:
 
 
 def is_ending(redis: Redis, run_id: str) -> bool:
-    """Return whether the run has ended or should end."""
     desired = cast(bytes | None, redis.hget(RunKeys(run_id).record, "wanted"))
     return desired in STOP_STATES or ended_state(redis, run_id) is not None
 
 
 def _lineage(raw: dict[bytes, bytes], config: LearnerRunConfig) -> str:
-    """Return the lineage, a new one if resumed from a named checkpoint."""
+    """Return the lineage, new if resumed from a named checkpoint."""
     created, attempt = (raw.get(key, b"").decode() for key in (b"created_at", b"attempt"))
     return created if isinstance(config.resume_from_checkpoint, bool) else f"{created}/{attempt}"

@@ -1,4 +1,4 @@
-"""Watchdog of the main thread, since the lease's renewal thread survives a hang.
+"""Watchdog of the main thread, as the lease's renewal thread survives a hang.
 
 Invariant: time in which the watchdog was descheduled does not count.
 """
@@ -16,16 +16,14 @@ logger = logging.getLogger(__name__)
 
 EXIT_HUNG = 5
 CHECK_INTERVAL_S = 0.5
-"""Interval of checks; a longer gap counts at most twice."""
+"""A longer gap counts at most twice."""
 STARTUP_TIMEOUT_S = 600.0
-"""Timeout until the first kick, which follows the import of torch."""
+"""Until the first kick, after the import of torch."""
 
 
 class Watchdog:
-    """Detector of a thread without progress."""
-
     def __init__(self, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """timeout_s: time without progress; at least `STARTUP_TIMEOUT_S` until the first kick."""
+        """timeout_s: without progress; at least `STARTUP_TIMEOUT_S` until the first kick."""
         self._timeout_s = timeout_s
         self._clock = clock
         self._kicked = threading.Event()
@@ -38,7 +36,7 @@ class Watchdog:
         self._kicked.set()
 
     def hung_s(self) -> float:
-        """Return the seconds hung, or 0. Call about every `CHECK_INTERVAL_S`."""
+        """Return the seconds hung, or 0; to be called about every `CHECK_INTERVAL_S`."""
         now = self._clock()
         elapsed_s, self._checked_at = min(now - self._checked_at, 2 * CHECK_INTERVAL_S), now
         if self._kicked.is_set():

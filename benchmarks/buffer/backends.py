@@ -1,4 +1,4 @@
-"""Trajectory buffer and plain redis-py (encoded bytes in a stream; with the codec, trajectories) on one server."""
+"""Trajectory buffer and plain redis-py on one server."""
 
 import asyncio
 import time
@@ -33,14 +33,11 @@ NUM_SUBMITTERS = 2
 
 
 def server_cpu_s(redis: Redis) -> float:
-    """Return the CPU time that Redis has used."""
     used = cast(dict[str, float], redis.info("cpu"))
     return used["used_cpu_user"] + used["used_cpu_sys"]
 
 
 def measure_cpu(side: Side, redis: Redis) -> Side:
-    """Measure CPU time here and in Redis."""
-
     def measured(load: GroupLoad) -> Rates:
         client, server = time.process_time(), server_cpu_s(redis)
         rates = side(load)
@@ -72,7 +69,7 @@ def offbeat_side(redis: Redis, url: str) -> Side:
 
 
 def raw_side(redis: Redis, url: str, *, pipelined: bool, codec: bool = False) -> Side:
-    """Return a stream of trajectories. pipelined: one pipeline per group, one read per batch. codec: encode, decode,
+    """Measure a stream of trajectories. pipelined: one pipeline per group, one read per batch. codec: encode, decode,
     check.
     """
 

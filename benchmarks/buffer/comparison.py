@@ -38,7 +38,7 @@ class BufferOptions:
     rounds: int = 5
     reverb: bool = True
     venv: Path | None = None
-    """Reverb's venv; None: in the user's cache."""
+    """Of Reverb; None: in the user's cache."""
 
 
 def run(options: BufferOptions) -> dict[str, Any]:

@@ -48,11 +48,11 @@ class Rates:
     into: float
     out: float
     cpu_us: float | None = None
-    """Per trajectory, client and server; None: not measured."""
+    """Per trajectory, client and server, if measured."""
 
     @property
     def both(self) -> float:
-        """Rate of in and out in succession."""
+        """Return the rate of in and out in succession."""
         return 1 / (1 / self.into + 1 / self.out)
 
 
@@ -64,7 +64,6 @@ class LostError(Exception):
 
 
 def make_load(*, groups: int, group_size: int, tokens: int, in_hand: int, batch: int) -> GroupLoad:
-    """Return trajectories; groups is a multiple of batch."""
     rows = [[_trajectory(number, index, tokens) for index in range(group_size)] for number in range(groups)]
     return GroupLoad(rows, [[encode_trajectory(trajectory) for trajectory in row] for row in rows], in_hand, batch)
 

@@ -1,4 +1,4 @@
-"""Reverb in a child process with its own venv, driven by JSON lines and raw bytes."""
+"""Reverb in a child process with its own venv."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Small checkpoint disk: a tmpfs in this process's mount namespace, removed with it. Needs root or user namespaces."""
+"""Small checkpoint disk: a tmpfs in this process's mount namespace; needs root or user namespaces."""
 
 import ctypes
 import os
@@ -16,7 +16,7 @@ CHECKPOINTS, BALLAST = "checkpoints", "ballast"
 
 class SmallDisk:
     def __init__(self, output_dir: Path) -> None:
-        """Mount it; requires a single thread. Failures are in `refusal`."""
+        """Mount it, in a single thread; failures are in `refusal`."""
         self._output_dir = output_dir
         self._place = output_dir.with_name(f"{output_dir.name}.disk")
         self.refusal = ""
@@ -34,12 +34,10 @@ class SmallDisk:
         return not self.refusal
 
     def attach(self) -> None:
-        """Redirect checkpoints, before the first is written."""
         if self.is_there:
             (self._output_dir / CHECKPOINTS).symlink_to(self._place / CHECKPOINTS)
 
     def fill(self) -> int:
-        """Fill up to `SPARE_BYTES`; return bytes written."""
         size = max(shutil.disk_usage(self._place).free - SPARE_BYTES, 0)
         with (self._place / BALLAST).open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, max(size, 1))

@@ -1,7 +1,7 @@
 """Failover of the run's Redis to an asynchronous replica that lacks acknowledged writes.
 
-The proxy of the primary's address accepts no connection from the primary's death until the promoted server has the
-replica's data, in memory and in its append-only file.
+The proxy accepts no connection from the primary's death until the promoted server has the replica's data, in memory and
+in its append-only file.
 """
 
 from collections.abc import Callable
@@ -30,13 +30,13 @@ Wait = Callable[[Callable[[], bool], float], bool]
 def fail_over(
     url: str, server: psutil.Process, orders: Path, *, lag: Callable[[], None], promoted: Callable[[], None], wait: Wait
 ) -> None:
-    """Replace the supervised `server`, which a program of `write_server_script` started, by a replica that lags.
+    """Replace the supervised `server`, started by a program of `write_server_script`, by a lagging replica.
 
-    url: of `server`, through its proxy. lag: waits for writes that the replica shall lack. promoted: called before any
+    url: of `server`, through its proxy. lag: waits for writes that the replica lacks. promoted: called before any
     client is accepted.
 
     Raises:
-        MissedError: the data could not be copied, or was not in time.
+        MissedError: the data was not copied in time.
     """
     address = urlsplit(url)
     password = unquote(address.password or "")
@@ -80,7 +80,7 @@ def _is_in_sync(replica: Redis) -> bool:
 
 
 def _has_taken_over(successor: Redis) -> bool:
-    """Promote the synchronized server; return True once its data is in its append-only file."""
+    """Promote the synchronized server; return whether its data is in its append-only file."""
     try:
         if cast(dict[str, Any], successor.info("replication"))["role"] == "slave":
             if _is_in_sync(successor):
@@ -94,7 +94,7 @@ def _has_taken_over(successor: Redis) -> bool:
 
 
 def _kill(successor: Redis) -> None:
-    """Kill a server that is synchronized incompletely, if it answers; the next one loads the run's own file."""
+    """Kill an incompletely synchronized server; the next one loads the run's own file."""
     try:
         pid = cast(dict[str, Any], successor.info("server"))["process_id"]
     except (RedisConnectionError, RedisTimeoutError):

@@ -42,9 +42,9 @@ class Fault:
     target: str = ""
     """KILL, STOP, HANG: part of the victim's command line; else a variant."""
     comes_back: bool = False
-    """True if a replacement must start."""
+    """A replacement must start."""
     during: str = ""
-    """Learner's stage (`learner_doing`); empty: any."""
+    """Learner's stage; empty: any."""
 
     @property
     def has_victim(self) -> bool:
@@ -67,7 +67,7 @@ PROCESSES = {
 }
 """Kind -> part of its command line."""
 REPLACED_IF_SHORT = ("single env",)
-"""Replaced only below the required number."""
+"""Replaced only if too few."""
 REPLACED_IF_HUNG = ("env worker", "single env", "engine core", "learner", "redis-server")
 FAULTS = (
     *(Fault(f"{kind} killed", FaultKind.KILL, mark, kind not in REPLACED_IF_SHORT) for kind, mark in PROCESSES.items()),

@@ -1,4 +1,4 @@
-"""Injection of faults; temporary ones are reverted, also when interrupted."""
+"""Injection of faults; temporary ones are always reverted."""
 
 import os
 import random
@@ -29,9 +29,9 @@ WRITES_REFUSED_S = (4.0, 40.0)
 """Exceeds a call's timeout."""
 ORDER_TIMEOUT_S = 20.0
 DISK_FULL_S = (1.0, 4.0)
-"""Time after the learner noticed."""
+"""After the learner noticed."""
 MAX_LOST_BYTES = 256 << 10
-"""Of the append-only file: seconds of writes."""
+"""Of the append-only file."""
 APPEND_ONLY_FILE = "appendonly.aof"
 LAG_S = (1.0, 8.0)
 """Of a promoted replica."""
@@ -140,7 +140,7 @@ class FaultInjector:
         return self._fail_over(servers[0]) if how == "failover" else self._cut_redis(servers[0])
 
     def _cut_redis(self, server: psutil.Process) -> float:
-        """Cut the append-only file, and kill the server, which comes back with the rest."""
+        """Cut the append-only file, and kill the server."""
         self._run.expect_older_version()
         server.suspend()
         try:

@@ -14,7 +14,7 @@ from offbeat.benchmarks.chaos.faults import PROCESSES
 
 MIB = 2**20
 SETTLING_SHARE = 1 / 3
-"""Left out, while caches and pools fill."""
+"""Excluded, while caches fill."""
 OTHERS = {
     "train command": "offbeat.deploy.cli.app",
     "Ray's holder": "offbeat.deploy.local.ray_process",
@@ -33,7 +33,7 @@ NUM_PIECES = 12
 T_QUANTILE = 2.201
 """Student's t at 97.5 %, `NUM_PIECES - 1` degrees of freedom."""
 MIN_RISE_SHARE = 0.1
-"""Share of the range; see `Growth.lifted`."""
+"""Of the range; see `Growth.lifted`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ class Growth:
     error: float
     """Standard error (Ibragimov and Mueller, 2010), valid under autocorrelated noise."""
     late: float
-    """Per hour in the second half, after caches filled."""
+    """Per hour in the second half."""
     lifted: float
     """Growth per hour of both minimum and maximum, less `MIN_RISE_SHARE` of their range: unlike a leak, oscillation
     cancels out.
     """
 
     def exceeds(self, limit: float) -> bool:
-        """True if `late` and either measure exceed `limit`."""
+        """Return whether `late` and either measure exceed `limit`."""
         return self.late > limit and (self.per_hour - T_QUANTILE * self.error > limit or self.lifted > limit)
 
 
@@ -69,7 +69,6 @@ class Series:
 
 
 def growth(hours: Sequence[float], values: Sequence[float]) -> Growth | None:
-    """Return None below three values per piece."""
     t, y = np.asarray(hours, dtype=np.float64), np.asarray(values, dtype=np.float64)
     edges = np.linspace(t[0], t[-1], NUM_PIECES + 1)
     pieces = [y[piece] for piece in np.split(np.arange(len(t)), np.searchsorted(t, edges[1:-1]))]

@@ -1,6 +1,6 @@
 """Proxy that disturbs connections to redis-server.
 
-A program for `redis.server` starts it on the run's port and becomes the real server on another; the kernel ends both
+Started by a program for `redis.server` on the run's port, it becomes the real server on another; the kernel ends both
 together. Invariant: a connection's bytes arrive in order and unchanged, or it is cut.
 """
 
@@ -17,8 +17,8 @@ from offbeat.services.process import die_with_parent, free_port
 
 CUT, TORN, DELAYED, SILENT = "cut", "torn", "delayed", "silent"
 FAILOVER = "failover"
-"""Order `REPLICA PRIVATE` (ports): the next server copies REPLICA's data and listens on PRIVATE; its proxy waits until
-the order is gone."""
+"""Order `REPLICA PRIVATE` (ports): the next server copies REPLICA's data and listens on PRIVATE; its proxy waits for
+the order's removal."""
 POLL_INTERVAL_S = 0.02
 BIND_S = 5.0
 CHUNK = 1 << 16
@@ -61,7 +61,7 @@ def become_server(server: str, orders: str) -> None:
 
 
 def _copy_of(lines: list[str], port: str) -> list[str]:
-    """Return the configuration of a server that copies the data of the one on `port`, and does not load its own file."""
+    """Return the configuration of a server that copies the data of `port`."""
     passwords = [line.split()[1] for line in lines if line.startswith("requirepass ")]
     kept = [line for line in lines if not line.startswith("appendonly ")]
     return [*kept, f"replicaof 127.0.0.1 {port}", *(f"masterauth {each}" for each in passwords)]
@@ -73,7 +73,6 @@ class NetworkConditions:
     silent_until: float = 0.0
     """Monotonic, s."""
     torn: bool = False
-    """Cut connections in their next reply."""
 
 
 class Proxy:
@@ -162,7 +161,6 @@ class Proxy:
 
 
 def main() -> None:
-    """Run `python -m offbeat.benchmarks.chaos.proxy PUBLIC PRIVATE ORDERS PARENT`."""
     public, private, orders, parent = sys.argv[1:]
     die_with_parent(int(parent))
     while (Path(orders) / FAILOVER).exists():

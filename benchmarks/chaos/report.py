@@ -1,5 +1,3 @@
-"""Report of a run under chaos."""
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,7 +11,7 @@ class InjectedFault:
     step: int
     lasted_s: float = 0.0
     back_s: float | None = None
-    """Until the process or checkpoints were back; None: not applicable."""
+    """Recovery of the process or checkpoints, if applicable."""
     next_step_s: float | None = None
     """Until two more published steps."""
     missed: str = ""

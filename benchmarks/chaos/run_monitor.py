@@ -1,4 +1,4 @@
-"""External view of a run under chaos, which ends with its monitor; `close` leaves no process behind."""
+"""External view of a run under chaos; `close` leaves no process."""
 
 import json
 import os
@@ -35,7 +35,7 @@ class RunUnderChaos:
         self.log = output_dir.with_name(f"{output_dir.name}.log")
         self._shm_before = {path.name for path in SHARED_MEMORY.iterdir()}
         self.processes: dict[int, float] = {}
-        """Every process seen: pid -> start time."""
+        """Pid -> start time, of all processes."""
         self.complaints: list[str] = []
         """Violations, e.g. a decreased version."""
         self._highest = -1
@@ -57,23 +57,21 @@ class RunUnderChaos:
         return self.process.poll() is None
 
     def has_folder(self) -> bool:
-        """True once the run owns its folder."""
+        """Return whether the run owns its folder."""
         path = self.output_dir / run_folder.CONFIG
         return path.exists() and path.stat().st_mtime >= self.root.create_time()
 
     def record_processes(self) -> None:
-        """Record processes, to recognize orphans."""
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 self.processes.setdefault(process.pid, process.create_time())
 
     def redis_url(self) -> str:
-        """Return the URL; empty before the start."""
         endpoints = run_folder.read_endpoints(self.output_dir)
         return endpoints.redis_url if endpoints is not None else ""
 
     def redis(self) -> Redis | None:
-        """Return a client without retries, if there is a Redis."""
+        """Return a client without retries, if possible."""
         if self._redis is None and (url := self.redis_url()):
             self._redis = Redis.from_url(url, socket_timeout=1.0, socket_connect_timeout=1.0)
         return self._redis
@@ -112,7 +110,7 @@ class RunUnderChaos:
         return int(raw) if raw else None
 
     def trim(self, metrics: int, events: int) -> None:
-        """Trim the streams, as otherwise after hours."""
+        """Trim the streams as after hours."""
         redis = self.redis()
         if redis is None:
             return
@@ -121,7 +119,7 @@ class RunUnderChaos:
             redis.xtrim(self._keys.key("buffer", "life"), maxlen=events, approximate=False)
 
     def limit_memory(self, num_bytes: int) -> bool:
-        """Refuse writes beyond `num_bytes` (0: no limit); False if Redis is unreachable."""
+        """Limit Redis' memory (0: none); return False if unreachable."""
         redis = self.redis()
         if redis is None:
             return False
@@ -131,11 +129,11 @@ class RunUnderChaos:
             return False
 
     def expect_older_version(self) -> None:
-        """Accept that the published version falls once, since Redis loses writes."""
+        """Accept that the published version falls once."""
         self._highest = -1
 
     def empty_redis(self) -> bool:
-        """Remove every key; False if Redis is unreachable."""
+        """Remove every key; return False if unreachable."""
         redis = self.redis()
         if redis is None:
             return False
@@ -145,7 +143,6 @@ class RunUnderChaos:
             return False
 
     def wait(self, timeout_s: float) -> int | None:
-        """Return the exit code; None on timeout."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:

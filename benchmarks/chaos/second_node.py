@@ -1,4 +1,4 @@
-"""Second node in the run's Ray cluster, to kill a raylet but not Ray."""
+"""Second node in the run's Ray cluster, whose raylet can be killed."""
 
 import os
 import secrets
@@ -26,14 +26,12 @@ def cluster_environment() -> dict[str, str]:
 
 
 class SecondNode:
-    """Node of `ray start`; a dead one is replaced."""
-
     def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
         self._log = log
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
         self.processes: set[psutil.Process] = set()
-        """Every process seen; children of a killed raylet lose their parent."""
+        """All processes; children of a killed raylet lose their parent."""
 
     @property
     def root(self) -> psutil.Process | None:

@@ -52,7 +52,7 @@ class Chaos:
     def __init__(
         self, run: RunUnderChaos, seed: int, overlap: float, patience_s: float, echo: Callable[[str], None]
     ) -> None:
-        """overlap: share of faults without a wait for recovery. patience_s: limit without progress or a process."""
+        """overlap: share of faults without a wait for recovery. patience_s: limit without progress."""
         self._overlap = overlap
         self._patience_s = patience_s
         self._run = run

@@ -29,9 +29,9 @@ INTERRUPTED = 130
 LEAK_SHARE = 0.02
 """Failing hourly growth, as a share of memory."""
 MIN_GROWTH_MIB = 1.0
-"""Hourly growth that counts; less is fragmentation."""
+"""Less is fragmentation."""
 METRICS, EVENTS = 1000, 5000
-"""Retention of records and ledger events, short enough to reach within the hour."""
+"""Retention of records and ledger events, reached within the hour."""
 SOAK_OVERRIDES = ("max_steps=1000000000", "warm_start.steps=40", "final_val_batch_size=8")
 
 

@@ -1,4 +1,4 @@
-"""`offbeat bench console`: REST calls, the page, and its cost, on a long run that goes on meanwhile."""
+"""`offbeat bench console`: REST calls, the page, and its cost, on a long active run."""
 
 import asyncio
 from dataclasses import asdict, dataclass
@@ -71,7 +71,6 @@ def _measure(env: BenchEnvironment, made: MadeRun, options: ConsoleOptions) -> d
 
 
 async def _record(redis_url: str, config: RunConfig) -> str:
-    """Record the run as running; return its uid."""
     redis = connect_async(redis_url)
     store = RunStore(redis)
     record, _ = await store.create(run_spec(config))
@@ -81,7 +80,6 @@ async def _record(redis_url: str, config: RunConfig) -> str:
 
 
 def _publish(redis: Redis, uid: str, step: MadeStep) -> None:
-    """Append what a mesh would to Redis' streams."""
     RedisMetrics(redis, RUN, uid).append(step.record)
     for event in step.events:
         fields = {"i": event.ordinal, "n": event.number, "e": event.event, "d": event.detail}

@@ -1,5 +1,3 @@
-"""Latency and size of REST calls."""
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,7 +27,7 @@ class RestCall:
 class CallTimes:
     name: str
     first_ms: float
-    """With nothing read yet, if no earlier call has read it."""
+    """Uncached, unless an earlier call has read it."""
     ms: Spread
     bytes: int
 
@@ -56,7 +54,7 @@ def calls(run: str) -> Iterator[RestCall]:
 
 
 def measure_calls(url: str, run: str, rounds: int, *, go_on: Callable[[], int]) -> list[CallTimes]:
-    """Measure each call. go_on: adds a step before each and returns a group of it."""
+    """Measure each call. go_on: adds a step before each and returns one of its groups."""
     with httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False) as client:
         return [_measure(client, call, rounds, go_on) for call in calls(run)]
 

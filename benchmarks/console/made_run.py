@@ -1,4 +1,4 @@
-"""Folder of a long run, made by the writers of a real one: ledgers, metrics, the newest batches and their tokens.
+"""Folder of a long run, made by a real run's writers: ledgers, metrics, the newest batches and their tokens.
 
 Rewards, times and ratios are drawn; tokens are random.
 """
@@ -34,27 +34,25 @@ GROUP_SIZE = 5
 SAVE_STEPS = 10
 STEP_MS = 1000
 VOCABULARY = 20
-"""Of the drawn tokens; the tiny policy has more, so that every token has a text."""
+"""Of drawn tokens, below the tiny policy's."""
 TURNS, ANSWER = 5, 4
 SHORT = TURNS * ANSWER
-"""Tokens of trajectories that are not kept."""
+"""Tokens of discarded trajectories."""
 MESSAGES = ("You walk on a lake.", *("Row 1: S . # ." if i % 2 == 0 else "right" for i in range(2 * TURNS)))
 RATIO_SPREAD = 0.05
 LATE_SHARE = 0.02
-"""Of groups that are dropped as stale."""
+"""Of groups dropped as stale."""
 
 
 @dataclass(frozen=True, slots=True)
 class MadeStep:
-    """What a step adds to the folder."""
-
     events: list[LifeEvent]
     taken: StepGroups
     record: MetricRecord
 
 
 class MadeRun:
-    """Writers of one run; `add` writes a step as a mesh would, `flush` makes it readable."""
+    """Writers of one run; `add` writes a step, `flush` makes it readable."""
 
     def __init__(self, folder: Path, quickstart: Path, *, name: str, steps: int, tokens: int) -> None:
         """tokens: per trajectory."""
@@ -109,7 +107,7 @@ class MadeRun:
         return self._began_ms + STEP_MS * self.step
 
     def _admit(self) -> Iterator[LifeEvent]:
-        """Yield the events of the step's groups, and of the few that are dropped beside them."""
+        """Yield the events of the step's groups, and of dropped ones."""
         numbers = range(self._group, self._group + GROUPS_PER_STEP + int(self._rng.random() < LATE_SHARE))
         self._group = numbers.stop
         for number in numbers:

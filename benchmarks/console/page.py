@@ -1,4 +1,4 @@
-"""The page in a real Chromium: time to the first useful picture, bytes, and the service's CPU while it is open."""
+"""The page in a real Chromium: time to the first useful picture, bytes, and the service's CPU."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ from offbeat.deploy.console.groups import REFRESH_INTERVAL_S
 
 CHROMIUM = ("chromium-headless-shell", "chromium")
 UNPACKED = Path(sys.prefix, "chromium", "chromium")
-"""Where `make browser` unpacks one."""
+"""Folder of `make browser`."""
 VIEWPORT = {"width": 1400, "height": 900}
 NOBODY = "nobody"
 
@@ -27,7 +27,7 @@ class PageView:
     address: str
     """`{group}`: of a kept group."""
     picture: str
-    """Selector of what makes it useful."""
+    """Selector of the useful part."""
 
 
 OTHER = (PageView("acts", "#/acts", "textarea"), PageView("mesh", "#/mesh", "svg.mesh"))
@@ -42,19 +42,19 @@ class Picture:
     first_ms: float
     again_ms: float
     bytes: int
-    """Over the wire, at the first opening."""
+    """Transferred at the first opening."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """CPU time of the service per second, in one core's."""
+    """CPU time of the service per second."""
 
     name: str
     cpu: float
 
 
 def find_chromium() -> str | None:
-    """Return the path of Chromium that `OFFBEAT_CHROMIUM` names, is on PATH, or was installed by `make browser`."""
+    """Return Chromium by `OFFBEAT_CHROMIUM`, PATH, or `make browser`."""
     return os.environ.get("OFFBEAT_CHROMIUM") or next(filter(None, map(shutil.which, (*CHROMIUM, UNPACKED))), None)
 
 
@@ -71,7 +71,7 @@ def views(run: str) -> list[PageView]:
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """Yield a browser, or None if Playwright or Chromium is missing."""
+    """Yield a browser, if Playwright and Chromium are installed."""
     try:
         sync_playwright = import_module("playwright.sync_api").sync_playwright
     except ModuleNotFoundError:
@@ -124,9 +124,9 @@ def _page(browser: Any) -> Iterator[Any]:
 def measure_cost(
     browser: Any, service: ServiceProcess, run: str, seconds: int, *, go_on: Callable[[], int]
 ) -> list[Cost]:
-    """Measure the service while a run makes a step a second and nobody, or one view, looks on.
+    """Measure the service with a step a second, with no view and with each.
 
-    go_on: adds a step and returns a group of it.
+    go_on: adds a step and returns one of its groups.
     """
     costs = [Cost(NOBODY, _watch(service, seconds, go_on))]
     for view in views(run) if browser is not None else ():

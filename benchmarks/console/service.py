@@ -1,5 +1,3 @@
-"""Control service without a mesh, in a process of its own."""
-
 import asyncio
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,7 +18,7 @@ HOST = "127.0.0.1"
 
 
 class ServiceProcess(Child):
-    """Serves runs recorded in a Redis; nothing reconciles them."""
+    """Control service without a mesh, in a process of its own."""
 
     def __init__(self, redis_url: str, *, log: Path) -> None:
         port = free_port()
@@ -28,7 +26,6 @@ class ServiceProcess(Child):
         super().__init__(_serve, (redis_url, port), log=log, goodbye=None)
 
     def cpu_s(self) -> float:
-        """Return the CPU time that it has used."""
         times = psutil.Process(self.pid).cpu_times()
         return times.user + times.system
 

@@ -1,4 +1,4 @@
-"""Environment of a benchmark: folder, redis-server, tiny policy; nothing is left afterwards, in `/dev/shm` neither."""
+"""Environment of a benchmark: folder, redis-server, tiny policy; removed afterwards, with `/dev/shm`."""
 
 import tempfile
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ class BenchEnvironment:
         return config.model_copy(update={"exp_name": run_id, "output_dir": self.folder / run_id, **changes})
 
     def prepare(self, config: RunConfig, *, spare_steps: float = 0.0) -> int:
-        """Create a run; return its epoch. spare_steps: admitted beyond `max_steps`, so that rollouts continue."""
+        """Create a run; return its epoch. spare_steps: admitted beyond `max_steps`."""
         prepare_folder(config)
         limits = buffer_limits(config)
         configure_buffer(self.redis, config.exp_name, _with_spare(limits, spare_steps))

@@ -1,4 +1,4 @@
-"""Learner in the benchmark's process; only `train` may differ from a run."""
+"""Learner in the benchmark's process."""
 
 import math
 import time
@@ -149,7 +149,6 @@ def learner_config(config: RunConfig, *, evaluates: bool = False) -> LearnerRunC
 def real_trainers(
     bench_env: BenchEnvironment, config: RunConfig, show: Callable[[str], None]
 ) -> Iterator[Callable[[RunConfig], Any]]:
-    """Warm-start the tiny policy; yield a factory of trainers."""
     torch.set_num_threads(config.actor_train.num_threads)
     torch.manual_seed(config.seed)
     ranks = ranks_of_environment("cpu")

@@ -1,4 +1,4 @@
-"""`python -m offbeat.benchmarks.harness.leftovers FOLDER`: cleanup, after SIGKILL, too."""
+"""`python -m offbeat.benchmarks.harness.leftovers FOLDER`: cleanup, even after SIGKILL."""
 
 import shutil
 import signal
@@ -46,7 +46,6 @@ def sweep(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Sweep at the benchmark's end unless it did."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if sys.stdin.buffer.read() != CLEAN and folder.exists():

@@ -1,6 +1,6 @@
 """Steps of a child process at its parent's pace: `READY`; per input line a step, then `STEP` and a JSON object.
 
-Invariant: the child's part imports the standard library alone until a step is measured on CUDA.
+Invariant: the child imports only the standard library until a step is measured on CUDA.
 """
 
 import json

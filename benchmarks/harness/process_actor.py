@@ -1,4 +1,4 @@
-"""Asynchronous object in a child process; `call` raises its exceptions."""
+"""Asynchronous object in a child process."""
 
 import asyncio
 from multiprocessing.connection import Connection

@@ -26,7 +26,6 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Spread":
-        """Require at least one value."""
         ordered = sorted(values)
         return cls(statistics.median(ordered), ordered[0], ordered[-1], len(ordered))
 
@@ -60,7 +59,6 @@ def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> N
 
 
 def console() -> Console:
-    """Return a console, wide if not a terminal."""
     return Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
 
 

@@ -21,7 +21,6 @@ LOAD_TIMEOUT_S = 20.0
 LOG = "rollouts.log"
 POLL_INTERVAL_S = 0.02
 SAMPLE_INTERVAL_S = 0.1
-"""Sampling costs the worker CPU time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class RolloutProcess(Child):
         self._ask(("play", settings))
 
     def stop(self) -> Usage:
-        """Stop rollouts; unfinished groups are released."""
+        """Stop rollouts; release unfinished groups."""
         return self._ask(("stop",))
 
     def usage(self) -> Usage:
@@ -134,7 +133,7 @@ class _Host:
                 await asyncio.gather(*chores, return_exceptions=True)
 
     def _start_task(self, name: str, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        """Return a task; a failure is sent to the parent."""
+        """Start a task; a failure is sent to the parent."""
 
         def report(task: "asyncio.Task[Any]") -> None:
             if not task.cancelled() and (error := task.exception()):

@@ -1,6 +1,6 @@
 """FrozenLake with random step latency.
 
-Envs have their own generators, seeded by order of creation: siblings differ, runs are reproducible.
+Envs have generators seeded by order of creation: siblings differ, runs are reproducible.
 """
 
 import itertools
@@ -21,7 +21,7 @@ Distribution = Literal["normal", "lognormal"]
 
 class Latency(Config):
     distribution: Distribution = "normal"
-    """`normal`: cut off at 0. `lognormal`: with the latency's own `mean_s` and `std_s`."""
+    """`normal`: cut off at 0. `lognormal`: with the latency's own mean and deviation."""
     mean_s: float = Field(default=0.0, ge=0)
     std_s: float = Field(default=0.0, ge=0)
 

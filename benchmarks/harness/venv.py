@@ -1,4 +1,4 @@
-"""Venvs of compared programs; the marker with the pins is written last."""
+"""Venvs of compared programs; the marker is written last."""
 
 import os
 import shutil
@@ -34,7 +34,7 @@ class GuestVenv:
         return python if complete and python.exists() else None
 
     def ensure(self, folder: Path) -> Path:
-        """Create an absent venv; return its interpreter.
+        """Create a missing venv; return its interpreter.
 
         Raises:
             VenvError: a package can not be installed, or uv is missing.

@@ -62,7 +62,7 @@ class PeerBench:
         return self._rated(setting, config, run, folder, f"{setting.name}, seed {seed}, {side}")
 
     def config(self, setting: PeerSetting, seed: int, output: Path) -> RunConfig:
-        """Return both sides' configuration; create the policy if absent."""
+        """Return both sides' configuration; create a missing policy."""
         steps = self._options.steps or setting.steps
         return offbeat_config(setting, seed, steps, self._policy(setting, seed), output)
 
@@ -136,7 +136,7 @@ def _setting(bench: PeerBench, options: PeerOptions, setting: PeerSetting) -> di
 def compare(runs: dict[str, dict[int, SideRun]], batch: int) -> dict[str, Any]:
     """Return medians over seeds, ratios of the sides, and each run.
 
-    The time ratio at equal success is a median over seeds, because the success reached differs.
+    The time ratio at equal success is a median over seeds, whose reached success differs.
     """
     seeds = {seed for by_seed in runs.values() for seed in by_seed}
     targets = {seed: common_target([by_seed[seed] for by_seed in runs.values() if seed in by_seed]) for seed in seeds}

@@ -16,7 +16,7 @@ OTHER = "other"
 
 
 class CpuMeter:
-    """Writer of lines `{"time", "cpu_s", "by_kind"}`; an ended process keeps its last value."""
+    """Writer of lines `{"time", "cpu_s", "by_kind"}`; ended processes keep their last value."""
 
     def __init__(self, pid: int, path: Path) -> None:
         self._root = psutil.Process(pid)
@@ -57,7 +57,6 @@ class CpuMeter:
 
 
 def kind_of(command: list[str]) -> str:
-    """Return a kind such as `ray::EnvWorkerActor`, `VLLM::EngineCore`, `redis-server` or `offbeat.trainer.cli`."""
     if not command:
         return OTHER
     if named := re.match(r"(ray|VLLM)::[A-Za-z]+(:[a-z]+)?", command[0]):

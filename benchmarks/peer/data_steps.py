@@ -1,5 +1,5 @@
-"""Settings `sft` and `dpo` of `offbeat bench peer`: tokens/s and peak memory of an optimizer step on the same rows and
-model as TRL's SFTTrainer and DPOTrainer.
+"""Settings `sft` and `dpo` of `offbeat bench peer`: tokens/s and peak memory of an optimizer step, as of TRL's
+SFTTrainer and DPOTrainer.
 
 Invariant: both sides' steps are measured in turn, on equal batches; their losses are compared.
 """
@@ -36,7 +36,7 @@ SHARED = "offbeat, shared prefix"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Words of a row; the chat template adds some tokens."""
+    """Words of a row, without the chat template."""
 
     prompt: int = 64
     answer: int = 160
@@ -44,7 +44,7 @@ class Shape:
     """Of ragged rows' prompt and answer together."""
     rows_per_step: int = 16
     rows_per_pass: int = 8
-    """TRL's; Offbeat's passes hold as many tokens as TRL's, padding included."""
+    """TRL's; Offbeat's passes hold as many padded tokens."""
     sequence_length: int = 256
 
 
@@ -53,7 +53,6 @@ SHAPES = {"sft": Shape(), "dpo": Shape(rows_per_step=8, rows_per_pass=4)}
 
 
 def run(options: PeerOptions, pipeline: str, log: Callable[[str], None]) -> dict[str, Any]:
-    """Measure equal and ragged lengths."""
     folder = (options.folder / pipeline).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     model = folder / "model"
@@ -67,7 +66,7 @@ def run(options: PeerOptions, pipeline: str, log: Callable[[str], None]) -> dict
 
 
 def write_rows(path: Path, pipeline: str, count: int, *, ragged: bool, vocabulary: int) -> None:
-    """Write rows of random words; ragged ones have log-spaced lengths, shuffled within each step."""
+    """Write rows of random words; ragged lengths are log-spaced, shuffled within each step."""
     shape, rng = SHAPES[pipeline], random.Random(1)
     rows: list[dict[str, Any]] = []
     while len(rows) < count:
@@ -180,7 +179,8 @@ def _measure(options: PeerOptions, pipeline: str, lengths: str, model: Path, fol
 
 
 def summarize(taken: dict[str, list[dict[str, float]]], tokens: list[int]) -> dict[str, Any]:
-    """Return rates without the first step, and the greatest difference of losses. tokens: of each step, without padding."""
+    """Return rates without the first step, and the greatest difference of losses. tokens: of each step, without
+    padding."""
     reference = taken.get(TRL, next(iter(taken.values())))
     seconds = {name: [step["seconds"] for step in steps[1:]] for name, steps in taken.items()}
     base = statistics.median(seconds.get(TRL, next(iter(seconds.values()))))
@@ -214,7 +214,7 @@ def _start_trl(options: PeerOptions, config: RunConfig, folder: Path) -> PacedPr
 
 
 def _python_with_trl(options: PeerOptions) -> Path:
-    """Return TRL's venv's interpreter, or this one if it has the pinned version: no engine runs here."""
+    """Return the interpreter of TRL's venv, or this one with the pinned version."""
     if python := TRL_VENV.python_of(options.venv):
         return python
     try:

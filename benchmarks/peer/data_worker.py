@@ -20,7 +20,7 @@ from offbeat.trainer.training.policy_trainer import PolicyTrainer
 
 
 def read_steps(config: RunConfig) -> list[tuple[Group, ...]]:
-    """Return each step's groups, in the order of their numbers."""
+    """Return each step's groups in order."""
     assert config.data is not None
     model = run_setup.model_folder(config)
     source = DataSource(config.data, config.pipeline, model, seed=config.seed, max_tokens=config.sequence_length)

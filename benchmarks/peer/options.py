@@ -1,5 +1,3 @@
-"""Options and errors of `offbeat bench peer`."""
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +30,7 @@ class PeerOptions:
     smollm2: Path = Path("models/smollm2")
     plot: Path | None = None
     threads: int = 2
-    """Of TRL; Offbeat's are configured."""
+    """Of TRL."""
     together: bool = False
     """TRL's turns wait for all episodes."""
     max_seconds: float = 330.0

@@ -1,5 +1,3 @@
-"""Held-out success over wall time, a panel per setting."""
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -20,9 +20,7 @@ BIG = str(1 << 32)
 
 
 def guest_environment(folder: Path, threads: int) -> dict[str, str]:
-    """Return the environment of TRL's venv: only our packages, by links, and malloc settings that keep memory between
-    steps.
-    """
+    """Return the environment of TRL's venv: links to our packages, and malloc settings that keep memory between steps."""
     links = folder / "path"
     links.mkdir(parents=True, exist_ok=True)
     if not (links / "offbeat").exists():

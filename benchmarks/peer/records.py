@@ -13,7 +13,7 @@ import numpy as np
 from offbeat.benchmarks.peer.cpu_meter import CPU
 
 WARM_UP_STEPS = 5
-"""Left out of the rates."""
+"""Excluded from rates."""
 REPORT_S = 1.0
 """Longest delay of a replica's first report."""
 
@@ -65,11 +65,11 @@ class SideRun:
         return statistics.median(b.seconds - a.seconds for a, b in itertools.pairwise(later))
 
     def step_cpu_s(self) -> float | None:
-        """Mean CPU seconds per step, if measured."""
+        """Return mean CPU seconds per step, if measured."""
         return self._per_step([used for _, used in self.cpu])
 
     def step_cpu_s_by_kind(self) -> dict[str, float]:
-        """Mean CPU seconds per step by kind, sorted, at least 1 ms."""
+        """Return mean CPU seconds per step by kind, sorted, at least 1 ms."""
         used_s = {kind: self._per_step(used) or 0.0 for kind, used in self.cpu_by_kind.items()}
         return {kind: spent for kind, spent in sorted(used_s.items(), key=lambda item: -item[1]) if spent >= 0.001}
 
@@ -81,7 +81,7 @@ class SideRun:
         return float(ended - began) / (last.step - first.step)
 
     def seconds_to(self, target: float) -> float | None:
-        """Interpolate the time at which held-out success reached `target`; None: never."""
+        """Interpolate the time at which held-out success reached `target`, if ever."""
         rated = [snapshot for snapshot in self.snapshots if snapshot.success is not None]
         before: PolicySnapshot | None = None
         for snapshot in rated:

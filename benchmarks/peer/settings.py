@@ -1,5 +1,5 @@
-"""Settings of the comparison; TRL's job is derived from Offbeat's configuration, so task, seeds, algorithm and batch
-are equal.
+"""Settings of the comparison; TRL's job is derived from Offbeat's configuration: equal task, seeds, algorithm and
+batch.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class PeerSetting:
     overrides: tuple[str, ...] = ()
     env_threads: int = 0
     pretrained: bool = False
-    """True for SmolLM2, not a warm-started tiny policy."""
+    """SmolLM2, not a warm-started tiny policy."""
 
 
 LATENCY = "{distribution:lognormal,mean_s:0.1,std_s:0.2}"
@@ -64,7 +64,7 @@ SETTINGS = {
 
 
 def with_overrides(setting: PeerSetting, overrides: Sequence[str]) -> PeerSetting:
-    """Apply overrides; keys unknown to TRL apply to Offbeat alone."""
+    """Apply overrides; keys unknown to TRL apply only to Offbeat."""
     return replace(setting, overrides=(*setting.overrides, *overrides))
 
 
@@ -141,7 +141,6 @@ def train_job(
 def evaluate_job(
     setting: PeerSetting, config: RunConfig, folders: list[Path], output: Path, *, threads: int
 ) -> EvaluateJob:
-    """Evaluate on held-out maps, without latency."""
     settings: dict[str, Any] = dict(config.custom_envs[TAG].env_config)
     settings.pop("latency", None)
     held_out = registry.held_out_config("frozen_lake", settings)

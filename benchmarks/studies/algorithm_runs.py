@@ -1,4 +1,4 @@
-"""Consecutive asynchronous runs on one engine, without Ray and the control service, which start slowly."""
+"""Consecutive asynchronous runs on one engine, without Ray and the control service."""
 
 # pyright: basic
 import json
@@ -36,7 +36,6 @@ class SharedEngine:
         self._policy = policy
 
     def run(self, file: Path, overrides: list[str], folder: Path, timeout_s: float) -> dict[str, Any]:
-        """Train; return the result or the error."""
         config = load_run(file, overrides).model_copy(update={"output_dir": folder})
         began, load = time.monotonic(), _load()
         torch.manual_seed(config.seed)

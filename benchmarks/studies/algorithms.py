@@ -61,7 +61,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 STALE = ("ppo", "decoupled_ppo", "tis", "cispo", "topr")
 STALENESS = (0, 1, 4, 16)
 STEPS = 20
-"""More than the largest bound, or no step would reach it."""
+"""More than the largest bound."""
 RESULT = "result.json"
 
 
@@ -90,7 +90,7 @@ class StudyRun:
         ]  # fmt: skip
 
     def _own_overrides(self) -> list[str]:
-        """A bound of 16 needs enough groups; the critic's ten steps would leave five to the policy."""
+        """Return overrides: a bound of 16 needs enough groups, and the critic fewer than its ten steps."""
         if self.staleness is None:
             return ["critic_warmup=4"] if self.name in ("ppo", "ppo_value_head") else []
         groups = 8 * (self.staleness + 2)

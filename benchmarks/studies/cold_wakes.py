@@ -1,4 +1,4 @@
-"""CPU time of a trajectory (check, encode, decode) in a busy and in a waking process: docs/performance.md, Scale.
+"""CPU time of a trajectory (check, encode, decode) in a busy and in a waking process.
 
 python -m offbeat.benchmarks.studies.cold_wakes
 """

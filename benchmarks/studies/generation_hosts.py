@@ -95,13 +95,10 @@ class HostedReplica:
             yield encode_completions(completions)
 
     async def cpu_s(self) -> float:
-        """Return CPU time, with descendants."""
         me = psutil.Process()
         return sum(sum(p.cpu_times()[:2]) for p in (me, *me.children(recursive=True)))
 
     async def inside(self, turns: int, tokens: int) -> float:
-        """Run the load without Serve."""
-
         async def call(batch: list[GenerateRequest]) -> None:
             async for _ in self._replica.generate(batch):
                 pass

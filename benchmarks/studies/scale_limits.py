@@ -53,10 +53,10 @@ HEARTBEATS_PER_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """CPU in microseconds of Redis, where nothing else is said."""
+    """CPU in microseconds of Redis unless noted."""
 
     episode_us: float
-    """Claimed, submitted, taken and acknowledged."""
+    """Claim, submit, take and acknowledge."""
     empty_claim_us: float
     heartbeat_us: float
     """Of a worker with 256 episodes."""
@@ -75,7 +75,7 @@ class ScaleRow:
     redis_busy: float
     """Share of its core by episodes and heartbeats."""
     redis_herd: float
-    """Share by workers with free places that each completed group wakes, if all had some."""
+    """Share by workers with free slots that each completed group wakes."""
     worker_busy: float
     broker_pass_s: float
     weights_tb: float

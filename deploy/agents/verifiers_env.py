@@ -10,9 +10,9 @@ from offbeat.envs.optional_imports import require
 from offbeat.services.rollout.agents.task import AgentTask
 
 KEY_NAME = "OFFBEAT_EPISODE_KEY"
-"""Environment variable with the running episode's API key; a process runs one at a time."""
+"""Environment variable with the running episode's API key."""
 DEFAULT_ENVIRONMENT: dict[str, Any] = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
-"""Local; verifiers' default is Prime's cloud."""
+"""Local, unlike verifiers' default."""
 
 
 def play(task: AgentTask) -> dict[str, Any]:
@@ -42,7 +42,7 @@ async def _play(task: AgentTask, request: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _load(settings: str, idx: int) -> tuple[Any, Any]:
-    """Load env and task; cached, because tasks repeat."""
+    """Load env and task; tasks repeat."""
     vf = require("verifiers.v1", "verifiers")
     environment, taskset = json.loads(settings)
     env = vf.load_environment(vf.resolve_env_config({**environment, "taskset": taskset}))

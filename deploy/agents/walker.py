@@ -1,4 +1,4 @@
-"""Example agent with only OpenAI's client and the env's URL."""
+"""Example agent with OpenAI's client and the env's URL."""
 
 from functools import cache
 from typing import Any

@@ -1,4 +1,4 @@
-"""Surviving lineage of weights: each step once, as last trained; repetitions are compared with the first."""
+"""Surviving lineage of weights: each step once, as last trained."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,15 +16,15 @@ class Lineage:
     rewound: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     """Step -> its groups, in a lineage without checkpoints."""
     rewound_to: int | None = None
-    """Checkpoint's step after a rewind; the buffer had counted later groups."""
+    """Checkpoint's step after a rewind."""
     repeated: int = 0
-    """Steps repeated after a learner's death."""
+    """Repeated after a learner's death."""
     incarnation: int = 0
     """Of the run's data in Redis."""
     lost_to: int = -1
-    """Step after which Redis may have lost groups that no checkpoint contained."""
+    """Step after which Redis may have lost unsaved groups."""
     newest_version: dict[int, int] = field(default_factory=dict[int, int])
-    """Step -> newest version published before a later learner repeated steps."""
+    """Step -> newest version published before a repetition."""
     learners: int = 0
     skipped: list[int] = field(default_factory=list[int])
     """Steps with a non-finite gradient."""
@@ -33,7 +33,7 @@ class Lineage:
 
     @property
     def last(self) -> int:
-        """Newest step, or `first - 1`."""
+        """Return the newest step, or `first - 1`."""
         return self.first + len(self.steps) - 1
 
 
@@ -50,6 +50,7 @@ def trace(journal: Iterable[JournalLine]) -> Lineage:
         epoch = line.epoch
         if isinstance(line, ResumedLine):
             _resume(lineage, line, before)
+            newest = max(newest, line.newest_version)
         elif isinstance(line, ReconciledLine):
             _reconcile(lineage, line, before)
         else:
@@ -91,7 +92,7 @@ def _resume(lineage: Lineage, line: ResumedLine, before: dict[int, StepLine]) ->
 
 
 def _reconcile(lineage: Lineage, line: ReconciledLine, before: dict[int, StepLine]) -> None:
-    """Allow repetition of steps without a checkpoint on other groups, as Redis may have lost data."""
+    """Allow repetition of unsaved steps on other groups, after a loss in Redis."""
     lineage.incarnation = line.incarnation
     lineage.lost_to = line.step
     before.clear()

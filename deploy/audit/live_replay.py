@@ -1,4 +1,4 @@
-"""Lives of a run that goes on."""
+"""Lives of an active run's groups."""
 
 from collections.abc import Sequence
 
@@ -10,8 +10,7 @@ from offbeat.trainer.learner.step_ledger import JournalLine, StepLine
 class LiveReplay:
     """`replay` of what was added so far.
 
-    Invariant: events and steps that continue the earlier ones are applied alone; anything else (a death, a loss of Redis'
-    data, a step before its groups' events) replays everything.
+    Invariant: events and steps that continue the earlier ones are applied alone; anything else replays everything.
     """
 
     def __init__(self) -> None:
@@ -24,7 +23,7 @@ class LiveReplay:
 
     @property
     def lives(self) -> dict[int, GroupLife]:
-        """Lives by number; empty before `add`."""
+        """Return lives by number; empty before `add`."""
         return {} if self._audit is None else self._audit.groups
 
     def clear_events(self) -> None:

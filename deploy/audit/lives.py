@@ -12,7 +12,7 @@ TRAINED, DROPPED, FAILED = "trained", "dropped", "failed"
 OUTCOMES = (TRAINED, DROPPED, FAILED)
 REWOUND = "rewound"
 RESTORED, RECONCILED = "restored", "reconciled"
-"""Reconciliation events after which Redis again knows what the journal proves."""
+"""Events after which Redis again knows what the journal proves."""
 
 
 @dataclass
@@ -23,20 +23,20 @@ class GroupLife:
     ending: str = ""
     """One of `OUTCOMES`; empty while in flight."""
     detail: str = ""
-    """trained: its checkpoint's step; otherwise the reason."""
+    """trained: its checkpoint's step; else the reason."""
     step: int | None = None
     """Batch in the surviving lineage."""
     oldest_version: int | None = None
     admitted_at: float = 0.0
-    """Unix time, like the following; 0 if not yet, or not recorded."""
+    """Unix time, like the following; 0 if unknown."""
     submitted_at: float = 0.0
-    """When its last member was played."""
+    """Last member's."""
     trained_at: float = 0.0
-    """When its optimizer step ended."""
+    """End of its optimizer step."""
     ended_at: float = 0.0
-    """When it left the buffer."""
+    """Left the buffer."""
     computed: bool = True
-    """False if its batch counted it in denominators alone."""
+    """False if only counted in denominators."""
     tag: str = ""
     rewards: tuple[float, ...] = ()
     """Of its trajectories, once trained."""
@@ -56,7 +56,7 @@ class Audit:
     """Violations."""
     notes: list[str] = field(default_factory=list[str])
     num_restored: int = 0
-    """Groups that a reconciliation counted as trained again."""
+    """Counted as trained again by a reconciliation."""
 
     @property
     def proven(self) -> bool:
@@ -66,18 +66,18 @@ class Audit:
         return sum(life.ending == ending for life in self.groups.values())
 
     def reasons(self, ending: str) -> dict[str, int]:
-        """Return groups per reason, most frequent first."""
+        """Return groups by reason, most frequent first."""
         return dict(Counter(life.detail for life in self.groups.values() if life.ending == ending).most_common())
 
     @property
     def staleness(self) -> dict[int, int]:
-        """Lag at consumption -> groups of the surviving lineage."""
+        """Return groups of the surviving lineage by lag at consumption."""
         lags = (line.step - 1 - each.oldest_version for line in self.lineage.steps for each in line.groups)
         return dict(sorted(Counter(lags).items()))
 
 
 def replay(events: Sequence[LifeEvent], journal: Sequence[JournalLine]) -> Audit:
-    """Return the groups' lives, with what contradicts itself."""
+    """Return the groups' lives and contradictions."""
     lineage = trace(journal)
     result = Audit({}, lineage, list(lineage.findings), list(lineage.notes))
     replay_events(_surviving_events(events, result), result)
@@ -86,7 +86,7 @@ def replay(events: Sequence[LifeEvent], journal: Sequence[JournalLine]) -> Audit
 
 
 def _surviving_events(events: Sequence[LifeEvent], result: Audit) -> list[LifeEvent]:
-    """Return events not undone by Redis' data loss."""
+    """Return events that survived losses in Redis."""
     surviving: list[LifeEvent] = []
     counted = [event for event in events if event.ordinal != UNNUMBERED]
     if old := len(events) - len(counted):
@@ -107,7 +107,6 @@ def _surviving_events(events: Sequence[LifeEvent], result: Audit) -> list[LifeEv
 
 
 def replay_events(events: Iterable[LifeEvent], result: Audit) -> None:
-    """Apply surviving events, in order."""
     for event in events:
         if event.event in (RESTORED, RECONCILED):
             _restore_lives(event, result)
@@ -136,7 +135,7 @@ def replay_events(events: Iterable[LifeEvent], result: Audit) -> None:
 
 
 def _restore_lives(event: LifeEvent, result: Audit) -> None:
-    """Count as trained what Redis had forgotten."""
+    """Count forgotten groups as trained."""
     if event.event == RECONCILED:
         return
     step, _, numbers = event.detail.partition(":")
@@ -172,7 +171,6 @@ def _merge_lineage(result: Audit) -> None:
 
 
 def merge_step(line: StepLine, result: Audit) -> None:
-    """Add a step of the surviving lineage to its groups' lives."""
     for each in line.groups:
         life = result.groups.get(each.number)
         if life is None and line.step <= result.lineage.restored_to:

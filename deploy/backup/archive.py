@@ -1,7 +1,7 @@
 """Backup file: a tar archive with a run's folder and its Redis keys.
 
-`folder/...`: files; `redis.msgpack`: `KeysDump`; `backup.json`: `Contents`, with size and CRC-32 of every file, the last
-member. Invariant: the file gets its name once it is whole and synced; a cut or damaged one is refused before anything is
+`folder/...`: files; `redis.msgpack`: `KeysDump`; `backup.json`: `Contents`, with size and CRC-32 of every file, the
+last member. Invariant: the file gets its name once complete and synced; a damaged one is refused before anything is
 restored.
 """
 
@@ -35,16 +35,16 @@ class Contents(msgspec.Struct, frozen=True):
     created_at: float
     """Unix time, s."""
     step: int
-    """Of the newest checkpoint; 0 without one."""
+    """Of the newest checkpoint; 0 without."""
     files: dict[str, tuple[int, int]]
     """Member -> size, CRC-32."""
 
 
 class BackupWriter:
-    """New archive, readable by its owner alone; left unnamed unless `finish` was called."""
+    """New archive, readable by its owner; named by `finish`."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `BackupError` if there is a file of that name."""
+        """Raises `BackupError` if the file exists."""
         if path.exists():
             raise BackupError(f"{path} exists: choose another name")
         self._path = path
@@ -95,7 +95,7 @@ class BackupWriter:
 
 
 class BackupReader:
-    """Verified archive. Every method raises `BackupError` for a damaged one."""
+    """Verified archive; methods raise `BackupError` for a damaged one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -109,7 +109,6 @@ class BackupReader:
             raise BackupError(f"{path} is not a whole backup ({error}): use another one") from error
 
     def extract(self, target: Path) -> None:
-        """Write the run's files to `target`, a new folder."""
         target.mkdir(mode=0o700)
         seen = {KEYS}
         for member in self._tar:

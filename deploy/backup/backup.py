@@ -1,8 +1,8 @@
-"""Backup of a run, also of an active one, to a file.
+"""Backup of a run, even an active one, to a file.
 
 Order: Redis at one moment, then the folder. A checkpoint is durable before its groups leave Redis, so the files hold
-whatever the dump lacks; the ledger of events is cut to the dump's moment, and a journal that knows later groups is read
-again, after another dump.
+whatever the dump lacks; the ledger of events is cut to the dump's moment; a journal with later groups is read again,
+after another dump.
 """
 
 import time
@@ -40,7 +40,6 @@ class BackedUp:
     size: int
     """Bytes."""
     step: int
-    """Of the newest checkpoint; 0 without one."""
 
 
 def back_up(folder: Path, config: RunConfig, target: Path, redis_url: str | None = None) -> BackedUp:
@@ -67,7 +66,7 @@ def back_up(folder: Path, config: RunConfig, target: Path, redis_url: str | None
 
 @contextmanager
 def open_redis(folder: Path, config: RunConfig, given: str | None = None) -> Iterator[Redis]:
-    """Connect to a run's Redis, started on the folder if the run has ended. Raises `BackupError` without one."""
+    """Connect to a run's Redis, started on the folder if the run has ended; raises `BackupError`."""
     url = resolve_url(given) or config.redis.url or find_url(folder)
     if url is not None:
         with connect(url, patience_s=PATIENCE_S) as redis:
@@ -84,7 +83,7 @@ def open_redis(folder: Path, config: RunConfig, given: str | None = None) -> Ite
 
 @contextmanager
 def _consistent(folder: Path, redis: Redis, run_id: str) -> Iterator[tuple[KeysDump, FolderFiles]]:
-    """Yield a dump, and the files as of then or a little later."""
+    """Yield a dump, and the files of then or later."""
     attempts = 0
     while True:
         dump = dump_keys(redis, run_id)

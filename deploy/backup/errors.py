@@ -2,4 +2,4 @@
 
 
 class BackupError(Exception):
-    """Run that can't be backed up or restored, with what to do."""
+    """Run that can't be backed up or restored."""

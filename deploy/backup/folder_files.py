@@ -1,6 +1,6 @@
-"""The files of a run's folder that a backup holds, opened at one moment.
+"""Files of a run's folder for a backup, opened at one moment.
 
-Open files stay readable when a learner removes their checkpoint, and keep the length that they had.
+Open files stay readable when their checkpoint is removed, and keep their length.
 """
 
 import os
@@ -22,7 +22,7 @@ LEFT_OUT = (
     run_folder.ENDPOINTS,
     run_folder.LOCK,
 )
-"""Entries of a run that it makes anew, or that belong to its processes; the Redis is dumped by keys."""
+"""Entries that a run makes anew, or that belong to its processes."""
 KEPT = (*(name for name in run_folder.WRITTEN if name not in LEFT_OUT), MARKER)
 UNFINISHED = (".writing-", ".epoch-")
 MAX_SCANS = 20
@@ -45,7 +45,7 @@ class FolderFiles:
 
 @contextmanager
 def open_files(folder: Path) -> Iterator[FolderFiles]:
-    """Open the run's files. Raises `BackupError` if checkpoints come and go faster than they can be listed."""
+    """Open the run's files; raises `BackupError` if checkpoints change too fast."""
     _raise_file_limit()
     for _ in range(MAX_SCANS):
         with ExitStack() as stack:
@@ -74,7 +74,7 @@ def _scan(folder: Path, stack: ExitStack) -> FolderFiles:
 
 
 def _list(folder: Path) -> Iterator[Path]:
-    """Yield files and links that stay within the folder, relative to it."""
+    """Yield relative files, and links within the folder."""
     for name in KEPT:
         for entry in folder.glob(name):
             yield from (path.relative_to(folder) for path in _walk(entry))

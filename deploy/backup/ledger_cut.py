@@ -1,4 +1,4 @@
-"""The ledgers up to the moment of a Redis dump."""
+"""Ledgers up to a Redis dump."""
 
 import json
 from collections.abc import Iterator
@@ -9,12 +9,12 @@ from offbeat.services.buffer.group_ledger import LifeEvent, parse_event
 
 
 def complete_lines(content: bytes) -> bytes:
-    """Return the content without a last line that was being written."""
+    """Return the content without an incomplete last line."""
     return content[: content.rfind(b"\n") + 1]
 
 
 def cut_events(content: bytes, newest_id: str) -> bytes:
-    """Return the lines of events up to `newest_id`."""
+    """Return the lines up to event `newest_id`."""
     newest = LifeEvent(newest_id or "0", 0, 0, "", "").sort_key
     kept: list[bytes] = []
     for line in complete_lines(content).splitlines(keepends=True):
@@ -25,7 +25,7 @@ def cut_events(content: bytes, newest_id: str) -> bytes:
 
 
 def newest_group(content: bytes) -> int:
-    """Return the highest number of a group in the journal of steps, -1 without any."""
+    """Return the highest group number in the journal, or -1."""
     return max(_numbers(content), default=-1)
 
 

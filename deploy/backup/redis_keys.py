@@ -1,7 +1,7 @@
 """A run's keys in Redis, dumped at one moment and restored together.
 
-Invariants: a key with an expiry (lease, heartbeat) is not dumped, because it tells that a process lives. The restored
-epoch exceeds the dumped one and the server's, so earlier learners stay fenced.
+Invariants: a key with an expiry (lease, heartbeat) is not dumped; the restored epoch exceeds the dumped one and the
+server's, so earlier learners stay fenced.
 """
 
 import time
@@ -25,22 +25,21 @@ TERMINAL = tuple(state.value for state in RunState if state.is_terminal)
 class KeysDump(msgspec.Struct, frozen=True):
     run_id: str
     server: str
-    """Version of the Redis that wrote the dumps; an older one may refuse them."""
+    """Version of Redis; an older one may refuse the dumps."""
     state: str
-    """State of the run's record."""
     created_at: float
     """Unix time, s."""
     epoch: int
     newest_event: str
-    """Id of the newest event of the group ledger; empty without one."""
+    """Id of the group ledger's newest event, if any."""
     next_number: int
-    """Lowest group number that was not given out."""
+    """Lowest free group number."""
     keys: dict[bytes, bytes]
-    """Key -> its value as Redis' DUMP encodes it."""
+    """Key -> value by Redis' DUMP."""
 
 
 def dump_keys(redis: Redis, run_id: str) -> KeysDump:
-    """Dump a run's keys; the server is blocked meanwhile. Raises `BackupError` if it knows no such run."""
+    """Dump a run's keys, blocking the server; raises `BackupError` for an unknown run."""
     keys, buffer = RunKeys(run_id), BufferKeys(run_id)
     names = [keys.record, keys.epoch, f"{buffer.root}:ledger", buffer.life]
     reply = cast(list[Any], redis.eval(_DUMP, len(names), *names, keys.prefix))
@@ -54,7 +53,7 @@ def dump_keys(redis: Redis, run_id: str) -> KeysDump:
 
 
 def restore_keys(redis: Redis, dump: KeysDump, output_dir: str) -> None:
-    """Restore all keys in one transaction; an active run comes back stopped.
+    """Restore all keys in one transaction; an active run is then stopped.
 
     Raises:
         BackupError: Redis has keys of that run, or can't read the dumps.
@@ -79,7 +78,7 @@ def restore_keys(redis: Redis, dump: KeysDump, output_dir: str) -> None:
 
 
 def refuse_known_run(redis: Redis, run_id: str) -> None:
-    """Raise `BackupError` if Redis has keys of the run, besides the epoch of a deleted one."""
+    """Raise `BackupError` if Redis has keys of the run, besides a deleted one's epoch."""
     keys = RunKeys(run_id)
     known = sum(key != keys.epoch.encode() for key in redis.scan_iter(f"{keys.prefix}*", count=1000))
     if known:
@@ -90,14 +89,14 @@ def refuse_known_run(redis: Redis, run_id: str) -> None:
 
 
 def _ending(dump: KeysDump) -> dict[str, str]:
-    """Return the fields that make an active run a stopped one, which nothing starts unasked."""
+    """Return the fields that stop an active run."""
     if dump.state in TERMINAL:
         return {}
     return {"state": RunState.STOPPED, "wanted": DesiredState.STOPPED, "ended_at": str(time.time())}
 
 
 def _try_version(redis: Redis, dump: KeysDump) -> None:
-    """Restore one value under another name first: within a transaction, the other commands would be executed."""
+    """Restore one value under another name: an error in a transaction would not undo it."""
     scratch = RunKeys(dump.run_id).key("restoring")
     try:
         redis.restore(scratch, SCRATCH_TTL_MS, min(dump.keys.values(), key=len), replace=True)

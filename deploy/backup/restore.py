@@ -1,6 +1,6 @@
-"""Restoration of a backup: a new folder, and the run's keys in a Redis that has none of its name.
+"""Restoration of a backup: a new folder, and the run's keys in a Redis without that run.
 
-The folder appears whole, by a rename; for a Redis elsewhere, keys follow it in one transaction.
+The folder appears whole, by a rename; for an external Redis, keys follow in one transaction.
 """
 
 import shutil
@@ -29,7 +29,7 @@ class Restored:
     folder: Path
     num_keys: int
     redis_url: str | None
-    """Of a Redis elsewhere; None: in the folder, as `offbeat train` has it."""
+    """Of an external Redis; None: in the folder."""
 
 
 def restore(file: Path, folder: Path | None = None, redis_url: str | None = None) -> Restored:

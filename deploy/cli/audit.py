@@ -87,7 +87,7 @@ def examine(folder: Path, redis_url: str | None = None) -> tuple[Audit, Evidence
 
 
 def find_folder(run: str) -> Path:
-    """Return the folder of a path or name under `runs/`. Raises `AuditError`."""
+    """Return the folder of a path or name under `runs/`; raises `AuditError`."""
     for folder in (Path(run), RUNS / run):
         if (folder / run_folder.CONFIG).is_file():
             return folder.resolve()

@@ -1,4 +1,4 @@
-"""`offbeat config`, and the arguments of every command that takes a run's configuration."""
+"""`offbeat config`, and arguments of commands with a configuration."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
@@ -34,13 +34,13 @@ Overrides = Annotated[
 ]
 
 WITH_OVERRIDES = {"ignore_unknown_options": True}
-"""Context of commands with overrides, to answer `--key value` with how to write it."""
+"""Context of commands with overrides, to answer `--key value`."""
 
 
 def locate(
     config: str | None, overrides: list[str] | None, folder: Path | None, name: str | None
 ) -> tuple[Path, list[str]]:
-    """Return the file and the overrides; with `--config-name` every argument is an override."""
+    """Return the file and the overrides; with `--config-name` all arguments are overrides."""
     if name is None:
         if config is None or folder is not None:
             missing = "CONFIG" if folder is None else "--config-name"
@@ -90,7 +90,6 @@ def load(
 
 
 def refuse(path: Path, issues: "Sequence[ConfigIssue]") -> NoReturn:
-    """Print the problems of a configuration and exit."""
     typer.echo(f"{path}: {len(issues)} problems" if len(issues) > 1 else f"{path}:", err=True)
     for issue in issues:
         typer.echo(f"  {issue}", err=True)

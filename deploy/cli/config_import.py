@@ -23,7 +23,7 @@ class ImportFailedError(Exception):
 def import_files(
     library: str, files: Sequence[Path], out: Path, *, force: bool, trial: bool, echo: Callable[[str], None]
 ) -> None:
-    """Import each file and print its report; several files need a folder.
+    """Import files and print their reports; several files need a folder.
 
     trial: with the tiny policy on CPUs.
 

@@ -38,7 +38,7 @@ def prepare(
 
 
 def prepare_run(config: "RunConfig") -> dict[str, int]:
-    """Score the rows that are not yet; return their number by role."""
+    """Score missing rows; return their number by role."""
     import tempfile
 
     import torch

@@ -8,7 +8,7 @@ import typer
 EXIT_FOUND, EXIT_USAGE = 1, 2
 
 INLINE_S, THREAD_S = 0.002, 0.5
-"""Longest mean calls for which inline execution or a thread is advised."""
+"""Longest mean calls for inline execution or a thread."""
 
 env_app = typer.Typer(help="List, check and create environments.", no_args_is_help=True)
 

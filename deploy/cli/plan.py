@@ -105,8 +105,6 @@ def plan(
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """Times given on the command line."""
-
     env_latency: str | None
     turns: str | None
     turn_latency: str | None
@@ -115,7 +113,7 @@ class _Options:
     update_s: float | None
 
     def over(self, config: "RunConfig", measured: "Measures | None") -> "Measures":
-        """Return measures, options first. Raises `PlanError`, `ValueError`."""
+        """Return measures, options first; raises `PlanError`, `ValueError`."""
         from offbeat.deploy.plan.distributions import ValueDistribution
         from offbeat.deploy.plan.measurements import PlanError
         from offbeat.deploy.plan.workload import AssumedWorkload, Measures, TurnTimes
@@ -166,7 +164,7 @@ def _measure(run: str) -> "Measured":
 
 
 def _architecture(config: "RunConfig") -> "Mapping[str, JsonValue] | None":
-    """Return the policy's configuration; None for one that is not on this machine."""
+    """Return the policy's configuration, if on this machine."""
     from offbeat.deploy.run_setup import load_architecture
 
     try:

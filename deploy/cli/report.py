@@ -1,4 +1,4 @@
-"""`offbeat report`; writes nothing but the report's files."""
+"""`offbeat report`; writes only the report's files."""
 
 import sys
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def remake_report(run: str, redis_url: str | None = None) -> int:
 
 
 def read_history(redis: Redis, run_id: str) -> tuple[RunHistory, CountersView]:
-    """Read metric records and the buffer's counters. Raises `MeshError` for an unknown run."""
+    """Read metric records and the buffer's counters; raises `MeshError` for an unknown run."""
     history = RunHistory()
     counters = update_history(redis, run_id, history)
     if not history.attempts:  # only `offbeat train` records them

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 EXIT_FOUND, EXIT_USAGE = 1, 2
 MAX_SHOWN = 10
-"""Failed rows and disagreements shown."""
+"""Of failed rows and disagreements."""
 
 reward_app = typer.Typer(help="Check reward functions.", no_args_is_help=True)
 
@@ -67,7 +67,7 @@ def check(
 def _read_config(
     path: Path, overrides: list[str], response_key: str, label_key: str
 ) -> "tuple[RewardsConfig, Columns]":
-    """Read `rewards`, `combine` and the columns that `data` names. Raises ConfigError."""
+    """Read `rewards`, `combine` and the columns of `data`; raises ConfigError."""
     from pydantic import ValidationError
 
     from offbeat.deploy.config.errors import ConfigError, collect_issues

@@ -21,7 +21,6 @@ from offbeat.services.telemetry import format_rate
 from offbeat.services.text_samples import SampleClock, TextSample, describe_samples
 
 LINE_EVERY_S = 10.0
-"""Interval of plain lines without a change."""
 NO_DIGITS = str.maketrans("", "", "0123456789")
 START_ORDER = ("redis", "learner", "ray", "control")
 MARKS = {
@@ -69,7 +68,7 @@ class _Samples:
         self._shown: tuple[TextSample, ...] = ()
 
     def describe_new(self, history: RunHistory) -> str:
-        """Return text of samples to be shown now, or nothing."""
+        """Return samples to show now as text."""
         if history.samples is self._shown or not self._clock.is_due():
             return ""
         self._shown = history.samples
@@ -215,7 +214,6 @@ def describe_state(view: RunView) -> str:
 
 
 def eta_s(view: RunView, history: RunHistory) -> float | None:
-    """Estimate from the newest pace."""
     pace, last = history.seconds_per_step(), history.last_step
     if pace is None or last is None or last.number >= view.max_steps:
         return None
@@ -266,7 +264,7 @@ def _describe_loss(last: Step, history: RunHistory) -> str:
 
 
 def _evaluated_reward(history: RunHistory) -> str:
-    """Return the newest evaluation's reward, for envs without success."""
+    """Return the newest evaluation's reward."""
     newest = next(iter(history.curve()[-1:]), None)
     return (
         "" if newest is None or math.isnan(newest.reward) else f", evaluation {newest.reward:.2f} (step {newest.step})"

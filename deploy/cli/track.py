@@ -39,7 +39,7 @@ class TrackError(Exception):
 
 
 def track_run(run: str, name: str, settings: Sequence[str] = (), *, console: Console) -> None:
-    """Send unacknowledged metrics; a second call resumes. settings: `key=value`, overriding `tracker_kwargs`.
+    """Send unacknowledged metrics. settings: `key=value`, overriding `tracker_kwargs`.
 
     Raises:
         TrackError: no such run, metrics being sent, or tracker unavailable.

@@ -1,7 +1,7 @@
 """`offbeat train`.
 
-Invariants: the run uses the REST API like any other; every exit ends all processes; exit codes: 0 finished, 1 failed,
-6 finished without having trained anything, 130 stopped.
+Invariants: the run uses the REST API; every exit ends all processes; exit codes: 0 finished, 1 failed, 6 finished
+without having trained anything, 130 stopped.
 """
 
 import asyncio
@@ -58,7 +58,8 @@ class TrainingFailedError(Exception):
 
 
 def train(config: RunConfig, config_path: Path, overrides: Sequence[str]) -> int:
-    """Run `config` and exit the process: Ray's threads may never end. The other arguments are for the resuming command."""
+    """Run `config` and exit the process, as Ray's threads may never end. Other arguments are for the resuming
+    command."""
     if missing := [finding for finding in check_libraries() if finding.state == "problem"]:
         for finding in missing:
             print(f"offbeat: {finding.subject}: {finding.detail}", file=sys.stderr)  # noqa: T201
@@ -246,7 +247,7 @@ class TrainCommand:
         return was_resumable and run_folder.newest_saved(self._config.output_dir) is not None
 
     def _write_report(self) -> None:
-        """Write an unfinished run's `report.json`, without episodes."""
+        """Write an unfinished run's report without episodes."""
         try:
             with connect(self._mesh.redis_url, patience_s=REPORT_PATIENCE_S) as redis:
                 counters = update_history(redis, self._config.exp_name, self._history)
@@ -280,7 +281,7 @@ def describe_stop(config: RunConfig, published: int) -> str:
 
 
 def _has_trained(view: RunView) -> bool:
-    """Return True if only the mesh is left to stop."""
+    """Return whether only the mesh is left to stop."""
     learner = view.components.get("learner")
     return view.state is RunState.DRAINING and learner is not None and learner.health is Health.DONE
 

@@ -47,14 +47,14 @@ RedisUrl = Annotated[str, AfterValidator(_check_address)]
 
 class RedisAddress(Config):
     redis_url: RedisUrl | None = None
-    """Redis of all runs, reachable from every node."""
+    """Redis of all runs, for every node."""
     redis_url_file: Path | None = None
-    """File with the URL and its password, for its owner alone. Beside a `redis_url` without a password the first application
-    that needs it generates it.
+    """File with the URL and its password, for its owner alone. For a `redis_url` without a password, the first
+    application generates it.
     """
 
     def resolve(self) -> str:
-        """Return the URL with its password. Raises `ConfigError`."""
+        """Return the URL with its password; raises `ConfigError`."""
         url, path = self.redis_url, self.redis_url_file
         if path is None and url is None:
             raise ConfigError([ConfigIssue("redis_url", "required, and missing; or set redis_url_file")])
@@ -69,10 +69,10 @@ class RedisAddress(Config):
 
 
 class RedisArguments(RedisAddress):
-    """Arguments of the server, on loopback and `redis_url`'s port."""
+    """Server on loopback and `redis_url`'s port."""
 
     folder: Path
-    """Folder of the append-only file, restored by later deployments."""
+    """Folder of the append-only file."""
     appendfsync: Literal["everysec", "always"] = "everysec"
 
 
@@ -87,19 +87,18 @@ class GenerationArguments(RedisAddress):
 
 class ControlAppArgs(RightsConfig, RedisAddress):
     working_dir: Path | None = None
-    """Base of runs' relative paths; None: the folder of `ray start`."""
+    """Base of relative paths; None: the folder of `ray start`."""
     token_file: Path | None = None
-    """File with the bearer token, made for its owner alone if there is none; None: each program on the service's host has
-    access.
-    """
+    """File with the bearer token, created for its owner; None: each program on the service's host has access."""
     read_token_file: Path | None = None
     """File with a read-only token."""
     tokens: tuple[TokenConfig, ...] = ()
-    """More tokens, each with its own rights; `allow_modules` and `output_roots` beside them are those of `token_file`."""
+    """More tokens with rights of their own; `allow_modules` and `output_roots` beside them are those of
+    `token_file`."""
     log_dir: Path = Path("runs/control")
     """Folder of the service's log."""
     max_cpus: float = Field(0.0, ge=0)
-    """CPUs up to which an autoscaler adds nodes; runs may ask for as many. 0: the CPUs that the cluster has."""
+    """CPUs up to which an autoscaler adds nodes; 0: the cluster's own."""
 
 
 def redis(args: dict[str, Any]) -> Application:
@@ -139,7 +138,7 @@ def generation(args: dict[str, Any]) -> Application:
 
 
 def _plan_engines(config: RunConfig) -> DevicePlan:
-    """Place the engines of a `device_mapping`; without one Serve's options in the file do. Raises `ConfigError`."""
+    """Place the engines of a `device_mapping`, if any; raises `ConfigError`."""
     if config.actor_infer.device_mapping is None:
         return DevicePlan()
     plan = plan_devices(config, list_nodes())
@@ -166,7 +165,7 @@ def control(args: dict[str, Any]) -> Application:
 
 
 def parse_arguments(kind: type[T], args: dict[str, Any]) -> T:
-    """Validate arguments. Raises `ConfigError` with every invalid key."""
+    """Validate arguments; raises `ConfigError` with every invalid key."""
     try:
         return kind.model_validate_json(json.dumps(args))
     except ValidationError as error:
@@ -174,7 +173,7 @@ def parse_arguments(kind: type[T], args: dict[str, Any]) -> T:
 
 
 def _count_gpus() -> float:
-    """Count the cluster's GPUs, or without Ray this machine's."""
+    """Count the cluster's GPUs, or this machine's."""
     return ray.cluster_resources().get("GPU", 0.0) if ray.is_initialized() else count_gpus()
 
 

@@ -1,7 +1,7 @@
 # pyright: basic
 """Matching of runs to deployed generation applications.
 
-Invariant: an application serves one run at a time; one that the run does not name must equal its configuration.
+Invariant: an application serves one run at a time; unless named by the run, it must equal its configuration.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +25,7 @@ RUN_SPECIFIC_KEYS = {"app", "generating_args", "request_timeout_s", "update_time
 def choose_app(
     config: RunConfig, offers: Mapping[str, EngineOffer], is_free: Callable[[str], bool]
 ) -> tuple[str | None, list[ConfigIssue]]:
-    """Return the run's application (None: its own) and issues against it. is_free: no other active run claims it."""
+    """Return the run's application (None: its own) and issues. is_free: claimed by no other active run."""
     named = config.actor_infer.app
     if named == app_name(config.exp_name):
         return None, []

@@ -16,9 +16,8 @@ MAX_OUTPUT_CHARS = 2000
 def run_offbeat(
     arguments: Sequence[str], *, working_dir: Path, redis_url: str, timeout_s: float
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a command that ends with this thread. Raises `ControlError` if it takes longer.
-
-    The Redis URL is in the environment: it may contain a password.
+    """Run a command that ends with this thread, with the Redis URL in its environment; raises `ControlError` on
+    timeout.
     """
     try:
         return subprocess.run(

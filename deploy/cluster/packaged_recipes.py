@@ -1,4 +1,4 @@
-"""Configurations of `deploy/configs`, for the control service."""
+"""`deploy/configs` for the control service."""
 
 from collections.abc import Mapping
 from pathlib import Path

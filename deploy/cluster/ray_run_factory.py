@@ -1,5 +1,5 @@
 # pyright: basic
-"""Run factory under `serve deploy`, checking runs against the cluster instead of the host."""
+"""Run factory under `serve deploy`, which checks runs against the cluster."""
 
 import asyncio
 import shlex
@@ -71,7 +71,7 @@ class RayRunFactory(MeshRunFactory):
         await super().validate_change(record, values)
 
     def _find_active_run(self, run_id: str) -> RunConfig | None:
-        """Return the active run, so that resubmission keeps its application, unless it has yet to choose one."""
+        """Return the active run, whose application a resubmission keeps."""
         names = ["config", "state", "downloads"]
         config, state, downloads = cast(list[bytes | None], self._redis.hmget(RunKeys(run_id).record, names))
         if config is None or state is None or downloads or RunState(state.decode()).is_terminal:
@@ -93,7 +93,7 @@ class RayRunFactory(MeshRunFactory):
         return _claim_id(record)
 
     async def write_report(self, record: RunRecord) -> None:
-        """Run `offbeat report` in a process, because it renders the user's envs; raises `ControlError`."""
+        """Run `offbeat report` in a process, as it renders the user's envs; raises `ControlError`."""
         folder = Path(record.output_dir)
         if not holds_claim(folder, _claim_id(record)):
             return  # the run failed before it claimed the folder, which may belong to another run

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Detached actor that stops env workers, scorers and learner hosts, unknown to Serve, at its shutdown.
+"""Detached actor that stops env workers, scorers and learner hosts at Serve's shutdown.
 
 Invariants: no process outlives `serve shutdown`; a control replica's death stops nothing; learners save a checkpoint
 before Redis stops.
@@ -36,8 +36,6 @@ SHUTDOWN_FLAG_TTL_S = 30
 
 
 class Reaper:
-    """Ray actor that exits after Serve."""
-
     def __init__(self) -> None:
         configure_logging(ray_actors.REAPER, None)
         self._watching = asyncio.get_running_loop().create_task(self._watch())
@@ -72,7 +70,7 @@ def wait_for_shutdown() -> None:
 
 
 def stop_learners(redis_url: str) -> None:
-    """Stop learners if Serve is shutting down, not just replacing Redis."""
+    """Stop learners if Serve is shutting down."""
     if not is_serve_shutting_down():
         return
     with connect(redis_url, patience_s=1.0) as redis:
@@ -93,7 +91,7 @@ def is_serve_shutting_down() -> bool:
 
 
 def is_serve_running() -> bool:
-    """Return True if Serve's controller exists, even restarting."""
+    """Return whether Serve's controller exists, even restarting."""
     try:
         ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
     except ValueError:

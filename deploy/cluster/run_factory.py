@@ -1,6 +1,6 @@
 """Composition root of runs.
 
-Invariant: components are found by name, never by a stored handle, so control replicas are interchangeable.
+Invariant: components are found by name, so control replicas are interchangeable.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ REPRODUCTION_TIMEOUT_S = 3600.0
 
 
 class RunComponents:
-    """Components, in the order of stopping."""
+    """In stop order."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ def _build_generation(
 
 
 class MachineSize(NamedTuple):
-    """Resources of a machine or cluster; None: this machine's."""
+    """Resources; None: this machine's."""
 
     cpus: float | None = None
     nodes: Sequence[ClusterNode] | None = None
@@ -148,7 +148,7 @@ class MachineSize(NamedTuple):
 
 class MeshRunFactory(PackagedRecipes):
     tries_episodes: ClassVar[bool] = False
-    """Whether envs and agents are tried before a run; `offbeat train` has done so."""
+    """Whether envs and agents are tried before a run."""
 
     def __init__(self, redis: AsyncRedis, redis_url: str, working_dir: Path | None, max_cpus: float = 0.0) -> None:
         self._max_cpus = max_cpus
@@ -159,9 +159,9 @@ class MeshRunFactory(PackagedRecipes):
         self._serve_status = ServeStatus()
 
     async def validate(self, document: str | dict[str, Any], rights: Rights = UNRESTRICTED) -> RunSpec:
-        """Return a document's run. Raises `InvalidRunError` or `NotAllowedError` with all issues.
+        """Return a document's run; raises `InvalidRunError` or `NotAllowedError` with all issues.
 
-        While a model has to be downloaded, checks that need it are left to `complete`.
+        Checks that need a missing model are left to `complete`.
         """
         try:
             config = await self.load(document, rights)
@@ -177,7 +177,7 @@ class MeshRunFactory(PackagedRecipes):
         return run_spec(config, downloads)
 
     async def complete(self, record: RunRecord) -> RunSpec:
-        """Return the whole run of a record whose models are downloaded. Raises `ControlError`."""
+        """Return the run of a record after its downloads; raises `ControlError`."""
         spec = await self.validate(json.loads(record.config))
         if spec.downloads:
             raise ControlError(f"{', '.join(spec.downloads)} was removed from the hub's cache: start the run again")
@@ -216,12 +216,12 @@ class MeshRunFactory(PackagedRecipes):
         )
 
     def _claim_of(self, record: RunRecord) -> str | None:
-        """Return the id of a start that has to claim its folder; None: `offbeat train` has claimed it."""
+        """Return the id of a start that has to claim its folder, if so."""
         del record
         return None
 
     async def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
-        """Check live settings, which never depend on user code. Raises `InvalidRunError` with all issues."""
+        """Check live settings; raises `InvalidRunError` with all issues."""
         before, size = json.loads(record.config), await self._size()
         old = await asyncio.to_thread(self._setting_issues, before, size)
         new = await asyncio.to_thread(self._setting_issues, _apply_values(before, values), size)
@@ -303,7 +303,7 @@ def _try_episodes(config: RunConfig) -> list[ConfigIssue]:
 def claim_folder(config: RunConfig, claim: str) -> None:
     """Claim the run's folder, moving an earlier run aside unless resumed. claim: id of this start, for idempotence.
 
-    Raises `FolderInUseError` if `offbeat train` runs there, or the folder is not the run's alone.
+    Raises `FolderInUseError`.
     """
     if holds_claim(config.output_dir, claim):
         return

@@ -1,6 +1,4 @@
 # pyright: basic
-"""Size of a Ray cluster, and what does not fit its hosts."""
-
 import logging
 import os
 import socket
@@ -35,7 +33,7 @@ class Cluster:
 
     @classmethod
     def at(cls, address: str) -> "Cluster":
-        """Join the cluster at `address` (`auto`: this machine's) and measure it. Raises `NoClusterError`."""
+        """Join the cluster at `address` (`auto`: this machine's) and measure it; raises `NoClusterError`."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
             if address != "auto":
@@ -51,7 +49,7 @@ class Cluster:
 
 
 def _knock(address: str) -> None:
-    """Raise `OSError` or `ValueError` unless something listens at `HOST:PORT`."""
+    """Raise `OSError` or `ValueError` unless `HOST:PORT` accepts connections."""
     host, _, port = address.rpartition(":")
     if not port.isdigit():
         raise ValueError("expected HOST:PORT")

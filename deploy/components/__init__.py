@@ -1,1 +1,1 @@
-"""Components of a run, kept up by the reconciler, in threads because Ray blocks."""
+"""Components of a run, maintained by the reconciler in threads, as Ray blocks."""

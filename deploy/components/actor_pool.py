@@ -1,5 +1,5 @@
 # pyright: basic
-"""Named actors of one kind, observed together."""
+"""Named actors of one kind."""
 
 import asyncio
 import logging
@@ -19,9 +19,9 @@ from offbeat.services.control.interfaces import Health, Observation
 logger = logging.getLogger(__name__)
 
 PING_TIMEOUT_S = 2.0
-"""Limit before an unresponsive actor counts as starting; dead ones fail at once."""
+"""Limit of an answer; dead actors fail at once."""
 HANG_TIMEOUT_S = 60.0
-"""Limit before an unresponsive started actor is replaced."""
+"""Silence after which a started actor is replaced."""
 
 
 class ActorPool(ABC):
@@ -40,7 +40,7 @@ class ActorPool(ABC):
 
     @abstractmethod
     def _judge(self, answer: Mapping[str, Any], log: str) -> Observation:
-        """Return the state that a ping's answer means."""
+        """Return the state by a ping's answer."""
 
     async def observe(self) -> Observation:
         observations = await asyncio.gather(*(self._observe_one(name) for name in self._names))

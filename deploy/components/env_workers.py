@@ -19,8 +19,6 @@ from offbeat.services.rollout import actor as rollout_app
 
 
 class WorkerPool(ActorPool):
-    """Env workers; Ray restarts dead ones."""
-
     name = "env-workers"
 
     def __init__(self, config: RunConfig, redis_url: str, uid: str = "") -> None:
@@ -34,7 +32,7 @@ class WorkerPool(ActorPool):
         return [rollout_app.worker_name(self._run_id, index) for index in range(self._num_workers)]
 
     async def resize(self, num_workers: int) -> None:
-        """Set the number: `ensure` starts missing workers, surplus ones exit."""
+        """Set the number: `ensure` starts missing workers; surplus ones exit."""
         self._num_workers = num_workers
         for index in itertools.count(num_workers):
             actor = await asyncio.to_thread(find_actor, rollout_app.worker_name(self._run_id, index))

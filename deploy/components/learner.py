@@ -38,7 +38,7 @@ START_TIMEOUT_S = 60.0
 NO_RETRY_EXIT_CODE = 2
 """Unusable configuration or checkpoint."""
 RUN_OVER_EXIT_CODE = 4
-"""Of a learner started beside one that finished, after Redis forgot its status."""
+"""Of a learner started beside a finished one, after Redis forgot its status."""
 
 
 class LearnerHostActor:
@@ -52,7 +52,7 @@ class LearnerHostActor:
         standby: bool,
         nodes: Sequence[LearnerNode],
     ) -> None:
-        """nodes: of the learner, this one first; empty: this one, with the devices that Ray chose."""
+        """nodes: of the learner, this one first; empty: Ray chose the devices."""
         self._run_id = run_id
         self._uid = uid
         self._output_dir = output_dir
@@ -64,7 +64,7 @@ class LearnerHostActor:
         )
 
     def start(self, uid: str) -> bool:
-        """Start a missing learner; return False for a run other than the actor's."""
+        """Start a missing learner; return False for another run."""
         if uid != self._uid:
             return False
         self._host.start()
@@ -78,7 +78,7 @@ class LearnerHostActor:
 
 
 class FollowerHostActor:
-    """Host of the ranks on another node than rank 0's."""
+    """Host of the ranks on a further node."""
 
     def __init__(
         self,
@@ -113,7 +113,6 @@ class ManagedLearner:
     name = "learner"
 
     def __init__(self, config: RunConfig, redis: Redis, redis_url: str, uid: str = "") -> None:
-        """uid: of the run's record."""
         self._config = config
         self._redis = redis
         self._redis_url = redis_url
@@ -121,7 +120,7 @@ class ManagedLearner:
         self._run_id = config.exp_name
         self._actor_name = ray_actors.learner_host_name(self._run_id)
         self._reported_death = ""
-        """Last incarnation reported as replaced by the standby."""
+        """Last incarnation reported as replaced."""
 
     async def ensure(self) -> None:
         """Start a missing learner, unless Serve is shutting down."""
@@ -138,9 +137,7 @@ class ManagedLearner:
             raise RetryableError(f"actor {self._actor_name} is of another run of this name")
 
     def _start_in_actors(self) -> bool:
-        """Start the host of rank 0 and, for a learner on several nodes, those of the others anew; return False if the
-        former is of another run.
-        """
+        """Start the hosts of rank 0 and other nodes; return False if the former is of another run."""
         config, train = self._config, self._config.actor_train
         nodes = place(config).learner
         folder, threads = config.output_dir.resolve(), train.num_threads
@@ -163,7 +160,7 @@ class ManagedLearner:
             raise ControlError(f"the learner's devices are not free within {START_TIMEOUT_S:g} s") from error
 
     def _host_options(self, nodes: Sequence[LearnerNode]) -> dict[str, Any]:
-        """Return options of rank 0's host, after the end of hosts whose node or devices may differ."""
+        """Return options of rank 0's host, after the end of hosts on other nodes or devices."""
         if nodes:
             self._kill_followers()
             kill_and_wait(self._actor_name)

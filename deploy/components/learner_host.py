@@ -1,6 +1,6 @@
 """Host of `offbeat.trainer.cli`, with an optional standby.
 
-Invariants: the learner dies with its host, even on SIGKILL; Redis is the only interface, so any process can be host.
+Invariants: the learner dies with its host, even on SIGKILL; Redis is the only interface.
 """
 
 import logging
@@ -40,7 +40,7 @@ KILL_TIMEOUT_S = 2.0
 HANG_TIMEOUT_S = 30.0
 """Time until a learner without lease is killed."""
 STANDBY_START_INTERVAL_S = 5.0
-"""Minimum interval: the active learner has to catch up."""
+"""Minimum interval, for the active learner to catch up."""
 FINAL_EXIT_CODES = (0, 2, 4)
 """No restart helps."""
 LEARNER_LOG = "logs/learner.out"
@@ -122,8 +122,8 @@ class LearnerHost:
         standby: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """uid: of the run's record; writes to another run of this name are refused. environment: of the learner, besides
-        this process's.
+        """uid: of the run's record; writes to others of this name are refused. environment: additional variables of the
+        learner.
         """
         self._environment = dict(environment or {})
         self._is_standby_enabled = standby
@@ -247,7 +247,6 @@ class LearnerHost:
             logger.warning("can't start a standby learner: %s; retrying in %g s", error, STANDBY_START_INTERVAL_S)
 
     def _take_over(self, write: RunWrites, before: str, code: int, process: subprocess.Popen[bytes]) -> str:
-        """Activate the standby; return its incarnation."""
         incarnation = uuid.uuid4().hex
         reason = _describe_exit(code)
         logger.warning("learner exited (%s); standby learner %d takes over", reason, process.pid)

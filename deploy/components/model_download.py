@@ -1,7 +1,6 @@
 """Downloads of hub models before a run's other components are built.
 
-Invariant: a download is a process of its own, so that a stop ends it and it ends with its control replica; what is complete
-stays in the hub's cache.
+Invariant: a download is a process that ends with its control replica; complete files stay in the hub's cache.
 """
 
 import asyncio
@@ -63,7 +62,7 @@ class ModelDownload:
 
 
 class DownloadMesh:
-    """Components of a run whose models are not in the hub's cache."""
+    """Components of a run with missing models."""
 
     def __init__(self, models: Sequence[str]) -> None:
         self._components = [ModelDownload(model) for model in models]

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Nodes of the Ray cluster, and the devices of a run on them."""
+"""Devices of a run on the Ray cluster."""
 
 import ray
 
@@ -19,7 +19,7 @@ def list_nodes() -> list[ClusterNode]:
 
 
 def place(config: RunConfig) -> DevicePlan:
-    """Plan a run's devices on the cluster. Raises `ControlError` if they do not exist now."""
+    """Plan a run's devices; raises `ControlError` if they do not exist."""
     plan = plan_devices(config, list_nodes(), owns_engines=config.actor_infer.app in (None, app_name(config.exp_name)))
     if plan.issues:
         raise ControlError("; ".join(f"{issue.path}: {issue.message}" for issue in plan.issues))

@@ -27,7 +27,7 @@ def kill_actor(name: str) -> None:
 
 
 def kill_and_wait(name: str) -> None:
-    """Kill an actor, and wait until its name is free. Raises `TimeoutError`."""
+    """Kill an actor, and wait until its name is free; raises `TimeoutError`."""
     kill_actor(name)
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while find_actor(name) is not None:

@@ -1,7 +1,7 @@
 # pyright: basic
 """Services of frozen models: replicas as Ray actors, one pool per role.
 
-The process exits if scoring fails, so that Ray restarts it; its successor continues with the group that it held.
+The process exits if scoring fails, so that Ray restarts it; its successor continues with its group.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ class ScorerActor:
         threading.Thread(target=self._run, name="scorer", daemon=True).start()
 
     def alive(self) -> dict[str, Any]:
-        """Return process id, what it waits for (empty: it scores) and the problem that no restart helps."""
+        """Return process id, wait (empty: scoring) and permanent problem."""
         status = self._status if self._scorer is None else self._scorer.status
         return {"name": self._name, "pid": os.getpid(), "status": status, "problem": self._problem}
 
@@ -127,7 +127,7 @@ class ScorerPool(ActorPool):
         ).remote(*arguments, self._config.output_dir.resolve(), where.devices if where else ())
 
     async def stop(self, *, now: bool) -> None:  # noqa: ARG002
-        """Kill the replicas: a group that one holds has no score yet, and its claim ends."""
+        """Kill the replicas, whose claims expire."""
         for name in self._names:
             actor = await asyncio.to_thread(find_actor, name)
             if actor is not None:

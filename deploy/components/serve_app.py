@@ -1,6 +1,4 @@
 # pyright: basic
-"""Serve applications: generation engines, weight broker and rewards."""
-
 import asyncio
 import logging
 from collections.abc import Callable
@@ -118,7 +116,7 @@ def generation_component(config: RunConfig, redis_url: str, model: Path, status:
 
 
 def reward_components(config: RunConfig, status: ServeStatus) -> list[ServeApp]:
-    """Return the applications of rewards with replicas of their own."""
+    """Return the applications of rewards with replicas."""
 
     def component(reward: AnyReward) -> ServeApp:
         def build() -> Application:

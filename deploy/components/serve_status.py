@@ -18,9 +18,7 @@ class AppStatus:
 
 
 class ServeStatus:
-    """Status by name, with concurrent callers sharing a request: `serve.status` parses all of Serve's state
-    (docs/performance.md).
-    """
+    """Status by name; concurrent callers share a request, as `serve.status` parses all of Serve's state."""
 
     def __init__(self) -> None:
         self._request: asyncio.Task[Mapping[str, AppStatus]] | None = None
@@ -44,7 +42,7 @@ def read_app_statuses() -> dict[str, AppStatus]:
 
 
 def count_replicas(app: str) -> tuple[str, int]:
-    """Return the only deployment's name and replicas. Raises LookupError for no application or several deployments."""
+    """Return the only deployment's name and replicas; raises LookupError."""
     status = serve.status().applications.get(app)
     if status is None or len(status.deployments) != 1:
         raise LookupError(f"no application {app!r} with exactly one deployment")

@@ -24,14 +24,14 @@ class SharedGeneration:
         self._serve_app = ServeApp(self.name, app, _reject_deployment, status)
 
     async def ensure(self) -> None:
-        """Claim the application. Raises `ControlError` if taken."""
+        """Claim the application; raises `ControlError` if taken."""
         await asyncio.to_thread(self._redis.hsetnx, claims_key(APP), self._app, self._run_id)
         holder = await asyncio.to_thread(self._holder)
         if holder != self._run_id:
             raise ControlError(f"application {self._app!r} serves run {holder!r}")
 
     async def resize(self, num_replicas: int) -> None:
-        """Do nothing: the deploy file sets it."""
+        """Do nothing; the deploy file sets it."""
 
     async def stop(self, *, now: bool) -> None:  # noqa: ARG002
         if await asyncio.to_thread(self._holder) == self._run_id:

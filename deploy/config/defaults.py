@@ -1,4 +1,4 @@
-"""Defaults that follow from keys of other tables."""
+"""Defaults that depend on other tables."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ from offbeat.trainer.config.aliases import find_keys
 
 Tree = dict[str, Any]
 SAMPLING = ("actor_infer.generating_args", "train_env_manager.generating_args")
-"""Sampling of training episodes; the later table overrides."""
+"""Of training episodes; the later table overrides."""
 
 
 def recompute_cut_logprobs(tree: Tree) -> Tree:
-    """Set `old_logprobs: recompute`, if left out, where `top_p` or `top_k` cut the distribution of the engine's logprobs."""
+    """Set `old_logprobs: recompute`, unless given, if `top_p` or `top_k` truncate the engine's distribution."""
     plays = tree.get("pipeline", "agentic") in ("agentic", "rlvr")
     if "old_logprobs" in tree or not plays or tree.get("pg_variant") in (*AGAINST_BEHAVIOR, *WITHOUT_RATIO):
         return tree

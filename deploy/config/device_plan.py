@@ -1,6 +1,6 @@
 """Devices of a run on a cluster.
 
-Invariant: a plan is a function of configuration and nodes, so every control replica computes the same.
+Invariant: a plan is a function of configuration and nodes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,11 +14,11 @@ from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.scored_roles import ScoredRole, scored_roles
 
 SHARED_UTILIZATION = 0.45
-"""Default share of the engine in the memory of a GPU with a learner."""
+"""Default share of an engine on a GPU with a learner."""
 
 
 class ClusterNode(NamedTuple):
-    """Node of the cluster; nodes are numbered by address."""
+    """Nodes are numbered by address."""
 
     node_id: str
     address: str
@@ -39,13 +39,13 @@ class LearnerNode(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
     engines: tuple[EngineDevices, ...] = ()
-    """Slots of the engines; empty: Ray chooses."""
+    """Of engines; empty: Ray chooses."""
     learner: tuple[LearnerNode, ...] = ()
     """Rank 0's node first; empty: Ray chooses."""
     scorers: Mapping[str, tuple[EngineDevices, ...]] = field(default_factory=dict[str, tuple[EngineDevices, ...]])
-    """Devices of scoring services by role, one per replica; a role left out: Ray chooses."""
+    """Devices of scoring services by role, one per replica; without: Ray chooses."""
     is_shared: bool = False
-    """Whether an engine and the learner have a device in common."""
+    """Whether an engine and the learner share a device."""
     issues: tuple[ConfigIssue, ...] = field(default=())
 
 
@@ -65,7 +65,6 @@ class _Numbering:
         return f"{len(self.devices)} device(s)" + (f" ({sizes} on {len(self.sizes)} nodes)" if sizes else "")
 
     def reserve(self, numbers: Sequence[int]) -> None:
-        """Take devices out of `free`."""
         self._reserved |= set(numbers)
 
     def free(self, taken: Sequence[int]) -> list[int]:
@@ -76,7 +75,6 @@ class _Numbering:
         return EngineDevices(self.devices[numbers[0]][0], tuple(self.devices[number][1] for number in numbers))
 
     def split(self, numbers: Sequence[int]) -> dict[str, list[int]]:
-        """Return the numbers by node."""
         by_node: dict[str, list[int]] = {}
         for number in numbers:
             by_node.setdefault(self.devices[number][0], []).append(number)
@@ -84,7 +82,7 @@ class _Numbering:
 
 
 def plan_devices(config: RunConfig, nodes: Sequence[ClusterNode], *, owns_engines: bool = True) -> DevicePlan:
-    """Place engines and learner. owns_engines: False for an engine of the deploy file, which has its devices already.
+    """Place engines and learner. owns_engines: False for an engine of the deploy file.
 
     A learner that users attach is not placed.
     """
@@ -134,7 +132,7 @@ def plan_devices(config: RunConfig, nodes: Sequence[ClusterNode], *, owns_engine
 
 
 def _numbers(config: RunConfig, numbering: _Numbering, needs_engines: bool) -> tuple[list[int], list[int]]:
-    """Return the devices of engines and learner: those of a mapping, else free ones, else shared ones."""
+    """Return the devices of engines and learner: mapped, else free, else shared ones."""
     infer, train = config.actor_infer, config.actor_train
     learner = list(train.device_mapping or ())
     engines = list(infer.device_mapping or ()) if needs_engines else []
@@ -159,12 +157,11 @@ def _numbers(config: RunConfig, numbering: _Numbering, needs_engines: bool) -> t
 
 
 def _scored_roles(config: RunConfig) -> list[ScoredRole]:
-    """Return the roles whose services have GPUs."""
     return scored_roles(config, config.reference) if config.actor_train.device == "cuda" else []
 
 
 def _scorer_numbers(config: RunConfig, numbering: _Numbering) -> dict[str, list[int]]:
-    """Return the devices of scoring services, the last free ones without a mapping."""
+    """Return the devices of scoring services, by default the last free ones."""
     roles = _scored_roles(config)
     mapped = {number for _, mapping in _mappings(config) for number in mapping or ()}
     free = numbering.free(sorted(mapped))
@@ -179,7 +176,7 @@ def _scorer_numbers(config: RunConfig, numbering: _Numbering) -> dict[str, list[
 
 
 def _cpu_nodes(config: RunConfig, nodes: Sequence[ClusterNode]) -> tuple[LearnerNode, ...]:
-    """Place processes on a CPU: `num_gpus_per_node` to a node, or all on any."""
+    """Place processes on CPUs: `num_gpus_per_node` per node, or all on any."""
     total, per_node = config.actor_train.num_processes, config.num_gpus_per_node
     if per_node is None or total <= per_node:
         return ()
@@ -225,7 +222,7 @@ def _check_learner(config: RunConfig, nodes: Sequence[ClusterNode], numbering: _
 
 
 def _check_scorers(config: RunConfig, numbering: _Numbering, needs_engines: bool) -> Iterator[ConfigIssue]:
-    """Yield services that leave engines or learner too few devices."""
+    """Yield services that leave too few devices."""
     infer, train, total = config.actor_infer, config.actor_train, len(numbering.devices)
     roles = _scored_roles(config)
     count = sum(role.num_replicas for role in roles)
@@ -261,7 +258,7 @@ def _explain_none(config: RunConfig, numbering: _Numbering, role: str) -> Config
 
 
 def _check_mappings(config: RunConfig, numbering: _Numbering, needs_engines: bool) -> Iterator[ConfigIssue]:
-    """Yield mappings with a device that does not exist."""
+    """Yield mappings with missing devices."""
     total, is_managed = len(numbering.devices), config.control.learner == "managed"
     for path, mapping in _mappings(config):
         if mapping is None or not (needs_engines if path == "actor_infer" else is_managed):
@@ -299,7 +296,6 @@ def check_mappings(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def with_utilization(config: RunConfig, plan: DevicePlan) -> GenerationConfig:
-    """Return `actor_infer` with the engine's share of a GPU's memory."""
     infer = config.actor_infer
     if infer.device == "cpu":
         return infer

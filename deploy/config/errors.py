@@ -16,9 +16,9 @@ from offbeat.trainer.config.user_function import FUNCTION_PATTERN
 MIN_SIMILARITY = 0.6
 """Similarity of a misspelling."""
 MAX_ISSUES = 50
-"""Issues described; each unknown key costs milliseconds."""
+"""Each unknown key costs milliseconds."""
 MAX_KEY_CHARS = 100
-"""Longest key shown and compared: comparison time grows with length."""
+"""Longest key shown and compared."""
 
 
 class ConfigError(Exception):
@@ -127,7 +127,6 @@ def _key_parts(model: type[BaseModel], loc: tuple[str | int, ...]) -> Iterator[s
 
 
 def _model_of_kind(annotation: Any, kind: str | int) -> type[BaseModel] | None:
-    """Return the branch of a discriminated union."""
     for branch in _branches(annotation):
         if any(kind in get_args(field.annotation) for field in branch.model_fields.values()):
             return branch
@@ -135,7 +134,7 @@ def _model_of_kind(annotation: Any, kind: str | int) -> type[BaseModel] | None:
 
 
 def _branches(annotation: Any) -> list[type[BaseModel]]:
-    """Return the models of a discriminated union; empty for anything else."""
+    """Return the models of a discriminated union, if it is one."""
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     branches = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else ()
@@ -143,7 +142,7 @@ def _branches(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _nearest_of_kind(model: type[BaseModel], loc: tuple[str | int, ...]) -> str | None:
-    """Return the similar key of the entry that an unknown key is in, if its kind determines which there are."""
+    """Return the key similar to an unknown one, in an entry of known kind."""
     current: Any = model
     for part in loc[:-1]:
         current = _without_none(current)

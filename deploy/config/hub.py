@@ -1,8 +1,8 @@
 """Models of the Hugging Face hub: `ORGANIZATION/NAME` or `ORGANIZATION/NAME@REVISION` becomes a snapshot's folder.
 
-Invariant: an id is resolved once, where a configuration is read, so that engine, learner and workers see one folder; or,
-by `find`, to one commit, whose snapshot is downloaded later. The hub's environment variables hold (HF_HOME, HF_ENDPOINT,
-HF_TOKEN, HF_HUB_OFFLINE). Run as a module, it downloads one snapshot.
+Invariant: an id is resolved once, where a configuration is read, so that engine, learner and workers see one folder;
+or, by `find`, to one commit, downloaded later. The hub's environment variables apply (HF_HOME, HF_ENDPOINT, HF_TOKEN,
+HF_HUB_OFFLINE). As a program, it downloads one snapshot.
 """
 
 import copy
@@ -27,20 +27,20 @@ MODEL_KEYS = (
     "reward_pretrain",
     *(f"{role}.model_args.model_name_or_path" for role in ("critic", "reference", "teacher.*")),
 )
-"""Models' keys; `*` stands for any name."""
+"""`*` stands for any name."""
 TIMEOUT_S = 5.0
-"""Limit of the hub's first answer; its client would wait for minutes."""
+"""Of the hub's first answer."""
 
 SERVER_ERROR = 500
 """Lowest status of a failing hub."""
 
 
 class HubError(ValueError):
-    """Id that no model was found for."""
+    """Id without a model."""
 
 
 def is_hub_id(name: str, folder: Path = Path()) -> bool:
-    """Return True if `name` may be a hub model rather than one in `folder`."""
+    """Return whether `name` may be a hub model rather than one in `folder`."""
     return HUB_ID.fullmatch(name) is not None and not (folder / name).exists()
 
 
@@ -61,12 +61,11 @@ def resolve_models(tree: dict[str, Any], resolve: Callable[[str], str]) -> tuple
 
 
 def missing_models(tree: dict[str, Any]) -> list[str]:
-    """Return the hub ids that are left in a canonical tree."""
+    """Return the hub ids in a canonical tree."""
     return list(dict.fromkeys(table[path[-1]] for path, table in _hub_models(tree)))
 
 
 def _hub_models(tree: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """Yield each key of a hub model, and its table."""
     for pattern in MODEL_KEYS:
         for path, table in find_keys(tree, pattern):
             name = table[path[-1]]
@@ -75,7 +74,7 @@ def _hub_models(tree: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[st
 
 
 def download(name: str) -> str:
-    """Return a snapshot's folder, from the cache if the hub can't be reached.
+    """Return a snapshot's folder, from the cache if the hub is unreachable.
 
     Raises:
         HubError: no such model or revision, no access, no connection, or no weights.
@@ -86,7 +85,7 @@ def download(name: str) -> str:
 
 
 def find(name: str) -> str:
-    """Return, within seconds, a complete snapshot's folder, or `ID@COMMIT` of one that has to be downloaded.
+    """Return, within seconds, a complete snapshot's folder, or `ID@COMMIT` of one to download.
 
     Raises:
         HubError: as `download`.

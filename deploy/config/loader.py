@@ -1,6 +1,6 @@
 """Configurations from YAML and `key=value` overrides.
 
-Invariant: a `ConfigError` lists all issues, before the start.
+Invariant: a `ConfigError` lists all issues before the start.
 """
 
 import copy
@@ -44,7 +44,7 @@ PATH_KEYS = (
     *DATA_KEYS,
     *MODEL_KEYS,
 )
-"""Local paths' keys; `*` stands for any name."""
+"""Keys of local paths; `*` stands for any name."""
 _composing = threading.Lock()
 """Hydra's state is global."""
 
@@ -56,7 +56,7 @@ def load_run(
     cores: float | None = None,
     nodes: Sequence[ClusterNode] | None = None,
 ) -> RunConfig:
-    """Compose, validate and check a run. Raises `ConfigError` with every issue.
+    """Compose, validate and check a run; raises `ConfigError` with every issue.
 
     cores, nodes: of the cluster; None: of this machine.
     """
@@ -69,14 +69,14 @@ def load_run(
 
 
 def read_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a configuration, without checks of this machine. Raises `ConfigError`."""
+    """Read a configuration, without checks of this machine; raises `ConfigError`."""
     tree = None if overrides else _read_complete(path)
     tree = _compose_saved(path, overrides) if tree is None else _at_home(path, tree)
     return validate_tree(tree, source=str(path))
 
 
 def _read_complete(path: Path) -> dict[str, Any] | None:
-    """Read a file without Hydra, whose import takes half a second; None if it includes others or can't be read."""
+    """Read a file without Hydra, whose import is slow; None if it includes others or is unreadable."""
     from yaml import YAMLError
 
     try:
@@ -94,14 +94,14 @@ def _compose_saved(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _at_home(path: Path, tree: dict[str, Any]) -> dict[str, Any]:
-    """Make a saved configuration's `output_dir` its folder, even moved or copied."""
+    """Set a saved configuration's `output_dir` to its folder."""
     if path.name == CONFIG and identify(path.parent) is not None:
         tree["output_dir"] = str(path.parent.resolve())
     return tree
 
 
 def read_document(document: str | dict[str, Any], *, working_dir: Path | None = None) -> RunConfig:
-    """Validate a YAML text or tree, without checks of this machine and user code; download no model.
+    """Validate a YAML text or tree, without checks of this machine, user code and downloads.
 
     working_dir: base of relative paths; None keeps them.
 
@@ -118,7 +118,7 @@ def read_document(document: str | dict[str, Any], *, working_dir: Path | None = 
 
 
 def _validate_models(tree: dict[str, Any], resolve: Callable[[str], str], source: str = "") -> RunConfig:
-    """Validate a canonical tree, and then resolve the models of the hub that it names."""
+    """Validate a canonical tree, then resolve its hub models."""
     config = validate_tree(tree, source)
     resolved, issues = resolve_models(tree, resolve)
     if issues:
@@ -136,7 +136,7 @@ def _validate_models(tree: dict[str, Any], resolve: Callable[[str], str], source
 
 
 def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Compose a YAML file and overrides with Hydra. Raises `ConfigError`."""
+    """Compose a YAML file and overrides with Hydra; raises `ConfigError`."""
     from omegaconf import OmegaConf
 
     path = find_config(path)
@@ -151,7 +151,7 @@ def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def compose_files(path: Path, overrides: Sequence[str] = ()) -> tuple["DictConfig", object]:
-    """Return a file with those of its defaults list and overrides, unresolved, and its own tree. Raises `ConfigError`."""
+    """Return a file with its defaults list and overrides, unresolved, and its own tree; raises `ConfigError`."""
     from hydra import compose, initialize_config_dir
 
     if path.suffix != ".yaml":
@@ -168,7 +168,6 @@ def compose_files(path: Path, overrides: Sequence[str] = ()) -> tuple["DictConfi
 
 @contextmanager
 def readable(path: Path) -> Generator[None]:
-    """Raise `ConfigError` for a file that can't be composed."""
     import yaml
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -202,12 +201,12 @@ def _without_variables(
 
 
 def is_known(key: str) -> bool:
-    """Return True for a top-level key, in any spelling."""
+    """Return whether a top-level key is known, in any spelling."""
     return key in RunConfig.model_fields or any(key == alias.partition(".")[0] for alias in (*KEYS, *NEUTRAL))
 
 
 def find_config(path: Path) -> Path:
-    """Return the file, or else the packaged configuration (`recipes/ppo`). Raises `ConfigError`."""
+    """Return the file, or the packaged configuration (`recipes/ppo`); raises `ConfigError`."""
     if path.is_file():
         return path
     for packaged in (CONFIGS / path, CONFIGS / f"{path}.yaml"):
@@ -217,7 +216,7 @@ def find_config(path: Path) -> Path:
 
 
 def packaged_configs() -> dict[str, str]:
-    """Return packaged names, each with its file's first comment."""
+    """Return packaged names with their files' first comments."""
     files = {str(file.relative_to(CONFIGS).with_suffix("")): file for file in sorted(CONFIGS.rglob("*.yaml"))}
     return {name: _first_comment(file) for name, file in files.items()}
 
@@ -230,7 +229,7 @@ def _first_comment(file: Path) -> str:
 
 
 def parse_document(text: str) -> dict[str, Any]:
-    """Parse a YAML text. Raises `ConfigError` for no mapping, an exceeded limit, or interpolations."""
+    """Parse a YAML mapping; raises `ConfigError`, also for exceeded limits and interpolations."""
     from yaml import YAMLError
 
     if len(text) > MAX_DOCUMENT_CHARS:
@@ -246,7 +245,7 @@ def parse_document(text: str) -> dict[str, Any]:
 
 
 def validate_tree(tree: dict[str, Any], source: str = "") -> RunConfig:
-    """Validate a tree strictly as JSON. Raises `ConfigError` with every rejected key."""
+    """Validate a tree strictly as JSON; raises `ConfigError` with every rejected key."""
     try:
         text = json.dumps(recompute_cut_logprobs(tree))
         if JSON_NUL in text:
@@ -261,7 +260,7 @@ def validate_tree(tree: dict[str, Any], source: str = "") -> RunConfig:
 
 
 def resolve_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a canonical tree, relative paths resolved against `folder`."""
+    """Resolve a canonical tree's relative paths against `folder`."""
     resolved = {"output_dir": str(RunConfig.model_fields["output_dir"].default), **copy.deepcopy(tree)}
     for pattern in PATH_KEYS:
         for path, table in find_keys(resolved, pattern):
@@ -287,7 +286,8 @@ def dump_yaml(config: RunConfig) -> str:
 def _allow_new_keys(overrides: Sequence[str]) -> list[str]:
     """Prefix overrides with `++`, so that our validation reports unknown keys.
 
-    URLs with options (`redis.url=rediss://host?ssl_ca_certs=/ca.pem`) are quoted: Hydra's values end at an equals sign.
+    URLs with options (`redis.url=rediss://host?ssl_ca_certs=/ca.pem`) are quoted, as Hydra's values end at an equals
+    sign.
     """
     return [text if text.startswith(("+", "~")) else f"++{_quote_url(text)}" for text in overrides]
 
@@ -301,7 +301,7 @@ def _quote_url(override: str) -> str:
 
 
 def canonical_tree(tree: Any, source: str = "") -> dict[str, Any]:
-    """Return the tree with canonical keys and values. Raises `ConfigError` for no mapping, or keys in two spellings."""
+    """Return the tree with canonical keys and values; raises `ConfigError`."""
     if not isinstance(tree, dict):
         raise ConfigError([ConfigIssue("", "expected a mapping of keys to values")], source)
     canonical, issues = canonicalize({str(key): value for key, value in tree.items()})

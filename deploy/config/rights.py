@@ -1,7 +1,7 @@
-"""Code, programs and folders that a configuration names, compared with a caller's rights.
+"""Code, programs and folders of a configuration, compared with a caller's rights.
 
-Invariant: every such key is yielded here (tests/deploy/config/test_rights.py sorts all that take a text). Modules are
-compared before and after import: an allowed module's namespace also holds what it imports.
+Invariant: every such key is yielded here. Modules are compared before and after import: an allowed module also has what
+it imports.
 """
 
 import inspect
@@ -25,11 +25,11 @@ OWN_PACKAGE = "offbeat"
 TEXT_ENGINE_KEYS = ("dtype", "kv_cache_dtype")
 """Engine arguments that may be texts; others name classes, plugins, files or hosts."""
 CODE_ENGINE_KEYS = ("trust_remote_code",)
-"""Switches that make the engine run a model folder's code."""
+"""Switches to run a model folder's code."""
 
 
 class CodePath(NamedTuple):
-    """Module that a key names, and `:` with its object, if any."""
+    """Module of a key, and `:` with its object, if any."""
 
     key: str
     path: str
@@ -42,7 +42,7 @@ class CodePath(NamedTuple):
 def check_rights(config: RunConfig, rights: Rights, table: str = "") -> Iterator[ConfigIssue]:
     """Yield what `rights` do not cover, without imports.
 
-    table: configuration table of the rights, such as `control`; empty: the service's.
+    table: of the rights, such as `control`; empty: the service's.
     """
     prefix = f"{table}." if table else ""
     if not rights.any_module:
@@ -71,9 +71,9 @@ def _check_code(config: RunConfig, rights: Rights, key: str) -> Iterator[ConfigI
 
 
 def check_definitions(config: RunConfig, rights: Rights, on_step: OnStep) -> Iterator[ConfigIssue]:
-    """Import what the configuration names; yield what allowed modules have from elsewhere.
+    """Import the configuration's modules; yield foreign objects of allowed ones.
 
-    A module that can't be imported is left to its key's checks.
+    Modules that can't be imported have issues of their own.
     """
     if rights.any_module:
         return
@@ -101,7 +101,7 @@ def _is_env(value: object) -> bool:
 
 
 def code_paths(config: RunConfig) -> Iterator[CodePath]:
-    """Yield the configuration's modules, without Offbeat's own by short names."""
+    """Yield the configuration's modules, except Offbeat's short names."""
     for tag, env in config.custom_envs.items():
         yield from _env_code(f"custom_envs.{tag}", env.env_type, env.env_config)
         if env.agent_runner and env.agent_runner.path:

@@ -1,7 +1,7 @@
 """JSON Schema of a run's file, for editors: keys, types, ranges, choices and docs.
 
-It is of the file before it is composed: `${...}` may stand for a value, and other spellings of keys are known. Required
-keys, conditions between keys, and variables at the top level are known to `offbeat config validate` alone.
+It describes the file before composition: `${...}` may replace a value, and other spellings of keys are valid. Required
+keys, conditions between keys, and top-level variables are left to `offbeat config validate`.
 """
 
 import json
@@ -15,7 +15,7 @@ from offbeat.trainer.config.aliases import KEYS, NEUTRAL, VALUES
 
 Schema = dict[str, Any]
 DIALECT = "http://json-schema.org/draft-07/schema#"
-"""The newest one that YAML language servers know in full."""
+"""Newest dialect that YAML language servers support in full."""
 FILE = "run.schema.json"
 INTERPOLATION = {"$ref": "#/$defs/Interpolation"}
 HYDRA: Schema = {
@@ -25,7 +25,6 @@ HYDRA: Schema = {
 
 
 def run_schema() -> Schema:
-    """Return the schema of a run's file."""
     schema = RunConfig.model_json_schema()
     definitions: Schema = schema.pop("$defs")
     root = {"properties": schema["properties"]}
@@ -55,14 +54,14 @@ def run_schema() -> Schema:
 
 
 def run_schema_text() -> str:
-    """Return the schema as JSON of one line per key or reference, with references in draft 7's place."""
+    """Return the schema as JSON, one line per key or reference."""
     text = json.dumps(run_schema(), indent=1, ensure_ascii=False)
     text = re.sub(r'\{\s+("\$ref": "[^"]+")\s+\}', r"{\1}", text)
     return text.replace('"#/$defs/', '"#/definitions/') + "\n"
 
 
 def _tidy(schema: Schema) -> Schema:
-    """Leave out titles that repeat the key, and defaults of whole tables."""
+    """Remove titles that repeat the key, and defaults of tables."""
     kept = {name: value for name, value in schema.items() if name != "title"}
     if isinstance(kept.get("default"), dict | list) and kept["default"]:
         del kept["default"]
@@ -81,7 +80,7 @@ def _add_spelling(root: Schema, definitions: Schema, key: str, target: str) -> N
 
 
 def _add_values(root: Schema, definitions: Schema, key: str, values: tuple[object, ...], description: str) -> None:
-    """Accept more values of a key, which may be one that has no other."""
+    """Accept further values of a key."""
     table = _find(root, definitions, key.rpartition(".")[0], create=True) if "." in key else root
     if table is None or "properties" not in table:
         return
@@ -111,7 +110,6 @@ def _find(root: Schema, definitions: Schema, key: str, *, create: bool) -> Schem
 
 
 def _table(schema: Schema | None, definitions: Schema) -> Schema | None:
-    """Return the table that a schema refers to."""
     if not isinstance(schema, dict):
         return None
     for option in (schema, *schema.get("anyOf", ())):
@@ -123,7 +121,7 @@ def _table(schema: Schema | None, definitions: Schema) -> Schema | None:
 
 
 def _or_interpolation(schema: Schema, *, is_property: bool = True) -> Schema:
-    """Accept `${...}` in place of a value, or of a table under a name of the user's."""
+    """Accept `${...}` in place of a value or of a user-named table."""
     if is_property and _is_table(schema):
         return schema  # an editor then names the mistake within it
     schema = dict(schema)
@@ -154,7 +152,7 @@ def _options(schema: Schema) -> Iterator[Schema]:
 
 
 def _either(schema: Schema, other: Schema) -> Schema:
-    """Return both as alternatives, with what an editor shows of the first."""
+    """Return alternatives, annotated as the first."""
     shown = {name: schema[name] for name in ("description", "default", "deprecated") if name in schema}
     options = [{name: value for name, value in each.items() if name not in shown} for each in _options(schema)]
     return {**shown, "anyOf": [*options, other]}

@@ -1,4 +1,4 @@
-"""Checks of a run in a process with a time limit: user code may hang, crash or print."""
+"""Checks of a run in a process with a time limit."""
 
 import json
 import tempfile
@@ -26,7 +26,7 @@ async def check_in_process(
     models: bool = True,
     timeout_s: float = CHECK_TIMEOUT_S,
 ) -> None:
-    """Check a configuration that `check_rights` accepts. models: False while they have to be downloaded.
+    """Check a configuration after `check_rights`. models: False before their download.
 
     Raises:
         RightsError: it reaches foreign code through an allowed module.

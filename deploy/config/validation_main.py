@@ -18,7 +18,7 @@ Issue = tuple[str, str, str | None]
 
 
 def _observer(stage_file: str) -> OnStep:
-    """Record the running step in a file, which outlives this process."""
+    """Record the running step in a file."""
 
     def note(key: str, doing: str) -> None:
         Path(stage_file).write_text(f"{key}\n{doing}", errors="replace")

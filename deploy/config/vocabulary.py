@@ -20,7 +20,7 @@ class MissingWordsError(Exception):
 
 
 def collect_words(config: RunConfig) -> tuple[str, ...]:
-    """Return the envs' distinct words in a stable order. Raises `MissingWordsError`."""
+    """Return the envs' distinct words in a stable order; raises `MissingWordsError`."""
     return tuple(dict.fromkeys(_words(config)))
 
 
@@ -47,7 +47,7 @@ def _words(config: RunConfig) -> Iterator[str]:
 
 
 def _words_of_teachers(config: RunConfig) -> Iterator[str]:
-    """Yield tiny teachers' words in the order of their ids, since a teacher needs the policy's ids."""
+    """Yield tiny teachers' words in the order of their ids, which the policy needs."""
     for teacher in config.teacher.values():
         path = Path(teacher.model_args.model_name_or_path) / "tokenizer.json"
         if not path.is_file():
@@ -82,7 +82,7 @@ def _words_of_value(value: object) -> Iterator[str]:
 
 
 def _words_of_instance(env: CustomEnv) -> tuple[str, ...] | None:
-    """Return the words that depend on an env's settings, if any."""
+    """Return the words that depend on an env's settings."""
     try:
         instance = registry.make(env.env_type, env.env_config)
     except Exception:  # a user's env may raise anything, which the check of its first prompt reports

@@ -1,6 +1,4 @@
-"""YAML of bounded cost: limits on depth and size, aliases counted but not expanded (a few lines can yield billions of
-values), libyaml's parser if available.
-"""
+"""YAML of bounded cost: limits on depth and size, aliases counted but not expanded, libyaml's parser if available."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,10 +12,10 @@ MAX_DEPTH = 50
 MAX_VALUES = 100_000
 MAX_CHARS = 1_000_000
 MAX_NUMBER_CHARS = 400
-"""Longest number; float64 needs at most 310 digits before the point."""
+"""Float64 needs at most 310 digits before the point."""
 TOO_DEEP = ConfigIssue("", f"nested deeper than {MAX_DEPTH} levels")
 LIBYAML_TOO_DEEP = "exceeded maximum nesting depth"
-"""Problem that libyaml 0.2.6 reports at its own, higher limit, up to which it reads ahead of the events."""
+"""Of libyaml 0.2.6, at its own, higher limit."""
 
 FastLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -59,7 +57,7 @@ for _kind in ("int", "float", "bool", "null", "timestamp"):
 
 
 def load_yaml(text: str) -> object:
-    """Parse a YAML text that `check_yaml_limits` accepts. Raises `yaml.YAMLError`."""
+    """Parse a YAML text that `check_yaml_limits` accepts; raises `yaml.YAMLError`."""
     loader = Loader(text)
     try:
         return loader.get_single_data()
@@ -68,7 +66,7 @@ def load_yaml(text: str) -> object:
 
 
 def check_yaml_limits(text: str) -> ConfigIssue | None:
-    """Return the exceeded limit, if any. Raises `yaml.YAMLError`."""
+    """Return the exceeded limit, if any; raises `yaml.YAMLError`."""
     try:
         return _exceeded_limit(text)
     except yaml.MarkedYAMLError as error:

@@ -1,1 +1,1 @@
-"""A run's folder, read for the console."""
+"""Run folders, read for the console."""

@@ -30,7 +30,7 @@ from offbeat.services.rollout.tasks import train_task
 from offbeat.trainer.training.checkpoint import PREFIX, CheckpointError, read_checkpoint
 
 PRIVATE = ("control", "redis", "system_envs", "tracker_kwargs", "weights.url")
-"""Keys that may hold passwords, or say nothing about training."""
+"""May hold passwords, or irrelevant to training."""
 
 
 class FolderArchive:
@@ -88,7 +88,7 @@ class FolderArchive:
             return render_frames(EpisodeToReplay(env, trajectory.seed, answers, digests))
 
     def _kept_step(self, number: int) -> int:
-        """Return the step that keeps a group's trajectories. Raises `UnknownGroupError`, `NotRecordedError`."""
+        """Return the step that keeps a group's trajectories; raises `UnknownGroupError`, `NotRecordedError`."""
         life = self._groups.find(number)
         if life.step is None:
             raise NotRecordedError(f"group {number} is not trained: trajectories are kept with their step's batch")
@@ -118,7 +118,6 @@ class FolderArchive:
             return list(self._groups.lives.values())
 
     def latest(self) -> dict[str, float | None]:
-        """Return the newest value of each metric."""
         return self.series([], "step", None, 1).last
 
     def _refresh(self) -> None:
@@ -142,7 +141,7 @@ class FolderArchive:
 
 
 def find_checkpoint(folder: Path, step: int) -> Path:
-    """Return a complete checkpoint. Raises `NotRecordedError`."""
+    """Return a complete checkpoint; raises `NotRecordedError`."""
     checkpoints = folder / "checkpoints"
     path = checkpoints / f"{PREFIX}{step:06d}"
     if not path.is_dir():

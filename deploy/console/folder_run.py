@@ -1,4 +1,4 @@
-"""View of a run, from its folder alone."""
+"""View of a run from its folder."""
 
 from collections import Counter
 from pathlib import Path
@@ -74,7 +74,7 @@ def view_folder(archive: FolderArchive) -> RunView:
 
 
 def live_url(folder: Path) -> str | None:
-    """Return the address of the control service that runs the folder's run, if one does."""
+    """Return the address of the folder's control service, if any."""
     endpoints = run_folder.read_endpoints(folder)
     return endpoints.control_url if endpoints else None
 

@@ -1,4 +1,4 @@
-"""Frames of a recorded episode, which is played again in a process of its own with a time limit."""
+"""Frames of a recorded episode, replayed in a process with a time limit."""
 
 import asyncio
 import base64
@@ -24,7 +24,7 @@ class EpisodeToReplay:
 
 
 def render_frames(episode: EpisodeToReplay) -> FramesView:
-    """Return a frame for each observation. Raises `NotRecordedError` if the env draws none, or plays otherwise."""
+    """Return a frame per observation; raises `NotRecordedError` without frames or for another course."""
     if not all(episode.digests):
         raise NotRecordedError("the episode can't be played again: it has no digests of its observations")
     frames, difference = asyncio.run(_ask(episode))

@@ -1,4 +1,4 @@
-"""Process that plays one episode again (`frames`)."""
+"""Process that replays one episode."""
 
 import io
 
@@ -12,7 +12,7 @@ from offbeat.trainer.rendering.episodes import Frame, make_rendered, render_fram
 
 
 def render(env_text: str, seed: int, answers: list[str], digests: list[str]) -> tuple[list[bytes], int | None]:
-    """Return the frames, none if the env draws none, and the first turn whose observation differs."""
+    """Return the frames, if any, and the first turn whose observation differs."""
     custom = CustomEnv.model_validate_json(env_text)
     env = make_rendered(custom.env_type, dict(custom.env_config))
     try:

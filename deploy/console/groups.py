@@ -16,12 +16,12 @@ from offbeat.services.control.schemas import finite
 from offbeat.trainer.learner.step_ledger import STEPS_FILE, parse_journal_line
 
 REFRESH_INTERVAL_S = 0.5
-"""Bounds the cost of callers that ask without pause."""
+"""Bounds the cost of frequent callers."""
 MASKED = "its batch counted it in denominators alone: no signal, or filtered"
 
 
 class GroupIndex:
-    """Lives by number; `refresh` reads what was appended."""
+    """Lives by number; `refresh` reads appended ones."""
 
     def __init__(self, folder: Path) -> None:
         self._event_tail = JsonLinesTail(folder / LEDGER_FILE)
@@ -94,7 +94,7 @@ def staleness_of(life: GroupLife) -> int | None:
 def select(
     lives: Iterable[GroupLife], query: GroupQuery, tag_of: Callable[[GroupLife], str], ratios: dict[int, float]
 ) -> list[GroupLife]:
-    """Return the lives that a query selects, in its order. ratios: largest ratio of groups, where known."""
+    """Return the selected lives in order. ratios: largest ratio of groups, if known."""
     states = set(query.states)
     chosen = [
         life
@@ -119,7 +119,7 @@ def _fits_reward(life: GroupLife, query: GroupQuery) -> bool:
 
 
 def _rank(life: GroupLife, sort: GroupSort, ratios: dict[int, float]) -> float:
-    """Return a key that is smallest for the first; groups without the value come last."""
+    """Return a sort key; groups without the value come last."""
     match sort:
         case GroupSort.NUMBER:
             return 0.0

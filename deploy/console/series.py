@@ -1,6 +1,6 @@
 """Metrics of `metrics.jsonl` as columns: `source/name`, evaluations as `eval-<sampling>/name`.
 
-Invariant: a step that a later learner repeated counts once, with its last values.
+Invariant: a repeated step counts once, with its last values.
 """
 
 from array import array
@@ -20,20 +20,19 @@ LEARNER, EVALUATION, COMMAND = "learner", "eval", "command"
 
 
 class _Places:
-    """Places of the rows on each axis; columns refer to rows by number."""
+    """Rows on each axis; columns refer to them by number."""
 
     def __init__(self) -> None:
         self.axes: dict[Axis, array[float]] = {"step": array("d"), "time": array("d"), "trajectories": array("d")}
 
     def add(self, step: float, time: float, trajectories: float) -> int:
-        """Append a row and return its number."""
         for axis, place in zip(self.axes.values(), (step, time, trajectories), strict=True):
             axis.append(place)
         return len(self.axes["step"]) - 1
 
 
 class _Column:
-    """Points of a metric, ascending in their rows' places."""
+    """Points of a metric, ascending."""
 
     __slots__ = ("rows", "values")
 
@@ -42,7 +41,6 @@ class _Column:
         self.values = array("d")
 
     def drop_from(self, step: float, steps: "array[float]") -> None:
-        """Drop the points from a step on."""
         while self.rows and steps[self.rows[-1]] >= step:
             self.rows.pop()
             self.values.pop()
@@ -67,7 +65,7 @@ class SeriesIndex:
         self._newest_id = (0, 0)
         self._step = 0.0
         self._trajectories: list[tuple[float, float]] = [(0.0, 0.0)]
-        """Step and trajectories trained up to it, ascending in step."""
+        """Step and trajectories trained up to it, ascending."""
 
     def refresh(self) -> None:
         if self._tail.restarted():

@@ -1,4 +1,4 @@
-"""The page and the reading routes over run folders, without a mesh."""
+"""The page and the read routes over run folders, without a mesh."""
 
 import asyncio
 from pathlib import Path
@@ -18,7 +18,7 @@ from offbeat.services.control.schemas import RunsView, RunView
 
 
 class FolderRuns:
-    """Runs by name; of two folders with one name, the newest."""
+    """By name; of equal names, the newest."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -50,7 +50,7 @@ class FolderRuns:
 
 
 def create_folder_api(root: Path) -> FastAPI:
-    """Build the API; local programs alone may call."""
+    """Build the API, for local programs."""
     api, runs = FastAPI(title="Offbeat", version="1"), FolderRuns(root)
 
     async def open_archive(run_id: str) -> RunArchive:

@@ -1,5 +1,3 @@
-"""JSON Lines file that is read as it grows."""
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ DECODER = msgspec.json.Decoder()
 
 
 class JsonLinesTail:
-    """Position in a file; a replaced or shortened one is read from its start."""
+    """Position in a growing file; a replaced or shortened one is read from its start."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -32,7 +30,7 @@ class JsonLinesTail:
         return self._offset == 0
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Yield new complete rows, passing over malformed ones."""
+        """Yield new complete rows, except malformed ones."""
         if not self._path.is_file():
             return
         with self._path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Recorded trajectories, with what the learner made of each token."""
+"""Recorded trajectories with token outcomes."""
 
 import base64
 from collections import Counter
@@ -50,7 +50,6 @@ class RecordedTrajectories:
             del self._tokens[step]
 
     def max_ratios(self) -> dict[int, float]:
-        """Return the largest ratio of each group of the kept steps."""
         ratios: dict[int, float] = {}
         for step in sorted(self.steps)[-MAX_CACHED_STEPS:]:
             for tokens in self._of_step(step):
@@ -88,7 +87,7 @@ class RecordedTrajectories:
         )
 
     def episode(self, step: int, number: int, index: int) -> tuple[Trajectory, list[str]]:
-        """Return a trajectory and what it answered, without special tokens. Raises `NotRecordedError`."""
+        """Return a trajectory and its answers without special tokens; raises `NotRecordedError`."""
         trajectory = self._find(step, number, index)
         if trajectory.text:
             return trajectory, list(trajectory.text[2::2])
@@ -121,7 +120,7 @@ class RecordedTrajectories:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        """Tokenizer of the run's policy; None if it is not on this host."""
+        """Return the policy's tokenizer, if on this host."""
         file = self._model_folder() / "tokenizer.json"
         try:
             # The import of transformers, for the other kinds, takes seconds
@@ -180,7 +179,7 @@ def _segments(trajectory: Trajectory, tokens: TrajectoryTokens | None) -> list[S
 
 
 def _sampled_places(trajectory: Trajectory) -> list[tuple[int, npt.NDArray[np.int64]]]:
-    """Return each turn's segment and its sampled tokens: in order, those of `TrajectoryTokens`."""
+    """Return each turn's segment and sampled tokens, in the order of `TrajectoryTokens`."""
     return [
         (turn.segment, turn.start + np.flatnonzero(trajectory.segments[turn.segment].loss_mask[turn.start : turn.end]))
         for turn in trajectory.turns

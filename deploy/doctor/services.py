@@ -23,7 +23,7 @@ from offbeat.services.redis.url_file import read_url_file
 TIMEOUT_S = 2.0
 REDIS_VARIABLE = "OFFBEAT_REDIS"
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
-"""Ray's own note of the address of what `ray start` started here."""
+"""Ray's record of the address of `ray start`."""
 AUTH_VARIABLE = "RAY_AUTH_MODE"
 
 
@@ -49,7 +49,7 @@ def _check_redis_server() -> InstallationFinding:
 
 
 def _check_redis(runs: Path) -> Iterator[InstallationFinding]:
-    """Check a Redis that is named by the environment or by a deployed mesh."""
+    """Check the Redis of the environment or a deployed mesh."""
     file = runs / URL_FILE
     try:
         url = os.environ.get(REDIS_VARIABLE) or (read_url_file(file) if file.is_file() else None)
@@ -81,7 +81,6 @@ def _check_redis_at(url: str) -> InstallationFinding:
 
 
 def _check_ray() -> Iterator[InstallationFinding]:
-    """Check a cluster that runs on this machine."""
     try:
         address = CURRENT_CLUSTER.read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Watch of Ray's head processes; Ray itself takes half a minute or more to notice a death."""
+"""Watch of Ray's head processes, whose death Ray notices late."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ class HeadWatch:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Let the head end, and watch the next one."""
+        """Suspend the watch while the head is replaced."""
         with self._lock:
             yield
             self._head.clear()

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 RUN_FACTORY_PATH = "offbeat.deploy.cluster.run_factory:MeshRunFactory"
 OBJECT_STORE_BYTES = 128 * 2**20
-"""Small: data moves through Redis and the broker."""
+"""Data moves through Redis and the broker."""
 SPARE_CPUS = 2.0
 """For Ray's own actors."""
 TEMP_ROOT, TEMP_PREFIX = Path("/tmp"), "offbeat-"
@@ -89,14 +89,14 @@ class LocalMesh:
         self._ray: RayHead | None = None
         self._launched = asyncio.Event()
         self._owns_run = False
-        """False if another mesh has the run on the external Redis."""
+        """False if another mesh has the run."""
         self._shared_memory: set[Path] = set()
         self.timings: dict[str, float] = {}
-        """Seconds from the command's start to each part's."""
+        """Start of each part after the command's, s."""
 
     @property
     def redis_url(self) -> str:
-        """Redis URL with password; empty before `start`."""
+        """Return the URL with password; empty before `start`."""
         return self._redis_url
 
     @property
@@ -104,7 +104,7 @@ class LocalMesh:
         return redact(self._redis_url)
 
     async def start(self) -> ControlClient:
-        """Start everything and submit the run; `supervise` has to run meanwhile.
+        """Start everything and submit the run; `supervise` has to run concurrently.
 
         Raises:
             MeshError: a part can't be started.
@@ -137,7 +137,7 @@ class LocalMesh:
         return client
 
     async def supervise(self) -> None:
-        """Replace dead parts, from `start`'s first process on, until cancelled. Raises `MeshError`."""
+        """Replace dead parts until cancelled; raises `MeshError`."""
         await self._launched.wait()
         assert self._ray is not None
         redis = [] if self._server is None else [self._server.supervise()]
@@ -194,7 +194,6 @@ class LocalMesh:
         return RayHead(settings, logs / RAY_LOG, end_processes=self._end_ray, on_progress=self._on_progress)
 
     def _end_ray(self) -> None:
-        """End everything but Redis and the learner."""
         terminate_descendants(EXIT_GRACE_S, excluding=[*self._redis_pids(), *self._learner_pids()])
 
     def _redis_pids(self) -> list[int]:
@@ -205,7 +204,7 @@ class LocalMesh:
         return [] if self._learner is None else self._learner.pids
 
     async def watch_shared_memory(self) -> None:
-        """Record shared memory for `stop`: Ray kills resource trackers, too."""
+        """Record shared memory for `stop`, as Ray kills resource trackers."""
         while True:
             held = await asyncio.to_thread(find_shared_memory)
             self._shared_memory = held | {path for path in self._shared_memory if path.exists()}
@@ -239,7 +238,6 @@ class LocalMesh:
             return -1
 
     async def stop(self, outcome: RunState | None = None) -> None:
-        """Stop everything. outcome: state to record."""
         await asyncio.to_thread(self._stop, outcome)
 
     def kill(self) -> None:

@@ -1,6 +1,4 @@
-"""`python -m offbeat.deploy.local.parent_guard PARENT COMMAND ...`: command and descendants, orphans included, die with
-PARENT.
-"""
+"""`python -m offbeat.deploy.local.parent_guard PARENT COMMAND ...`: command and all descendants die with PARENT."""
 
 import os
 import signal
@@ -17,7 +15,6 @@ class _ParentEndedError(Exception):
 
 
 def guard_command(command: Sequence[str]) -> list[str]:
-    """Return a command that dies with the calling thread."""
     return [sys.executable, "-m", "offbeat.deploy.local.parent_guard", str(os.getpid()), *command]
 
 

@@ -18,7 +18,6 @@ RESOURCE_TRACKER_GRACE_S = 2.0
 
 
 def adopt_orphans() -> None:
-    """Reparent orphaned descendants to this process, not to init."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -37,7 +36,8 @@ def descendants(excluding: Collection[int] = ()) -> list[psutil.Process]:
 
 
 def terminate_descendants(grace_s: float, excluding: Collection[int] = ()) -> int:
-    """Terminate descendants, kill the rest after `grace_s`; return the number killed. excluding: spared with descendants."""
+    """Terminate descendants, kill the rest after `grace_s`; return the number killed. excluding: spared with
+    descendants."""
     held = find_shared_memory()
     for process in descendants(excluding):
         _signal(process, kill=False)
@@ -83,7 +83,7 @@ def remove_orphaned_shared_memory(held: Collection[Path]) -> None:
 def _split_by_use(processes: Iterable[psutil.Process]) -> tuple[set[Path], set[Path]]:
     """Return multiprocessing's files mapped by the processes, and the others.
 
-    By inode: a semaphore is mapped before it is named.
+    By inode, as a semaphore is mapped before it is named.
     """
     # Listed first: otherwise files created meanwhile would seem unused
     files = {path for pattern in MULTIPROCESSING_PATTERNS for path in SHARED_MEMORY.glob(pattern)}

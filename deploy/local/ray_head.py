@@ -49,7 +49,7 @@ ENVIRONMENT = {
 
 
 class RayDiedError(MeshError):
-    """Death of a process of Ray's head; another start may succeed."""
+    """Death of a process of Ray's head, retryable."""
 
 
 class RayHead:
@@ -72,7 +72,7 @@ class RayHead:
         self._started = asyncio.Event()
 
     def launch(self) -> None:
-        """Start the process; it dies with the calling thread."""
+        """Start the process, which dies with the calling thread."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 guard_command([sys.executable, "-m", "offbeat.deploy.local.ray_process"]),
@@ -88,18 +88,18 @@ class RayHead:
         self._send(self._settings)
 
     async def wait_until_up(self) -> None:
-        """Wait for Ray and Serve. Raises `MeshError`."""
+        """Wait for Ray and Serve; raises `MeshError`."""
         await self._reach([UP])
 
     async def start_control(self, arguments: LocalControlArgs) -> None:
-        """Start the control service. Raises `MeshError`."""
+        """Start the control service; raises `MeshError`."""
         self._control = arguments
         self._send(arguments)
         await self._reach([CONTROL])
         self._started.set()
 
     async def supervise(self) -> None:
-        """Restart a dead Ray and its control service until cancelled. Raises `MeshError`."""
+        """Restart a dead Ray and its control service until cancelled; raises `MeshError`."""
         await self._started.wait()
         while True:
             try:
@@ -109,7 +109,7 @@ class RayHead:
                 await self._reach([UP, CONTROL])
 
     def stop(self) -> None:
-        """Ask a started Ray to exit; one still starting reads no requests."""
+        """Ask a started Ray to exit."""
         if self._process is None or self._process.stdin is None or not self._started.is_set():
             return
         with suppress(BrokenPipeError):
@@ -161,7 +161,7 @@ class RayHead:
             raise MeshError(f"unexpected answer of Ray's process: {answer}; see {self._log}")
 
     async def _next_answer(self) -> dict[str, Any] | None:
-        """Return the next answer, or None once the process or its guard has ended."""
+        """Return the next answer, or None after the process's end."""
         assert self._pipe is not None
         assert self._process is not None
         receiving = asyncio.create_task(asyncio.to_thread(self._pipe.receive))

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Ray and Serve in a child process: Ray may exit it and can't be interrupted while starting.
+"""Ray and Serve in a child process, which Ray may exit.
 
 Invariant: Ray lives exactly as long as this process, which exits when its stdin closes.
 """
@@ -21,7 +21,7 @@ from offbeat.services.process import JsonLines, claim_stdout
 STATE, REASON = "state", "reason"
 """Fields of an answer."""
 UP, RETRYING, CONTROL, DIED, FAILED = "up", "retrying", "control", "died", "failed"
-"""States; the last two are final and have a reason."""
+"""The last two are final and have a reason."""
 TIMEOUT_MESSAGE = "timed out during startup"
 """Ray's error after 30 s, too short on a busy machine."""
 MAX_STARTS = 4

@@ -10,6 +10,6 @@ def termination_signals() -> tuple[signal.Signals, ...]:
 
 
 def raise_interrupt_on_signals() -> None:
-    """Raise KeyboardInterrupt on termination signals, for cleanup."""
+    """Raise KeyboardInterrupt on termination signals."""
     for number in termination_signals():
         signal.signal(number, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""Embedded Redis of a mesh, restarted when it dies or hangs; acknowledged writes, port and password stay."""
+"""Embedded Redis of a mesh, restarted when it dies or hangs, with the same writes, port and password."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ class SupervisedRedis:
 
     @property
     def url(self) -> str:
-        """URL with password; valid after `start`."""
+        """Return the URL with password; valid after `start`."""
         return self._server.url
 
     @property
@@ -36,12 +36,12 @@ class SupervisedRedis:
         return self._server.pid
 
     async def start(self) -> None:
-        """Start the server. Raises `MeshError`."""
+        """Start the server; raises `MeshError`."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._server.start)
         self._started.set()
 
     async def supervise(self) -> None:
-        """Restart the server, once started, until cancelled. Raises `MeshError`."""
+        """Restart the started server until cancelled; raises `MeshError`."""
         await self._started.wait()
         last_answer_at = last_ping_at = time.monotonic()
         while True:

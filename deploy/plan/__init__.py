@@ -1,1 +1,1 @@
-"""Simulation of a run before it is paid for (`offbeat plan`)."""
+"""Simulation of a run before its start (`offbeat plan`)."""

@@ -1,4 +1,4 @@
-"""What a planner would change in a run (`offbeat runs why --plan`)."""
+"""Advice of the planner for a run (`offbeat runs why --plan`)."""
 
 from pathlib import Path
 
@@ -14,11 +14,11 @@ from offbeat.deploy.plan.table import name_best_change
 from offbeat.services.live_settings import Settings
 
 EPISODES = 2_000
-"""Simulated for a change and a seed."""
+"""Per change and seed."""
 
 
 def advise(folder: Path, settings: Settings) -> str:
-    """Compare the run with its simulation, and name the change that helps most. settings: in force.
+    """Compare the run with its simulation, and name the best change. settings: in force.
 
     Raises `PlanError` without a readable folder, steps or episodes.
     """

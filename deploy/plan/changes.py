@@ -1,4 +1,4 @@
-"""Single changes of a setting, each of which a plan tries."""
+"""Single changes of a setting."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -7,21 +7,21 @@ from offbeat.deploy.plan.outcome import Setup
 from offbeat.deploy.plan.workload import Measures
 
 GROUP_FACTOR = 1.5
-"""Factor by which groups in play are raised."""
+"""For groups in play."""
 
 
 @dataclass(frozen=True, slots=True)
 class SettingChange:
     text: str
-    """`KEY=VALUE ...`, or what else would have to be so."""
+    """`KEY=VALUE ...`, or another requirement."""
     setup: Setup
     measures: Measures
     is_setting: bool = True
-    """False: no key of the configuration."""
+    """Whether a key of the configuration changes."""
 
 
 def single_changes(setup: Setup, measures: Measures, per_worker: int) -> Iterator[SettingChange]:
-    """per_worker: places of a worker."""
+    """Yield the changes. per_worker: slots of a worker."""
     limits = setup.limits
     members = limits.group_size + limits.redundancy
     staleness = limits.max_staleness + 1 if limits.max_staleness >= 1 else float(int(limits.max_staleness) + 1)
@@ -50,7 +50,7 @@ def single_changes(setup: Setup, measures: Measures, per_worker: int) -> Iterato
 
 
 def with_groups(setup: Setup, measures: Measures, groups: int, per_worker: int) -> SettingChange:
-    """Return a change of groups in flight, with the workers that their places take."""
+    """Return a change of groups in flight and the workers needed."""
     limits = replace(setup.limits, max_groups_in_flight=groups)
     text = f"train_env_manager.num_env_groups={groups}"
     workers = max(-(-groups * (limits.group_size + limits.redundancy) // per_worker), setup.num_workers)

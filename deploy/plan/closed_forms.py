@@ -1,4 +1,4 @@
-"""Formulas next to the simulation: what a step costs at best, and how far groups lag."""
+"""Formulas beside the simulation: least cost of a step, and lag of groups."""
 
 from dataclasses import dataclass
 
@@ -16,14 +16,14 @@ class ClosedForms:
     """Times in seconds."""
 
     episode_s: float
-    """Mean of one that waits for nothing but its turns, at the concurrency of full places."""
+    """Mean without waits, at the concurrency of full slots."""
     group_s: float
     """Mean of a group's slowest needed member."""
     train_s: float
     places_step_s: float
     """batch x mean episode / places."""
     groups_step_s: float
-    """groups per step x mean group / groups in flight: places of a group's early members stay empty."""
+    """groups per step x mean group / groups in flight, as slots of early members stay empty."""
     engine_step_s: float
     """Turns of a batch / turns per second of the engines."""
     sync_step_s: float
@@ -31,7 +31,7 @@ class ClosedForms:
 
     @property
     def ideal_step_s(self) -> float:
-        """max(train, batch x mean episode / places), which neither groups nor the bound are in the way of."""
+        """Return max(train, batch x mean episode / places), without limits by groups and staleness."""
         return max(self.train_s, self.places_step_s)
 
     @property
@@ -70,16 +70,15 @@ def closed_forms(setup: Setup, measures: Measures, seed: int = 0) -> ClosedForms
 def expected_lag(outcome: SimulatedRun, setup: Setup) -> float:
     """Return groups in play and waiting / groups per step, less half a step, plus the learner's busy share.
 
-    Little's law for groups that start at any time: such a group meets half a step on average, and while the learner trains,
-    the version of the batch in training is still to come. Under a tight bound groups start right after a version, and lag
-    less.
+    Little's law for groups that start at any time: such a group meets half a step on average, and the version of a
+    batch in training is still to come. Under a tight bound groups start right after a version, and lag less.
     """
     in_system = (outcome.playing_groups + outcome.waiting_groups) / setup.limits.groups_per_step
     return max(in_system - 0.5 + 1 - outcome.learner_idle, 0.0)
 
 
 def _turn_s(playing: float, measures: Measures, env_s: float, setup: Setup) -> float:
-    """Return a turn's time at the concurrency to which it leads. env_s: of a turn."""
+    """Return a turn's time at its fixed point of concurrency. env_s: of a turn."""
     low, high = 0.0, playing
     for _ in range(60):  # the curve rises, so the share of turns in generation has one fixed point
         generating = (low + high) / 2

@@ -1,4 +1,4 @@
-"""Distributions of times and counts, as users write them: `0.2`, `normal:0.2:0.1`, `lognormal:2:5`, `uniform:3:12`."""
+"""Distributions of times and counts: `0.2`, `normal:0.2:0.1`, `lognormal:2:5`, `uniform:3:12`."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ NUM_PARAMETERS: dict[str, int] = {"constant": 1, "normal": 2, "lognormal": 2, "e
 
 @dataclass(frozen=True, slots=True)
 class ValueDistribution:
-    """`normal` is cut off at 0; `lognormal` has the mean and standard deviation of the value itself."""
+    """`normal` is truncated at 0; `lognormal` has the mean and deviation of the value itself."""
 
     shape: Shape
     first: float
@@ -23,7 +23,7 @@ class ValueDistribution:
 
     @classmethod
     def parse(cls, text: str) -> "ValueDistribution":
-        """Raises ValueError for another form."""
+        """Parse a distribution; raises ValueError."""
         name, *numbers = text.split(":") if ":" in text else ("constant", text)
         if name not in NUM_PARAMETERS:
             raise ValueError(f"{text!r}: {name!r} is none of {', '.join(NUM_PARAMETERS)}")
@@ -54,7 +54,7 @@ class ValueDistribution:
                 return np.full(count, self.first)
 
     def draw_counts(self, rng: np.random.Generator, count: int) -> npt.NDArray[np.int64]:
-        """Return whole numbers from 1 on; `uniform` includes both ends."""
+        """Return whole numbers from 1; `uniform` includes both ends."""
         if self.shape == "uniform":
             return rng.integers(max(round(self.first), 1), max(round(self.second), 1) + 1, count)
         return np.maximum(np.rint(self.draw(rng, count)), 1).astype(np.int64)

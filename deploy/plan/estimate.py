@@ -1,4 +1,4 @@
-"""A setting's expected rates: means over simulated runs of several seeds."""
+"""A setting's expected rates: means over seeds."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Effort:
 
     @classmethod
     def for_batch(cls, batch: int, episodes: int = 6_000) -> "Effort":
-        """Return steps that play about as many episodes, with their warm-up."""
+        """Return steps of about as many episodes, with warm-up."""
         steps = min(max(episodes // batch, 12), 60)
         return cls(steps + steps // 4, steps // 4)
 
@@ -35,7 +35,7 @@ class Estimate:
     step_s: float
     lag: float
     lags: dict[int, float]
-    """Share of trained groups by lag."""
+    """Share of trained groups."""
     learner_idle: float
     places_empty: float
     dropped: dict[str, float]
@@ -45,7 +45,7 @@ class Estimate:
     playing_groups: float
     waiting_groups: float
     generating: float
-    """Turns in generation; 0 if a turn's time does not depend on it."""
+    """Turns in generation; 0 if a turn's time is constant."""
     worker_busy: float
     buffer_busy: float
     expected_lag: float
@@ -54,7 +54,7 @@ class Estimate:
 
 
 def estimate(setup: Setup, measures: Measures, effort: Effort | None = None, *, seed: int = 0) -> Estimate:
-    """Raises ValueError if no group can start."""
+    """Simulate; raises ValueError if no group can start."""
     size = effort or Effort.for_batch(setup.batch)
     outcomes = [Simulation(setup, measures, seed + i).run(size.steps, size.warm_up) for i in range(size.seeds)]
     rates = [outcome.trajectories_per_s for outcome in outcomes]

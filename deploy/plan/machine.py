@@ -1,4 +1,4 @@
-"""What a plan may use: GPUs and CPUs, and how engines, workers and learner share them."""
+"""Machine of a plan, divided between engines, workers and learner."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from offbeat.deploy.plan.workload import Measures
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`gpus` and `cpus` of None are unlimited, and then engines and learner stay as they are configured."""
+    """`gpus` and `cpus` of None are unlimited; engines and learner then stay as configured."""
 
     gpus: int | None = None
     cpus: float | None = None
@@ -18,7 +18,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class PartSizes:
-    """Devices that the parts of a run take."""
+    """Devices of a run's parts."""
 
     on_gpus: bool
     per_engine: int
@@ -54,7 +54,7 @@ class PartSizes:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Engines and learner of a machine. Training is taken to scale with the learner's processes."""
+    """Engines and learner of a machine; training scales with the learner's processes."""
 
     setup: Setup
     measures: Measures
@@ -62,7 +62,7 @@ class Division:
 
 
 def divisions(machine: Machine, sizes: PartSizes, setup: Setup, measures: Measures) -> Iterator[Division]:
-    """Yield ways to divide a machine; without limits, the configured one alone."""
+    """Yield divisions of a machine; without limits, the configured one."""
     if machine.gpus is None and machine.cpus is None:
         yield Division(setup, measures, sizes.learner_processes)
         return
@@ -80,7 +80,7 @@ def divisions(machine: Machine, sizes: PartSizes, setup: Setup, measures: Measur
 
 
 def _counts(machine: Machine, sizes: PartSizes) -> list[int]:
-    """Return numbers of engines to try: up to 8 evenly spaced ones."""
+    """Return up to 8 evenly spaced numbers of engines."""
     rooms: list[int] = []
     if machine.gpus is not None and sizes.on_gpus:
         rooms.append((machine.gpus - 1) // sizes.per_engine)

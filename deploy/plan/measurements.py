@@ -1,7 +1,6 @@
-"""Measures of a run that was made: its metrics and its recorded batches.
+"""Measures of a run, from its metrics and recorded batches.
 
-A turn's time is fitted over the concurrency that the run had, and extrapolates beyond it; training's time is fitted over
-tokens.
+A turn's time is fitted over the run's concurrency, training's time over tokens.
 """
 
 from collections import defaultdict
@@ -26,10 +25,10 @@ from offbeat.trainer.training.batch_log import BatchLog
 
 Floats = npt.NDArray[np.float64]
 ANNOUNCE_S = 0.01
-"""Assumed time from a publish's return to its announcement, which no metric holds."""
+"""Assumed time from a publish's return to its announcement."""
 WARM_UP_STEPS = 1
 FITTED_TO = 4.0
-"""Factor beyond the highest concurrency seen up to which the fitted line is given."""
+"""Factor beyond the highest measured concurrency for the fitted line."""
 
 
 class PlanError(Exception):
@@ -49,7 +48,7 @@ class MetricRow:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measures, and what the run itself achieved with them."""
+    """Measures, and the run's own results."""
 
     measures: Measures
     trajectories_per_s: float
@@ -64,7 +63,7 @@ class Measured:
 
 
 def read_measures(folder: Path, config: RunConfig) -> Measured:
-    """Read a run's folder. Raises `PlanError` without steps."""
+    """Read a run's folder; raises `PlanError` without steps."""
     path = folder / METRICS_FILE
     try:
         path.stat()  # `read_records` takes a missing file for an empty one
@@ -78,7 +77,7 @@ def read_measures(folder: Path, config: RunConfig) -> Measured:
 
 
 def read_rows(path: Path) -> Iterator[MetricRow]:
-    """Yield a run's metric records, each once, without values that were not finite."""
+    """Yield a run's metric records, each once, without non-finite values."""
     for record in read_records(path):
         stored = current_names(record["source"], record["values"])
         values = {name: value for name, value in stored.items() if value is not None}
@@ -88,7 +87,7 @@ def read_rows(path: Path) -> Iterator[MetricRow]:
 def measure(
     rows: Sequence[MetricRow], groups: Sequence[Sequence[Trajectory]], *, num_replicas: int = 1, where: str = "the run"
 ) -> Measured:
-    """Raises `PlanError` without steps or episodes."""
+    """Measure a run; raises `PlanError` without steps or episodes."""
     steps = sorted((row for row in rows if row.source == "learner" and "time/step_s" in row.values), key=_by_time)
     played = [row for row in rows if row.source == "rollout" and row.labels.get("kind", "train") == "train"]
     if len(steps) < WARM_UP_STEPS + 2:
@@ -129,7 +128,7 @@ def measure(
 
 
 def read_batches(folder: Path, config: AlgorithmConfig) -> tuple[list[StepBatch], tuple[str, ...]]:
-    """Read the recorded batches of a run, and say what is left out."""
+    """Read a run's recorded batches, and name what is missing."""
     log, batches = BatchLog(folder), list[StepBatch]()
     versions = log.steps()
     for version in versions:
@@ -142,7 +141,7 @@ def read_batches(folder: Path, config: AlgorithmConfig) -> tuple[list[StepBatch]
 def _workload(
     groups: Sequence[Sequence[Trajectory]], played: Sequence[MetricRow], turn_s: float
 ) -> tuple[MeasuredWorkload, tuple[str, ...]]:
-    """Return recorded groups, weighted to the mean time of all episodes, since groups without signal are not recorded."""
+    """Return recorded groups, weighted to the mean time of all episodes, as groups without signal are not recorded."""
     finished = [row for row in played if row.values.get("episodes") and "episode_s" in row.values]
     num = sum(row.values["episodes"] for row in finished)
     mean_s = sum(row.values["episodes"] * row.values["episode_s"] for row in finished) / max(num, 1.0)
@@ -161,7 +160,8 @@ def _episode(trajectory: Trajectory, turn_s: float) -> PlannedEpisode:
 
 
 def _tilt(times: Floats, mean: float) -> list[float]:
-    """Return weights (1 in all) of least relative entropy to equal ones under which `times` have a mean, or come closest."""
+    """Return weights (1 in all) of least relative entropy to equal ones under which `times` have a mean, or come
+    closest."""
     scale = float(times.std()) or 1.0
     low, high = -20.0 / scale, 20.0 / scale
     weights = np.full(len(times), 1 / len(times))
@@ -176,8 +176,8 @@ def _tilt(times: Floats, mean: float) -> list[float]:
 def _fit_turns(played: Sequence[MetricRow], rows: Sequence[MetricRow], num_replicas: int) -> tuple[TurnTimes, float]:
     """Fit a turn's time over the turns in generation; return it with its mean.
 
-    These turns are the episodes in play times the share of generation in a turn just then. Both it and the time that is
-    fitted contain the noise of that time, so the line is fitted with the episodes in play as instrument.
+    These turns are the episodes in play times a turn's share of generation. As both contain the same noise, the
+    episodes in play are the instrument.
     """
     playing: dict[int, float] = defaultdict(float)
     for row in rows:
@@ -202,7 +202,7 @@ def _fit_turns(played: Sequence[MetricRow], rows: Sequence[MetricRow], num_repli
 
 
 def _fit_training(steps: Sequence[MetricRow]) -> tuple[float, float]:
-    """Return seconds of a step and of a token, neither negative, by least squares."""
+    """Return seconds of a step and of a token, nonnegative, by least squares."""
     times = np.array([row.values.get("time/train_s", 0.0) for row in steps])
     tokens = np.array([row.values.get("tokens/computed", 0.0) for row in steps])
     equal = np.ones(len(steps))

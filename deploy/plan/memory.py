@@ -1,5 +1,3 @@
-"""Memory that a setting takes."""
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,16 +6,16 @@ from offbeat.deploy.plan.estimate import Estimate
 from offbeat.deploy.plan.outcome import Setup
 
 BYTES_PER_TOKEN = 8.2
-"""Of a stored trajectory: id and logprob, 4 bytes each, and a bit of mask."""
+"""Of a trajectory: id and logprob, 4 bytes each, and a bit of mask."""
 BYTES_PER_TRAJECTORY = 600
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
     redis_mib: float
-    """Trajectories in the buffer: in play and waiting, and trained ones until the next checkpoint."""
+    """Trajectories in the buffer: in play, waiting, and trained since the last checkpoint."""
     kv_tokens: float
-    """Tokens of the sequences in one engine at a time; every episode in play keeps its prefix warm."""
+    """Tokens in one engine; every episode in play keeps its prefix."""
     kv_gib: float | None
     """Of one engine; None for an unknown model."""
 
@@ -34,7 +32,7 @@ def memory_of(
 
 
 def kv_bytes_per_token(architecture: Mapping[str, Any]) -> float | None:
-    """Return the bytes of a token's keys and values, by a Hugging Face configuration; None if it is of another form."""
+    """Return the bytes of a token's keys and values, if the configuration is known."""
     text = architecture.get("text_config", architecture)
     try:
         heads = text.get("num_key_value_heads") or text["num_attention_heads"]

@@ -10,16 +10,14 @@ from offbeat.services.buffer.config import Order
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a run's configuration decides."""
-
     limits: BufferLimits
     order: Order
     places: int
-    """Concurrent episodes of all workers."""
+    """Concurrent episodes."""
     num_workers: int = 1
     num_replicas: int = 1
     heartbeat_s: float = 0.5
-    """Interval at which a worker learns of cancelled episodes."""
+    """Until a worker learns of cancelled episodes."""
 
     @property
     def batch(self) -> int:
@@ -29,7 +27,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """Steady state of a simulated run, without its first steps."""
+    """Steady state, without the first steps."""
 
     steps: int
     span_s: float
@@ -39,20 +37,20 @@ class SimulatedRun:
     learner_idle: float
     places_empty: float
     dropped: Counter[str]
-    """Groups of the whole run by reason."""
+    """Groups by reason."""
     cancelled: int
     playing_groups: float
     waiting_groups: float
     """Complete, not yet in a batch."""
     group_s: float
-    """Mean time from a group's first claim to its completion."""
+    """From a group's first claim to its completion."""
     episode_s: float
     generating: float
     """Mean turns in generation."""
     worker_busy: float
     buffer_busy: float
     waits_s: tuple[float, ...]
-    """Time that the learner waited for each batch."""
+    """For each batch."""
 
     @property
     def trajectories_per_s(self) -> float:

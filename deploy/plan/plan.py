@@ -1,4 +1,4 @@
-"""Plan of a run: what its configuration leads to, what each single change would, and what to set on a given machine."""
+"""Plan of a run: the configured rates, the effect of single changes, and the best setting for a machine."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +15,7 @@ from offbeat.deploy.plan.workload import Measures
 from offbeat.trainer.run import buffer_limits
 
 GROUP_FACTORS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Groups in flight that are tried, in batches."""
+"""Groups in flight to try, in batches."""
 BOUNDS = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0)
 ENOUGH = 0.95
 """Share of the best rate at which less staleness and fewer groups are preferred."""
@@ -24,12 +24,12 @@ MAX_GROUPS = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A change, and the rate to which it leads."""
+    """A change and its rate."""
 
     text: str
     trajectories_per_s: float
     gain: float
-    """Rate relative to the setting as configured."""
+    """Relative to the configured rate."""
     lag: float
     learner_idle: float
     is_setting: bool
@@ -37,8 +37,6 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting with its estimate."""
-
     num_workers: int
     places: int
     num_env_groups: int
@@ -50,7 +48,7 @@ class Setting:
     estimate: Estimate
     memory: Memory
     cost_per_1000: float | None
-    """Of 1,000 trained trajectories, in the currency of `price_per_hour`."""
+    """In the currency of `price_per_hour`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +56,9 @@ class Plan:
     configured: Setting
     recommended: Setting
     changes: tuple[Tried, ...]
-    """Single ones, the greatest gain first."""
+    """Greatest gain first."""
     by_staleness: tuple[Tried, ...]
-    """The configured setting under other bounds."""
+    """Configured setting under other bounds."""
     measured: Measured | None
     notes: tuple[str, ...]
 
@@ -103,7 +101,7 @@ def make_plan(
     episodes: int = 6_000,
     echo: Callable[[str], None] = lambda _: None,
 ) -> Plan:
-    """Simulate. price_per_hour: of the whole machine. episodes: of each setting and seed. Raises `PlanError`."""
+    """Simulate; raises `PlanError`. price_per_hour: of the whole machine. episodes: of each setting and seed."""
     machine = machine or Machine()
     setup, sizes = setup_of(config), PartSizes.of(config, machine)
     effort = Effort.for_batch(setup.batch, episodes)
@@ -174,7 +172,7 @@ def _recommend(
     fits: Callable[[Division], bool],
     echo: Callable[[str], None],
 ) -> Division:
-    """Return the fewest engines and groups in play, then the least staleness, that lead to nearly the best rate."""
+    """Return the fewest engines and groups, then the least staleness, of nearly the best rate."""
     choices: list[tuple[float, Division]] = []
     for division in ways:
         for factor in GROUP_FACTORS:
@@ -192,7 +190,7 @@ def _recommend(
 
 
 def _with_least_staleness(division: Division, rate: float, effort: Effort) -> Setup:
-    """Return the setting under the least bound that leads to `rate`."""
+    """Return the setting under the least bound with `rate`."""
     for bound in BOUNDS[:-1]:
         setup = replace(division.setup, limits=replace(division.setup.limits, max_staleness=bound))
         if estimate(setup, division.measures, effort).trajectories_per_s >= rate:

@@ -1,7 +1,7 @@
 """Discrete-event simulation of admission, play, batches and updates.
 
-Invariants: groups start by the buffer's own rule (`services.buffer.admission`); the same seed gives the same run. Engines
-share their turns evenly; a turn's time is that of the concurrency at its start.
+Invariants: groups start by the buffer's own rule (`services.buffer.admission`); the same seed gives the same run.
+Engines share turns evenly; a turn's time is that of the concurrency at its start.
 """
 
 import heapq
@@ -52,7 +52,7 @@ class Simulation:
         """Of the newest announced weights."""
         self._warm_up = self._last = 0
         self._batch = 0
-        """0-based, that the learner fills or trains."""
+        """0-based; filled or trained."""
         self._standing = self._next = 0
         self._free = setup.places
         self._queue: deque[_Member] = deque()
@@ -75,7 +75,7 @@ class Simulation:
         self._phases: list[float] = (self._rng.random(setup.num_workers) * setup.heartbeat_s).tolist()
 
     def run(self, steps: int, warm_up: int) -> SimulatedRun:
-        """Simulate `steps` batches, of which the first `warm_up` are not counted."""
+        """Simulate `steps` batches, without counting the first `warm_up`."""
         self._warm_up, self._last = warm_up, steps
         self._claim()
         while len(self._statistics.ends) < steps:
@@ -94,7 +94,7 @@ class Simulation:
     # --- rollout ----------------------------------------------------------------------------------------------------------
 
     def _claim(self) -> None:
-        """Fill free places with queued members, then with new groups within the bound."""
+        """Fill free slots with queued members, then with new groups within the bound."""
         limits = self._setup.limits
         while self._free:
             while self._queue and self._queue[0].group.is_over:
@@ -136,7 +136,6 @@ class Simulation:
             self._at(at + seconds, self._act, member)
 
     def _act(self, member: _Member) -> None:
-        """End a turn's sampling; the env answers."""
         self._generating -= 1
         if member.is_held:
             member.turns -= 1
@@ -177,7 +176,7 @@ class Simulation:
         self._take()
 
     def _end_group(self, group: _Group) -> None:
-        """Cancel members that still play: their worker learns of it from its next heartbeat."""
+        """Cancel unfinished members at their worker's next heartbeat."""
         group.is_over = True
         del self._assembling[group.number]
         interval = self._setup.heartbeat_s
@@ -196,7 +195,6 @@ class Simulation:
     # --- learner ----------------------------------------------------------------------------------------------------------
 
     def _take(self) -> None:
-        """Take complete groups until the batch is full."""
         limits = self._setup.limits
         while self._taken is not None and self._ready and self._may_take():
             _, group = heapq.heappop(self._ready)
@@ -210,7 +208,7 @@ class Simulation:
                     self._train(self._taken)
 
     def _may_take(self) -> bool:
-        """By admission, a group waits for those with lower numbers."""
+        """Return whether the next group in order is complete."""
         if self._setup.order == "completion" or not self._assembling:
             return True
         return self._ready[0][0] < next(iter(self._assembling))
@@ -264,7 +262,7 @@ class Simulation:
             average.observe(self._now, value)
 
     def _forget(self) -> None:
-        """Begin the statistics anew, but for drops and the times of steps."""
+        """Reset statistics, except drops and step times."""
         old = self._statistics
         self._statistics = Statistics(ends=old.ends, dropped=old.dropped, began=self._now)
         for average in self._averages.values():

@@ -1,8 +1,5 @@
-"""Parts of the simulation that count time."""
-
-
 class Station:
-    """Server of one request at a time, in order of arrival."""
+    """First come, first served."""
 
     __slots__ = ("_free_at", "busy_s")
 
@@ -20,7 +17,7 @@ class Station:
 
 
 class Average:
-    """Mean over time of a value that jumps."""
+    """Mean over time of a step function."""
 
     __slots__ = ("_at", "_began", "_sum", "_value")
 

@@ -9,7 +9,7 @@ from offbeat.deploy.plan.measurements import Measured
 from offbeat.deploy.plan.plan import Plan, Setting, Tried
 
 CLEAR_GAIN = 0.02
-"""Least gain that is no noise of the simulation."""
+"""Beyond the simulation's noise."""
 
 
 def show_plan(plan: Plan, console: Console) -> None:
@@ -38,7 +38,6 @@ def show_plan(plan: Plan, console: Console) -> None:
 
 
 def name_best_change(changes: Iterable[Tried]) -> str:
-    """Name the single change of the configuration that helps most."""
     best = max((tried for tried in changes if tried.is_setting), key=lambda tried: tried.gain, default=None)
     if best is None or best.gain < 1 + CLEAR_GAIN:
         return "No single change of the configuration makes it clearly faster."

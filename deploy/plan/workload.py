@@ -1,4 +1,4 @@
-"""Episodes and times that a plan is made of, measured or assumed."""
+"""Episodes and times of a plan, measured or assumed."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -39,9 +39,7 @@ class AssumedWorkload:
 
 @dataclass(frozen=True)
 class MeasuredWorkload:
-    """Recorded groups, drawn whole, so that siblings stay as alike as they were; more members than recorded are drawn
-    again from the same group.
-    """
+    """Recorded groups, drawn whole to keep siblings alike; additional members are drawn from the same group."""
 
     groups: Sequence[Sequence[PlannedEpisode]]
     weights: tuple[float, ...] = ()
@@ -71,7 +69,7 @@ class TurnTimes:
 
     @classmethod
     def parse(cls, text: str) -> "TurnTimes":
-        """Read `0.02` or `1:0.08,16:0.16,64:0.33` (concurrency:seconds). Raises ValueError."""
+        """Read `0.02` or `1:0.08,16:0.16,64:0.33` (concurrency:seconds); raises ValueError."""
         try:
             pairs = [part.split(":") for part in text.split(",")]
             points = tuple((float(a[0]) if len(a) == 2 else 1.0, float(a[-1])) for a in pairs)
@@ -88,7 +86,7 @@ class TurnTimes:
 
     @property
     def max_rate(self) -> float:
-        """Turns/s of one replica without a limit of concurrency."""
+        """Return one replica's turns/s at unlimited concurrency."""
         if len(self.points) < 2:
             return float("inf")
         (c0, s0), (c1, s1) = self.points[-2:]
@@ -105,7 +103,7 @@ class TurnTimes:
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """What a plan takes as given; times in seconds."""
+    """Inputs of a plan; times in seconds."""
 
     workload: Workload
     turn_s: TurnTimes
@@ -114,19 +112,19 @@ class Measures:
     tokens: float
     """Of a trajectory, prompts included."""
     publish_s: float = 0.0
-    """That the learner is blocked per version."""
+    """Learner blocked per version."""
     announce_s: float = 0.0
-    """From then until admission counts the version."""
+    """Then until admission counts the version."""
     serve_s: float = 0.0
-    """From then until the engines serve it."""
+    """Then until the engines serve it."""
     other_s: float = 0.0
-    """Of a step besides taking, training and publishing: checkpoints, records."""
+    """Rest of a step: checkpoints, records."""
     refilled: float = 0.0
-    """Share of groups that are replaced for lack of signal."""
+    """Share of groups replaced for lack of signal."""
     worker_s: float = 0.0
     """CPU of an env worker per turn."""
     buffer_s: float = 0.0
-    """CPU of Redis per episode, in and out."""
+    """CPU of Redis per episode."""
 
     def train_s(self, trajectories: float) -> float:
         return self.train_fixed_s + self.train_per_token_s * self.tokens * trajectories

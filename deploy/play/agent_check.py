@@ -1,4 +1,4 @@
-"""Contract of external agents, checked by episodes with a scripted policy (`offbeat agent check`)."""
+"""Contract of external agents, checked by episodes with a scripted policy."""
 
 import asyncio
 import logging
@@ -42,7 +42,7 @@ REMEDIES = {
 CERTAIN = frozenset(
     ("agent_silent", "agent_error", "agent_crashed", "path", "command", "python", "episodes_per_process")
 )
-"""Rules whose violation can't be due to random answers."""
+"""Rules that random answers can't violate."""
 TRIAL_S = 90.0
 """Limit of an agent's trial before a run."""
 
@@ -55,7 +55,7 @@ class AgentReport:
     num_steps: int = 0
     """Steps of the env."""
     durations_s: list[float] = field(default_factory=list[float])
-    """Per episode; the first includes the agent's imports."""
+    """The first includes the agent's imports."""
     rewards: list[float] = field(default_factory=list[float])
     """Of finished episodes."""
 
@@ -72,7 +72,7 @@ class AgentReport:
 async def check_agent(
     tag: str, env: CustomEnv, *, num_episodes: int = 3, limit_s: float | None = None, seed: int = 0
 ) -> AgentReport:
-    """Run episodes of an agent with the real gateway and env, and random answers; stop at the first problem.
+    """Run episodes of an agent with the real gateway and env, and random answers, up to the first problem.
 
     limit_s: per episode, at most the runner's.
     """
@@ -98,7 +98,7 @@ async def check_agent(
 
 
 def try_agents(config: RunConfig) -> list[ConfigIssue]:
-    """Run an episode of each agent; return what fails whatever the policy answers, log the rest."""
+    """Run an episode of each agent; return failures independent of the policy, log others."""
     agents = {tag: env for tag, env in config.custom_envs.items() if env.agent_runner}
     if not agents:
         return []

@@ -23,7 +23,7 @@ class UserLeftError(Exception): ...
 
 
 def load_chat(folder: Path | None) -> ChatFormat:
-    """Return a folder's chat format; byte-level ChatML if None."""
+    """Return a folder's chat format; byte-level ChatML without one."""
     return _build_byte_chat() if folder is None else load_playing_format(folder)
 
 

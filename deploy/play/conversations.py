@@ -1,7 +1,7 @@
 """Episodes in TRL's conversational formats (https://huggingface.co/docs/trl/dataset_formats).
 
 `messages` for a whole episode, `prompt` and `completion` for one answer, `chosen` and `rejected` for a group's best and
-worst episode.
+worst.
 """
 
 import json
@@ -35,9 +35,9 @@ def write_conversations(path: Path, trajectories: Sequence[Trajectory], per: Per
 
 
 def make_pairs(trajectories: Sequence[Trajectory]) -> Iterator[dict[str, Any]]:
-    """Yield each group's best episode against its worst one, the first of equal ones; groups of equal rewards have none.
+    """Yield each group's best and worst episode, the first of equal ones, unless all rewards are equal.
 
-    trajectories: a group's in a row.
+    trajectories: ordered by group.
     """
     for _, members in groupby(trajectories, key=lambda trajectory: trajectory.group_id):
         group = list(members)

@@ -124,7 +124,7 @@ async def trace_episode(
     show_tokens: bool,
     write: WriteLine,
 ) -> tuple[Trajectory, PlayedEpisode]:
-    """Run one episode with a trace. Raises `EpisodeError`."""
+    """Run one episode with a trace; raises `EpisodeError`."""
     traced = TracedEnv(env, write)
     traits = read_traits(env)
     write(f"{target.tag}, seed {seed}; at most {target.env.max_steps} turns")

@@ -25,7 +25,7 @@ GREY = (130, 130, 130)
 
 
 def render_episodes(path: Path, *, colour: Colour, episode: int | None, limit: int) -> Iterator[str]:
-    """Yield the lines of episodes in a parquet file or run. Raises ValueError without episodes."""
+    """Yield the lines of episodes in a parquet file or run; raises ValueError without any."""
     if path.is_dir():
         episodes, source = _load_newest_evaluation(path)
         if not episodes:

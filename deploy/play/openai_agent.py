@@ -21,7 +21,7 @@ class OpenAISampler:
     """Answers of an endpoint, with zero logprobs."""
 
     def __init__(self, url: str, model: str, chat: ChatFormat, temperature: float | None) -> None:
-        """url: base, such as `http://localhost:8000/v1`. model: empty for the first. chat: byte-level.
+        """url: base, such as `http://localhost:8000/v1`. model: empty for the first.
 
         Raises ValueError without an answer or model.
         """

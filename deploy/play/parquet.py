@@ -13,7 +13,7 @@ from offbeat.services.messages.types import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class RecordedTokens:
-    """Episode; lists have an item per token unless noted."""
+    """Episode; lists are per token unless noted."""
 
     tag: str
     seed: int
@@ -28,7 +28,7 @@ class RecordedTokens:
     loss_mask: list[bool]
     logprobs: list[float]
     versions: list[int]
-    """-1 where not sampled by the policy."""
+    """-1: not sampled."""
     turn_ends: list[int]
     """Last position of each completion."""
     turn_rewards: list[float]
@@ -36,7 +36,7 @@ class RecordedTokens:
     """As in TRL's conversational format."""
     images: list[bytes]
     image_starts: list[int]
-    """Position of each image's first token."""
+    """First position of each image."""
     image_tokens: list[int]
 
 
@@ -90,7 +90,7 @@ def write_parquet(path: Path, episodes: Sequence[RecordedTokens]) -> None:
 
 
 def read_parquet(path: Path) -> list[RecordedTokens]:
-    """Read a file of `write_parquet`. Raises ValueError for another format."""
+    """Read a file of `write_parquet`; raises ValueError for another format."""
     import pyarrow as pa
     from pyarrow import parquet
 

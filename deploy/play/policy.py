@@ -19,7 +19,7 @@ CHECKPOINTS = "checkpoints"
 
 
 def policy_folder(path: Path) -> Path:
-    """Return the model folder of a Hugging Face folder, checkpoint, or run. Raises `ConfigError` without one."""
+    """Return the model folder of a Hugging Face folder, checkpoint, or run; raises `ConfigError`."""
     if (path / "config.json").is_file():
         if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
             raise ConfigError([ConfigIssue("", f"{path} holds a model's configuration but no weights")])

@@ -1,4 +1,4 @@
-"""Answers to a dataset's rows without a mesh (`pipeline: rlvr`): tasks, prompts and scores in this process."""
+"""Answers to a dataset's rows without a mesh (`pipeline: rlvr`)."""
 
 from dataclasses import dataclass
 
@@ -12,13 +12,13 @@ from offbeat.services.rollout.tasks import Task
 
 @dataclass(frozen=True, slots=True)
 class AnsweredRows:
-    """Rows of a run and their rewards; those with replicas of their own are computed here, too."""
+    """Rows of a run and their rewards, computed in this process."""
 
     prompts: PromptSource
     rewards: EpisodeRewards | None
 
     def task(self, kind: EpisodeKind, number: int, group_size: int) -> Task:
-        """Return an episode's task. Raises ValueError without validation rows."""
+        """Return an episode's task; raises ValueError without validation rows."""
         if kind is EpisodeKind.TRAIN:
             return self.prompts.train_task(number // group_size)
         if self.prompts.validation is None:
@@ -35,7 +35,7 @@ class AnsweredRows:
 
 
 def open_answered(config: RunConfig, seed: int) -> AnsweredRows | None:
-    """Open a run's rows, on an event loop; None if it plays episodes of envs. Raises ValueError for unreadable ones."""
+    """Open a run's rows, on an event loop; None for envs. Raises ValueError."""
     if not config.plays_prompts or config.data is None:
         return None
     train, val = (each.tags_of(config.custom_envs) for each in (config.train_env_manager, config.val_env_manager))

@@ -56,8 +56,6 @@ class EpisodeResult:
 
 
 class _LocalEnv:
-    """Env with an accessible instance, for the random agent."""
-
     def __init__(self, env: registry.TextEnv) -> None:
         self.env = env
 
@@ -72,7 +70,7 @@ class _LocalEnv:
 
 
 def build_tasks(config: RunConfig, request: EpisodeRequest, rows: AnsweredRows | None = None) -> list[Task]:
-    """Return each episode's task; `group_size` in a row share one. Raises ValueError as `AnsweredRows.task`."""
+    """Return each episode's task, equal for `group_size` in a row; raises ValueError."""
     if rows is not None:
         return [rows.task(request.kind, number, request.group_size) for number in range(request.episodes)]
     if request.kind is EpisodeKind.EVAL:
@@ -180,6 +178,5 @@ async def _play(
 
 
 def read_success(trajectory: Trajectory) -> bool | None:
-    """Return None if the env reports no success."""
     success = trajectory.metrics.get("success")
     return None if success is None else success > 0

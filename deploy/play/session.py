@@ -1,5 +1,3 @@
-"""Episodes for command line and Python API."""
-
 import atexit
 import shutil
 from collections.abc import Callable

@@ -15,7 +15,7 @@ from offbeat.services.rollout.envs.runners import read_traits
 from offbeat.trainer.config.issue import ConfigIssue
 
 UNBOUNDED_TOKENS = 1_000_000
-"""Limit without a run's configuration."""
+"""Without a run's configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class PlayTarget:
 
 
 def load_config(path: Path, overrides: list[str] | None = None, *, needs_env: bool = True) -> RunConfig:
-    """Load a configuration, without checks of resources. Raises `ConfigError` with all issues."""
+    """Load a configuration, without checks of resources; raises `ConfigError` with all issues."""
     from offbeat.deploy.config.loader import compose_tree, validate_tree
 
     config = validate_tree(compose_tree(path, overrides or []), source=str(path))
@@ -91,9 +91,9 @@ def find_target(
 ) -> PlayTarget:
     """Return the target of an env's name, `module:Class`, or a run's tag.
 
-    template: overrides `agent_template`; `{image}` makes the env draw.
+    template: overrides `agent_template`; `{image}` renders the env.
 
-    Raises `ConfigError` for an unknown env, tag or setting.
+    Raises `ConfigError`.
     """
     if env.endswith((".yaml", ".yml")):
         config = load_config(Path(env))

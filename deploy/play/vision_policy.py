@@ -1,7 +1,7 @@
 # pyright: basic
 """Vision-language policy on the CPU.
 
-Invariant: pixels and positions come from the learner's code (`services.chat.vision`, `trainer.models.vision`).
+Invariant: pixels and positions come from the learner's code.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ from offbeat.trainer.models.vision import rope_positions
 
 class VisionPolicy:
     def __init__(self, folder: Path, stop_ids: Sequence[int], *, seed: int) -> None:
-        """Load the policy. Raises `RolloutError` without an image processor."""
+        """Load the policy; raises `RolloutError` without an image processor."""
         disable_progress_bar()
         self._reader = ImageProcessor(folder)
         self._model = (
@@ -79,7 +79,7 @@ class VisionPolicy:
         ]
 
     def _batch(self, requests: Sequence[PromptRequest]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return embeddings [B, N, D], mask [B, N], positions [4, B, N] and next positions [4, B, 1]; padded left."""
+        """Return embeddings [B, N, D], mask [B, N], positions [4, B, N] and next positions [4, B, 1]; left-padded."""
         longest = max(len(request.prompt) for request in requests)
         embedded = torch.zeros(len(requests), longest, self._embed.embedding_dim)
         mask = torch.zeros(len(requests), longest, dtype=torch.long)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 SMOOTHED_STEPS = 9
-"""Window of the thick rollout line."""
+"""Window of the thick line."""
 
 
 @dataclass(frozen=True, slots=True)

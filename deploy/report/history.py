@@ -10,9 +10,9 @@ from offbeat.services.telemetry import MetricRecord, Partial
 from offbeat.services.text_samples import TextSample
 
 RATE_S = 15.0
-"""Window of rates; wider where two records are further apart."""
+"""Window of rates; wider for rarer records."""
 OF_EVERY_STEP = ("tokens_trained", "trajectories", "staleness_max", "success", "reward", "loss")
-"""Metrics kept for all steps."""
+"""Kept for all steps."""
 NOT_SEEN = float("nan")
 
 
@@ -33,7 +33,7 @@ class Step:
 
 
 class Steps:
-    """Unique steps in order, in columns of eight bytes: a run may have a million."""
+    """Unique steps in order, in compact columns."""
 
     def __init__(self) -> None:
         self._numbers = array("q")
@@ -41,7 +41,7 @@ class Steps:
         self._values = {name: array("d") for name in OF_EVERY_STEP}
 
     def add(self, step: Step) -> None:
-        """Add a step, dropping all from its number on."""
+        """Add a step, dropping later ones."""
         while self._numbers and self._numbers[-1] >= step.number:
             for column in (self._numbers, self._times, *self._values.values()):
                 column.pop()
@@ -51,7 +51,6 @@ class Steps:
             column.append(step.value(name))
 
     def newest(self, count: int | None = None) -> list[Step]:
-        """Return the newest `count` steps, or all, in order."""
         first = 0 if count is None else max(len(self._numbers) - count, 0)
         return [self._step(row) for row in range(first, len(self._numbers))]
 
@@ -71,11 +70,11 @@ class EvaluationResult:
     step: int
     time: float
     success: float
-    """Mean over all episodes; those without a success count as failures."""
+    """Mean over all episodes; without success: failure."""
     reward: float
     episodes: int
     success_missing: float = 0.0
-    """Share of episodes that failed or reported no success."""
+    """Share of episodes without success."""
     loss: float = NOT_SEEN
     """Of validation rows."""
     values: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -88,9 +87,9 @@ class RunHistory:
     """Last record's id."""
     steps: Steps = field(default_factory=Steps)
     last_step: Step | None = None
-    """Newest step with all values."""
+    """Newest one, with all values."""
     window: list[Mapping[str, float]] = field(default_factory=list[Mapping[str, float]])
-    """All values of the first step and the newest `WINDOW_STEPS`, for the diagnosis."""
+    """Values of the first step and the newest `WINDOW_STEPS`."""
     samples: tuple[TextSample, ...] = ()
     """Of the newest logged step."""
     evaluations: dict[tuple[str, str, int], EvaluationResult] = field(
@@ -175,7 +174,7 @@ class RunHistory:
         self.evaluations[result.kind, result.sampling, result.step] = result
 
     def seconds(self, time: float) -> float:
-        """Return running time until a Unix time, without pauses between attempts."""
+        """Return running time until a Unix time."""
         return sum(min(max(time - began, 0.0), last - began) for began, last in self.attempts[:-1]) + sum(
             max(time - began, 0.0) for began, _ in self.attempts[-1:]
         )
@@ -191,11 +190,10 @@ class RunHistory:
         return sorted(results, key=lambda result: (result.step, result.time))
 
     def total(self, key: str) -> float:
-        """Return a metric's sum, default 0."""
         return self.totals.get(key, 0.0)
 
     def rate(self, key: str) -> float | None:
-        """Return a sum's rate per second over the newest records, falling once the next is overdue; None before two."""
+        """Return a rate per second over the newest records, falling when the next is overdue; None before two."""
         recent = self._lately(key)
         if len(recent) < 2 or recent[-1][0] <= recent[0][0]:
             return None

@@ -1,4 +1,4 @@
-"""Report from a run's records and folder alone: `report.json`, learning curve, rendered episodes, table."""
+"""Report from a run's records and folder: `report.json`, learning curve, rendered episodes, table."""
 
 import json
 import logging
@@ -38,7 +38,7 @@ HTML = "episodes.html"
 
 
 class ReportMaker:
-    """Maker of the report: `make_artifacts`, which may take minutes, then `write`."""
+    """`make_artifacts` may take minutes; then call `write`."""
 
     def __init__(self, config: RunConfig, history: RunHistory) -> None:
         self._config = config
@@ -175,14 +175,14 @@ def phases(history: RunHistory, ended_at: float) -> dict[str, float]:
 
 
 def _training_loss(steps: Sequence[Step]) -> dict[str, float] | None:
-    """Return the loss of a data pipeline's first and last steps, as the curve smooths it."""
+    """Return the smoothed first and last loss of a data pipeline."""
     losses = [step.values["loss"] for step in steps if "loss" in step.values]
     smoothed = smooth(losses, SMOOTHED_STEPS)
     return {"before": smoothed[0], "after": smoothed[-1]} if smoothed else None
 
 
 def read_report(folder: Path) -> dict[str, Any]:
-    """Return the content of `report.json`; empty without a readable one."""
+    """Return `report.json`; empty if unreadable."""
     try:
         report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -267,18 +267,17 @@ MEASURES = {
     "tokens per episode": "tokens/response_length/mean",
     "answers cut short": "answers_truncated",
 }
-"""Label -> metric of a sampled evaluation."""
 TAG_MEASURES = {
     "success": "success",
     "reward": "reward",
     "reward, least": "reward_min",
     "reward, greatest": "reward_max",
 }
-"""The same, of each tag where there are several."""
+"""Of each of several tags."""
 
 
 def _evaluation_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield rows of the sampled evaluations before and after; those of tags where there are several."""
+    """Yield rows of the sampled evaluations before and after, in total and by tag."""
     newest = [
         [row.get("metrics", {}) for row in report["evaluations"] if (row["kind"], row["sampling"]) == (kind, "sampled")]
         for kind in ("before", "after")

@@ -1,4 +1,4 @@
-"""Blocks that Markdown leaves to a script of the page, drawn when the site is built: diagrams as SVG, formulas as MathML."""
+"""Diagrams as SVG and formulas as MathML, drawn when the site is built."""
 
 import hashlib
 import html
@@ -15,7 +15,7 @@ FOLDER = "diagrams"
 
 
 class Diagrams:
-    """Mermaid diagrams as SVG files in the site, kept between builds by the digest of their source."""
+    """Mermaid diagrams as SVG files, cached by the digest of their source."""
 
     def __init__(self, pages: Path, kept: Path) -> None:
         self._pages, self._kept = pages, kept
@@ -33,17 +33,16 @@ class Diagrams:
 
 
 def render_diagram(source: str) -> str:
-    """Draw a Mermaid diagram as SVG."""
     return render(source, theme="neutral").svg()
 
 
 def render_formula(source: str) -> str:
-    """Return LaTeX as MathML, which browsers show without a script."""
+    """Return LaTeX as MathML."""
     return convert(source, display="block")
 
 
 def render_blocks(text: str, page: str, diagrams: Diagrams | None) -> str:
-    """Replace a page's diagrams and formulas; without `diagrams` these stay as text."""
+    """Replace a page's diagrams and formulas; without `diagrams` these stay text."""
 
     def replace(block: re.Match[str]) -> str:
         kind, source = block[1], block[2].strip()

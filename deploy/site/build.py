@@ -1,6 +1,6 @@
 """Documentation site, from a clone of the repository: `python -m offbeat.deploy.site.build`.
 
-A page, link, picture or anchor that does not exist fails the build. The result needs no network.
+A missing page, link, picture or anchor fails the build. The site needs no network.
 """
 
 import argparse
@@ -20,7 +20,7 @@ WARNING = re.compile(r"^Warning: (.+)(?:\n\s*╭─\[ (.+?) \])?", re.MULTILINE)
 
 
 def build_site(out: Path, *, diagrams: bool = True) -> Path:
-    """Build the site below `out` and return the folder with index.html; without `diagrams` these stay source text.
+    """Build the site below `out`; return the folder with index.html.
 
     Raises:
         SiteError: lists every link, picture and page that is wrong.
@@ -38,7 +38,7 @@ def build_site(out: Path, *, diagrams: bool = True) -> Path:
 
 
 def read_warnings(output: str) -> list[str]:
-    """Return Zensical's warnings as `PAGE:LINE:COLUMN: what`, or its whole output if it has none."""
+    """Return Zensical's warnings as `PAGE:LINE:COLUMN: what`, or its whole output."""
     text = COLORS.sub("", output)
     return [f"{found[2]}: {found[1]}" if found[2] else found[1] for found in WARNING.finditer(text)] or [text]
 

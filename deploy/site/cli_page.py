@@ -1,4 +1,4 @@
-"""Page of the command line, from the commands themselves."""
+"""Page of the command line."""
 
 from collections.abc import Iterator
 from inspect import cleandoc
@@ -21,7 +21,6 @@ def cli_page() -> str:
 
 
 def all_commands() -> Iterator[tuple[str, TyperCommand]]:
-    """Yield each command that is not hidden, by its words."""
     yield from _walk("offbeat", typer.main.get_command(app))
 
 

@@ -1,4 +1,4 @@
-"""Page of the configuration's keys: names, types, defaults and docs, from the models that validate them."""
+"""Page of the configuration's keys: names, types, defaults and docs."""
 
 import json
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ every key with its value. [Configuration](../configuration.md) explains how keys
 ROOT = "Top level"
 BOUNDS = {"minimum": "≥ {}", "exclusiveMinimum": "> {}", "maximum": "≤ {}", "exclusiveMaximum": "< {}"}
 MAX_DEFAULT = 60
-"""Characters of a default that fit into its column."""
+"""Characters of a column."""
 
 
 def config_page() -> str:
@@ -29,7 +29,7 @@ def config_page() -> str:
 
 
 def _places(schema: Schema) -> dict[str, list[str]]:
-    """Return the paths at which each table of keys stands, in the order of the file."""
+    """Return the paths of each table, in the order of the file."""
     places: dict[str, list[str]] = {}
     waiting = [("", schema)]
     while waiting:
@@ -45,7 +45,7 @@ def _places(schema: Schema) -> dict[str, list[str]]:
 
 
 def _tables(schema: Schema, suffix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the tables of keys that a value may be, with what follows its key: `.*` for names, `[]` for lists."""
+    """Yield the tables of a value, with the suffix of its key: `.*` for names, `[]` for lists."""
     if "$ref" in schema:
         yield suffix, schema["$ref"].rpartition("/")[2]
     for option in (*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("allOf", ())):
@@ -68,7 +68,6 @@ def _section(title: str, others: list[str], schema: Schema) -> str:
 
 
 def _type(schema: Schema) -> str:
-    """Return a value's type in words."""
     options = [*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("allOf", ())]
     if options:
         return " or ".join(dict.fromkeys(_type(option) for option in options))

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 
 def cell(text: str) -> str:
-    """Return a text as the content of a cell: one line, without column marks."""
+    """Return a text as one line without column marks."""
     return " ".join(text.split()).replace("|", "\\|")
 
 

@@ -1,4 +1,4 @@
-"""Settings of Zensical: docs/zensical.toml with the paths of one build, and without pages that do not exist yet."""
+"""Settings of Zensical: docs/zensical.toml with a build's paths and existing pages."""
 
 import json
 import re
@@ -10,7 +10,7 @@ PAGE = re.compile(r'"([\w./-]+\.md)"')
 
 
 def write_settings(template: Path, pages: Path, out: Path, package: Path) -> Path:
-    """Write the settings of a build and return their file.
+    """Write a build's settings; return the file.
 
     Raises:
         SiteError: a page is in no section of the navigation.
@@ -34,7 +34,7 @@ def write_settings(template: Path, pages: Path, out: Path, package: Path) -> Pat
 
 
 def listed_pages(template: Path) -> list[str]:
-    """Return the pages that the navigation names, also those that do not exist yet."""
+    """Return the pages of the navigation, also missing ones."""
     return PAGE.findall(template.read_text(encoding="utf-8"))
 
 

@@ -20,7 +20,7 @@ def python_page() -> str:
 
 
 def _section(name: str, module: str = "offbeat") -> str:
-    """Return a heading of the public name over the documentation of what it stands for."""
+    """Return a heading over the documentation of a public name."""
     item = getattr(importlib.import_module(module), name)
     path = f"{inspect.unwrap(item).__module__}.{item.__qualname__}"
     options = "    options:\n      heading_level: 3\n" + ("      members: false\n" if name == "RunConfig" else "")

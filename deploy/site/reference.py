@@ -7,7 +7,7 @@ from offbeat.deploy.site.rest_page import rest_page
 
 
 def generate_pages() -> dict[str, str]:
-    """Return the text of each generated page by its name in the site."""
+    """Return the text of each generated page by name."""
     return {
         "reference/config.md": config_page(),
         "reference/cli.md": cli_page(),

@@ -20,7 +20,7 @@ Generated from the service's OpenAPI document, which a running one shows at `/do
 explains how to use it.
 """
 UNUSED_REDIS = "redis://127.0.0.1:1"
-"""The API is built to be described: nothing connects."""
+"""Never connected to."""
 
 
 def rest_page() -> str:
@@ -80,7 +80,7 @@ def _model(name: str, schema: Document) -> str:
 
 
 def _type(schema: Document) -> str:
-    """Return a schema in words, with links to named ones."""
+    """Return a schema as text, with links to named ones."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"

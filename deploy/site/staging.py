@@ -1,7 +1,6 @@
 """Pages of the site in one folder: those of docs/, the repository's other pages, generated ones, and linked sources.
 
-A link from a page to a file outside docs/ becomes a link to a page that shows this file, so the site is complete
-without a server of the repository.
+A link to a file outside docs/ becomes a link to a page with that file.
 """
 
 import posixpath
@@ -13,9 +12,9 @@ from pathlib import Path
 from offbeat.deploy.site.blocks import Diagrams, render_blocks
 
 SOURCES = "source"
-"""Folder of the pages that show linked files."""
+"""Folder of linked files' pages."""
 PROJECT = {"CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md", "CHANGELOG.md": "changelog.md"}
-"""Pages at the top of the repository, by their name in the site."""
+"""Top-level file -> its page."""
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)?(#[^)\s]*)?(?=[)\s])|(?<=src=\")([^\"]+)(?=\")")
 FENCE = re.compile(r"^\s*(```+|~~~+)")
 LANGUAGES = {".py": "python", ".json": "json", ".yaml": "yaml", ".lua": "lua", ".toml": "toml", ".sh": "sh"}
@@ -23,17 +22,17 @@ MAX_SOURCE_BYTES = 400_000
 
 
 class SiteError(Exception):
-    """What keeps the site from being built, one problem a line."""
+    """Failed build, one problem a line."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
 
 
 def stage_pages(root: Path, pages: Path, generated: dict[str, str], *, diagrams: bool = True) -> None:
-    """Fill the folder `pages` with everything that the site shows.
+    """Fill the folder `pages`.
 
     Raises:
-        SiteError: links or pictures that lead nowhere, with page and line.
+        SiteError: dead links or pictures, with page and line.
     """
     shutil.rmtree(pages, ignore_errors=True)
     shutil.copytree(root / "docs", pages, ignore=shutil.ignore_patterns("*.md", "*.toml"))
@@ -53,7 +52,7 @@ def stage_pages(root: Path, pages: Path, generated: dict[str, str], *, diagrams:
 
 
 class _Staging:
-    """Links between pages, by the files that they name in the repository."""
+    """Links between pages, by files of the repository."""
 
     def __init__(self, root: Path, pages: Path, generated: dict[str, str]) -> None:
         self._root, self._pages, self._generated = root, pages, generated
@@ -67,7 +66,7 @@ class _Staging:
             yield self._root / name, staged
 
     def rewrite(self, page: Path, name: str) -> tuple[str, list[str]]:
-        """Return a page with the site's links, and the links that lead nowhere."""
+        """Return a page with the site's links, and the dead links."""
         lines, problems, fence = list[str](), list[str](), ""
         for number, line in enumerate(page.read_text(encoding="utf-8").split("\n"), 1):
             mark = FENCE.match(line)
@@ -102,7 +101,7 @@ class _Staging:
         return (self._root / path).exists() or path.removeprefix("docs/") in self._generated
 
     def _staged(self, path: str) -> str:
-        """Return where a file of the repository is in the site."""
+        """Return a repository file's path in the site."""
         if path.startswith("docs/"):
             return path.removeprefix("docs/")
         if path == "README.md":
@@ -117,7 +116,7 @@ def _source_page(path: str) -> str:
 
 
 def _show_source(root: Path, path: str) -> str:
-    """Return the page of a file, or of a folder's entries."""
+    """Return the page of a file or folder."""
     source = root / path
     if source.is_dir():
         entries = sorted(each.name for each in source.iterdir() if not each.name.startswith((".", "__")))

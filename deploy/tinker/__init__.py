@@ -1,1 +1,1 @@
-"""Tinker's API on one machine: Redis, a learner and an HTTP server, each replaced when it dies."""
+"""Tinker's API on one machine: Redis, a learner and an HTTP server, each supervised."""

@@ -1,5 +1,3 @@
-"""Child process that is restarted whenever it exits."""
-
 import asyncio
 import logging
 import subprocess
@@ -14,14 +12,14 @@ logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 10.0
 STEADY_S = 30.0
-"""Uptime after which a death counts as the first one."""
+"""Uptime that resets the count of deaths."""
 MAX_DEATHS = 8
-"""Deaths in a row after which the server ends."""
+"""Consecutive deaths that end the server."""
 STOP_TIMEOUT_S = 60.0
 
 
 class SupervisedChild:
-    """Child that reads its settings from stdin and logs to a file."""
+    """Restarted child that reads its settings from stdin and logs to a file."""
 
     def __init__(
         self, name: str, command: Sequence[str], settings: bytes, log: Path, descriptors: Sequence[int] = ()
@@ -34,7 +32,7 @@ class SupervisedChild:
         self._process: subprocess.Popen[bytes] | None = None
 
     async def supervise(self) -> None:
-        """Keep the process running until cancelled. Raises MeshError if it dies again and again."""
+        """Keep the process running until cancelled; raises MeshError if it dies repeatedly."""
         deaths = 0
         while True:
             started_at = time.monotonic()

@@ -1,6 +1,6 @@
-"""`python -m offbeat.deploy.tinker.http_process`: HTTP server and engine; its settings come through stdin.
+"""HTTP server and engine, `python -m offbeat.deploy.tinker.http_process`, with settings on stdin.
 
-Invariant: the socket is its parent's, so that clients wait while it is replaced.
+Invariant: the socket is the parent's, so that clients wait while it is replaced.
 """
 
 import asyncio
@@ -35,13 +35,14 @@ logger = logging.getLogger(__name__)
 POLL_S, CHECK_INTERVAL_S = 0.1, 1.0
 KEEP_ALIVE_S = 120
 GRACE_S = 1
-"""Time for calls in progress at shutdown; clients repeat those that are cut off."""
+"""For calls in progress at shutdown, which clients repeat."""
 REDIS_CONNECTIONS = 256
 """Waiting fetches hold none."""
 
 
 class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """descriptor: of the listening socket; weights: file of the base model, written by the learner; the JSON of configs."""
+    """descriptor: of the listening socket; weights: file of the base model, written by the learner; the JSON of
+    configs."""
 
     name: str
     redis_url: str
@@ -62,7 +63,7 @@ class _ChildServer(uvicorn.Server):
 
 
 async def serve(settings: HttpSettings) -> None:
-    """Serve until SIGTERM. Raises RetryableError if the engine dies."""
+    """Serve until SIGTERM; raises RetryableError if the engine dies."""
     config = TinkerConfig.model_validate_json(settings.tinker)
     model = Path(settings.model)
     engine = await _start_engine(settings)
@@ -114,7 +115,6 @@ async def _start_engine(settings: HttpSettings) -> HfEngine:
 
 
 def _wait_for_file(path: Path) -> None:
-    """Wait until the learner has written a file."""
     while not path.exists():
         time.sleep(POLL_S)
 

@@ -1,6 +1,6 @@
-"""`offbeat tinker`: settings and supervision of a Tinker server's processes.
+"""`offbeat tinker`: supervision of a Tinker server's processes.
 
-Invariant: acknowledged commands are in Redis and states on disk, so that any process may be killed at any moment.
+Invariant: acknowledged commands are in Redis and states on disk, so that any process may be killed.
 """
 
 import asyncio
@@ -32,11 +32,7 @@ LEARNER, HTTP = "offbeat.trainer.tinker.process", "offbeat.deploy.tinker.http_pr
 
 class TinkerServer:
     def __init__(self, config: RunConfig) -> None:
-        """Prepare the folder and take the port.
-
-        Raises:
-            MeshError: something in the configuration or the folder does not fit.
-        """
+        """Prepare the folder and bind the port; raises MeshError."""
         self._config = config
         self._model = model_folder(config).resolve()
         self._root = config.output_dir.resolve() / TINKER
@@ -60,7 +56,7 @@ class TinkerServer:
         return named or (self._model.name if self._config.pretrain != "tiny" else "tiny")
 
     async def run(self) -> None:
-        """Serve until a termination signal. Raises MeshError if a part can't be kept alive."""
+        """Serve until a termination signal; raises MeshError if a part keeps dying."""
         stopped = asyncio.Event()
         for number in termination_signals():
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)

@@ -24,7 +24,7 @@ class GemConfig(Config):
 
 
 class GemEnv(TextEnv):
-    """GEM env; not for threads, because many use global generators."""
+    """GEM env; not for threads, as many use global generators."""
 
     config_class: ClassVar[type[GemConfig]] = GemConfig
 

@@ -32,21 +32,21 @@ class GymnasiumConfig(Config):
     wrappers: tuple[WrapperConfig, ...] = ()
     """Wrappers, the first innermost."""
     actions: tuple[str, ...] = ()
-    """Names of a discrete space's actions, in order; empty: their numbers."""
+    """Names of a discrete space's actions, in order; empty: numbers."""
     action_pattern: str = ""
-    """Regular expression whose group holds the action (of two, the second); empty: the whole answer."""
+    """Regular expression whose (last) group is the action; empty: the whole answer."""
     observation: Literal["values", "ansi"] = "values"
     """The observation's values, or the env's `ansi` rendering."""
     digits: int = Field(default=3, ge=0)
     """Decimals of numbers in observations."""
     success_reward: float | None = None
-    """Minimum return of a success; None uses the env's own `success`, if any."""
+    """Minimum return of a success; None: the env's own `success`, if any."""
     format_penalty: float = Field(default=-0.1, le=0)
     """Reward of an answer without an action; the env is not stepped."""
     system_prompt: str = ""
     """System prompt; empty lists the valid answers."""
     words: tuple[str, ...] = ()
-    """Observations' words, for the tiny policy's tokenizer; prompt's and actions' are added."""
+    """Observations' words, for the tiny policy's tokenizer, besides prompt's and actions'."""
 
     @field_validator("action_pattern")
     @classmethod

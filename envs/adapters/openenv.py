@@ -19,7 +19,6 @@ class ActionRejectedError(ValueError):
 
 class OpenEnvConfig(Config):
     base_url: str
-    """Server URL, such as `http://localhost:8000`."""
     reset: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Arguments of `reset`, besides the seed."""
     action_field: str = ""
@@ -41,7 +40,7 @@ class OpenEnvEnv(TextEnv):
     config_class: ClassVar[type[OpenEnvConfig]] = OpenEnvConfig
 
     def __init__(self, config: OpenEnvConfig) -> None:
-        """Raises ValueError if openenv-core is not installed; `reset` connects."""
+        """Raises ValueError without openenv-core; `reset` connects."""
         super().__init__(config.system_prompt)
         self.config, self._library = config, require("openenv.core", "openenv")
         self._closed_error: type[Exception] = require("websockets.exceptions", "openenv").ConnectionClosed
@@ -49,9 +48,8 @@ class OpenEnvEnv(TextEnv):
         self._observation = ""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Start an episode.
-
-        Raises ConnectionError if the server is unreachable or closed the session, RuntimeError if it failed.
+        """Start an episode; raises ConnectionError if the server is unreachable or closed the session, RuntimeError if
+        it failed.
         """
         super().reset(seed=seed, options=options)
         arguments = {**self.config.reset, "seed": int(self.np_random.integers(2**31))}
@@ -89,7 +87,7 @@ class OpenEnvEnv(TextEnv):
             client.close()
 
     def _reset_new_session(self, arguments: dict[str, Any]) -> Any:
-        """Reset in a new session: servers close idle ones, or any when full."""
+        """Reset in a new session; servers close idle ones."""
         try:
             return self._request("reset", **arguments)
         except self._closed_error as error:

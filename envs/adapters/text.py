@@ -24,7 +24,7 @@ class TextEnv(gymnasium.Env[str, str]):
 
     @cached_property
     def observation_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Lazy, because the character tables are larger than the env."""
+        """Lazy: the character tables are larger than the env."""
         return Text(min_length=0, max_length=MAX_CHARS, charset=CHARSET)
 
     @cached_property

@@ -19,7 +19,7 @@ class TextArenaConfig(Config):
 class TextArenaEnv(TextEnv):
     """Single-player game of TextArena; the reward is final, `success` means at least 1.
 
-    Not for threads: games use Python's global generator.
+    Not for threads, as games use Python's global generator.
     """
 
     config_class: ClassVar[type[TextArenaConfig]] = TextArenaConfig

@@ -1,6 +1,6 @@
 """Adapter for single-answer tasksets of verifiers (Prime Intellect, `verifiers.v1`).
 
-Tools, containers or simulated users need `played_by: agent` and `offbeat.deploy.agents.verifiers_env` as `agent_runner`.
+Tasks beyond one answer need `played_by: agent` and `offbeat.deploy.agents.verifiers_env` as `agent_runner`.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class VerifiersConfig(Config):
     taskset: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Taskset settings."""
     num_tasks: int | None = Field(default=None, ge=2)
-    """Number of tasks; required for an unbounded taskset."""
+    """Required for an unbounded taskset."""
     split: Literal["train", "held_out", "any"] = "train"
     """One task in eight is held out, by key digest."""
     played_by: Literal["policy", "agent"] = "policy"
@@ -63,7 +63,7 @@ class VerifiersEnv(TextEnv):
         return prefix + self._task.data.prompt_text, {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Score the answer. Raises RuntimeError if verifiers runs the episode."""
+        """Score the answer; raises RuntimeError if verifiers runs the episode."""
         if self.config.played_by == "agent":
             raise RuntimeError("verifiers runs the episodes of this env: it takes no answers")
         trace = self._trace(action)
@@ -92,7 +92,6 @@ class VerifiersEnv(TextEnv):
         return int(rng.integers(len(self._tasks)))
 
     def _trace(self, answer: str) -> Any:
-        """Build the conversation in verifiers' form."""
         vf, task = self._library, self._task
         messages = [(vf.UserMessage(content=task.data.prompt_text), False), (vf.AssistantMessage(content=answer), True)]
         if task.data.system_prompt:
@@ -131,7 +130,7 @@ def load_tasks(taskset_id: str, settings: str, num_tasks: int | None, split: str
 
 
 def _extra_requirement(vf: Any, taskset_id: str, taskset: Any, task: Any) -> str:
-    """Return the requirement beyond one answer, or an empty text."""
+    """Return the requirement beyond one answer, or ""."""
     kind, loader = cast(Any, type(task)), cast(Any, type(taskset))
     if vf.environment_class(taskset_id) is not vf.SingleAgentEnv:
         return "an Env of its own"

@@ -26,7 +26,7 @@ CARELESS_SHARE = 0.75
 
 
 def problems(*, held_out: bool) -> Iterator[dict[str, Any]]:
-    """Yield a split's problems; results are not negative."""
+    """Yield a split's problems, with nonnegative results."""
     for tag, signs in DOMAINS.items():
         for first, second, third in product(range(NUMBERS), range(NUMBERS), range(1, NUMBERS)):
             result = first + second + (third if signs[1] == "+" else -third)

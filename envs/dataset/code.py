@@ -49,7 +49,6 @@ class CodeEnv(QuestionEnv[CodeConfig]):
     system_prompt: str = "Write a Python program that does what is asked, in a fenced block."
 
     def __init__(self, config: CodeConfig) -> None:
-        """Raises IsolationError if programs can't be isolated."""
         check_isolation(config.sandbox)
         super().__init__(config)
 
@@ -76,7 +75,7 @@ class CodeEnv(QuestionEnv[CodeConfig]):
 
 
 def read_tests(tests: Any) -> list[tuple[str, str, str | None]]:
-    """Return (code after the program, stdin, expected stdout) per test. Raises ValueError without any."""
+    """Return (code after the program, stdin, expected stdout) per test; raises ValueError without any."""
     if isinstance(tests, str):
         try:
             tests = json.loads(tests)

@@ -33,7 +33,7 @@ class QuestionsConfig(Config):
     answer_key: str = "answer"
     """Column names."""
     prompt: str = "{question}"
-    """Observation template, with `{question}`."""
+    """Evaluation data set; None holds out one question in eight."""
     split: Literal["train", "held_out", "any"] = "train"
     """Training never uses held-out questions."""
     format_penalty: float = Field(default=0.0, le=0)
@@ -67,7 +67,6 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
     system_prompt: str = "Answer the question."
 
     def __init__(self, config: C) -> None:
-        """Raises ValueError for unreadable data."""
         self.config = config
         self.render_mode = "ansi"
         self._rows = _load_split(config)
@@ -125,7 +124,7 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
 
 
 def last_group(pattern: str, text: str) -> str | None:
-    """Return the last match or None; of two groups, the second is the answer."""
+    """Return the last match or None; of two groups, the second."""
     matches = list(compile_pattern(pattern).finditer(text))
     return (matches[-1][matches[-1].re.groups] or "").strip() if matches else None
 

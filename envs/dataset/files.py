@@ -1,6 +1,6 @@
 """Rows of a dataset by their position in the file.
 
-Invariant: a row's name is file and line, for errors.
+Invariant: a row's name is file and line.
 """
 
 import json
@@ -15,29 +15,27 @@ Row = Mapping[str, Any]
 
 
 class RowError(ValueError):
-    """Row that can't be read; the message names file and line."""
+    """Unreadable row; names file and line."""
 
 
 class DatasetRows(Protocol):
     columns: tuple[str, ...]
     folder: Path
-    """Of the files that rows name."""
+    """Of files named in rows."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Row: ...
 
     def scan(self, keys: Sequence[str]) -> Iterator[Row]:
-        """Yield every row in one pass over the file, with at least those of the columns `keys` that exist."""
+        """Yield every row in one pass, with at least the existing `keys`."""
         ...
 
-    def name(self, index: int) -> str:
-        """Return file and line, or row."""
-        ...
+    def name(self, index: int) -> str: ...
 
 
 class JsonLinesRows:
-    """A .jsonl file; only the lines' positions are kept in memory."""
+    """A .jsonl file; only line positions are in memory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -107,7 +105,7 @@ class TableRows:
 
 
 def open_rows(path: Path) -> DatasetRows:
-    """Open a dataset, once per state of its file. Raises ValueError if it can't be read or is empty."""
+    """Open a dataset, once per state of its file; raises ValueError if unreadable or empty."""
     try:
         state = path.stat()
     except OSError as error:

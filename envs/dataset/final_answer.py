@@ -1,7 +1,7 @@
-r"""Text rules for math answers: one final value, small enough to evaluate.
+r"""Text rules for math answers: one final, cheap value.
 
 math-verify takes one value of many: of `13=12` the last side, of `12 \approx 13` the first, of several boxes any that
-parses. These rules refuse such texts before it sees them.
+parses. Such texts are refused before it.
 """
 
 import re
@@ -24,7 +24,7 @@ _SEPARATORS = re.compile(
     r",|;|\\\\|\n|[<>]|\\(?:le|leq|leqslant|ge|geq|geqslant|lt|gt|ne|neq|to|mapsto|iff|implies|pm|mp|mid|cup|cap|lor|land|vee|wedge)"
     r"(?![a-zA-Z])|\\(?:long|Long)?(?:left|right|leftright|Left|Right|Leftright)arrow|(?<![a-zA-Z])(?:or|and|but|not)(?![a-zA-Z])"
 )
-"""What joins several values or statements."""
+"""Separators of values or statements."""
 _RELATION = re.compile(
     r"=|\\approx(?![a-zA-Z])|\\equiv(?![a-zA-Z])|\\simeq(?![a-zA-Z])|\\cong(?![a-zA-Z])|\\in(?![a-zA-Z])|≈|≡"
 )
@@ -33,7 +33,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])")
 _HIDDEN = re.compile(
     r"\\(?:h|v|x|b)?(?:phantom|cancel|sout|overset|underset|stackrel|tag|label|color|textcolor|footnote|substack|not)(?![a-zA-Z])|(?<!\\)%."
 )
-"""Commands whose argument is no part of the value."""
+"""Commands whose argument is not part of the value."""
 _TEXT = re.compile(r"\\(?:text\w*|math(?:rm|it|bf|sf|tt)|mbox|operatorname)\s*\{([^{}]*)\}")
 _ADJACENT_NUMBERS = re.compile(r"\d(?:\s|~|\\[ ,;:!]|\\q?quad(?![a-zA-Z]))+\d")
 _BASE = re.compile(r"\d\s*_\s*\{?\s*(\w*)")
@@ -44,7 +44,7 @@ _FACTORIAL = re.compile(r"(?:\d{5,}|[)}\]!])\s*!")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{...}` that lies in no other, or None; None if a later one isn't closed."""
+    r"""Return the content of the last outermost `\boxed{...}`, or None; None if a later one isn't closed."""
     opened: list[tuple[int, bool]] = []
     content = None
     for match in _BRACES.finditer(text):
@@ -61,7 +61,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def unwrap(text: str) -> str | None:
-    r"""Return what is inside boxes and math delimiters around the whole text; None if that is not one short formula."""
+    r"""Return the content of boxes and math delimiters around the whole text, if one short formula."""
     if len(text) > 2 * MAX_CHARS:
         return None
     inner: str | None = text.strip()
@@ -84,9 +84,10 @@ def _inside(text: str) -> str | None:
 
 
 def candidates(answer: str, gold: str) -> list[str]:
-    """Return the formulas of an answer that must all equal the correct one; empty if it is refused.
+    """Return the formulas of an answer that must equal the correct one; none if refused.
 
-    An answer may be a list, an order relation or an equation only if the correct one is; `name = value` counts as its value.
+    Lists, order relations and equations are accepted only if the correct answer is one; `name = value` counts as its
+    value.
     """
     answer = answer.strip()
     if not answer or not _is_bounded(answer) or _hides_text(answer, gold):
@@ -108,7 +109,7 @@ def candidates(answer: str, gold: str) -> list[str]:
 
 
 def _is_bounded(answer: str) -> bool:
-    """Return whether parsing and evaluating is cheap: no long numbers, deep nesting or towers of numbers."""
+    """Return whether evaluation is cheap: no long numbers, deep nesting or towers."""
     depth = deepest = 0
     for bracket in _BRACKETS.findall(answer):
         depth += (bracket in "([{") - (bracket in ")]}") if len(bracket) == 1 else 0

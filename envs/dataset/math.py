@@ -19,7 +19,7 @@ from offbeat.envs.parsing import compile_pattern
 
 class MathConfig(QuestionsConfig):
     answer_pattern: str | None = None
-    r"""Regular expression of the answer (last match); None takes the last `\boxed{}`."""
+    r"""Regular expression of the answer (last match); None: the last `\boxed{}`."""
     correct_reward: float = Field(default=1.0, gt=0)
 
     @field_validator("answer_pattern")
@@ -52,7 +52,6 @@ class MathEnv(QuestionEnv[MathConfig]):
 
 
 def matches(gold: str, answer_text: str) -> bool:
-    """Return whether an answer is one formula and equals the correct one."""
     answer = unwrap(answer_text)
     boxed = last_boxed(gold)
     gold = unwrap(gold if boxed is None else boxed) or gold

@@ -1,6 +1,6 @@
-"""Equality of formulas, decided in a process that can be ended.
+"""Equality of formulas, decided in a process that can be killed.
 
-Invariant: a comparison takes at most `CPU_S` of CPU time, whatever the answer is; past it, the answer is wrong.
+Invariant: a comparison takes at most `CPU_S` of CPU time; past it, the answer is wrong.
 """
 
 import atexit
@@ -20,14 +20,14 @@ MEMORY_BYTES = 2 << 30
 
 
 class MathChecker:
-    """A process of `math_verifier`, started at the first comparison and again after one that was too expensive."""
+    """A process of `math_verifier`, restarted after an expensive comparison."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
     def is_equal(self, gold: str, answer: str) -> bool:
-        """Compare two formulas. Raises RuntimeError if the process can't start."""
+        """Compare two formulas; raises RuntimeError if the process can't start."""
         with self._lock:
             process = self._process = self._process or _start()
             assert process.stdin is not None
@@ -80,5 +80,5 @@ def _checker_of(pid: int) -> MathChecker:  # noqa: ARG001  # a forked process mu
 
 @lru_cache(maxsize=4096)
 def is_equal(gold: str, answer: str) -> bool:
-    """Return whether two formulas are equal; False past the limits. One comparison at a time runs per process."""
+    """Return whether two formulas are equal, False past the limits; sequential."""
     return _checker_of(os.getpid()).is_equal(gold, answer)

@@ -1,10 +1,10 @@
 # pyright: basic
 """Program that compares formulas by math-verify, for `MathChecker`.
 
-JSON lines: [correct answer, answer] in, a bool out; first a bool that tells that it works.
+JSON lines: [correct answer, answer] in, a bool out; first a bool: works.
 
-Invariant: no comparison takes more CPU time or memory than allowed. The kernel ends the program, since big-number arithmetic
-returns to no Python signal handler or thread.
+Invariant: no comparison exceeds CPU time or memory. The kernel kills the program, as big-number arithmetic can't be
+interrupted by Python.
 """
 
 import json
@@ -48,7 +48,7 @@ def is_equal(gold: str, answer: str) -> bool:
 
 
 def _decimals(gold) -> int:
-    """Return the decimals to compare: math-verify's 6, and for a number below 0.001 three digits of it."""
+    """Return the decimals to compare: math-verify's 6, or three digits of a number below 0.001."""
     try:
         return max(6, 2 - math.floor(math.log10(abs(float(gold)))))
     except (TypeError, ValueError, OverflowError):  # no number, 0, infinity
@@ -56,7 +56,7 @@ def _decimals(gold) -> int:
 
 
 def _delimit(text: str) -> str:
-    r"""Put a formula between dollars; a percent sign belongs behind them."""
+    r"""Put a formula between dollars, before a percent sign."""
     if "\\boxed" in text or "$" in text.replace("\\$", ""):
         return text
     text = " ".join(text.split())

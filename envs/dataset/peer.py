@@ -1,8 +1,8 @@
 # pyright: basic
-"""Calls between two processes that do not trust each other, as JSON lines over pipes.
+"""Calls between two untrusting processes, as JSON lines over pipes.
 
-Invariant: only plain values and handles of objects that stay put cross, so the other side chooses values, never how they
-are compared. Imports only the standard library, because this source also runs in the sandbox.
+Invariant: only plain values and handles of local objects cross, so the other side chooses values, never how they are
+compared. Standard library only, as this source also runs in the sandbox.
 """
 
 import ast
@@ -29,7 +29,7 @@ HIDDEN_ERRORS = ("StopIteration", "StopAsyncIteration", "GeneratorExit")
 
 
 class Remote:
-    """Object of the other side, without truth and equality, as that side would decide them."""
+    """Object of the other side, without truth and equality."""
 
     def __init__(self, peer: "Peer", number: int) -> None:
         self.__dict__.update(_peer=peer, _number=number)
@@ -86,7 +86,7 @@ for _name in ARITHMETIC:
 
 class Peer:
     def __init__(self, read_fd: int, write_fd: int, *, exposes_all: bool) -> None:
-        """exposes_all: the other side may do more with our objects than call those given."""
+        """exposes_all: the other side may do more than call given objects."""
         self._read_fd, self._write_fd = read_fd, write_fd
         self._exposes_all = exposes_all
         self._objects: list[Any] = []
@@ -95,9 +95,9 @@ class Peer:
         self.namespace: dict[str, Any] = {}
 
     def request(self, action: str, *args: Any, kwargs: dict[str, Any] | None = None) -> Any:
-        """Return the other side's answer, answering its requests meanwhile.
+        """Return the other side's answer, answering its requests.
 
-        Raises EOFError if it ended, TimeoutError past `deadline`, Exception for what it raised, by name.
+        Raises EOFError if it ended, TimeoutError past `deadline`, Exception for its own errors, by name.
         """
         self._send(["request", action, self.encode(args), self.encode(kwargs or {})])
         while True:
@@ -181,7 +181,7 @@ class Peer:
         return builtin[action](target, *rest)
 
     def encode(self, value: Any) -> Any:
-        """Encode for JSON: scalars as they are, all else as {kind: content}."""
+        """Encode for JSON: scalars unchanged, else {kind: content}."""
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         if isinstance(value, Remote):
@@ -249,7 +249,7 @@ def connect(read_fd: int, write_fd: int, timeout_s: float, startup_timeout_s: fl
 def bind(peer: Peer, test: str) -> dict[str, Any]:
     """Return the program's names that a test uses.
 
-    Its own `all` or `sorted` does not change a test that also uses something else of it.
+    The program's `all` or `sorted` does not replace a test's builtin if the test uses another name of it.
     """
     nodes = list(ast.walk(ast.parse(test)))
     used = {node.id for node in nodes if isinstance(node, ast.Name)}

@@ -1,7 +1,7 @@
 """Verdicts on untrusted programs.
 
-A program and its test run in two sandboxes, connected by `peer`: the program can't see the expected values, nor end, patch
-or compare anything on the test's side, so only correct values pass.
+A program and its test run in two sandboxes, connected by `peer`: the program can't see expected values, nor affect the
+test's side.
 """
 
 import ast
@@ -21,11 +21,11 @@ from offbeat.envs.sandbox import STARTUP_TIMEOUT_S, Limits, ProgramResult, run_p
 PYTEST_CPU_S = 5
 """CPU time for pytest's imports."""
 END_TIMEOUT_S = 2.0
-"""Time for a program that closed its pipes to end."""
+"""For a program that closed its pipes."""
 
 
 def check_program(program: str, test: str, limits: Limits) -> str:
-    """Return why a test fails after a program, or an empty text."""
+    """Return why a test fails after a program, or ""."""
     with _started(program, limits) as (running, read_fd, write_fd):
         equation = _equation_of(test)
         if equation is None:
@@ -36,9 +36,8 @@ def check_program(program: str, test: str, limits: Limits) -> str:
 
 
 def count_pytest(program: str, tests: str, limits: Limits) -> tuple[int, int]:
-    """Return the tests of a pytest file that a program passes, and all of them; (0, 0) if it did not come to them.
-
-    The time limit is that of the file.
+    """Return the numbers of passed and of all tests of a pytest file; (0, 0) if it did not start. The time limit is
+    that of the file.
     """
     source = f"{_peer_source()}\n{_source('pytest_runner.py')}"
     with _started(program, limits) as (_, read_fd, write_fd):
@@ -71,7 +70,6 @@ def _started(program: str, limits: Limits) -> Generator[tuple["Future[ProgramRes
 
 
 def _own_error(running: "Future[ProgramResult]") -> str:
-    """Return the error of a program that ended by itself."""
     try:
         return running.result(END_TIMEOUT_S).error
     except TimeoutError:

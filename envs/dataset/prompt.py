@@ -1,4 +1,4 @@
-"""Prompts of a dataset's rows, each answered once; rewards come from elsewhere (`pipeline: rlvr`)."""
+"""Prompts of a dataset's rows, each answered once; rewards come from elsewhere."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,9 @@ class PromptError(ValueError):
 
 class RowPrompt(NamedTuple):
     system: str | None
-    """None: the row has no system message."""
+    """None: no system message."""
     turns: tuple[str, ...]
-    """Texts of user and assistant alternately, the last of the user."""
+    """User and assistant alternately, ending with the user."""
 
     def messages(self) -> list[dict[str, str]]:
         head = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -31,7 +31,7 @@ class RowPrompt(NamedTuple):
 
 
 def read_prompt(row: Row, messages_key: str, prompt_key: str) -> RowPrompt:
-    """Return a row's prompt: messages (a list, or JSON of one), or a user's text. Raises PromptError."""
+    """Return a row's prompt: messages (a list, or JSON of one), or a user's text; raises PromptError."""
     key = messages_key if row.get(messages_key) is not None else prompt_key
     messages = _read_messages(row.get(key), key)
     system = messages.pop(0)[1] if messages and messages[0][0] == "system" else None
@@ -55,7 +55,7 @@ def _read_messages(value: Any, key: str) -> list[tuple[str, str]]:
 
 
 def _parse_list(text: str) -> list[Any] | None:
-    """Return the objects of a JSON list; None for any other text."""
+    """Return the objects of a JSON list, if it is one."""
     try:
         parsed = cast(object, json.loads(text)) if text.lstrip().startswith("[") else None
     except ValueError:
@@ -83,7 +83,7 @@ class PromptConfig(Config):
     dataset_name: Path
     """A .jsonl, .json, .csv or .parquet file, or a `datasets` folder."""
     val_dataset_name: Path | None = None
-    """Rows of evaluation; None: those of training."""
+    """Evaluation rows; None: those of training."""
     messages_key: str = "messages"
     """Column of chat messages."""
     prompt_key: str = "prompt"
@@ -98,7 +98,7 @@ class PromptEnv(gymnasium.Env[str, str]):
     config_class: ClassVar[type[PromptConfig]] = PromptConfig
     system_prompt: str = ""
     words: tuple[str, ...] = ()
-    """Those of the rows are the dataset's."""
+    """Without the dataset's."""
 
     def __init__(self, config: PromptConfig) -> None:
         """Raises ValueError for an unreadable file."""

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Runs a pytest file against the program of a peer, in the sandbox, where this source follows that of `peer`.
+"""Runner of a pytest file against the program of a peer, in the sandbox, where this source follows that of `peer`.
 
 It prints the number of tests, then a dot for each that passes.
 """
@@ -11,12 +11,12 @@ import types
 from pathlib import Path
 
 MODULES = ("solution", "main", "program")
-"""Names under which a test may import the program."""
+"""Import names of the program."""
 OPTIONS = ("-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--noconftest")
 
 
 class Outcomes:
-    """Plugin that writes to a descriptor which pytest does not capture."""
+    """Plugin that writes to an uncaptured descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

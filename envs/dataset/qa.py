@@ -19,7 +19,7 @@ from offbeat.envs.parsing import WHOLE_PATTERN, compile_pattern
 
 ARTICLES = ("a", "an", "the")
 PUNCTUATION = re.compile(rf"(?!(?<![\w.)])-\.?\d|(?<=\d)\.\d|(?<![\w.])\.\d)[{re.escape(string.punctuation)}]")
-"""All but a number's sign and decimal point, without which -3.5 equals 35."""
+"""All but a number's sign and decimal point."""
 
 
 class QAConfig(QuestionsConfig):

@@ -1,4 +1,4 @@
-"""Data set rows from a jsonl, json, csv or parquet file or a `datasets` folder.
+"""Rows of a jsonl, json, csv or parquet file or a `datasets` folder.
 
 Invariant: no downloads; rows are memory-mapped once per process.
 """
@@ -13,7 +13,7 @@ from offbeat.envs.optional_imports import require
 
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 HELD_OUT_SHARE = 8
-"""Inverse share of questions, by digest, held out without a validation file."""
+"""Inverse share of questions held out, by digest, without a validation file."""
 
 Row = Mapping[str, Any]
 
@@ -31,7 +31,6 @@ class Rows:
         return self._table[self._row(index)]
 
     def row_id(self, index: int) -> str:
-        """Return file and row number; unique across splits."""
         return f"{self._path}:{self._row(index)}"
 
     def _row(self, index: int) -> int:
@@ -40,7 +39,8 @@ class Rows:
 
 @lru_cache(maxsize=8)
 def load_rows(path: Path, question_key: str, answer_key: str, split: str) -> Rows:
-    """Load a split: `train`, `held_out` or `any`. Raises ValueError for an unreadable file, missing column or no rows."""
+    """Load a split: `train`, `held_out` or `any`; raises ValueError for an unreadable file, missing column or no
+    rows."""
     table = read_table(path)
     for key, column in (("question_key", question_key), ("answer_key", answer_key)):
         if column not in table.column_names:
@@ -55,7 +55,7 @@ def load_rows(path: Path, question_key: str, answer_key: str, split: str) -> Row
 
 
 def read_table(path: Path) -> Any:
-    """Load a `datasets.Dataset`. Raises ValueError if unreadable."""
+    """Load a `datasets.Dataset`; raises ValueError if unreadable."""
     datasets = require("datasets", "data")
     if path.is_dir():
         try:

@@ -17,12 +17,12 @@ class LakeBaselines(NamedTuple):
 
     random: float
     scripted: float
-    """A nearer neighbour that is no hole, else any other."""
+    """Moves to a nearer neighbour that is no hole, else to any other."""
     optimal: float
 
 
 def baselines(seeds: Iterable[int], config: FrozenLakeConfig | None = None, *, max_steps: int = 12) -> LakeBaselines:
-    """Average over the maps of `seeds`. Raises ValueError without seeds."""
+    """Average over the maps of `seeds`; raises ValueError without any."""
     env = FrozenLakeEnv(config)
     rows: list[LakeBaselines] = []
     for seed in seeds:

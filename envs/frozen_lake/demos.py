@@ -15,7 +15,7 @@ def careful_wandering(
     system_prompt: str | None = None,
     agent_template: str = "{observation}",
 ) -> list[dict[str, str]]:
-    """Return an episode as a rollout's chat messages, depending on `rng` alone."""
+    """Return an episode as a rollout's chat messages, determined by `rng`."""
     observation, _ = env.reset(seed=int(rng.integers(2**31)))
     messages = [{"role": "system", "content": env.system_prompt if system_prompt is None else system_prompt}]
     for turn in range(max_turns):
@@ -29,6 +29,6 @@ def careful_wandering(
 
 
 def careful_actions(env: FrozenLakeEnv) -> list[int]:
-    """Return the directions without holes; never empty on a solvable map."""
+    """Return the directions without holes, at least one."""
     neighbours = [(action, env.lake.neighbour(env.agent, action)) for action in range(len(ACTIONS))]
     return [action for action, there in neighbours if there != env.agent and there not in env.lake.holes]

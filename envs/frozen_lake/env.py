@@ -27,7 +27,7 @@ from offbeat.envs.parsing import WHOLE_PATTERN, ActionParser, compile_pattern
 
 SYSTEM_PROMPT = "Walk P to G . Avoid O ."
 WORDS = tuple(dict.fromkeys((*SYSTEM_PROMPT.split(), "_", "#", *ACTIONS, *"0123456789")))
-"""Vocabulary for a word-level tokenizer (up to 9 x 9)."""
+"""For a word-level tokenizer (up to 9 x 9)."""
 
 OBSERVATION_CHARS = "".join(sorted({*"".join(WORDS), " ", "\n"}))
 ANSWER_CHARS = "".join(map(chr, range(32, 127))) + "\n\t"
@@ -46,7 +46,7 @@ class FrozenLakeConfig(Config):
     split: Split = "train"
     """Training never uses held-out maps."""
     format_penalty: float = Field(default=-0.1, le=0)
-    """Reward of an answer without a direction; the agent does not move."""
+    """Reward of an answer without a direction, and without a move."""
     action_pattern: str = WHOLE_PATTERN
     """Regular expression; the last group is the direction."""
     show_grid: Literal["first", "always"] = "first"

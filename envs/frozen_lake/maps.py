@@ -1,6 +1,6 @@
 """Random, solvable FrozenLake maps.
 
-Invariant: a map's split is a digest of its cells, so no held-out map occurs in training.
+Invariant: the digest of its cells determines a map's split.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ MAX_DRAWS = 10_000
 
 MOVES: dict[str, Cell] = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
 ACTIONS = tuple(MOVES)
-"""Gymnasium's order; a slip leads to a neighbour in it."""
+"""Gymnasium's order; slips lead to neighbours in it."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class LakeMap:
         return "O" if at in self.holes else "_"
 
     def neighbour(self, at: Cell, action: int) -> Cell:
-        """Return the cell after a step; at the edge, the same."""
+        """Return the cell after a step, unchanged at the edge."""
         row, column = MOVES[ACTIONS[action]]
         there = at[0] + row, at[1] + column
         return there if 0 <= there[0] < self.size and 0 <= there[1] < self.size else at

@@ -1,1 +1,1 @@
-"""Kernel isolation; imports only the standard library, because every sandboxed process imports it."""
+"""Kernel isolation, with the standard library only."""

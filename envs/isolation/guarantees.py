@@ -8,7 +8,7 @@ GUARANTEES: dict[str, tuple[set[str], ...]] = {
     # Landlock leaves out modes, owners, times and attributes, which seccomp refuses
     "files that are not theirs": ({"mounts"}, {"landlock", "seccomp"}),
 }
-"""Guarantee -> sets of layers, any of which suffices."""
+"""Guarantee -> sets of layers that suffice."""
 
 
 def missing_guarantees(layers: Collection[str], *, one_process: bool) -> list[str]:

@@ -1,6 +1,7 @@
-"""Landlock: restricts files, TCP ports and signals of this process and its children.
+"""Landlock: restriction of files, TCP ports and signals of this process and its children.
 
-Needs Linux 5.13; later kernels restrict more (docs.kernel.org/userspace-api/landlock.html), none modes, owners and times.
+Needs Linux 5.13; later kernels restrict more (docs.kernel.org/userspace-api/landlock.html), none modes, owners and
+times.
 """
 
 import ctypes
@@ -29,9 +30,9 @@ def abi() -> int:
 
 
 def restrict(*, readable: Iterable[str], writable: Iterable[str], max_abi: int | None = None) -> int:
-    """Allow reading and executing below `readable`, everything below `writable`, no other files; return the version used.
+    """Allow reading and executing below `readable`, everything below `writable`; return the version used.
 
-    max_abi: version of an older kernel to emulate. Raises `KernelError` without Landlock.
+    max_abi: of an older kernel to emulate. Raises `KernelError` without Landlock.
     """
     version = abi() if max_abi is None else min(abi(), max_abi)
     handled = sum(rights for since, rights in RIGHTS_OF_ABI if version >= since)

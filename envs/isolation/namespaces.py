@@ -1,6 +1,6 @@
 """User, process, network and mount namespaces of a program.
 
-Started by root, the program gets its own user id; otherwise it keeps the user's, without capabilities.
+Started by root, the program has its own user id; else the user's, without capabilities.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ WORK = "/sandbox"
 def enter() -> int:
     """Enter new namespaces; return the user and group id inside, or 0 without its own.
 
-    The process namespace is for children. Raises OSError if the kernel refuses.
+    Children enter the process namespace. Raises OSError if the kernel refuses.
     """
     uid, gid, pid = os.getuid(), os.getgid(), os.getpid()
     if uid or not _is_world_readable(os.__file__):
@@ -61,7 +61,7 @@ def enter() -> int:
 def new_root(folder: Path, readable: Iterable[str], *, program_id: int, disk_mib: int, max_files: int) -> None:
     """Switch to a new root: read-only `readable`, four devices, and an empty, bounded `/sandbox`.
 
-    Raises OSError if a mount is refused; earlier ones are private to this process.
+    Raises OSError if a mount is refused.
     """
     syscalls.unshare(NEW_NS)
     syscalls.mount("none", "/", "none", RECURSIVE | PRIVATE)
@@ -97,7 +97,7 @@ def _is_world_readable(path: str) -> bool:
 
 
 def _map_ids(read_end: int, pid: int) -> None:
-    """Map `pid`'s users from outside once its namespace exists; exit with 0 if it has its own, 1 if only root."""
+    """Map `pid`'s users from outside; exit with 0 if it has its own, 1 if only root."""
     if os.read(read_end, 1):
         for code, extra_mapping in enumerate((f"\n{PROGRAM_ID} {FIRST_OUTSIDE_ID + pid} 1", "")):
             try:
@@ -115,7 +115,7 @@ def _write(pid: int, name: str, text: str) -> None:
 
 
 def _bind_read_only(path: Path, root: Path) -> None:
-    """Bind `path` below `root`; copy a symbolic link."""
+    """Bind `path` below `root`; copy symbolic links."""
     target = root / str(path).lstrip("/")
     if target.exists() or target.is_symlink():
         return

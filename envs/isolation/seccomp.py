@@ -18,7 +18,7 @@ NUMBER, ARCHITECTURE, FIRST_ARGUMENT, ARGUMENT_SIZE = 0, 4, 16, 8
 """Offsets in struct seccomp_data; of the argument's low half."""
 CLONE_THREAD, NEW_NAMESPACES = 0x00010000, 0x7E020080
 X32 = 0x40000000
-"""Bit of x86-64's second ABI, which would bypass the numbers."""
+"""Bit of x86-64's second ABI."""
 
 ARCHITECTURES = {"x86_64": (0, 0xC000003E, 317), "aarch64": (1, 0xC00000B7, 277)}
 """Column below, AUDIT_ARCH constant, number of seccomp(2)."""
@@ -130,12 +130,12 @@ METADATA: dict[str, tuple[int | None, int | None]] = {
     "connect": (42, 203),
     "bind": (49, 200),
 }
-"""Calls on paths or open files that Landlock does not govern; Unix sockets have paths, too."""
+"""Calls on paths or open files that Landlock does not govern."""
 TRUNCATE, OPEN, OPENAT, OPENAT2, O_TRUNC = (76, 45), (2, None), (257, 56), (437, 437), 0x200
 SOCKETPAIR, FCNTL, IOCTL = (53, 199), (72, 25), (16, 29)
 SOCKET_TYPE, STREAM = 0xF, 1
 BLOCKED_FCNTL = {"F_SETOWN": 8, "F_SETSIG": 10, "F_SETOWN_EX": 15, "F_SETLEASE": 1024, "F_NOTIFY": 1026}
-"""Signals to any process of the user; leases, which delay others' opening a file."""
+"""Signals to the user's processes; leases, which delay others' opening."""
 ALLOWED_IOCTL = {
     "TCGETS": 0x5401,
     "TCGETS2": 0x802C542A,
@@ -169,13 +169,13 @@ class Files(NamedTuple):
     metadata: bool
     """Modes, owners, times, attributes, and sockets by path."""
     truncation: bool
-    """Truncation by path; Landlock before version 3 does not confine it."""
+    """By path; Landlock before version 3 does not confine it."""
 
 
 def restrict(*, one_process: bool, own_pid: int | None, files: Files) -> None:
     """Make the calls above fail with EPERM in this process and its children.
 
-    own_pid: only allowed target of signals and limits; None if a namespace confines them.
+    own_pid: only target of signals and limits; None if a namespace confines them.
 
     Raises `KernelError` without seccomp filters, or on neither x86-64 nor 64-bit ARM.
     """

@@ -132,7 +132,7 @@ def _set_limits(request: dict[str, Any]) -> None:
 
 
 def _supervise(program: int, folder: Path, read_end: int, deadline: float) -> None:
-    """Wait for the program or kill it at the deadline, then exit; its namespace dies with it."""
+    """Wait for the program or kill it at the deadline, then exit."""
     status, timed_out = None, False
     while status is None:
         done, status = os.waitpid(program, os.WNOHANG)

@@ -1,4 +1,4 @@
-"""System calls without a Python binding; refusal raises `KernelError`."""
+"""System calls without a Python binding."""
 
 import ctypes
 import os
@@ -40,7 +40,7 @@ def detach(target: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Request SIGKILL when the parent thread ends; repeat after each change of user."""
+    """Request SIGKILL when the parent thread ends; to be repeated after a change of user."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

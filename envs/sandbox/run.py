@@ -1,7 +1,7 @@
 """Untrusted programs with limits on time, CPU, memory, files and output, without network, in an empty folder.
 
 Invariants: no process survives `run_python`; no environment variables are inherited; with `isolation: require` the
-kernel confines the program from network, other processes and foreign files (`offbeat.envs.isolation`).
+kernel confines the program from network, other processes and foreign files.
 """
 
 import functools
@@ -35,7 +35,7 @@ SUPERVISOR_CODE = (
     "from offbeat.envs.isolation.supervisor import main; del sys.path[0]; main()"
 )
 STARTUP_TIMEOUT_S = 30.0
-"""Supervisor startup, outside the program's time."""
+"""Of the supervisor, not counted as the program's time."""
 STOP_POLL_S = 0.01
 
 
@@ -54,7 +54,7 @@ class Limits(Config):
     timeout_s: float = Field(default=5.0, gt=0)
     cpu_s: int = Field(default=5, ge=1)
     memory_mib: int = Field(default=512, ge=64)
-    """Address space, divided equally among `max_processes`."""
+    """Address space, divided among `max_processes`."""
     file_mib: int = Field(default=8, ge=1)
     """Largest file, including stdout and stderr."""
     disk_mib: int = Field(default=64, ge=1)
@@ -84,7 +84,7 @@ class ProgramResult:
 
     @property
     def error(self) -> str:
-        """Last line of the error, or empty."""
+        """Return the error's last line, if any."""
         if self.timed_out:
             return "out of time"
         lines = [line for line in self.stderr.splitlines() if line.strip()]
@@ -103,7 +103,7 @@ def run_python(
 ) -> ProgramResult:
     """Run a program until it exits or times out.
 
-    layers: requested, used if the kernel offers them. pass_fds: passed and closed here. stop: kills the program when set.
+    layers: used if the kernel offers them. pass_fds: passed and closed here. stop: kills the program when set.
     max_landlock_abi: emulates an older kernel's Landlock.
 
     Raises:
@@ -140,7 +140,6 @@ def describe_sandbox() -> str:
 
 @functools.cache
 def platform_isolation() -> tuple[Layer, ...]:
-    """Return the kernel's layers, probed once."""
     return run_python("", limits=Limits(isolation="warn", timeout_s=60.0)).layers
 
 

@@ -19,7 +19,7 @@ class RoomBaselines(NamedTuple):
 
     random: float
     scripted: float
-    """A push towards the nearest target, else a step towards one."""
+    """Pushes towards the nearest target, else steps towards one."""
     optimal: float
 
 
@@ -64,7 +64,7 @@ def scripted_policy(room: Room) -> Array:
 
 
 def _pushes(room: Room) -> set[tuple[Cell, int]]:
-    """Return (player's cell, direction) of each push of a box nearer to a free target."""
+    """Return (player's cell, direction) of pushes towards a free target."""
     free = room.targets - room.boxes
     results: set[tuple[Cell, int]] = set()
     for box in room.boxes - room.targets:

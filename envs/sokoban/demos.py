@@ -8,7 +8,7 @@ from offbeat.envs.sokoban.rooms import ACTIONS, Cell, Room
 from offbeat.envs.sokoban.solver import distances
 
 SKILL = 0.6
-"""Probability of a best move; others change the position at random."""
+"""Probability of a best move; others are random."""
 
 
 def clumsy_solving(
@@ -19,7 +19,7 @@ def clumsy_solving(
     system_prompt: str | None = None,
     agent_template: str = "{observation}",
 ) -> list[dict[str, str]]:
-    """Return an episode as a rollout's chat messages, depending on `rng` alone."""
+    """Return an episode as a rollout's chat messages, determined by `rng`."""
     observation, _ = env.reset(seed=int(rng.integers(2**31)))
     remaining = distances(env.room)
     messages = [{"role": "system", "content": env.system_prompt if system_prompt is None else system_prompt}]
@@ -34,7 +34,6 @@ def clumsy_solving(
 
 
 def moves(room: Room) -> list[int]:
-    """Return the actions that change the position."""
     return [action for action in range(len(ACTIONS)) if room.push(action) is not room]
 
 

@@ -22,7 +22,7 @@ from offbeat.envs.sokoban.rooms import ACTIONS, Room
 SYMBOLS = ("#", "_", "O", "√", "X", "P", "S")
 SYSTEM_PROMPT = "Push X to O ."
 WORDS = tuple(dict.fromkeys((*SYSTEM_PROMPT.split(), *SYMBOLS, *ACTIONS, *map(str, range(32)))))
-"""Vocabulary for a word-level tokenizer, with default settings."""
+"""For a word-level tokenizer, with default settings."""
 
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n\t"
 MAX_ANSWER_CHARS = 100_000
@@ -33,7 +33,7 @@ class SokobanConfig(Config):
     """Rows and columns, including walls."""
     num_boxes: int = Field(default=1, ge=1, le=8)
     search_depth: int = Field(default=30, ge=1)
-    """Maximum reverse moves from the solved position, and so of a solution."""
+    """Maximum moves of a solution."""
     max_steps: int | None = Field(default=None, ge=1)
     """Turns until truncation; None: the tag's `max_steps`."""
     split: Split = "train"
@@ -53,7 +53,7 @@ class SokobanConfig(Config):
     action_pattern: str = WHOLE_PATTERN
     """Regular expression; the last group is the direction."""
     format_penalty: float = Field(default=0.0, le=0)
-    """Added reward of an answer without a direction; the player does not move."""
+    """Added reward of an answer without a direction, and without a move."""
     penalty_for_step: float = -0.1
     reward_box_on_target: float = 1.0
     penalty_box_off_target: float = -1.0

@@ -13,7 +13,7 @@ Split = Literal["train", "held_out", "any"]
 
 MAX_DRAWS = 2_000
 BEAM = 64
-"""Beam width of the backward search, sampled."""
+"""Of the backward search, sampled."""
 TURN_CHANCE = 0.35
 """Probability of a turn per step."""
 MASKS = (
@@ -82,7 +82,7 @@ def dig(rng: np.random.Generator, dim_room: tuple[int, int]) -> frozenset[Cell]:
 def search_backwards(
     rng: np.random.Generator, floor: frozenset[Cell], solved: State, width: int, search_depth: int
 ) -> State | None:
-    """Search breadth first from the solved position for the farthest without boxes on targets.
+    """Search backwards from the solved position for the farthest without boxes on targets.
 
     Farthest: most pulls times box distances (gym-sokoban); ties are random.
     """

@@ -1,6 +1,6 @@
 """Sokoban rooms and their moves, forwards (push) and backwards (pull).
 
-A cell is `row * width + column`. Invariant: `pulls` is the exact inverse of `push`, so pulled positions are solvable.
+A cell is `row * width + column`. Invariant: `pulls` is the exact inverse of `push`.
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,6 @@ class Room:
         return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
 
     def code(self, cell: Cell) -> int:
-        """Return a cell's number, as in `SokobanConfig.grid_lookup`."""
         if cell not in self.floor:
             return 0
         on_target = cell in self.targets
@@ -54,7 +53,7 @@ class Room:
         return 2 if on_target else 1
 
     def offset(self, action: int) -> int:
-        """Return a step's difference in cell number; walls bound every row."""
+        """Return a step's difference in cell number."""
         down, right = MOVES[ACTIONS[action]]
         return down * self.width + right
 
@@ -78,7 +77,7 @@ class Room:
 def pulls(
     floor: frozenset[Cell], player: Cell, boxes: tuple[Cell, ...], offset: int
 ) -> Iterator[tuple[Cell, tuple[Cell, ...]]]:
-    """Yield the predecessors (player, boxes in order) under a step by `offset`."""
+    """Yield the predecessors (player, boxes in order) of a step by `offset`."""
     before = player - offset
     if before not in floor or before in boxes:
         return

@@ -1,4 +1,4 @@
-"""Shortest solutions, by breadth-first search; independent of the generator."""
+"""Shortest solutions by breadth-first search, independent of the generator."""
 
 from offbeat.envs.sokoban.rooms import (
     ACTIONS,
@@ -11,7 +11,7 @@ MAX_POSITIONS = 500_000
 
 
 def solve(room: Room, *, max_moves: int | None = None) -> list[int] | None:
-    """Return a shortest solution within `max_moves`, if any. Raises RuntimeError if undecided after 500,000 positions."""
+    """Return a shortest solution within `max_moves`, if any; raises RuntimeError after 500,000 positions."""
     if room.is_solved:
         return []
     predecessors: dict[tuple[int, frozenset[int]], tuple[Room, int] | None] = {(room.player, room.boxes): None}
@@ -36,7 +36,7 @@ def solve(room: Room, *, max_moves: int | None = None) -> list[int] | None:
 
 
 def distances(room: Room) -> dict[tuple[Cell, frozenset[Cell]], int]:
-    """Return the moves to the solution by solvable (player, boxes). Raises RuntimeError beyond 500,000 positions."""
+    """Return the moves to the solution by solvable (player, boxes); raises RuntimeError beyond 500,000 positions."""
     distance_by_state = {(player, room.targets): 0 for player in room.floor - room.targets}
     level, depth = list(distance_by_state), 0
     while level:

@@ -1,4 +1,4 @@
-"""Tool wrapper for any env, which never sees a call; its rewards and end are unchanged."""
+"""Tool wrapper for any env, which never sees a call; rewards and end are unchanged."""
 
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -22,17 +22,17 @@ class ToolEnvConfig(Config):
     """Wrapped env."""
     env_config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     tools: tuple[AnyTool, ...] = Field(min_length=1)
-    """Tools, each `tool_id: python_code | search | mcp` with settings; only the first listed of those called is used."""
+    """Tools, each `tool_id: python_code | search | mcp` with settings; of those called, the first listed is used."""
     function_calling: Literal["prompt", "template"] = "prompt"
-    """Tools described and called by `instruction` and `pattern`, or as functions in the chat template's format."""
+    """Tools in the prompt by `instruction` and `pattern`, or as functions in the chat template's format."""
     max_tool_uses: int = Field(default=10, ge=1)
     """Calls per episode; later ones are refused."""
     tool_reward: float = 0.0
     """Reward per call."""
     tool_success_reward: float = 0.0
-    """Additional reward of an episode's first successful call that returned something."""
+    """Additional reward of an episode's first successful call with a result."""
     split: str | None = Field(default=None, pattern="^(train|held_out|any)$")
-    """Passed to the wrapped env if supported."""
+    """For the wrapped env."""
 
 
 class ToolEnv(gymnasium.Env[str, str]):
@@ -42,7 +42,7 @@ class ToolEnv(gymnasium.Env[str, str]):
     config_class: ClassVar[type[ToolEnvConfig]] = ToolEnvConfig
 
     def __init__(self, config: ToolEnvConfig) -> None:
-        """Raises ValueError if the wrapped env or a tool is unavailable."""
+        """Raises ValueError if env or tool is unavailable."""
         self.config = config
         settings = dict(config.env_config)
         if config.split is not None and "split" in registry.setting_names(config.env_type):
@@ -108,7 +108,6 @@ class ToolEnv(gymnasium.Env[str, str]):
             raise ValueError(f"tools: two functions share a name: {names}")
 
     def _count_use(self, call: Callable[[], ToolResult]) -> ToolResult | None:
-        """Make a call; None at the maximum."""
         self._uses += 1
         return call() if self._uses <= self.config.max_tool_uses else None
 

@@ -1,7 +1,7 @@
-"""Functions for the policy, and the text form of calls and results between an episode and its env.
+"""Functions for the policy, and the text form of calls and results.
 
-An env's `functions` are in OpenAI's format, for the chat template; `step` gets each call as `<tool_call>` and returns
-a `<tool_response>` each, in order.
+An env's `functions` are in OpenAI's format; `step` gets each call as `<tool_call>` and returns a `<tool_response>`
+each, in order.
 """
 
 import json
@@ -50,7 +50,7 @@ def read_calls(answer: str) -> list[Call]:
 
 
 def read_call(text: str) -> Call:
-    """Parse a JSON call. Raises ValueError if malformed."""
+    """Parse a JSON call; raises ValueError."""
     try:
         call = json.loads(text)
         name, arguments = cast(object, call["name"]), cast(object, call.get("arguments") or {})

@@ -1,7 +1,7 @@
 """Connections to Model Context Protocol servers, one per server and process.
 
-Invariants: a call returns within its timeout; a dead server is restarted at the next call; the process's last env to
-close ends the server.
+Invariants: a call returns within its timeout; a dead server is restarted at the next call; the last env to close ends
+the server.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ CONNECT_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 3.0
 NOTHING = "(nothing was returned)"
 PROBE_TIMEOUT_S = 2.0
-"""For the probe after a timed-out call."""
+"""After a timed-out call."""
 
 
 class McpAddress(NamedTuple):
@@ -30,7 +30,7 @@ class McpAddress(NamedTuple):
 
 
 class McpServer:
-    """Connection with its event loop in a thread; methods block."""
+    """Blocking connection with its event loop in a thread."""
 
     def __init__(self, address: McpAddress) -> None:
         """Raises ValueError if unreachable."""
@@ -59,7 +59,7 @@ class McpServer:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _run(self, request: Callable[[Any], Awaitable[T]]) -> T:
-        """Run a request. Raises ValueError for any failure; reconnects later, unless a probe after a timeout is answered."""
+        """Run a request; raises ValueError. Reconnects later, unless a probe after a timeout is answered."""
         return asyncio.run_coroutine_threadsafe(self._run_with_timeout(request), self._loop).result()
 
     async def _run_with_timeout(self, request: Callable[[Any], Awaitable[T]]) -> T:
@@ -86,7 +86,7 @@ class McpServer:
             return self._client
 
     async def _disconnect_if_dead(self) -> None:
-        """Disconnect unless the server answers a probe: other calls may be running."""
+        """Disconnect unless the server answers a probe."""
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 await _list_functions(self._client)
@@ -95,7 +95,7 @@ class McpServer:
             await self._disconnect()
 
     async def _keep_connection(self, ready: "asyncio.Future[Any]", close_requested: asyncio.Event) -> None:
-        """Hold the connection open: only the task that opened it may close it."""
+        """Hold the connection open in the task that closes it."""
         mcp = require("mcp", "mcp")
         address = self._address
         command = address.command
@@ -131,14 +131,12 @@ async def _call_tool(client: Any, name: str, arguments: dict[str, Any]) -> tuple
 
 
 class SharedServers:
-    """Reference-counted servers of this process."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._servers: dict[McpAddress, tuple[McpServer, int]] = {}
 
     def acquire(self, address: McpAddress) -> McpServer:
-        """Return a shared connection. Raises ValueError if unreachable."""
+        """Return a shared connection; raises ValueError if unreachable."""
         with self._lock:
             server, users = self._servers.get(address) or (McpServer(address), 0)
             self._servers[address] = (server, users + 1)
@@ -179,7 +177,6 @@ class McpSession:
             return False
 
     def use(self, text: str) -> tuple[str, bool]:
-        """Make the call in `text`; return (output, success)."""
         try:
             return self.call_function(read_call(text))
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""Tools, which find their calls in answers and return results."""
+"""Tools, which find their calls in answers."""
 
 from abc import abstractmethod
 from functools import lru_cache
@@ -50,7 +50,7 @@ class OpenTool(Protocol):
     def find_call(self, answer: str) -> str | None: ...
 
     def accepts(self, text: str) -> bool:
-        """Return whether the call is for this tool, as several may have equal patterns."""
+        """Return whether the call is for this tool."""
         ...
 
     def use(self, text: str) -> ToolResult:
@@ -63,7 +63,7 @@ class OpenTool(Protocol):
         ...
 
     def call_function(self, call: Call) -> ToolResult:
-        """Make a function call; the result describes failures."""
+        """Call a function; the result describes failures."""
         ...
 
     def close(self) -> None: ...
@@ -71,7 +71,7 @@ class OpenTool(Protocol):
 
 class Tool(Config):
     pattern: str
-    """Regular expression of a call, its group the text; the last match counts."""
+    """Regular expression with the text as group; the last match counts."""
     instruction: str
     """Addition to the system prompt."""
 
@@ -86,7 +86,7 @@ class Tool(Config):
 
     @abstractmethod
     def open(self) -> OpenTool:
-        """Prepare the tool for an env. Raises ValueError if unavailable."""
+        """Prepare the tool for an env; raises ValueError if unavailable."""
 
 
 class StatelessTool(Tool):
@@ -102,7 +102,7 @@ class StatelessTool(Tool):
     @property
     @abstractmethod
     def functions(self) -> tuple[Function, ...]:
-        """One function of one argument, the call's text."""
+        """Return one function of one argument, the call's text."""
 
     def call_function(self, call: Call) -> ToolResult:
         (argument,) = self.functions[0].parameters["required"]
@@ -172,7 +172,7 @@ class McpTool(Tool):
     command: tuple[str, ...] = ()
     """Program and arguments of a server to start."""
     url: str = ""
-    """URL of a running server (streamable HTTP)."""
+    """Of a running server (streamable HTTP)."""
     functions: tuple[str, ...] = ()
     """Offered functions; empty: all."""
     timeout_s: float = Field(default=30.0, gt=0)
@@ -220,7 +220,7 @@ def _report_failure(result: Any) -> ToolResult:
 
 @lru_cache(maxsize=4)
 def _load_index(corpus: Path, text_key: str) -> tuple[Any, list[str]]:
-    """Return index and passages. Raises ValueError if unreadable."""
+    """Return index and passages; raises ValueError if unreadable."""
     table = read_table(corpus)
     if text_key not in table.column_names:
         raise ValueError(f"text_key: {corpus} has no column {text_key!r}; it has {', '.join(table.column_names)}")

@@ -1,5 +1,3 @@
-"""Products and goals of a shop."""
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -41,7 +39,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """Shop; `goals[:num_held_out]` are for evaluation, `goals[first_train:]` for training."""
+    """`goals[:num_held_out]` are for evaluation, `goals[first_train:]` for training."""
 
     products: Sequence[Product]
     goals: Sequence[Goal]

@@ -1,7 +1,7 @@
-"""WebShop's own shop, from the files that it publishes.
+"""WebShop's own shop, from its published files.
 
 Goal order (`random.seed(233)`) and splits (first 500 for testing, from 1,500 for training) are the original's; price
-ranges and limits are seeded, so all workers see one shop.
+ranges and limits are seeded.
 """
 
 import itertools
@@ -35,7 +35,7 @@ NO_ATTRIBUTES = ("DUMMY_ATTR",)
 
 
 def load_catalogue(files: ShopFiles, num_products: int | None, *, human_goals: bool) -> Catalogue:
-    """Load a shop. Raises ValueError if a file is missing or malformed."""
+    """Load a shop; raises ValueError if a file is missing or malformed."""
     items_path, attributes_path = files.find("items"), files.find("attributes")
     goals_path = files.find("human_goals") if human_goals else None
     items: dict[str, Item] = {}

@@ -23,7 +23,7 @@ def careless_shopping(
     system_prompt: str | None = None,
     agent_template: str = "{observation}",
 ) -> list[dict[str, str]]:
-    """Return an episode as a rollout's chat messages, depending on `rng` alone.
+    """Return an episode as a rollout's chat messages, determined by `rng`.
 
     Category search, random result, each option as in the goal with probability `CARE` (else any or none), `Buy Now`.
     """

@@ -46,7 +46,7 @@ WORDS = tuple(
         + [str(number) for number in range(10)]
     )
 )
-"""Vocabulary for a word-level tokenizer, with a generated shop."""
+"""For a word-level tokenizer, with a generated shop."""
 ACTION = re.compile(r"(search|click)\s*\[(.*)\]", re.DOTALL | re.IGNORECASE)
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n\t›"
 MAX_CHARS = 100_000
@@ -77,7 +77,7 @@ class WebShopConfig(Config):
     action_pattern: str = WHOLE_PATTERN
     """Regular expression; the last group is the action."""
     format_penalty: float = Field(default=0.0, le=0)
-    """Reward of an answer that is neither a search nor a click on the page."""
+    """Reward of an answer that is neither a search nor a click."""
     max_steps: int | None = Field(default=None, ge=1)
     """Turns until truncation; None: the tag's `max_steps`."""
     render_mode: Literal["ansi"] | None = None
@@ -106,7 +106,6 @@ class WebShopConfig(Config):
 
     @property
     def files(self) -> ShopFiles | None:
-        """WebShop's files; None: a generated shop."""
         if self.data_dir is None:
             return None
         return ShopFiles(self.data_dir, self.items_file, self.attributes_file, self.human_goals_file)

@@ -1,4 +1,4 @@
-"""Rows of the files that WebShop publishes (princeton-nlp/WebShop, `setup.sh -d all` or `-d small`)."""
+"""Rows of WebShop's published files (princeton-nlp/WebShop, `setup.sh -d all` or `-d small`)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class ShopFiles(NamedTuple):
-    """Where the files are; None: under the first published name in `folder`."""
+    """Paths of the files; None: the first published name in `folder`."""
 
     folder: Path
     items: Path | None = None
@@ -18,7 +18,7 @@ class ShopFiles(NamedTuple):
     human_goals: Path | None = None
 
     def find(self, kind: str) -> Path:
-        """Return a file's path. Raises ValueError if there is none."""
+        """Return a file's path; raises ValueError if there is none."""
         named: Path | None = getattr(self, kind)
         candidates = PUBLISHED[kind] if named is None else (str(named),)
         paths = [self.folder / name for name in candidates]
@@ -58,7 +58,7 @@ class Item(msgspec.Struct):
 
 
 class ItemAttributes(msgspec.Struct):
-    """What is known of a product, of a mapping from `asin`, with a synthetic goal."""
+    """Product by `asin`, with a synthetic goal."""
 
     attributes: list[str] | None = None
     instruction: str | None = None
@@ -66,7 +66,7 @@ class ItemAttributes(msgspec.Struct):
 
 
 class HumanGoal(msgspec.Struct):
-    """Goal that a person wrote, of a mapping from `asin` to a list of them."""
+    """Human-written goal; lists by `asin`."""
 
     instruction: str
     instruction_attributes: list[str]
@@ -84,24 +84,24 @@ class ItemReviews(msgspec.Struct):
 
 
 def read_items(path: Path, num_products: int | None) -> list[Item]:
-    """Return the first products of a file, without decoding the others. Raises ValueError naming file and product."""
+    """Return a file's first products; raises ValueError with file and product."""
     rows = decode(path.read_bytes(), list[msgspec.Raw], str(path), "a list of products")
     return [decode(row, Item, f"{path}, product {place}") for place, row in enumerate(rows[:num_products])]
 
 
 def read_table(path: Path, kind: type[T], asins: Mapping[str, object]) -> dict[str, T]:
-    """Return the rows of known products from a mapping of `asin` to a row. Raises ValueError naming file and product."""
+    """Return the rows of known products by `asin`; raises ValueError with file and product."""
     rows = decode(path.read_bytes(), dict[str, msgspec.Raw], str(path), "a mapping from asin")
     return {asin: decode(rows[asin], kind, f"{path}, product {asin}") for asin in asins if asin in rows}
 
 
 def read_reviews(path: Path) -> dict[str, ItemReviews]:
-    """Return reviews by product. Raises ValueError naming the file."""
+    """Return reviews by product; raises ValueError."""
     return {row.asin: row for row in decode(path.read_bytes(), list[ItemReviews], str(path), "a list of reviews")}
 
 
 def decode(text: bytes | msgspec.Raw, kind: type[T], where: str, wanted: str = "") -> T:
-    """Decode JSON. Raises ValueError with `where`."""
+    """Decode JSON; raises ValueError with `where`."""
     try:
         return msgspec.json.decode(text, type=kind)
     except msgspec.ValidationError as error:

@@ -1,4 +1,4 @@
-"""Generated shop, without third-party data, equal for equal seed and size; texts use only `SHOP_WORDS`."""
+"""Generated shop, determined by seed and size; texts use only `SHOP_WORDS`."""
 
 from typing import NamedTuple
 
@@ -75,7 +75,7 @@ SHOP_WORDS = tuple(
 
 
 def make_catalogue(seed: int, num_products: int) -> Catalogue:
-    """Return a shop of `num_products` (at most 1,000) with two goals each."""
+    """Return a shop of at most 1,000 products with two goals each."""
     rng = np.random.default_rng([seed, num_products])
     products = [_make_product(rng, number) for number in range(num_products)]
     goals = [_make_goal(rng, product) for product in products for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Shop pages as text, in WebShop's simple mode, separated by `[SEP]`."""
+"""Shop pages in WebShop's simple mode, separated by `[SEP]`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

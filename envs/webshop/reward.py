@@ -14,7 +14,7 @@ from offbeat.envs.optional_imports import require
 from offbeat.envs.webshop.catalogue import Goal, Product
 
 MIN_SIMILARITY = 85
-"""Token-set ratio above which texts match."""
+"""Of matching texts (token-set ratio)."""
 EXACT_OPTIONS = ("size",)
 STOP_WORDS = frozenset(
     re.split(" ", "a an and are as at be by for from in is it of on or that the this to with you your our more new")
@@ -32,7 +32,7 @@ class PurchaseReward(NamedTuple):
 
 class PurchaseScorer:
     def __init__(self) -> None:
-        """Raises ValueError if rapidfuzz is not installed."""
+        """Raises ValueError without rapidfuzz."""
         fuzz, utils = require("rapidfuzz.fuzz", "webshop"), require("rapidfuzz.utils", "webshop")
         self._ratio: Any = fuzz.token_set_ratio
         self._process: Any = utils.default_process

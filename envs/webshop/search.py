@@ -14,7 +14,7 @@ MAX_RESULTS = 50
 
 class ProductSearch:
     def __init__(self, products: Sequence[Product]) -> None:
-        """Raises ValueError if bm25s is not installed."""
+        """Raises ValueError without bm25s."""
         self._products = products
         self._index: Any = require("bm25s", "webshop").BM25()
         self._index.index([words(_text(product)) for product in products], show_progress=False)

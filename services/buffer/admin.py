@@ -60,15 +60,14 @@ class BufferWatch:
         return (await self.snapshot()).counters
 
     async def set_paused(self, paused: bool) -> None:
-        """Stop or resume claiming; running episodes finish."""
+        """Stop or resume claiming."""
         await self._run("pause", int(paused))
 
     async def groups(self, count: int = 1000) -> list[GroupProgress]:
-        """Return active groups, oldest version first."""
         return [GroupProgress(*map(int, row)) for row in await self._run("groups", count)]
 
     async def life(self, count: int = 1000) -> list[tuple[int, str, str]]:
-        """Return the newest group events, oldest first: (number, event, detail)."""
+        """Return the newest group events as (number, event, detail), oldest first."""
         with translate_errors():
             entries: list[Any] = await self._redis.xrevrange(self._keys.life, count=count)
         return [(int(f[b"n"]), f[b"e"].decode(), f[b"d"].decode()) for _, f in reversed(entries)]

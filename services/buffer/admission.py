@@ -1,6 +1,6 @@
 """The staleness bound outside Redis: how many groups may start, and which versions a step may still consume.
 
-Invariant: the same answers as `lua/admission.lua`, which admits (tests/services/buffer/test_admission.py runs both).
+Invariant: the same answers as `lua/admission.lua`.
 """
 
 import math
@@ -12,13 +12,13 @@ from offbeat.services.buffer.api import Admission, BufferLimits
 @dataclass(frozen=True, slots=True)
 class GroupCounts:
     standing: int
-    """Admitted, neither dropped nor failed; trained ones included."""
+    """Admitted, neither dropped nor failed."""
     playing: int
     """Being assembled."""
 
 
 def count_admissible(limits: BufferLimits, step: int | None, counts: GroupCounts) -> tuple[int, Admission]:
-    """Return how many groups may start, and what limits them. step: of the newest weights; None before the first."""
+    """Return how many groups may start, and their limit. step: of the newest weights; None before the first."""
     if step is None:
         return 0, Admission.NO_WEIGHTS
     lookahead = math.ceil((step + limits.max_staleness + 1) * limits.groups_per_step)
@@ -34,5 +34,5 @@ def count_admissible(limits: BufferLimits, step: int | None, counts: GroupCounts
 
 
 def oldest_consumable(step: int, max_staleness: float) -> int:
-    """Return the oldest version that batch `step` (0-based) may consume; a lag is a whole number of versions."""
+    """Return the oldest version that batch `step` (0-based) may consume."""
     return step - math.ceil(max_staleness)

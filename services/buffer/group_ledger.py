@@ -1,7 +1,7 @@
 """File of all group events, of which Redis keeps only the newest.
 
-Invariants: an append is one write, and the next writer removes a partial last line; no event before the newest is
-missing. Lines of concurrent writers (a learner and its replacement) are equal, and deduplicated when read.
+Invariants: an append is one write; the next writer removes a partial last line; no event before the newest is missing.
+Lines of concurrent writers (a learner and its replacement) are equal.
 """
 
 import logging
@@ -31,7 +31,7 @@ UNNUMBERED = 0
 @dataclass(frozen=True, slots=True)
 class LifeEvent:
     id: str
-    """Stream id: Unix ms and sequence number."""
+    """Stream id."""
     ordinal: int
     """1, 2, ... in this Redis; 0 from an older Offbeat."""
     number: int
@@ -39,8 +39,8 @@ class LifeEvent:
     event: str
     """`admitted`, `submitted`, `trained`, `dropped`, `failed`; after a loss in Redis `restored`, `reconciled`."""
     detail: str
-    """admitted, submitted: version at admission; trained: step of the checkpoint; restored: step, colon, numbers of its
-    trained groups, overriding earlier events; reconciled: incarnation; else the reason.
+    """admitted, submitted: version at admission; trained: step of the checkpoint; restored: step, colon, its trained
+    groups, overriding earlier events; reconciled: incarnation; else the reason.
     """
 
     @property
@@ -70,10 +70,9 @@ class LedgerFile:
         path = output_dir / LEDGER_FILE
         self._lines = LinesFile(path)  # first: it removes a cut last line, which must be copied again
         self.position = _newest_id(path)
-        """Newest id in the file, `0` if empty."""
 
     def append(self, events: Sequence[LifeEvent]) -> None:
-        """Append events. Raises OSError; repeatable."""
+        """Append; repeatable. Raises OSError."""
         if events:
             self._lines.append(asdict(event) for event in events)
             self.position = events[-1].id
@@ -165,7 +164,6 @@ class LedgerThread(Follower):
 
 
 def _sync(file: LedgerFile) -> None:
-    """Sync; on a full disk the write may fail only here."""
     try:
         file.sync()
     except OSError as error:

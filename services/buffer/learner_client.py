@@ -1,7 +1,7 @@
 """Learner's buffer client.
 
-Groups are redelivered in stream order until acknowledged or dropped. If Redis may have lost data, the next command
-first reconciles it with the checkpoint's groups and those taken since.
+Groups are redelivered in stream order until acknowledged or dropped. After a loss in Redis, the next command first
+reconciles it with the checkpoint and the groups taken since.
 """
 
 import heapq
@@ -43,7 +43,7 @@ STOP_STATES = (b"stopped", b"killed")
 
 
 CHECK_INTERVAL_S = 1.0
-"""Interval of checks for lost data while the learner computes and env workers wait."""
+"""Interval of checks for lost data."""
 
 
 class RedisLearnerBuffer:
@@ -70,18 +70,17 @@ class RedisLearnerBuffer:
         self._known = known or KnownIncarnation(redis, run_id)
         self._limits = limits
         self._lock = threading.RLock()
-        """Held until a command's reply is processed, so that a reconciliation sees all delivered groups."""
+        """Held until a reply is processed, so that a reconciliation sees all delivered groups."""
         self._prove: Callable[[], Proof] | None = None
         self._on_reconciled: Callable[[Reconciled], None] = lambda _: None
         self._unannounced: Reconciled | None = None
         self._held: dict[int, int] = {}
-        """Number -> version at admission of groups neither acknowledged nor dropped."""
+        """Number -> version at admission, of groups neither acknowledged nor dropped."""
         self._numbers: dict[str, int] = {}
-        """Entry id as delivered -> number, of held groups."""
+        """Entry id as delivered -> number."""
         self._entries: dict[int, str] = {}
-        """Number -> entry id in this Redis, of held groups."""
+        """Number -> entry id in this Redis."""
         self._changes: list[tuple[str, int]] = []
-        """Adopted changes and their steps."""
         self._run_id = run_id
         self._epoch = epoch
         self._keys = BufferKeys(run_id)
@@ -91,16 +90,14 @@ class RedisLearnerBuffer:
         self._prefetched: deque[list[Any]] = deque()
         """In stream order."""
         self._out_of_order: list[tuple[int, Group]] = []
-        """Heap by number of groups that wait for active, lower ones."""
+        """Heap by number; waits for active, lower ones."""
 
     @property
     def epoch(self) -> int:
         return self._epoch
 
     def reconcile(self, proof: Proof) -> Reconciled:
-        """Make Redis agree with `proof` and what this object has delivered; idempotent.
-
-        Without data in Redis, `proof.num_trained` groups count as admitted and trained. Groups of newer, lost
+        """Without data in Redis, `proof.num_trained` groups count as admitted and trained. Groups of newer, lost
         checkpoints are dropped as `rewound` and replaced; unknown numbers as `lost`.
         """
         with self._lock:
@@ -143,7 +140,7 @@ class RedisLearnerBuffer:
         self._prove, self._on_reconciled = prove, on_reconciled
 
     def reconcile_if_needed(self) -> None:
-        """Reconcile, from any thread, if another incarnation or none is stored; raises as writes."""
+        """Reconcile, from any thread, if the incarnation changed."""
         if self._prove is not None:
             with self._lock:
                 try:
@@ -152,7 +149,7 @@ class RedisLearnerBuffer:
                     self._recover()
 
     def take(self, timeout_s: float, num_groups: int = 1) -> Group | None:
-        """Take a group; undecodable ones are quarantined and dropped as `corrupt`."""
+        """Take a group; undecodable ones are dropped as `corrupt`."""
         deadline = time.monotonic() + timeout_s
         while True:
             self._announce()
@@ -208,9 +205,8 @@ class RedisLearnerBuffer:
         return Boundary(changes, bool(paused), desired in STOP_STATES)
 
     def suggest(self, step: int, values: Mapping[str, float], why: str, *, if_lost: bool = False) -> bool:
-        """Request settings before `adopt(step)`; return False if the step is decided or its weights exist.
-
-        if_lost: only if Redis has no earlier request.
+        """Request settings before `adopt(step)`; return False if the step is decided. if_lost: only if Redis has no
+        earlier request.
         """
         change = encode_change(values, time.time(), why)
         return bool(self._call("suggest", self._epoch, step, change, "lost" if if_lost else ""))
@@ -265,7 +261,7 @@ class RedisLearnerBuffer:
         return snapshot_from(self._run("snapshot"))
 
     def _call(self, name: str, *args: Argument, entry_ids: Sequence[str] = ()) -> Any:
-        """Run a script, after reconciling if needed. entry_ids: groups held no longer, as delivered."""
+        """Run a script, after reconciling if needed. entry_ids: groups held no longer."""
         while True:
             self._announce()
             with self._lock:
@@ -351,7 +347,7 @@ class RedisLearnerBuffer:
 
 
 class IncarnationWatch(Follower):
-    """Thread that reconciles after a loss while the learner computes."""
+    """Reconciliation while the learner computes."""
 
     def __init__(self, buffer: RedisLearnerBuffer) -> None:
         self._buffer = buffer

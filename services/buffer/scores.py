@@ -1,8 +1,8 @@
-"""Scores of complete groups by frozen models, kept beside their trajectories.
+"""Scores of complete groups by frozen models, beside their trajectories.
 
-A score has a key, `<role>@<digest of what it depends on>`, so that one by another model is never taken for it. Scorers
-claim groups in the order of the stream and compute what is missing, also after Redis has lost it; the learner waits for
-the scores of the groups that it has taken. Both raise RetryableError while Redis does not answer (repeatable).
+The key of a score is `<role>@<digest of what it depends on>`. Scorers claim groups in the order of the stream and
+recompute lost scores; the learner waits for those that it has taken. Both raise RetryableError while Redis does not
+answer (repeatable).
 """
 
 import time
@@ -21,22 +21,22 @@ from offbeat.services.redis.connection import MAX_BLOCK_S
 from offbeat.services.redis.incarnation import KnownIncarnation
 
 VALUES, REFUSAL = b"v", b"r"
-"""First byte: float32 values, or the text why there are none."""
+"""First byte: float32 values, or a refusal's text."""
 
 
 class ScoreRefusedError(Exception):
-    """A scorer gave no score for a group, and why."""
+    """A scorer gave no score for a group."""
 
 
 class GroupLostError(Exception):
-    """Redis has lost a group's trajectories, so nothing can score it."""
+    """A group's trajectories are lost."""
 
 
 class GroupScores(Protocol):
     """Learner's interface of scores."""
 
     def wait(self, number: int, keys: Sequence[str], timeout_s: float) -> dict[str, bytes] | None:
-        """Return a group's scores by key; None if one is still missing after the timeout.
+        """Return a group's scores by key; None after the timeout.
 
         Raises:
             ScoreRefusedError, GroupLostError: there will be none.
@@ -56,7 +56,7 @@ class ClaimedGroup:
 @dataclass(frozen=True, slots=True)
 class ScoreClaim:
     num_missing: int
-    """Complete groups without this score, claimed ones included."""
+    """Complete groups without this score."""
     claimed: ClaimedGroup | None
 
 
@@ -94,7 +94,7 @@ class RedisGroupScores:
 
 
 class RedisScoreQueue:
-    """Groups to score under one key; `scorer` names a process, and its successor."""
+    """Groups to score under one key; a successor has the same `scorer`."""
 
     def __init__(self, redis: Redis, run_id: str, uid: str, scorer: str, key: str, *, lease_s: float) -> None:
         """lease_s: time without `renew` until others may claim a group."""
@@ -107,7 +107,7 @@ class RedisScoreQueue:
         self._key = key
         self._lease_ms = int(lease_s * 1000)
         self._position = "0-0"
-        """Of the stream's newest entry before the last claim."""
+        """Newest stream entry before the last claim."""
 
     def claim(self) -> ScoreClaim:
         """Claim the oldest group without this score.
@@ -123,19 +123,18 @@ class RedisScoreQueue:
         return ScoreClaim(int(num_missing), self._decode(*claimed) if claimed else None)
 
     def renew(self, number: int) -> bool:
-        """Keep the claim; return False if the group is gone or another scorer's."""
+        """Extend the claim; return False if it is lost."""
         return bool(self._call("claim_score", self._scorer, self._key, self._lease_ms, number))
 
     def submit(self, number: int, values: bytes) -> bool:
-        """Store float32 values; return False if the group is gone, or was scored by another."""
+        """Store float32 values; return False if the group is gone or already scored."""
         return bool(self._call("score", self._scorer, self._key, number, VALUES + values))
 
     def refuse(self, number: int, reason: str) -> None:
-        """Store why there is no score: the learner drops the group if it needs one."""
+        """Store why there is no score."""
         self._call("score", self._scorer, self._key, number, REFUSAL + reason.encode())
 
     def wait_for_group(self, timeout_s: float) -> None:
-        """Wait until a group is completed after the last claim."""
         with translate_errors():
             self._redis.xread({self._keys.stream: self._position}, count=1, block=max(1, int(timeout_s * 1000)))
 

@@ -33,9 +33,9 @@ ERRORS: dict[str, type[MeshError]] = {
 }
 MAX_CALLS_PER_TRIP = 32
 MAX_TRIP_BYTES = 1 << 19
-"""Bytes after which a round trip takes no further call."""
+"""Limit of a round trip."""
 MAX_ROUND_TRIPS = 2
-"""Concurrent round trips: one is prepared while Redis runs another."""
+"""One is prepared while Redis runs another."""
 
 
 def group_id_of(run_id: str, number: int) -> str:
@@ -45,7 +45,7 @@ def group_id_of(run_id: str, number: int) -> str:
 def build_group(
     run_id: str, number: int, entry_id: bytes, version: int, temperature: bytes, trajectories: Sequence[Trajectory]
 ) -> Group:
-    """Build a complete group from its entry in the stream. version: at admission; temperature: empty unless changed."""
+    """Build a complete group from its stream entry. version: at admission; temperature: empty unless changed."""
     first = trajectories[0]
     return Group(
         entry_id.decode(),
@@ -62,7 +62,6 @@ def build_group(
 
 @cache
 def script_source(name: str) -> str:
-    """Return a script after the shared parts."""
     return "\n".join((FOLDER / f"{part}.lua").read_text() for part in (*SHARED, name))
 
 

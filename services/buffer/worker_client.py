@@ -1,7 +1,7 @@
 """Env workers' buffer client.
 
 Commands are repeatable: claims carry a nonce, submits are idempotent by member, cancellations derive from claims. Each
-carries the data's incarnation; after a change, the client first joins the new one (join.lua).
+carries the data's incarnation; after a change, the client first joins the new one.
 """
 
 import asyncio
@@ -33,8 +33,7 @@ def unit_name(kind: EpisodeKind, group_id: str, number: int) -> str:
 
 
 class AsyncRolloutBuffer:
-    """`RolloutBuffer` on Redis, one per worker process: a second one of the same worker id reassigns the first's
-    episodes.
+    """`RolloutBuffer` on Redis; a second one of the same worker id reassigns the first's episodes.
 
     Methods raise RetryableError while Redis does not answer (repeatable).
     """
@@ -73,7 +72,6 @@ class AsyncRolloutBuffer:
             return await self._next_notification(position, timeout_s) or position
 
     async def heartbeat(self, worker_id: str) -> WorkerOrders:
-        """Send a heartbeat, at least four per worker timeout."""
         active = dict(self._active.get(worker_id, {}))
         arguments = [part for token, task in active.items() for part in (token, task.attempt)]
         draining, *cancelled = await self._call(worker_id, "heartbeat", worker_id, self._session, *arguments)
@@ -82,11 +80,9 @@ class AsyncRolloutBuffer:
         return WorkerOrders(cancelled=tuple(current.pop(token) for token in tokens), draining=bool(draining))
 
     async def submit(self, worker_id: str, task: EpisodeTask, trajectory: Trajectory) -> SubmitResult:
-        """Submit an episode.
-
-        Raises:
-            CodecError: the trajectory violates an invariant of `services.messages.types`; fail the episode.
-            BufferError: the trajectory belongs to another task.
+        """Raises:
+        CodecError: the trajectory violates an invariant of `services.messages.types`; fail the episode.
+        BufferError: the trajectory belongs to another task.
         """
         if (trajectory.group_id, trajectory.index) != (task.group_id, task.index):
             submitted = f"{trajectory.group_id}/{trajectory.index}"
@@ -111,7 +107,7 @@ class AsyncRolloutBuffer:
             submitting.pop(token, None)
 
     async def fail(self, worker_id: str, task: EpisodeTask, reason: str) -> None:
-        """Report a failure, counted by `reason` (`step_timeout`)."""
+        """Report a failure, counted by `reason`."""
         unit = unit_name(task.kind, task.group_id, task.number)
         reason = reason[:MAX_REASON_CHARS] or "unknown"
         await self._call(worker_id, "fail", worker_id, unit, task.index, task.attempt, reason)
@@ -130,7 +126,7 @@ class AsyncRolloutBuffer:
         return await self._joined(worker_id, lambda incarnation: self._run(name, *args, incarnation=incarnation))
 
     async def _joined(self, worker_id: str, call: Callable[[str], Awaitable[Any]]) -> Any:
-        """Call with the incarnation, after joining a new one; raises ReconcileError until possible."""
+        """Call with the incarnation, after joining a new one."""
         while True:
             known = self._incarnation or await self._join(worker_id, "")
             try:
@@ -139,7 +135,7 @@ class AsyncRolloutBuffer:
                 await self._join(worker_id, known)
 
     async def _join(self, worker_id: str, known: str) -> str:
-        """Join the incarnation after `known`, with the episodes of every worker id."""
+        """Join the incarnation after `known`, with each worker's episodes."""
         async with self._join_lock:
             if self._incarnation == known:
                 incarnation = ""

@@ -1,4 +1,4 @@
-"""Chat template as token pieces, for policies that answer an env; external agents use `template.ChatTemplate`.
+"""Chat template as token pieces, for policies that answer an env.
 
 Invariant: first prompt + answer + piece + answer + ... equals the template's tokens, if the template is append-only
 (determined at load, as is whether it keeps thoughts).
@@ -49,9 +49,8 @@ class ChatFormat:
     ) -> None:
         """Analyze and check the template.
 
-        extra_stop_ids: besides the template's; reader: creates the image reader, None without images; template: creates the
-        renderer for templates that rewrite history, None rejects these; calling: creates that of function calls, None
-        supports none.
+        extra_stop_ids: besides the template's. reader: creates the image reader; None: no images. template: creates the
+        renderer for templates that rewrite history; None rejects these. calling: creates that of function calls.
 
         Raises:
             RolloutError: no special token ends an answer, or the template is unusable.
@@ -85,13 +84,13 @@ class ChatFormat:
 
     @cached_property
     def image_tokens(self) -> ImageTokens:
-        """Image support; raises RolloutError if the model or template has none."""
+        """Return image support; raises RolloutError if the model or template has none."""
         if self._reader is None:
             raise RolloutError("images need a model folder with an image processor, and none is given")
         return ImageTokens(_image_placeholder(self._render), self._reader())
 
     def calling(self, tool_call_parser: str | None) -> ChatTemplate:
-        """Return the renderer of function calls; thread-safe, loaded once.
+        """Return the renderer of function calls; thread-safe.
 
         Raises:
             RolloutError: as `load_function_template`.
@@ -132,7 +131,6 @@ class ChatFormat:
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Encode a rendered text, adding no special tokens."""
         return self._encode(text) if len(text) <= MAX_CACHED_CHARS else self._encode_now(text)
 
     def _content(self, text: str) -> str:
@@ -229,7 +227,6 @@ def _split_first(render: Render, system: str | None) -> _Pieces:
 
 
 def _split_next(render: Render, system: str | None) -> _Pieces:
-    """Verify that turns are equal."""
     user, answer, reply, second_answer, second_reply = MARKS[1:]
     short = render(_turns((user,), system), True)
     long = render(_turns((user, answer, reply), system), True)

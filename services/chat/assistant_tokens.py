@@ -1,7 +1,7 @@
-"""Assistant tokens of a conversation, by the chat template itself.
+"""Assistant tokens of a conversation, by the chat template.
 
-Templates with generation tags mark them; otherwise an assistant's turn is what the template adds to the conversation
-before it with its generation prompt. Whitespace after the end-of-turn token is not the assistant's.
+Generation tags mark them; without tags, an assistant's turn is what the template adds to the conversation with its
+generation prompt. Whitespace after the end-of-turn token is excluded.
 """
 
 import re
@@ -23,11 +23,11 @@ Messages = Sequence[dict[str, Any]]
 
 
 class ConversationError(ValueError):
-    """The template can't render a conversation, or its turns can't be told apart."""
+    """The template can't render a conversation, or its turns are ambiguous."""
 
 
 class Tokenized(NamedTuple):
-    """tokens: ids of the conversation; turns: [start, end) of the assistant's, by position."""
+    """Token ids of a conversation; turns: [start, end) of the assistant's."""
 
     tokens: list[int]
     turns: list[tuple[int, int]]
@@ -38,7 +38,7 @@ class AssistantTokens:
     """Tokenizer of conversations for supervised training."""
 
     def __init__(self, folder: Path) -> None:
-        """Load a Hugging Face folder's template. Raises RolloutError as `load_chat_template`."""
+        """Load a Hugging Face folder's template; raises RolloutError."""
         self._folder = folder
         self._end_text = load_chat_template(folder).end_text
         self._tokenizer = load_tokenizer(folder)
@@ -58,8 +58,7 @@ class AssistantTokens:
     ) -> Tokenized:
         """Tokenize a conversation up to its last assistant turn.
 
-        first: message from which assistant turns count. last_only: only the last counts. images: PNG, in the order of the
-        messages' image parts.
+        first: message from which assistant turns count. images: PNG, in the order of the messages' image parts.
 
         Raises:
             ConversationError: rejected by the template, without an assistant turn, with turns that later ones change, or
@@ -90,7 +89,6 @@ class AssistantTokens:
         return any(part.get("type") == "image" for message in messages for part in content_parts(message))
 
     def _place(self, tokenized: Tokenized, images: Sequence[bytes]) -> Tokenized:
-        """Expand each image's placeholder to its tokens."""
         placeholder = self._images.image_token_id
         if (count := tokenized.tokens.count(placeholder)) != len(images):
             raise ConversationError(
@@ -128,7 +126,7 @@ class AssistantTokens:
     def _tagged_spans(
         self, messages: Messages, tools: Sequence[Any], chosen: Sequence[int]
     ) -> list[tuple[int, int]] | None:
-        """Return the spans of generation tags; None if they are not one per assistant turn."""
+        """Return the spans of generation tags; None unless one per assistant turn."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         _, spans = render_jinja_template(
@@ -166,7 +164,7 @@ class AssistantTokens:
 
 
 def content_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a message's parts; a text is none."""
+    """Return a message's parts; none of a text."""
     content: Any = message.get("content")
     return cast(list[dict[str, Any]], content) if isinstance(content, list) else []
 
@@ -178,6 +176,5 @@ def _token_range(starts: Sequence[int], span: tuple[int, int]) -> tuple[int, int
 
 
 def common_length(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return the length of the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (left, right) in pairs if left != right), min(len(one), len(other)))

@@ -1,7 +1,7 @@
 """Conversion of a call tree to trajectory segments.
 
 Invariants: each delivered sampled token is trained in exactly one segment, and context in others; segments equal the
-engine's input and output, token by token; undelivered completions are never trained.
+engine's input and output; undelivered completions are never trained.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,16 +28,15 @@ class Captured:
     turns: tuple[Turn, ...]
     """Trained answers, in sampling order."""
     metrics: Mapping[str, float]
-    """`agent_calls`, `branches` (segments), `masked_answers` and `masked_tokens` (never delivered),
-    `unverified_messages` (assistant messages not known to be sampled).
+    """`agent_calls`, `branches` (segments), `masked_answers` and `masked_tokens` (undelivered), `unverified_messages`
+    (assistant messages not known to be sampled).
     """
 
 
 def capture(tree: TokenTree, rewards: Sequence[Reward] = ()) -> Captured:
     """Cut the tree into a segment per branch.
 
-    A reward belongs to the last trained answer before it, else the first; without any it is lost, which the caller must
-    check.
+    A reward belongs to the last trained answer before it, else the first; without trained answers it is lost.
     """
     nodes = tree.nodes
     parents = {node.prompt.parent for node in nodes if node.delivered}

@@ -26,7 +26,7 @@ class ImageTokens:
     def place(
         self, ids: tuple[int, ...], png: bytes, num_images: int
     ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
-        """Expand a prompt's placeholders, all for one image; positions count from its start.
+        """Expand a prompt's placeholders; positions count from its start.
 
         Raises:
             EpisodeError: not `num_images` placeholders (an observation may contain one), or an unreadable image.

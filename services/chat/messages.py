@@ -1,7 +1,6 @@
 """API-independent chat messages.
 
-Invariant: equality of assistant messages ignores surrounding whitespace and JSON spacing of tool calls, as agents
-change them.
+Invariant: equality of assistant messages ignores surrounding whitespace and JSON spacing of tool calls.
 """
 
 import json
@@ -44,7 +43,7 @@ class ChatMessage:
         return self.content.strip() == other.content.strip() and self.tool_calls == other.tool_calls
 
     def with_call_ids(self, number: int) -> "ChatMessage":
-        """Set call ids by the answer's number and position: nine letters and digits, for Mistral's templates."""
+        """Set call ids of nine letters and digits (Mistral's templates), by the answer's number and position."""
         calls = (replace(call, call_id=f"c{number:04d}{i:04d}") for i, call in enumerate(self.tool_calls))
         return replace(self, tool_calls=tuple(calls))
 

@@ -1,7 +1,4 @@
-"""Chat template of arbitrary conversations, with roles, tools and tool results.
-
-For external agents: `token_tree` detects per call whether it is append-only. Others use `append_only.ChatFormat`.
-"""
+"""Chat template of conversations with roles, tools and tool results, for external agents."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -55,7 +52,7 @@ class ChatTemplate:
         extra_stop_ids: Sequence[int] = (),
         parser: CallParser | None = None,
     ) -> None:
-        """extra_stop_ids: besides the template's; parser: of calls, None for the detected JSON format.
+        """extra_stop_ids: besides the template's; parser: None for the detected JSON format.
 
         Raises:
             RolloutError: no special token ends an answer.
@@ -90,7 +87,7 @@ class ChatTemplate:
             raise UnusableError(f"the policy's chat template can't render these messages: {error}") from error
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Decode without special tokens; for a parser, only without stop tokens."""
+        """Decode without special tokens; for a parser, without stop tokens."""
         if self._parser is None:
             return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         words = [token for token in token_ids if token not in self.stop_ids]
@@ -110,7 +107,6 @@ class ChatTemplate:
         return ChatMessage("assistant", words.strip(), calls) if calls else ChatMessage("assistant", text)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Encode a rendered text, adding no special tokens."""
         return self._encode(text) if len(text) <= MAX_CACHED_CHARS else self._encode_now(text)
 
     def _encode_now(self, text: str) -> tuple[int, ...]:
@@ -119,8 +115,6 @@ class ChatTemplate:
 
 def load_chat_template(folder: Path, parser_for: Callable[[Any], CallParser] | None = None) -> ChatTemplate:
     """Load a Hugging Face folder's template.
-
-    parser_for: creates the call parser (`tool_parsers`).
 
     Raises:
         RolloutError: no tokenizer or chat template, or an unknown end of answers.
@@ -164,7 +158,7 @@ OFFERED = {"type": "function", "function": {"name": NAME, "description": "", "pa
 
 
 def _call_style(render: RenderAny) -> CallStyle:
-    """Return the first style rendered readably, else the first."""
+    """Return the first readably rendered style, else the first."""
     for style in CALL_STYLES:
         try:
             text = render([USER, CALLING.for_template(style)], [OFFERED], False)

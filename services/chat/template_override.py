@@ -1,6 +1,6 @@
 """Chat templates in place of a model's own, by ROLL's names, as Jinja text or file.
 
-Invariant: a model's folder is never changed; the policy folder links to its files and holds the other template.
+Invariant: a model's folder never changes; the policy folder links to its files.
 """
 
 import json
@@ -36,7 +36,7 @@ def is_file(template: str) -> bool:
 
 
 def find_problem(template: str) -> str:
-    """Return why `template` is no name, Jinja text or existing file; empty if it is one."""
+    """Return why `template` is no name, Jinja text or file; empty if it is one."""
     if template in TEMPLATES or "{{" in template or "{%" in template:
         return ""
     if is_file(template):
@@ -45,12 +45,11 @@ def find_problem(template: str) -> str:
 
 
 def replaces(template: str | None) -> bool:
-    """Return whether `template` differs from the model's own."""
     return template is not None and TEMPLATES.get(template, template) is not None
 
 
 def write_policy_folder(source: Path, folder: Path, template: str) -> None:
-    """Link the files of model folder `source` in `folder`, with `template` in place of its own.
+    """Link the files of model folder `source` in `folder`, with `template`.
 
     Raises:
         RolloutError: no tokenizer, or a template that extends a model's which has none.

@@ -1,10 +1,7 @@
 """An episode's calls as a tree of token sequences; a node is a completion with its prompt.
 
-A call rendered as a node's text plus a suffix continues it: the node's tokens are sent, and only the suffix is
-encoded. Other calls start sequences.
-
-Invariants: nodes record what was sent and sampled, token by token; sampled tokens are never re-encoded; a node's tokens
-start with its parent's.
+A call rendered as a node's text plus a suffix continues it: only the suffix is encoded. Invariants: nodes record what
+was sent and sampled, token by token; sampled tokens are never re-encoded; a node's tokens start with its parent's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +21,7 @@ class Prompt:
     text: str = ""
     """Rendered prompt, or the agent's text."""
     unverified: int = 0
-    """Assistant messages not known to be sampled, never trained."""
+    """Assistant messages not known to be sampled."""
     is_chat: bool = True
     anchor: str = ""
     """Answered state, if known."""
@@ -38,7 +35,7 @@ class Node:
     num_kept: int
     """Completion tokens that count: all, or to the stop word's end."""
     delivered: bool = False
-    """Whether the agent is known to have it."""
+    """Whether the agent received it."""
 
     @property
     def is_truncated(self) -> bool:
@@ -73,7 +70,7 @@ class TokenTree:
         return Prompt(self.template.encode(full_text), ROOT, full_text, len(answer_indexes), anchor=anchor)
 
     def plan_text(self, text: str) -> Prompt:
-        """Return a prompt that continues the longest known text."""
+        """Continue the longest known text."""
         best, known = ROOT, ""
         for number, node in enumerate(self.nodes):
             text_so_far = node.prompt.text + self._plain_text(node)
@@ -84,7 +81,7 @@ class TokenTree:
         return Prompt(before + self.template.encode(new), best, text, is_chat=False, anchor=new)
 
     def plan_tokens(self, tokens: tuple[int, ...]) -> Prompt:
-        """Return a prompt that continues the longest known prefix."""
+        """Continue the longest known prefix."""
         fits = [n for n, node in enumerate(self.nodes) if tokens[: len(node.tokens)] == node.tokens]
         parent = max(fits, key=lambda n: len(self.nodes[n].tokens), default=ROOT)
         return Prompt(tokens, parent, is_chat=False)
@@ -128,7 +125,7 @@ class TokenTree:
     def _find_extended(
         self, candidates: Sequence[int], before: str, full_text: str
     ) -> tuple[int, tuple[int, ...]] | None:
-        """Return a truncated node that the agent extended (as by a stop word), and the tokens."""
+        """Return a truncated node that the agent extended, and the tokens."""
         for number in reversed(candidates):
             node = self.nodes[number]
             text = before + self._plain_text(node)

@@ -1,5 +1,3 @@
-"""Tokenizer of a model folder."""
-
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def find_end_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that end a text by the tokenizer and by generation_config.json."""
+    """Return the end tokens of tokenizer and generation_config.json."""
     try:
         settings = json.loads((folder / "generation_config.json").read_text())
     except (OSError, ValueError):
@@ -23,7 +21,7 @@ def find_end_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
 def load_tokenizer(folder: Path) -> Any:
     """Load tokenizer.json, else transformers' class.
 
-    `AutoTokenizer` imports torch, and ignores tokenizer.json for some architectures.
+    `AutoTokenizer` ignores tokenizer.json for some architectures.
     """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise RolloutError(f"no tokenizer in {folder}: none of {', '.join(TOKENIZER_FILES)} is there")

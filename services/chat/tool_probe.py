@@ -1,4 +1,4 @@
-"""Probe function and calls, rendered to analyze a chat template without parsing or vLLM."""
+"""Probe function and calls for the analysis of a chat template."""
 
 from offbeat.services.chat.messages import (
     ChatMessage,

@@ -55,8 +55,8 @@ CANDIDATES = (
 def load_function_template(folder: Path, tool_call_parser: str | None = None) -> ChatTemplate:
     """Load a Hugging Face folder's template with a call parser.
 
-    tool_call_parser: vLLM's; None: the detected JSON format, else the first of `CANDIDATES` to read a call, preferably
-    several per answer.
+    tool_call_parser: vLLM's; None: the detected JSON format, else the first of `CANDIDATES` that reads a call,
+    preferably several per answer.
 
     Raises:
         RolloutError: the template describes no functions, writes no calls, or no parser reads them.
@@ -150,7 +150,6 @@ def _load_with_parser(folder: Path, name: str) -> ChatTemplate:
 
 
 def _parse(template: ChatTemplate, written: str) -> tuple[ToolCall, ...]:
-    """Parse as after sampling: without special tokens, unless needed."""
     return template.message_of(template.text_of(template.encode(written)), tools=PROBE).tool_calls
 
 

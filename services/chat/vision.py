@@ -1,5 +1,5 @@
 # pyright: basic
-"""Image preprocessing, on NumPy and Pillow alone; engine and learner share it, so that pixels are bitwise equal."""
+"""Image preprocessing on NumPy and Pillow; pixels of engine and learner are bitwise equal."""
 
 import io
 import json
@@ -23,7 +23,7 @@ MAX_CACHED_COUNTS = 16_384
 
 
 class Pixels(NamedTuple):
-    """Preprocessed image. patches: [h * w, channels * frames * side**2] float32; grid: (1, h, w)."""
+    """patches: [h * w, channels * frames * side**2] float32; grid: (1, h, w)."""
 
     patches: npt.NDArray[np.float32]
     grid: tuple[int, int, int]
@@ -56,7 +56,6 @@ class ImageProcessor:
         self._counts: dict[bytes, int] = {}
 
     def count(self, png: bytes) -> int:
-        """Count tokens; raise ValueError if unreadable."""
         digest = blake2b(png, digest_size=16).digest()
         if digest not in self._counts:
             if len(self._counts) >= MAX_CACHED_COUNTS:

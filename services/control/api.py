@@ -32,7 +32,6 @@ def create_api(
     tokens: Tokens = NO_TOKENS,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
 ) -> FastAPI:
-    """Build the API; `lifespan` is entered while it serves."""
     api = FastAPI(title="Offbeat", version="1", description=ABOUT, lifespan=lifespan)
     bearer: list[Any] = []
     if tokens.grants:

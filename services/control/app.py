@@ -1,7 +1,4 @@
-"""Ray Serve application of the control service.
-
-Runs' validation and components are imported by name: no dependency on trainer or CLI.
-"""
+"""Ray Serve application of the control service; imports validation and components by name."""
 
 import asyncio
 import json
@@ -36,18 +33,16 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class ControlSettings:
-    """Settings of the deployment, pickled by Serve."""
-
     redis_url: str
     factory: str
-    """`module:name`: (redis, redis_url, working_dir, max_cpus) -> `RunFactory` that has `build_mesh` and `complete`."""
+    """`module:name`: (redis, redis_url, working_dir, max_cpus) -> `RunFactory` with `build_mesh` and `complete`."""
     tokens: Tokens = NO_TOKENS
     reconcile_s: float = 0.5
     log_dir: Path | None = None
     working_dir: Path | None = None
-    """Base of relative paths in configurations; None: current folder."""
+    """Base of relative paths; None: current folder."""
     max_cpus: float = 0.0
-    """CPUs up to which an autoscaler adds nodes; 0: the cluster has what it has."""
+    """CPUs up to which an autoscaler adds nodes; 0: no autoscaler."""
 
 
 class ControlDeployment:
@@ -61,7 +56,7 @@ class ControlDeployment:
             _refuse_other_hosts()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Apply `ControlTuning`, also at startup."""
+        """Apply `ControlTuning`."""
         tuning = ControlTuning.model_validate_json(json.dumps(user_config))
         assert self._reconciler is not None
         policy = RestartPolicy(max_restarts=tuning.max_restarts, drain_timeout_s=tuning.drain_timeout_s)
@@ -98,7 +93,6 @@ class ControlDeployment:
 
 
 def _refuse_other_hosts() -> None:
-    """Raise if other machines reach Serve's proxies."""
     client = _get_global_client()
     host = client.http_config.host if client else LOOPBACK
     if host and host not in LOOPBACK_NAMES:

@@ -1,7 +1,7 @@
 """Authentication, rate and size limits of the API.
 
-Without tokens, local programs may call, but no web page of another origin. A refused call does no work, and counts only
-against its own kind's rate.
+Without tokens, local programs may call, but no web page of another origin. A refused call counts only against its own
+kind's rate.
 """
 
 import hmac
@@ -19,7 +19,7 @@ from offbeat.services.control.sessions import find_session, is_same_origin
 
 
 class TokenBucket:
-    """Rate limiter: `per_s` calls, bursts of `burst`."""
+    """Rate limiter of `per_s` calls and bursts of `burst`."""
 
     def __init__(self, per_s: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_s = per_s
@@ -41,18 +41,15 @@ class TokenBucket:
 
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 OPEN_PATHS = ("/healthz",)
-"""Paths without authentication, for health checks."""
 DOCS_PATHS = ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
-"""No token: a browser can't send one before the page loads."""
+"""Without token: a browser can't send one before the page loads."""
 PAGE, SESSION = "/ui", "/session"
-"""Static files, and their login."""
 LIMIT_LOGIN = "offbeat.limit_login"
-"""Key of the limit of wrong logins in an ASGI scope."""
 
 
 READ_METHODS = ("GET", "HEAD", "OPTIONS")
 CALLS_PER_S, CALL_BURST = 200.0, 1000
-"""Per token; without tokens, for all callers together."""
+"""Per token; without tokens, for all callers."""
 WRONG_TOKENS_PER_S, WRONG_TOKEN_BURST = 1.0, 30
 MAX_BODY_BYTES = 1_000_000
 
@@ -123,7 +120,7 @@ def _matches(given: bytes, token: str) -> bool:
 
 
 def _oversized(request: Request) -> Refusal | None:
-    """Refuse a declared length before reading anything, even the token."""
+    """Refuse a declared length before reading anything."""
     length = request.headers.get("content-length", "")
     return TOO_LARGE if length.isdecimal() and int(length[:20]) > MAX_BODY_BYTES else None
 
@@ -132,7 +129,7 @@ TOO_LARGE: Refusal = (413, "too_large", f"a body has at most {MAX_BODY_BYTES:,} 
 
 
 def _limited(receive: Receive, send: Send) -> tuple[Receive, Send]:
-    """Count bytes on arrival: a chunked body declares no length."""
+    """Count bytes on arrival."""
     received, responded = 0, False
 
     async def receive_limited() -> Message:
@@ -154,7 +151,7 @@ def _limited(receive: Receive, send: Send) -> tuple[Receive, Send]:
 
 
 def _is_from_this_host(request: Request) -> bool:
-    """Return False for web pages of other origins, including this host's other ports and DNS rebinding."""
+    """Return False for web pages of other origins, including other ports and DNS rebinding."""
     address = request.headers.get("host", "")
     if _host(f"//{address}") not in LOOPBACK_NAMES:
         return False

@@ -1,4 +1,4 @@
-"""Links of the chain that explains a run's wait, and the reports that it is made from."""
+"""Links of the chain that explains a run's wait."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +15,6 @@ MIN_REPORTED_WAIT_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Component and what it waits for."""
-
     component: str
     """`learner`, `group 41`, `episodes`, `env workers`, `generation`, `env`, `agent`, `run`, `redis`, or a component.
     """
@@ -41,13 +39,12 @@ class RunSnapshot:
     buffer: Snapshot
     groups: Sequence[GroupProgress]
     workers: Mapping[str, Mapping[str, Any]]
-    """Worker -> report; see `offbeat.services.rollout.wait_status`."""
+    """Worker -> report."""
     replicas: Mapping[str, ReplicaReport]
     version: int
     """Newest published version; -1: none."""
     leased: bool = True
     redis_trouble: str = ""
-    """Error of a Redis that refuses writes."""
 
 
 def for_seconds(seconds: float) -> str:

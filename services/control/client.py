@@ -57,7 +57,7 @@ async def messages(lines: AsyncIterator[str]) -> AsyncIterator[StreamEvent]:
 JSON = {"Content-Type": "application/json"}
 ACCEPT_JSON = {"Accept": "application/json"}
 VALIDATION_TIMEOUT_S = 150.0
-"""Exceeds the service's own limit; a validation makes and resets the user's envs."""
+"""Exceeds the service's limit; a validation makes and resets envs."""
 RECONNECT_INTERVAL_S = 1.0
 STREAM_TIMEOUT_S = 30.0
 """Keep-alives come every 15 s."""
@@ -101,7 +101,6 @@ class ControlClient:
         await self._http.aclose()
 
     async def create(self, config: str) -> RunView:
-        """Start a run from a JSON configuration."""
         return RunView.model_validate(await self._submit(config))
 
     async def validate(self, config: str) -> None:
@@ -133,7 +132,6 @@ class ControlClient:
         return RunView.model_validate(await self._call("POST", f"/runs/{run_id}/resume"))
 
     async def change(self, run_id: str, values: Mapping[str, float]) -> RunView:
-        """Change live settings; see `SettingsPatch`."""
         return RunView.model_validate(await self._call("PATCH", f"/runs/{run_id}", json=dict(values)))
 
     async def why(self, run_id: str) -> WhyView:
@@ -151,7 +149,7 @@ class ControlClient:
         return MetricsView.model_validate(await self._call("GET", f"/runs/{run_id}/metrics", params=params))
 
     async def groups(self, run_id: str, **filters: Any) -> GroupsView:
-        """Return a page of groups; filters: parameters of the route, a sequence for `state`."""
+        """Return a page of groups; filters: parameters of the route."""
         params = {name: value for name, value in filters.items() if value is not None}
         return GroupsView.model_validate(await self._call("GET", f"/runs/{run_id}/groups", params=params))
 
@@ -187,7 +185,7 @@ class ControlClient:
         return RunView.model_validate(answer)
 
     async def reproduce(self, run_id: str, step: int) -> ReproductionView:
-        """Begin to repeat recorded steps; `reproduction` returns the state."""
+        """Begin to repeat recorded steps."""
         params = {"step": str(step)}
         return ReproductionView.model_validate(await self._call("POST", f"/runs/{run_id}/reproduce", params=params))
 
@@ -205,8 +203,7 @@ class ControlClient:
     ) -> AsyncIterator[StreamEvent]:
         """Yield events until the run is over, resuming broken streams.
 
-        patience_s: outage before `RetryableError`; parting_s: outage after which a draining run counts as over, as
-        `offbeat train` ends the service with its run.
+        patience_s: outage before `RetryableError`; parting_s: outage after which a draining run is over.
         """
         clock = asyncio.get_running_loop().time
         heard_at, last_id, ending = clock(), "", False
@@ -244,7 +241,7 @@ class ControlClient:
 
 
 def _raise_for(response: httpx.Response) -> None:
-    """Raise a failed response's error; its body must have been read."""
+    """Raise a failed response's error; its body was read."""
     if response.status_code < 400:
         return
     if response.status_code >= 500:

@@ -17,14 +17,12 @@ class RightsConfig(Config):
     """Code and folders that runs started over REST may name (SECURITY.md)."""
 
     allow_modules: tuple[str, ...] | None = None
-    """Modules whose classes and functions they may name (`my_envs`, `offbeat.*`); None: any, so that a caller can run any
-    code.
-    """
+    """Modules whose classes and functions they may name (`my_envs`, `offbeat.*`); None: any code."""
     output_roots: tuple[str, ...] | None = None
     """Folders and URLs below which they may write; None: any."""
 
     def to_rights(self, base: Path | None = None) -> Rights:
-        """Convert to `Rights`; local roots become absolute from `base` (None: current folder)."""
+        """Convert to `Rights`. base: of local roots; None: current folder."""
         folder = base or Path.cwd()
         roots = self.output_roots
         absolute = None if roots is None else tuple(r if "://" in r else str(folder / r) for r in roots)
@@ -32,11 +30,9 @@ class RightsConfig(Config):
 
 
 class TokenConfig(RightsConfig):
-    """One token of the API."""
-
     token: str | None = Field(default=None, min_length=1)
     token_file: Path | None = None
-    """File with the token; the file, or `token`."""
+    """File with the token, instead of `token`."""
     scope: Scope = "write"
     """`read`: changes nothing."""
 
@@ -47,12 +43,12 @@ class TokenConfig(RightsConfig):
         return self
 
     def to_grant(self, base: Path | None = None) -> TokenGrant:
-        """Convert to a grant. Raises OSError, or ValueError if the file is empty."""
+        """Convert; raises OSError, or ValueError if the file is empty."""
         return TokenGrant(self.token or read_token(self.token_file), self.scope, self.to_rights(base))
 
 
 def read_token(path: Path | None) -> str:
-    """Read a token's file. Raises OSError, or ValueError if it is empty."""
+    """Read a token; raises OSError, or ValueError if it is empty."""
     assert path is not None, "checked by the model"
     if not (token := path.read_text().strip()):
         raise ValueError(f"{path} is empty")
@@ -60,7 +56,7 @@ def read_token(path: Path | None) -> str:
 
 
 def create_token(path: Path) -> str:
-    """Read a token's file, made with a random token if there is none. Raises OSError, or ValueError if it is empty."""
+    """Read a token, after creating a random one if there is none; raises as `read_token`."""
     create_secret_file(path, secrets.token_urlsafe(TOKEN_BYTES))
     return read_token(path)
 
@@ -69,26 +65,22 @@ class ControlConfig(RightsConfig):
     """REST API and reconciler."""
 
     host: str = "127.0.0.1"
-    """Interface of the API; anything but loopback needs `token`."""
+    """Interface of the API; except loopback, it needs `token`."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the API; 0: any free one."""
     token: str | None = None
-    """Bearer token required of each call."""
     read_token: str | None = None
     """Second token, for read access."""
     tokens: tuple[TokenConfig, ...] = ()
-    """Further tokens, each with its own rights; `allow_modules` and `output_roots` above belong to `token`."""
+    """Further tokens with rights of their own; `allow_modules` and `output_roots` above belong to `token`."""
     learner: Literal["managed", "external"] = "managed"
-    """`managed`: the mesh starts and replaces the learner; `external`: it waits for `offbeat learner attach`."""
+    """`managed`: the mesh starts and replaces it; `external`: the mesh waits for `offbeat learner attach`."""
     standby_learner: bool = False
-    """Keep a second, fully started learner to replace a dead one at once; takes its memory on `actor_train.device`,
-    too.
-    """
+    """Keep a second, started learner to replace a dead one; takes its memory on `actor_train.device`, too."""
     reconcile_s: float = Field(default=0.5, gt=0)
     """Interval of reconciliation, s."""
 
     def to_tokens(self, base: Path | None = None) -> Tokens:
-        """Read the tokens. Raises OSError, ValueError."""
         others = tuple(each.to_grant(base) for each in self.tokens)
         return Tokens(self.token, self.read_token, self.to_rights(base), others)
 
@@ -109,4 +101,4 @@ class ControlTuning(Config):
     max_restarts: int = Field(default=5, ge=0)
     """Deaths of a component without progress before its run fails."""
     drain_timeout_s: float = Field(default=60.0, gt=0)
-    """Timeout of a graceful stop, s; the run is then killed."""
+    """Time of a graceful stop before the run is killed, s."""

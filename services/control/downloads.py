@@ -1,6 +1,6 @@
-"""Runs that wait for a model's download before their configuration is complete.
+"""Runs that wait for a model's download.
 
-Invariant: a run is validated whole, and claims what it needs, before any component that uses a model is built.
+Invariant: a run is validated whole, and claims what it needs, before a component that uses a model is built.
 """
 
 from typing import Any, cast
@@ -14,7 +14,7 @@ from offbeat.services.redis.transactions import repeat_transaction
 
 @repeat_transaction
 async def complete_record(store: RunStore, record: RunRecord, spec: RunSpec) -> None:
-    """Give a waiting run its complete configuration; the next pass prepares it. Idempotent.
+    """Complete a waiting run's configuration. Idempotent.
 
     Raises:
         BusyError: another active run has claimed a resource.

@@ -34,7 +34,6 @@ class MetricView(View):
     time: float
     values: dict[str, PartialView]
     samples: tuple[TextSample, ...] = ()
-    """Excerpts of trajectories, at logged steps."""
 
     @classmethod
     def of(cls, entry_id: str, record: MetricRecord) -> "MetricView":
@@ -50,7 +49,7 @@ class MetricView(View):
         )
 
     def record(self) -> MetricRecord:
-        """Convert to `MetricRecord`; null becomes NaN."""
+        """Convert; null becomes NaN."""
         values = {name: each.partial() for name, each in self.values.items()}
         return MetricRecord(self.source, values, self.step, self.labels, self.time, self.samples)
 

@@ -1,6 +1,6 @@
 """Resumable event stream of a run.
 
-A reconnected watcher gets each retained event after its last id once; idle ones hold no Redis connection.
+A reconnected watcher gets each retained event after its last id once; idle watchers hold no Redis connection.
 """
 
 import asyncio
@@ -22,7 +22,6 @@ from offbeat.services.telemetry import decode_record
 
 POLL_S = 0.25
 VIEW_INTERVAL_S = 1.0
-"""Interval of checks for a changed `RunView`."""
 PAGE_SIZE = 500
 POSITION = re.compile(r"(\d{1,20})-(\d{1,20}),(\d{1,20})-(\d{1,20}),(\d{1,20})-(\d{1,20})")
 START = "0-0"
@@ -36,7 +35,6 @@ class EventKind(StrEnum):
     HISTORY = "history"
     """`HistoryView`: states, commands, deaths, changes of settings."""
     LIFE = "life"
-    """`LifeView`: group admitted, submitted, trained, dropped or failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +58,6 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Event, and the position after it."""
-
     kind: EventKind
     position: Position
     body: BaseModel
@@ -95,7 +91,6 @@ class Feed:
         return Position(**ids)
 
     async def follow(self, position: Position) -> AsyncIterator[Event]:
-        """Yield events after `position` until the run is over."""
         while True:
             view = await self._due_view()
             over = view is not None and view.state.is_terminal

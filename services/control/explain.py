@@ -1,6 +1,4 @@
-"""Explanation of a run's wait: a chain of current reports from the learner to the busy component; unknown states stay
-unknown.
-"""
+"""Explanation of a run's wait: a chain of reports from the learner to the busy component."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -46,7 +44,7 @@ def chain(snapshot: RunSnapshot) -> list[Cause]:
 
 
 def _failing(snapshot: RunSnapshot) -> list[Cause]:
-    """Report episodes that often fail: as they are retried, only passing ones are trained."""
+    """Report episodes that often fail: only passing ones are trained."""
     failing = FailingEpisodes.of(snapshot.workers.values(), since=snapshot.record.started_at)
     if snapshot.record.state.is_terminal or not failing.many_fail:
         return []
@@ -199,7 +197,6 @@ def _no_learner(snapshot: RunSnapshot, observation: Observation) -> Cause:
 
 
 def _learner_busy(snapshot: RunSnapshot) -> Cause | None:
-    """Return the learner's activity, unless it waits for groups."""
     doing = snapshot.learner.doing
     stage, step = doing.get("stage"), doing.get("step", 0)
     clauses = {
@@ -222,7 +219,6 @@ def _learner_busy(snapshot: RunSnapshot) -> Cause | None:
 
 
 def _scorers(snapshot: RunSnapshot) -> list[Cause]:
-    """Report the services whose scores the learner waits for and that are not ready."""
     doing = snapshot.learner.doing
     names = str(doing.get("roles", "")).split(",") if doing.get("stage") == "scoring" else []
     observed = {name: snapshot.observations[name] for name in names if name in snapshot.observations}

@@ -1,4 +1,4 @@
-"""Explanation of what running episodes wait for, from the reports of env workers and replicas."""
+"""Explanation of what running episodes wait for."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

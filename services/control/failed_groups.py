@@ -1,5 +1,3 @@
-"""Description of groups that failed."""
-
 from collections.abc import Mapping
 
 POLICY_CAUSED = {
@@ -11,7 +9,7 @@ POLICY_CAUSED = {
     "agent_timeout": "on_agent_error",
     "agent_crashed": "on_agent_error",
 }
-"""Reasons caused by a policy's answers, and `custom_envs` keys that train them."""
+"""Reasons caused by a policy's answers, and keys of `custom_envs` that train them."""
 
 
 def describe_failed(failed: Mapping[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""Failing episodes of a run, from its workers' reports (`offbeat.services.rollout.outcomes`)."""
+"""Failing episodes of a run, from its workers' reports."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,6 @@ NAME = "failing_episodes"
 ENVS, BAD_ROW, REWARD = "custom_envs.", "bad_row", "reward_"
 CAUSE = "they are repeated, so that only those which pass are trained"
 MIN_RECENT = 8
-"""Fewest recent episodes for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class FailingEpisodes:
     recent_failed: int = 0
     limit: int = 0
     key: str = ""
-    """Of the configuration, where to mend it."""
+    """Configuration key to change."""
     error: str = ""
     trace: str = ""
 
@@ -45,7 +44,7 @@ class FailingEpisodes:
 
     @property
     def all_failed(self) -> bool:
-        """Whether every episode so far failed, and enough of them."""
+        """Return whether every episode failed, and enough of them."""
         return not self.finished and bool(self.limit) and self.failed >= self.limit
 
     @property
@@ -69,7 +68,7 @@ class FailingEpisodes:
 
 
 def find_failing(totals: Mapping[str, float]) -> RunFinding | None:
-    """Return the finding about a whole run. totals: sums of metrics by `source:kind/name`, as in a report's history."""
+    """Return the finding about a run. totals: sums of metrics by `source:kind/name`."""
     finished = sum(totals.get(f"rollout:{kind}/episodes", 0.0) for kind in EpisodeKind)
     failed: Counter[str] = Counter()
     for kind in EpisodeKind:

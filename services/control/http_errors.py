@@ -79,7 +79,7 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def error_response(
     status: int, code: str, message: str, problems: Sequence[ProblemView] = (), *, close: bool = False
 ) -> JSONResponse:
-    """Build an error response; lone surrogates become `?`.
+    """Build a response; lone surrogates become `?`.
 
     close: end the connection without reading the rest of the request.
     """

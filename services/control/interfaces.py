@@ -26,7 +26,7 @@ class Health(StrEnum):
     DONE = "done"
     """Finished (the learner, after the last step)."""
     BROKEN = "broken"
-    """Failed; a restart would not help."""
+    """A restart would not help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Observation:
     log: str = ""
     """Log file, relative to the run's folder."""
     incident: str = ""
-    """Id of a death, to count it once."""
+    """Id of a death."""
 
 
 class Component(Protocol):
@@ -45,11 +45,11 @@ class Component(Protocol):
     def name(self) -> str: ...
 
     async def ensure(self) -> None:
-        """Start unless running, without waiting for readiness; idempotent."""
+        """Start unless running, without waiting; idempotent."""
         ...
 
     async def stop(self, *, now: bool) -> None:
-        """Request the end (`now`: without draining), without waiting for it; idempotent."""
+        """Request the end (`now`: without draining), without waiting; idempotent."""
         ...
 
     async def observe(self) -> Observation:
@@ -63,12 +63,10 @@ class RunMesh(Protocol):
         """Return the components in stop order."""
         ...
 
-    async def prepare(self) -> None:
-        """Prepare the model folder and the buffer's limits."""
-        ...
+    async def prepare(self) -> None: ...
 
     async def apply_settings(self, settings: Settings, *, paused: bool) -> None:
-        """Set the process numbers for `ensure` and `observe`, and admit episodes unless `paused`; idempotent."""
+        """Apply process numbers, and admit episodes unless `paused`; idempotent."""
         ...
 
     async def drain(self) -> None:
@@ -84,9 +82,9 @@ class Recipes(Protocol):
     """Packaged configurations; blocking."""
 
     def recipes(self) -> Mapping[str, str]:
-        """Return names, each with what it trains."""
+        """Return names and what each trains."""
         ...
 
     def recipe(self, name: str) -> str:
-        """Return a complete configuration as YAML, of a name in `recipes`."""
+        """Return a recipe as complete YAML."""
         ...

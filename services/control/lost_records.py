@@ -1,4 +1,4 @@
-"""Restoration of active runs' records that Redis has lost, by their reconciler."""
+"""Restoration of active runs' records that Redis has lost."""
 
 import logging
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class LostRecords:
         self._attended.add(record.run_id)
 
     async def put_back(self, active: Sequence[str]) -> list[str]:
-        """Restore lost records; return their runs. active: runs that Redis knows."""
+        """Restore lost records; return their runs. active: runs in Redis."""
         written: list[str] = []
         for run_id in [run_id for run_id in self._known if run_id not in active]:
             record, claims = self._known[run_id]

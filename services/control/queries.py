@@ -50,9 +50,7 @@ class BufferReader(Protocol):
 
     async def groups(self, run_id: str) -> list[GroupProgress]: ...
 
-    async def quarantine(self, run_id: str) -> list[Quarantined]:
-        """Return undecodable trajectories, newest first."""
-        ...
+    async def quarantine(self, run_id: str) -> list[Quarantined]: ...
 
 
 class Overview:
@@ -62,7 +60,7 @@ class Overview:
         self._buffer = buffer
 
     async def view(self, record: RunRecord) -> RunView:
-        """Build a run's view. Raises `ForeignRecordError`."""
+        """Build a run's view; raises `ForeignRecordError`."""
         with reading(record.run_id):
             return await self._view(record)
 
@@ -109,7 +107,7 @@ class Overview:
         )
 
     async def why(self, record: RunRecord) -> list[Cause]:
-        """Explain the run's wait. Raises `ForeignRecordError`."""
+        """Explain the run's wait; raises `ForeignRecordError`."""
         with reading(record.run_id):
             return chain(await self._snapshot(record))
 

@@ -1,10 +1,10 @@
 """Reconciler: drives every run from its actual to its desired state.
 
-All state between passes is in Redis, so any control replica continues.
+All state between passes is in Redis.
 
     preparing -> starting -> running <-> paused -> draining -> finished | stopped | failed
 
-An ended run's report is written once, in the background.
+The report of an ended run is written once, in the background.
 """
 
 import asyncio
@@ -71,14 +71,14 @@ class Reconciler:
         write_report: Callable[[RunRecord], Awaitable[None]] | None = None,
         complete: Callable[[RunRecord], Awaitable[RunSpec]] | None = None,
     ) -> None:
-        """own_log: this process's log, absolute or relative to a run's folder. complete: validates a run whose models are
-        downloaded.
+        """own_log: this process's log, absolute or relative to a run's folder. complete: validates a run after its
+        downloads.
         """
         self._complete = complete
         self._write_report = write_report
         self._reporting = asyncio.Lock()
         self._scan_reports = write_report is not None
-        """A report may be due: at the start, and when a run has ended."""
+        """True if a report may be due: at the start, and when a run has ended."""
         self._own_log = own_log
         self._store = store
         self._build_mesh = build_mesh
@@ -88,12 +88,11 @@ class Reconciler:
         self._lost = LostRecords(store)
         self._foreign: set[str] = set()
         self._excused_starts: set[tuple[str, str]] = set()
-        """Components whose last failure was a start that failed only because of Redis."""
+        """Components whose last failed start was due to Redis."""
         self._outage_at = float("-inf")
-        """Monotonic time of the last Redis failure."""
         self._server = ServerWatch(store.redis)
         self.redis_trouble = ""
-        """Error of a Redis that refuses writes; empty otherwise."""
+        """Error of a Redis that refuses writes."""
         self._wake = asyncio.Event()
 
     def tune(self, *, reconcile_s: float, policy: RestartPolicy) -> None:
@@ -102,7 +101,6 @@ class Reconciler:
         self._policy = policy
 
     def wake(self) -> None:
-        """Start the next pass now."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -269,7 +267,7 @@ class Reconciler:
         return await self._record_running(record)
 
     async def _complete_record(self, record: RunRecord) -> RunState:
-        """Go on with the downloaded models, unless the configuration does not fit them."""
+        """Continue with the downloaded models, if the configuration fits them."""
         assert self._complete is not None, "a factory whose runs may wait for downloads"
         try:
             await complete_record(self._store, record, await self._complete(record))
@@ -279,12 +277,12 @@ class Reconciler:
         return RunState.PREPARING
 
     async def _find_untrained(self, record: RunRecord) -> str:
-        """Return why a finished run learned nothing, if no step had a gradient."""
+        """Return why a finished run learned nothing."""
         learner = await self._store.learner(record.run_id)
         return "" if learner.has_trained else describe_untrained(learner.findings)
 
     async def _find_broken_env(self, record: RunRecord) -> str:
-        """Return why the run is hopeless, if every episode failed before the first step."""
+        """Return an error if every episode failed before the first step."""
         if (await self._store.progress(record.run_id)).step > 0:
             return ""
         reports = await self._store.reports(record.run_id)
@@ -299,7 +297,7 @@ class Reconciler:
         return state
 
     async def _restart_if_down(self, record: RunRecord, component: Component, observation: Observation) -> str:
-        """Start an absent or dead component; return why it is hopeless, if so."""
+        """Start an absent or dead component; return why a restart can't help."""
         if observation.health is Health.BROKEN:
             return f"{component.name}: {observation.detail}"
         if observation.health is Health.DEAD:
@@ -372,7 +370,7 @@ class Reconciler:
         return RunState.DRAINING
 
     async def _drain(self, record: RunRecord, mesh: RunMesh) -> RunState:
-        """Stop the components, gracefully the learner first, then clean up."""
+        """Stop the learner gracefully, then the others; clean up."""
         now = record.wanted is DesiredState.KILLED or record.outcome is not RunState.STOPPED
         now = now or self._store.clock() > record.draining_at + self._policy.drain_timeout_s
         if not now:

@@ -17,14 +17,14 @@ YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yam
 JSON_TYPE = "application/json"
 MAX_ID_PART = 2**64 - 1
 MAX_INTEGER_CHARS = 400
-"""Python refuses more than 4,300 digits with advice for programmers."""
+"""Python refuses more than 4,300 digits with an unsuitable message."""
 MIN_SIMILARITY = 0.6
-"""Similarity (0 to 1) that counts as misspelt."""
+"""Similarity (0 to 1) of a misspelling."""
 ALIASES = {alias: name for name, row in LIVE_SETTINGS.items() for alias in (row.info.path, *row.info.aliases)}
 
 
 async def read_document(request: Request) -> str | dict[str, Any]:
-    """Read YAML text or a JSON object. Raises `HttpError`."""
+    """Read YAML text or a JSON object; raises `HttpError`."""
     kind = _kind(request)
     if kind != JSON_TYPE and kind not in YAML_TYPES:
         raise _unsupported(kind, f"{JSON_TYPE} or {YAML_TYPES[0]}")
@@ -38,7 +38,7 @@ async def read_document(request: Request) -> str | dict[str, Any]:
 
 
 async def read_object(request: Request) -> dict[str, Any]:
-    """Read a JSON object. Raises `HttpError`."""
+    """Read a JSON object; raises `HttpError`."""
     kind = _kind(request)
     if kind != JSON_TYPE:
         raise _unsupported(kind, JSON_TYPE)
@@ -46,7 +46,7 @@ async def read_object(request: Request) -> dict[str, Any]:
 
 
 async def read_change(request: Request) -> SettingsPatch:
-    """Read settings to change. Raises `HttpError`, `InvalidRunError`."""
+    """Read settings to change; raises `HttpError`, `InvalidRunError`."""
     tree = await read_object(request)
     try:
         return SettingsPatch.model_validate(tree)
@@ -78,7 +78,7 @@ def read_position(text: str) -> Position:
 
 
 def entry_id(text: str) -> str:
-    """Validate a Redis stream id. Raises `ValueError`."""
+    """Validate a Redis stream id; raises `ValueError`."""
     if any(int(part) > MAX_ID_PART for part in text.split("-")):
         raise ValueError("not a record's id: its parts must be below 2^64")
     return text

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """Restart limits, counted since the run last progressed."""
+    """Restart limits since the run last progressed."""
 
     max_restarts: int = 5
     backoff_s: float = 0.25
@@ -14,5 +14,4 @@ class RestartPolicy:
     drain_timeout_s: float = 60.0
 
     def delay_s(self, count: int) -> float:
-        """Return the delay before restart `count` (1-based)."""
         return 0.0 if count <= 1 else min(self.backoff_s * 2.0 ** (count - 2), self.max_backoff_s)

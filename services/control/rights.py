@@ -1,4 +1,4 @@
-"""Rights of a caller, and code and folders that its runs may name."""
+"""Rights of a caller."""
 
 import fnmatch
 from collections.abc import Mapping
@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 Scope = Literal["read", "write"]
 RIGHTS = "offbeat.rights"
-"""Key of the caller's rights in an ASGI scope."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +15,7 @@ class Rights:
     """Code and folders that a run may name; None: any."""
 
     allow_modules: tuple[str, ...] | None = None
-    """Modules or globs; a module covers its submodules. With them, programs can't be named."""
+    """Modules or globs; submodules included. Without programs."""
     output_roots: tuple[str, ...] | None = None
     """Absolute folders, or URLs of object stores."""
 
@@ -34,7 +33,7 @@ class Rights:
         )
 
     def allows_folder(self, place: str | Path) -> bool:
-        """Return True for a path, symbolic links resolved, or a URL below a root."""
+        """Return whether a path, symbolic links resolved, or a URL is below a root."""
         if self.output_roots is None:
             return True
         return any(_is_below(str(place), root) for root in self.output_roots)
@@ -59,7 +58,7 @@ class Tokens:
     read: str | None = None
     """Token to read."""
     rights: Rights = UNRESTRICTED
-    """Of `operate`, and of callers where no token is required."""
+    """Of `operate`, and of callers without a required token."""
     others: tuple[TokenGrant, ...] = ()
 
     @property
@@ -73,7 +72,6 @@ NO_TOKENS = Tokens()
 
 
 def rights_of(scope: Mapping[str, Any]) -> Rights:
-    """Return the rights set by `AuthMiddleware`."""
     return scope.get(RIGHTS, UNRESTRICTED)
 
 

@@ -164,7 +164,7 @@ def _add_events(routes: APIRouter, service: ControlService) -> None:
     ) -> AsyncIterator[tuple[Feed, Position]]:
         """Yield a watcher's feed and first position.
 
-        A dependency: an error in a streaming route would follow the status code.
+        A dependency, as an error in a streaming route would follow the status code.
         """
         record = await service.store.load(run_id)
         if len(watchers) >= MAX_WATCHERS:
@@ -200,7 +200,6 @@ def _add_events(routes: APIRouter, service: ControlService) -> None:
 
 
 def _as_json(refusal: dict[str, Any]) -> dict[str, Any]:
-    """Set an error's media type to JSON."""
     schema = {"$ref": f"#/components/schemas/{refusal['model'].__name__}"}
     return {"description": refusal["description"], "content": {JSON_TYPE: {"schema": schema}}}
 

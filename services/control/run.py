@@ -19,7 +19,7 @@ RUN_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 class DesiredState(StrEnum):
     RUNNING = "running"
     PAUSED = "paused"
-    """Start no episode and no step; processes stay."""
+    """Start no episode and no step."""
     STOPPED = "stopped"
     """Drain, checkpoint and end; resumable."""
     KILLED = "killed"
@@ -62,7 +62,7 @@ class UnknownRunError(ControlError):
 
 
 class LostRecordError(ControlError):
-    """Record of an active run that Redis has lost, before its reconciler has restored it."""
+    """Active run's record that Redis has lost and its reconciler has not restored."""
 
 
 class ForeignRecordError(ControlError):
@@ -79,11 +79,10 @@ class RunSpec:
     max_steps: int
     settings: Settings
     resume: bool = False
-    """Resume the earlier run of this name."""
     claims: Mapping[str, str] = field(default_factory=dict[str, str])
     """Exclusive resources: kind (`folder`, `app`) -> name."""
     downloads: tuple[str, ...] = ()
-    """Models to download before the configuration is complete."""
+    """Models to download first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,6 @@ class RunRecord:
     """State after draining."""
     error: str = ""
     log: str = ""
-    """File with details of `error`."""
     resumable: bool = True
     """False if a resume would fail again."""
     attempt: int = 1
@@ -115,11 +113,11 @@ class RunRecord:
     beat: float = 0.0
     """Time of the last reconciliation."""
     report: str = ""
-    """`due`, `written` or `failed`; empty if none is written."""
+    """`due`, `written`, `failed`, or empty."""
     uid: str = ""
-    """Id unique among runs of this name, kept by resuming, carried by every write."""
+    """Unique among runs of this name, kept by resuming, carried by every write."""
     downloads: str = ""
-    """Models, space-separated, to download before the configuration is complete."""
+    """Space-separated models to download first."""
 
     def encode(self) -> dict[str, str]:
         plain = {each.name: str(getattr(self, each.name)) for each in fields(self)}
@@ -127,7 +125,7 @@ class RunRecord:
 
     @classmethod
     def decode(cls, raw: dict[bytes, bytes]) -> "RunRecord":
-        """Parse a Redis hash. Raises `ForeignRecordError`."""
+        """Parse a Redis hash; raises `ForeignRecordError`."""
         needed = [each.name for each in fields(cls) if each.default is MISSING]
         if lacking := [name for name in needed if name.encode() not in raw]:
             raise _foreign(raw, f"no {', '.join(lacking)}")
@@ -161,7 +159,7 @@ def _foreign(raw: Mapping[bytes, bytes], what: str) -> ForeignRecordError:
 
 
 def decode_fields(kind: type[T], text: str | bytes, **kinds: Callable[[Any], Any]) -> T:
-    """Decode a dataclass of JSON values, ignoring fields of later versions.
+    """Decode a dataclass of JSON values, ignoring unknown fields.
 
     kinds: conversions by field.
 
@@ -178,7 +176,7 @@ def decode_fields(kind: type[T], text: str | bytes, **kinds: Callable[[Any], Any
 
 @dataclass(frozen=True, slots=True)
 class Restarts:
-    """Deaths of a component; `count` since the run last progressed."""
+    """Deaths of a component since the run last progressed."""
 
     count: int = 0
     total: int = 0
@@ -198,12 +196,11 @@ class WeightProgress:
 @dataclass(frozen=True, slots=True)
 class LearnerReport:
     phase: str = ""
-    """For humans: `warming up 120/300`, `training`."""
+    """For display: `warming up 120/300`, `training`."""
     doing: dict[str, Any] = field(default_factory=dict[str, Any])
-    """`stage`, 0-based `step`, and `since` (Unix time); see `Reporter.doing`."""
+    """`stage`, 0-based `step`, and `since` (Unix time)."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     trouble: str = ""
-    """Current problem, such as a failed checkpoint."""
     findings: tuple[RunFinding, ...] = ()
     has_trained: bool = True
     """False while no step had a gradient."""
@@ -229,10 +226,8 @@ class LearnerReport:
 
 @dataclass(frozen=True, slots=True)
 class ComponentReports:
-    """Latest reports, of any age."""
-
     workers: Mapping[str, Mapping[str, Any]]
-    """Worker -> report; see `offbeat.services.rollout.wait_status`."""
+    """Worker -> report."""
     replicas: Mapping[str, ReplicaReport]
     leased: bool
 

@@ -1,5 +1,3 @@
-"""Response bodies of the REST API."""
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -68,11 +66,11 @@ class StalenessView(View):
 
 
 class RatesView(View):
-    """Rates per second over the last 15 s; the learner's over its last step if that took longer."""
+    """Rates per second over the last 15 s; the learner's over at least its last step."""
 
     steps: float
     trajectories: float
-    """Finished trajectories, trained or not."""
+    """Trained or not."""
     tokens_generated: float
     tokens_trained: float
 
@@ -142,8 +140,6 @@ class PathsView(View):
 
 
 class FindingView(View):
-    """Finding of a run's diagnosis."""
-
     name: str
     """`no_signal`, `truncated`, ..."""
     seen: str
@@ -170,13 +166,13 @@ class RunView(View):
     state: RunState
     wanted: DesiredState
     phase: str
-    """The learner's phase: `warm start`, `evaluating`, `training`; before it starts, the model that is downloaded."""
+    """The learner's phase: `warm start`, `evaluating`, `training`; before, the model that is downloaded."""
     error: str
-    """Why it failed, or, if it is finished, why it trained nothing."""
+    """Why it failed, or why it trained nothing."""
     log: str
     """File with details of `error`, in the run's folder."""
     resumable: bool
-    """False if it failed for a reason that a resume does not remove: configuration, model, envs."""
+    """False if a resume would fail again: configuration, model, envs."""
     step: int
     """Optimizer batches published; -1: none."""
     version: int
@@ -189,7 +185,7 @@ class RunView(View):
     components: dict[str, ComponentView] = Field(default_factory=dict[str, ComponentView])
     counters: CountersView | None = None
     quarantined: int = 0
-    """Undecodable trajectories kept (at most 16); their groups are dropped as `corrupt`."""
+    """Undecodable trajectories kept (at most 16), of groups dropped as `corrupt`."""
     staleness: StalenessView | None = None
     rates: RatesView | None = None
     settings: SettingsView
@@ -214,7 +210,7 @@ class RunsView(View):
 
     runs: list[RunView]
     unreadable: list[UnreadableView] = Field(default_factory=list[UnreadableView])
-    """Unreadable runs of this page, of any state."""
+    """Unreadable runs, of any state."""
     next: str | None = None
     """`after` of the next page; null on the last."""
 
@@ -223,7 +219,6 @@ class QuarantinedView(View):
     """Undecodable trajectory; not trained on."""
 
     group: int
-    """Number of its dropped group."""
     member: int
     complaint: str
     """Decoding error."""
@@ -240,8 +235,6 @@ class QuarantineView(View):
 
 
 class LinkView(View):
-    """Component and what it waits for."""
-
     who: str
     state: str
     says: str
@@ -256,7 +249,7 @@ class WhyView(View):
     run: str
     sentence: str
     chain: list[LinkView]
-    """Links, first the waiting component."""
+    """Waiting component first."""
 
     @classmethod
     def of(cls, run_id: str, links: Sequence[Cause]) -> "WhyView":
@@ -281,7 +274,7 @@ class DeletedView(View):
     files: list[str]
     """Removed folders and files."""
     left: list[str] = Field(default_factory=list[str])
-    """What was left in the run's folder: files of others, and a Redis' state."""
+    """Files of others in the run's folder, and a Redis' state."""
 
 
 class HealthView(View):
@@ -314,7 +307,7 @@ class ErrorView(View):
 
 
 def finite(value: float) -> float | None:
-    """Replace NaN and infinity, which JSON lacks, by None."""
+    """Replace NaN and infinity by None."""
     return value if math.isfinite(value) else None
 
 

@@ -12,7 +12,7 @@ class ServerWatch:
         """Process that answered last."""
 
     async def is_replaced(self) -> bool:
-        """Return True once after each restart or failover, although no command failed."""
+        """Return True once after each restart or failover."""
         info = cast(dict[str, Any], await self._redis.info("server"))
         before, self._newest = self._newest, str(info.get("run_id", ""))
         return before not in ("", self._newest)

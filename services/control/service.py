@@ -1,6 +1,6 @@
 """Commands and queries on runs, independent of HTTP.
 
-A command only sets the desired state and wakes the reconciler.
+A command sets the desired state and wakes the reconciler.
 """
 
 import asyncio
@@ -41,11 +41,10 @@ from offbeat.services.telemetry import AsyncRedisMetrics
 
 MAX_CONCURRENT_VALIDATIONS = 4
 MAX_ARCHIVES = 8
-"""Run folders of which the index is kept in memory."""
 VALIDATION_WAIT_S = 5.0
-"""Time that a call waits for its turn."""
+"""Wait for a slot."""
 HEALTH_CACHE_S = 0.5
-"""Anybody may ask: more calls cause no more work."""
+"""Unauthenticated calls cause no more work."""
 
 
 class InvalidRunError(ControlError):
@@ -74,23 +73,23 @@ class InvalidPlaceError(ControlError):
 
 class RunFactory(BufferReader, Recipes, Protocol):
     async def validate(self, document: str | dict[str, Any], rights: Rights) -> RunSpec:
-        """Validate within a time limit; raises `InvalidRunError`, `NotAllowedError` with every problem."""
+        """Validate in limited time; raises `InvalidRunError`, `NotAllowedError` with every problem."""
         ...
 
     async def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
-        """Validate new settings within a time limit. Raises `InvalidRunError`."""
+        """Validate new settings in limited time; raises `InvalidRunError`."""
         ...
 
     async def write_report(self, record: RunRecord) -> None:
-        """Write an ended run's report. Raises `ControlError` with the command to retry."""
+        """Write an ended run's report; raises `ControlError` with the command to retry."""
         ...
 
     def open_archive(self, record: RunRecord) -> RunArchive:
-        """Open a run's folder to read. Raises `NotRecordedError` if it is not on this host."""
+        """Open a run's folder; raises `NotRecordedError` if it is on another host."""
         ...
 
     def find_checkpoint(self, record: RunRecord, step: int) -> str:
-        """Return the folder of a complete checkpoint. Raises `NotRecordedError`."""
+        """Return the folder of a complete checkpoint; raises `NotRecordedError`."""
         ...
 
     def reproduce(self, record: RunRecord, step: int) -> tuple[bool, Mapping[str, Any]]:
@@ -125,7 +124,7 @@ class ControlService:
 
     @asynccontextmanager
     async def _validation_slot(self) -> AsyncIterator[None]:
-        """Limit concurrent validations: each may take a process for minutes."""
+        """Limit concurrent validations."""
         try:
             async with asyncio.timeout(VALIDATION_WAIT_S):
                 await self._slots.acquire()
@@ -141,7 +140,7 @@ class ControlService:
     async def create(
         self, document: str | dict[str, Any], *, dry_run: bool = False, rights: Rights = UNRESTRICTED
     ) -> tuple[RunView | None, bool]:
-        """Start a run, or with `dry_run` validate it; return its view and whether it is new.
+        """Start a run, or validate it with `dry_run`; return its view and whether it is new.
 
         Raises:
             InvalidRunError: invalid configuration.
@@ -183,7 +182,7 @@ class ControlService:
         return await self._overview.view(await self.store.load(run_id))
 
     async def archive(self, run_id: str) -> RunArchive:
-        """Return a reader of the run's folder. Raises `NotRecordedError`."""
+        """Return a reader of the run's folder; raises `NotRecordedError`."""
         record = await self.store.load(run_id)
         key = record.output_dir, record.created_at
         if key not in self._archives:
@@ -194,7 +193,7 @@ class ControlService:
         return self._archives[key]
 
     async def want(self, run_id: str, wanted: DesiredState) -> RunView:
-        """Stop, pause or resume a run. Raises `RunStateError`."""
+        """Stop, pause or resume a run; raises `RunStateError`."""
         record = await self.store.want(run_id, wanted)
         self._wake()
         return await self._overview.view(record)
@@ -254,7 +253,7 @@ class ControlService:
         return DeletedView(id=run_id, files=removal.removed, left=removal.left)
 
     async def _hold_files(self, stack: ExitStack, run_id: str, rights: Rights) -> Callable[[], Removal] | None:
-        """Return what removes a run's files, None unless it is over."""
+        """Return what removes an ended run's files."""
         record = await self.store.load(run_id)
         if not rights.allows_folder(record.output_dir):
             message = (

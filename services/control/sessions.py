@@ -1,6 +1,6 @@
-"""Browser sessions: a cookie derived from a token, so that a page's scripts never hold the token.
+"""Browser sessions: a cookie derived from a token, hidden from scripts.
 
-Stateless, so that a session outlives the service; it ends with its token.
+Stateless; a session ends with its token.
 """
 
 import hmac
@@ -21,7 +21,7 @@ def session_of(token: str) -> str:
 
 
 def find_session(request: Request, grants: Sequence[TokenGrant]) -> TokenGrant | None:
-    """Return the grant of the request's cookie, if it may use it: changes only from a page of this origin."""
+    """Return the grant of the request's cookie; changes only from a page of this origin."""
     given = request.cookies.get(COOKIE, "").encode()
     # All are compared: the time that it takes tells nothing
     matching = [grant for grant in grants if hmac.compare_digest(given, session_of(grant.token).encode())]

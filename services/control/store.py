@@ -1,7 +1,7 @@
 """Run records in Redis.
 
 Invariants: only the API writes `wanted`, only the reconciler `state`; a run id names at most one active run, sole
-holder of its claims; its epoch never decreases, so isolated learners stay fenced.
+holder of its claims; its epoch never decreases.
 """
 
 import fnmatch
@@ -61,16 +61,16 @@ class RunStore:
     redis: Redis
     clock: Callable[[], float] = field(default=time.time)
     orphaned_after_s: float = ORPHANED_AFTER_S
-    """Infinite where this service alone attends all runs."""
+    """Infinite if this service alone reconciles all runs."""
     attended: set[str] = field(default_factory=set[str])
-    """Active runs whose records a reconciler of this process restores if Redis loses them."""
+    """Active runs whose records a reconciler of this process restores."""
 
     @repeat_transaction
     async def create(self, spec: RunSpec, *, takeover: bool = False) -> tuple[RunRecord, bool]:
         """Record a run; return the record, and whether it is new. Idempotent.
 
-        An ended run of that name is resumed if `spec.resume`, keeping settings that the configuration does not
-        override; else deleted and its learners fenced. takeover: treat an active run as inactive.
+        An ended run of that name is resumed if `spec.resume`, with its settings unless overridden; else deleted and its
+        learners fenced. takeover: treat an active run as inactive.
 
         Raises:
             RunExistsError: active with another configuration.
@@ -108,7 +108,7 @@ class RunStore:
             return record, True
 
     async def refuse_busy(self, spec: RunSpec) -> None:
-        """Raise `BusyError` if another active run has claimed a resource."""
+        """Raise `BusyError` if an active run has claimed a resource."""
         for kind, name in spec.claims.items():
             holder = await cast(Any, self.redis.hget(claims_key(kind), name))
             if holder is None or holder.decode() == spec.run_id:
@@ -121,7 +121,7 @@ class RunStore:
                 )
 
     async def old_claims(self, spec: RunSpec) -> dict[str, list[str]]:
-        """Return an earlier start's claims that this one lacks, by kind."""
+        """Return an earlier start's claims that this one lacks."""
         old: dict[str, list[str]] = {}
         for kind, name in spec.claims.items():
             raw: dict[bytes, bytes] = await cast(Any, self.redis.hgetall(claims_key(kind)))
@@ -138,7 +138,7 @@ class RunStore:
             return "managed by another version of Offbeat" if self._has_heartbeat(raw) else ""
 
     def _has_heartbeat(self, raw: Mapping[bytes, bytes]) -> bool:
-        """Return True if a reconciler of any version attends the run."""
+        """Return whether a reconciler of any version attends the run."""
         try:
             beat = float(raw.get(b"beat", b"0"))
         except ValueError:
@@ -163,7 +163,7 @@ class RunStore:
         return replace(record, created_at=old.created_at, attempt=old.attempt + 1)
 
     async def load(self, run_id: str) -> RunRecord:
-        """Return a run's record. Raises `UnknownRunError`, `LostRecordError`, `ForeignRecordError`."""
+        """Return a run's record; raises `UnknownRunError`, `LostRecordError`, `ForeignRecordError`."""
         keys = RunKeys(run_id)
         raw = await cast(Any, self.redis.hgetall(keys.record))
         if run_id in self.attended and b"config" not in raw:
@@ -178,7 +178,6 @@ class RunStore:
         return RunRecord.decode(raw)
 
     async def run_ids(self) -> list[str]:
-        """Return all runs, oldest first."""
         return [member.decode() for member in await self.redis.zrange(RUNS, 0, -1)]
 
     async def unfinished(self) -> list[str]:
@@ -187,15 +186,14 @@ class RunStore:
         return [run_id for run_id, state in await self._fields("state") if state not in over]
 
     async def current(self, *, ended_after: float) -> list[str]:
-        """Return active runs, and those that ended after a Unix time; oldest first."""
+        """Return active runs, and those ended after a Unix time, oldest first."""
         return [run_id for run_id, end in await self._fields("ended_at") if not _is_before(end, ended_after)]
 
     async def reports_due(self) -> list[str]:
-        """Return runs with a due report, oldest first."""
         return [run_id for run_id, report in await self._fields("report") if report == REPORT_DUE.encode()]
 
     async def _fields(self, name: str) -> list[tuple[str, bytes | None]]:
-        """Return all runs, oldest first, each with a field of its record."""
+        """Return all runs, oldest first, with a field of each record."""
         run_ids = await self.run_ids()
         async with self.redis.pipeline(transaction=False) as pipe:
             for run_id in run_ids:
@@ -227,7 +225,7 @@ class RunStore:
 
     @repeat_transaction
     async def want(self, run_id: str, wanted: DesiredState) -> RunRecord:
-        """Set the desired state; ending an ended run changes nothing.
+        """Set the desired state; no effect on an ended run.
 
         Raises:
             UnknownRunError: no such run.
@@ -247,7 +245,7 @@ class RunStore:
 
     @staticmethod
     def _may_want(record: RunRecord, wanted: DesiredState) -> bool:
-        """Return True if the state changes. Raises `RunStateError`."""
+        """Return whether the state changes; raises `RunStateError`."""
         if wanted.is_final:
             return not record.state.is_terminal and record.wanted not in (wanted, DesiredState.KILLED)
         verb = "pause" if wanted is DesiredState.PAUSED else "go on"
@@ -259,7 +257,7 @@ class RunStore:
 
     @repeat_transaction
     async def change(self, run_id: str, values: Mapping[str, float]) -> Change:
-        """Request new settings. Raises `UnknownRunError`; `RunStateError` if over or ending."""
+        """Request new settings; raises `UnknownRunError`, `RunStateError`."""
         key = RunKeys(run_id).record
         async with self.redis.pipeline() as pipe:
             await pipe.watch(key)
@@ -275,7 +273,6 @@ class RunStore:
             return change
 
     async def changes(self, run_id: str) -> list[Change]:
-        """Return all changes, oldest first."""
         keys = RunKeys(run_id)
         # Not a transaction, which a Redis without memory refuses to queue
         async with self.redis.pipeline(transaction=False) as pipe:
@@ -339,7 +336,7 @@ class RunStore:
         return {name.decode(): decode_fields(Restarts, value) for name, value in raw.items()}
 
     async def set_restarts(self, run_id: str, component: str, restarts: Restarts, why: str) -> None:
-        """Store a component's deaths; `why` explains the last."""
+        """Store a component's deaths and the last one's reason."""
         async with self.redis.pipeline() as pipe:
             pipe.hset(RunKeys(run_id).key("restarts"), component, json.dumps(asdict(restarts)))
             detail = {"component": component, "why": why, "restarts": restarts.total, "step": max(restarts.step, 0)}
@@ -347,7 +344,7 @@ class RunStore:
             await pipe.execute()
 
     async def set_observations(self, run_id: str, seen: dict[str, Observation]) -> None:
-        """Store the components' states and the heartbeat; note which of those that had died are ready again."""
+        """Store the components' states and the heartbeat; note recoveries."""
         mapping = {name: json.dumps(asdict(observation)) for name, observation in seen.items()}
         key = RunKeys(run_id).key("components")
         async with self.redis.pipeline() as pipe:
@@ -390,7 +387,7 @@ class RunStore:
             return ComponentReports.decode(*await pipe.execute())
 
     async def metrics_since(self, run_id: str, at: float) -> list[MetricRecord]:
-        """Return metric records since `at` (Unix time), oldest first."""
+        """Return metric records since a Unix time, oldest first."""
         entries = await self.redis.xrange(RunKeys(run_id).metrics, min=int(at * 1000))
         return [decode_record(fields[b"r"]) for _, fields in entries]
 
@@ -400,7 +397,6 @@ class RunStore:
         pipe.xadd(RunKeys(run_id).history, cast(dict[Any, Any], entry), maxlen=MAX_HISTORY, approximate=True)
 
     async def _keys_of(self, run_id: str) -> list[bytes]:
-        """Return all keys but the epoch."""
         keys = RunKeys(run_id)
         pattern = keys.prefix.replace("[", r"\[").replace("?", r"\?") + "*"
         found = self.redis.scan_iter(match=pattern, count=1000)
@@ -412,7 +408,7 @@ def _decode_observations(raw: Mapping[bytes, bytes]) -> dict[str, Observation]:
 
 
 def _is_before(end: bytes | None, at: float) -> bool:
-    """Return True for a time before `at`; a run without a readable one has not ended."""
+    """Return whether a run ended before `at`."""
     try:
         return 0 < float(end or b"0") < at
     except ValueError:

@@ -39,7 +39,6 @@ class CallerLeftError(Exception):
 
 
 def build(sessions: Sessions) -> FastAPI:
-    """Return the application; sessions may change meanwhile."""
     app = FastAPI(title="Offbeat gateway", docs_url=None, redoc_url=None, openapi_url=None)
     for path, handler in (
         ("/v1/chat/completions", _chat),
@@ -97,7 +96,7 @@ async def _body(request: Request) -> dict[str, Any]:
 
 
 def _error_response(request: Request, status: int, message: str, kind: str) -> Response:
-    """Return an error; `x-should-retry` stops OpenAI's and Anthropic's clients from retrying."""
+    """Return an error; `x-should-retry` stops clients from retrying."""
     if request.url.path == "/v1/messages":
         body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
     else:
@@ -135,7 +134,7 @@ def _send(
     render: Callable[[], Any],
     stream: Iterator[str],
 ) -> Response:
-    """Return JSON or events, delivered once the last part is consumed."""
+    """Return JSON or events; delivered with the last part."""
     if not body.get("stream"):
         session.deliver(replies)
         return JSONResponse(render())

@@ -27,7 +27,7 @@ from offbeat.services.gateway.session import InvalidCallError, ModelReply, Model
 
 SYSTEM_ROLES = ("system", "developer")
 TOKEN_IDS = range(1 << 31)
-"""Other ids would fail a generation call shared with other episodes."""
+"""Other ids would fail a generation call shared between episodes."""
 
 
 def read_chat(body: Body) -> ModelRequest:

@@ -9,7 +9,7 @@ from offbeat.services.gateway.session import InvalidCallError
 Body = Mapping[str, Any]
 
 OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
-"""Set by the run, because logprobs must be of the trained distribution."""
+"""Set by the run: logprobs must be of the trained distribution."""
 REFUSED_UNLESS_ZERO = ("presence_penalty", "frequency_penalty", "logit_bias", "echo", "suffix")
 
 
@@ -82,7 +82,6 @@ def stop_words(value: Any, key: str) -> tuple[str, ...]:
 
 
 def find_ignored_parameters(body: Body, others: Iterable[str] = ()) -> tuple[str, ...]:
-    """Return set but ignored parameters, and `others`."""
     read_object(body, "stream_options")
     for key in REFUSED_UNLESS_ZERO:
         require(not body.get(key), f"{key} can't be followed: the policy's own distribution is what is trained")

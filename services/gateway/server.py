@@ -1,7 +1,4 @@
-"""Gateway of one env worker: an HTTP server on a free loopback port.
-
-Sharing the worker's event loop saves a hop; if the worker dies, episodes rerun elsewhere.
-"""
+"""Gateway of one env worker: an HTTP server on a free loopback port, in the worker's event loop."""
 
 import asyncio
 import contextlib
@@ -15,7 +12,7 @@ from offbeat.services.gateway.session import EpisodeSession
 
 HOST = "127.0.0.1"
 KEEP_ALIVE_S = 120
-"""Idle timeout, s; exceeds clients' (httpx: 5 s), as closing a connection about to be used breaks the call."""
+"""Idle timeout, s; exceeds clients' (httpx: 5 s)."""
 
 
 class _Server(uvicorn.Server):
@@ -63,7 +60,6 @@ class Gateway:
 
     @contextlib.contextmanager
     def open_session(self, session: EpisodeSession) -> Generator[None, None, None]:
-        """Accept the session's key inside."""
         self._sessions[session.key] = session
         try:
             yield

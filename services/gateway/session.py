@@ -57,7 +57,7 @@ class ModelRequest:
     num_answers: int = 1
     stop: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
-    """Ignored sampling parameters, for counting."""
+    """For counting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +94,13 @@ class EpisodeSession:
     sample: Sample
     bounds: SessionLimits
     model: str = "policy"
-    """Offered name; requests may use any."""
     key: str = field(default_factory=lambda: f"offbeat-{secrets.token_urlsafe(24)}")
     env: EpisodeEnv | None = None
     conversations: dict[str, tuple[ChatMessage, ...]] = field(default_factory=dict[str, tuple[ChatMessage, ...]])
-    """By their last response's id."""
+    """By the last response's id."""
     ignored_parameters: int = 0
     ran_out: bool = False
-    """Whether a call left no room within `sequence_length`."""
+    """True if `sequence_length` left no room for a call."""
     failure: Exception | None = None
     """Error that ended capture."""
 

@@ -39,22 +39,19 @@ from offbeat.services.weights.config import WeightsConfig
 logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 0.5
-"""Between checks for a claiming run."""
 TENANT_TIMEOUT_S = 20.0
-"""Timeout of calls to an unclaimed application."""
+"""Of calls to an unclaimed application."""
 MAX_ONGOING_CALLS = 4096
-"""Per replica; each carries several turns, queued by the engine."""
+"""Per replica; each carries several turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """Settings of a replica; picklable."""
-
     tenant: Tenant | None
-    """Run to serve; None: whichever claims the application."""
+    """Run to serve; None: any that claims the application."""
     config: GenerationConfig
     transport: str
-    """See `WeightsConfig.transport`; fixed when the engine starts."""
+    """`WeightsConfig.transport`; fixed when the engine starts."""
     model: Path
     sequence_length: int
     redis_url: str
@@ -98,7 +95,6 @@ class GenerationDeployment:
             await self._tenancy.replica.abort(request_ids)
 
     async def status(self) -> ReplicaStatus | None:
-        """Return the status; None without a run."""
         return self._tenancy.replica.status() if self._tenancy else None
 
     async def check_health(self) -> None:
@@ -163,7 +159,7 @@ class GenerationDeployment:
 
 
 async def _start_engine(settings: ReplicaSettings, seed: int) -> TenantEngine:
-    """Start the configured engine, with random weights until a run's are loaded."""
+    """Start the configured engine with random weights."""
     s = settings
     # each imports libraries that take seconds, and that the other does not need
     if s.config.strategy_args.strategy_name == "hf_infer":
@@ -191,7 +187,7 @@ def build(
     uid: str = "",
     slots: tuple[EngineDevices, ...] = (),
 ) -> Application:
-    """Build a run's application; replicas are ready once they hold the newest weights, if any."""
+    """Build a run's application; replicas are ready with the newest weights, if any."""
     tenant = Tenant(run_id, output_dir, weights, uid)
     logs = output_dir / "logs"
     transport = weights.transport

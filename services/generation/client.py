@@ -18,7 +18,7 @@ class GenerationClient(Protocol):
     """Token ids in, token ids out."""
 
     def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
-        """Sample every request; yield each completion once, as they finish, with `error` if refused.
+        """Sample requests; yield each completion once, as they finish, with `error` if refused.
 
         Raises:
             RetryableError: the replica died or left routing; resend the requests not yielded.
@@ -31,7 +31,7 @@ class GenerationClient(Protocol):
 
 
 class NoGeneration:
-    """`GenerationClient` of a run that samples nothing, such as one that reads dataset rows."""
+    """`GenerationClient` of a run that samples nothing."""
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
         raise GenerationError(f"{len(requests)} turn(s) can't be sampled: the run has no engines")
@@ -42,9 +42,9 @@ class NoGeneration:
 
 
 class ServeGenerationClient:
-    """`GenerationClient` over a Serve handle: a streaming call carries many turns to one replica.
+    """`GenerationClient` over a Serve handle; a streaming call carries many turns to one replica.
 
-    Calls wait until the application is deployed. Raises `RayServeException` if Serve is not running.
+    Calls wait for the deployment. Raises `RayServeException` if Serve is not running.
     """
 
     def __init__(self, app: str) -> None:
@@ -66,7 +66,7 @@ class ServeGenerationClient:
                 call.cancel()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort on every replica, as the holder is unknown."""
+        """Abort on every replica."""
         try:
             await self._handle.broadcast("abort", list(request_ids)).results_async()
         except (RayError, RayServeException) as error:
@@ -74,7 +74,7 @@ class ServeGenerationClient:
 
 
 def _translate(error: Exception) -> MeshError:
-    """Convert Ray's wrapper to the service's error; dead or full replicas are retryable."""
+    """Convert Ray's wrapper to the service's error."""
     if not isinstance(error, RayTaskError):
         return RetryableError(f"no replica answered: {error}")
     cause = error.cause

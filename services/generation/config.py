@@ -18,11 +18,11 @@ class GeneratingArgs(Config):
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy, for evaluation only; the trainer divides its logits by it."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Below 1, recorded logprobs are of the truncated distribution and the trainer's of the full one, so a ratio to
-    them starts at the kept probability mass: needs `old_logprobs: recompute`, or a loss without ratio.
+    """Below 1, recorded logprobs are of the truncated distribution, the trainer's of the full one: needs `old_logprobs:
+    recompute`, or a loss without ratio.
     """
     top_k: int = Field(default=-1, ge=-1)
-    """-1 keeps every token; otherwise as `top_p`."""
+    """-1 keeps every token; else as `top_p`."""
     max_new_tokens: int = Field(default=64, ge=1)
     """Maximum tokens per turn; a tag's `max_tokens_per_step` may be lower."""
 
@@ -35,7 +35,7 @@ class EngineModelArgs(Config):
 
 
 class VllmConfig(Config):
-    """Engine arguments of vLLM (`AsyncEngineArgs`), under vLLM's names; those not listed are passed as they are."""
+    """Engine arguments of vLLM (`AsyncEngineArgs`), under vLLM's names; others are passed unchanged."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, JsonValue] = Field(init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -51,7 +51,7 @@ class VllmConfig(Config):
     enforce_eager: bool = True
     enable_prefix_caching: bool = True
     max_lora_rank: int | None = Field(default=None, ge=1, le=512)
-    """Largest `lora_rank` served as an adapter; the learner then publishes adapters alone. None: merged weights."""
+    """Largest `lora_rank` served as an adapter, instead of merged weights."""
 
     @property
     def world_size(self) -> int:
@@ -70,7 +70,6 @@ UNSUPPORTED = {
         "it computes logprobs of frozen models, for `reference` and a `teacher`",
     ),
 }
-"""ROLL's unsupported engines, with reasons."""
 
 
 class EngineStrategy(Config):
@@ -89,36 +88,35 @@ class EngineStrategy(Config):
 
 
 class GenerationConfig(Config):
-    """The engines behind the deployment."""
-
     model_args: EngineModelArgs = EngineModelArgs()
     generating_args: GeneratingArgs = GeneratingArgs()
     strategy_args: EngineStrategy = EngineStrategy()
     app: str | None = None
-    """Serve application that samples for the run, with the run's model. None: a free deployed one that matches these
-    keys, else one of the run's own.
+    """Serve application that samples with the run's model; None: a free one that matches these keys, else one of the
+    run's own.
     """
     num_replicas: int = Field(default=1, ge=1)
-    """Engines, each with all of the weights. With `device_mapping` it follows from that."""
+    """Engines, each with all of the weights; derived from `device_mapping` if set."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Left out, `cuda` where there are GPUs for all engines and CUDA's vLLM is installed."""
+    """Default: `cuda` if there are GPUs for all engines and CUDA's vLLM is installed."""
     device_mapping: DeviceMapping | None = None
-    """Devices of the cluster, as a list or ROLL's `list(range(0, 8))`; each engine takes the next `tensor_parallel_size` x
-    `pipeline_parallel_size` of them. None: those that `actor_train` leaves, shared where there are too few.
+    """Devices of the cluster, as a list or ROLL's `list(range(0, 8))`; `tensor_parallel_size` x
+    `pipeline_parallel_size` per engine. None: those that `actor_train` leaves, shared where there are too few.
     """
     cpus_per_replica: float = Field(default=1.0, gt=0)
-    """Logical CPUs reserved per replica in Ray; on a CPU also the engine's OpenMP threads (rounded, at least 1)."""
+    """Logical CPUs per replica in Ray; on a CPU also the engine's OpenMP threads (rounded, at least 1)."""
     kv_cache_gib: float = Field(default=1.0, gt=0)
     """KV cache on a CPU, GiB per replica."""
     on_weight_update: Literal["keep", "recompute"] = "keep"
-    """Whether running requests keep or recompute their KV cache under new weights; new requests reuse no older entries."""
+    """Whether running requests keep or recompute their KV cache under new weights; new requests reuse no older
+    entries."""
     request_timeout_s: float = Field(default=60.0, gt=0)
     """Time until a turn is aborted and its episode retried."""
     update_timeout_s: float = Field(default=120.0, gt=0)
-    """Time of loading weights after which a replica leaves routing. Reading is limited by `weights.fetch_timeout_s`."""
+    """Time to load weights after which a replica leaves routing. Reading is limited by `weights.fetch_timeout_s`."""
 
     def with_mapped_replicas(self) -> "GenerationConfig":
-        """Return a copy with the number of replicas that `device_mapping` implies.
+        """Set the number of replicas by `device_mapping`.
 
         Raises:
             ValueError: it is no multiple of an engine's devices, or `num_replicas` disagrees.

@@ -14,7 +14,6 @@ class LoadTimes:
     pause_s: float
     """From the pause request until the engine runs again."""
     load_s: float
-    """Loading and comparing; before the pause if staged."""
 
 
 class PolicyEngine(Protocol):
@@ -45,5 +44,5 @@ class TenantEngine(PolicyEngine, Protocol):
     """Engine that serves one run after another."""
 
     def salted(self, salt: str) -> PolicyEngine:
-        """Return the engine for a run, which reuses no keys and values of another one."""
+        """Return the engine for a run; keys and values of others are not reused."""
         ...

@@ -1,5 +1,3 @@
-"""Counters of a replica between two metric records."""
-
 from offbeat.services.generation.engine import LoadTimes
 from offbeat.services.messages.types import Completion
 from offbeat.services.telemetry import MetricRecord, Partial, mean
@@ -25,7 +23,6 @@ class Counts:
         self._loads.append(times)
 
     def take(self, *, replica_id: str, version: int, running: int, waiting: int) -> MetricRecord:
-        """Return and reset the counts."""
         values = {name: Partial("sum", value) for name, value in self._sums.items()}
         values |= {
             "weight_updates": Partial("sum", len(self._loads)),

@@ -1,4 +1,4 @@
-"""Devices of engines: where Serve starts replicas, and which devices a replica takes there."""
+"""Devices of engines on the nodes of a cluster."""
 
 import logging
 import os
@@ -13,7 +13,6 @@ from offbeat.services.generation.config import GenerationConfig
 logger = logging.getLogger(__name__)
 
 NODE_LABEL = "ray.io/node-id"
-"""Label that Ray gives a node."""
 
 
 def deployment_options(config: GenerationConfig, slots: Sequence[EngineDevices]) -> dict[str, Any]:
@@ -29,7 +28,7 @@ def deployment_options(config: GenerationConfig, slots: Sequence[EngineDevices])
 
 
 def claim_devices(slots: Sequence[EngineDevices]) -> DeviceClaim | None:
-    """Take a free slot of this node, before CUDA starts. Raises `NoDeviceError`."""
+    """Take a free slot of this node, before CUDA starts; raises `NoDeviceError`."""
     if not slots:
         return None
     claim = DeviceClaim(slots, get_runtime_context().get_node_id(), "engine")

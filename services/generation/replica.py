@@ -1,4 +1,4 @@
-"""A replica: holds requests until it serves the version that they need, and follows the broker.
+"""Replica that holds requests until it serves the version that they need.
 
 Invariants: requests enter the engine only under committed weights of at least `min_version`; the version of a
 completion's first token holds for its prompt's KV cache; nothing is served after a failed update.
@@ -35,9 +35,8 @@ class ReplicaStatus(TypedDict):
     running: int
     """Unanswered, including `waiting`."""
     waiting: int
-    """Those waiting for newer weights or an update."""
     broken: str
-    """Reason for not serving; empty if healthy."""
+    """Empty if healthy."""
 
 
 class GenerationReplica:
@@ -203,13 +202,13 @@ class GenerationReplica:
             return Completion(request.request_id, error=f"no answer within {self._timeout_s} s")
 
     def _spans_update(self, completion: Completion, version: int) -> bool:
-        """Return True if an update fell between submission and first token: part of the prompt may have older weights,
-        unseen in spans, so the turn is resampled.
+        """Return whether an update fell between submission and first token, so that part of the prompt may have older
+        weights.
         """
         return self._keeps_cache and bool(completion.versions) and completion.versions[0].version != version
 
     async def _serving(self, min_version: int) -> int:
-        """Wait until at least `min_version` is served and no update runs; return the version."""
+        """Wait for `min_version` and the end of an update; return the version."""
         if not self._ready(min_version):
             self._waiting += 1
             try:
@@ -225,7 +224,6 @@ class GenerationReplica:
         return not self._broken and not self._updating and self._version >= max(min_version, 0)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort requests; ignore unknown ids."""
         for request_id in request_ids:
             if task := self._running.get(request_id):
                 task.cancel()

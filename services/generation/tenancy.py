@@ -1,7 +1,7 @@
-"""The run that an engine samples for: its own, or whichever claims the application.
+"""The run that an engine samples for.
 
-Invariant: no result of one run's weights reaches the next run: each tenancy has its own replica object, starting
-without a version, and prefix-cache salt.
+Invariant: no result of one run's weights reaches the next run: each tenancy has its own replica object and prefix-cache
+salt.
 """
 
 import asyncio
@@ -36,13 +36,11 @@ APP = "app"
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """What engines need of a run; picklable."""
-
     run_id: str
     output_dir: Path
     weights: WeightsConfig
     uid: str = ""
-    """Unique id, for replicas' reports."""
+    """Unique id."""
     start: str = ""
     """Distinguishes starts of one name."""
 
@@ -72,7 +70,6 @@ async def make_offer(redis: Redis, app: str, offer: EngineOffer) -> None:
 
 
 def read_offers(redis: SyncRedis) -> dict[str, EngineOffer]:
-    """Return every application ever offered."""
     raw = cast(dict[bytes, bytes], redis.hgetall(OFFERS))
     return {name.decode(): EngineOffer.model_validate_json(blob) for name, blob in raw.items()}
 
@@ -115,7 +112,7 @@ class Tenancy:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def begin(self) -> None:
-        """Load the newest weights and follow the broker. Raises `GenerationError`."""
+        """Load the newest weights and follow the broker; raises `GenerationError`."""
         reporting = asyncio.create_task(self._report())  # reading the weights may take long, and is told of
         try:
             await self.replica.catch_up()
@@ -137,7 +134,7 @@ class Tenancy:
         self._pulls.close()
 
     async def check(self) -> None:
-        """Raise the error that requires replacement, if any."""
+        """Raise the error that requires replacement."""
         for task in self._tasks:
             if task.done():
                 task.result()

@@ -1,7 +1,4 @@
-"""Reads a safetensors file without leaking.
-
-`safetensors.safe_open` (0.8.0, PyTorch) leaks an integer per tensor; an engine reads each tensor twice per version.
-"""
+"""Safetensors reader; `safetensors.safe_open` (0.8.0, PyTorch) leaks an integer per tensor."""
 
 # pyright: basic
 import json
@@ -13,7 +10,6 @@ from typing import Any, Self
 import torch
 
 LENGTH = 8
-"""Bytes of the header's length."""
 MAX_HEADER_BYTES = 100 << 20
 """As in safetensors."""
 DTYPES = {
@@ -34,7 +30,7 @@ DTYPES = {
 
 class TensorFile:
     def __init__(self, path: str | Path) -> None:
-        """Raises ValueError if it is no safetensors file, OSError if unreadable."""
+        """Raises ValueError for another file, OSError if unreadable."""
         size = Path(path).stat().st_size
         with Path(path).open("rb") as file:
             length = int.from_bytes(file.read(LENGTH), "little")

@@ -39,7 +39,7 @@ TRAJECTORIES = MessageFormat("trajectories", list[bytes])
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """Validate and pack, exact to the bit.
+    """Validate and pack, exactly.
 
     Raises:
         CodecError: a violated invariant of `services.messages.types`.
@@ -73,7 +73,7 @@ def decode_trajectory(blob: bytes) -> Trajectory:
     """Unpack and validate.
 
     Raises:
-        CodecError: truncated, of another schema, or an invariant is violated.
+        CodecError: truncated, of another schema, or invalid.
     """
     packed = TRAJECTORY.unpack(blob)
     try:

@@ -1,6 +1,6 @@
 """Message envelope: kind, schema version and typed body, as msgpack.
 
-Nothing is unpickled; arrays are raw little-endian bytes.
+Nothing is unpickled; arrays are little-endian.
 """
 
 import math
@@ -15,7 +15,7 @@ from offbeat.services.errors import CodecError
 from offbeat.services.messages.types import SCHEMA_VERSION, VersionSpan
 
 MAX_TOKENS = 1 << 24
-"""Maximum per segment, checked before allocation."""
+"""Per segment, checked before allocation."""
 MAX_MESSAGE_BYTES = 1 << 30
 NARROW = 2
 """Bytes per token if all ids are below 65,536."""

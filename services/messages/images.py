@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from offbeat.services.messages.types import PromptImage, Segment
 
 MAX_IMAGE_BYTES = 1 << 20
-"""Per image; a trajectory of a hundred turns then fits into Redis."""
+"""Per image; a hundred turns then fit into Redis."""
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -34,7 +34,6 @@ def check_png(png: bytes) -> None:
 
 
 def check_unsampled(segment: Segment) -> None:
-    """Raise ValueError if an image token is sampled."""
     for image in segment.images:
         if segment.loss_mask[image.start : image.start + image.count].any():
             raise ValueError(f"the tokens of the image at {image.start} are marked as sampled")

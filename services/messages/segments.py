@@ -1,6 +1,6 @@
 """Packed segments: narrow tokens where ids fit, logprobs of sampled tokens only, loss mask from version spans.
 
-The round trip is exact to the bit; invariants of `services.messages.types` are checked both ways.
+The round trip is exact; invariants of `services.messages.types` are checked both ways.
 """
 
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ def _check_arrays(segment: Segment) -> None:
 
 
 def unpack_segment(row: PackedSegment) -> Segment:
-    """Decode, or raise one of `services.messages.envelope.MALFORMED`."""
+    """Decode, or raise one of `MALFORMED`."""
     length, data, versions = row.length, row.tokens, row.versions
     if length > MAX_TOKENS:
         raise ValueError(f"segment of {length} tokens")

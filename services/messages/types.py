@@ -1,7 +1,7 @@
 """Messages between services.
 
-Invariants: tokens are recorded as sampled, never re-encoded; `loss_mask` is true, and `versions` defined, exactly on
-sampled tokens; `logprobs` is zero elsewhere.
+Invariants: tokens are recorded as sampled; `loss_mask` is true, and `versions` defined, exactly on sampled tokens;
+`logprobs` is zero elsewhere.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Base of messages, encoded as arrays of fields; copy with `msgspec.structs.replace`."""
+    """Base of messages, encoded as arrays; copy with `msgspec.structs.replace`."""
 
 
 class EpisodeKind(StrEnum):
@@ -69,7 +69,7 @@ class Sampling:
 
 
 class PromptImage(Message, frozen=True):
-    """Image in place of tokens `[start, start + count)`."""
+    """In place of tokens `[start, start + count)`."""
 
     start: int
     count: int
@@ -89,7 +89,7 @@ class GenerateRequest:
     """`array("i")` encodes fastest."""
     sampling: Sampling
     min_version: int = 0
-    """Minimum weight version; the replica waits for it."""
+    """The replica waits for it."""
     images: tuple[PromptImage, ...] = ()
     """By position."""
 
@@ -169,7 +169,7 @@ class Trajectory(Message, Generic[SegmentT], frozen=True):
     error: str = ""
     """Reason and message (`StopReason.ERROR`)."""
     traceparent: str = ""
-    """W3C's header of the episode's span, if it is traced (docs/monitoring.md)."""
+    """W3C's header of the episode's span, if traced."""
 
     @property
     def reward(self) -> float:
@@ -178,12 +178,12 @@ class Trajectory(Message, Generic[SegmentT], frozen=True):
 
     @property
     def is_truncated(self) -> bool:
-        """True if a token limit cut the last answer, or left no room for a prompt."""
+        """Return whether a token limit cut the last answer, or left no room for a prompt."""
         return self.stop_reason is StopReason.MAX_LENGTH or bool(self.turns and self.turns[-1].is_truncated)
 
     @property
     def is_cut(self) -> bool:
-        """True if a limit of tokens, turns or the env's time ended it, so that rewards may be missing."""
+        """Return whether a limit of tokens, turns or time ended it, so that rewards may be missing."""
         return self.is_truncated or self.stop_reason is not StopReason.TERMINATED
 
     @property
@@ -210,7 +210,7 @@ class Group:
     """Redis stream id, to acknowledge."""
     group_id: str
     number: int
-    """Admission number, 0-based; determines tag and seed, unless a task sampler does."""
+    """Admission number, 0-based; determines tag and seed, without a task sampler."""
     tag: str
     seed: int
     admitted_version: int
@@ -219,7 +219,7 @@ class Group:
     """Set if changed during the run."""
     baselines: tuple[Trajectory, ...] = ()
     scores: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
-    """Scores by key (`services.buffer.scores`): float32, little-endian."""
+    """By key: float32, little-endian."""
 
     @property
     def oldest_version(self) -> int:
@@ -234,8 +234,6 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeTask:
-    """Claimed episode, to be submitted, failed or lost."""
-
     kind: EpisodeKind
     group_id: str
     number: int
@@ -254,15 +252,13 @@ class EpisodeTask:
 
 
 class TensorSpec(Message, frozen=True):
-    """Tensor of a weight version, by Hugging Face name."""
-
     name: str
     dtype: str
     shape: tuple[Count, ...]
 
 
 class BaseVersion(Message, frozen=True):
-    """Complete version that a delta applies to; fields as in `Manifest`."""
+    """Complete version that a delta applies to."""
 
     location: str
     digest: str

@@ -13,10 +13,10 @@ MULTI, EXEC = b"*1\r\n$5\r\nMULTI\r\n", b"*1\r\n$4\r\nEXEC\r\n"
 
 
 def drop_torn_transactions(folder: Path) -> None:
-    """Cut the transaction off with which a file in `folder` ends, if its EXEC is missing.
+    """Cut off an incomplete last transaction of the files in `folder`.
 
-    Redis ignores such a transaction, but keeps its MULTI when the cut is within a command. Writes then follow it, and the
-    next start executes the transaction or loses the writes (valkey-io/valkey#4342).
+    Redis ignores its commands, but may keep its MULTI. Later writes would then be executed by the next start or lost
+    (valkey-io/valkey#4342).
     """
     for pattern in APPEND_ONLY_FILES:
         for file in folder.glob(pattern):

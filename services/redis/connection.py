@@ -1,6 +1,6 @@
 """Redis clients that retry through restarts and refused writes.
 
-Commands are repeated for about `patience_s`, so they must be idempotent, like every script of buffer, lease and broker.
+Commands are repeated for about `patience_s`, so they must be idempotent.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from offbeat.services.redis.incarnation import verify_on_connect, verify_on_conn
 
 T = TypeVar("T")
 ShouldRetry = Callable[[Exception], bool]
-"""Called before each retry once patience is over; True continues."""
+"""Called before each retry after `patience_s`; True continues."""
 
 SOCKET_TIMEOUT_S = 15.0
 """Exceeds `MAX_BLOCK_S`."""
@@ -29,7 +29,7 @@ CONNECT_TIMEOUT_S = 5.0
 RETRY_BASE_S = 0.02
 RETRY_CAP_S = 0.5
 MAX_RETRIES = 200
-"""Bound for calls that fail at once each time."""
+"""Bound for calls that fail at once."""
 MAX_BLOCK_S = 5.0
 """Longest blocking read."""
 
@@ -72,7 +72,7 @@ class _RetryState:
 class OutageRetry(Retry):
     """Retries for `patience_s`, then while `should_retry` returns True.
 
-    redis-py's own policy counts tries, each up to a socket timeout.
+    redis-py's own policy counts tries.
     """
 
     def __init__(self, patience_s: float, should_retry: ShouldRetry = _never) -> None:
@@ -90,7 +90,7 @@ class OutageRetry(Retry):
         is_retryable: Callable[[Exception], bool] | None = None,
         with_failure_count: bool = False,
     ) -> T:
-        """Retry `do`; `fail` disconnects, but not after a refused write."""
+        """Retry `do`; `fail` disconnects, except after a refused write."""
         patience = _RetryState(self._patience_s, self._should_retry)
         while True:
             try:
@@ -136,8 +136,7 @@ class AsyncOutageRetry(AsyncRetry):
 class Cancellable:
     """Mixin that delivers cancellations during a send.
 
-    Before Python 3.12, redis-py's `asyncio.wait_for` loses them if the send has just completed
-    (https://github.com/python/cpython/issues/86296).
+    Before Python 3.12, redis-py's `asyncio.wait_for` loses some (https://github.com/python/cpython/issues/86296).
     """
 
     async def send_packed_command(self: Any, command: Any, check_health: bool = True) -> None:
@@ -159,7 +158,7 @@ def connect(
 ) -> Redis:
     """Return a thread-safe client that connects at the first command.
 
-    should_retry: called in the calling thread. run_id: run whose data each connection verifies (`incarnation`).
+    should_retry: called in the calling thread. run_id: run whose incarnation each connection verifies.
     """
     return Redis.from_url(
         url,
@@ -174,9 +173,7 @@ def connect(
 def connect_async(
     url: str, *, patience_s: float = 30.0, max_connections: int = 16, run_id: str | None = None
 ) -> AsyncRedis:
-    """Return a client for one event loop, to be closed with `aclose()`; calls wait for a free connection. run_id: as in
-    `connect`.
-    """
+    """Return a client for one event loop, to close with `aclose()`; calls wait for a free connection."""
     pool = BlockingConnectionPool.from_url(
         url,
         max_connections=max_connections,

@@ -1,4 +1,4 @@
-"""Errors of a Redis that refuses writes, without effect and so repeatable."""
+"""Errors of a Redis that refuses writes, without effect."""
 
 import re
 
@@ -16,7 +16,7 @@ REMEDIES = {
     "MASTERDOWN": "bring its primary back",
     "TRYAGAIN": "its slots are being moved",
 }
-"""Temporary error code -> remedy; UNBLOCKED ends a blocking read."""
+"""Temporary error code -> remedy."""
 KINDS = {
     redis_errors.OutOfMemoryError: "OOM",
     redis_errors.ReadOnlyError: "READONLY",
@@ -26,15 +26,15 @@ KINDS = {
 }
 """redis-py errors without the code in their text."""
 REFUSAL = re.compile(rf"(?:^|: -?)(?P<code>{'|'.join(REMEDIES)}) (?P<why>.*)", re.DOTALL)
-"""Redis 7 starts a script's error with the code, Redis 6 with the place."""
+"""Redis 7 starts a script's error with the code, Redis 6 with the position."""
 IN_PIPELINE = " of pipeline caused error: "
-"""redis-py's prefix to an error in a pipeline."""
+"""redis-py's prefix in a pipeline."""
 AS_TUPLE = re.compile(r"""^\(['"](.*)['"],\)$""", re.DOTALL)
-"""Form of that error in asynchronous pipelines."""
+"""That error in asynchronous pipelines."""
 
 
 class RedisReadOnlyError(redis_errors.ConnectionError):
-    """Refused write, without effect; handled like an unreachable Redis."""
+    """Refused write, without effect."""
 
 
 def complaint(error: Exception) -> str:
@@ -42,15 +42,11 @@ def complaint(error: Exception) -> str:
 
 
 def retryable(error: Exception) -> RetryableError:
-    """Convert a `ConnectionError` or `TimeoutError` of Redis."""
     return RetryableError(complaint(error))
 
 
 def find_refusal(error: redis_errors.ResponseError) -> RedisReadOnlyError | None:
-    """Return the refused write behind `error`, or None.
-
-    Redis checks before a command and before a script's first write.
-    """
+    """Return the refused write behind `error`, or None."""
     text = AS_TUPLE.sub(r"\1", str(error).rpartition(IN_PIPELINE)[2])
     code = KINDS.get(type(error))
     if code is None:

@@ -1,9 +1,9 @@
 """Incarnation of a run's data: whether Redis still holds all acknowledged writes.
 
 Every write carries the incarnation known to its process, `<uid>/<number>/<server>/<nonce>`: the run's unique id, a
-number that grows with each reconciliation, the server process, a random part. Before its first command, a connection
-compares the server with the stored one; if they differ (restart, failover) or the key is missing, writes are refused
-until a learner has reconciled the data (reconcile.lua) and each worker has joined it (join.lua).
+number that grows with each reconciliation, the server process, a random part. A connection first compares the server
+with the stored one; if they differ or the key is missing, writes are refused until a learner has reconciled the data
+and each worker has joined it.
 """
 
 import threading
@@ -19,7 +19,7 @@ from offbeat.services.keys import RunKeys
 from offbeat.services.redis.errors import retryable
 
 ANY = "*"
-"""Carried by the run's owner, and by readers."""
+"""Carried by the run's owner and readers."""
 PENDING = "?"
 """Suffix of an incarnation to reconcile."""
 
@@ -37,7 +37,7 @@ def number_of(incarnation: str) -> int:
 
 
 def verify_on_connect(run_id: str) -> Callable[[Any], None]:
-    """Return a `redis_connect_func` that verifies the server for a run."""
+    """Return a `redis_connect_func` that verifies the server."""
     key = RunKeys(run_id).incarnation
 
     def connected(connection: Any) -> None:

@@ -1,10 +1,9 @@
 """Learner lease: one learner holds a run; writes of earlier ones are refused.
 
-Invariant: epochs grow with each lease and a run's creation or deletion (`offbeat.services.control.store`), every
-learner write carries one, and Redis refuses all but the newest. A Redis that forgot the newest lease gets it back from
-its holder: the greater epoch wins, and a new lease exceeds every epoch in the run's folder. Expiry only determines when
-a waiting learner may take over; it counts only time in which waiting learners saw Redis accept writes, so that the
-holder can renew first after an outage.
+Invariant: epochs grow with each lease and a run's creation or deletion, every learner write carries one, and Redis
+refuses all but the newest. A Redis that forgot the newest lease gets it back from its holder: the greater epoch wins,
+and a new lease exceeds every epoch in the run's folder. Expiry only allows a waiting learner to take over; it counts
+time in which waiting learners saw Redis accept writes, so that the holder can renew first after an outage.
 """
 
 import logging
@@ -30,7 +29,7 @@ RENEWALS_PER_TIMEOUT = 4
 MAX_WAIT_S = 5.0
 STOP_TIMEOUT_S = 1.0
 LEASE_NONCE = "OFFBEAT_LEASE_NONCE"
-"""Environment variable: random part of a holder's name, chosen by the host that frees its lease."""
+"""Environment variable: random part of a holder's name, chosen by the host."""
 FOREIGN = 2
 """Reply of `_ACQUIRE`."""
 
@@ -101,14 +100,14 @@ return 1
 
 
 def owner_of(pid: int) -> str:
-    """Return a local process's owner name, for messages: containers may share host names and pids."""
+    """Return a local process's owner name, for messages."""
     return f"{socket.gethostname()}:{pid}"
 
 
 def free_lease_of(redis: Redis, run_id: str, owner: str, nonce: str = "") -> bool:
     """Release a dead learner's lease; return False if it was not the last holder.
 
-    nonce: `LEASE_NONCE` of its process; empty: any process of that name.
+    nonce: `LEASE_NONCE` of its process; empty: any.
 
     Raises:
         RetryableError: Redis does not answer.
@@ -177,7 +176,7 @@ class LearnerLease:
 
     @property
     def epoch(self) -> int:
-        """Epoch for this learner's writes. Raises `FencedError` if never acquired."""
+        """Epoch of this learner's writes; raises `FencedError` if never acquired."""
         if self._epoch is None:
             raise FencedError("the lease is not acquired")
         return self._epoch
@@ -211,11 +210,11 @@ class LearnerLease:
             self._wait_for_release(position, look_s)
 
     def held(self) -> bool:
-        """Return True if the lease is neither expired nor taken."""
+        """Return whether the lease is neither expired nor taken."""
         return self._epoch is not None and not self._lost.is_set() and time.monotonic() < self._valid_until
 
     def reclaim(self) -> None:
-        """Renew the lease now, also in a Redis that has forgotten it.
+        """Renew the lease now, even if Redis has forgotten it.
 
         Raises:
             FencedError: another learner has taken the run.
@@ -231,7 +230,6 @@ class LearnerLease:
             raise FencedError(f"another learner has taken the run from epoch {self._epoch}")
 
     def release(self) -> None:
-        """Release the lease, if held."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(STOP_TIMEOUT_S)  # it may be waiting for a Redis that is gone; that must not hold us up

@@ -1,7 +1,6 @@
 """Single writes of a run's parts.
 
-Invariant: a late write of a run since deleted or created anew neither changes the new run nor brings back keys. It is
-dropped and logged once, since its part ends by the buffer's refusal.
+Invariant: a late write of a run since deleted or created anew has no effect. It is logged once.
 """
 
 import logging
@@ -30,7 +29,7 @@ class _Refusals:
         self._uid = uid
         self._warned = False
         self.epoch: int | None = None
-        """Epoch that the writer's lease must still have; None: any."""
+        """Epoch required of the writer's lease; None: any."""
 
     def _keys_of(self, key: str) -> list[str]:
         return [self._keys.record, self._keys.epoch, key]
@@ -55,7 +54,6 @@ class RunWrites(_Refusals):
         self._script = redis.register_script(_WRITE)
 
     def __call__(self, command: str, key: str, *arguments: Any) -> bool:
-        """Write; return False if it is refused."""
         return self._note(self._script(keys=self._keys_of(key), args=self._arguments(command, arguments)))
 
 

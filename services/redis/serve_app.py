@@ -19,9 +19,8 @@ from offbeat.services.telemetry import configure_logging
 
 DEPLOYMENT = "redis"
 HEAD_NODE = "node:__internal_head__"
-"""Pins the replica to the head node, for its folder and address."""
+"""Keeps the replica at its folder and address."""
 SHUTDOWN_TIMEOUT_S = 40.0
-"""Timeout of `before_end` and shutdown."""
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ class RedisDeployment:
 
 
 def build(settings: RedisSettings) -> Application:
-    """Return the application; no other server may use its folder."""
+    """Return the application; its folder is exclusive."""
     deployment = serve.deployment(
         name=DEPLOYMENT,
         num_replicas=1,

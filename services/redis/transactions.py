@@ -12,7 +12,7 @@ R = TypeVar("R")
 
 
 def repeat_transaction(method: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any, R]]:
-    """Repeat a transaction whose keys changed, or whose connection was lost: redis-py raises `WatchError` for both."""
+    """Repeat a transaction on `WatchError`: keys changed or connection lost."""
 
     @functools.wraps(method)
     async def repeat(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -24,7 +24,7 @@ CONNECT_TIMEOUT_S = 5.0
 def address_problem(url: str) -> str:
     """Return the URL's problem, without its password, or "".
 
-    Allowed options: absolute file paths, valid on every host, and certificate checks.
+    Allowed options: certificate checks and absolute file paths.
     """
     try:
         parts = urlsplit(url)

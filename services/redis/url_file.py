@@ -12,9 +12,7 @@ PASSWORD_BYTES = 24
 
 
 def create_url_file(path: Path, address: str) -> str:
-    """Return `address` with the password in `path`, generated if there is no file.
-
-    address: `redis://HOST:PORT/DB`.
+    """Return `address` (`redis://HOST:PORT/DB`) with the password in `path`, generated if there is no file.
 
     Raises:
         MeshError: the file holds no URL.

@@ -1,1 +1,1 @@
-"""Rewards of responses: functions, judges and models, apart from the env workers that ask for them."""
+"""Rewards of responses: functions, judges and models."""

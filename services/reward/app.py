@@ -23,15 +23,13 @@ from offbeat.services.telemetry import configure_logging
 
 @dataclass(frozen=True, slots=True)
 class RewardReplicaSettings:
-    """Settings of a replica; picklable."""
-
     reward_json: str
     log_dir: Path
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 class RewardDeployment:
-    """A reward function in a process of its own: one attempt a call; callers retry."""
+    """A reward function in a process of its own; callers retry."""
 
     async def __init__(self, settings: RewardReplicaSettings) -> None:
         configure_logging(f"reward-{serve.get_replica_context().replica_tag}", settings.log_dir)
@@ -40,7 +38,7 @@ class RewardDeployment:
         self._function = build_function(self._config)
 
     async def score(self, blob: bytes) -> bytes:
-        """Return an encoded score or failure, so that no exception is pickled."""
+        """Return an encoded score or failure."""
         try:
             return encode_score(await run_attempt(self._function, decode_sample(blob), self._config.timeout_s))
         except RewardError as error:

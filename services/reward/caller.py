@@ -1,7 +1,7 @@
 """Calls of one reward function.
 
-Invariants: at most `max_concurrent` attempts run, and later callers wait; an attempt ends within its timeout; equal samples
-share one call; failures are not cached.
+Invariants: at most `max_concurrent` attempts run; an attempt ends within its timeout; equal samples share one call;
+failures are not cached.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class RewardCaller:
         self._running: dict[bytes, asyncio.Task[float]] = {}
 
     async def score(self, sample: RewardSample) -> float:
-        """Return a finite score. Raises RewardError."""
+        """Return a finite score; raises RewardError."""
         return await (self._score_cached(sample) if self._config.cache_size else self._score(sample))
 
     async def close(self) -> None:
@@ -89,7 +89,7 @@ class RewardCaller:
 
 
 async def run_attempt(function: RewardFunction, sample: RewardSample, timeout_s: float) -> float:
-    """Return a finite score within the timeout. Raises RewardError."""
+    """Return a finite score in time; raises RewardError."""
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:

@@ -1,4 +1,4 @@
-"""Rewards that can't be built here, found before a run starts."""
+"""Rewards that can't be built, found before a run starts."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from offbeat.services.reward.kinds.config import RewardModelConfig
 def find_problems(config: RewardsConfig) -> Iterator[tuple[int, str]]:
     """Yield index and message of rewards that lack a package, function, token, folder or isolation.
 
-    Imports the user's functions; models are looked up, and not loaded.
+    Imports the user's functions; models are not loaded.
     """
     for index, reward in enumerate(config.rewards):
         if isinstance(reward, RewardModelConfig):

@@ -19,7 +19,7 @@ def app_name(run_id: str, reward: str) -> str:
 
 
 class ServedReward:
-    """`RewardFunction` that any replica answers. An attempt that is cancelled is cancelled there, too."""
+    """`RewardFunction` of any replica; cancelling an attempt cancels it there."""
 
     def __init__(self, app: str) -> None:
         self._app = app

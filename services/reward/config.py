@@ -37,7 +37,7 @@ AnyReward = Annotated[
 ]
 
 COLUMN = "reward/"
-"""Prefix of a reward's metric of a trajectory."""
+"""Prefix of a trajectory's metrics."""
 Combine = Literal["weighted", "product", "gate"]
 
 
@@ -46,8 +46,8 @@ class RewardsConfig(Config):
 
     rewards: tuple[AnyReward, ...]
     combine: Combine = "weighted"
-    """`weighted`: sum of weight times value. `product`: of the values. `gate`: 0 if a reward with a `threshold` is below it,
-    else the weighted sum of the others (1 if there are none).
+    """`weighted`: sum of weight times value. `product`: of the values. `gate`: 0 if a reward with a `threshold` is
+    below it, else the weighted sum of the others (1 without any).
     """
 
     @model_validator(mode="after")

@@ -1,5 +1,3 @@
-"""Failures of reward functions, each with a reason to count by."""
-
 from enum import StrEnum
 
 from offbeat.services.errors import EpisodeError
@@ -10,7 +8,7 @@ class Failure(StrEnum):
     UNAVAILABLE = "reward_unavailable"
     """No answer after all attempts."""
     MALFORMED = "reward_malformed"
-    """The judge or service answered something else than a score."""
+    """No score in a reply."""
     ERROR = "reward_error"
     """The function raised."""
     BAD_ROW = "bad_row"
@@ -20,11 +18,11 @@ class Failure(StrEnum):
 
 
 ATTEMPTED_AGAIN = frozenset({Failure.TIMEOUT, Failure.MALFORMED})
-"""Failures that another attempt may mend; an unavailable service is retried by time."""
+"""Failures that another attempt may fix."""
 
 
 class RewardError(EpisodeError):
-    """A sample without a score: its episode fails and is not trained as if the reward were zero."""
+    """A sample without a score: its episode fails and is not trained."""
 
     def __init__(self, failure: Failure, detail: str, trace: str = "") -> None:
         super().__init__(failure.value, detail, trace)

@@ -1,5 +1,3 @@
-"""Construction of a run's scorer."""
-
 from collections.abc import Callable
 
 from offbeat.services.reward.caller import RewardCaller
@@ -37,7 +35,7 @@ from offbeat.services.reward.scorer import RewardScorer
 def make_scorer(config: RewardsConfig, *, run_id: str = "", local: bool = False) -> RewardScorer:
     """Build the scorer of a process with an event loop.
 
-    run_id: names the Ray Serve applications of rewards with `num_replicas`. local: without them, all in this process.
+    run_id: names the applications of rewards with `num_replicas`. local: all in this process.
 
     Raises:
         ValueError: a package, function or isolation is missing.
@@ -53,7 +51,7 @@ def _make_caller(config: AnyReward, run_id: str, *, local: bool) -> RewardCaller
 
 
 def build_function(config: AnyReward) -> RewardFunction:
-    """Build a reward in this process. Raises ValueError if something is missing."""
+    """Build a reward in this process; raises ValueError if something is missing."""
     match config:
         case MathRuleConfig():
             return _threaded(MathRule(config), config)

@@ -1,5 +1,3 @@
-"""Interface of the kinds, and what their functions share."""
-
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -24,7 +22,7 @@ class RewardFunction(Protocol):
 
 
 class ThreadedFunction:
-    """A synchronous function, run in threads; one that hangs keeps its thread, not its caller."""
+    """Synchronous function in threads; one that hangs keeps its thread."""
 
     def __init__(self, score: Callable[[RewardSample], float], *, num_threads: int, timeout_s: float) -> None:
         self._score = score
@@ -44,20 +42,20 @@ class ThreadedFunction:
 
 
 def require_truth(sample: RewardSample) -> Any:
-    """Return the ground truth. Raises RewardError if the row has none."""
+    """Return the ground truth; raises RewardError without any."""
     if sample.ground_truth is None:
         raise RewardError(Failure.BAD_ROW, "the row has no ground_truth")
     return sample.ground_truth
 
 
 def find_answer(text: str, pattern: str | None) -> str | None:
-    r"""Return the last `\boxed{}`, else the last match of a pattern, or None."""
+    r"""Return the last `\boxed{}`, else a pattern's last match, or None."""
     boxed = last_boxed(text)
     return last_group(pattern, text) if boxed is None and pattern is not None else boxed
 
 
 def read_number(value: Any, source: str) -> float:
-    """Return a finite number, also of a bool. Raises RewardError naming the source."""
+    """Return a finite number, also of a bool; raises RewardError."""
     try:
         if isinstance(value, str):
             raise TypeError

@@ -21,7 +21,7 @@ def encode_failure(error: RewardError) -> bytes:
 
 
 def read_reply(blob: bytes) -> float:
-    """Return the score. Raises RewardError: the failure of the service, or its reply is none."""
+    """Return the score; raises RewardError for the service's failure or an invalid reply."""
     try:
         reply = msgspec.msgpack.decode(blob, type=Reply)
     except msgspec.MsgspecError as error:

@@ -1,4 +1,4 @@
-"""What a reward function reads, and its encoding."""
+"""Sample of a reward function, and its encoding."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ class RewardSample:
     """A finished response."""
 
     prompt: Sequence[Mapping[str, Any]]
-    """Chat messages before the response."""
+    """Before the response."""
     response: str
     num_response_tokens: int = 0
     ground_truth: Any = None
@@ -24,7 +24,7 @@ class RewardSample:
 
 
 def encode_sample(sample: RewardSample) -> bytes:
-    """Encode, equal samples to equal bytes. Raises RewardError for a value without msgpack form."""
+    """Encode, equal samples equally; raises RewardError for a value without msgpack form."""
     try:
         return msgspec.msgpack.encode(sample, order="deterministic", enc_hook=_encode_array)
     except (TypeError, ValueError, OverflowError) as error:
@@ -36,14 +36,14 @@ def decode_sample(blob: bytes) -> RewardSample:
 
 
 def _encode_array(value: Any) -> Any:
-    """Convert NumPy's values, as tables of `datasets` may hold."""
+    """Convert NumPy's values, as tables of `datasets` hold."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__} in the row can't be sent to a reward service")
 
 
 def text_of(content: Any) -> str:
-    """Return a message's text; parts that are no text are left out."""
+    """Return the text parts of a message."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):

@@ -1,6 +1,6 @@
 """Scores of a response by every reward of its tag.
 
-Invariant: a sample gets a finite value from each of them, or `RewardError`; no failure counts as zero.
+Invariant: each gives a finite value, or the sample fails by `RewardError`; no failure counts as zero.
 """
 
 import asyncio
@@ -15,7 +15,6 @@ from offbeat.services.reward.sample import RewardSample
 
 class RewardScorer:
     def __init__(self, config: RewardsConfig, callers: Mapping[str, RewardCaller]) -> None:
-        """callers: by the reward's name."""
         self._config = config
         self._callers = callers
 
@@ -23,7 +22,7 @@ class RewardScorer:
         """Return each reward of the sample's tag by name, unweighted.
 
         Raises:
-            RewardError: one of them failed; the others are cancelled.
+            RewardError: one failed; the others are cancelled.
         """
         names = self.names(sample.tag)
         if not names:
@@ -36,7 +35,6 @@ class RewardScorer:
         return {name: task.result() for name, task in tasks.items()}
 
     def names(self, tag: str) -> list[str]:
-        """Return the rewards of a tag."""
         return [reward.name for reward in self._config.of_tag(tag)]
 
     async def score_one(self, name: str, sample: RewardSample) -> float:
@@ -44,7 +42,7 @@ class RewardScorer:
         return await self._callers[name].score(sample)
 
     def combine(self, values: Mapping[str, float]) -> float:
-        """Return the score of what `score` returned."""
+        """Combine what `score` returned."""
         rewards = [reward for reward in self._config.rewards if reward.name in values]
         match self._config.combine:
             case "weighted":

@@ -1,8 +1,5 @@
 # pyright: basic
-"""Env workers as Ray actors; the process exits if its loop ends, so that Ray restarts it.
-
-The garbage collector is tuned for thousands of live episodes: rarely cyclic garbage, but costly to traverse.
-"""
+"""Env workers as Ray actors; the process exits if its loop ends, so that Ray restarts it."""
 
 import asyncio
 import gc
@@ -36,9 +33,9 @@ from offbeat.services.rollout.worker import EnvWorker, WorkerEnd
 from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, configure_logging
 
 LEAST_YOUNG_OBJECTS = 20_000
-"""Threshold of the youngest; Python's 700 is a few turns."""
+"""Threshold of the youngest generation; Python's 700 is a few turns."""
 OBJECTS_PER_EPISODE = 100
-"""Objects released together per concurrent episode."""
+"""Objects released together per concurrent episode; live episodes make cyclic garbage rare and costly to find."""
 YOUNG_PER_MIDDLE, MIDDLE_PER_OLD = 20, 20
 
 
@@ -61,7 +58,7 @@ def worker_name(run_id: str, index: int) -> str:
 
 
 def build_rewards(settings: WorkerSettings, prompts: PromptSource | None) -> EpisodeRewards | None:
-    """Build a worker's rewards, on its event loop. Raises ValueError as `make_scorer`."""
+    """Build a worker's rewards, on its event loop; raises ValueError."""
     if settings.rewards is None or settings.data is None or prompts is None:
         return None
     scorer = make_scorer(settings.rewards, run_id=settings.run_id)
@@ -82,10 +79,7 @@ class EnvWorkerActor:
         self._run_task = asyncio.get_running_loop().create_task(self._run())
 
     async def alive(self, num_workers: int | None = None) -> dict[str, Any]:
-        """Return name, process id, readiness and number of episodes.
-
-        num_workers: the run's, sharing limits.
-        """
+        """Return name, process id, readiness and number of episodes. num_workers: the run's."""
         worker = self._worker
         if worker and num_workers:
             worker.share_with(num_workers)
@@ -93,7 +87,7 @@ class EnvWorkerActor:
         return {"name": self._name, "pid": os.getpid(), "ready": worker is not None, "playing": playing}
 
     async def drain(self) -> None:
-        """Claim no more episodes until the process is replaced."""
+        """Claim no more episodes."""
         if self._worker:
             self._worker.drain()
 
@@ -191,7 +185,7 @@ def build(index: int, settings: WorkerSettings, *, namespace: str) -> Any:
 
 
 async def stop_worker(run_id: str, index: int, *, namespace: str, grace_s: float = 5.0) -> None:
-    """Stop a worker after it returns its episodes; kill it after `grace_s`."""
+    """Stop a worker after it returns its episodes, or kill it."""
     try:
         actor = await asyncio.to_thread(ray.get_actor, worker_name(run_id, index), namespace=namespace)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Child side of `child_process`; imports only the standard library and msgpack, for a fast start.
+"""Child side of `child_process`; imports only the standard library and msgpack.
 
 Invariant: the end of stdin kills the child's process group, its worker's death the child.
 """
@@ -17,7 +17,7 @@ from offbeat.services.process import claim_stdout, die_with_parent
 
 
 def serve(commands: Mapping[str, Callable[..., Any]]) -> NoReturn:
-    """Answer commands with (True, result) or (False, [error, traceback]) until the pipe closes; log output to stderr."""
+    """Answer commands with (True, result) or (False, [error, traceback]) until the pipe closes."""
     die_with_parent()
     answers = claim_stdout()
     source = os.fdopen(os.dup(0), "rb")

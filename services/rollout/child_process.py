@@ -1,4 +1,4 @@
-"""Child process that answers commands over pipes, in msgpack only.
+"""Child process that answers commands over pipes, in msgpack.
 
 Invariants: it is killed with its process group; a worker's death closes the pipe, and children then kill their groups.
 """
@@ -20,12 +20,11 @@ logger = logging.getLogger(__name__)
 
 LENGTH = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Longer ones mean a broken child."""
 MAX_PRINTED_BYTES = 1024 * 1024
-"""Limit of a child's logged output."""
+"""Of a child's log."""
 CHUNK = 64 * 1024
 THROTTLE_S = 0.01
-"""Pause per chunk beyond it: at most 6 MB/s."""
+"""Pause per chunk beyond it."""
 
 
 class ChildProcess:
@@ -70,7 +69,7 @@ class ChildProcess:
             raise
 
     async def ask(self, name: str, timeout_s: float, *args: Any) -> Any:
-        """Send a command and return its answer; any error kills the child.
+        """Return a command's answer; any error kills the child.
 
         Raises:
             EpisodeError: `<name>_error`, `<name>_timeout`, or the crash reason.
@@ -125,7 +124,6 @@ class ChildProcess:
 
 
 async def forward_output(child: asyncio.subprocess.Process) -> None:
-    """Forward stderr up to a limit; throttle and drop the rest."""
     assert child.stderr is not None
     num_bytes = 0
     while chunk := await child.stderr.read(CHUNK):

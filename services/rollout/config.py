@@ -1,4 +1,4 @@
-"""Configuration of the env-worker pool (`custom_envs`, `train_env_manager`, `val_env_manager`, `rollout`)."""
+"""Configuration of the env-worker pool."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,12 +17,12 @@ PROMPT_ENV, TOOL_ENV = "prompt", "tools"
 
 
 class AgentRunner(Config):
-    """External agent of a tag (docs/agents.md)."""
+    """External agent of a tag."""
 
     path: str = ""
     """`module:function`, plain or `async`, called with an `AgentTask` in a reused process."""
     python: str = ""
-    """Python of `path`, from 3.10 on (`/other/venv/bin/python`), without need for Offbeat; empty: this one."""
+    """Python of `path`, from 3.10 on (`/other/venv/bin/python`); empty: this one."""
     episodes_per_process: int = Field(default=1, ge=1)
     """Concurrent episodes in a process, for an `async` function."""
     command: tuple[str, ...] = ()
@@ -32,7 +32,7 @@ class AgentRunner(Config):
     num_agents: int = Field(default=8, ge=1)
     """Concurrent agents of the tag per worker."""
     timeout_s: float = Field(default=300.0, gt=0)
-    """Timeout of an episode, s; kills the agent with its children and fails the episode."""
+    """Time of an episode, s; then agent and children are killed and the episode fails."""
     max_calls: int = Field(default=1024, ge=1)
     """Maximum completions per episode."""
     tool_call_parser: str | None = None
@@ -50,25 +50,25 @@ class AgentRunner(Config):
 
 
 class OnAgentError(Config):
-    """Episode ended by an agent's error: trained instead of retried."""
+    """Training of an episode that an agent's error ended, instead of a retry."""
 
     reward: float = Field(allow_inf_nan=False)
     """As if returned by the agent."""
     reasons: tuple[Literal["agent_error", "agent_result", "agent_timeout", "agent_crashed"], ...] = Field(
         default=("agent_error", "agent_result"), min_length=1
     )
-    """Errors covered; others are retried."""
+    """Others are retried."""
 
 
 class OnEnvError(Config):
-    """Episode ended by an error in the env's `step`: trained instead of retried."""
+    """Training of an episode that an error in the env's `step` ended, instead of a retry."""
 
     reward: float = Field(allow_inf_nan=False)
     """As if returned by the step."""
     reasons: tuple[Literal["step_error", "step_timeout", "env_crashed"], ...] = Field(
         default=("step_error",), min_length=1
     )
-    """Errors covered; others are retried."""
+    """Others are retried."""
 
 
 class CustomEnv(Config):
@@ -85,8 +85,8 @@ class CustomEnv(Config):
     env_instruction: str | None = None
     """Task description after `agent_system_template`, replacing the env's `system_prompt`."""
     agent_template: str = "{observation}"
-    """User message, with `{observation}`, `{step}` (or `{turn_idx}`), `{actions_left}`, `{max_response_length}` (tokens),
-    `{image}` (the env's `rgb_array`) and `{history}` (last `history_length` turns).
+    """User message, with `{observation}`, `{step}` (or `{turn_idx}`), `{actions_left}`, `{max_response_length}`
+    (tokens), `{image}` (the env's `rgb_array`) and `{history}` (last `history_length` turns).
     """
     env_manager_cls: Literal["TrajEnvManager", "StepEnvManager", "StepConcatEnvManager"] = "TrajEnvManager"
     """Context: the whole conversation, or a prompt per turn with earlier turns in `{history}` (`StepEnvManager`) or
@@ -99,23 +99,23 @@ class CustomEnv(Config):
     tool_call_parser: str | None = None
     """vLLM's parser for calls of the env's `functions`; None detects it. Agents use `agent_runner.tool_call_parser`."""
     agent_runner: AgentRunner | None = None
-    """External agent, limited by `max_steps` (env) and `max_tokens_per_step` (completion); None lets the policy answer
+    """External agent, limited by `max_steps` (env) and `max_tokens_per_step` (completion); None: the policy answers
     observations.
     """
     on_agent_error: OnAgentError | None = None
-    """Reward if the policy's answers make the agent fail; None blames the infrastructure and retries."""
+    """Reward if the policy's answers make the agent fail; None: retry."""
     on_env_error: OnEnvError | None = None
-    """The same for exceptions of the env or its tools in `step`."""
+    """Reward for exceptions of the env or its tools in `step`; None: retry."""
     execution: Literal["inline", "thread", "process"] = "thread"
-    """Where reset and step run. `inline`: on the event loop, for microseconds; `thread`: for waiting envs; `process`: in a
-    child process, killed if hung.
+    """Where reset and step run. `inline`: on the event loop, for microseconds; `thread`: for waiting envs; `process`:
+    in a child process, killed if hung.
     """
     use_thread_lock: bool = False
-    """Resets and steps of such tags one at a time per worker, for envs that are not thread-safe."""
+    """Lock around resets and steps of such tags per worker, for envs that are not thread-safe."""
     max_env_step_concurrent: int | None = Field(default=None, ge=1)
-    """Maximum concurrent resets and steps in the run, divided evenly among workers (at least one each); None: unlimited."""
+    """Concurrent resets and steps in the run, divided evenly among workers (at least one each); None: unlimited."""
     memory_gib: float = Field(default=4.0, gt=0)
-    """Memory limit of `execution: process`, GiB; beyond it MemoryError fails the episode."""
+    """Memory limit of `execution: process`, GiB; beyond it the episode fails."""
     reset_timeout_s: float = Field(default=60.0, gt=0)
     step_timeout_s: float = Field(default=30.0, gt=0)
     episode_timeout_s: float = Field(default=600.0, gt=0)
@@ -176,7 +176,7 @@ def _fill_rows(env_type: str, settings: dict[str, JsonValue], data: DataConfig) 
 
 
 class TaskSamplerConfig(Config):
-    """Task sampler of training, like `offbeat.TaskSampler` (docs/environments.md)."""
+    """Task sampler of training, like `offbeat.TaskSampler`."""
 
     path: str
     """`module:Class`, constructed as `Class(tags, **args)`."""
@@ -199,7 +199,6 @@ class ManagerGeneratingArgs(Config):
     max_new_tokens: int | None = Field(default=None, ge=1)
 
     def over(self, args: GeneratingArgs) -> GeneratingArgs:
-        """Override `args` by keys set here."""
         return args.model_copy(update=self.model_dump(exclude_none=True))
 
 
@@ -209,13 +208,13 @@ class EnvManagerConfig(Config):
     num_env_groups: int = Field(default=8, ge=1)
     """Maximum groups in flight; of evaluation, only the scale of `num_groups_partition`."""
     generating_args: ManagerGeneratingArgs = ManagerGeneratingArgs()
-    """Training: changes of `actor_infer.generating_args`; sampled evaluation: of temperature 1 without truncation."""
+    """Training: changes to `actor_infer.generating_args`; sampled evaluation: to temperature 1 without truncation."""
     group_size: int = Field(default=8, ge=1)
     """Episodes per task and seed."""
     max_env_num_per_worker: int | None = Field(default=None, ge=1)
-    """Maximum concurrent episodes of the manager per worker, within `rollout.max_env_num_per_worker`; None: that alone."""
+    """Concurrent episodes of the manager per worker, within `rollout.max_env_num_per_worker`; None: that alone."""
     group_size_redundancy: int = Field(default=0, ge=0)
-    """Extra episodes per group; after the first `group_size` the others are cancelled."""
+    """Extra episodes per group; the last are cancelled."""
     tags: tuple[str, ...] = ()
     """Keys of `custom_envs`; empty: all."""
     num_groups_partition: tuple[int, ...] = ()
@@ -237,7 +236,6 @@ class EnvManagerConfig(Config):
         return self
 
     def tags_of(self, custom_envs: Mapping[str, CustomEnv]) -> tuple[str, ...]:
-        """Return the manager's tags, or else all."""
         return self.tags or tuple(custom_envs)
 
 
@@ -247,33 +245,30 @@ class RolloutConfig(Config):
     num_workers: int = Field(default=1, ge=1)
     """Worker processes."""
     max_env_num_per_worker: int = Field(default=128, ge=1)
-    """Maximum concurrent episodes per worker, of training and evaluation together."""
+    """Concurrent episodes per worker, evaluation included."""
     cpus_per_worker: float = Field(default=0.5, gt=0)
-    """Logical CPUs reserved in Ray per worker."""
+    """Logical CPUs per worker in Ray."""
     num_threads: int = Field(default=8, ge=1)
     """Threads per worker for `execution: thread`."""
     keep_text: bool = False
-    """Record the text of training episodes; evaluation always does."""
+    """Record the text of training episodes, as of evaluation."""
     max_generation_retry_s: float = Field(default=180.0, gt=0)
-    """Retry limit of a turn without a replica, s; then the episode fails."""
+    """Time to retry a turn without a replica, s; then the episode fails."""
     coalesce_s: float = Field(default=0.01, ge=0)
     """Window for batching turns into a call, s; single turns do not wait."""
 
 
 class WorkerSettings(Config):
-    """Settings as plain values, for another host."""
-
     run_id: str
     run_uid: str = ""
-    """Unique id; writes for another run of the same name are refused."""
+    """Unique id; writes for another run of the name are refused."""
     seed: int
     model_folder: Path
     """Tokenizer and chat template."""
     output_dir: Path
-    """Run folder; logs go to its `logs/`."""
     redis_url: str
     environment: dict[str, str] = Field(default_factory=dict[str, str])
-    """Environment variables of the worker and its children."""
+    """Of the worker and its children."""
     sequence_length: int = Field(ge=2)
     custom_envs: dict[str, CustomEnv]
     train_env_manager: EnvManagerConfig
@@ -286,11 +281,11 @@ class WorkerSettings(Config):
     data: DataConfig | None = None
     """Dataset whose rows are the training groups, or their prompts (`rlvr`); None: tasks of envs."""
     rewards: RewardsConfig | None = None
-    """Scores of finished episodes, added to their envs' rewards."""
+    """Scores added to the envs' rewards."""
     sampled_share: float = Field(default=0.0, ge=0, le=1)
     """Share of rows whose last response is sampled (`distill.lmbda`)."""
     request_timeout_s: float = Field(default=60.0, gt=0)
-    """Timeout of a turn, s (`actor_infer.request_timeout_s`)."""
+    """`actor_infer.request_timeout_s`."""
     worker_timeout_s: float = Field(default=15.0, gt=0)
     """`buffer.worker_timeout_s`; sets the heartbeat interval."""
     telemetry: TelemetryConfig = TelemetryConfig()

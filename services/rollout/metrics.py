@@ -1,5 +1,3 @@
-"""A worker's metric records, mergeable with others'."""
-
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -14,13 +12,11 @@ OWN_METRICS = frozenset(
     )
 )
 OWN_PREFIXES = ("stop/", "error/", "failed/", "submitted/")
-"""Reserved prefixes; an env's becomes `env/<name>`."""
+"""Reserved; an env's becomes `env/<name>`."""
 
 
 @dataclass(slots=True)
 class _Calls:
-    """Plain counters, because every turn updates them."""
-
     turns: int = 0
     tokens: int = 0
     generation_s: float = 0.0

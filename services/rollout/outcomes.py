@@ -13,7 +13,7 @@ REWARDS_KEY = "rewards"
 
 WINDOW = 64
 MIN_FAILURES = 16
-"""Failures without a success that mark an env or agent as broken."""
+"""Without a success."""
 MAX_TRACE_CHARS = 4000
 
 
@@ -29,7 +29,7 @@ class EpisodeOutcomes:
         self._recent.append(True)
 
     def failed(self, key: str, error: Exception) -> None:
-        """Count a failure of env, agent, row or reward, not of generation. key: of the configuration, where to mend it."""
+        """Count a failure of env, agent, row or reward. key: configuration key to change."""
         if isinstance(error, EpisodeError) and error.reason.startswith("generation"):
             return
         self._num_failed += 1
@@ -49,7 +49,7 @@ class EpisodeOutcomes:
 
 
 def key_of(error: Exception, tag: str) -> str:
-    """Return the key of the configuration where the failure of a played episode may be mended."""
+    """Return the configuration key that may fix a failure."""
     if isinstance(error, EpisodeError) and error.reason == BAD_ROW:
         return DATASET_KEY
     return REWARDS_KEY if isinstance(error, RewardError) else f"custom_envs.{tag}"

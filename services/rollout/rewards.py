@@ -1,4 +1,4 @@
-"""Rewards of finished episodes, asked for between the last token and submit.
+"""Rewards of finished episodes, between the last token and submit.
 
 Invariant: an episode without a value of each reward of its tag fails by reason.
 """
@@ -56,6 +56,6 @@ class EpisodeRewards:
         return RewardSample(prompt, texts[-1], last.end - last.start, truth, trajectory.tag, rest)
 
     def _success(self, tag: str, values: Mapping[str, float]) -> float | None:
-        """Return whether the first reward of the tag is 1; None if its values have no such maximum."""
+        """Return whether the first reward of the tag is 1; None for unbounded values."""
         first = self._config.of_tag(tag)[0]
         return float(values[first.name] >= 1) if first.is_share else None

@@ -1,7 +1,7 @@
 """Concurrency slots of episodes, with batched submission.
 
-Invariants: an episode holds its slot until submitted, or until it waits for rewards, as at most `count` do without a
-slot; close finishes are submitted together with the claim for new episodes, as buffer round trips are costly.
+Invariants: an episode holds its slot until submitted, or until it waits for rewards, as at most `count` may; close
+finishes are submitted together with the next claim.
 """
 
 import asyncio
@@ -18,15 +18,13 @@ class SlotPool:
     def __init__(
         self, count: int, gather_s: float = FLUSH_INTERVAL_S, *, limits: Mapping[EpisodeKind, int] | None = None
     ) -> None:
-        """limits: of kinds, within `count`."""
         self._count = count
         self._limits = dict(limits or {})
         self._held: Counter[EpisodeKind] = Counter()
-        """Slots of episodes that are running or to be submitted."""
+        """Of running episodes and those to be submitted."""
         self._flush_interval_s = gather_s
         self._num_running = 0
         self._num_lent = 0
-        """Episodes that wait for rewards without a slot."""
         self._finished: list[Slot] = []
         self._freed = asyncio.Event()
         self._flush_handle: asyncio.Handle | None = None
@@ -47,12 +45,11 @@ class SlotPool:
         return Slot(self, kind)
 
     async def wait_for_free_slots(self) -> None:
-        """Wait until slots were freed since the last call and their holders ran."""
+        """Wait until slots were freed and their holders ran."""
         await self._freed.wait()
         self._freed.clear()
 
     def lend(self, slot: "Slot") -> None:
-        """Free the slot of an episode that waits for rewards."""
         self._num_running -= 1
         self._held[slot.kind] -= 1
         self._num_lent += 1
@@ -106,12 +103,12 @@ class Slot:
         self._flushed = asyncio.get_running_loop().create_future()
 
     def lend(self) -> None:
-        """Let another episode play while this one waits for rewards."""
+        """Free the slot while this episode waits for rewards."""
         self._pool.lend(self)
         self.is_lent = True
 
     async def finish_and_wait_for_flush(self) -> None:
-        """Free the slot; return once the episode may be submitted."""
+        """Free the slot; return when the episode may be submitted."""
         self._is_running = False
         self._pool.finish(self)
         await self._flushed

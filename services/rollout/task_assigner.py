@@ -21,7 +21,7 @@ class TaskAssigner:
         self._lock = asyncio.Lock()
 
     async def task(self, number: int) -> Task:
-        """Read a training group's task, or draw and store it; retry while the buffer is unavailable.
+        """Read a training group's task, or draw and store it; retry during outages.
 
         Raises:
             ValueError: the sampler drew an invalid task.

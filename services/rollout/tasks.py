@@ -1,8 +1,7 @@
 """Tasks of episodes, computed from configuration, run seed and number, or drawn by a task sampler.
 
-Invariants: all workers compute the same task, so Redis stores only numbers; a draw depends on the sampler's state, so
-an active group's first draw is stored. Evaluation seeds start at 2**31, in the held-out split if there is one, and so
-never equal training tasks.
+Invariants: all workers compute the same task; a draw depends on the sampler's state, so a group's first draw is stored.
+Evaluation seeds start at 2**31, in the held-out split if any, and never equal training tasks.
 """
 
 import json
@@ -106,7 +105,7 @@ class EvalTasks:
         self._seeds: dict[str, list[int]] = {}
 
     def task(self, number: int) -> Task:
-        """Return an episode's task, shared by `group_size` successive ones."""
+        """Return an episode's task, equal for `group_size` successive ones."""
         rounds, place = divmod(number // self._group_size, len(self._cycle))
         tag = self._cycle[place]
         earlier = self._cycle[:place].count(tag) + rounds * self._cycle.count(tag)
@@ -130,7 +129,7 @@ class EvalTasks:
 
 
 def tag_cycle(custom_envs: Mapping[str, CustomEnv], manager: EnvManagerConfig) -> tuple[str, ...]:
-    """Return the cycle of tags, spread evenly."""
+    """Return the cycle of tags, evenly spread."""
     tags = manager.tags_of(custom_envs)
     shares = manager.num_groups_partition or (1,) * len(tags)
     places = [

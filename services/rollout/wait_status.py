@@ -1,4 +1,4 @@
-"""Wait status of episodes, for `offbeat runs why`: one per episode, reported as counts."""
+"""Wait status of episodes, reported as counts."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -37,7 +37,7 @@ class Waits:
     _episodes: dict[EpisodeTask, Waiting] = field(default_factory=dict[EpisodeTask, Waiting])
 
     def begin(self, task: EpisodeTask) -> Waiting:
-        """Add an episode, whose status the caller updates."""
+        """Add an episode; the caller updates the status."""
         self._episodes[task] = Waiting(Wait.PLACE, self.clock(), self.clock)
         return self._episodes[task]
 

@@ -1,7 +1,7 @@
-"""Env worker: runs many episodes on one event loop.
+"""Env worker: many episodes on one event loop.
 
 Invariants: each claimed episode is submitted, failed with a reason, returned, or revoked by the buffer; a failing
-episode affects no other; the worker retries while Redis or generation are unavailable.
+episode affects no other; outages of Redis and generation are retried.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ class EnvWorker:
         prompts: PromptSource | None = None,
         rewards: EpisodeRewards | None = None,
     ) -> None:
-        """board: None publishes no wait status. data: rows of training groups; None plays episodes. prompts: rows that
+        """board: None publishes no wait status. data: rows of training groups; None: episodes. prompts: rows that
         episodes answer, scored by `rewards`.
         """
         self._settings = settings
@@ -152,7 +152,6 @@ class EnvWorker:
         self._may_claim.clear()
 
     def stop(self) -> None:
-        """End `run`, which returns current episodes."""
         self._finish(WorkerEnd.STOPPED)
 
     def _finish(self, reason: WorkerEnd) -> None:
@@ -213,7 +212,7 @@ class EnvWorker:
         return await retry_until_answered(lambda: self._buffer.wait_for_work(position, MAX_IDLE_S))
 
     async def _wait_for_work_or_slots(self, work: asyncio.Task[str]) -> None:
-        """Wait for work, or for slots of a kind that has reached its limit while others are free."""
+        """Wait for work, or for slots of a kind at its limit while others are free."""
         freed = asyncio.create_task(self._slots.wait_for_free_slots())
         try:
             await asyncio.wait({work, freed}, return_when=asyncio.FIRST_COMPLETED)
@@ -309,7 +308,7 @@ class EnvWorker:
     async def _score(
         self, rewards: EpisodeRewards, trajectory: Trajectory, task: EpisodeTask, slot: Slot, waiting: Waiting
     ) -> Trajectory:
-        """Return the episode with its rewards, while others play in its slot. Raises RewardError."""
+        """Return the episode with its rewards, lending its slot; raises RewardError."""
         slot.lend()
         waiting.enter(Wait.REWARD)
         began = time.monotonic()
@@ -340,7 +339,7 @@ class EnvWorker:
         return structs.replace(trajectory, worker_id=self._worker_id, duration_s=time.monotonic() - began)
 
     async def _sample_row(self, task: EpisodeTask, trajectory: Trajectory) -> Trajectory:
-        """Return the row with the policy's response, if it is one of those that are sampled."""
+        """Return the row with the policy's response, if it is to be sampled."""
         settings = self._settings
         if not settings.sampled_share:
             return trajectory

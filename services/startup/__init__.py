@@ -1,1 +1,1 @@
-"""Folder that `torch_extensions` puts on PYTHONPATH, so that Python runs its `sitecustomize` in child processes."""
+"""Folder on PYTHONPATH whose `sitecustomize` runs in child processes."""

@@ -1,6 +1,6 @@
-"""Hide the packages that `services.torch_extensions` found to be unusable, then run the `sitecustomize` shadowed here.
+"""Hide unusable packages (`services.torch_extensions`), then run the shadowed `sitecustomize`.
 
-Run by Python's `site` at the start of a child process, before anything of Offbeat can be imported.
+Run by Python's `site` before Offbeat can be imported.
 """
 
 import os

@@ -1,6 +1,6 @@
 """HTTP routes of Tinker's API, as the SDK (0.38) calls them.
 
-Invariant: a refusal is JSON with what is wrong; 408 asks to fetch again, 410 to send again, 429 to wait.
+Invariant: a refusal is JSON with the reason; 408 asks to fetch again, 410 to send again, 429 to wait.
 """
 
 from collections.abc import AsyncIterator
@@ -49,7 +49,7 @@ def _listings(request: Request) -> TinkerListings:
 
 
 def _owner(request: Request, x_api_key: Annotated[str, Header()] = "") -> str:
-    """Return the caller's id. Raises UnauthorizedError."""
+    """Return the caller's id; raises UnauthorizedError."""
     keys: Keys = request.app.state.keys
     return keys.owner(x_api_key)
 
@@ -143,7 +143,7 @@ async def finish_session(owner: Owner, service: Service, session_id: str) -> Jso
 
 @router.post("/telemetry")
 async def telemetry(_: Owner) -> Json:
-    """Accept the SDK's telemetry; none of it is kept."""
+    """Accept and drop the SDK's telemetry."""
     return {"status": "accepted"}
 
 
@@ -154,7 +154,7 @@ async def create_model(owner: Owner, service: Service, body: CreateModelBody) ->
 
 @router.post("/get_info")
 async def get_info(owner: Owner, service: Service, body: ModelBody) -> Json:
-    """`model_data.model_name` is the folder, from which the SDK loads a sampler's tokenizer."""
+    """Return a model; `model_data.model_name` is the folder with the tokenizer."""
     record, base = await service.records.model(owner, body.model_id), service.base
     return {
         "type": "get_info",
@@ -198,7 +198,7 @@ async def create_sampling_session(owner: Owner, service: Service, body: CreateSa
 
 @router.get("/samplers/{sampler_id}")
 async def get_sampler(owner: Owner, service: Service, sampler_id: str) -> Json:
-    """`base_model` is the folder, from which the SDK loads the tokenizer."""
+    """Return a sampler; `base_model` is the folder with the tokenizer."""
     record = await service.records.sampler(owner, sampler_id)
     return {"sampler_id": sampler_id, "base_model": service.base.folder, "model_path": record.model_path}
 
@@ -211,7 +211,7 @@ async def asample(owner: Owner, service: Service, body: SampleBody) -> Json:
 
 @router.post("/retrieve_future")
 async def retrieve_future(owner: Owner, service: Service, body: FutureBody, request: Request) -> Response:
-    """Return a result; a sample with each token's version also as JSON, to clients that do not accept protobuf."""
+    """Return a result; a sample with token versions also as JSON, to clients that do not accept protobuf."""
     result = await service.retrieve(owner, body.request_id)
     if result is None:
         again = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}

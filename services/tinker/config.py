@@ -1,5 +1,3 @@
-"""Configuration of the Tinker server (`tinker` in a run's YAML)."""
-
 from pathlib import Path
 
 from pydantic import Field, model_validator
@@ -13,24 +11,24 @@ class TinkerConfig(Config):
     """`offbeat tinker`: models of clients on the policy's base model."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; others than loopback need `keys_file`."""
+    """Address to listen on; except loopback, it needs `keys_file`."""
     port: int = Field(default=8765, ge=0, le=65535)
     """0: any free one."""
     model_name: str | None = Field(default=None, min_length=1)
-    """Name of the base model for clients. None: `pretrain`, of a folder its last part."""
+    """Name of the base model for clients; None: `pretrain`, or its folder's name."""
     keys_file: Path | None = None
-    """File of API keys, one `tml-...` per line; each sees its own models alone. None: every key of this machine."""
+    """File of API keys, one `tml-...` per line; each sees its own models. None: any key, on this machine."""
     max_lora_rank: int = Field(default=64, ge=1, le=512)
     max_models: int = Field(default=16, ge=1)
     """Models in the learner's memory; others wait on disk."""
     max_adapters: int = Field(default=16, ge=1)
-    """Adapters in the engine's memory; others are loaded again when they are sampled."""
+    """Adapters in the engine's memory; others are reloaded for sampling."""
     max_queued_commands: int = Field(default=256, ge=1)
-    """Commands of a model that are not applied; a client is asked to send further ones later."""
+    """Unapplied commands of a model; further ones are refused for now."""
     max_queued_mib: int = Field(default=256, ge=1)
-    """Memory of a key's commands that are not applied."""
+    """Memory of a key's unapplied commands."""
     max_samples: int = Field(default=1024, ge=1)
-    """Sequences of a key that are being sampled."""
+    """Sequences of a key in progress."""
 
     @model_validator(mode="after")
     def _is_private(self) -> "TinkerConfig":

@@ -18,12 +18,12 @@ class NotFoundError(TinkerError):
 
 
 class GoneError(TinkerError):
-    """Ended session, or a result that is not kept any more: the SDK sends a sample again."""
+    """Ended session, or expired result, which the SDK sends again."""
 
     status = 410
 
 
 class QueueFullError(TinkerError):
-    """Too much is queued: the SDK waits and tries again."""
+    """Full queue; the SDK waits and tries again."""
 
     status = 429

@@ -1,6 +1,6 @@
 """Samples in progress, and their answers for `KEEP_S`.
 
-They live in the server's memory: after its death a client is told that they are gone, and its SDK sends them again.
+They are in the server's memory; after its death, the SDK sends them again.
 """
 
 import asyncio
@@ -13,7 +13,6 @@ from offbeat.services.tinker.errors import QueueFullError
 from offbeat.services.tinker.records import Result
 
 KEEP_S = 600.0
-"""Time for which an answer is kept."""
 
 
 @dataclass(slots=True)
@@ -25,14 +24,14 @@ class Sample:
 @dataclass(slots=True)
 class SampleFutures:
     max_samples: int
-    """Sequences that one owner may have in progress."""
+    """Sequences in progress of one owner."""
     keep_s: float = KEEP_S
     _running: Counter[str] = field(default_factory=Counter[str])
     """Owner -> sequences in progress."""
     _samples: dict[str, Sample] = field(default_factory=dict[str, Sample])
 
     def start(self, request_id: str, owner: str, size: int, work: Coroutine[Any, Any, Result]) -> None:
-        """Start a sample, once. size: sequences.
+        """Start a sample once. size: sequences.
 
         Raises:
             QueueFullError: the owner has too many in progress.
@@ -50,7 +49,7 @@ class SampleFutures:
         task.add_done_callback(lambda _: self._end(request_id, owner, size))
 
     def find(self, request_id: str, owner: str) -> asyncio.Task[Result] | None:
-        """Return a sample of the owner, unless it was cancelled or forgotten."""
+        """Return a sample of the owner, unless cancelled or expired."""
         sample = self._samples.get(request_id)
         if sample is None or sample.owner != owner or sample.task.cancelled():
             return None

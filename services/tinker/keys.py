@@ -1,4 +1,4 @@
-"""Redis keys of a Tinker server, under one hash tag, so that a script may access several."""
+"""Redis keys of a Tinker server, under one hash tag."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ class TinkerKeys:
 
     @property
     def epoch(self) -> str:
-        """Integer: incremented by each learner, whose predecessors can't commit any more."""
+        """Integer: incremented by each learner, which fences its predecessors."""
         return self.key("epoch")
 
     @property
@@ -37,7 +37,7 @@ class TinkerKeys:
 
     @property
     def inflight(self) -> str:
-        """Hash: model id -> `AdapterVersion`, the newest that inflight samplers use."""
+        """Hash: model id -> `AdapterVersion` of inflight samplers."""
         return self.key("inflight")
 
     @property
@@ -47,17 +47,17 @@ class TinkerKeys:
 
     @property
     def queued_bytes(self) -> str:
-        """Hash: owner -> bytes of commands that are not applied."""
+        """Hash: owner -> bytes of unapplied commands."""
         return self.key("queued_bytes")
 
     @property
     def wakeups(self) -> str:
-        """List: ids of models with a new command; a hint, as the logs are scanned, too."""
+        """List: ids of models with a new command; a hint."""
         return self.key("wakeups")
 
     @property
     def done(self) -> str:
-        """Channel: request ids with a new result; a hint, too."""
+        """Channel: request ids with a new result; a hint."""
         return self.key("done")
 
     def log(self, model_id: str) -> str:

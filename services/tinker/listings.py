@@ -1,5 +1,3 @@
-"""Lists of sessions, models and checkpoints, in the SDK's form."""
-
 import shutil
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -67,7 +65,7 @@ class TinkerListings:
         }
 
     async def delete_checkpoint(self, owner: str, model_id: str, checkpoint_id: str) -> None:
-        """Delete a checkpoint; commands that load it and were accepted before fail. Raises NotFoundError."""
+        """Delete a checkpoint; commands that would load it fail. Raises NotFoundError."""
         path = f"tinker://{model_id}/{checkpoint_id}"
         record = await self._service.records.checkpoint(owner, path)
         if not await self._store.remove(self._store.keys.checkpoints, path):

@@ -1,7 +1,7 @@
-"""The models' command logs, for the learner.
+"""Command logs of the models.
 
-Invariants: a model's commands are applied in the order of their sequence ids, each once; a command stays in the log until a
-state on disk contains it; a learner that has a successor commits nothing.
+Invariants: a model's commands are applied in the order of their sequence ids, each once; a command stays in the log
+until a state on disk contains it; a superseded learner commits nothing.
 """
 
 from collections.abc import Iterable, Sequence
@@ -55,18 +55,17 @@ class CommandLog:
         return self._redis.hget(self.keys.log(model_id), seq_id)
 
     def wait(self, timeout_s: float) -> set[str]:
-        """Return ids of models that may have new commands."""
         first = self._redis.blpop(self.keys.wakeups, timeout_s)
         if first is None:
             return set()
         return {first[1].decode(), *self.poll()}
 
     def poll(self) -> set[str]:
-        """Return what `wait` does, without waiting."""
+        """Return what `wait` does at once."""
         return set(map(bytes.decode, self._redis.lpop(self.keys.wakeups, WAKEUPS_PER_WAIT) or ()))
 
     def commit(self, model_id: str, owner: str, seq_id: int, result: Result, writes: Sequence[Write] = ()) -> None:
-        """Store a result with its writes, once. Raises FencedError if another learner has taken over."""
+        """Store a result with its writes, once; raises FencedError after a takeover."""
         keys, request_id = self.keys, request_id_of(model_id, seq_id)
         hashes = (keys.applied, keys.queued_bytes, keys.result(request_id), keys.done)
         status = self._commit(
@@ -80,10 +79,10 @@ class CommandLog:
             raise FencedError("another learner serves this Tinker server")
 
     def truncate(self, model_id: str, seq_ids: Iterable[int]) -> None:
-        """Forget commands that a state on disk contains."""
+        """Remove commands that a state on disk contains."""
         if ids := list(seq_ids):
             self._redis.hdel(self.keys.log(model_id), *ids)
 
     def logged(self, model_id: str) -> list[int]:
-        """Return the sequence ids of the commands in a model's log, ascending."""
+        """Return the sequence ids in a model's log, ascending."""
         return sorted(map(int, self._redis.hkeys(self.keys.log(model_id))))

@@ -1,6 +1,6 @@
 """Sessions, models, checkpoints and sampling sessions of a key.
 
-Invariant: what is another key's is not found.
+Invariant: other keys' are not found.
 """
 
 import time
@@ -31,7 +31,7 @@ class OwnedRecords:
         return _owned(session, owner, f"session {session_id}")
 
     async def heartbeat(self, owner: str, session_id: str) -> None:
-        """Raises GoneError once the session has ended."""
+        """Renew a session; raises GoneError once it has ended."""
         if (await self.session(owner, session_id)).is_finished:
             raise GoneError(f"session {session_id} has ended")
 

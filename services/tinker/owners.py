@@ -1,6 +1,6 @@
 """API keys.
 
-Invariant: a key is stored nowhere; its owner's id is a digest.
+Invariant: keys are not stored; an owner's id is a digest.
 """
 
 import hmac
@@ -19,7 +19,7 @@ class Keys:
         self._allowed = allowed
 
     def owner(self, key: str) -> str:
-        """Return the owner's id. Raises UnauthorizedError."""
+        """Return the owner's id; raises UnauthorizedError."""
         if not key.startswith(PREFIX):
             raise UnauthorizedError(f"send an API key that begins with {PREFIX} as X-API-Key: set TINKER_API_KEY")
         if self._allowed is not None:
@@ -31,7 +31,7 @@ class Keys:
 
 
 def read_keys(path: Path | None) -> Keys:
-    """Raises MeshError if the file has no usable keys."""
+    """Read a file of keys; raises MeshError if it has no usable ones."""
     if path is None:
         return Keys(None)
     try:

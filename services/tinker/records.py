@@ -1,5 +1,3 @@
-"""Commands, results and records, as stored in Redis."""
-
 from typing import Literal
 
 import msgspec
@@ -24,8 +22,6 @@ class Session(StoredRecord, frozen=True, kw_only=True):
 
 
 class Lora(msgspec.Struct, frozen=True, kw_only=True):
-    """LoRA configuration of a model."""
-
     rank: int
     seed: int
     train_attn: bool = True
@@ -42,8 +38,6 @@ class ModelRecord(StoredRecord, frozen=True, kw_only=True):
 
 
 class AdapterVersion(StoredRecord, frozen=True, kw_only=True):
-    """Adapter on disk, and the version of its weights."""
-
     folder: str
     version: int
 
@@ -64,7 +58,7 @@ class CheckpointRecord(StoredRecord, frozen=True, kw_only=True):
 
 
 class SamplerRecord(StoredRecord, frozen=True, kw_only=True):
-    """Sampling session: of the base model, of an adapter, or of a model's newest inflight weights."""
+    """Sampling session of the base model, of an adapter, or of a model's newest inflight weights."""
 
     owner: str
     model_path: str | None = None
@@ -75,12 +69,12 @@ class SamplerRecord(StoredRecord, frozen=True, kw_only=True):
 class LoadWeights(msgspec.Struct, frozen=True, tag="load_weights"):
     path: str
     folder: str
-    """Of the checkpoint when the command was accepted."""
+    """Of the checkpoint at acceptance."""
     with_optimizer: bool
 
 
 class CreateModel(msgspec.Struct, frozen=True, tag="create_model"):
-    """First command of a model; `start`: its weights, if not new ones."""
+    """First command of a model; `start`: its weights, if not new."""
 
     start: LoadWeights | None = None
 
@@ -91,7 +85,7 @@ class ForwardBackwardCommand(msgspec.Struct, frozen=True, tag="forward_backward"
 
 
 class OptimStep(msgspec.Struct, frozen=True, kw_only=True, tag="optim_step"):
-    """AdamW's hyperparameters; grad_clip_norm: 0 clips nothing."""
+    """AdamW's hyperparameters; grad_clip_norm: 0 does not clip."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -116,7 +110,7 @@ class PublishSampler(msgspec.Struct, frozen=True, tag="publish_sampler"):
 
 
 class RefusedCommand(msgspec.Struct, frozen=True, tag="refused"):
-    """Command with an invalid body; it takes its place in the sequence, because a client can't skip it."""
+    """Invalid command; it keeps its place, as a client can't skip a sequence id."""
 
     error: str
 

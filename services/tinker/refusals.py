@@ -1,4 +1,4 @@
-"""Validation of a command's fields: an invalid one becomes a `RefusedCommand`, because a client can't skip a sequence id."""
+"""Validation of a command's fields; an invalid one becomes a `RefusedCommand`."""
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -9,7 +9,6 @@ NAME: TypeAdapter[str] = TypeAdapter(Name)
 
 
 def refuse_name(name: str) -> RefusedCommand | None:
-    """Return the refusal of an invalid checkpoint name; None for a valid one."""
     try:
         NAME.validate_python(name)
     except ValidationError:

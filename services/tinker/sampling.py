@@ -1,7 +1,6 @@
 """Sampling of many adapters from one engine.
 
-Invariants: an adapter in use stays in the engine; a missing one is loaded in place of the least recently used, so a sampling
-session lasts until its checkpoint is deleted.
+Invariants: an adapter in use stays in the engine; a missing one replaces the least recently used.
 """
 
 import asyncio
@@ -25,7 +24,7 @@ BASE_VERSION = 0
 
 
 class AdapterEngine(Protocol):
-    """Engine that samples the base model, or one of its adapters by name."""
+    """Engine that samples the base model, or an adapter by name."""
 
     async def generate(self, request: GenerateRequest, version: int, adapter: str = "") -> Completion: ...
 
@@ -39,7 +38,7 @@ class AdapterEngine(Protocol):
 
 
 class SampleAnswer(NamedTuple):
-    """prompt_logprobs: per token of the prompt, NaN where there is none."""
+    """prompt_logprobs: per token, NaN without one."""
 
     sequences: list[SampledSequence]
     prompt_logprobs: list[float] | None = None
@@ -57,11 +56,11 @@ class AdapterSlots:
         self._engine = engine
         self._max_adapters = max_adapters
         self._slots: OrderedDict[str, AdapterSlot] = OrderedDict()
-        """The least recently used first."""
+        """Least recently used first."""
 
     @asynccontextmanager
     async def hold(self, name: str, adapter: AdapterVersion) -> AsyncIterator[None]:
-        """Keep an adapter in the engine, at this version or a newer one.
+        """Keep an adapter in the engine, at this version or newer.
 
         Raises:
             TinkerError: it can't be loaded.
@@ -112,7 +111,7 @@ class Sampler:
     async def sample(
         self, body: SampleBody, request_id: str, name: str, adapter: AdapterVersion | None
     ) -> SampleAnswer:
-        """Sample `num_samples` answers, and score the prompt if asked for.
+        """Sample `num_samples` answers, and score the prompt if asked.
 
         name: of the adapter, empty for the base model.
 
@@ -146,7 +145,7 @@ class Sampler:
 
 
 def prompt_tokens(body: SampleBody) -> tuple[int, ...]:
-    """Return the prompt. Raises TinkerError unless all of it is text."""
+    """Return the prompt; raises TinkerError unless it is all text."""
     tokens: list[int] = []
     for i, chunk in enumerate(body.prompt.chunks):
         if chunk.type != "encoded_text" or chunk.tokens is None:
@@ -156,7 +155,6 @@ def prompt_tokens(body: SampleBody) -> tuple[int, ...]:
 
 
 def _cut(completion: Completion, rules: StopRules) -> SampledSequence:
-    """Cut an answer after its first stop text."""
     if completion.error:
         raise TinkerError(completion.error)
     versions = [span.version for span in completion.versions for _ in range(span.start, span.end)]

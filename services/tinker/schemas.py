@@ -1,4 +1,4 @@
-"""Bodies of requests, as the SDK (0.38) sends them; unknown fields are ignored."""
+"""Request bodies of the SDK (0.38); unknown fields are ignored."""
 
 from typing import Annotated, Literal
 
@@ -7,7 +7,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from offbeat.services.tinker.records import Metadata
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+=-]{0,127}$")]
-"""Checkpoint name, valid as a folder's."""
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 SeqId = Annotated[int, Field(ge=0, lt=1 << 53)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -60,7 +59,7 @@ class OptimStepBody(Body):
     model_id: Id
     seq_id: SeqId
     adam_params: dict[str, object] | None = None
-    """Checked in the command's turn, as `AdamBody`."""
+    """Validated as `AdamBody` in the command's turn."""
     optimizer_params: dict[str, object] | None = None
 
 

@@ -1,6 +1,6 @@
 """Tinker's API over the command logs and the sampler.
 
-Invariants: a retry of a call changes nothing and gets the same answer; nothing of another key's is found.
+Invariants: a repeated call changes nothing and gets the same answer; other keys' records are not found.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ from offbeat.services.tinker.wire import decode_forward_backward, encode_sample_
 
 SEED_BITS = 31
 WAIT_S = 20.0
-"""Time until a client is told to ask again; below the SDK's timeout of 45 s."""
+"""Long poll; below the SDK's timeout of 45 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class TinkerService:
         self._futures.close()
 
     async def create_model(self, owner: str, body: CreateModelBody) -> tuple[str, str]:
-        """Return the request's and the model's id. Raises TinkerError."""
+        """Return the request's and the model's id; raises TinkerError."""
         await self.records.session(owner, body.session_id)
         self._check_base(body.base_model)
         if body.optimizer_config.type != "adamw":
@@ -83,7 +83,7 @@ class TinkerService:
         return await self._create(owner, body.session_id, body.model_seq_id, lora, body.user_metadata, CreateModel())
 
     async def forward_backward(self, owner: str, body: bytes) -> tuple[str, str]:
-        """Return the request's and the model's id. Raises TinkerError."""
+        """Return the request's and the model's id; raises TinkerError."""
         try:
             request = decode_forward_backward(body)
         except CodecError as error:
@@ -116,7 +116,7 @@ class TinkerService:
         return await self._submit(owner, body.model_id, body.seq_id, command)
 
     async def load_weights(self, owner: str, body: LoadWeightsBody) -> tuple[str, str]:
-        """Load into a model, or create one from a checkpoint. Raises TinkerError."""
+        """Load into a model, or create one from a checkpoint; raises TinkerError."""
         start = await self._find_start(owner, body.path, with_optimizer=body.optimizer)
         if body.model_id is not None and body.seq_id is not None:
             return await self._submit(owner, body.model_id, body.seq_id, start)
@@ -131,7 +131,7 @@ class TinkerService:
         )
 
     async def create_sampler(self, owner: str, body: CreateSamplerBody) -> str:
-        """Open a sampling session of a checkpoint or the base model; return its id. Raises TinkerError."""
+        """Open a sampling session of a checkpoint or the base model; raises TinkerError."""
         await self.records.session(owner, body.session_id)
         adapter: AdapterVersion | None = None
         if body.model_path is not None:
@@ -153,7 +153,7 @@ class TinkerService:
         return request_id, [f"{request_id}:{i}" for i in range(body.num_samples)]
 
     async def retrieve(self, owner: str, request_id: str) -> Result | None:
-        """Return a result; None if the client is to ask again. Raises GoneError, NotFoundError."""
+        """Return a result; None if it is not ready. Raises GoneError, NotFoundError."""
         task = self._futures.find(request_id, owner)
         if task is not None:
             return await _wait(task, WAIT_S)
@@ -220,14 +220,13 @@ class TinkerService:
         return Result(encode_sample_response(answer.sequences, answer.prompt_logprobs), is_protobuf=True)
 
     async def _find_adapter(self, record: SamplerRecord) -> tuple[str, AdapterVersion | None]:
-        """Return the adapter's name in the engine, and its version."""
         if record.inflight_model_id is not None:
             newest = await self.store.find(self.store.keys.inflight, record.inflight_model_id, AdapterVersion)
             return f"inflight {record.inflight_model_id}", newest
         return (record.adapter.folder if record.adapter is not None else ""), record.adapter
 
     def _check_sample(self, body: SampleBody) -> None:
-        """Raises TinkerError for what is not there yet."""
+        """Refuse unsupported requests by TinkerError."""
         unsupported = {
             "topk_prompt_logprobs": body.topk_prompt_logprobs,
             "topk_sample_logprobs": body.topk_sample_logprobs,
@@ -259,7 +258,7 @@ class TinkerService:
 
 
 async def _wait(task: asyncio.Task[Result], timeout_s: float) -> Result | None:
-    """Return a sample's result, if it is there in time. Raises GoneError for one that has to be sampled again."""
+    """Return a sample's result, if in time; raises GoneError if it must be sampled again."""
     await asyncio.wait({task}, timeout=timeout_s)
     if not task.done():
         return None

@@ -1,7 +1,4 @@
-"""Stop conditions of answers: tokens and texts.
-
-Invariant: an answer includes the stop token or text.
-"""
+"""Stop conditions of answers: tokens and texts, which are part of the answer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,16 +8,16 @@ class StopRules:
     def __init__(
         self, tokenizer: Any, end_ids: Sequence[int], stop: str | Sequence[int] | Sequence[str] | None
     ) -> None:
-        """stop: as in the SDK: None stops at the model's end tokens, an empty list nowhere."""
+        """stop: as in the SDK; None: the model's end tokens; empty: none."""
         self._tokenizer = tokenizer
         given = [stop] if isinstance(stop, str) else list(stop or ())
         self.texts = [each for each in given if isinstance(each, str) and each]
         tokens = [each for each in given if isinstance(each, int)]
         self.token_ids = tuple(tokens) if stop is not None and not self.texts else tuple(end_ids)
-        """Tokens at which the engine stops."""
+        """Of the engine."""
 
     def find_end(self, tokens: Sequence[int]) -> int | None:
-        """Return how many tokens an answer has up to the first stop text; None if there is none."""
+        """Return the number of tokens up to the first stop text, if any."""
         if not self.texts or not self._contains_stop(tokens):
             return None
         low, high = 1, len(tokens)  # a text's first n tokens contain the stop from some n on

@@ -1,4 +1,4 @@
-"""State of a Tinker server in Redis, for its HTTP processes."""
+"""State of a Tinker server in Redis."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ from offbeat.services.tinker.records import Command, Result, StoredRecord, encod
 MIB = 1 << 20
 RECONNECT_S = 0.2
 HINT_TIMEOUT_S = 1.0
-"""Time after which a result is looked for without a hint."""
+"""Interval of checks without a hint."""
 
 RecordT = TypeVar("RecordT", bound=StoredRecord)
 
@@ -43,7 +43,6 @@ class TinkerStore:
         await self._redis.hset(key, field, record.encode())
 
     async def put_once(self, key: str, field: str, record: StoredRecord) -> None:
-        """Store a record unless there is one."""
         await self._redis.hsetnx(key, field, record.encode())
 
     async def remove(self, key: str, field: str) -> bool:
@@ -76,7 +75,7 @@ class TinkerStore:
         return int(await self._redis.hget(self.keys.applied, model_id) or -1) >= seq_id
 
     async def wait_for_result(self, request_id: str, timeout_s: float) -> Result | None:
-        """Return the result once it is there; None if it is not within `timeout_s`."""
+        """Return the result, or None after `timeout_s`."""
         hint = self._hints.setdefault(request_id, asyncio.Event())
         try:
             async with asyncio.timeout(timeout_s):
@@ -93,7 +92,6 @@ class TinkerStore:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Receive hints of new results."""
         task = asyncio.create_task(self._listen())
         try:
             yield

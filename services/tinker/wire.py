@@ -1,7 +1,7 @@
-"""Tinker's protobuf messages.
+"""Tinker's protobuf messages, without the SDK's package.
 
-Invariant: field numbers are those of the SDK (0.38), whose package is not needed; unknown fields are ignored on both sides.
-Arrays travel as the bytes of little-endian numbers.
+Invariant: field numbers are those of the SDK (0.38); unknown fields are ignored on both sides. Arrays are bytes of
+little-endian numbers.
 """
 
 # pyright: basic
@@ -59,13 +59,13 @@ MESSAGES: dict[str, tuple[str, ...]] = {
     "ArrayEntry": ("1 key string", "2 value BatchedTensor"),
     "BatchedTensor": ("1 data bytes", "2 offsets bytes", "3 dtype int32", "4 trailing_shape int64*"),
 }
-"""Number, name and type of the fields that are used; a map is a list of entries on the wire."""
+"""Number, name and type of the used fields; a map is a list of entries."""
 FLOAT32, INT64 = 1, 2
 DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), 3: np.dtype("<i4")}
 """By `DType`."""
 STOP_REASONS = {"stop": 0, "length": 1}
 MAX_ELEMENTS = 1 << 26
-"""Limit per tensor, also for a sparse one that is small on the wire."""
+"""Per tensor, also sparse."""
 
 Array = npt.NDArray[Any]
 
@@ -110,12 +110,12 @@ class ForwardBackward:
     message: Any
 
     def data(self) -> list[Datum]:
-        """Decode the sequences. Raises CodecError with the index of a bad one."""
+        """Decode the sequences; raises CodecError with the index of a bad one."""
         return [_decode_datum(datum, f"data[{i}]") for i, datum in enumerate(self.message.data)]
 
 
 def decode_forward_backward(body: bytes) -> ForwardBackward:
-    """Raises CodecError if the body is no such message; sequences are checked when they are decoded."""
+    """Decode the message, but not its sequences; raises CodecError."""
     message = CLASSES["ForwardBackwardRequest"]()
     try:
         message.ParseFromString(body)
@@ -211,7 +211,7 @@ def _write_arrays(field: Any, arrays: Sequence[Array]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SampledSequence:
-    """Sampled answer. versions: of the weights that sampled each token."""
+    """Sampled answer. versions: of the weights, by token."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
@@ -222,7 +222,7 @@ class SampledSequence:
 def encode_sample_response(
     sequences: Sequence[SampledSequence], prompt_logprobs: Sequence[float] | None = None
 ) -> bytes:
-    """prompt_logprobs: per token of the prompt, NaN where there is none."""
+    """prompt_logprobs: per token, NaN without one."""
     message = CLASSES["SampleResponse"]()
     if prompt_logprobs is not None:
         message.prompt_logprobs = np.asarray(prompt_logprobs, "<f4").tobytes()

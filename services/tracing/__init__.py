@@ -1,1 +1,1 @@
-"""Traces of groups by OpenTelemetry, from the prompt to the gradient (docs/monitoring.md)."""
+"""Traces of groups by OpenTelemetry, from the prompt to the gradient."""

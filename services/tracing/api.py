@@ -1,4 +1,4 @@
-"""What env workers and the learner call; without an endpoint it records nothing."""
+"""Tracing interface of env workers and learner; without an endpoint it records nothing."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ RecordCompletion = Callable[[Completion], None]
 class EpisodeSpans(Protocol):
     @property
     def traceparent(self) -> str:
-        """W3C's header of the episode's span; empty if it is not traced."""
+        """W3C's header of the episode's span; empty if untraced."""
         ...
 
     def chat(self, prompt: Sequence[int], max_new_tokens: int) -> AbstractContextManager[RecordCompletion]:
@@ -33,11 +33,11 @@ class EpisodeTracer(Protocol):
     def episode(
         self, task: EpisodeTask, tag: str, sampling: Sampling, *, has_tools: bool
     ) -> AbstractContextManager[EpisodeSpans]:
-        """Enclose an episode, traced if its group is sampled. has_tools: its env has functions for the policy."""
+        """Enclose an episode. has_tools: its env has functions for the policy."""
         ...
 
     def close(self) -> None:
-        """Send what is left, within seconds."""
+        """Send the remaining spans, within seconds."""
         ...
 
 
@@ -51,7 +51,7 @@ class StepTracer(Protocol):
         ...
 
     def close(self) -> None:
-        """Send what is left, within seconds."""
+        """Send the remaining spans, within seconds."""
         ...
 
 

@@ -1,6 +1,6 @@
 """Spans of episodes: `invoke_agent` with its `chat` and `execute_tool` (GenAI semantic conventions) or env calls.
 
-Invariant: all members of a group are in one trace, or none is.
+Invariant: all members of a group are traced, or none.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,6 @@ from offbeat.services.tracing.export import SYSTEM, close_provider, open_provide
 from offbeat.services.tracing.ids import ChosenTraceIds, format_traceparent, is_traced, trace_id_of
 
 POLICY = "policy"
-"""The model's name, as of the gateway."""
 
 
 class OtlpEpisodeTracer:
@@ -110,7 +109,6 @@ class SampledSpans:
 
 @contextmanager
 def _ended(span: Span) -> Iterator[None]:
-    """End a span, with the error that its block raised."""
     try:
         yield
     except BaseException as error:
@@ -133,5 +131,5 @@ def _describe(span: Span, completion: Completion) -> None:
 
 
 def _version_attributes(versions: tuple[int, int] | None) -> dict[str, int]:
-    """Oldest and newest weight version that sampled the tokens."""
+    """Return the oldest and newest version of the tokens."""
     return {} if versions is None else {"rl.policy.version.min": versions[0], "rl.policy.version.max": versions[1]}

@@ -1,4 +1,4 @@
-"""Export of spans by OTLP in a thread of its own: a collector that is slow or gone loses spans and delays nothing."""
+"""Export of spans by OTLP in a thread of its own; a slow or missing collector loses spans and delays nothing."""
 
 import threading
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ TRACES_PATH = "/v1/traces"
 def open_provider(
     endpoint: str, service: str, attributes: Mapping[str, str], ids: IdGenerator | None = None
 ) -> TracerProvider:
-    """service: `offbeat-learner`, ...; attributes: of the process, such as its run."""
+    """attributes: of the process, such as its run."""
     url = endpoint.rstrip("/")
     url = url if url.endswith(TRACES_PATH) else f"{url}{TRACES_PATH}"
     provider = TracerProvider(
@@ -34,7 +34,7 @@ def open_provider(
 
 
 def close_provider(provider: TracerProvider) -> None:
-    """Send what is left, within `EXPORT_TIMEOUT_S`."""
+    """Send the remaining spans, within `EXPORT_TIMEOUT_S`."""
     closing = threading.Thread(target=provider.shutdown, name="close traces", daemon=True)
     closing.start()
     closing.join(EXPORT_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Tracers as configured; `opentelemetry` is imported where traces are on alone."""
+"""Construction of tracers; imports `opentelemetry` only if enabled."""
 
 from offbeat.services.tracing.api import EpisodeTracer, NoEpisodeTracer, NoStepTracer, StepTracer
 from offbeat.services.tracing.config import TelemetryConfig

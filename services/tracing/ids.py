@@ -1,4 +1,4 @@
-"""Trace ids that every process derives from a group's name, and their sampling."""
+"""Trace ids derived from a group's name, and their sampling."""
 
 from hashlib import blake2b
 
@@ -13,7 +13,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class ChosenTraceIds(RandomIdGenerator):
-    """Trace ids as set; without, random ones."""
+    """Trace ids as set, else random."""
 
     def __init__(self) -> None:
         self.next_trace_id: int | None = None
@@ -24,13 +24,13 @@ class ChosenTraceIds(RandomIdGenerator):
 
 
 def trace_id_of(*names: str) -> int:
-    """Return the id of a group's trace, the same for all of its members on all workers."""
+    """Return a group's trace id, equal on all workers."""
     digest = blake2b("\0".join(names).encode(errors="surrogatepass"), digest_size=16).digest()
     return int.from_bytes(digest, "big") or 1
 
 
 def is_traced(trace_id: int, rate: float) -> bool:
-    """Decide by the id alone, the same for all members."""
+    """Return whether an id is sampled."""
     return TraceIdRatioBased(rate).should_sample(None, trace_id, "").decision.is_sampled()
 
 

@@ -1,4 +1,4 @@
-"""Spans of the learner: `rl.train` links to the groups that it consumed, `rl.sync` to the steps that it publishes."""
+"""Spans of the learner: `rl.train` links to its groups, `rl.sync` to its steps."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,7 +48,7 @@ class OtlpStepTracer:
 
 
 def _group_links(groups: Sequence[Group]) -> Iterator[Link]:
-    """Yield a link for each traced group, to its first traced member."""
+    """Yield a link to each group's first traced member."""
     for group in groups:
         contexts = (parse_traceparent(trajectory.traceparent) for trajectory in group.trajectories)
         context = next((each for each in contexts if each is not None), None)

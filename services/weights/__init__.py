@@ -1,1 +1,1 @@
-"""The weight-sync broker: names versions, moves bytes, brings late replicas up to date."""
+"""Weight-sync broker: names versions, moves bytes, updates late replicas."""

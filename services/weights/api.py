@@ -1,5 +1,3 @@
-"""Interface of the weight-sync broker to the learner and the replicas."""
-
 from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -19,8 +17,8 @@ class WeightPublisher(Protocol):
     def publish(self, version: int, step: int, tensors: "Iterable[tuple[str, Tensor]]") -> None:
         """Copy the tensors, which may change afterwards, and announce them as `version`.
 
-        Ignored unless newer: a learner that repeats steps after a crash produces the same weights. Announced again if
-        neither its bytes nor newer ones can be read.
+        Ignored unless newer, as a learner repeats steps after a crash. Announced again if neither its bytes nor newer
+        ones can be read.
 
         Raises:
             FencedError: a newer learner holds the run (detected by this announcement or the previous one).
@@ -32,8 +30,12 @@ class WeightPublisher(Protocol):
         """Return the newest readable version."""
         ...
 
+    def flush(self) -> bool:
+        """Wait for the announcement in progress; return False if there is none. Raises as `publish`."""
+        ...
+
     def close(self) -> None:
-        """Wait for the announcement in progress, then release resources. Raises as `publish`."""
+        """Wait for the announcement in progress, then release resources; raises as `publish`."""
         ...
 
 
@@ -49,11 +51,11 @@ class WeightSubscriber(Protocol):
         ...
 
     async def wait_newer(self, version: int, timeout_s: float) -> Manifest | None:
-        """Wait for a version newer than `version`; None after `timeout_s`. Raises as `newest`."""
+        """Wait for a newer version; None after `timeout_s`. Raises as `newest`."""
         ...
 
     def fetch(self, manifest: Manifest) -> AbstractAsyncContextManager[Path]:
-        """Return a verified local safetensors file, or an adapter's PEFT folder, valid within the context.
+        """Yield a verified local safetensors file, or an adapter's PEFT folder.
 
         Raises:
             WeightsError: the bytes are gone, damaged, or not read within `weights.fetch_timeout_s`.
@@ -61,7 +63,7 @@ class WeightSubscriber(Protocol):
         ...
 
     async def report(self, replica_id: str, version: int, load: ReplicaLoad = IDLE) -> None:
-        """Report a replica's version (-1: none yet) and load; repeated as a heartbeat."""
+        """Report a replica's version (-1: none) and load; also the heartbeat."""
         ...
 
     async def retire(self, replica_id: str) -> None: ...

@@ -20,8 +20,6 @@ def app_name(run_id: str) -> str:
 
 
 class BrokerDeployment:
-    """The broker in a process of its own."""
-
     def __init__(self, run_id: str, config: WeightsConfig, redis_url: str, output_dir: Path, uid: str) -> None:
         configure_logging("weights", output_dir / "logs")
         set_process_log_fields(run=run_id)
@@ -35,7 +33,6 @@ class BrokerDeployment:
 
 
 def build(run_id: str, config: WeightsConfig, *, redis_url: str, output_dir: Path, uid: str = "") -> Application:
-    """Build a run's broker, which reserves no CPU."""
     deployment = serve.deployment(
         name=DEPLOYMENT,
         num_replicas=1,

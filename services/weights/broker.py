@@ -1,7 +1,7 @@
-"""Removal of weight files that are unannounced or left by a dead learner, and the replicas' lag.
+"""Removal of unannounced or orphaned weight files, and the replicas' lag.
 
 Invariant: bytes named by a manifest in Redis are never removed while the run is active. All state is in Redis and the
-transport, so killing the broker loses nothing.
+transport.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ class WeightBroker:
             await asyncio.sleep(1.0)
 
     async def collect(self) -> int:
-        """Remove files that no manifest names and return their number; 0 while an earlier call hangs."""
+        """Remove files without a manifest and return their number; 0 while an earlier call hangs."""
         if self._transport is None or self._threads.num_hung:
             return 0
         try:
@@ -95,7 +95,6 @@ class WeightBroker:
         return len(orphans)
 
     async def replicas(self) -> dict[str, ReplicaReport]:
-        """Return living replicas' last reports."""
         blobs = cast(dict[bytes, bytes], await self._redis.hgetall(self._keys.served))
         reports = {replica.decode(): decode_report(blob) for replica, blob in blobs.items()}
         silent = [replica for replica, report in reports.items() if report.at < self._clock() - MAX_REPORT_AGE_S]
@@ -104,7 +103,6 @@ class WeightBroker:
         return {replica: report for replica, report in reports.items() if replica not in silent}
 
     async def measure(self) -> dict[str, int]:
-        """Append and return each replica's lag in versions."""
         newest = cast(bytes | None, await self._redis.hget(self._keys.progress, "version"))
         if newest is None:
             return {}

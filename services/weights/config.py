@@ -8,24 +8,22 @@ from offbeat.envs.config import Config
 
 
 class WeightsConfig(Config):
-    """Transport of weights from the learner to the replicas."""
-
     transport: Literal["shm", "fs", "ipc", "nccl"] = "shm"
     """`shm`: shared memory, learner and replicas on one host. `fs`: any fsspec URL, any host. `ipc` and `nccl`: vLLM's own
     engines, GPUs only."""
     url: str | None = None
     """Location of `fs` versions: a folder, `s3://...`, `gs://...`; None is `weights/` in the run's folder."""
     keep_versions: int = Field(default=2, ge=1)
-    """Newest versions that stay; older ones are collected."""
+    """Newest versions to keep."""
     fetch_timeout_s: float = Field(default=300.0, gt=0)
-    """Timeout of reading a version, plus one second per 100 MB; the replica then keeps its current version and skips
-    this one until the read returns. Loading is limited by `actor_infer.update_timeout_s`.
+    """Time to read a version, plus one second per 100 MB; a replica skips a version until its read returns. Loading is
+    limited by `actor_infer.update_timeout_s`.
     """
     dtype: Literal["as_trained", "bfloat16"] = "as_trained"
-    """Type to which weights are rounded before they are sent; engines convert them on loading."""
+    """Type of published weights; engines convert them."""
     anchor_every: int = Field(default=1, ge=1)
-    """Every n-th version is complete; those between are compressed differences to it. Useful with bfloat16 weights,
-    small steps and slow storage.
+    """Every n-th version is complete; others are compressed differences to it. Useful with bfloat16 weights, small
+    steps and slow storage.
     """
 
     @model_validator(mode="after")

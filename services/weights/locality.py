@@ -1,6 +1,6 @@
 """Shared-memory locality of a process, for `weights.transport: shm`.
 
-Invariant: `memory` is equal exactly for processes that share a mount of /dev/shm; the host's name is informative.
+Invariant: `memory` is equal exactly for processes that share a mount of /dev/shm.
 """
 
 import os
@@ -21,14 +21,14 @@ from offbeat.services.weights.replica_reports import decode_report
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SHARED_MEMORY = Path("/dev/shm")
 MAX_REPORT_AGE_S = 15.0
-"""Maximum age of reports used to locate generation."""
+"""Of reports that locate generation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Locality:
     host: str
     memory: str
-    """Id of the shared memory; empty without any."""
+    """Id; empty without shared memory."""
 
 
 @lru_cache(maxsize=1)
@@ -41,7 +41,7 @@ def this_locality() -> Locality:
 
 
 def check_reach(redis: Redis, run_id: str, config: WeightsConfig, here: Locality | None = None) -> None:
-    """Check that weights published here reach every replica.
+    """Check that every replica can read weights published here.
 
     Raises:
         WeightsError: the transport is shared memory, and a replica uses another one.

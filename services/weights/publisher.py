@@ -1,9 +1,9 @@
 """Learner side of the broker: copies weights, then stores and announces them in the background.
 
 Invariants: versions are announced in order, one at a time; the next call raises an announcement's error;
-`progress.version` never decreases. Existing versions are ignored; if their bytes and all newer ones are gone (reboot,
-clean stop), they are announced again while `progress` stays. An announcement that meets another incarnation is given
-up; the learner publishes again after reconciling.
+`progress.version` never decreases. An existing version is ignored, unless its bytes and all newer ones are gone: then
+it is announced again. An announcement that meets another incarnation is dropped; the learner publishes again after
+reconciling.
 """
 
 import logging
@@ -47,7 +47,7 @@ class RedisWeightPublisher:
         *,
         has_replicas: bool = True,
     ) -> None:
-        """adapter: the published adapter; None for merged weights. has_replicas: without, versions are only counted."""
+        """adapter: the published adapter; None for merged weights. has_replicas: False only counts versions."""
         self._known = known or KnownIncarnation(redis, run_id)
         self._redis = redis
         self._run_id = run_id
@@ -64,7 +64,7 @@ class RedisWeightPublisher:
         self._announcing: Future[None] | None = None
 
     def publish(self, version: int, step: int, tensors: "Iterable[tuple[str, Tensor]]") -> None:
-        self._settle()
+        self.flush()
         gone = self._lost_versions(version)
         if gone is None:
             return
@@ -75,17 +75,18 @@ class RedisWeightPublisher:
         readable = [manifest for manifest in self._manifests().values() if self._transport.readable(manifest)]
         return max(readable, key=lambda manifest: manifest.version, default=None)
 
-    def close(self) -> None:
-        try:
-            self._settle()
-        finally:
-            self._thread.shutdown()
-            self._transport.close()
-
-    def _settle(self) -> None:
+    def flush(self) -> bool:
         announcing, self._announcing = self._announcing, None
         if announcing is not None:
             announcing.result()
+        return announcing is not None
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            self._thread.shutdown()
+            self._transport.close()
 
     def _lost_versions(self, version: int) -> list[int] | None:
         """Return versions without bytes if `version` is to be announced; None if it exists."""
@@ -137,7 +138,7 @@ class RedisWeightPublisher:
         )
 
     def _announce(self, manifest: Manifest, gone: list[int]) -> list[Manifest]:
-        """Return the manifests that this one replaced, or this one if the version existed."""
+        """Return the replaced manifests, or this one if the version existed."""
         names = ("epoch", "manifests", "progress", "doorbell", "versions", "incarnation")
         keys = [getattr(self._keys, name) for name in names]
         arguments = [

@@ -1,7 +1,7 @@
 """Reads of stored weights, which a hung share may block forever.
 
 Invariants: a hung read blocks neither the event loop nor process exit (daemon thread), a version has one read at a
-time, and at most `MAX_HUNG_READS` are abandoned. What a read opened is closed when it returns.
+time, and at most `MAX_HUNG_READS` are abandoned. A read closes what it opened when it returns.
 """
 
 import asyncio
@@ -24,9 +24,8 @@ T = TypeVar("T")
 
 MAX_HUNG_READS = 3
 MIN_BYTES_PER_S = 100e6
-"""Rate below which a share counts as hung."""
+"""Rate of a hung share."""
 CLOSE_TIMEOUT_S = 10.0
-"""Time after which closing a read is abandoned."""
 
 
 class _AbandonedError(Exception):
@@ -34,7 +33,7 @@ class _AbandonedError(Exception):
 
 
 class _Read(Generic[T]):
-    """A context manager entered and exited in its own thread."""
+    """Context manager entered and exited in its own thread."""
 
     def __init__(self, manifest: Manifest, context: AbstractContextManager[T]) -> None:
         self.manifest = manifest
@@ -47,7 +46,7 @@ class _Read(Generic[T]):
         threading.Thread(target=self._work, args=(context,), name="weights", daemon=True).start()
 
     def leave(self, *, well: bool) -> None:
-        """End the context, now or as soon as it is entered."""
+        """End the context, now or once it is entered."""
         self._leave.put(well)
 
     def _work(self, context: AbstractContextManager[T]) -> None:
@@ -67,14 +66,14 @@ class _Read(Generic[T]):
 
 
 class WeightReader:
-    """Reads of one subscriber: one at a time, besides those that hang."""
+    """Reads of one subscriber: one at a time, besides hung ones."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._reads: list[_Read[Any]] = []
 
     async def call(self, call: Callable[[Manifest], T], manifest: Manifest) -> T:
-        """Return `call(manifest)`. Raises its errors and those of `open`."""
+        """Return `call(manifest)`; raises its errors and those of `open`."""
         async with self.open(manifest, _call(call, manifest)) as result:
             return result
 
@@ -108,7 +107,7 @@ class WeightReader:
             read.ended.result()
 
     def hangs(self, version: int) -> bool:
-        """Return True if a read of this version has not returned."""
+        """Return whether a read of this version hangs."""
         return any(read.manifest.version == version for read in self._under_way())
 
     def fetching(self, newer_than: int) -> FetchState | None:

@@ -1,5 +1,3 @@
-"""Reports of replicas to the broker."""
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -11,9 +9,9 @@ from offbeat.services.errors import CodecError
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
     running: int = 0
-    """Unanswered requests, including `waiting` ones."""
+    """Unanswered requests, including `waiting`."""
     waiting: int = 0
-    """Requests that wait for newer weights or an update."""
+    """Wait for newer weights or an update."""
     loading: int | None = None
     """Version being loaded; None while sampling."""
     loading_since: float = 0.0
@@ -49,7 +47,7 @@ def encode_report(report: ReplicaReport) -> bytes:
 
 
 def decode_report(blob: bytes) -> ReplicaReport:
-    """Decode `encode_report`, ignoring fields of later versions. Raises `CodecError`."""
+    """Decode a report, ignoring unknown fields; raises `CodecError`."""
     try:
         body = json.loads(blob)
         fetching = FetchState(**_known(FetchState, body["fetching"])) if body.get("fetching") else None

@@ -59,7 +59,7 @@ class RedisWeightSubscriber:
         return await self._newest(-1)
 
     async def _newest(self, served: int) -> Manifest | None:
-        """Return the newest readable version above `served`, skipping reads that hang."""
+        """Return the newest readable version above `served`, skipping hung reads."""
         seen: dict[bytes, bytes] | None = None
         while True:
             with _retryable():

@@ -74,7 +74,7 @@ class Mesh:
         tensors = ((name, tensor) for name, tensor in named_tensors(self.policy) if name != drop)
         self.publisher.publish(self.version, self.version, tensors)
         if settle:
-            self.publisher._settle()
+            self.publisher.flush()
         return self.version
 
     def request(self, length: int = 40, max_new_tokens: int = 8, min_version: int = 0) -> GenerateRequest:

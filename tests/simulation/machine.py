@@ -20,6 +20,7 @@ from offbeat.services.buffer.group_ledger import (
 )
 from offbeat.services.buffer.scripts import BufferKeys
 from offbeat.services.keys import RunKeys
+from offbeat.trainer.learner.loop import UNNEEDED
 from offbeat.trainer.learner.step_ledger import read_step_ledger
 from tests.services.buffer.buffer_play import RUN
 from tests.simulation.actors import GROUPS_PER_STEP, LIMITS, STEPS
@@ -98,6 +99,8 @@ class Protocol(WorkerRules, LearnerRules):
             if None not in results and self.run.learner.counters().trained == LIMITS.total_groups:
                 break
             self._everyone_acts_once()
+        num_unneeded = self.learner.buffer.close(UNNEEDED)
+        assert self.has_lost or num_unneeded == 0
         self._ends_complete()
         self._audit_proves_it()
 

@@ -93,6 +93,8 @@ class World:
         self._faults_left = walk.randint(0, 6)
         self._fault_rate = walk.choice((0.003, 0.01, 0.03))
         self._num_moments = 0
+        self._has_finished = False
+        """Whether a learner has given Redis all that is owed to it: what is lost later, no learner can notice."""
         self.now = 0.0
         """Monotonic time of the learners, s."""
         self._lives: list[Life] = []
@@ -133,6 +135,7 @@ class World:
 
     def _begin_life(self) -> Life:
         self.happened["lives"] += 1
+        self._has_finished = False
         self._lives.append(life := Life(self))
         return life
 
@@ -173,6 +176,7 @@ class World:
         if (newest := store.newest_complete("now")) is not None:
             learner.resume(newest)
         assert learner.run()
+        self._has_finished = True
         lease.check()
         publisher.close()
         journal.close()
@@ -255,8 +259,10 @@ class World:
                 life.pause()
             case "power":
                 self._cut_power()
-            case _:
+            case _ if not self._has_finished:
                 self._redis_forgets()
+            case _:
+                pass
 
     def _cut_power(self) -> None:
         """Every process on the host dies; Redis, with its own disk, may lose writes, too."""

@@ -1,4 +1,4 @@
-"""Weights of token losses whose sums over micro-batches, mini-batches and ranks add up to the batch's loss."""
+"""Weights of token losses; sums over micro-batches, mini-batches and ranks add up to the batch's loss."""
 
 from typing import Literal, NamedTuple
 
@@ -9,7 +9,7 @@ Mode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-m
 
 
 class MaskedCounts(NamedTuple):
-    """Masked parts that count in denominators."""
+    """Masked parts of denominators."""
 
     tokens: int = 0
     sequences: int = 0

@@ -28,14 +28,14 @@ def reduce_over_unit(values: Tensor, unit: Unit, turn: Tensor, sequence: Tensor)
 
 
 def importance_weights(log_ratio: Tensor, lower: float, upper: float) -> Tensor:
-    """Return clip(pi / pi_behavior, lower, upper), detached (decoupled PPO, arXiv:2505.24298, eq. 5; TIS,
-    arXiv:2510.26788). [M]
+    """Return clip(pi / pi_behavior, lower, upper), detached: [M] (decoupled PPO, arXiv:2505.24298, eq. 5; TIS,
+    arXiv:2510.26788).
     """
     return bounded_exp(log_ratio.detach()).clamp(lower, upper)
 
 
 def within_bounds(values: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Return True within inclusive bounds: [M] -> [M] bool."""
+    """Return whether values are within inclusive bounds: [M] -> [M] bool."""
     mask = torch.ones_like(values, dtype=torch.bool)
     if low is not None:
         mask &= values >= low

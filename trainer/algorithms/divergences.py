@@ -1,4 +1,4 @@
-"""Divergences between a teacher's and a student's next-token distributions; one function each.
+"""Divergences between a teacher's and a student's next-token distributions.
 
 Logprobs of the same outcomes, normalized: [m, K] each -> nats, [m].
 """
@@ -42,7 +42,7 @@ def js_divergence(teacher: Tensor, student: Tensor, terms: DivergenceTerms) -> T
 def adaptive_kl(teacher: Tensor, student: Tensor, terms: DivergenceTerms) -> Tensor:
     """Forward and reverse KL, weighted by the gaps at the teacher's head and tail (arXiv:2404.02657).
 
-    The tail is the least probable outcomes, as long as their sum is below `adaptive_alpha`; weights are constants.
+    The tail: the least probable outcomes with a sum below `adaptive_alpha`; weights are constants.
     """
     with torch.no_grad():
         probs, order = teacher.exp().sort(dim=-1)

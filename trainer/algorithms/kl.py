@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratio in nats above which `k3` is linear: no overflow, but a gradient."""
+"""Log-ratio in nats above which `k3` is linear, to avoid overflow."""
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return q/p - 1 - log(q/p): unbiased, nonnegative; q/p is linear in log(q/p) above `MAX_LOG_RATIO`. [M]"""
+    """Return q/p - 1 - log(q/p): [M], unbiased, nonnegative; linear above `MAX_LOG_RATIO`."""
     delta = ref_logprobs - logprobs
     excess = (delta - MAX_LOG_RATIO).clamp(min=0.0)
     return torch.expm1(delta.clamp(max=MAX_LOG_RATIO)) + math.exp(MAX_LOG_RATIO) * excess - delta
@@ -52,6 +52,6 @@ class KLController:
         self.coef *= 1.0 + error * num_samples / self._horizon
 
     def resume(self, coef: float) -> None:
-        """Restore an adaptive coefficient; 0, which can't adapt, is ignored."""
+        """Restore an adaptive coefficient; ignore 0, which can't adapt."""
         if self._target is not None and coef > 0:
             self.coef = coef

@@ -9,8 +9,8 @@ from offbeat.trainer.algorithms.normalization import group_moments
 def mean_normalized(rewards: Tensor, group: Tensor, eps: float = 1e-6) -> Tensor:
     """Return (r - mean) / mean per group, or 0 without a positive mean.
 
-    With rewards 0 and 1, an unbiased gradient of the log success rate truncated at the group's size. Clamped to
-    [-1, n - 1], the range of nonnegative rewards in a group of n: signed rewards have means near 0.
+    With rewards 0 and 1, an unbiased gradient of the log success rate truncated at the group's size. Clamped to [-1, n
+    - 1], the range of nonnegative rewards in a group of n.
 
     rewards (nonnegative), group: [T] -> [T]
     """

@@ -1,5 +1,3 @@
-"""Normalization of rewards and advantages."""
-
 from typing import NamedTuple
 
 import torch
@@ -9,7 +7,7 @@ EPS = 1e-6
 
 
 class Moments(NamedTuple):
-    """Statistics to normalize each reward with, [T] float64."""
+    """Statistics per reward, [T] float64."""
 
     mean: Tensor
     std: Tensor
@@ -23,7 +21,7 @@ def sum_by_group(values: Tensor, group: Tensor) -> Tensor:
 
 
 def constant_groups(values: Tensor, group: Tensor) -> Tensor:
-    """Return True where all values of the group are equal: [T] -> [T] bool."""
+    """Return where all values of the group are equal: [T] -> [T] bool."""
     num_groups = int(group.max()) + 1 if len(group) else 0
     extremes = values.new_zeros(num_groups)
     low = extremes.scatter_reduce(0, group, values, "amin", include_self=False)
@@ -34,7 +32,7 @@ def constant_groups(values: Tensor, group: Tensor) -> Tensor:
 def group_moments(rewards: Tensor, group: Tensor) -> Moments:
     """Return mean, unbiased standard deviation (0 for one member) and size of each reward's group, in float64.
 
-    Equal rewards have exactly their value as mean and deviation 0. rewards, group: [T]
+    Equal rewards have exactly their value as mean, and deviation 0.
     """
     values = rewards.double()
     size = sum_by_group(torch.ones_like(values), group)
@@ -82,7 +80,7 @@ class RunningMoments:
         self._by_key[key] = (total, mean + shift * new_count / total, squares)
 
     def moments(self, keys: list[str]) -> Moments:
-        """Return the moments of each of T keys; an unknown one has size 0."""
+        """Return the moments of T keys; an unknown one has size 0."""
         rows = [self._by_key.get(key, (0.0, 0.0, 0.0)) for key in keys]
         table = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)
         size, mean, squares = table.T
@@ -97,7 +95,7 @@ class RunningMoments:
 
 
 def whiten(values: Tensor) -> Tensor:
-    """Scale values [M] to zero mean and unit (unbiased) deviation, in float64; equal ones give 0, fewer than two are
+    """Scale values [M] to zero mean and unit (unbiased) deviation, in float64; equal ones give 0; one value is
     unchanged.
     """
     if len(values) < 2:
@@ -109,5 +107,4 @@ def whiten(values: Tensor) -> Tensor:
 
 
 def has_signal(rewards: Tensor) -> bool:
-    """Return whether a group's rewards [G] differ."""
     return len(rewards) > 1 and bool((rewards - rewards[0]).abs().max() > EPS)

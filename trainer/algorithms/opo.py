@@ -7,8 +7,7 @@ from offbeat.trainer.algorithms.normalization import constant_groups, sum_by_gro
 
 
 def length_weighted_baseline(rewards: Tensor, lengths: Tensor, group: Tensor) -> Tensor:
-    """Subtract the group's sum(l r) / sum(l), the baseline of least variance if gradient norms grow with length (eq.
-    9).
+    """Subtract the group's sum(l r) / sum(l), of least variance if gradient norms grow with length (eq. 9).
 
     Groups of one give 0; groups without tokens keep their rewards. rewards, lengths (sampled tokens), group: [T] -> [T]
     """

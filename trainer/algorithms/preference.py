@@ -1,4 +1,4 @@
-"""Losses of pairs of a chosen and a rejected response; one function each, [P] in and out."""
+"""Losses of pairs of a chosen and a rejected response, [P] in and out."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from torch.nn.functional import logsigmoid
 
 
 class PairLogprobs(NamedTuple):
-    """Logprobs of a response's tokens under policy and reference, summed or averaged, [P] each."""
+    """Logprobs of a response under policy and reference, summed or averaged, [P]."""
 
     chosen: Tensor
     rejected: Tensor
@@ -18,7 +18,7 @@ class PairLogprobs(NamedTuple):
 
     @property
     def margin(self) -> Tensor:
-        """Log-ratio of the chosen less that of the rejected response."""
+        """Return the log-ratio of the chosen less that of the rejected response."""
         return (self.chosen - self.ref_chosen) - (self.rejected - self.ref_rejected)
 
 
@@ -31,7 +31,7 @@ class PreferenceTerms(NamedTuple):
 
 
 def sigmoid(pairs: PairLogprobs, terms: PreferenceTerms) -> Tensor:
-    """DPO (arXiv:2305.18290), with label smoothing conservative DPO."""
+    """DPO (arXiv:2305.18290); conservative DPO with label smoothing."""
     logits, swapped = terms.beta * pairs.margin, terms.label_smoothing
     return -(1 - swapped) * logsigmoid(logits) - swapped * logsigmoid(-logits)
 

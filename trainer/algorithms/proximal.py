@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def proximal_share(versions: Tensor, version: int) -> Tensor:
-    """Return alpha = (v_prox - v_behave) / (v_theta - v_behave), with v_theta = v_prox + 1: [M] in [0, 1).
+    """Return alpha = (v_prox - v_behave) / (v_theta - v_behave), v_theta = v_prox + 1: [M] in [0, 1).
 
     versions: [M] int64; version: v_prox, before this batch
     """

@@ -13,7 +13,7 @@ Granularity = Literal["token", "turn", "sequence", "sequence-token", "sequence-p
 
 
 class TokenLosses(NamedTuple):
-    """Policy loss, all [M]. ratio: detached; clipped: bool, tokens whose gradient or weight was bounded."""
+    """Policy loss, all [M]. ratio: detached; clipped: bool, tokens with a bounded gradient or weight."""
 
     loss: Tensor
     ratio: Tensor

@@ -1,4 +1,4 @@
-"""Differentiable sums and means over turns or sequences, per token."""
+"""Differentiable sums and means over turns or sequences."""
 
 import torch
 from torch import Tensor

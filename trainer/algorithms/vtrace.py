@@ -9,8 +9,6 @@ from offbeat.trainer.algorithms.scan import weighted_sums
 
 
 class VTrace(NamedTuple):
-    """Result of `vtrace`, all [M]."""
-
     advantages: Tensor
     targets: Tensor
 
@@ -29,7 +27,7 @@ def vtrace(
     """Return targets v_t = V_t + sum_k gamma^k (c_t ... c_{t+k-1}) rho_{t+k} delta_{t+k}, rho = min(rho_bar, ratio), c
     = lambda min(c_bar, ratio) (eq. 1, remark 2).
 
-    Advantages delta_t + gamma lambda (v_{t+1} - V_{t+1}) omit rho_t, since the loss applies it.
+    Advantages delta_t + gamma lambda (v_{t+1} - V_{t+1}) omit rho_t, which the loss applies.
 
     All [M]; ratio = pi / pi_behavior.
     """

@@ -12,7 +12,7 @@ from offbeat.trainer.config.issue import ConfigIssue
 def check_algorithm(
     config: AlgorithmConfig, *, group_size: int, groups_per_step: int, max_steps: int, tags: Collection[str]
 ) -> Iterator[ConfigIssue]:
-    """Yield invalid combinations with the run. tags: of training episodes."""
+    """Yield invalid combinations. tags: of training episodes."""
     yield from _check_estimator(config, group_size)
     yield from _check_selection(config, groups_per_step)
     yield from _check_old_policy(config)
@@ -133,7 +133,7 @@ def _check_teacher(config: AlgorithmConfig, tags: Collection[str]) -> Iterator[C
 
 
 def load_filter(path: str) -> type | FunctionType:
-    """Import `group_filter_cls`, a class or function.
+    """Import `group_filter_cls`.
 
     Raises:
         ValueError: not importable, or instances of the class not callable.

@@ -1,4 +1,4 @@
-"""Checks for keys without effect in the run as a whole; conditions within a table are on its fields."""
+"""Checks for keys without effect in the run; conditions within a table are on its fields."""
 
 import difflib
 from collections.abc import Iterator
@@ -33,7 +33,6 @@ DEEPSPEED_REMEDIES = {
 
 
 def check_effects(config: LearnerConfig, *, group_size: int) -> Iterator[ConfigIssue]:
-    """Yield non-default keys without effect."""
     yield from _check_unit_ratio(config)
     yield from _check_selection(config, group_size)
     yield from _check_discounts(config)
@@ -54,7 +53,7 @@ def check_effects(config: LearnerConfig, *, group_size: int) -> Iterator[ConfigI
 
 
 def _check_unit_ratio(config: LearnerConfig) -> Iterator[ConfigIssue]:
-    """With one optimizer step per batch, recomputed logprobs equal those in the loss: the ratio is 1."""
+    """Yield keys of a ratio that is always 1: one optimizer step per batch on recomputed logprobs."""
     if config.ppo_epochs > 1 or config.actor_train.training_args.num_minibatches > 1:
         return
     one_step = "one optimizer step per batch: leave it out, or raise ppo_epochs or num_minibatches"

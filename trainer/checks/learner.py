@@ -104,7 +104,7 @@ def _check_models(config: LearnerConfig) -> Iterator[ConfigIssue]:
 
 
 def _is_switched_off(config: LearnerConfig) -> bool:
-    """Return whether the file itself says that its reference is not used, by a coefficient of 0."""
+    """Return whether the file itself disables the reference by a coefficient of 0."""
     return "init_kl_coef" in config.model_fields_set and not config.init_kl_coef
 
 
@@ -145,7 +145,6 @@ def _check_service(config: LearnerConfig) -> Iterator[ConfigIssue]:
 def check_staleness_controller(
     config: LearnerConfig, *, groups_per_step: int, num_env_groups: int
 ) -> Iterator[ConfigIssue]:
-    """Yield limits that exclude the initial values."""
     control = config.staleness_controller
     if control is None:
         return

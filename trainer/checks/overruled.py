@@ -40,7 +40,7 @@ def advantage_is_of_the_episode(config: AlgorithmConfig) -> bool:
 
 
 def _check_scales(config: AlgorithmConfig) -> Iterator[ConfigIssue]:
-    """Whitening divides by the deviation, and so cancels a common factor of the rewards."""
+    """Yield scales of rewards that whitening cancels."""
     has_scale = config.reward_clip is not None or config.add_token_level_kl or config.use_opd
     if not config.whitens_advantages or config.adv_estimator == "gae" or has_scale:
         return
@@ -61,7 +61,7 @@ def _check_scales(config: AlgorithmConfig) -> Iterator[ConfigIssue]:
 
 
 def _check_bounds(config: AlgorithmConfig) -> Iterator[ConfigIssue]:
-    """Yield ratio bounds that tokens kept by the filters never reach."""
+    """Yield ratio bounds that kept tokens never reach."""
     filters = [each for each in config.train_infer_correction.filters if each.agg_type == "token"]
     if config.old_logprobs != "behavior" or config.ratio_type != "token":
         return

@@ -1,5 +1,3 @@
-"""Checks of the learning-rate schedule."""
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -23,7 +21,7 @@ MAX_CHECKED_STEPS = 1000
 
 
 class Peak(NamedTuple):
-    """A learning rate scaled by the schedule."""
+    """Learning rate that the schedule scales."""
 
     key: str
     rate: float

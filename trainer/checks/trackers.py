@@ -14,7 +14,6 @@ from offbeat.trainer.trackers.registry import (
 
 
 def check_trackers(config: LearnerConfig) -> Iterator[ConfigIssue]:
-    """Yield unknown trackers, missing packages and invalid arguments."""
     for position, name in enumerate(config.track_with):
         if name in config.track_with[:position]:
             yield ConfigIssue(f"track_with.{position}", f"{name} is listed twice")

@@ -1,4 +1,4 @@
-"""Trial calls of the user's functions on random input, before anything starts."""
+"""Trial calls of the user's functions on random input."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -17,11 +17,11 @@ from offbeat.trainer.data.user_functions import UserFunctionError, compute_loss,
 from offbeat.trainer.losses.policy_loss import LossInputs
 
 SHAPES = ((3, 1), (4, 2), (1, 3))
-"""Groups of the trials: episodes and turns of each."""
+"""Episodes and turns of the trials' groups."""
 
 
 def check_user_functions(config: AlgorithmConfig) -> Iterator[ConfigIssue]:
-    """Yield functions that can't be called, or whose results have another shape or type or are not finite."""
+    """Yield functions that can't be called, or return another shape or type or non-finite values."""
     for key, path in user_functions(config).items():
         try:
             with torch.random.fork_rng(devices=[]):
@@ -34,7 +34,7 @@ def check_user_functions(config: AlgorithmConfig) -> Iterator[ConfigIssue]:
 
 
 def refuse_broken_functions(config: AlgorithmConfig) -> None:
-    """Raise `UserFunctionError` with every function that this process can't use."""
+    """Raise `UserFunctionError` with every unusable function."""
     if issues := list(check_user_functions(config)):
         raise UserFunctionError("; ".join(str(issue) for issue in issues))
 
@@ -84,7 +84,7 @@ TRIALS: dict[str, Callable[[str], None]] = {
     "train_infer_correction.function": _try_correction,
     "reward_shaping.function": _try_shaping,
 }
-"""By key, as in `user_functions`."""
+"""By key."""
 
 
 def _check_finite(path: str, result: Tensor, what: str = "its result") -> None:
@@ -98,7 +98,7 @@ def random_batch() -> Batch:
 
 
 def random_groups() -> list[Group]:
-    """Return groups of several sizes, with one of a single episode and one of equal rewards."""
+    """Return groups of several sizes, with a single episode and with equal rewards."""
     rng = np.random.default_rng(0)
     groups: list[Group] = []
     for number, (episodes, turns) in enumerate(SHAPES):

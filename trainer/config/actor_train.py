@@ -1,4 +1,4 @@
-"""Keys of the policy's training, under ROLL's names where they exist."""
+"""Keys of the policy's training."""
 
 from typing import Annotated, Literal
 
@@ -19,8 +19,8 @@ class ModelArgs(ConditionalConfig):
     attn_implementation: AttentionName = "auto"
     """Attention; `auto` is packed causal, padded only inside attention."""
     shared_prefix: Annotated[bool, OnlyWith(attn_implementation=("auto",))] = False
-    """Single computation of a group's shared prompt, with equal gradient; for long prompts and short answers. Llama,
-    Mistral, Qwen2, Qwen3.
+    """Single computation of tokens that sequences have in common from their start, with equal gradient. Llama, Mistral,
+    Qwen2, Qwen3.
     """
     disable_gradient_checkpointing: bool = True
     """False recomputes activations to save memory."""
@@ -31,7 +31,7 @@ class ModelArgs(ConditionalConfig):
     lora_rank: Annotated[int, OnlyWith(lora_target=SET)] = Field(default=8, ge=1)
     """Rank of adapters."""
     lora_alpha: Annotated[float | None, OnlyWith(lora_target=SET)] = Field(default=None, gt=0)
-    """Scale's numerator in alpha / rank; None is twice the rank."""
+    """Numerator of the scale alpha / rank; None is twice the rank."""
 
     @property
     def lora_targets(self) -> str | list[str]:
@@ -48,7 +48,7 @@ class ModelArgs(ConditionalConfig):
         return self.model_copy(update={"lora_target": None})
 
     def of_role(self, role: RoleModelArgs) -> "ModelArgs":
-        """Return the arguments of a role's model, which has no adapters."""
+        """Return the arguments of a role's model, without adapters."""
         return self.without_adapters.model_copy(update=role.overrides)
 
 
@@ -62,8 +62,8 @@ class TrainingArgs(ScheduleArgs, ConditionalConfig):
     """Optimizer and micro-batches; ROLL's `training_args`."""
 
     learning_rate: float = Field(default=PRETRAINED_LR, ge=0)
-    """Peak learning rate. Unset: 1e-3 for a `tiny` policy, 1e-6 for a pretrained one, ten times that with `lora_target`.
-    0 keeps the weights, to measure engine mismatch.
+    """Peak learning rate. Unset: 1e-3 for a `tiny` policy, 1e-6 for a pretrained one, ten times that with
+    `lora_target`. 0 keeps the weights.
     """
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up to the peak."""
@@ -73,17 +73,16 @@ class TrainingArgs(ScheduleArgs, ConditionalConfig):
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decay of weight matrices."""
     decay_all_weights: bool = False
-    """Decay of norms, biases and embeddings, too."""
+    """Also decay norms, biases and embeddings."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     max_skipped_steps: int = Field(default=5, ge=1)
-    """Consecutive steps with non-finite gradients until the run fails; with float16, those at a loss scale of 1."""
+    """Consecutive steps with non-finite gradients until the run fails; with float16, at a loss scale of 1."""
     max_tokens_per_microbatch: int = Field(default=8192, ge=1)
     """Tokens per forward and backward pass."""
     num_minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per pass over a batch."""
     per_device_train_batch_size: int | None = Field(default=None, ge=1)
-    """Trajectories per process, forward and backward pass, in place of `max_tokens_per_microbatch`: that many of
-    `sequence_length` tokens, packed.
+    """Trajectories of `sequence_length` tokens per process and pass, packed, in place of `max_tokens_per_microbatch`.
     """
     gradient_accumulation_steps: Annotated[int | None, OnlyWith(per_device_train_batch_size=SET)] = Field(
         default=None, ge=1
@@ -110,8 +109,8 @@ class StrategyArgs(ConditionalConfig):
     processes. ROLL's `megatron_train` is unsupported.
     """
     tp_size: Annotated[int, OnlyWith(strategy_name=("fsdp2_train",))] = Field(default=1, ge=1)
-    """Consecutive processes over which layers are split (tensor parallelism); it divides `num_processes`, and the rest is
-    data-parallel. ROLL's `tensor_model_parallel_size`.
+    """Consecutive processes over which layers are split (tensor parallelism); divides `num_processes`. ROLL's
+    `tensor_model_parallel_size`.
     """
     pp_size: Annotated[int, OnlyWith(strategy_name=("fsdp2_train",))] = Field(default=1, ge=1)
     """Pipeline stages over which layers are distributed, each of `tp_size` processes; `tp_size` x `pp_size` divides
@@ -144,24 +143,24 @@ class ActorTrainConfig(Config):
     training_args: TrainingArgs = TrainingArgs()
     strategy_args: StrategyArgs = StrategyArgs()
     device: Literal["cpu", "cuda"] = "cpu"
-    """Left out, `cuda` where the engines leave GPUs for all processes."""
+    """Default: `cuda` if the engines leave GPUs for all processes."""
     num_processes: int = Field(default=1, ge=1)
-    """Processes, over several nodes where one has too few devices; `device_mapping` implies it. They are data-parallel, but
-    for `strategy_args.tp_size` and `pp_size`.
+    """Processes, over several nodes if needed; `device_mapping` implies it. They are data-parallel, except for
+    `strategy_args.tp_size` and `pp_size`.
     """
     device_mapping: DeviceMapping | None = None
     """Devices of the cluster, one per process, as a list or ROLL's `list(range(0, 8))`. None: chosen."""
     backend_timeout: float = Field(default=30.0, gt=0)
-    """Minutes without the main thread's progress (micro-batch, checkpoint) or in a collective call until a hung learner
-    is replaced. Dead processes are detected earlier.
+    """Minutes without progress of the main thread (micro-batch, checkpoint) or in a collective call until a hung
+    learner is replaced. Dead processes are detected earlier.
     """
     num_threads: int = Field(default=1, ge=1)
     """torch threads per process on CPU."""
     infer_batch_size: int | None = Field(default=None, ge=1)
-    """Trajectories per process and pass without gradient, as `per_device_train_batch_size`; None: as in training."""
+    """Trajectories per process and pass without gradient; None: as in training."""
 
     def with_default_rate(self, pretrain: str) -> "ActorTrainConfig":
-        """Return a copy with a learning rate, if none is set."""
+        """Return a copy with a default learning rate."""
         if "learning_rate" in self.training_args.model_fields_set:
             return self
         rate = TINY_LR if pretrain == "tiny" else PRETRAINED_LR
@@ -169,7 +168,8 @@ class ActorTrainConfig(Config):
         return self.model_copy(update={"training_args": self.training_args.model_copy(update={"learning_rate": rate})})
 
     def with_mapped_processes(self) -> "ActorTrainConfig":
-        """Return a copy with a process per device of `device_mapping`. Raises `ValueError` if `num_processes` disagrees."""
+        """Return a copy with a process per device of `device_mapping`; raises `ValueError` if `num_processes`
+        disagrees."""
         if self.device_mapping is None:
             return self
         number = len(self.device_mapping)
@@ -181,7 +181,7 @@ class ActorTrainConfig(Config):
         return self.model_copy(update={"num_processes": number})
 
     def with_batch_sizes(self, rollout_batch_size: int, sequence_length: int) -> "ActorTrainConfig":
-        """Return a copy with the token budget and optimizer steps that ROLL's batch sizes imply.
+        """Return a copy with the token budget and optimizer steps implied by ROLL's batch sizes.
 
         Raises:
             ValueError: the batch is not divisible, or other keys disagree.

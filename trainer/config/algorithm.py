@@ -1,4 +1,4 @@
-"""Keys of the algorithm, named as in ROLL where possible; formulas in docs/algorithms.md."""
+"""Keys of the algorithm; formulas in docs/algorithms.md."""
 
 from typing import Annotated, Literal
 
@@ -74,12 +74,12 @@ class AlgorithmConfig(ConditionalConfig):
     adv_estimator: Estimator | UserFunction = "grpo"
     """Advantage estimator. `grpo`, `dr_grpo`, `rloo`, `opo`, `maxrl`, `gigpo`, `reinforce_plus_plus_baseline`: compare
     a group; `remax`: a greedy episode per group; `gae`: a critic; `step_reinforce`, `gigpo`: per turn; `opd`: teachers
-    alone; `module:function`: your own (docs/algorithms.md).
+    alone; `module:function`: your own.
     """
     use_opd: Annotated[bool, NotWith("opd distills already", adv_estimator=DISTILLING)] = False
     """Subtraction of the teachers' KL from advantages; `adv_estimator: opd` ignores rewards (ROLL's `is_pure_opd`)."""
     teacher: dict[str, TeacherConfig] = Field(default_factory=dict[str, TeacherConfig])
-    """Teachers by any name; KLs of a tag's teachers are added."""
+    """Teachers by name; KLs of a tag's teachers are added."""
     reward_normalization: RewardNormalization = RewardNormalization()
     reward_shaping: Annotated[RewardShaping, NotWith(NO_REWARD, adv_estimator=DISTILLING)] = RewardShaping()
     gae_level: Annotated[Literal["token", "turn"], OnlyWith(adv_estimator=("gae",))] = "token"
@@ -100,7 +100,7 @@ class AlgorithmConfig(ConditionalConfig):
     """GAE's lambda."""
     bootstrap_truncated: Annotated[bool, OnlyWith(adv_estimator=("gae",))] = False
     """Bootstrapping of episodes that a limit cut (tokens, `max_steps`, the env's time limit) with the value after their
-    last token (arXiv:1712.00378); false treats the limit as an end, as ROLL, verl and TRL do.
+    last token (arXiv:1712.00378); false treats the limit as an end, as in ROLL, verl and TRL.
     """
     step_reward_gamma: Annotated[float, OnlyWith(adv_estimator=TURN_WISE)] = Field(default=0.95, ge=0, le=1)
     """Discount per turn."""
@@ -127,11 +127,10 @@ class AlgorithmConfig(ConditionalConfig):
     policy loss's denominators; `refill`: replaced (DAPO's dynamic sampling); `train`: trained on.
     """
     max_refill_ratio: Annotated[float, OnlyWith(zero_variance=("refill",))] = Field(default=20.0, gt=0)
-    """Maximum refilled groups of a step, in groups per step; further ones are masked, so that a solved task ends its
-    steps.
-    """
+    """Maximum refilled groups of a step, in groups per step; further ones are masked."""
     group_filter_cls: Annotated[str | None, OnlyWith(zero_variance=("mask", "refill"))] = None
-    """`module:function`, or `module:Class`, constructed without arguments: called with a `Group`, tells whether to train."""
+    """`module:function`, or `module:Class`, constructed without arguments: called with a `Group`, returns whether to
+    train."""
     difficulty_mask: Annotated[bool, OnlyWith(zero_variance=("mask", "refill"))] = False
     """Training only on mean rewards strictly between the thresholds."""
     difficulty_low_threshold: Annotated[float, OnlyWith(difficulty_mask=(True,))] = 0.0
@@ -143,7 +142,7 @@ class AlgorithmConfig(ConditionalConfig):
     variance_filter_ratio: float = Field(default=1.0, gt=0, le=1)
     """Fraction of groups to train on, by highest reward deviation (StarPO-S)."""
     max_len_mask: bool = False
-    """Masking of episodes ended by a token limit: a cut last answer, or no room within `sequence_length`."""
+    """Masking of episodes that a token limit ended."""
     error_max_len_clip: bool = False
     """Masking of episodes without positive reward above `error_max_len_threshold` sampled tokens."""
     error_max_len_threshold: Annotated[int, OnlyWith(error_max_len_clip=(True,))] = Field(default=1024, ge=1)
@@ -156,7 +155,7 @@ class AlgorithmConfig(ConditionalConfig):
     pg_variant: (
         Literal["ppo", "vanilla", "tis", "cispo", "topr", "kimi15", "aipo", "dppo_tv", "sapo", "gpg"] | UserFunction
     ) = "ppo"
-    """Policy loss per token (docs/algorithms.md); `ppo` is the clipped surrogate, `module:function` your own."""
+    """Policy loss per token; `ppo` is the clipped surrogate, `module:function` your own."""
     ratio_type: Annotated[
         Literal["token", "turn", "sequence", "sequence-token", "sequence-product"], OnlyWith(pg_variant=WITH_RATIO)
     ] = "token"
@@ -229,11 +228,11 @@ class AlgorithmConfig(ConditionalConfig):
     kl_loss_type: Annotated[Literal["k2", "k3", "abs", "full"], OnlyWith(use_kl_loss=(True,))] = "k3"
     """KL estimator; `full` sums over the vocabulary. k1 is unavailable: its mean gradient is 0."""
     target_kl: Annotated[float | None, NO_TOKEN_REWARD] = Field(default=None, gt=0)
-    """Target KL per token, in nats, of an adaptive coefficient (arXiv:1909.08593); None fixes it."""
+    """Target KL per token, in nats, of an adaptive coefficient (arXiv:1909.08593)."""
     init_kl_coef: Annotated[float | None, NO_TOKEN_REWARD] = Field(default=None, ge=0, validate_default=True)
     """Coefficient of the reward's KL, initial with `target_kl`. None: 0.2 with `target_kl`, else 0."""
     add_token_level_kl: Annotated[bool | None, NO_TOKEN_REWARD] = Field(default=None, validate_default=True)
-    """Subtraction of `init_kl_coef` times KL to the reference from token rewards; None: if the coefficient is positive."""
+    """Subtraction of `init_kl_coef` times KL to the reference from token rewards; None: if positive."""
     kl_horizon: Annotated[int, OnlyWith(target_kl=SET)] = Field(default=10_000, ge=1)
     """Time constant of adaptation, in trajectories."""
     kl_penalty: Annotated[Literal["kl", "k2", "k3", "abs", "full"], OnlyWith(add_token_level_kl=(True,))] = "kl"
@@ -322,7 +321,7 @@ class AlgorithmConfig(ConditionalConfig):
 
     @property
     def mean_over(self) -> Over | None:
-        """Scope of the subtracted mean."""
+        """Return the scope of the subtracted mean."""
         config = self.reward_normalization
         if config.norm_mean_type or config.norm_std_type:
             return config.norm_mean_type
@@ -330,7 +329,7 @@ class AlgorithmConfig(ConditionalConfig):
 
     @property
     def std_over(self) -> Over | None:
-        """Scope of the dividing deviation."""
+        """Return the scope of the dividing deviation."""
         config = self.reward_normalization
         if config.norm_mean_type or config.norm_std_type:
             return config.norm_std_type
@@ -343,7 +342,7 @@ class AlgorithmConfig(ConditionalConfig):
 
     @property
     def needs_siblings(self) -> bool:
-        """Whether a group of one always has reward advantages of zero."""
+        """Return whether a group of one always has reward advantages of zero."""
         if self.use_opd or self.adv_estimator in GREEDY_BASELINE or self.adv_estimator == "step_reinforce":
             return False
         by_group = self.reward_normalization.grouping == "traj_group_id"
@@ -352,7 +351,7 @@ class AlgorithmConfig(ConditionalConfig):
 
     @property
     def compares_siblings(self) -> bool:
-        """Whether equal rewards in a group give no signal."""
+        """Return whether equal rewards in a group give no signal."""
         if self.use_opd or self.adv_estimator == "gae":  # a critic's advantages differ between equal rewards
             return False
         centers_group = self.mean_over == "group" and self.reward_normalization.grouping in ("traj_group_id", "state")
@@ -378,7 +377,6 @@ class AlgorithmConfig(ConditionalConfig):
 
     @property
     def needs_ref_logprobs(self) -> bool:
-        """Whether logprobs of sampled tokens are needed."""
         in_loss = self.use_kl_loss and self.kl_loss_type != "full"
         return self.needs_reference and (in_loss or (self.penalizes_kl and self.kl_penalty != "full"))
 

@@ -1,6 +1,4 @@
-"""Other spellings of keys and values (ROLL's, earlier builds'); `canonicalize` replaces them before validation, so that
-everything else knows one form.
-"""
+"""Other spellings of keys and values (ROLL's, earlier builds'), replaced before validation by `canonicalize`."""
 
 import copy
 import json
@@ -44,7 +42,7 @@ KEYS: dict[str, str] = {
     **{f"{manager}.env_groups": f"{manager}.num_env_groups" for manager in MANAGERS},
     **{f"{manager}.n_groups": f"{manager}.num_groups_partition" for manager in MANAGERS},
 }  # fmt: skip
-"""Spelling -> canonical key; `*` stands for any name, and a table is merged into the canonical one."""
+"""Spelling -> canonical key; `*` is any name; a table is merged."""
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16", "float": "float32"}
 ATTENTION: dict[str, str] = dict.fromkeys(("fa2", "flash_attn", "flash_attention"), "flash_attention_2")
@@ -93,7 +91,7 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     **{f"{manager}.generating_args.num_return_sequences": ((1,), ONE_ANSWER) for manager in ("actor_infer", *MANAGERS)},
     **{f"{TABLE}.{kind}_parallel_size": ((1,), NOT_SPLIT) for kind in MEGATRON_AXES},
 }
-"""Key -> values that change nothing, which are dropped, and why others are refused (empty: they are valid)."""
+"""Key -> values without effect, which are dropped, and why others are refused (empty: they are valid)."""
 
 
 def canonicalize(tree: Tree) -> tuple[Tree, list[ConfigIssue]]:
@@ -127,19 +125,18 @@ def canonicalize(tree: Tree) -> tuple[Tree, list[ConfigIssue]]:
 
 
 def _group_tracker_arguments(tree: Tree) -> None:
-    """Group the arguments of a single tracker by its name."""
     tracker, arguments = tree.get("track_with"), tree.get("tracker_kwargs")
     if isinstance(tracker, str) and isinstance(arguments, dict) and tracker not in arguments:
         tree["tracker_kwargs"] = {tracker: arguments}
 
 
 def canonical_json(text: str | bytes) -> str:
-    """Canonicalize a stored configuration of this or an earlier build."""
+    """Canonicalize a stored configuration."""
     return json.dumps(canonicalize(json.loads(text))[0])
 
 
 def find_alias(path: str) -> str | None:
-    """Return the canonical key of a spelling that is out of place."""
+    """Return the canonical key of a misplaced spelling."""
     leaf = path.rpartition(".")[2]
     targets = {
         target
@@ -150,7 +147,7 @@ def find_alias(path: str) -> str | None:
 
 
 def find_keys(tree: Tree, pattern: str) -> Iterator[tuple[Path, Tree]]:
-    """Yield present paths that match, each with the table of its last key."""
+    """Yield matching paths, each with the table of its last key."""
     *parents, leaf = pattern.split(".")
     tables: list[tuple[Path, Tree]] = [((), tree)]
     for part in parents:

@@ -1,5 +1,3 @@
-"""Remote store of finished checkpoints, and URLs of checkpoints."""
-
 import re
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +8,7 @@ from offbeat.envs.config import Config
 
 LOCAL = ("file_system", "file", "local")
 OWN_MEMORY = ("memory", "data")
-"""Protocols of places that end with the process."""
+"""Protocols of stores that end with the process."""
 CheckpointUrl = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://")]
 
 
@@ -20,13 +18,13 @@ class CheckpointConfig(Config):
     type: str | None = Field(default=None, pattern="^[a-z][a-z0-9+_.-]*$")
     """`file_system`, or a protocol of fsspec (`s3`, `gs`, `abfs`); None: that of `output_dir`."""
     output_dir: str = Field(min_length=1)
-    """Folder or URL (`s3://bucket/prefix`); a run's checkpoints are in a folder of its own there. Credentials come from the
-    environment, as the protocol's library documents.
+    """Folder or URL (`s3://bucket/prefix`); runs have folders of their own there. Credentials come from the
+    environment, as documented by the protocol's library.
     """
     async_upload: bool = True
-    """False: training waits for an upload, up to 15 minutes."""
+    """False: training waits for uploads, up to 15 minutes each."""
     keep_local_file: bool = True
-    """False removes a local checkpoint once the upload is read back and equal."""
+    """False removes a local checkpoint after a verified upload."""
 
     @field_validator("output_dir")
     @classmethod

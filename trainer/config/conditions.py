@@ -2,7 +2,7 @@
 
     dual_clip: Annotated[float | None, OnlyWith(pg_variant=("ppo",))] = Field(default=None, gt=1)
 
-Defaults are never rejected, so resolved configurations can be loaded again.
+Defaults are never rejected, so that resolved configurations can be loaded.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ SET: tuple[object, ...] = ()
 
 
 class OnlyWith:
-    """Required values of the table's keys declared before this one."""
+    """Required values of keys declared earlier in the table."""
 
     def __init__(self, **needs: tuple[object, ...]) -> None:
         self.needs = needs
@@ -50,8 +50,6 @@ class NotWith:
 
 
 class ConditionalConfig(Config):
-    """Table with `OnlyWith` and `NotWith`."""
-
     @field_validator("*")
     @classmethod
     def _has_an_effect(cls, value: object, info: ValidationInfo) -> object:

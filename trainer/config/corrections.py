@@ -55,11 +55,11 @@ class TrainInferCorrection(ConditionalConfig):
     """Corrections for tokens of older weights or another engine."""
 
     is_weight: ImportanceWeight | None = None
-    """Importance weights of the policy at the start of the step; need `old_logprobs: recompute` or `loglinear`."""
+    """Importance weights at the start of the step; need `old_logprobs: recompute` or `loglinear`."""
     filters: tuple[MismatchFilter, ...] = ()
     """Masks, combined by union."""
     function: UserFunction | None = None
-    """Weights and masks of your own, `module:function`, besides the others (docs/algorithms.md)."""
+    """Weights and masks of your own, `module:function`, besides the others."""
     m2_threshold: float | None = Field(default=None, gt=0)
     """Bound on a batch's mean squared log-ratio; the largest are masked (M2PO; 0.04 in the paper). Needs `old_logprobs:
     recompute`.

@@ -1,4 +1,4 @@
-"""Distillation from teachers' distributions (`pipeline: distill`); names as in ROLL."""
+"""Distillation from teachers' distributions (`pipeline: distill`)."""
 
 from typing import Annotated, Literal
 
@@ -26,18 +26,18 @@ class DistillConfig(ConditionalConfig):
     teacher_temperature: float = Field(default=1.0, gt=0)
     """Divisor of the teachers' logits."""
     js_beta: Annotated[float, OnlyWith(kd_objective=("js_divergence",))] = Field(default=0.5, gt=0, lt=1)
-    """Teacher's share of the mixture; near 0 it is the forward, near 1 the reverse KL, up to scale. TRL's `beta`."""
+    """Teacher's share of the mixture; near 0 the forward, near 1 the reverse KL, up to scale. TRL's `beta`."""
     adaptive_kl_alpha: Annotated[float, OnlyWith(kd_objective=("adaptive_kl",))] = Field(default=0.5, gt=0, lt=1)
     """Probability of the teacher's tail."""
     skew_lambda: Annotated[float, OnlyWith(kd_objective=("skewed_forward_kl", "skewed_reverse_kl"))] = Field(
         default=0.1, gt=0, lt=1
     )
-    """Share of the first distribution in the second one of the KL."""
+    """Share of the first distribution in the second of the KL."""
     logits_topk: int = Field(default=64, ge=0)
-    """Teacher's most probable tokens that are compared; 0: the whole vocabulary."""
+    """Compared tokens, the teacher's most probable; 0: the whole vocabulary."""
     add_tail: Annotated[bool, OnlyWith(logits_topk=SET)] = True
-    """All other tokens are one more outcome; false: both distributions are normalized over the most probable tokens."""
+    """All other tokens are one more outcome; false: normalize over the compared tokens."""
     distill_on_prompt: bool = False
     """KD on tokens of prompts, too."""
     lmbda: float = Field(default=0.0, ge=0, le=1)
-    """Share of rows whose last response the policy samples (GKD); they have no likelihood term. TRL's `lmbda`."""
+    """Share of rows whose last response the policy samples (GKD), without a likelihood term. TRL's `lmbda`."""

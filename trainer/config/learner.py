@@ -1,4 +1,4 @@
-"""Keys of the learner, under ROLL's names where they exist."""
+"""Keys of the learner."""
 
 from pathlib import Path
 from typing import Annotated, cast
@@ -23,8 +23,8 @@ from offbeat.trainer.config.warm_start import WarmStartConfig
 
 class LearnerConfig(AlgorithmConfig):
     pipeline: Pipeline = "agentic"
-    """What groups are made of. `agentic`: episodes of envs; `online_dpo`: the same, of which each group's best and worst are
-    a pair; `rlvr`: answers to a dataset's prompts, scored by `rewards`; `sft`: conversations of a dataset; `distill`:
+    """Source of groups. `agentic`: episodes of envs; `online_dpo`: each group's best and worst episode as a pair;
+    `rlvr`: answers to a dataset's prompts, scored by `rewards`; `sft`: conversations of a dataset; `distill`:
     conversations with teachers' distributions; `dpo`: pairs of a dataset (docs/pipelines.md).
     """
     data: Annotated[DataConfig | None, OnlyWith(pipeline=("rlvr", "sft", "dpo", "distill"))] = None
@@ -32,18 +32,18 @@ class LearnerConfig(AlgorithmConfig):
     dpo: Annotated[PreferenceConfig, OnlyWith(pipeline=("dpo", "online_dpo"))] = PreferenceConfig()
     distill: Annotated[DistillConfig, OnlyWith(pipeline=("distill",))] = DistillConfig()
     seed: int = Field(default=42, ge=0, lt=2**31)
-    """Seed of tasks, initial weights and sampling; below 2**31, since engines add ranks."""
+    """Seed of tasks, initial weights and sampling; below 2**31, as engines add ranks."""
     output_dir: Path = Path("runs/offbeat")
     """Folder of checkpoints, metrics and logs."""
     pretrain: str = "tiny"
-    """Local Hugging Face folder of the initial policy, a model of the hub (`ORGANIZATION/NAME`, pinned by `@REVISION`), or
-    `tiny` (configured by key `tiny`).
+    """Local Hugging Face folder of the initial policy, a model of the hub (`ORGANIZATION/NAME`, pinned by `@REVISION`),
+    or `tiny`.
     """
     reward_pretrain: str | None = Field(default=None, min_length=1)
     """Model of the critic's first weights, unless `critic.model_args.model_name_or_path` is set; None: the policy's."""
     chat_template: str | None = Field(default=None, min_length=1)
-    """Template in place of the model's own, for policy, engines and trainer: a name (`native`, `qwen2_5`, `qwen3`: its own;
-    `native_nonthinking`, `longcot_V3`, `chatml`), a file `*.jinja`, or a Jinja text; ROLL's `data_args.template`.
+    """Template in place of the model's own: a name (`native`, `qwen2_5`, `qwen3`: its own; `native_nonthinking`,
+    `longcot_V3`, `chatml`), a file `*.jinja`, or a Jinja text; ROLL's `data_args.template`.
     """
     tiny: TinyPolicyConfig = TinyPolicyConfig()
     warm_start: WarmStartConfig | None = None
@@ -55,17 +55,17 @@ class LearnerConfig(AlgorithmConfig):
     eval_steps: int = Field(default=10, ge=0)
     """Steps between evaluations; 0: only before and after training."""
     logging_steps: int = Field(default=1, ge=1)
-    """Steps between console rows, text samples and rows of trackers; `metrics.jsonl` keeps every step. With 1, consoles
-    show a row in 10 s and samples in 60 s at most.
+    """Steps between console rows, text samples and rows of trackers; `metrics.jsonl` has every step. With 1, consoles
+    show at most a row per 10 s and samples per 60 s.
     """
     logging_samples: int = Field(default=2, ge=0, le=16)
-    """Trajectories per logged step whose text is shown and tracked, from the lowest score to the highest."""
+    """Trajectories per logged step with text, from the lowest to the highest score."""
     max_ckpt_to_keep: int = Field(default=2, ge=1)
     """Newest checkpoints kept."""
     system_envs: dict[str, str | int | float | bool] = Field(default_factory=dict[str, str | int | float | bool])
     """Environment variables of learner, engines and env workers."""
     render_save_dir: Path | None = None
-    """Folder of rendered episodes of each evaluation, by step; None: only those before and after training, in the run's
+    """Folder of rendered episodes of each evaluation, by step; None: those before and after training, in the run's
     folder.
     """
     render_episodes: int = Field(default=8, ge=1, le=32)
@@ -76,33 +76,33 @@ class LearnerConfig(AlgorithmConfig):
     """
     console: ConsoleConfig = ConsoleConfig()
     resume_from_checkpoint: Annotated[bool | CheckpointUrl | Path, Field(union_mode="left_to_right")] = False
-    """Checkpoint to resume from: a folder, or a URL in a store (of a checkpoint, or of a run for its newest); `true`: newest
-    complete one of `output_dir`.
+    """Checkpoint to resume from: a folder, or a URL in a store (of a checkpoint, or of a run for its newest); `true`:
+    newest complete one of `output_dir`.
     """
     checkpoint_config: CheckpointConfig | None = None
-    """Store for copies of finished checkpoints; None: `output_dir` alone."""
+    """Store for copies of finished checkpoints."""
     rollout_batch_size: int = Field(default=64, ge=1)
     """Trajectories per step; a multiple of `train_env_manager.group_size`."""
     max_staleness: float = Field(default=1.0, ge=0)
     """Maximum lag of trained groups, in policy versions; ROLL's `async_generation_ratio`. 0 is synchronous. A fraction
-    admits that fraction of a batch ahead; lags are compared with it rounded up.
+    admits that fraction of a batch ahead; lags are compared with its ceiling.
     """
     model_update_frequency: int = Field(default=1, ge=1)
-    """Steps between published versions; above 1 needs `max_staleness` of at least one less. Checkpoints, evaluations, the
-    last step and a lowered bound publish besides.
+    """Steps between published versions; above 1 needs `max_staleness` of at least one less. Checkpoints, evaluations,
+    the last step and a lowered bound also publish.
     """
     staleness_controller: StalenessControllerConfig | None = None
     """Controller of `max_staleness` and `train_env_manager.num_env_groups`; None keeps them fixed."""
     replay: ReplayConfig = ReplayConfig()
     track_with: tuple[str, ...] = ("tensorboard",)
     """Trackers besides `metrics.jsonl`: `tensorboard`, `wandb`, `mlflow`, `swanlab`, `trackio`, `stdout`, or
-    `module:Class` (docs/tracking.md). A single name is a list of one.
+    `module:Class`. A single name is a list of one.
     """
     tracker_kwargs: dict[str, dict[str, JsonValue]] = Field(default_factory=dict[str, dict[str, JsonValue]])
     """Arguments by tracker: `{wandb: {project: agents}}`."""
     num_gpus_per_node: int | None = Field(default=None, ge=1)
-    """Devices of a node in the numbering of `device_mapping`, and learner processes of a node on a CPU. None: each node's
-    GPUs; on a CPU, all processes are on one node.
+    """Devices of a node, as numbered in `device_mapping`, and learner processes of a node on a CPU. None: each node's
+    GPUs; on a CPU, one node has all processes.
     """
     actor_train: ActorTrainConfig = Field(default=ActorTrainConfig(), validate_default=True)
     critic: CriticConfig = CriticConfig()
@@ -143,7 +143,7 @@ class LearnerConfig(AlgorithmConfig):
     @field_validator("track_with", mode="before", json_schema_input_type=tuple[str, ...] | str)
     @classmethod
     def _as_tuple(cls, value: object) -> object:
-        """Convert lists, which strict mode rejects after a `before` validator."""
+        """Convert lists, which strict mode rejects."""
         if isinstance(value, list):
             return tuple(cast(list[object], value))
         return (value,) if isinstance(value, str) else value
@@ -151,7 +151,7 @@ class LearnerConfig(AlgorithmConfig):
     @field_validator("tracker_kwargs", mode="before", json_schema_input_type=dict[str, JsonValue])
     @classmethod
     def _is_grouped_by_tracker(cls, value: object) -> object:
-        """Reject ROLL's form, all keys of one tracker."""
+        """Reject ROLL's form, keys of one tracker."""
         if isinstance(value, dict):
             for key, kwargs in cast(dict[object, object], value).items():
                 if kwargs is not None and not isinstance(kwargs, dict):
@@ -175,12 +175,12 @@ class LearnerConfig(AlgorithmConfig):
 
     @property
     def reads_data(self) -> bool:
-        """Whether training groups are dataset rows."""
+        """Return whether training groups are dataset rows."""
         return self.pipeline in GROUP_SIZES
 
     @property
     def plays_prompts(self) -> bool:
-        """Whether episodes answer a dataset's prompts."""
+        """Return whether episodes answer a dataset's prompts."""
         return self.pipeline == "rlvr"
 
     @property
@@ -189,7 +189,7 @@ class LearnerConfig(AlgorithmConfig):
 
     @property
     def sampled_share(self) -> float:
-        """Share of rows whose last response is sampled."""
+        """Return the share of rows whose last response is sampled."""
         return self.distill.lmbda if self.pipeline == "distill" else 0.0
 
     @property
@@ -202,7 +202,7 @@ class LearnerConfig(AlgorithmConfig):
 
     @property
     def has_policy_folder(self) -> bool:
-        """True if the policy's files are in the run's folder."""
+        """Return whether the policy's files are in the run's folder."""
         return self.pretrain == "tiny" or self.chat_template is not None
 
     @property
@@ -211,7 +211,7 @@ class LearnerConfig(AlgorithmConfig):
 
     @property
     def critic_folder(self) -> str | None:
-        """Folder of the critic's first weights; None: the policy's."""
+        """Return the folder of the critic's first weights; None: the policy's."""
         own = self.critic.model_args.model_name_or_path or self.reward_pretrain
         return None if own == self.pretrain else own
 

@@ -1,4 +1,4 @@
-"""Megatron's settings of ROLL's training strategies as ours."""
+"""Megatron's settings of ROLL's training strategies."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -13,7 +13,7 @@ RECOMPUTATION: Mapping[object, bool | None] = {"full": False, None: None}
 
 
 def translate_megatron(tree: Tree) -> list[ConfigIssue]:
-    """Move the settings with a key of our own to it; return what contradicts it or has none."""
+    """Move the settings with a key of our own to it; return contradictions and settings without one."""
     train = tree.get("actor_train")
     strategy = cast(Tree, train).get("strategy_args") if isinstance(train, dict) else None
     config = cast(Tree, strategy).get("strategy_config") if isinstance(strategy, dict) else None

@@ -1,11 +1,9 @@
-"""Models whose layers can be split over processes."""
-
 from collections.abc import Mapping
 from typing import Any
 
 
 def find_obstacle(architecture: Mapping[str, Any], size: int) -> str:
-    """Return why each layer can't be split over `size` processes, or "". architecture: `config.json` of the text model."""
+    """Return why layers can't be split over `size` processes, or "". architecture: `config.json` of the text model."""
     heads = architecture.get("num_attention_heads")
     counts = {
         "num_attention_heads": heads,

@@ -14,8 +14,6 @@ REFERENCE_FREE = ("simpo", "orpo")
 
 
 class PreferenceConfig(ConditionalConfig):
-    """Loss of pairs of a chosen and a rejected response."""
-
     loss_type: LossType = "sigmoid"
     """`sigmoid`: DPO (arXiv:2305.18290), with `label_smoothing` cDPO; `ipo` (2310.12036), `hinge` (SLiC, 2305.10425),
     `robust` (2403.00409), `apo_zero` and `apo_down` (2408.06266); without reference `simpo` (2405.14734) and `orpo`
@@ -30,16 +28,16 @@ class PreferenceConfig(ConditionalConfig):
     ] = False
     """Rewards relative to the uniform policy instead of the reference."""
     length_normalization: Annotated[bool, OnlyWith(loss_type=("sigmoid", "hinge", "robust"))] = False
-    """Mean instead of the sum of a response's logprobs; `ipo`, `simpo` and `orpo` always take the mean."""
+    """Mean instead of the sum of a response's logprobs, as always in `ipo`, `simpo` and `orpo`."""
     simpo_gamma: Annotated[float, OnlyWith(loss_type=("simpo",))] = Field(default=0.5, ge=0)
-    """Margin that the chosen response's reward should exceed."""
+    """Margin of the chosen response's reward."""
     desirable_weight: Annotated[float, OnlyWith(loss_type=("kto",))] = Field(default=1.0, gt=0)
     """Factor of desirable responses' loss."""
     undesirable_weight: Annotated[float, OnlyWith(loss_type=("kto",))] = Field(default=1.0, gt=0)
     """Factor of undesirable responses' loss."""
     precompute_ref_log_probs: Annotated[bool, OnlyWith(reference_free=(False,))] = False
-    """The reference scores all rows before training, and its logprobs are kept in files beside the dataset, for later runs,
-    too; it takes no memory during training.
+    """Scoring of all rows by the reference before training; its logprobs are kept in files beside the dataset, and it
+    takes no memory during training.
     """
     sft_coef: Annotated[
         float, OnlyWith(loss_type=("sigmoid", "ipo", "hinge", "robust", "simpo", "apo_zero", "apo_down"))
@@ -52,5 +50,5 @@ class PreferenceConfig(ConditionalConfig):
 
     @property
     def takes_means(self) -> bool:
-        """Whether a response's logprob is the mean over its tokens."""
+        """Return whether a response's logprob is the mean over its tokens."""
         return self.length_normalization or self.loss_type in ("ipo", *REFERENCE_FREE)

@@ -1,5 +1,3 @@
-"""Filters of a tag's groups, named as in ROLL."""
-
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -9,15 +7,15 @@ from offbeat.envs.config import Config
 
 class QueryFilterArgs(Config):
     threshold_down: float = 0.0
-    """Mean reward of a group, above which `mean_filter` trains it."""
+    """Mean reward above which `mean_filter` trains a group."""
     threshold_up: float = 1.0
     """Mean reward below which it does."""
     std_threshold: float = Field(default=0.0, ge=0)
-    """Deviation of a group's rewards, above which `std_filter` trains it."""
+    """Deviation of rewards above which `std_filter` trains a group."""
 
 
 class QueryFilter(Config):
-    """Condition on the rewards of a group, without which it carries no signal (`zero_variance`)."""
+    """Condition on a group's rewards, without which it carries no signal (`zero_variance`)."""
 
     type: Literal["mean_filter", "std_filter"]
     filter_args: QueryFilterArgs = QueryFilterArgs()

@@ -20,7 +20,7 @@ class ReplayConfig(ConditionalConfig):
     max_size: Annotated[int, ON] = Field(default=256, ge=1)
     """Capacity in groups; the oldest are evicted."""
     max_staleness: Annotated[float | None, ON] = Field(default=None, ge=0)
-    """Maximum lag of replayed groups, in policy versions; None is the run's `max_staleness`."""
+    """Maximum lag of replayed groups, in policy versions; None: the run's."""
     sampler: Annotated[Literal["fifo", "lifo", "uniform", "prioritized"], ON] = "uniform"
     """Order: oldest, newest, uniform, or by reward deviation within the group."""
     priority_exponent: Annotated[float, ON, PRIORITIZED] = Field(default=0.6, ge=0)

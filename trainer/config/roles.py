@@ -1,4 +1,4 @@
-"""Critic, reference and teachers; a key that a role leaves out is the policy's (`actor_train`, `pretrain`)."""
+"""Critic, reference and teachers; omitted keys are the policy's."""
 
 from typing import Annotated, Literal
 
@@ -17,20 +17,18 @@ UNSUPPORTED = {
     "vllm": "a frozen model's logprobs must come from the trainer's own numerics",
     "sglang": "a frozen model's logprobs must come from the trainer's own numerics",
 }
-"""ROLL's unsupported strategies, with reasons."""
 
 
 class RoleModelArgs(Config):
     """Model of a role; ROLL's `model_args`."""
 
     model_name_or_path: str | None = Field(default=None, min_length=1)
-    """Local Hugging Face folder of the weights; None: the policy's first weights."""
+    """Local Hugging Face folder of the weights; None: the policy's first."""
     dtype: TrainDtype | None = None
     attn_implementation: AttentionName | None = None
 
     @property
     def overrides(self) -> dict[str, object]:
-        """Keys of `ModelArgs` that differ from the policy's."""
         return self.model_dump(exclude={"model_name_or_path"}, exclude_none=True)
 
 
@@ -40,7 +38,7 @@ class CriticModelArgs(RoleModelArgs):
 
 
 class CriticTrainingArgs(Config):
-    """Schedule of the critic or value head; the optimizer's other settings are the policy's."""
+    """Schedule of the critic or value head; other optimizer settings are the policy's."""
 
     learning_rate: float = Field(default=5e-4, gt=0)
     warmup_steps: int = Field(default=0, ge=0)
@@ -55,7 +53,7 @@ class CriticConfig(ConditionalConfig):
     model_args: Annotated[CriticModelArgs, OnlyWith(backbone=("own",))] = CriticModelArgs()
     training_args: CriticTrainingArgs = CriticTrainingArgs()
     device_mapping: Annotated[DeviceMapping | None, OnlyWith(backbone=("own",))] = None
-    """Devices, those of `actor_train`: its processes compute this model."""
+    """Devices of `actor_train`, whose processes compute this model."""
     infer_batch_size: Annotated[int | None, OnlyWith(backbone=("own",))] = Field(default=None, ge=1)
     """As `actor_train.infer_batch_size`."""
     vf_coef: Annotated[float, OnlyWith(backbone=("policy",))] = Field(default=0.1, gt=0)
@@ -75,9 +73,8 @@ class InferStrategyArgs(ConditionalConfig):
             "a process beside the learner holds the whole model: take hf_infer", strategy_name=("deepspeed_infer",)
         ),
     ] = "learner"
-    """`learner`: in the learner's processes. `service`: in processes of its own, which score each group once it is
-    complete, beside rollouts and training. `files`: beside a data pipeline's dataset, written once by `offbeat distill
-    prepare`.
+    """`learner`: in the learner's processes. `service`: in processes of its own, which score complete groups beside
+    rollouts and training. `files`: beside a data pipeline's dataset, written by `offbeat distill prepare`.
     """
     num_replicas: Annotated[int, OnlyWith(placement=("service",))] = Field(default=1, ge=1)
     """Processes of the service, each with the whole model (with `actor_train.device: cuda` on a GPU of its own)."""
@@ -96,7 +93,7 @@ class ReferenceConfig(Config):
     model_args: RoleModelArgs = RoleModelArgs()
     """A folder of its own makes a fixed reference policy."""
     device_mapping: DeviceMapping | None = None
-    """Devices: those of `actor_train`, or of a scoring service its own, one per replica."""
+    """Devices of `actor_train`, or of a scoring service, one per replica."""
     strategy_args: InferStrategyArgs = InferStrategyArgs()
     infer_batch_size: int | None = Field(default=None, ge=1)
     """As `actor_train.infer_batch_size`."""
@@ -116,7 +113,7 @@ class TeacherConfig(Config):
     opd_kl_coef: float = Field(default=1.0, gt=0)
     """Weight of this teacher's KL."""
     device_mapping: DeviceMapping | None = None
-    """Devices: those of `actor_train`, or of a scoring service its own, one per replica."""
+    """Devices of `actor_train`, or of a scoring service, one per replica."""
     strategy_args: InferStrategyArgs = InferStrategyArgs()
     infer_batch_size: int | None = Field(default=None, ge=1)
     """As `actor_train.infer_batch_size`."""

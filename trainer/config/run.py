@@ -1,5 +1,3 @@
-"""Part of a run's configuration that its learner reads."""
-
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -19,8 +17,8 @@ from offbeat.trainer.config.conditions import OnlyWith
 from offbeat.trainer.config.learner import LearnerConfig
 
 MISMATCH_KL = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 1e-3}
-"""Expected KL of engine and trainer on the same weights by the trainer's type, nats per token: float32 on both sides
-measures 1e-13, bfloat16 on one side 1e-5."""
+"""Expected KL of engine and trainer by the trainer's type, nats per token: float32 on both sides measures 1e-13,
+bfloat16 on one side 1e-5."""
 
 
 READ_AHEAD_STEPS = 2
@@ -28,24 +26,24 @@ READ_AHEAD_STEPS = 2
 
 
 class LearnerRunConfig(LearnerConfig):
-    """A run's configuration for its learner; `RunConfig` adds other services' keys."""
+    """A run's configuration for its learner."""
 
     custom_envs: dict[str, CustomEnv] = Field(default_factory=dict[str, CustomEnv])
-    """Envs and templates by tag; with a data pipeline, those of evaluation by sampling. With `rlvr`, envs of type `prompt`
+    """Envs and templates by tag; with a data pipeline, of evaluation by sampling. With `rlvr`, envs of type `prompt`
     show the rows of `data`.
     """
     rewards: Annotated[tuple[AnyReward, ...], OnlyWith(pipeline=("rlvr",))] = ()
-    """Reward functions of `rlvr`, whose score is added to the env's reward on the last turn (docs/rewards.md)."""
+    """Reward functions of `rlvr`, whose score is added to the env's reward on the last turn."""
     combine: Annotated[Combine, OnlyWith(pipeline=("rlvr",))] = Field(default="weighted", validate_default=True)
-    """Combination of a tag's rewards. `weighted`: sum of weight times value. `product`: of the values. `gate`: 0 if a reward
-    with a `threshold` is below it, else the weighted sum of the others (1 if there are none).
+    """Combination of a tag's rewards. `weighted`: sum of weight times value. `product`: of the values. `gate`: 0 if a
+    reward with a `threshold` is below it, else the weighted sum of the others (1 without any).
     """
     train_env_manager: EnvManagerConfig = Field(default=EnvManagerConfig(), validate_default=True)
     """Training tags, groups and their size."""
     val_env_manager: EnvManagerConfig = EnvManagerConfig(group_size=1)
     """Evaluation episodes; pass@k is measured with `group_size` above 1."""
     val_batch_size: int = Field(default=64, ge=1)
-    """Episodes per evaluation during training; with `rlvr`, each takes every validation row."""
+    """Episodes per evaluation during training; `rlvr` takes every validation row."""
     final_val_batch_size: int = Field(default=256, ge=1)
     """Episodes per evaluation before and after training."""
     actor_infer: GenerationConfig = Field(default=GenerationConfig(), validate_default=True)
@@ -57,7 +55,6 @@ class LearnerRunConfig(LearnerConfig):
     weights: WeightsConfig = WeightsConfig()
     """Weight transport to engines."""
     telemetry: TelemetryConfig = TelemetryConfig()
-    """Traces from the prompt to the gradient."""
 
     @field_validator("custom_envs")
     @classmethod
@@ -122,17 +119,17 @@ class LearnerRunConfig(LearnerConfig):
 
     @property
     def scoring(self) -> RewardsConfig | None:
-        """Rewards of episodes, if envs do not give all of them."""
+        """Return the rewards besides those of envs."""
         return RewardsConfig(rewards=self.rewards, combine=self.combine) if self.rewards else None
 
     @property
     def uses_engine(self) -> bool:
-        """Whether anything is sampled: in training, or in evaluation."""
+        """Return whether training or evaluation samples."""
         return self.plays or self.sampled_share > 0
 
     @property
     def plays(self) -> bool:
-        """Whether envs are played: in training, or in evaluation."""
+        """Return whether training or evaluation plays envs."""
         return not self.reads_data or bool(self.custom_envs)
 
     @property
@@ -141,7 +138,7 @@ class LearnerRunConfig(LearnerConfig):
 
     @property
     def adapter_settings(self) -> Mapping[str, object] | None:
-        """PEFT settings for engines, or None if merged weights are published."""
+        """Return PEFT settings for engines; None for merged weights."""
         args = self.actor_train.model_args
         if self.actor_infer.engine.max_lora_rank is None:
             return None
@@ -150,7 +147,7 @@ class LearnerRunConfig(LearnerConfig):
 
     @property
     def temperature(self) -> float:
-        """Default sampling temperature of training; rows are scored as they are."""
+        """Return the default sampling temperature of training; rows are unscaled."""
         return 1.0 if self.reads_data else self.actor_infer.generating_args.temperature
 
     @property

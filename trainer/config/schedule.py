@@ -31,15 +31,13 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "cosine_warmup_with_min_lr": MIN_LR,
     "warmup_stable_decay": ("num_decay_steps",),
 }
-"""Settings of which one is required."""
+"""Of which one is required."""
 METRIC_DRIVEN = ("reduce_lr_on_plateau", "greedy")
 
 
 class ScheduleArgs(Config):
-    """Schedule with transformers' names and formulas."""
-
     lr_scheduler_type: LRScheduler = "constant"
-    """Schedule after linear `warmup_steps`, the first with a positive rate."""
+    """Schedule after linear `warmup_steps`."""
     lr_scheduler_kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue], validate_default=True)
     """Settings, such as `min_lr_rate`, `num_cycles`, `num_decay_steps`."""
 

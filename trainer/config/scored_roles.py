@@ -1,4 +1,4 @@
-"""Frozen models in services of their own (`placement: service`), or whose scores are in files."""
+"""Frozen models in services of their own, or with scores in files."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +14,7 @@ TEACHER_PREFIX = "teacher."
 @dataclass(frozen=True, slots=True)
 class ScoredRole:
     name: str
-    """`reference` or `teacher.NAME`, as in the configuration."""
+    """`reference` or `teacher.NAME`."""
     config: ReferenceConfig | TeacherConfig
 
     @property
@@ -23,7 +23,7 @@ class ScoredRole:
 
     @property
     def starts_from_policy(self) -> bool:
-        """True if its weights are the policy's first ones."""
+        """Return whether its weights are the policy's first."""
         return self.config.model_args.model_name_or_path is None
 
     def scores(self, tag: str) -> bool:
@@ -34,7 +34,7 @@ class ScoredRole:
 def scored_roles(
     config: AlgorithmConfig, reference: ReferenceConfig, placement: Placement = "service"
 ) -> list[ScoredRole]:
-    """Return the roles that are scored there, outside the learner."""
+    """Return the roles scored outside the learner."""
     teachers = config.teacher if config.distills else {}
     roles = {f"{TEACHER_PREFIX}{name}": teacher for name, teacher in teachers.items()}
     own = {REFERENCE: reference} if config.needs_ref_logprobs else {}

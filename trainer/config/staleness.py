@@ -1,5 +1,3 @@
-"""Keys of the staleness controller."""
-
 from pydantic import Field, model_validator
 
 from offbeat.envs.config import Config
@@ -15,7 +13,7 @@ class StalenessControllerConfig(Config):
     min_staleness: float = Field(default=0.0, ge=0)
     """Minimum `max_staleness`, in policy versions."""
     max_staleness: float = Field(default=8.0, ge=0)
-    """Maximum `max_staleness`, in policy versions; the initial value is within both."""
+    """Maximum `max_staleness`, in policy versions; the initial value is between both."""
     staleness_step: float = Field(default=1.0, gt=0)
     """Change per decision, in policy versions."""
     min_env_groups: int | None = Field(default=None, ge=1)
@@ -29,8 +27,8 @@ class StalenessControllerConfig(Config):
     max_learner_idle: float = Field(default=0.1, ge=0, lt=1)
     """Fraction of a step waiting for groups above which `max_staleness` is raised."""
     max_rollout_idle: float = Field(default=0.25, ge=0, lt=1)
-    """Fraction of empty group slots at a step above which staleness limits rollouts; unless the learner waits, slots
-    are removed.
+    """Fraction of empty group slots at a step above which staleness limits rollouts; slots are removed unless the
+    learner waits.
     """
     hysteresis: float = Field(default=0.25, ge=0, lt=1)
     """Margin inside limits before reversal, as a fraction of the distance to the best value."""

@@ -1,4 +1,4 @@
-"""Keys of the tiny policy: a small Qwen2 with random weights."""
+"""Keys of the tiny policy, a small Qwen2 with random weights."""
 
 from pydantic import Field, model_validator
 
@@ -12,7 +12,7 @@ class TinyVisionConfig(Config):
     embed_dim: int = Field(default=64, ge=32)
     num_heads: int = Field(default=2, ge=1)
     patch_size: int = Field(default=16, ge=4)
-    """Pixels per side; with 16, a 32-pixel cell of the built-in envs is one token."""
+    """Pixels per side."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> "TinyVisionConfig":

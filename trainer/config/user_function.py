@@ -9,7 +9,7 @@ UserFunction = Annotated[str, Field(pattern=FUNCTION_PATTERN)]
 
 
 class _AnyFunction:
-    """Equal to every path of a function, so that conditions can name it as a value."""
+    """Value equal to every path of a function, for conditions."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, str) and is_function(other)
@@ -25,5 +25,4 @@ ANY_FUNCTION = _AnyFunction()
 
 
 def is_function(name: str) -> bool:
-    """Return True for `module:function` instead of a built-in name."""
     return ":" in name

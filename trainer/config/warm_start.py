@@ -1,5 +1,3 @@
-"""Keys of supervised fine-tuning before reinforcement learning."""
-
 from pydantic import Field
 
 from offbeat.envs.config import Config

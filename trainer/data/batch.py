@@ -1,8 +1,8 @@
 """Packing of trajectories into tensors, mini- and micro-batches.
 
 N tokens of S sequences are concatenated without padding. Arrays [M] cover the sampled tokens, by trajectory in sampling
-order: entry m is the token at `positions[m]`, predicted at the position before it. A sequence's first token is never
-sampled; tokens after its last sampled one are dropped.
+order: entry m is the token at `positions[m]`, predicted one position before. A sequence's first token is never sampled;
+tokens after its last sampled one are dropped.
 """
 
 import math
@@ -69,7 +69,7 @@ class Batch:
 
     @property
     def last_turn(self) -> Tensor:
-        """Mask of each trajectory's last turn, [R] bool."""
+        """Mask each trajectory's last turn, [R] bool."""
         return self.owner.diff(append=self.owner.new_full((1,), -1)) != 0
 
     @property
@@ -78,7 +78,7 @@ class Batch:
 
     @property
     def lengths(self) -> Tensor:
-        """Sampled tokens per trajectory, [T] int64."""
+        """Return sampled tokens per trajectory, [T] int64."""
         return torch.bincount(self.trajectory, minlength=self.num_trajectories)
 
     @property
@@ -94,7 +94,7 @@ class Batch:
         return len(self.cu_seqlens) - 1
 
     def sampled_by(self, version: int) -> Tensor:
-        """Mask tokens sampled, with all earlier ones of their trajectory, by `version`, [M] bool."""
+        """Mask tokens that, with all earlier ones of their trajectory, `version` sampled, [M] bool."""
         others = (self.versions != version).long().cumsum(0)
         starts = torch.searchsorted(self.trajectory, self.trajectory)
         before = torch.cat([others.new_zeros(1), others])[starts]
@@ -105,8 +105,8 @@ class Batch:
 class MicroBatch:
     """Complete sequences of a batch.
 
-    positions: [m] into tokens; index: [m] into [M] arrays; parents: [s], as in `trainer.models.prefix_attention`, then
-    cu_seqlens borders roots and branches.
+    positions: [m] into tokens; index: [m] into [M] arrays; parents: [s], as in `trainer.models.tree_attention`, then
+    cu_seqlens borders blocks.
     """
 
     tokens: Tensor
@@ -255,7 +255,7 @@ def minibatches(batch: Batch, count: int) -> list[list[int]]:
 
 
 def sequences_by_group(batch: Batch) -> list[list[int]]:
-    """Return each group's sequences, by group; groups without sampled tokens have none."""
+    """Return each group's sequences with sampled tokens."""
     group_of = torch.zeros(batch.num_sequences, dtype=torch.int64)
     group_of[batch.sequence] = batch.group[batch.trajectory]
     members: dict[int, list[int]] = {}
@@ -274,7 +274,6 @@ def group_minibatches(batch: Batch, count: int) -> list[list[int]]:
 
 
 def microbatches(batch: Batch, sequences: Sequence[int], max_tokens: int, *, multiple_of: int = 1) -> list[MicroBatch]:
-    """Pack sequences into micro-batches, as `balanced_bins`."""
     lengths = batch.cu_seqlens.diff().tolist()
     bins = balanced_bins([lengths[s] for s in sequences], max_tokens, multiple_of)
     by_sequence = torch.argsort(batch.sequence, stable=True)
@@ -309,7 +308,7 @@ def _images(batch: Batch, sequence_ids: Sequence[int], borders: Sequence[int]) -
 def balanced_bins(lengths: Sequence[int], budget: int, multiple_of: int = 1) -> list[list[int]]:
     """Divide the indexes of `lengths` into the fewest bins of at most `budget` in sum, similar lengths together.
 
-    A longer one is alone; `multiple_of` divides the number of bins if there are enough sequences.
+    A longer one is alone; the number of bins is a multiple of `multiple_of` if there are enough sequences.
     """
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
     min_bins = len(_fill(order, lengths, budget))

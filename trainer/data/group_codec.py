@@ -15,7 +15,7 @@ def pack_group(group: Group) -> list[object]:
 
 
 def unpack_group(body: list[Any]) -> Group:
-    """Decode a group; earlier builds wrote no scores."""
+    """Decode a group, also of earlier builds, without scores."""
     head, (temperature, members, *scores) = body[:NUM_HEAD_FIELDS], body[NUM_HEAD_FIELDS:]
     trajectories = [decode_trajectory(member) for member in members]
     return Group(

@@ -7,9 +7,9 @@ from offbeat.services.messages.types import Group
 
 
 def best_and_worst(groups: Sequence[Group]) -> Iterator[Group]:
-    """Yield each group's trajectories of highest and of lowest reward, the first of equal ones, in this order.
+    """Yield each group's trajectories of highest and lowest reward, the first of equal ones.
 
-    Groups of equal rewards, and pairs with a trajectory without sampled tokens, are left out.
+    Groups of equal rewards, and pairs with a trajectory without sampled tokens, are excluded.
     """
     for group in groups:
         best = max(group.trajectories, key=lambda trajectory: trajectory.reward)

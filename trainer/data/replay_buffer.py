@@ -1,7 +1,7 @@
 """Replay buffer of trained groups.
 
 Invariants: a group is in at most `max_times_sampled` batches, its first included, within its staleness bound; selection
-depends only on seed, step and checkpointed entries. The trajectory buffer and admission count only first uses.
+depends only on seed, step and checkpointed entries. Admission counts only first uses.
 """
 
 import math
@@ -26,20 +26,18 @@ SEED_STREAM = 0x4E91A7
 
 @dataclass(frozen=True, slots=True)
 class ReplayEntry:
-    """Group and number of batches with it."""
-
     group: Group
     times: int = 1
 
     @property
     def priority(self) -> float:
-        """Standard deviation of its rewards."""
+        """Return the standard deviation of its rewards."""
         return statistics.pstdev([trajectory.reward for trajectory in self.group.trajectories] or [0.0])
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedGroups:
-    """Old groups in a batch, with weights of their policy losses."""
+    """Old groups in a batch, with loss weights."""
 
     groups: tuple[Group, ...] = ()
     weights: tuple[float, ...] = ()
@@ -49,7 +47,7 @@ NO_REPLAY = ReplayedGroups()
 
 
 class ReplayBuffer:
-    """Groups kept for reuse, oldest first."""
+    """Oldest first."""
 
     def __init__(self, config: ReplayConfig, groups_per_step: int, seed: int) -> None:
         self._config = config
@@ -80,7 +78,6 @@ class ReplayBuffer:
         return ReplayedGroups(tuple(eligible[i].group for i in indexes), weights)
 
     def update(self, fresh: Sequence[Group], replayed: ReplayedGroups) -> None:
-        """Add fresh groups and count the replayed ones."""
         if self._config.samples_per_insert is None:
             return
         reused = {group.number for group in replayed.groups}
@@ -95,7 +92,7 @@ class ReplayBuffer:
         (folder / REPLAY_FILE).write_bytes(cast(bytes, msgpack.packb(rows)))
 
     def load(self, folder: Path, can_train: Callable[[Group], bool] = lambda _: True) -> None:
-        """Load a checkpoint's entries, if any, that still can be trained."""
+        """Load a checkpoint's trainable entries, if any."""
         path = folder / REPLAY_FILE
         rows = cast(list[Any], msgpack.unpackb(path.read_bytes())) if path.is_file() else []
         entries = [ReplayEntry(unpack_group(body), times) for times, body in rows]

@@ -36,7 +36,7 @@ def _shape(trajectory: Trajectory, shaping: RewardShaping) -> Trajectory:
 
 
 def compute_shaping(trajectory: Trajectory, shaping: RewardShaping) -> float:
-    """Return the term added to an episode's reward; without a function of the user's at most 0."""
+    """Return the term added to an episode's reward; at most 0 without a user function."""
     length = trajectory.num_sampled
     penalty = shaping.response_length_penalty_coef * length
     if shaping.overlong_max_length is not None:
@@ -51,7 +51,7 @@ def compute_shaping(trajectory: Trajectory, shaping: RewardShaping) -> float:
 
 
 def call_shaping(path: str, trajectory: Trajectory) -> float:
-    """Return the reward that `reward_shaping.function` adds. Raises `UserFunctionError` unless it is a finite number."""
+    """Return the reward of `reward_shaping.function`; raises `UserFunctionError` unless it is a finite number."""
     result = load_function(path)(trajectory)
     if not isinstance(result, int | float) or not math.isfinite(result):
         raise UserFunctionError(f"{path} returned {result!r}, not a finite number")

@@ -1,4 +1,4 @@
-"""Selection of a step's groups and episodes; order matters only for ties of the variance filter: earlier groups win."""
+"""Selection of a step's groups and episodes; order decides only ties of the variance filter."""
 
 import statistics
 from collections.abc import Callable, Sequence

@@ -19,11 +19,11 @@ class StepBatch:
     shaped: tuple[Group, ...]
     """`groups` with shaped rewards."""
     masked: MaskedCounts = NO_MASKED
-    """Groups counted in loss denominators only."""
+    """Groups counted only in loss denominators."""
     weights: tuple[float, ...] = ()
     """Policy loss factors; empty if all are 1."""
     new_rewards: Mapping[str, Sequence[float]] | None = None
-    """Shaped rewards of all new groups by tag, masked and refilled included; None: `groups` are all."""
+    """Shaped rewards of all new groups by tag, masked and refilled included; None: of `groups`."""
 
     @property
     def rewards_by_tag(self) -> Mapping[str, Sequence[float]]:
@@ -41,7 +41,6 @@ class StepBatch:
         weights: Sequence[float] = (),
         new_rewards: Mapping[str, Sequence[float]] | None = None,
     ) -> "StepBatch":
-        """Build a batch from unshaped groups."""
         return cls(step, tuple(groups), tuple(shape_rewards(groups, config)), masked, tuple(weights), new_rewards)
 
     def pack(self) -> list[object]:
@@ -51,7 +50,7 @@ class StepBatch:
 
     @classmethod
     def unpack(cls, body: Sequence[Any], config: AlgorithmConfig) -> "StepBatch":
-        """Decode; without rewards (version 0.2) `groups` are taken for all."""
+        """Decode; without rewards (version 0.2), `groups` are all."""
         step, masked, weights, groups, *rewards = body
         members = [unpack_group(group) for group in groups]
         new_rewards = rewards[0] if rewards else None

@@ -1,7 +1,4 @@
-"""Calls of the user's functions, whose results have the documented shapes (docs/algorithms.md).
-
-A result of another shape would broadcast and train on something else, so each call checks it.
-"""
+"""Calls of the user's functions, which check shapes, as another shape could broadcast."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -39,13 +36,13 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def estimate_advantages(path: str, rewards: Tensor, batch: Batch) -> Tensor:
-    """Return the advantages of `adv_estimator`, [M] float. rewards: [M]. Raises `UserFunctionError`."""
+    """Return the advantages of `adv_estimator`, [M] float; raises `UserFunctionError`. rewards: [M]."""
     result = check_tensor(path, load_function(path)(rewards, batch), rewards.shape)
     return result.detach().to(rewards)
 
 
 def compute_loss(path: str, terms: Any, ratio: Tensor) -> TokenLosses:
-    """Return the losses of `pg_variant`, [m]. Raises `UserFunctionError`."""
+    """Return the losses of `pg_variant`, [m]; raises `UserFunctionError`."""
     loss = check_tensor(path, load_function(path)(terms), ratio.shape)
     return TokenLosses(loss, ratio.detach(), torch.zeros_like(ratio, dtype=torch.bool))
 
@@ -53,7 +50,8 @@ def compute_loss(path: str, terms: Any, ratio: Tensor) -> TokenLosses:
 def correct_tokens(
     path: str, logprobs: Tensor, behavior_logprobs: Tensor, turn: Tensor, sequence: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return weights and kept tokens of `train_infer_correction.function`, [m] each, or None. Raises `UserFunctionError`."""
+    """Return weights and kept tokens of `train_infer_correction.function`, [m] each, or None; raises
+    `UserFunctionError`."""
     result = load_function(path)(logprobs, behavior_logprobs, turn, sequence)
     if not isinstance(result, tuple) or len(cast(tuple[Any, ...], result)) != 2:
         raise UserFunctionError(f"{path} returned {_describe(result)}, not a pair of weights and kept tokens")
@@ -66,7 +64,7 @@ def correct_tokens(
 
 
 def check_tensor(path: str, result: object, shape: tuple[int, ...], *, is_mask: bool = False) -> Tensor:
-    """Return the result. Raises `UserFunctionError` unless it is a float (mask: bool) tensor of that shape."""
+    """Return a float (mask: bool) tensor of the shape; raises `UserFunctionError` for another."""
     if not isinstance(result, Tensor):
         raise UserFunctionError(f"{path} returned {_describe(result)}, not a tensor")
     if result.shape != shape:

@@ -1,4 +1,4 @@
-"""Groups whose prompts count as learned, for losses on every token."""
+"""Groups whose prompts count as learned."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ def with_prompts(groups: Sequence[Group]) -> list[Group]:
 
 
 def learned_tokens(groups: Sequence[Group]) -> Tensor:
-    """Return which tokens of `pack(with_prompts(groups))` are learned ones, [M] bool."""
+    """Mask the learned tokens of `pack(with_prompts(groups))`, [M] bool."""
     masks = [
         segment.loss_mask[1 : int(np.flatnonzero(segment.loss_mask)[-1]) + 1]
         for group in groups

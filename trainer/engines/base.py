@@ -26,7 +26,7 @@ class Hyperparameters:
     weight_decay: float
     head_learning_rate: float | None = None
     head_alone: bool = False
-    """Train only the value head; other weights and moments stay."""
+    """Train only the value head."""
 
 
 MIN_LOSS_SCALE = 1.0
@@ -39,11 +39,11 @@ class StepOutcome:
     grad_norm: float
     """Before clipping."""
     loss_scale: float | None = None
-    """Of this step, with float16."""
+    """With float16."""
 
     @property
     def overflowed(self) -> bool:
-        """Return whether a lower loss scale may still make the gradient finite."""
+        """Return whether a lower loss scale may make the gradient finite."""
         return not self.applied and self.loss_scale is not None and self.loss_scale > MIN_LOSS_SCALE
 
 
@@ -55,7 +55,7 @@ class TrainEngine(Protocol[Output_co]):
 
     @property
     def data_size(self) -> int:
-        """Number of ranks, or groups of ranks, that divide a batch."""
+        """Return the number of parts of a batch: ranks, or groups of ranks."""
         ...
 
     @property
@@ -68,7 +68,7 @@ class TrainEngine(Protocol[Output_co]):
         ...
 
     def infer(self, batch: Sequence[PackedInput], read: Callable[[Output_co], Tensor] | None = None) -> list[Tensor]:
-        """Return `read(output)` (by default the first tensor) per micro-batch, without gradients: [..., M] float32 each."""
+        """Return `read(output)` (default: first tensor) per micro-batch, without gradients: [..., M] float32."""
         ...
 
     def tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:

@@ -38,7 +38,7 @@ WRAPPER = "model."
 """Prefix before Hugging Face names."""
 TAG = "state"
 STAGE_FILE = "zero_stage.json"
-"""ZeRO stage and type of gradient sums, on which DeepSpeed's optimizer depends at stage 1."""
+"""ZeRO stage and type of gradient sums, which decide DeepSpeed's optimizer at stage 1."""
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 """Added by DeepSpeed to checkpoints."""
 NAME_OF_DTYPE = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
@@ -47,7 +47,7 @@ MAX_BUCKET_ELEMENTS = 500_000_000
 
 
 class ClippingAdamW(torch.optim.AdamW):
-    """AdamW that clips by the global norm and skips non-finite steps, as ZeRO's optimizers."""
+    """AdamW that clips by the global norm and skips non-finite steps, as ZeRO's."""
 
     overflow = False
     _global_grad_norm = math.nan
@@ -105,7 +105,7 @@ class DeepSpeedEngine(OnRanks):
         return self.outputs(self._engine, batch, read)
 
     def tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Gather one weight, with its adapter, at a time under ZeRO-3."""
+        """Gather one weight with its adapter at a time."""
         module = self._engine.module
         gathered = _deepspeed().zero.GatheredParameters if self._stage == 3 else None
         for weight in merged_weights(module) if merged else unmerged_weights(module, WRAPPER):
@@ -122,7 +122,7 @@ class DeepSpeedEngine(OnRanks):
         return float(self._engine.optimizer.loss_scale) if self._engine.fp16_enabled() else None
 
     def _keep_minimum_scale(self) -> None:
-        """Leave it to `max_skipped_steps` to end a run whose gradients are not finite at the smallest scale."""
+        """Disable DeepSpeed's error at the smallest scale; `max_skipped_steps` ends the run."""
         if self._engine.fp16_enabled():
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
 
@@ -196,7 +196,7 @@ class DeepSpeedLogprobModel(OnRanks):
 
 
 def _layout_of(folder: Path, default: str) -> tuple[int | None, str]:
-    """Return ZeRO stage and type of gradient sums. Version 0.1 wrote only the stage."""
+    """Return ZeRO stage and type of gradient sums, which version 0.1 did not write."""
     if not (folder / STAGE_FILE).is_file():
         return None, default
     layout = json.loads((folder / STAGE_FILE).read_text())
@@ -217,7 +217,7 @@ def _adamw(groups: Sequence[list[nn.Parameter]], training: TrainingArgs, *, clip
 
 
 def engine_config(module: nn.Module, zero_stage: int, dtype: torch.dtype, max_grad_norm: float) -> dict[str, Any]:
-    """Return DeepSpeed's configuration; its bucket, allocated in full, has at most the number of weights."""
+    """Return DeepSpeed's configuration; its bucket has at most the number of weights."""
     num_weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in module.parameters())
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,

@@ -23,9 +23,7 @@ class LogprobModel(Protocol):
 
 @runtime_checkable
 class Reference(LogprobModel, Protocol):
-    def hidden_states(self, batch: Sequence[PackedInput]) -> list[ReferenceStates]:
-        """Return vocabulary distributions per micro-batch."""
-        ...
+    def hidden_states(self, batch: Sequence[PackedInput]) -> list[ReferenceStates]: ...
 
 
 class FrozenModel(OnRanks):
@@ -44,7 +42,7 @@ class FrozenModel(OnRanks):
 
     @torch.no_grad()
     def follow(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:
-        """Interpolate towards `tensors` by the fraction `share`."""
+        """Interpolate towards `tensors` by `share`."""
         own = dict(self._model.model.named_parameters())
         for name, tensor in tensors:
             own[name].lerp_(tensor.to(own[name]), share)
@@ -65,6 +63,6 @@ class AdapterFreeReference:
             return self._engine.infer(batch)
 
     def hidden_states(self, batch: Sequence[PackedInput]) -> list[ReferenceStates]:
-        """Return vocabulary distributions; requires unsharded weights (below ZeRO-3)."""
+        """Return vocabulary distributions; weights must be unsharded (below ZeRO-3)."""
         with without_adapters(self._policy):
             return [self._policy.eval().hidden_states(x.to(self._engine.device)) for x in batch]

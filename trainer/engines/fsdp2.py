@@ -42,7 +42,7 @@ from offbeat.trainer.models.value_head import HEAD
 
 WRAPPER = "model."
 SCALER_FILE = "loss_scaler.json"
-"""State of the loss scaler, with float16; equal on all ranks."""
+"""Of float16; equal on all ranks."""
 
 
 class FSDP2Engine(OnRanks):
@@ -152,7 +152,7 @@ class FSDP2Engine(OnRanks):
                 dist.all_reduce(grad, group=self._mesh["tensor"].get_group())
 
     def _by_mesh(self) -> list[list[nn.Parameter]]:
-        """Group parameters with a gradient: split ones lie on another mesh than others, and operations mix none."""
+        """Group trained parameters by mesh, which operations can't mix."""
         groups: dict[object, list[nn.Parameter]] = {}
         for parameter in self._module.parameters():
             if parameter.grad is not None:

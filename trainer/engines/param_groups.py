@@ -1,7 +1,4 @@
-"""Optimizer parameter groups: the model's, then its value head's; with weight decay, those without decay apart.
-
-Without it the model is one group, as in 0.1.
-"""
+"""Optimizer parameter groups: the model's, then its value head's; with weight decay, those without decay apart."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,8 +16,6 @@ LAYOUT_FILE = "parameter_groups.json"
 
 
 class GroupKind(NamedTuple):
-    """Kind of group, in the optimizer's order."""
-
     is_head: bool
     decays: bool
 
@@ -69,7 +64,6 @@ def write_layout(folder: Path, training: TrainingArgs) -> None:
 
 
 def check_layout(folder: Path, training: TrainingArgs) -> None:
-    """Raise RuntimeError if a checkpoint's groups differ."""
     path = folder / LAYOUT_FILE
     was_split = path.is_file() and bool(json.loads(path.read_text())["split"])
     if was_split == splits_decay(training) or not any(folder.iterdir()):  # the engine itself reports an empty folder

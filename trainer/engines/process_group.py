@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 COMMAND_TIMEOUT = timedelta(days=7)
-"""Long: rank 0 waits for trajectories; a dead rank breaks the connection."""
+"""Long, as rank 0 waits for trajectories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Ranks:
 
     @property
     def copy_size(self) -> int:
-        """Number of consecutive ranks that hold one copy of the weights, and compute the same micro-batches."""
+        """Return the number of consecutive ranks with one copy of the weights and the same micro-batches."""
         return self.tp_size * self.pp_size
 
     @property
@@ -42,7 +42,7 @@ class Ranks:
 
     @property
     def data_size(self) -> int:
-        """Number of groups that divide a batch."""
+        """Return the number of parts of a batch."""
         return self.world_size // self.copy_size
 
     @property
@@ -125,7 +125,7 @@ def process_group(ranks: Ranks, timeout_min: float = 30.0) -> Iterator[Ranks]:
 
 
 def _leave() -> None:
-    """Destroy the process group, through DeepSpeed if in use, which has its own."""
+    """Destroy the process group, through DeepSpeed if in use."""
     deepspeed = cast(Any, sys.modules.get("deepspeed"))
     if deepspeed is not None and deepspeed.comm.is_initialized():
         deepspeed.comm.destroy_process_group()

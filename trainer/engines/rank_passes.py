@@ -1,5 +1,3 @@
-"""Even distribution of forward passes over ranks."""
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,9 +68,9 @@ class OnRanks:
             yield self.share(forward, model(forward.x), loss)
 
     def share(self, forward: Pass, output: Any, loss: LossFunction[Any]) -> Tensor:
-        """Return a pass's loss, times `data_size` because libraries average gradients over data-parallel ranks.
+        """Return a pass's loss, times `data_size`, as libraries average gradients.
 
-        Zero losses of policy and value head are added: libraries need gradients of the same weights on all ranks.
+        Zero losses of policy and value head give all ranks gradients of the same weights.
         """
         share = _zero_loss(output) if forward.index is None else loss(forward.index, output)
         if forward.index is not None and _has_values(output):
@@ -85,7 +83,6 @@ class OnRanks:
         batch: Sequence[PackedInput],
         read: Callable[[Any], Tensor] | None = None,
     ) -> list[Tensor]:
-        """Return the results of all ranks."""
         results: dict[int, Tensor] = {}
         like = torch.empty(0)
         for forward in passes(batch, self._ranks):

@@ -24,7 +24,7 @@ def scheduled_rate(
 ) -> float:
     """Return the rate of `step` (0-based): linear warm-up, then transformers' schedule.
 
-    settings: see `offbeat.trainer.config.schedule.KWARGS`.
+    settings: see `KWARGS`.
 
     Raises:
         ValueError: the schedule rejects a setting.

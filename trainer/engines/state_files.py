@@ -1,7 +1,7 @@
 # pyright: basic
 """State files of DeepSpeed and `torch.distributed.checkpoint`, which contain pickles.
 
-Invariant: they are read as data; only types that these libraries write are known.
+Invariant: they are read as data of the types that these libraries write.
 """
 
 import io
@@ -62,7 +62,7 @@ def load_deepspeed_state(path: str, map_location: Any = None) -> Any:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read safetensors. Raises StateFileError if it is none."""
+    """Read safetensors; raises StateFileError."""
     try:
         return load_file(path)
     except SafetensorError as error:

@@ -13,11 +13,11 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism, r
 from offbeat.trainer.config.model_split import find_obstacle
 
 EMBEDDINGS = ("lm_head", "embed_tokens")
-"""Layers that stay whole if the size of the vocabulary is not a multiple."""
+"""Whole if the vocabulary is not divisible."""
 STYLES = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise")
 PARTIAL_STYLE = "replicated_with_grad_allreduce"
-"""Of norms of heads: each rank's gradient covers its own heads. transformers sums it after every backward pass, which counts
-accumulated gradients again; the engine sums it once per step instead.
+"""Of norms of heads: each rank's gradient covers its own heads. transformers sums it after every backward pass, the
+engine once per step.
 """
 
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_INTERVAL_S = 5.0
 MAX_UNSAVED_INTERVALS = 5
-"""Limit without a checkpoint, in `save_steps`; unsaved groups occupy the buffer's memory."""
+"""In `save_steps`; unsaved groups occupy the buffer's memory."""
 DISK_SPACE_TIMEOUT_S = 900.0
 """Maximum wait before the learner exits."""
 
@@ -41,7 +41,7 @@ class Checkpointer:
         tolerant: bool,
         on_durable: Callable[[Path], None] = lambda _: None,
     ) -> None:
-        """tolerant: continue after a failed write; single rank only. on_durable: called with a checkpoint's folder."""
+        """tolerant: continue after a failed write; single rank only. on_durable: receives a checkpoint's folder."""
         self._store = store
         self._buffer = buffer
         self._ledger = ledger
@@ -52,19 +52,19 @@ class Checkpointer:
         self.newest: Path | None = None
         """Newest durable checkpoint."""
         self.step: int | None = None
-        """Step of the newest checkpoint, durable or in progress."""
+        """Newest checkpoint, durable or in progress."""
         self._durable_step = 0
         self._consumed: list[str] = []
         """Entries consumed since the last `begin`."""
         self._contained: tuple[str, ...] = ()
-        """Entries to acknowledge with the checkpoint in progress."""
+        """Of the checkpoint in progress."""
         self._pending: Future[Path] | None = None
         self._retry_at: float | None = None
-        """Monotonic time of the next try after a failure."""
+        """Monotonic time of the next try."""
 
     @property
     def durable_step(self) -> int:
-        """Newest durable step; 0 without any."""
+        """Return the newest durable step; 0 without any."""
         return self._durable_step
 
     @property
@@ -72,7 +72,6 @@ class Checkpointer:
         return self._pending is not None
 
     def resume_from(self, checkpoint: Checkpoint) -> None:
-        """Mark a checkpoint's contents as saved."""
         self.newest, self.step = checkpoint.path, checkpoint.state.step
         self._durable_step = checkpoint.state.step
 
@@ -102,7 +101,6 @@ class Checkpointer:
                 raise
 
     def finish(self) -> None:
-        """Wait for the checkpoint and acknowledge its entries."""
         pending, self._pending = self._pending, None
         if pending is None:
             return

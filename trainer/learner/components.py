@@ -1,5 +1,3 @@
-"""Construction of the loop's components."""
-
 from collections.abc import Callable
 from functools import partial
 

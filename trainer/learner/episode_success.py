@@ -1,4 +1,4 @@
-"""Success of episodes, some of which may not report it."""
+"""Success of episodes, which may lack it."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from offbeat.services.telemetry import Partial
 def success_values(trajectories: Sequence[Trajectory], num_failed: int = 0) -> dict[str, Partial]:
     """Return mean success and the share of episodes without one, counted as failures.
 
-    Tags that never report success have none; episodes that failed, without a trajectory, count as those of other tags.
+    Tags that never report success have none; failed episodes count as those of other tags.
     """
     reported = {t.tag for t in trajectories if reports_success(t)}
     if not reported:

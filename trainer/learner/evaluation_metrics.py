@@ -1,4 +1,4 @@
-"""Metrics of an evaluation, over all episodes and for each tag."""
+"""Metrics of an evaluation, in total and by tag."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from offbeat.trainer.learner.episode_success import reports_success, success_val
 def evaluation_values(
     trajectories: Sequence[Trajectory], num_episodes: int, *, step: int, group_size: int = 1
 ) -> dict[str, Partial]:
-    """Return metrics by name, those of tags as `env/TAG/NAME`. group_size: above 1 adds pass@k."""
+    """Return metrics, those of tags as `env/TAG/NAME`. group_size: above 1 adds pass@k."""
     failed = Partial("sum", float(num_episodes - len(trajectories)))
     if not trajectories:
         return {"episodes_failed": failed}
@@ -41,7 +41,7 @@ def evaluation_values(
 
 
 def drop_unanswered(trajectories: Sequence[Trajectory], group_size: int) -> list[Trajectory]:
-    """Return the episodes of answered prompts, as if the others, which are too long, had never been asked.
+    """Return the episodes of answered prompts.
 
     group_size: episodes of a prompt.
     """
@@ -72,13 +72,12 @@ def _episodes(trajectories: Sequence[Trajectory]) -> dict[str, Partial]:
 
 
 def _rewards(trajectories: Sequence[Trajectory]) -> dict[str, Partial]:
-    """Return the means of reward functions, each over the episodes of its tags."""
     names = dict.fromkeys(name for t in trajectories for name in t.metrics if name.startswith(COLUMN))
     return {name: mean(t.metrics[name] for t in trajectories if name in t.metrics) for name in names}
 
 
 def _tag_values(members: Sequence[Trajectory], group_size: int) -> dict[str, Partial]:
-    """Return a tag's metrics, over the episodes that were played: those that failed have no tag."""
+    """Return a tag's metrics, over the episodes that did not fail."""
     groups: dict[int, list[bool]] = {}
     if any(map(reports_success, members)):
         for trajectory in members:
@@ -90,7 +89,7 @@ def _tag_values(members: Sequence[Trajectory], group_size: int) -> dict[str, Par
 def _groups(
     trajectories: Iterable[Trajectory], num_episodes: int, group_size: int, reported: set[str]
 ) -> list[list[bool]]:
-    """Return successes of each complete group of the tags that report any; episodes without one count as failures."""
+    """Return successes of each complete group of tags that report any; episodes without one are failures."""
     if not reported:
         return []
     groups = [[False] * group_size for _ in range(num_episodes // group_size)]

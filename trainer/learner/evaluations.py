@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 When = Literal["before", "during", "after"]
 Sampling = Literal["sampled", "greedy", "loss"]
-"""`loss`: of a validation file, without sampling."""
+"""`loss`: of a validation file."""
 
 MAX_SAVED_EPISODES = 32
 """Per evaluation."""
@@ -92,9 +92,8 @@ class Evaluations:
         group_size: int = 1,
         drops_long: bool = False,
     ) -> None:
-        """score: receives sampled success (missing: failure), or reward if envs report none. epoch: the learner's lease.
-        group_size: `val_env_manager.group_size`. drops_long: prompts that are too long to be answered are counted, but
-        left out of every mean.
+        """score: receives sampled success (missing: failure), or reward if envs report none. epoch: the learner's
+        lease. group_size: `val_env_manager.group_size`. drops_long: exclude unanswerable prompts from means.
         """
         self._drops_long = drops_long
         self._group_size = group_size
@@ -111,14 +110,13 @@ class Evaluations:
         self._pending = {eval_id: Evaluation.parse(eval_id, count) for eval_id, count in unrecorded.items()}
 
     def restart(self) -> None:
-        """Queue pending evaluations that the buffer has lost; note all in the log."""
+        """Queue pending evaluations that the buffer has lost; log all."""
         for eval_id in self._recorded:
             self._log.put(eval_id, RECORDED)
         for evaluation in list(self._pending.values()):
             self.start(evaluation)
 
     def start(self, evaluation: Evaluation) -> None:
-        """Queue an evaluation unless recorded."""
         if evaluation.eval_id in self._recorded or not evaluation.num_episodes:
             return
         self._log.put(evaluation.eval_id, str(evaluation.num_episodes))
@@ -134,7 +132,7 @@ class Evaluations:
         return evaluation.eval_id in self._recorded
 
     def record_losses(self, evaluation: Evaluation, losses: Mapping[str, Partial]) -> None:
-        """Record an evaluation of a data pipeline by its gauges."""
+        """Record an evaluation of a data pipeline."""
         values = {name: value for name, value in losses.items() if not name.startswith("actor/")}
         values["rows"] = Partial("sum", float(evaluation.num_episodes))
         labels = {"when": evaluation.when, "sampling": evaluation.sampling}

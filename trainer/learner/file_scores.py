@@ -1,5 +1,3 @@
-"""Scores of rows from files beside the dataset."""
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +18,6 @@ class FileScores:
         self._files = {key: ScoreFiles(dataset, key) for key in roles.values()}
 
     def attach(self, group: Group) -> Group:
-        """Return the group with its scores.
-
-        Raises:
-            ControlError: a row has none, or of other tokens.
-        """
         keys = [key for role, key in self._roles.items() if role.scores(group.tag) and key not in group.scores]
         if not keys:
             return group
@@ -33,7 +26,7 @@ class FileScores:
 
 
 def open_file_scores(run: LearnerRun, dataset: Path | None) -> FileScores | None:
-    """Return None if no role has its scores in files.
+    """Open the scores; None if no role has files.
 
     Raises:
         ControlError: rows have none.

@@ -27,9 +27,7 @@ POLL_S = 0.5
 """Maximum stop delay with an empty buffer."""
 STALE, NO_SIGNAL, MALFORMED, UNPUBLISHED = "stale", "no_signal", "malformed", "unpublished_version"
 TOO_LONG = "too_long"
-"""A row of more than `sequence_length` tokens, or whose learned tokens are all beyond it; or a prompt of more than
-`prompt_length`.
-"""
+"""Row without learned tokens within `sequence_length`, or longer; or a prompt of more than `prompt_length`."""
 
 
 @dataclass
@@ -38,7 +36,7 @@ class StepGroups:
     """Trained and masked, in stream order."""
     trained: list[Group] = field(default_factory=list[Group])
     masked: list[Group] = field(default_factory=list[Group])
-    """Without signal; counted in loss denominators only."""
+    """Without signal; counted only in loss denominators."""
     refilled: list[Group] = field(default_factory=list[Group])
     """Zero-signal groups replaced by fresh ones."""
     num_stale: int = 0
@@ -46,13 +44,12 @@ class StepGroups:
     dropped: dict[str, int] = field(default_factory=dict[str, int])
     wait_s: float = 0.0
     score_wait_s: float = 0.0
-    """Part of `wait_s` for scores of complete groups."""
+    """Part of `wait_s`."""
     newest_version: int = 0
-    """Newest published version; groups with later ones are dropped."""
+    """Groups of later versions are dropped."""
     shaped: dict[int, Group] = field(default_factory=dict[int, Group])
     """`groups` with shaped rewards, by number."""
     are_rows: bool = False
-    """Groups of dataset rows, without rewards."""
 
     @property
     def entry_ids(self) -> tuple[str, ...]:
@@ -71,16 +68,16 @@ class GroupIntake:
     files: FileScores | None = None
     """Of a dataset's rows."""
     reads_data: bool = False
-    """Rows instead of episodes: all are trained, those without learned tokens replaced."""
+    """All rows are trained; those without learned tokens are replaced."""
     drops_long: bool = False
-    """Prompts that are too long to be answered are replaced."""
+    """Unanswerable prompts are replaced."""
 
     def take(
         self, step: int, max_staleness: float, should_stop: Callable[[], bool], *, newest_version: int | None = None
     ) -> StepGroups | None:
         """Block until the groups of `step` (0-based) are available; return None if stopped.
 
-        newest_version: of this run, by default `step`; higher only while a successor repeats steps.
+        newest_version: of this run, by default `step`; higher while a successor repeats steps.
         """
         newest = step if newest_version is None else newest_version
         taken = StepGroups(newest_version=newest, are_rows=self.reads_data)
@@ -99,7 +96,7 @@ class GroupIntake:
         return taken
 
     def can_train(self, group: Group) -> bool:
-        """Return whether a kept group has the scores that it needs, by today's models."""
+        """Return whether a kept group has the scores of the current models."""
         return self.scores is None or self.scores.has_scores(group)
 
     def build_batch(self, step: int, taken: StepGroups, replayed: ReplayedGroups) -> StepBatch:
@@ -113,7 +110,7 @@ class GroupIntake:
         )
 
     def _refuse(self, group: Group, step: int, max_staleness: float, newest_version: int) -> str | None:
-        """Return why the step may not train a group, if so."""
+        """Return why the step may not train a group."""
         if defect := _find_defect(group, self.vocab_size, self.config.num_baselines):
             logger.error("group %d dropped: %s", group.number, defect)
             return MALFORMED

@@ -1,8 +1,8 @@
 """The learner's loop: take, train, publish, evaluate, checkpoint, acknowledge.
 
 Invariants: a version's number is that of the optimizer steps behind it; only groups in a durable checkpoint are
-acknowledged; a resumed learner repeats later steps on the same groups. A Redis that lost data is reconciled with what the
-surviving lineage has trained (`LearnerBuffer.reconcile`).
+acknowledged; a resumed learner repeats later steps on the same groups. A Redis that lost data is reconciled with the
+surviving lineage.
 """
 
 import logging
@@ -43,7 +43,7 @@ from offbeat.trainer.training.policy_trainer import Trainer
 logger = logging.getLogger(__name__)
 
 UNNEEDED = "unneeded"
-"""Reason of a drop: in flight after the last step, as Redis had lost that the group was dropped before."""
+"""Reason of a drop: in flight after the last step, after a loss in Redis."""
 PAUSE_POLL_S = 0.2
 """Maximum delay of a resume or stop."""
 
@@ -66,10 +66,9 @@ class LearnerComponents:
     sampler: TrajectorySampler
     should_stop: Callable[[], bool]
     validation: ValidationRows = field(default_factory=lambda: ValidationRows([]))
-    """Rows for evaluation by loss."""
     tracer: StepTracer = field(default_factory=NoStepTracer)
     num_val_prompts: int | None = None
-    """Rows that each evaluation's episodes answer once; None: the configured numbers of episodes."""
+    """Rows that each evaluation answers once; None: the configured numbers of episodes."""
 
 
 class Learner:
@@ -112,11 +111,11 @@ class Learner:
         self._is_new_lineage = False
         self._published = -1
         self._newest_version = -1
-        """Newest version published by earlier learners."""
+        """By earlier learners."""
 
     @property
     def step(self) -> int:
-        """Optimizer steps behind the weights."""
+        """Return the optimizer steps behind the weights."""
         return self._step
 
     @property
@@ -126,7 +125,7 @@ class Learner:
         return newest if is_local or self._uploads is None else self._uploads.newest_url or newest
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Load a checkpoint; `run` acknowledges its groups, in case its writer died first."""
+        """Load a checkpoint; `run` acknowledges its groups again."""
         state = checkpoint.state
         if self._config.resume_from_checkpoint is True:
             self._lineage = state.lineage  # differs from the run's if it was resumed from an earlier step before
@@ -148,8 +147,8 @@ class Learner:
         self._finish_checkpoint()
 
     def run(self) -> bool:
-        """Train to the last step; return False if stopped. The last step then has a checkpoint, unless stopped with a
-        full disk.
+        """Train to the last step; return False if stopped. The last step has a checkpoint, unless stopped with a full
+        disk.
 
         Raises:
             ControlError: too many consecutive non-finite gradients.
@@ -176,8 +175,8 @@ class Learner:
     def _begin(self) -> None:
         self._buffer.prove_with(self._prove, self._after_reconciliation)
         result = self._buffer.reconcile(self._prove())
-        self._ledger.write_resumed(self._step, result.num_added, result.incarnation)
-        self._newest_version = self._buffer.newest_version()
+        self._newest_version = newest = self._buffer.newest_version()
+        self._ledger.write_resumed(self._step, result.num_added, result.incarnation, newest_version=newest)
         if self._is_new_lineage:
             self._evaluations.discard_after(self._step)
         self._evaluations.restart()
@@ -189,7 +188,7 @@ class Learner:
         return self._ledger.prove(step, step * self._config.groups_per_step, self._next_number, entry_ids)
 
     def _after_reconciliation(self, result: Reconciled) -> None:
-        """Give Redis again what only this process may know."""
+        """Restore in Redis what only this process knows."""
         self._ledger.write_reconciled(self._step, result)
         self._curriculum.publish()
         self._evaluations.restart()
@@ -282,7 +281,7 @@ class Learner:
             self._save_now()
 
     def _is_publish_due(self) -> bool:
-        """Return whether engines need this step's weights; determined by the step, so that a resumed run does the same."""
+        """Return whether engines need this step's weights; depends on the step alone."""
         config = self._config
         periods = (config.model_update_frequency, config.save_steps, config.eval_steps)
         return self._step >= config.max_steps or any(self._step % each == 0 for each in periods if each)
@@ -349,6 +348,8 @@ class Learner:
             return False
         self._finish_uploads(FOREGROUND_TIMEOUT_S)
         self._buffer.close(UNNEEDED)
+        while self._publisher.flush():  # if Redis lost data meanwhile, closing reconciles it and publishes again
+            self._buffer.close(UNNEEDED)
         self._reporter.set_phase(FINISHED)
         return True
 

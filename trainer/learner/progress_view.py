@@ -44,9 +44,7 @@ class LearnerView(Protocol):
         """Show a step's metrics."""
         ...
 
-    def show_samples(self, samples: Sequence[TextSample]) -> None:
-        """Show excerpts of a step's trajectories."""
-        ...
+    def show_samples(self, samples: Sequence[TextSample]) -> None: ...
 
     def close(self) -> None:
         """Stop the display; `print` still works."""

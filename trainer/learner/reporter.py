@@ -1,6 +1,6 @@
 """Learner status and metrics.
 
-Invariant: non-finite values are counted, not recorded: they would make every mean NaN.
+Invariant: non-finite values are counted, not recorded.
 """
 
 import json
@@ -71,7 +71,6 @@ class LearnerReporter:
         self._shown: str | None = None
 
     def set_phase(self, text: str) -> None:
-        """Set the phase, e.g. `warming up 120/300`."""
         if text == self._phase:
             return
         self._phase = text
@@ -81,13 +80,12 @@ class LearnerReporter:
         self._sink.append(MetricRecord("learner", {}, labels={"phase": text}))
 
     def set_activity(self, stage: str, *, step: int, **detail: float | str) -> None:
-        """Set the activity, e.g. `train`."""
         if self._watchdog is not None:
             self._watchdog.kick()
         self._board.show(learner_doing=json.dumps({"stage": stage, "step": step, "since": time.time(), **detail}))
 
     def set_problem(self, problem: str, of: Literal["checkpoint", "upload"] = "checkpoint") -> None:
-        """Set the problem of checkpoints or their uploads; empty clears it."""
+        """Set the problem of checkpoints or uploads; empty clears it."""
         is_new = bool(problem) and problem != self._problems[of]
         self._problems[of] = problem
         if is_new:
@@ -101,7 +99,7 @@ class LearnerReporter:
             self._board.show(learner_trouble=shown)
 
     def record_uploads(self, seconds: Sequence[float], num_failed: int, num_skipped: int) -> None:
-        """Record uploads of checkpoints since the last call. seconds: of each complete one."""
+        """Record uploads since the last call. seconds: of each complete one."""
         values = {
             "checkpoints_uploaded": Partial("sum", float(len(seconds))),
             "checkpoint_uploads_failed": Partial("sum", float(num_failed)),

@@ -1,6 +1,6 @@
-"""Scores of the groups that a step takes, from the services of frozen models.
+"""Scores of a step's groups, from the services of frozen models.
 
-Invariant: a group is trained with all its scores or dropped with a reason, never with a substitute.
+Invariant: a group is trained with all its scores or dropped with a reason.
 """
 
 import logging
@@ -18,7 +18,7 @@ POLL_S = 0.5
 LOST, UNSCORABLE = "lost", "unscorable"
 
 Report = Callable[[int, Group | None], None]
-"""Called with the step and the group whose scores are awaited, and with None once they are there."""
+"""Receives the step and the group whose scores are awaited, then None."""
 
 
 class ScoreIntake:

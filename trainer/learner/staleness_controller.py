@@ -1,10 +1,9 @@
 """Controller of the staleness bound and the number of group slots.
 
 Too stale data (mismatch KL, effective sample size) lowers the bound. While the learner waits, the bound rises if slots
-are empty and the data allows it, the number of slots if all are taken. Otherwise, empty slots are removed.
-
-Invariants: settings change only between steps, through the REST API's list of changes, at most once a step, never for a
-step whose weights exist.
+are empty and the data allows it, the number of slots if all are taken. Otherwise, empty slots are removed. Invariants:
+settings change between steps, through the REST API's list of changes, at most once a step, never for a step whose
+weights exist.
 """
 
 import json
@@ -92,7 +91,7 @@ def judge(config: StalenessControllerConfig, window: WindowMeans) -> Move | None
 def apply_move(
     config: StalenessControllerConfig, move: Move, settings: Settings, groups_per_step: int, num_env_groups: int
 ) -> dict[str, float]:
-    """Return the settings changed by a move, within limits. num_env_groups: maximum without `max_env_groups`."""
+    """Return the settings after a move, within limits. num_env_groups: maximum without `max_env_groups`."""
     if move in ("fresher", "staler"):
         step = config.staleness_step if move == "staler" else -config.staleness_step
         bound = min(max(settings.max_staleness + step, config.min_staleness), config.max_staleness)
@@ -111,7 +110,7 @@ class SettingsProposer(Protocol):
 
 
 class StalenessController:
-    """Controller, inactive without a configuration."""
+    """Inactive without a configuration."""
 
     def __init__(
         self,
@@ -130,14 +129,14 @@ class StalenessController:
         self._first = True
 
     def sample_slots(self) -> None:
-        """Count running groups after training, before weights are published."""
+        """Count running groups after training, before publishing."""
         if self._config is not None:
             self._num_running = self._buffer.num_playing()
 
     def observe(
         self, gauges: Mapping[str, Partial], seconds: Mapping[str, float], settings: Settings
     ) -> dict[str, Partial]:
-        """Record a step and return metrics; skip a process's first, which includes startup.
+        """Record a step and return metrics; skip a process's first.
 
         seconds: durations of `wait` and `step`.
         """

@@ -1,7 +1,7 @@
-"""On-disk ledger of optimizer steps; the buffer's is `groups.jsonl`.
+"""On-disk ledger of optimizer steps.
 
 Invariants: a step's line is durable before a checkpoint with it; a resumed learner writes a line, then repeats later
-steps with the same groups, unless Redis has lost data (another incarnation).
+steps with the same groups, unless Redis has lost data.
 """
 
 import math
@@ -30,9 +30,9 @@ class TrainedGroup:
     computed: bool
     """False if masked."""
     tag: str = ""
-    """Empty in lines of versions before 0.3, like the following."""
+    """Empty before 0.3, like the following."""
     rewards: tuple[float, ...] = ()
-    """Of the trajectories, as the env gave them."""
+    """As the env gave them."""
     num_sampled: int = 0
     """Tokens."""
 
@@ -57,25 +57,26 @@ class ResumedLine:
     step: int
     epoch: int
     restored: int
-    """Change to the buffer's count of trained groups."""
+    """Change to the buffer's number of trained groups."""
     incarnation: int = 0
     """Number of the run's data in Redis; 0 by older versions."""
+    newest_version: int = -1
+    """Published by predecessors, whose own lines may be lost; -1 if none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReconciledLine:
-    """Reconciliation at version `step`, as Redis may have lost data."""
+    """Reconciliation at version `step`."""
 
     step: int
     epoch: int
     incarnation: int
     corrected: int
-    """Groups of which Redis lost something."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseLine:
-    """Lease, noted before its learner acts: Redis may forget it."""
+    """Lease, noted before its learner acts."""
 
     epoch: int
 
@@ -94,8 +95,9 @@ class StepLedger:
         self._write({"lease": True})
         self.sync()
 
-    def write_resumed(self, step: int, restored: int = 0, incarnation: int = 0) -> None:
-        self._write({"resumed": step, "restored": restored, "incarnation": incarnation})
+    def write_resumed(self, step: int, restored: int = 0, incarnation: int = 0, *, newest_version: int = -1) -> None:
+        row = {"resumed": step, "restored": restored, "incarnation": incarnation, "newest_version": newest_version}
+        self._write(row)
 
     def write_reconciled(self, step: int, result: Reconciled) -> None:
         row = {"reconciled": step, "incarnation": result.incarnation, "corrected": result.num_corrected}
@@ -157,7 +159,7 @@ def _to_float(value: object) -> float:
 
 
 def surviving_steps(lines: Iterable[JournalLine], step: int) -> list[StepLine]:
-    """Return the surviving lineage's steps up to `step`."""
+    """Return the surviving lineage's steps."""
     steps: list[StepLine] = []
     epoch = 0
     for line in lines:
@@ -181,7 +183,7 @@ def note_lease(output_dir: Path, epoch: int) -> None:
 
 
 def newest_epoch(output_dir: Path) -> int:
-    """Return the newest lines' greatest epoch; 0 without any."""
+    """Return the greatest epoch of the newest lines; 0 without any."""
     lines = (parse_journal_line(row) for row in last_lines(output_dir / STEPS_FILE))
     return max((line.epoch for line in lines if line is not None), default=0)
 
@@ -203,7 +205,13 @@ def parse_journal_line(row: Mapping[str, Any]) -> JournalLine | None:
     try:
         epoch = int(row["epoch"])
         if "resumed" in row:
-            return ResumedLine(int(row["resumed"]), epoch, int(row["restored"]), int(row.get("incarnation", 0)))
+            return ResumedLine(
+                int(row["resumed"]),
+                epoch,
+                int(row["restored"]),
+                int(row.get("incarnation", 0)),
+                int(row.get("newest_version", -1)),
+            )
         if "lease" in row:
             return LeaseLine(epoch)
         if "reconciled" in row:

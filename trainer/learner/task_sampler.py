@@ -16,14 +16,14 @@ class SamplerStateStore(Protocol):
 
 
 class Curriculum:
-    """Task sampler state; inactive without a sampler."""
+    """Inactive without a sampler."""
 
     def __init__(self, sampler: TaskSampler | None, buffer: SamplerStateStore) -> None:
         self._sampler = sampler
         self._buffer = buffer
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Update the sampler with groups in training order, including refilled ones, and publish."""
+        """Update the sampler with groups in training order, refilled ones included; publish its state."""
         if self._sampler is None:
             return
         for group in groups:
@@ -42,7 +42,7 @@ class Curriculum:
             (folder / FILE).write_text(json.dumps(self._sampler.state_dict()))
 
     def load(self, folder: Path) -> None:
-        """Load a checkpoint's state; one without a sampler resets it.
+        """Load a checkpoint's state; without one, reset the sampler.
 
         Raises:
             ValueError: another sampler's state.

@@ -1,5 +1,3 @@
-"""Excerpts of a step's trajectories as text."""
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +14,7 @@ WHOLE_ANSWER = ActionParser[Any](WHOLE_PATTERN, {})
 
 
 class TrajectorySampler:
-    """Excerpts of logged steps; the tokenizer is loaded with the first."""
+    """Excerpts of logged steps."""
 
     def __init__(
         self,
@@ -32,7 +30,7 @@ class TrajectorySampler:
         self._logged = logged
 
     def sample(self, step: int, groups: Iterable[Group]) -> tuple[TextSample, ...]:
-        """Return excerpts, from the lowest score to the highest; none if the step is not logged."""
+        """Return excerpts, from the lowest to the highest score, of a logged step."""
         if not self._count or step not in self._logged:
             return ()
         trajectories = [trajectory for group in groups for trajectory in group.trajectories if trajectory.segments]
@@ -63,7 +61,7 @@ class TrajectorySampler:
 
 
 def choose_by_score(trajectories: Sequence[Trajectory], count: int) -> list[Trajectory]:
-    """Return `count` trajectories at even distances in the order of their scores; the best alone for one."""
+    """Return `count` trajectories at even distances by score; the best for one."""
     ordered = sorted(trajectories, key=lambda trajectory: trajectory.reward)
     count = min(count, len(ordered))
     if count < 2:

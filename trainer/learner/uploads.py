@@ -1,7 +1,7 @@
 """Background uploads of checkpoints (`checkpoint_config`).
 
-Invariants: uploads happen in the order of writing, one at a time; a local copy is removed only after the upload was read
-back. If the store is slower than training, waiting checkpoints are skipped, except the newest.
+Invariants: uploads are in the order of writing, one at a time; a local copy is removed only after the upload was read
+back. If the store is slow, waiting checkpoints are skipped, except the newest.
 """
 
 import logging
@@ -20,7 +20,7 @@ from offbeat.trainer.training.remote_checkpoints import RemoteFolder, SourceErro
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 2
-"""Checkpoints kept on the disk for their upload, besides the one being uploaded."""
+"""Checkpoints waiting on the disk, besides the one being uploaded."""
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 30.0
 FOREGROUND_TIMEOUT_S = 900.0
 """Longest wait of training (`async_upload: false`) and of a finished run."""
@@ -56,12 +56,12 @@ class CheckpointUploads:
 
     @property
     def newest_url(self) -> str:
-        """URL of the newest complete upload; empty if none."""
+        """Return the URL of the newest complete upload, or ""."""
         listed = self._remote.checkpoints
         return f"{self._remote.url}/{listed[-1].name}" if listed else ""
 
     def add(self, path: Path) -> None:
-        """Queue a durable checkpoint. Does not wait."""
+        """Queue a durable checkpoint."""
         with self._changed:
             if path not in self._waiting:
                 self._waiting.append(path)
@@ -78,7 +78,7 @@ class CheckpointUploads:
         self.report()
 
     def wait(self, timeout_s: float, should_stop: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until all is uploaded; return False at the time limit or a stop. Raises `FencedError`."""
+        """Wait for all uploads; return False at the time limit or a stop. Raises `FencedError`."""
         deadline = time.monotonic() + timeout_s
         while True:
             self.report()
@@ -92,7 +92,7 @@ class CheckpointUploads:
             self._reporter.set_activity("upload", step=step)
 
     def report(self) -> None:
-        """Show progress and problems. Raises `FencedError`."""
+        """Show progress and problems; raises `FencedError`."""
         with self._changed:
             seconds, self._seconds = self._seconds, []
             failed, self._num_failed = self._num_failed, 0
@@ -150,7 +150,6 @@ class CheckpointUploads:
             self._store.release(path.name).result()
 
     def _is_stored(self, checkpoint: Checkpoint) -> bool:
-        """Return whether an earlier learner has uploaded it."""
         state = checkpoint.state
         known = {(each.step, each.lineage, each.serial) for each in self._remote.checkpoints}
         return (state.step, state.lineage, state.serial) in known

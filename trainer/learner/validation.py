@@ -1,4 +1,4 @@
-"""Validation rows of a data pipeline, read once by rank 0."""
+"""Validation rows of a data pipeline, read by rank 0."""
 
 from offbeat.services.errors import ControlError, EpisodeError
 from offbeat.services.messages.types import Group
@@ -18,13 +18,13 @@ class ValidationRows:
         return len(self._groups)
 
     def groups(self) -> list[Group]:
-        """Return the groups with their scores. Raises ControlError as `FileScores.attach`."""
+        """Return the groups with their scores; raises ControlError."""
         files = self._files
         return self._groups if files is None else [files.attach(group) for group in self._groups]
 
 
 def count_prompts(run: LearnerRun) -> int | None:
-    """Return the validation rows that a policy answers; None if it plays episodes of envs instead.
+    """Return the number of prompts for validation; None for episodes of envs.
 
     Raises:
         ControlError: they can't be read.
@@ -39,7 +39,7 @@ def count_prompts(run: LearnerRun) -> int | None:
 
 
 def read_validation(run: LearnerRun) -> ValidationRows:
-    """Read the validation rows.
+    """Read the rows.
 
     Raises:
         ControlError: a row can't be read; names file and line.

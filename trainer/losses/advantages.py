@@ -47,7 +47,7 @@ class AdvantageEstimate(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
     """All [M]. logprobs: at the start of the step; distilled: the teachers' advantages; bootstrapped: values after cut
-    episodes, 0 on other tokens.
+    episodes, else 0.
     """
 
     config: AlgorithmConfig
@@ -60,7 +60,7 @@ class AdvantageInputs:
 
     @property
     def completed_rewards(self) -> Tensor:
-        """Rewards plus the discounted value after a cut, as a critic expects."""
+        """Return rewards plus the discounted value after a cut, for a critic."""
         if self.bootstrapped is None:
             return self.rewards
         return self.rewards + self.config.gamma * self.bootstrapped
@@ -106,7 +106,7 @@ def _gae(inputs: AdvantageInputs) -> AdvantageEstimate:
 
 
 def _turn_gae(inputs: AdvantageInputs, values: Tensor) -> AdvantageEstimate:
-    """Estimate GAE over turns with tokens; other turns' rewards are on a neighbour's token."""
+    """Estimate GAE over turns with tokens."""
     config, batch = inputs.config, inputs.batch
     first = batch.turn.diff(prepend=batch.turn.new_full((1,), -1)) != 0
     rewards = _turn_rewards(batch, inputs.completed_rewards)[batch.turn[first]]
@@ -166,7 +166,7 @@ ESTIMATORS: dict[str, Callable[[AdvantageInputs], AdvantageEstimate]] = {
     "agentic_reinforce": _turn_returns,
     "opd": _teacher_advantages,
 }
-"""By `adv_estimator`; others use discounted returns per token and differ in `episode_rewards`."""
+"""By `adv_estimator`; others use discounted returns per token."""
 
 
 def estimate(
@@ -202,7 +202,7 @@ def estimate(
 def bootstrap(config: AlgorithmConfig, batch: Batch, next_values: Tensor | None) -> Tensor | None:
     """Return the value after each cut episode's last token, 0 elsewhere, [M]; None if limits count as ends.
 
-    It stands for the next observation's value, which a cut episode lacks.
+    It replaces the next observation's value.
 
     Raises:
         ValueError: `bootstrap_truncated` without values.
@@ -223,7 +223,7 @@ def _whiten_trained(advantages: Tensor, trained: Tensor | None) -> Tensor:
 
 
 def scale_rewards(rewards: Tensor) -> Tensor:
-    """Divide rewards [M] by their deviation; centering would give every token a constant reward."""
+    """Divide rewards [M] by their deviation, without centering."""
     if len(rewards) < 2:
         return rewards
     return rewards / (rewards.std() + EPS)

@@ -1,6 +1,6 @@
 """Loss of `pipeline: distill`.
 
-Those of micro-batches and ranks sum to the weighted means over the optimizer step's taught and learned tokens.
+Losses of micro-batches and ranks sum to the weighted means over the optimizer step's taught and learned tokens.
 """
 
 from collections.abc import Sequence

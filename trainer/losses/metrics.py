@@ -1,4 +1,4 @@
-"""Mergeable metrics of a batch and its losses: token gauges are means over tokens [m], loss terms over optimizer steps."""
+"""Mergeable metrics of a batch and its losses: gauges are means over tokens [m], loss terms over optimizer steps."""
 
 from collections.abc import Mapping
 

@@ -1,6 +1,6 @@
 """Policy and critic losses of micro-batches.
 
-Those of micro-batches and ranks sum to the optimizer step's, those of a pass to `num_minibatches` times the batch's;
+Losses of micro-batches and ranks sum to the optimizer step's, those of a pass to `num_minibatches` times the batch's;
 engines that average gradients over W ranks must multiply by W.
 """
 
@@ -175,7 +175,7 @@ def policy_loss(
 
 
 def surrogate_losses(config: AlgorithmConfig, logprobs: Tensor, targets: Targets) -> tuple[TokenLosses, Tensor]:
-    """Return the policy loss before corrections, and the old policy's logprobs; arguments as in `policy_loss`."""
+    """Return the policy loss before corrections, and the old policy's logprobs."""
     old = logprobs.detach() if targets.old_is_present else targets.old_logprobs
     if targets.proximal is not None:
         old = proximal_logprobs(logprobs, targets.behavior_logprobs, targets.proximal)
@@ -187,7 +187,7 @@ def surrogate_losses(config: AlgorithmConfig, logprobs: Tensor, targets: Targets
 
 
 def compared_logprobs(config: AlgorithmConfig, logprobs: Tensor, old: Tensor) -> Tensor:
-    """Return the logprobs that corrections compare with the behavior policy's."""
+    """Return the logprobs compared with the behavior policy's."""
     return logprobs if config.old_logprobs == "behavior" else old
 
 
@@ -200,7 +200,7 @@ def _estimate_kl(config: AlgorithmConfig, logprobs: Tensor, targets: Targets) ->
 def _apply_correction(
     config: AlgorithmConfig, pg_loss: Tensor, compared: Tensor, targets: Targets
 ) -> tuple[Tensor, dict[str, Partial]]:
-    """Weight and mask the loss. compared: [m], logprobs against the behavior policy's."""
+    """Weight and mask the loss. compared: [m]."""
     correction = correct(config.train_infer_correction, compared, targets)
     if correction.weight is not None:
         pg_loss = pg_loss * correction.weight
@@ -235,10 +235,10 @@ class StepLosses:
     device: torch.device
     gauges: list[dict[str, Partial]] = field(default_factory=list[dict[str, Partial]])
     seen: Tensor | None = None
-    """Receives the policy's logprobs, [M]."""
+    """Receives logprobs, [M]."""
 
     def of_policy(self, i: int, output: Sampled) -> Tensor:
-        """Return the policy's loss with its value head's, if any."""
+        """Return the loss of policy and value head, if any."""
         targets = self.targets.at(self.micro[i].index, self.device)
         loss, gauges = policy_loss(
             self.config, output.logprobs, output.entropies, targets, self.entropy_coef, output.divergences

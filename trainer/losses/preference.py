@@ -1,6 +1,6 @@
 """Loss of `pipeline: dpo`: means over the optimizer step's pairs.
 
-Invariant: both members of a pair are in one micro-batch.
+Invariant: a micro-batch has both members of a pair.
 """
 
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ class PreferenceLosses:
 
 @torch.no_grad()
 def _gauges(pairs: PairLogprobs, losses: Tensor, beta: float) -> dict[str, Partial]:
-    """Return TRL's metrics; `rewards/accuracies` is the share of pairs with the greater reward for the chosen response."""
+    """Return TRL's metrics; `rewards/accuracies`: share of pairs with a greater chosen reward."""
     chosen, rejected = beta * (pairs.chosen - pairs.ref_chosen), beta * (pairs.rejected - pairs.ref_rejected)
     values = {
         "loss": losses,

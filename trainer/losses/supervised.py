@@ -1,6 +1,6 @@
 """Loss of supervised fine-tuning, of `pipeline: sft` and the warm start.
 
-Those of micro-batches and ranks sum to the mean over the optimizer step's learned tokens.
+Losses of micro-batches and ranks sum to the mean over the optimizer step's learned tokens.
 """
 
 from dataclasses import dataclass, field

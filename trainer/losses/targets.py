@@ -1,6 +1,6 @@
 """Constants of the losses, computed before the first optimizer step.
 
-Every rank prepares the whole batch, so whitening, masks and denominators are global.
+Every rank prepares the whole batch: whitening, masks and denominators are global.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class Targets:
 
     advantages: Tensor
     weights: Tensor
-    """Weights in the optimizer step's loss (`trainer.algorithms.aggregation`); 0 for masked episodes."""
+    """In the optimizer step's loss (`trainer.algorithms.aggregation`); 0 for masked episodes."""
     old_logprobs: Tensor
     behavior_logprobs: Tensor
     turn: Tensor
@@ -50,20 +50,19 @@ class Targets:
     trusted: Tensor | None = None
     """Bool: kept by M2PO."""
     old_is_present: bool = False
-    """Whether the only pass's own logprobs serve as `old_logprobs`."""
+    """Whether the only pass's logprobs serve as `old_logprobs`."""
     proximal: Tensor | None = None
     """From `proximal_share`."""
     fresh: Tensor | None = None
-    """Bool: sampled, like all before it, by the current version; logprobs should be equal."""
+    """Bool: sampled, with all earlier ones, by the current version; logprobs should be equal."""
     token_share: float = 0.0
     """1 / tokens per optimizer step."""
     teacher_kl: float | None = None
     """Mean weighted KL to the teachers per token."""
     kl_in_reward: float = 0.0
-    """KL to the reference for the controller: mean over tokens, then trajectories."""
+    """KL to the reference: mean over tokens, then trajectories."""
 
     def at(self, index: Tensor, device: torch.device | None = None) -> "Targets":
-        """Select `index` [m] int64, on `device` if given."""
         selected: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -91,11 +90,11 @@ def build_targets(
 ) -> Targets:
     """Compute the constants of the losses.
 
-    old_logprobs: [M], the learner's at the start of the step, None for the engine's; old_is_present: they are the only
-    pass's own; ref_logprobs, values: [M]; next_values: [M], after the tokens, for `bootstrap_truncated`; divergences:
-    [M], KL to the reference over the vocabulary at the start; teacher_logprobs: [K, M], as `config.teacher`, ignored
-    outside `teacher_mask`; version: the learner's at the start; num_minibatches: per pass; running: for
-    `norm_mean_type: running`; masked: counted in denominators.
+    old_logprobs: [M], the learner's at the start of the step, None for the engine's; old_is_present: of the only pass;
+    ref_logprobs, values: [M]; next_values: [M], after the tokens, for `bootstrap_truncated`; divergences: [M], KL to
+    the reference over the vocabulary at the start; teacher_logprobs: [K, M], as `config.teacher`, ignored outside
+    `teacher_mask`; version: the learner's at the start; num_minibatches: per pass; running: for `norm_mean_type:
+    running`; masked: counted in denominators.
 
     Raises:
         ValueError: a needed input is None.
@@ -151,7 +150,6 @@ def _kl_in_reward(
 
 
 def apply_group_weights(targets: Targets, batch: Batch, weights: Sequence[float]) -> Targets:
-    """Multiply each group's policy loss by its weight."""
     if all(weight == 1.0 for weight in weights):
         return targets
     token_factors = torch.tensor(weights)[batch.group[batch.trajectory]]
@@ -177,13 +175,13 @@ def _check(
 
 
 def needs_initial_logprobs(config: AlgorithmConfig) -> bool:
-    """Return whether initial logprobs are needed for more than `old_logprobs`."""
+    """Return whether initial logprobs are needed besides `old_logprobs`."""
     for_advantages = config.add_token_level_kl or config.distills or config.value_targets == "vtrace"
     return for_advantages or config.train_infer_correction.m2_threshold is not None
 
 
 def teacher_mask(config: AlgorithmConfig, batch: Batch) -> Tensor:
-    """Return the tokens taught by each of `config.teacher`, [K, M] bool."""
+    """Mask the tokens taught by each of `config.teacher`, [K, M] bool."""
     teachers = config.teacher.values()
     teaches_tag = torch.tensor([[each.teaches(tag) for tag in batch.tags] for each in teachers], dtype=torch.bool)
     return teaches_tag[:, batch.tag[batch.trajectory]]

@@ -1,4 +1,4 @@
-"""What a step's policy loss made of each sampled token."""
+"""Effect of a step's policy loss on each sampled token."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -13,7 +13,7 @@ from offbeat.trainer.losses.targets import Targets
 
 
 class TokenOutcome(IntEnum):
-    """Reason why a token's policy gradient is not that of its advantage; the last that applies."""
+    """Why a token's policy gradient is not that of its advantage; the last reason that applies."""
 
     TRAINED = 0
     NO_ADVANTAGE = 1
@@ -21,13 +21,13 @@ class TokenOutcome(IntEnum):
     CLIPPED = 2
     """`pg_variant` bounded its gradient or weight."""
     WEIGHT_CUT = 3
-    """`train_infer_correction.is_weight` bounded its importance weight."""
+    """`train_infer_correction.is_weight` bounded its weight."""
     FILTERED = 4
     """Masked by a filter of `train_infer_correction`."""
     EPISODE_MASKED = 5
     """Its episode is outside the loss (`max_len_mask`, `error_max_len_clip`)."""
     NOT_COMPUTED = 6
-    """The policy was not trained on it (`critic_warmup`)."""
+    """Policy not trained on it (`critic_warmup`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class TokenOutcomes:
 
 @torch.no_grad()
 def token_outcomes(config: AlgorithmConfig, logprobs: Tensor, targets: Targets) -> TokenOutcomes:
-    """Explain the first pass. logprobs: [M], NaN for tokens that it lacks."""
+    """Explain the first pass. logprobs: [M], NaN if missing."""
     surrogate, old = surrogate_losses(config, logprobs, targets)
     correction = correct(config.train_infer_correction, compared_logprobs(config, logprobs, old), targets)
     outcome = torch.full(logprobs.shape, TokenOutcome.TRAINED, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Loss of rows with one response that is desirable or not (`dpo.loss_type: kto`): means over the optimizer step's rows."""
+"""Loss of rows with one response, desirable or not (`dpo.loss_type: kto`): means over the optimizer step's rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class UnpairedLosses:
     """Loss function for `TrainEngine.train`.
 
     kl: of the policy to the reference on mismatched responses, per response; num_rows: of the step on all ranks;
-    ref_logprobs: the reference's, [M]. A response is desirable if its reward is positive.
+    ref_logprobs: the reference's, [M]. Responses with a positive reward are desirable.
     """
 
     config: PreferenceConfig
@@ -44,7 +44,7 @@ class UnpairedLosses:
 
 
 def add_margins(gauges: dict[str, Partial]) -> dict[str, Partial]:
-    """Return merged gauges with TRL's margin between both kinds' mean rewards."""
+    """Return merged gauges with TRL's margin between the mean rewards of both kinds."""
     if "rewards/chosen" not in gauges or "rewards/rejected" not in gauges:
         return gauges
     margin = gauges["rewards/chosen"].value - gauges["rewards/rejected"].value

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from offbeat.trainer.models.packing import Packing
-from offbeat.trainer.models.prefix_attention import shared_prefix_attention
+from offbeat.trainer.models.tree_attention import tree_attention
 
 PACKED_ATTENTION = "offbeat_packed"
 
@@ -40,12 +40,12 @@ def packed_attention(
             f"{type(module).__name__} needs {', '.join(unsupported) or 'a custom mask'}: "
             "set actor_train.model_args.attn_implementation to eager"
         )
-    if packing.branches is not None:
-        if sliding_window is not None and sliding_window < packing.branches.longest:
+    if packing.tree is not None:
+        if sliding_window is not None and sliding_window < packing.tree.longest:
             raise NotImplementedError(
                 f"{type(module).__name__} has a sliding window: set actor_train.model_args.shared_prefix to false"
             )
-        return shared_prefix_attention(query, key, value, packing.branches, scaling, dropout), None
+        return tree_attention(query, key, value, packing.tree, scaling, dropout), None
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout:
         return _varlen(query, key, value, packing, scaling, sliding_window), None
     return _padded(query, key, value, packing, scaling, dropout, sliding_window), None

@@ -1,6 +1,6 @@
 """Teachers' most probable tokens, and the policy's divergence from them, in float32.
 
-Invariant: a policy's distributions exist only in chunks; the backward pass recomputes them.
+Invariant: a policy's distributions exist only in chunks, recomputed in the backward pass.
 """
 
 from collections.abc import Iterator
@@ -28,8 +28,8 @@ class TopQuery:
 class TeacherTokens:
     """A teacher's distributions of M tokens.
 
-    ids: [M, K] int64, the most probable ones, or None for the whole vocabulary; logprobs: [M, K + 1], the last of all
-    other tokens together, or [M, V]; weights: [M], 0 where it doesn't teach.
+    ids: [M, K] int64, the most probable, or None for the whole vocabulary; logprobs: [M, K + 1], the last of all other
+    tokens, or [M, V]; weights: [M], 0 where it doesn't teach.
     """
 
     ids: Tensor | None
@@ -47,7 +47,7 @@ class TeacherTokens:
 
 @dataclass(frozen=True, slots=True)
 class Distillation:
-    """Targets of a divergence. temperature: of the policy; add_tail: compare the sum of all other tokens, too."""
+    """Targets of a divergence. temperature: of the policy; add_tail: compare the sum of other tokens."""
 
     objective: str
     terms: DivergenceTerms
@@ -63,8 +63,8 @@ class Distillation:
 
 
 def top_logprobs(logits: Tensor, query: TopQuery) -> Tensor:
-    """Return the most probable tokens' ids, then logprobs, then that of all others, [2 K + 1, M] float64; for all tokens
-    logprobs alone, [V, M] float32. logits: [M, V]
+    """Return the most probable tokens' ids, their logprobs, and that of all others, [2 K + 1, M] float64; for all
+    tokens, logprobs [V, M] float32. logits: [M, V]
     """
     logits = logits[:, : query.vocab_size]
     k = query.k if query.k < logits.shape[1] else 0
@@ -129,7 +129,7 @@ def _of_chunk(logits: Tensor, teacher: TeacherTokens, distillation: Distillation
 
 
 def _over_outcomes(student: Tensor, expected: Tensor, ids: Tensor, *, add_tail: bool) -> tuple[Tensor, Tensor]:
-    """Return logprobs of the chosen tokens, and with `add_tail` of all others together. student: [m, V]"""
+    """Return logprobs of the chosen tokens, and with `add_tail` of all others. student: [m, V]"""
     chosen = student.gather(1, ids)
     if not add_tail:
         return chosen.log_softmax(1), expected[:, :-1].log_softmax(1)

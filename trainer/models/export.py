@@ -52,7 +52,6 @@ def _name_shards(folder: Path, shards: list[tuple[Path, list[str]]], total: int)
 
 
 def copy_model_files(source: Path, folder: Path) -> None:
-    """Copy a model folder without weights."""
     for path in source.iterdir():
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHT_SUFFIXES):
             shutil.copyfile(path, folder / path.name)

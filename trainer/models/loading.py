@@ -1,5 +1,3 @@
-"""Loading from Hugging Face folders."""
-
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +21,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def read_vocab_size(folder: Path) -> int:
-    """Return the number of a model's logits."""
+    """Return the number of logits."""
     return int(AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config().vocab_size)
 
 
@@ -78,7 +76,7 @@ def _load(auto: Any, folder: Path, args: ModelArgs, seed: int) -> PreTrainedMode
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set dropouts to 0: logprobs must be the engine's, which samples without."""
+    """Set dropouts to 0, as the engine samples without."""
     for module in model.modules():
         for name in [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]:
             setattr(module, name, 0.0)

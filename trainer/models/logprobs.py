@@ -8,9 +8,9 @@ from torch import Tensor
 CHUNK_ELEMENTS = 1 << 24
 """Logits per GPU chunk."""
 CPU_CHUNK_ELEMENTS = 1 << 18
-"""Logits per CPU chunk: 1 MB in float32, within cache."""
+"""1 MB in float32, within the CPU cache."""
 MIN_LOGPROB = -1e4
-"""Logprob with exponential 0 in every dtype: logit -inf has gradient 0, not 0 * inf."""
+"""Its exponential is 0 in every dtype: logit -inf has gradient 0, not 0 * inf."""
 
 
 def rows_per_chunk(logits: Tensor) -> int:

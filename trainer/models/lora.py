@@ -18,10 +18,10 @@ from offbeat.trainer.config.actor_train import ModelArgs
 
 ADAPTER = "default"
 BASE = ".base_layer."
-"""PEFT's infix of base weights."""
+"""PEFT's infix."""
 FACTORS = (".lora_A.", ".lora_B.")
 PREFIX = "base_model.model."
-"""PEFT's prefix of adapter tensors."""
+"""PEFT's prefix."""
 
 
 def add_adapters(model: nn.Module, args: ModelArgs, seed: int) -> None:
@@ -61,7 +61,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ExportedWeight:
-    """name: with the wrapper's prefix; tensor: computes it once `parts` are gathered."""
+    """name: with the wrapper's prefix; tensor: computes it from gathered `parts`."""
 
     name: str
     parts: list[nn.Parameter]
@@ -91,7 +91,6 @@ def unmerged_weights(module: nn.Module, wrapper: str) -> Iterator[ExportedWeight
 
 
 def save_adapter(folder: Path, factors: Mapping[str, Tensor], args: ModelArgs, base: Path) -> None:
-    """Write a PEFT adapter. factors: by PEFT's names."""
     from peft import LoraConfig  # noqa: PLC0415
 
     layers = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in factors})
@@ -119,5 +118,5 @@ def _merged(name: str, layer: Any) -> ExportedWeight:
 
 
 def adapted_layers(module: nn.Module) -> dict[str, Any]:
-    """Return adapted layers, found by attribute because importing PEFT is slow."""
+    """Return adapted layers, without importing PEFT."""
     return {name: layer for name, layer in module.named_modules() if hasattr(layer, "lora_A")}

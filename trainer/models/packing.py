@@ -1,5 +1,3 @@
-"""Packed sequences and model input."""
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,12 +6,12 @@ from torch import Tensor
 from offbeat.services.messages.types import PromptImage
 from offbeat.trainer.models.distillation import Distillation, TopQuery
 from offbeat.trainer.models.divergence import ReferenceStates
-from offbeat.trainer.models.prefix_attention import SharedPrefixLayout, position_ids
+from offbeat.trainer.models.tree_attention import TreeLayout
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """B sequences (with `branches`, blocks) concatenated into N tokens.
+    """B sequences (with `tree`, blocks) concatenated into N tokens.
 
     cu_seqlens: [B + 1] int32, from 0 to N; position_ids: [1, N] int64, from 0 in each sequence; slots: [N] int64, token
     indices in a right-padded [B, max_len].
@@ -23,7 +21,7 @@ class Packing:
     position_ids: Tensor
     slots: Tensor
     max_len: int
-    branches: SharedPrefixLayout | None = None
+    tree: TreeLayout | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -46,13 +44,8 @@ class Packing:
         slots = rows * max_len + positions
         if parents is None:
             return cls(starts.to(torch.int32), positions[None], slots, max_len)
-        return cls(
-            starts.to(torch.int32),
-            position_ids(starts, parents),
-            slots,
-            max_len,
-            SharedPrefixLayout.of(starts, parents),
-        )
+        tree = TreeLayout.of(starts, parents)
+        return cls(starts.to(torch.int32), tree.position_ids[None], slots, max_len, tree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +94,14 @@ class PackedInput:
 
     @property
     def valued(self) -> Tensor:
-        """Tokens whose hidden states give values, [M], or with the next ones, [2 M] int64."""
+        """Return the tokens whose hidden states give values, [M], or with the next ones, [2 M] int64."""
         return torch.cat([self.predictors, self.positions]) if self.with_next else self.predictors
 
     @property
     def predictors(self) -> Tensor:
         """Tokens that predict `positions`, [M] int64."""
-        branches = self.packing.branches
-        return self.positions - 1 if branches is None else branches.before[self.positions]
+        tree = self.packing.tree
+        return self.positions - 1 if tree is None else tree.before[self.positions]
 
     def to(self, device: torch.device) -> "PackedInput":
         if self.tokens.device == device:
@@ -118,7 +111,7 @@ class PackedInput:
             self.packing.position_ids.to(device),
             self.packing.slots.to(device),
             self.packing.max_len,
-            None if self.packing.branches is None else self.packing.branches.to(device),
+            None if self.packing.tree is None else self.packing.tree.to(device),
         )
         temperatures = None if self.temperatures is None else self.temperatures.to(device)
         reference = (

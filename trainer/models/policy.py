@@ -18,7 +18,7 @@ from offbeat.trainer.models.value_head import ValueHead, last_hidden_states
 
 
 class Sampled(NamedTuple):
-    """Sampled tokens' outputs, [M] float32, in nats. divergences: full KL to the reference, or from the teachers."""
+    """Outputs of sampled tokens, [M] float32, in nats. divergences: full KL to the reference, or from the teachers."""
 
     logprobs: Tensor
     entropies: Tensor
@@ -28,7 +28,7 @@ class Sampled(NamedTuple):
 
 
 def packed_kwargs(packing: Packing) -> dict[str, Any]:
-    """Return model arguments for every attention implementation."""
+    """Return arguments for every attention implementation."""
     return {
         "position_ids": packing.position_ids,
         "use_cache": False,

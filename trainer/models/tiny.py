@@ -1,7 +1,6 @@
 """Built-in policy: a small Qwen2 with a word-level tokenizer, without weights.
 
-Invariants: torch and transformers, which are slow, are not imported; the chat template is append-only; every vocabulary
-id has a word.
+Invariants: torch and transformers are not imported; the chat template is append-only; every vocabulary id has a word.
 """
 
 import json
@@ -27,7 +26,7 @@ MAX_SIDE_PIXELS = 1024
 ROLES = ("system", "user", "assistant")
 
 _EMPTY_AUTO_MAP = {"AutoTokenizer": [None, None]}
-"""Workaround: transformers 5 ignores `tokenizer_class` of Qwen2 folders without an `auto_map`; an empty one runs no code."""
+"""transformers 5 ignores `tokenizer_class` of Qwen2 folders without an `auto_map`; an empty one runs no code."""
 
 CHATML_TEMPLATE = (
     "{% for message in messages %}"
@@ -72,7 +71,7 @@ def build_tokenizer(words: Sequence[str], special: Sequence[str] = SPECIAL_TOKEN
 
 
 def write_tiny_policy(folder: Path, config: TinyPolicyConfig, words: Sequence[str]) -> None:
-    """Write a tiny policy's configuration and tokenizer, deterministically and atomically, also to a folder in use.
+    """Write a tiny policy's configuration and tokenizer, deterministically and atomically.
 
     words: all of the envs' texts, in a stable order.
 

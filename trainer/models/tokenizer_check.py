@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 
 
 def check_same_tokens(policy: Path, other: Path, path: str) -> None:
-    """Check that token ids are equal. path: configuration key of `other`.
+    """Check that token ids are equal. path: key of `other`.
 
     Raises:
         ValueError: an id differs, or tokenizer.json is missing.

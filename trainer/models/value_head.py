@@ -1,5 +1,3 @@
-"""Value head on last hidden states."""
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

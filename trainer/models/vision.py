@@ -1,6 +1,6 @@
 """Packed vision-language policy (Qwen2-VL, Qwen2.5-VL).
 
-Invariant: the trajectory locates images, since a policy may sample placeholder ids.
+Invariant: the trajectory locates images, as a policy may sample placeholder ids.
 """
 
 from collections.abc import Sequence

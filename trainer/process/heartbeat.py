@@ -1,6 +1,6 @@
 """Heartbeats over a pipe.
 
-Invariants: clocks of different processes are never compared; pending heartbeats are read before measuring silence.
+Invariants: clocks of different processes are never compared; pending heartbeats are read before silence is measured.
 """
 
 import os
@@ -13,15 +13,14 @@ HEARTBEAT_FD = "OFFBEAT_HEARTBEAT_FD"
 """Environment variable: heartbeat file descriptor."""
 BEATS_PER_TIMEOUT = 16
 HEARTBEAT_TIMEOUTS = 4
-"""Silence that counts as hung, in `buffer.learner_timeout_s`."""
+"""Of `buffer.learner_timeout_s`."""
 
 
 class Heartbeat:
     def __init__(self, timeout_s: float) -> None:
-        """timeout_s: silence that counts as hung."""
         self._timeout_s = timeout_s
         self._read, self.write_end = os.pipe()
-        """write_end: for the process; `close_write_end` closes it here."""
+        """write_end: for the process; close it here by `close_write_end`."""
         os.set_blocking(self._read, False)
         self._received_at = time.monotonic()
         self._allowed_s = max(STARTUP_TIMEOUT_S, timeout_s)
@@ -43,7 +42,6 @@ class Heartbeat:
 
 
 def start_heartbeats(timeout_s: float) -> None:
-    """Send heartbeats in a background thread, if expected."""
     write_end = os.environ.pop(HEARTBEAT_FD, None)
     if write_end is not None:
         arguments = (int(write_end), timeout_s / BEATS_PER_TIMEOUT)

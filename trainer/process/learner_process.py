@@ -66,13 +66,13 @@ COLLECTIVE_MARGIN_S = 60.0
 @dataclass(frozen=True, slots=True)
 class LearnerResult:
     finished: bool = False
-    """True after all steps and evaluations."""
+    """After all steps and evaluations."""
     interrupted: bool = False
-    """True if stopped by a signal, not by the run's record."""
+    """Stopped by a signal, not by the run's record."""
     step: int = -1
     """Version of the weights; -1 without."""
     checkpoint: Path | str | None = None
-    """Newest one: its folder, or its URL in the store."""
+    """Newest folder, or its URL in the store."""
 
 
 class LearnerProcess:
@@ -89,7 +89,8 @@ class LearnerProcess:
         started: float,
         ranks_per_node: Sequence[int] = (),
     ) -> None:
-        """follower: other ranks' command line. started: monotonic time. ranks_per_node: of several nodes, this one first."""
+        """follower: other ranks' command line. started: monotonic time. ranks_per_node: of several nodes, this one
+        first."""
         self._run = run
         self._num_processes = num_processes
         self._follower = follower
@@ -275,7 +276,7 @@ class LearnerProcess:
         return True
 
     def _announce_start(self, epoch: int) -> None:
-        """Announce to scorers that the first weights of this lineage are complete."""
+        """Announce to scorers that the first weights are complete."""
         write = RunWrites(self._redis, self._run.run_id, self._run.uid)
         write.epoch = epoch
         write("SET", start_key(self._run.run_id), self._run.lineage)
@@ -319,7 +320,7 @@ class LearnerProcess:
 
 @contextmanager
 def _as_control_error(problem: str) -> Iterator[None]:
-    """Translate failures that a restart would repeat (not running out of memory)."""
+    """Translate failures that a restart would repeat."""
     try:
         yield
     except torch.OutOfMemoryError:

@@ -1,5 +1,3 @@
-"""Wait for the learner's lease."""
-
 import time
 from collections.abc import Callable
 

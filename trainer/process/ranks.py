@@ -1,6 +1,6 @@
 """Ranks of a learner.
 
-Invariant: all ranks make the trainer calls that rank 0 broadcasts, in order.
+Invariant: all ranks repeat the trainer calls of rank 0, in order.
 """
 
 import logging
@@ -36,7 +36,7 @@ STOP, CONTINUE = b"1", b"0"
 """Broadcast values of `should_stop`."""
 RANK_ZERO_PID = "OFFBEAT_RANK_ZERO_PID"
 EXIT_DETECTION_TIMEOUT_S = 2.0
-"""Maximum delay of an exit after a broken connection."""
+"""Delay of an exit after a broken connection."""
 FOLLOWER_EXIT_TIMEOUT_S = 30.0
 MAIN_THREAD_EXIT_TIMEOUT_S = 15.0
 """Time for the main thread to exit after a rank died."""
@@ -44,7 +44,7 @@ CHECK_INTERVAL_S = 1.0
 
 
 class RankZeroTrainer:
-    """Trainer that broadcasts each call first."""
+    """Trainer that broadcasts each call."""
 
     def __init__(self, trainer: Trainer, ranks: Ranks) -> None:
         self._trainer = trainer
@@ -131,7 +131,7 @@ def follow_rank_zero(trainer: Trainer, ranks: Ranks, config: AlgorithmConfig) ->
 
 
 class RankDiedError(MeshError):
-    """Exit of a rank, which ends the whole learner."""
+    """Exit of a rank, which ends the learner."""
 
 
 class OtherNodes(Protocol):
@@ -140,7 +140,7 @@ class OtherNodes(Protocol):
     address: str
     """Of rank 0."""
     num_local: int
-    """Ranks of this node, with rank 0."""
+    """On this node, with rank 0."""
 
     def open(self, port: int) -> None: ...
 
@@ -152,7 +152,7 @@ class OtherNodes(Protocol):
 
 
 class FollowerRanks:
-    """This node's ranks but rank 0, which exit with rank 0, even if killed."""
+    """This node's other ranks, which exit with rank 0, even if killed."""
 
     def __init__(
         self,
@@ -175,7 +175,6 @@ class FollowerRanks:
         return [process.pid for process in self._processes]
 
     def check(self) -> None:
-        """Raise `RankDiedError` if a rank has died."""
         if self._others is not None and not self._stopping:
             self._others.check()
         for rank, process in enumerate(self._processes, start=self._first_rank):
@@ -220,7 +219,7 @@ def start_followers(
 ) -> Iterator[FollowerRanks]:
     """Start ranks 1 to `num_processes - 1`, unless a launcher (torchrun) did.
 
-    timeout_s: silence after which a rank is killed. others: of other nodes; None: all ranks are here.
+    timeout_s: silence after which a rank is killed. others: of other nodes, if any.
     """
     if num_processes == 1 or "WORLD_SIZE" in os.environ:
         yield FollowerRanks()
@@ -254,7 +253,7 @@ def start_rank(
     environment: Mapping[str, str],
     log: Path | None = None,
 ) -> "subprocess.Popen[bytes]":
-    """Start a rank that dies with the calling thread. log: of its output; None: this process's."""
+    """Start a rank that dies with the calling thread. log: None: this process's output."""
     fd = heartbeat.write_end
     own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), RANK_ZERO_PID: str(os.getpid()), HEARTBEAT_FD: str(fd)}
     with log.open("ab") if log is not None else nullcontext() as out:
@@ -286,7 +285,6 @@ def _exit_if_rank_died(followers: FollowerRanks) -> None:
 
 
 def die_with_rank_zero() -> None:
-    """Exit with rank 0; ignore SIGINT and SIGTERM."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     pid = os.environ.get(RANK_ZERO_PID)

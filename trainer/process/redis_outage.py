@@ -1,7 +1,4 @@
-"""Learner's wait for an unreachable or read-only Redis.
-
-An exit would not help: the next learner would find the same.
-"""
+"""Learner's wait for an unreachable or read-only Redis; the next learner would find the same."""
 
 import logging
 import threading
@@ -15,15 +12,13 @@ from offbeat.trainer.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 RETRY_TIMEOUT_S = 30.0
-"""Duration of failures that counts as an outage."""
+"""Duration of an outage's failures."""
 LOG_INTERVAL_S = 60.0
 NEW_OUTAGE_AFTER_S = 30.0
 """Error-free time that ends an outage."""
 
 
 class RedisOutage:
-    """Retry policy, run in the failed call's thread."""
-
     def __init__(self, stops: Sequence[threading.Event], watchdog: Watchdog, view: LearnerView) -> None:
         """stops: end the wait."""
         self._stops = stops

@@ -1,7 +1,7 @@
 """Ranks of a learner on other nodes, which meet rank 0 through Redis.
 
-Invariants: a world is one start of rank 0 with all of its ranks, which end together; ranks of a world that rank 0 has left
-do not outlive `ABSENCE_TIMEOUT_S`.
+Invariants: a world is one start of rank 0 with all of its ranks, which end together; ranks of an abandoned world end
+within `ABSENCE_TIMEOUT_S`.
 """
 
 import json
@@ -29,11 +29,11 @@ from offbeat.trainer.process.ranks import FollowerRanks, RankDiedError, start_ra
 logger = logging.getLogger(__name__)
 
 RANKS_PER_NODE = "OFFBEAT_RANKS_PER_NODE"
-"""Environment variable of rank 0: number of ranks on each node, its own first (`2,2`)."""
+"""Environment variable of rank 0: number of ranks by node, its own first (`2,2`)."""
 WORLD_TTL_S = 6.0
 """Time until a world without rank 0 is removed."""
 ABSENCE_TIMEOUT_S = 6.0
-"""Time until ranks of a removed world are killed: a Redis that has forgotten it gets it again."""
+"""Time until ranks of a removed world are killed; a Redis that has forgotten it gets it again."""
 CHECK_INTERVAL_S = 0.5
 SOCKET_TIMEOUT_S = 2.0
 ADDRESS, PORT, SIZES, FAILURE, CLOSED = "address", "port", "sizes", "failure", "closed"
@@ -48,7 +48,7 @@ def world_key(run_id: str, world: str) -> str:
 
 
 def split_ranks(num_processes: int, per_node: int | None, mapping: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the number of ranks on each node, by `num_gpus_per_node` and devices."""
+    """Return the number of ranks by node, from `num_gpus_per_node` and devices."""
     if per_node is None:
         return (num_processes,)
     if mapping is None or len(mapping) != num_processes:
@@ -58,7 +58,7 @@ def split_ranks(num_processes: int, per_node: int | None, mapping: Sequence[int]
 
 
 def local_address(redis_url: str) -> str:
-    """Return this host's address on the way to Redis, which every node reaches."""
+    """Return this host's address on the way to Redis."""
     parts = urlsplit(redis_url)
     if not parts.hostname:
         return "127.0.0.1"
@@ -134,7 +134,7 @@ class _Joined:
 
 
 class FollowerHost:
-    """A node's ranks of every world of a run."""
+    """A node's ranks in every world of a run."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class FollowerHost:
         environment: Mapping[str, str] | None = None,
         log: Path | None = None,
     ) -> None:
-        """node: position among the learner's nodes, from 1 on. timeout_s: silence after which a rank is killed."""
+        """node: position among the learner's nodes, from 1. timeout_s: silence after which a rank is killed."""
         self._run_id = run_id
         self._redis_url = redis_url
         self._node = node
@@ -164,7 +164,7 @@ class FollowerHost:
         return [pid for joined in list(self._joined.values()) for pid in joined.ranks.pids]
 
     def start(self) -> None:
-        """Follow in the background; the ranks die with that thread."""
+        """Follow in a thread, with which the ranks die."""
         if self._thread is None or not self._thread.is_alive():
             self._stop.clear()
             self._thread = threading.Thread(target=self.run, name="follower host", daemon=True)

@@ -1,4 +1,4 @@
-"""A run's checkpoints, local and in its store, as a learner finds them when it starts."""
+"""A run's checkpoints, local and in its store, at the start of a learner."""
 
 import errno
 import logging
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STORE_TIMEOUT_S = 60.0
-"""Longest wait for a store at the start; a restart follows if the checkpoint is there, else training begins without it."""
+"""Longest wait for a store at the start; then a restart if the checkpoint is there, else training without it."""
 
 
 class RunCheckpoints:
     def __init__(self, run: LearnerRun, epoch: int, reporter: LearnerReporter, should_stop: Callable[[], bool]) -> None:
-        """Take over the local folder once the disk has room. Raises `FencedError`."""
+        """Take over the local folder once the disk has room; raises `FencedError`."""
         self._run = run
         self._reporter = reporter
         self._should_stop = should_stop
@@ -52,12 +52,13 @@ class RunCheckpoints:
                 time.sleep(RETRY_INTERVAL_S)
 
     def find(self) -> Checkpoint | None:
-        """Return the run's newest checkpoint (any lineage with `true`), else the configured one; download it if needed.
+        """Return the run's newest checkpoint (of any lineage with `true`), else the configured one, downloaded if
+        needed.
 
         Raises:
             CheckpointError: the configured one is unusable.
             ControlError: the store refuses access.
-            StoreError: the store is down, and the checkpoint is there.
+            StoreError: the store with the checkpoint is down.
         """
         requested = self._run.config.resume_from_checkpoint
         lineage = None if requested is True else self._run.lineage
@@ -71,7 +72,7 @@ class RunCheckpoints:
         return newest
 
     def _newer_in_store(self, local: Checkpoint | None, lineage: str | None) -> Checkpoint | None:
-        """Return the newer one of `local` and the store's; the store is asked only if it may have a newer one."""
+        """Return the newer of `local` and the store's; ask the store only if it may have a newer one."""
 
         def is_newer(each: RemoteCheckpoint) -> bool:
             if lineage not in (None, each.lineage):
@@ -103,7 +104,7 @@ class RunCheckpoints:
         return local
 
     def _patiently(self, access: Callable[[], T]) -> T:
-        """Repeat while the store is down, up to `STORE_TIMEOUT_S`."""
+        """Retry while the store is down, up to `STORE_TIMEOUT_S`."""
         deadline = time.monotonic() + STORE_TIMEOUT_S
         while True:
             try:
@@ -120,7 +121,7 @@ class RunCheckpoints:
                 time.sleep(1.0)
 
     def start_uploads(self) -> CheckpointUploads | None:
-        """Start uploading, with what earlier learners left out."""
+        """Start uploading, including what earlier learners left."""
         store = self._run.config.checkpoint_config
         if store is None or self._remote is None:
             return None

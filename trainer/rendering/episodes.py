@@ -1,4 +1,4 @@
-"""Recorded episodes, replayed as GIF and HTML, as text without `rgb_array` rendering."""
+"""Recorded episodes, replayed as GIF and HTML, as text without `rgb_array`."""
 
 import base64
 import html
@@ -18,7 +18,7 @@ from offbeat.services.rollout.config import CustomEnv
 Frame = npt.NDArray[np.uint8]
 FRAME_MS = 400
 HOLD_FRAMES = 3
-"""Repetitions of an episode's last frame."""
+"""Of the last frame."""
 BORDER = 4
 TITLE_HEIGHT = 24
 COLORS = {True: (60, 160, 75), False: (200, 60, 60), None: (150, 150, 150)}
@@ -81,7 +81,7 @@ def play_again(config: EnvsConfig, recorded: RecordedEpisode) -> PlayedEpisode:
 
 
 def make_rendered(env_type: str, settings: dict[str, Any]) -> registry.TextEnv:
-    """Create the env, rendered if supported. Raises ValueError."""
+    """Create the env, rendered if supported; raises ValueError."""
     rendering = {**settings, "render_mode": "rgb_array"}
     drawable = not registry.check_env_config(env_type, rendering)
     return registry.make(env_type, rendering if drawable else settings)
@@ -128,7 +128,7 @@ def _add_title(title: str, frame: Frame) -> Frame:
 
 
 def _mosaic(episodes: Sequence[PlayedEpisode], at: int, columns: int) -> Frame:
-    """Return a frame of all episodes, [height, width, 3]; ended ones have a border."""
+    """Return a frame of all episodes, [height, width, 3], borders around ended ones."""
     height, width = (
         max(frame.shape[axis] for episode in episodes for frame in episode.frames) + 2 * BORDER for axis in (0, 1)
     )

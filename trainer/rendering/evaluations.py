@@ -1,7 +1,6 @@
 """Process that renders each evaluation, `python -m offbeat.trainer.rendering.evaluations`, beside the learner.
 
-Invariants: the learner never waits for it while it trains; an evaluation that was rendered is not rendered again, also by a
-resumed learner's process.
+Invariants: training never waits for it; each evaluation is rendered once, also across resumes.
 """
 
 import logging
@@ -29,7 +28,7 @@ logger = logging.getLogger(__name__)
 NICENESS = 19
 POLL_S = 1.0
 END_S = 10.0
-"""For the remaining evaluations after the learner's end."""
+"""For evaluations after the learner's end."""
 LOG = "rendering.log"
 START_MESSAGE = TypeAdapter(tuple[dict[str, CustomEnv], Path, Path, int])
 """Fields of `EvaluationRenderer`."""
@@ -47,7 +46,6 @@ class EvaluationRenderer:
     """Episodes per evaluation."""
 
     def render_new(self) -> int:
-        """Render evaluations without a page, oldest first; return their number."""
         files = [
             (int(match[3]), path) for path in self.evaluations.glob("*.jsonl") if (match := NAME.fullmatch(path.stem))
         ]
@@ -77,7 +75,7 @@ class EvaluationRenderer:
 
 @contextmanager
 def rendered_evaluations(run: LearnerRun) -> Iterator[None]:
-    """Render evaluations in the background, if `render_save_dir` is set; at the end wait for the last, `END_S` at most."""
+    """Render evaluations in the background, if `render_save_dir` is set; wait `END_S` at most for the last."""
     config = run.config
     if config.render_save_dir is None:
         yield

@@ -1,1 +1,1 @@
-"""Services that score groups by frozen models, beside the learner."""
+"""Services that score groups by frozen models."""

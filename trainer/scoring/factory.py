@@ -1,5 +1,3 @@
-"""Construction of a scorer from a run's record."""
-
 import os
 
 from offbeat.services.buffer.scores import RedisScoreQueue
@@ -15,7 +13,7 @@ REDIS_PATIENCE_S = 10.0
 
 
 def build_scorer(run_id: str, uid: str, role: str, name: str, redis_url: str) -> Scorer:
-    """Build one replica. uid: of the run's record; name: of the replica, which its successor inherits.
+    """Build one replica. uid: of the run's record; name: inherited by its successor.
 
     Raises:
         ForeignRunError: the run was deleted or created anew.

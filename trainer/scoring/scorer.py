@@ -1,6 +1,6 @@
-"""Scores one role's complete groups, as the learner would in its own process: same model, packing, dtype, attention.
+"""Scorer of one role's complete groups, with the learner's model, packing, dtype and attention.
 
-Invariant: every group of the stream gets a score or a refusal with a reason; after any exit a successor continues.
+Invariant: every group of the stream gets a score or a refusal with a reason; a successor continues after any exit.
 """
 
 import contextlib
@@ -29,15 +29,13 @@ from offbeat.trainer.training.score_keys import start_key
 logger = logging.getLogger(__name__)
 
 IDLE_POLL_S = 0.5
-"""Longest wait for a group, or for the claim of a dead scorer to end."""
+"""Longest wait for a group, or for a dead scorer's claim to end."""
 RETRY_S = 0.5
 RENEWALS_PER_LEASE = 4
 UNNEEDED = "it needs none"
 
 
 class Scorer:
-    """One replica of a role's service."""
-
     def __init__(
         self, run: LearnerRun, role: ScoredRole, redis: Redis, queue: RedisScoreQueue, metrics: MetricsSink
     ) -> None:
@@ -49,7 +47,7 @@ class Scorer:
         self._lease_s = run.config.buffer.worker_timeout_s
         self._stop = threading.Event()
         self.status = "waits for the policy's first weights"
-        """Clause for `offbeat runs why`; empty once it scores."""
+        """For `offbeat runs why`; empty once it scores."""
 
     def stop(self) -> None:
         self._stop.set()
@@ -76,7 +74,7 @@ class Scorer:
                 self._stop.wait(RETRY_S)
 
     def _wait_for_start(self) -> bool:
-        """Wait for the learner's warm start, if the model starts from it; return False if stopped."""
+        """Wait for the learner's warm start, if needed; return False if stopped."""
         if not self._role.starts_from_policy or self._run.config.warm_start is None:
             return True
         while not self._stop.is_set():
@@ -110,7 +108,7 @@ class Scorer:
         self._report(group, time.monotonic() - began, num_missing, stored=stored)
 
     def _is_needed(self, group: Group) -> bool:
-        """Return whether the learner trains on the group with this score, by its own rule if that is not user code."""
+        """Return whether the learner trains on the group with this score, unless user code decides."""
         if not self._role.scores(group.tag):
             return False
         if self._run.config.reads_data:
@@ -131,7 +129,7 @@ class Scorer:
 
     @contextlib.contextmanager
     def _renewed(self, number: int) -> Iterator[None]:
-        """Keep the claim while a large group is scored."""
+        """Renew the claim while a group is scored."""
         done = threading.Event()
 
         def renew() -> None:

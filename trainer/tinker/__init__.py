@@ -1,1 +1,1 @@
-"""Learner of Tinker's API: one frozen base model, an adapter for each model of a client."""
+"""Learner of Tinker's API: one frozen base model, an adapter per model of a client."""

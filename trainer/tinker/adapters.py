@@ -1,7 +1,7 @@
 """Frozen base model with named LoRA adapters, one of which is active.
 
-Invariants: an adapter's initial weights depend on its seed alone, and change no output; other adapters' weights, gradients
-and outputs do not depend on it.
+Invariants: an adapter's initial weights depend only on its seed, and change no output; adapters do not affect each
+other.
 """
 
 import warnings
@@ -19,9 +19,9 @@ from offbeat.trainer.models.packing import Packing
 from offbeat.trainer.models.policy import PackedPolicy, packed_kwargs
 
 ALPHA = 32.0
-"""LoRA's alpha, as in Tinker; the scale is alpha / rank."""
+"""As in Tinker; the scale is alpha / rank."""
 ATTENTION = "attn", "attention"
-"""Substrings of the paths of attention layers."""
+"""Substrings of paths."""
 
 
 class AdapterPool:
@@ -38,7 +38,6 @@ class AdapterPool:
         return int(self.policy.model.config.get_text_config().vocab_size)
 
     def add(self, lora: Lora) -> str:
-        """Add an adapter; return its name."""
         from peft import LoraConfig, inject_adapter_in_model  # slow to import  # noqa: PLC0415
 
         self._created += 1
@@ -75,7 +74,7 @@ class AdapterPool:
             layer.set_adapter(name)
 
     def logits(self, tokens: Tensor, borders: Tensor) -> Tensor:
-        """Return the active adapter's logits after each token of packed sequences, [N, V]. borders: [B + 1] int"""
+        """Return the active adapter's logits after each packed token, [N, V]. borders: [B + 1] int"""
         return self.policy.model(tokens[None], **packed_kwargs(Packing.of(borders))).logits[0]
 
     def save(self, folder: Path, factors: Mapping[str, Tensor], rank: int) -> None:
@@ -85,7 +84,7 @@ class AdapterPool:
 
 
 def _classify(model: Any) -> dict[str, list[str]]:
-    """Return the paths of linear layers: attention, MLP, and the output embeddings."""
+    """Return the paths of linear layers: attention, MLP, and output embeddings."""
     head = model.get_output_embeddings()
     layers: dict[str, list[str]] = {"attn": [], "mlp": [], "unembed": []}
     for path, module in model.named_modules():

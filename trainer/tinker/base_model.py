@@ -1,6 +1,6 @@
 """Base model of a Tinker server.
 
-Invariant: a server's folder belongs to one base model, because adapters fit no other.
+Invariant: a server's folder belongs to one base model.
 """
 
 import json
@@ -18,7 +18,7 @@ MARKER, EXPORTED = "base.json", "base.safetensors"
 
 
 def claim_folder(root: Path, model: Path, args: ModelArgs, seed: int) -> None:
-    """Write which base model the folder is of. Raises MeshError if it is of another one."""
+    """Bind the folder to a base model; raises MeshError if it belongs to another."""
     about = {"model": str(model.resolve()), "dtype": args.dtype, "seed": seed}
     marker = root / MARKER
     if not marker.exists():
@@ -33,12 +33,11 @@ def claim_folder(root: Path, model: Path, args: ModelArgs, seed: int) -> None:
 
 
 def load_base(model: Path, args: ModelArgs, seed: int) -> PackedPolicy:
-    """Load the base model, of a folder without weights a new one from `seed`."""
+    """Load the base model; without weights, initialize it from `seed`."""
     return load_policy(model, args.without_adapters, seed)
 
 
 def weights_file(root: Path, model: Path) -> Path:
-    """Return the file from which the engine loads the base model."""
     own = model / WEIGHTS
     return own if own.is_file() else root / EXPORTED
 

@@ -1,6 +1,6 @@
-"""A client's model: its adapter, AdamW's moments and gradients, kept in one file.
+"""A client's model: its adapter, AdamW's moments and gradients, in one file.
 
-Invariant: a state that is written and read goes on bit for bit.
+Invariant: saving and loading is exact.
 """
 
 import json
@@ -28,7 +28,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Logprobs of the targets, an array like them per datum, and the sum of the losses."""
+    """Logprobs of the targets by datum, and the sum of the losses."""
 
     logprobs: list[Any]
     loss: float
@@ -38,9 +38,9 @@ class ClientModel:
     def __init__(self, pool: AdapterPool, lora: Lora) -> None:
         self.lora = lora
         self.version = 0
-        """Number of changes of the weights: optimizer steps and loads."""
+        """Number of optimizer steps and loads."""
         self.seq_id = -1
-        """Last command that is contained."""
+        """Last contained command."""
         self._pool = pool
         self._name = pool.add(lora)
         self.parameters = pool.parameters(self._name)
@@ -54,7 +54,7 @@ class ClientModel:
     ) -> Scores:
         """Score the targets; backward: add the gradient of the summed losses. max_tokens: per pass.
 
-        A failure leaves the gradients as they were.
+        A failure leaves the gradients unchanged.
         """
         before = {name: parameter.grad for name, parameter in self.parameters.items()}
         self._set_gradients({})
@@ -70,10 +70,10 @@ class ClientModel:
         return Scores([each for part in parts for each in part.logprobs], sum(part.loss for part in parts))
 
     def step(self, command: OptimStep) -> dict[str, float]:
-        """Take an optimizer step and clear the gradients; return metrics.
+        """Take an optimizer step, clear the gradients and return metrics.
 
         Raises:
-            CodecError: no gradients, or one that is not finite; the weights stay.
+            CodecError: no or non-finite gradients; the weights stay.
         """
         parameters = list(self.parameters.values())
         if all(parameter.grad is None for parameter in parameters):
@@ -114,7 +114,7 @@ class ClientModel:
         write_tensors(path, tensors, {"about": json.dumps(about)})
 
     def load(self, path: Path) -> None:
-        """Continue from a state; of the same rank and layers."""
+        """Load a state of the same rank and layers."""
         about = self._load_weights(path)
         self.version, self.seq_id = about["version"], about["seq_id"]
         tensors = load_file(path)
@@ -124,7 +124,7 @@ class ClientModel:
         )
 
     def adopt(self, path: Path, *, with_optimizer: bool) -> None:
-        """Take the weights of a saved state, with its moments or none; clear the gradients.
+        """Load the weights of a saved state, and its moments or none; clear the gradients.
 
         Raises:
             CodecError: it is of another rank or other layers.
@@ -182,7 +182,6 @@ class ClientModel:
 
 
 def _split(data: Sequence[Datum], max_tokens: int) -> list[list[Datum]]:
-    """Split into passes of at most `max_tokens` tokens, or one sequence."""
     passes: list[list[Datum]] = []
     size = 0
     for datum in data:

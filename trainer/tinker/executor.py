@@ -1,7 +1,6 @@
-"""Commands of models, applied one after the other.
+"""Sequential execution of the models' commands.
 
-Invariants: applying the same commands to the same state gives the same weights and results; a command that is refused
-changes nothing.
+Invariants: equal commands on equal states give equal weights and results; a refused command changes nothing.
 """
 
 import logging
@@ -61,12 +60,12 @@ class Executor:
         self._folder = folder
         self._limits = limits
         self._models: OrderedDict[str, ClientModel] = OrderedDict()
-        """In memory, the least recently used first."""
+        """Least recently used first."""
         self._contained: dict[str, int] = {}
-        """Last applied command of every model that was opened."""
+        """Last applied command by opened model."""
 
     def contained(self, model_id: str) -> int:
-        """Return the last command that a model contains; load it from its state on disk if there is one. -1: none"""
+        """Return the last command that a model contains, loaded from disk if there. -1: none"""
         if model_id not in self._contained and self._folder.state(model_id).exists():
             self._contained[model_id] = self._reopen(model_id).seq_id
         return self._contained.get(model_id, -1)
@@ -86,7 +85,7 @@ class Executor:
         return outcome
 
     def save(self, model_id: str) -> int:
-        """Write a model's state, unless it left the memory with one; return the last command that it contains, or -1."""
+        """Write a model's state, unless already on disk; return its last command, or -1."""
         path = self._folder.state(model_id)
         if model_id in self._models:
             self._models[model_id].save(path)

@@ -1,6 +1,6 @@
 """Files of a Tinker server.
 
-Invariant: what has its final name is complete.
+Invariant: a final name means complete.
 """
 
 import shutil
@@ -13,7 +13,7 @@ from offbeat.services.durable_files import make_folder, sync_file, sync_folder, 
 from offbeat.services.tinker.records import SEGMENTS, CheckpointKind
 
 STATE = "state.safetensors"
-"""Of a training checkpoint: weights and moments, beside the adapter."""
+"""Weights and moments of a training checkpoint, beside the adapter."""
 
 
 class TinkerFolder:
@@ -23,20 +23,20 @@ class TinkerFolder:
             make_folder(self.root / name)
 
     def state(self, model_id: str) -> Path:
-        """File from which a model goes on."""
+        """Return a model's state file."""
         return self.root / "states" / f"{model_id}.safetensors"
 
     def checkpoint(self, model_id: str, kind: CheckpointKind, name: str, seq_id: int) -> Path:
-        """Folder that a command saves; one that overwrites has another, because a load may still read the first."""
+        """Return the folder of a command's checkpoint; overwriting uses another, as a load may read the first."""
         return self.root / "checkpoints" / model_id / SEGMENTS[kind] / f"{name}@{seq_id}"
 
     def sampler(self, model_id: str, seq_id: int) -> Path:
-        """Folder of the adapter that a command published."""
+        """Return the folder of a command's published adapter."""
         return self.root / "samplers" / model_id / str(seq_id)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write safetensors in place of an earlier file."""
+    """Replace a safetensors file."""
     temporary = path.with_name(f".{path.name}")
     save_file(tensors, temporary, metadata=metadata)
     sync_file(temporary)
@@ -45,7 +45,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 
 def publish(written: Path, final: Path) -> None:
-    """Give a complete folder its final name, in place of what a killed learner left there."""
+    """Rename a complete folder, replacing a killed learner's."""
     sync_tree(written)
     make_folder(final.parent)
     if final.exists():
@@ -55,5 +55,4 @@ def publish(written: Path, final: Path) -> None:
 
 
 def size_of(folder: Path) -> int:
-    """Return bytes of a folder's files."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""The learner's loop: applies commands of the models round-robin.
+"""The learner's loop: applies the models' commands round-robin.
 
 Invariant: after a kill at any moment, a successor applies each acknowledged command once, to the same weights.
 """
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 WAIT_S = 0.5
 SAVE_INTERVAL_S = 20.0
-"""Time between states of a busy model; a successor repeats the commands after the last one."""
+"""Interval between states of a busy model; a successor repeats later commands."""
 
 
 class TinkerLearner:
@@ -24,14 +24,14 @@ class TinkerLearner:
         self._busy: OrderedDict[str, None] = OrderedDict()
         """Models that may have commands, by turn."""
         self._unsaved: dict[str, float] = {}
-        """Models with commands that no state contains, and since when."""
+        """Models with unsaved commands, and since when."""
         self._is_stopped = False
 
     def stop(self) -> None:
         self._is_stopped = True
 
     def run(self) -> None:
-        """Apply commands until stopped, then save. Raises FencedError once a successor is at work."""
+        """Apply commands until stopped, then save; raises FencedError after a takeover."""
         self._log.take_over()
         self._busy = OrderedDict.fromkeys(each for each in self._log.model_ids() if self._log.logged(each))
         while not self._is_stopped:
@@ -48,7 +48,6 @@ class TinkerLearner:
             self._save(model_id)
 
     def _apply_next(self, model_id: str) -> bool:
-        """Apply a model's next command, if it is there."""
         seq_id = self._executor.contained(model_id) + 1
         data = self._log.command(model_id, seq_id)
         if data is None:

@@ -1,7 +1,4 @@
-"""Losses of `forward_backward`, as sums over tokens.
-
-https://tinker-docs.thinkingmachines.ai/tinker/losses
-"""
+"""Losses of `forward_backward`, sums over tokens (https://tinker-docs.thinkingmachines.ai/tinker/losses)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,12 +15,12 @@ from offbeat.trainer.algorithms.ratio import token_ratio, unit_ratio
 
 Settings = Mapping[str, float]
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-"""Bounds of the ratio where `loss_fn_config` has none."""
+"""Defaults of the ratio's bounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Tokens of a micro-batch, all [M]. sequence: index of a token's datum; given: the loss's inputs by name."""
+    """Tokens of a micro-batch, all [M]. sequence: index of a token's datum; given: inputs by name."""
 
     logprobs: Tensor
     given: Mapping[str, Tensor]
@@ -98,7 +95,7 @@ TARGETS = "target_tokens"
 
 
 def find_loss(name: str) -> Loss:
-    """Raises CodecError with what to pass instead."""
+    """Return a loss; raises CodecError with the known names."""
     if (loss := LOSSES.get(name)) is None:
         reason = REFUSED.get(name, f"there are {', '.join(LOSSES)}")
         raise CodecError(f"loss_fn {name!r} is not available: {reason}")
@@ -106,7 +103,7 @@ def find_loss(name: str) -> Loss:
 
 
 def read_settings(name: str, loss: Loss, given: Mapping[str, float | str]) -> dict[str, float]:
-    """Complete `loss_fn_config`. Raises CodecError for an unknown key or a text."""
+    """Complete `loss_fn_config`; raises CodecError for an unknown key or a text."""
     settings = dict(loss.defaults or {})
     for key, value in given.items():
         if key not in settings or not isinstance(value, (int, float)):
@@ -117,7 +114,7 @@ def read_settings(name: str, loss: Loss, given: Mapping[str, float | str]) -> di
 
 
 def check_datum(datum: Datum, loss: Loss, *, vocab_size: int, context: int, path: str) -> None:
-    """Raises CodecError unless the datum fits the model and the loss."""
+    """Raise CodecError unless the datum fits the model and the loss."""
     length = len(datum.tokens)
     if not 0 < length <= context:
         raise CodecError(f"{path}.model_input has {length} tokens: 1 to {context} fit the model")

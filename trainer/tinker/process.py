@@ -1,6 +1,6 @@
-"""`python -m offbeat.trainer.tinker.process`: the learner of a Tinker server; its settings come through stdin.
+"""Learner of a Tinker server, `python -m offbeat.trainer.tinker.process`, with settings on stdin.
 
-Invariant: one learner at a time uses a folder.
+Invariant: a folder has one learner at a time.
 """
 
 import fcntl

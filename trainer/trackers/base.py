@@ -15,23 +15,21 @@ from offbeat.services.text_samples import TextSample
 
 Values = Mapping[str, float | None]
 Ending = Literal["finished", "stopped", "died"]
-"""All steps trained, stopped on request, or failed or killed."""
+"""All steps trained, stopped on request, or failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A component's measurements at a step."""
-
     number: int
     """Line in `metrics.jsonl`, from 1, across resumes."""
     step: int
-    """The learner's, or the newest so far."""
+    """The learner's, or the newest."""
     time: float
     """Unix time, s."""
     values: Mapping[str, float]
     """Finite; e.g. `learner/reward`, `eval/sampled/success`."""
     samples: tuple[TextSample, ...] = ()
-    """Text of trajectories, which a tracker may ignore."""
+    """Trajectories as text; optional."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ class TrackedRun:
     resumed: bool
     """True if an earlier process used this key."""
     resumed_step: int
-    """Step resumed from; later ones repeat."""
+    """Later steps repeat."""
     folder: Path
     """The tracker's, in the run folder."""
     config: Mapping[str, Any]
@@ -73,8 +71,6 @@ class Tracker(ABC):
 
 @dataclass(frozen=True, slots=True)
 class LoggedSteps:
-    """Steps whose rows trackers receive."""
-
     every: int = 1
     last: int = 0
 

@@ -30,14 +30,14 @@ class DeliveryCursor:
     evaluations: list[str] = field(default_factory=list[str])
     """Sent ones, as `sampling-step`."""
     repeated: int = 0
-    """Rows skipped because their step or evaluation was sent."""
+    """Rows skipped as sent before."""
     refused: int = 0
     """Refused while others were accepted."""
     place: str = ""
     """URL or folder."""
 
     def open(self, lineage: str, *, keep_key: bool) -> bool:
-        """Start or resume; return True if resumed. A new lineage gets a new key unless `keep_key`."""
+        """Start or resume; return whether resumed. A new lineage gets a new key unless `keep_key`."""
         resumed = bool(self.key) and (keep_key or lineage == self.lineage)
         if not resumed:
             self.key, self.step, self.evaluations = uuid.uuid4().hex[:KEY_CHARS], 0, []
@@ -79,7 +79,6 @@ def folder_name(name: str) -> str:
 
 
 def read_progress(path: Path) -> DeliveryCursor:
-    """Load stored or empty progress."""
     return DeliveryCursor(**json.loads(path.read_text())) if path.exists() else DeliveryCursor()
 
 

@@ -15,7 +15,7 @@ from offbeat.trainer.trackers.cursor import DeliveryCursor, write_progress
 from offbeat.trainer.trackers.metrics_file import Line, read_lines
 
 MAX_CONSECUTIVE_REFUSALS = 3
-"""Refusals that mean a tracker outage, not bad rows."""
+"""Refusals that indicate an outage."""
 LINES_PER_ROUND = 500
 
 
@@ -32,14 +32,14 @@ class Delivery:
         tracker: Tracker,
         logged: LoggedSteps | None = None,
     ) -> None:
-        """logged: the learner's steps to send; None: all."""
+        """logged: steps to send; None: all."""
         self._logged = logged or LoggedSteps()
         self._metrics_path = metrics_path
         self._progress_path = progress_path
         self.progress = progress
         self._tracker = tracker
         self.busy_since: float | None = None
-        """Monotonic start of the tracker's pending call; None without one."""
+        """Monotonic start of the tracker's pending call."""
 
     def round(self) -> int:
         """Send about `LINES_PER_ROUND` lines; return the number processed.

@@ -1,7 +1,7 @@
 """`metrics.jsonl`: every metric record, across restarts.
 
-Invariants: complete lines never move, so offsets stay valid; an append is one write. A learner that wakes after its
-replacement may append lines again; `read_records` returns each once.
+Invariants: complete lines never move; an append is one write. Lines that a replaced learner appends again are read
+once.
 """
 
 import hashlib
@@ -26,18 +26,17 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self._lines = LinesFile(path)  # first: it removes a cut last line, which must be written again
         self.position = _newest_id(path)
-        """Stream id of the newest record, or `0`."""
+        """Newest record's, or `0`."""
         self._rows: list[dict[str, Any]] = []
 
     def write(self, entry_id: str, record: MetricRecord) -> None:
-        """Append with the next `flush`."""
         values = {name: p.value if math.isfinite(p.value) else None for name, p in record.values.items()}
         row = {"id": entry_id, "time": record.time, "source": record.source, "step": record.step}
         samples = {"samples": [sample_to_row(sample) for sample in record.samples]} if record.samples else {}
         self._rows.append({**row, "labels": record.labels, "values": values, **samples})
 
     def flush(self) -> None:
-        """Write the records. Raises OSError; repeatable."""
+        """Write the records; repeatable. Raises OSError."""
         if self._rows:
             self._lines.append(self._rows)
             self._rows = []

@@ -35,7 +35,7 @@ class MetricsWriter(Follower):
         kwargs: Mapping[str, Mapping[str, JsonValue]] | None = None,
         logged: LoggedSteps | None = None,
     ) -> None:
-        """names, kwargs: `track_with` and `tracker_kwargs`; other than in-learner trackers are ignored. logged: steps for
+        """names, kwargs: `track_with` and `tracker_kwargs`, of which in-learner trackers are used. logged: steps for
         trackers; None: all.
         """
         self._stream = RedisMetrics(redis, run_id)
@@ -85,7 +85,7 @@ class MetricsWriter(Follower):
     def _forward(
         self, file: MetricsFile, trackers: Mapping[str, Tracker], position: str, block_ms: int | None
     ) -> tuple[str, int]:
-        """Write records after `position`; return the new one and their number."""
+        """Write records after `position`; return the new position and their number."""
         count = 0
         try:
             for entry_id, record in self._stream.read(position, block_ms=block_ms):

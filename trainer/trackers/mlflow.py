@@ -1,6 +1,6 @@
 """MLflow tracker; a tag finds the run to resume.
 
-MLflow keeps one value per name, time and step: repeated rows change nothing.
+MLflow keeps one value per name, time and step.
 """
 
 import os
@@ -19,7 +19,7 @@ from offbeat.trainer.trackers.base import (
 
 KEY_TAG = "offbeat.key"
 INVALID_NAME_CHARS = re.compile(r"[^\w\-. /:]")
-"""Refused in metric and parameter names."""
+"""In metric and parameter names."""
 MAX_METRICS, MAX_PARAMS = 1000, 100
 """Limits of one `log_batch` call."""
 MAX_VALUE_CHARS = 6000
@@ -66,7 +66,7 @@ class MLflow(Tracker):
         self._client.set_terminated(self._run_id, STATUS[ending])
 
     def _open(self, run: TrackedRun, experiment: str, name: str, tags: Mapping[str, str]) -> str:
-        """Find or create the run. Parameters are immutable: changed values become tags."""
+        """Find or create the run; changed parameters, which are immutable, become tags."""
         matches = self._client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{run.key}'", max_results=1)
         if matches:
             self._client.update_run(matches[0].info.run_id, status="RUNNING")

@@ -24,11 +24,10 @@ TRACKERS: Mapping[str, str] = {
     "stdout": "offbeat.trainer.trackers.stdout:Stdout",
 }
 EXTRAS = ("wandb", "mlflow", "swanlab", "trackio")
-"""Trackers named as their package and extra."""
+"""Names of trackers, packages and extras."""
 IN_LEARNER = ("tensorboard", "stdout")
-"""Trackers run in the learner, as no network can block them."""
+"""Trackers run in the learner, without network."""
 STOP_S = 5.0
-"""For tracker processes after an interrupt."""
 
 
 class TrackerError(ValueError):

@@ -1,6 +1,6 @@
 """Supervision of tracker processes.
 
-Invariants: training never waits for a tracker; a failure is reported once until recovery, and counted.
+Invariants: training never waits for a tracker; a failure is counted, and reported once until recovery.
 """
 
 import logging
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_RETRY_S, LAST_RETRY_S, MAX_DOUBLINGS = 2.0, 60.0, 16
 FINISH_S = 30.0
-"""For the last rows after a finished run."""
+"""For rows after a finished run."""
 COMMAND = (sys.executable, "-m", "offbeat.trainer.trackers.worker")
 
 
@@ -60,11 +60,9 @@ class TrackerProcess:
 
     @property
     def pid(self) -> int | None:
-        """None before the first start."""
         return self._process.pid if self._process else None
 
     def end(self, ending: Ending) -> None:
-        """Shut down after the remaining rows."""
         with self._starting:
             self._ending = ending
             self._stop.set()
@@ -95,7 +93,7 @@ class TrackerProcess:
                 return
 
     def _run_process(self) -> bool:
-        """Run one process; return True if it needs no restart."""
+        """Run one process; return whether it needs no restart."""
         with self._starting:
             if self._stop.is_set() and self._process is not None:
                 return True
@@ -175,7 +173,7 @@ class TrackerProcesses:
     def __init__(self, orders: Sequence[StartMessage], echo: Callable[[str], None], sink: MetricsSink) -> None:
         self._processes = [TrackerProcess(order, echo, sink) for order in orders]
         self.ending: Ending = "died"
-        """Set before the context exits."""
+        """To be set before the context exits."""
 
     def __enter__(self) -> Self:
         for process in self._processes:

@@ -1,6 +1,6 @@
 """SwanLab tracker; online runs resume by id.
 
-SwanLab keeps the first value per name and step, thus only one of several service gauges between steps.
+SwanLab keeps the first value per name and step, thus one of several service gauges between steps.
 """
 
 from importlib import import_module

@@ -36,7 +36,7 @@ class TensorBoard(Tracker):
             self._writer.add_event(self._events.Event(wall_time=row.time, step=row.step, summary=make(value=values)))
 
     def _text(self, tag: str, sample: TextSample) -> Any:
-        """Return the sample for the text dashboard, indented, so that its markup is not interpreted."""
+        """Return the sample for the text dashboard, without interpreted markup."""
         summary = self._summaries
         plugin = summary.SummaryMetadata.PluginData(plugin_name="text")
         text = "\n".join(f"    {line}" for line in to_text(sample).splitlines())

@@ -1,8 +1,8 @@
 """Process of one tracker, `python -m offbeat.trainer.trackers.worker`, controlled over stdin.
 
-Invariants: the learner never waits for it; when stdin closes, it sends the remaining rows and exits within `END_S`; a
-failing tracker ends it, and its replacement resumes at the stored position. Stdout carries JSON lines for the learner;
-library output goes to the log.
+Invariants: the learner never waits for it; when stdin closes, it sends the remaining rows and exits within `END_S`;
+after a failure, its replacement resumes at the stored position. Stdout carries JSON lines for the learner; library
+output goes to the log.
 """
 
 import fcntl
@@ -36,12 +36,12 @@ from offbeat.trainer.trackers.registry import arguments, find_tracker
 logger = logging.getLogger(__name__)
 
 NICENESS = 10
-"""Priority for the learner over imports (seconds of CPU)."""
+"""Below the learner, as imports take seconds of CPU."""
 POLL_S = 0.5
 END_S = 30.0
-"""For the remaining rows after the learner's end."""
+"""For rows after the learner's end."""
 SLOW_S = 60.0
-"""Call duration reported as slow."""
+"""Of a call."""
 WATCH_S = 5.0
 FAILED, TIMED_OUT = 1, 3
 ENDING = "ending"
@@ -64,7 +64,7 @@ class StartMessage:
 
 
 class StdinCommands:
-    """JSON lines: the start message and `{"ending": ...}`; end of file means that the learner exited."""
+    """JSON lines: the start message and `{"ending": ...}`; end of file is the learner's exit."""
 
     def __init__(self) -> None:
         self._descriptor = sys.stdin.fileno()
@@ -91,7 +91,7 @@ class StdinCommands:
 
 
 class StdoutReplies:
-    """JSON objects for the running learner; other output goes to stderr."""
+    """JSON objects for the running learner."""
 
     def __init__(self) -> None:
         self._lines: JsonLines | None = JsonLines(sys.stdin.buffer, claim_stdout())

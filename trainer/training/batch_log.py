@@ -1,4 +1,4 @@
-"""Batches for `offbeat learner reproduce`, and for the console what the learner made of their tokens.
+"""Batches for `offbeat learner reproduce`, and their tokens' outcomes for the console.
 
 Invariants: writes are atomic, in the background, before the checkpoint, and only by the newest learner that has written
 any.
@@ -29,21 +29,19 @@ PREFIX, SKIPPED, TOKENS, SUFFIX = "step-", "skipped-", "tokens-", ".msgpack"
 MAX_SKIPPED = 16
 SCHEMA = 1
 GROUPS, NUMBER = 3, 2
-"""Places in an unpacked batch, and in a packed group."""
+"""Indices in an unpacked batch, and in a packed group."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedBatch:
-    """Batch and its peak learning rate."""
-
     batch: StepBatch
     learning_rate: float
 
 
 class BatchLog:
     def __init__(self, output_dir: Path, max_kept: int = 0, epoch: int = 0, num_shown: int = 0) -> None:
-        """max_kept: newest batches kept, besides those with a non-finite gradient. epoch: the writer's lease.
-        num_shown: newest steps kept for the console.
+        """max_kept: newest batches, besides those with a non-finite gradient. epoch: the writer's lease. num_shown:
+        newest steps for the console.
         """
         self._folder = output_dir / FOLDER
         self._epoch = epoch
@@ -63,7 +61,7 @@ class BatchLog:
         self._submit(partial(self._write_batch, RecordedBatch(batch, learning_rate), SKIPPED, MAX_SKIPPED))
 
     def record_tokens(self, tokens: StepTokens) -> None:
-        """Explain a step's tokens and write them in the background."""
+        """Write a step's token outcomes in the background."""
         if self._num_shown:
             self._submit(partial(self._write_tokens, tokens))
 
@@ -92,12 +90,12 @@ class BatchLog:
         return sorted(int(name) for name in names if name.isdigit())
 
     def read_members(self, version: int, number: int) -> tuple[Trajectory, ...]:
-        """Read a group's trajectories in a version's batch; none if it lacks the group. Raises `CodecError`."""
+        """Read a group's trajectories in a version's batch, if there; raises `CodecError`."""
         packed = next((group for group in self._unpack(version)[GROUPS] if group[NUMBER] == number), None)
         return () if packed is None else unpack_group(packed).trajectories
 
     def read_tokens(self, version: int) -> list[TrajectoryTokens]:
-        """Read what the learner made of a version's batch; none if it is not kept. Raises `CodecError`."""
+        """Read the token outcomes of a version's batch, if kept; raises `CodecError`."""
         path = self._folder / f"{TOKENS}{version:06d}{SUFFIX}"
         try:
             return list(decode_tokens(path.read_bytes()))
@@ -122,7 +120,6 @@ class BatchLog:
         return self._folder / f"{PREFIX}{version:06d}{SUFFIX}"
 
     def _unpack(self, version: int) -> Sequence[Any]:
-        """Return learning rate and body of a version's batch."""
         path = self._path(version)
         try:
             schema, recorded, *rest = msgpack.unpackb(path.read_bytes())

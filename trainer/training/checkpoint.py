@@ -4,8 +4,8 @@
 `manifest.json` (size and CRC of every other file). `checkpoints/manifest.json`: the checkpoints in order of writing,
 their lineage, and the writer's epoch. `best`: link to the step with the best evaluation, kept besides the newest.
 
-Invariants: a `step-...` folder was complete and synced when renamed; one damaged later is skipped. Only the holder of
-the newest lease changes anything (`offbeat.trainer.training.fenced_folder`).
+Invariants: a `step-...` folder was complete and synced when renamed; a damaged one is skipped. Only the holder of the
+newest lease changes anything.
 """
 
 import itertools
@@ -53,7 +53,7 @@ class CheckpointError(Exception):
 
 
 class UnsavedError(RuntimeError):
-    """Failed checkpoint, already removed; the previous one is unchanged."""
+    """Failed checkpoint, already removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,16 @@ class LearnerState:
     step: int
     lineage: str
     entry_ids: tuple[str, ...] = ()
-    """Entries to acknowledge once durable."""
+    """Of the buffer, to acknowledge once durable."""
     next_number: int = 0
-    """One past the highest consumed group number."""
+    """One past the highest consumed group."""
     kl_coef: float = 0.0
     num_processes: int = 1
     config: dict[str, Any] = field(default_factory=dict[str, Any])
     serial: int = field(default=0, compare=False)
     """Order of writing, not always that of steps."""
     epoch: int = field(default=0, compare=False)
-    """Lease epoch of the writer; 0 from earlier builds."""
+    """Writer's lease epoch; 0 from earlier builds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class ListedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class RemoteCheckpoint:
-    """Checkpoint in a store, in a folder `name` of the run's."""
+    """Checkpoint `name` in a run's folder of a store."""
 
     name: str
     step: int
@@ -125,7 +125,7 @@ class CheckpointStore:
         self._last_serial = max((each.serial for each in self._listed), default=0)
         self._elsewhere: frozenset[str] = frozenset()
         self.pinned: Callable[[], Collection[str]] = tuple
-        """Names that are being copied and must stay."""
+        """Names of copies in progress."""
         self._remove_unfinished()
         try:
             self._write_manifest(self._listed)
@@ -133,7 +133,7 @@ class CheckpointStore:
             logger.warning("%s can't be written: %s", folder / MANIFEST, error)
 
     def _adopt(self) -> list[ListedCheckpoint]:
-        """Return the checkpoints, oldest first, including complete but unnamed ones."""
+        """Return the checkpoints, oldest first, including complete but unlisted ones."""
         for path in self._files.taken_over():
             earlier = self._folder / path.name
             if not _is_checkpoint(path) or (earlier.exists() and _describe(earlier).serial > _describe(path).serial):
@@ -148,8 +148,8 @@ class CheckpointStore:
     def save(self, state: LearnerState, write: Callable[[Path], None]) -> "Future[Path]":
         """Write a checkpoint; the future is done once it is durable and old ones are removed.
 
-        `write` fills a folder in the foreground; the rest runs in the background. The previous future must be done;
-        errors are raised here or in the future.
+        `write` fills a folder in the foreground. The previous future must be done; errors are raised here or in the
+        future.
 
         Raises:
             UnsavedError: the write failed.
@@ -213,7 +213,7 @@ class CheckpointStore:
         self._files.write_json(MANIFEST, tree)
 
     def score(self, step: int, value: float) -> None:
-        """Record a step's score and update `best`. Raises `FencedError`."""
+        """Record a step's score and update `best`; raises `FencedError`."""
         path = self._folder / f"{PREFIX}{step:06d}"
         best = self._best()
         # After a resume, the same step may have different weights and another score
@@ -239,17 +239,16 @@ class CheckpointStore:
         return newest_complete(self._folder, lineage)
 
     def note_elsewhere(self, listed: Sequence[RemoteCheckpoint], url: str) -> None:
-        """Record the checkpoints that are complete in a store. Raises `FencedError`."""
+        """Record complete checkpoints of a store; raises `FencedError`."""
         self._elsewhere = frozenset(each.local_name for each in listed)
         self._last_serial = max([self._last_serial, *(each.serial for each in listed)])
         self._files.write_json(UPLOADED, {"url": url, "checkpoints": [asdict(each) for each in listed]})
 
     def continue_after(self, serial: int) -> None:
-        """Number later checkpoints after `serial`."""
         self._last_serial = max(self._last_serial, serial)
 
     def release(self, name: str) -> "Future[None]":
-        """Remove a local checkpoint that is complete in a store."""
+        """Remove a local checkpoint that a store has."""
         return self._thread.submit(self._release, name)
 
     def _release(self, name: str) -> None:
@@ -264,12 +263,12 @@ class CheckpointStore:
 
     @property
     def paths(self) -> list[Path]:
-        """Local checkpoints in order of writing."""
+        """Return local checkpoints in order of writing."""
         return [self._folder / each.name for each in self._listed]
 
     @property
     def best(self) -> str | None:
-        """Name of the checkpoint with the best evaluation."""
+        """Return the checkpoint with the best evaluation."""
         best = self._best()
         return best[0] if best else None
 
@@ -282,7 +281,7 @@ class CheckpointStore:
 
     @contextmanager
     def _unsaved_if_failing(self, temporary: Path) -> Iterator[None]:
-        """Convert write errors (various for a full disk) to `UnsavedError` and remove the folder."""
+        """Convert write errors (various for a full disk) to `UnsavedError`; remove the folder."""
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
@@ -343,7 +342,7 @@ def read_manifest(folder: Path) -> list[ListedCheckpoint]:
 
 
 def read_uploaded(folder: Path) -> tuple[str, list[RemoteCheckpoint]]:
-    """Return the URL of the run's folder in a store and what is complete there, oldest first; empty if unknown."""
+    """Return the URL of the run's folder in a store and its complete checkpoints, oldest first; empty if unknown."""
     try:
         tree = json.loads((folder / UPLOADED).read_text())
         return str(tree["url"]), [RemoteCheckpoint(**each) for each in tree["checkpoints"]]
@@ -352,7 +351,7 @@ def read_uploaded(folder: Path) -> tuple[str, list[RemoteCheckpoint]]:
 
 
 def read_epoch(folder: Path) -> int:
-    """Return the newest epoch that had the folder; 0 if none or unknown."""
+    """Return the folder's newest epoch; 0 if none or unknown."""
     try:
         epoch = int(json.loads((folder / MANIFEST).read_text())["epoch"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -365,7 +364,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _describe(path: Path, listed: ListedCheckpoint | None = None) -> ListedCheckpoint:
-    """Describe a checkpoint from itself, else the manifest, else as the first to be removed."""
+    """Describe a checkpoint from itself, else the manifest, else as the first to remove."""
     step = int(path.name.removeprefix(PREFIX))
     try:
         tree = json.loads((path / LEARNER).read_text())

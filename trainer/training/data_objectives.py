@@ -1,4 +1,4 @@
-"""Losses of the data pipelines for one optimizer step's batch, on every rank."""
+"""Losses of the data pipelines for one optimizer step's batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,12 +41,10 @@ class Objective(Protocol):
 
     def to_input(self, micro: MicroBatch) -> PackedInput: ...
 
-    def make_losses(self, micro_batches: Sequence[MicroBatch]) -> DataLosses:
-        """Return the losses of one optimizer step's micro-batches."""
-        ...
+    def make_losses(self, micro_batches: Sequence[MicroBatch]) -> DataLosses: ...
 
     def finish(self, gauges: Gauges) -> Gauges:
-        """Return merged gauges with those that are computed from others."""
+        """Return merged gauges with derived ones."""
         ...
 
 
@@ -90,7 +88,7 @@ class PreferenceObjective:
 
 @dataclass(frozen=True, slots=True)
 class UnpairedObjective:
-    """Even trajectories are trained; odd ones have mismatched responses, on which the KL is estimated.
+    """Even trajectories are trained; odd ones have mismatched responses, to estimate the KL.
 
     infer_logprobs: sequences -> the policy's logprobs, [M], zeros elsewhere; collective.
     """
@@ -116,7 +114,7 @@ class UnpairedObjective:
 
     @property
     def _owners(self) -> Tensor:
-        """Trajectory of each sequence, [S]."""
+        """Return each sequence's trajectory, [S]."""
         owners = torch.zeros(self.batch.num_sequences, dtype=torch.int64)
         owners[self.batch.sequence] = self.batch.trajectory
         return owners
@@ -140,7 +138,7 @@ class DistillationObjective:
 
     @property
     def taught(self) -> Tensor:
-        """Tokens with a teacher, [M] bool."""
+        """Mask the tokens with a teacher, [M] bool."""
         weights = [teacher.weights for teacher in self.teachers]
         return torch.stack(weights).any(0) if weights else torch.zeros_like(self.learned)
 
@@ -169,7 +167,7 @@ def distillation_of(
     scorers: Mapping[str, TeacherScorer],
     score_keys: Mapping[str, str],
 ) -> DistillationObjective:
-    """Build the objective. scorers: of teachers in this process, by name; score_keys: of the others, by role."""
+    """Build the objective. scorers: of teachers in this process, by name; score_keys: of others, by role."""
     sequences = with_prompts(groups) if config.distill.distill_on_prompt else list(groups)
     batch = pack(sequences)
     learned = torch.ones(batch.num_sampled, dtype=torch.bool)
@@ -197,7 +195,6 @@ def distillation_of(
 def _join(
     batch: Batch, taught: Sequence[int], parts: Sequence[tuple[Tensor | None, Tensor]], weight: float
 ) -> TeacherTokens:
-    """Place the groups' distributions in batch order, [M, ...]."""
     group_of = batch.group[batch.trajectory]
     width = max(logprobs.shape[1] for _, logprobs in parts)
     logprobs = torch.zeros(batch.num_sampled, width)

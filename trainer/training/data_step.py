@@ -1,4 +1,4 @@
-"""Optimizer steps of the data pipelines and of pairs from a policy's own groups, and their validation losses.
+"""Optimizer steps of the data pipelines and of pairs from a policy's own groups, and validation losses.
 
 Invariants: as `optimizer_step`; a minibatch and a micro-batch hold complete groups.
 """
@@ -13,7 +13,7 @@ from offbeat.services.telemetry import Partial, merge_all
 from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.data.batch import Batch, MicroBatch, group_minibatches, pack
 from offbeat.trainer.data.pairs import best_and_worst
-from offbeat.trainer.data.prefix_groups import whole_group_microbatches
+from offbeat.trainer.data.prefix_trees import whole_group_microbatches
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.base import Hyperparameters
 from offbeat.trainer.engines.process_group import Ranks
@@ -44,7 +44,6 @@ class DataTrainer(BatchTrainer):
         del step_batch
 
     def evaluate(self, groups: Sequence[Group]) -> Gauges:
-        """Return the losses of groups under current weights."""
         objective = self._objective(groups, num_minibatches=1)
         batch = objective.batch
         if not batch.num_sampled:
@@ -102,7 +101,6 @@ class DataTrainer(BatchTrainer):
         return UnpairedObjective(self._config, batch, reference, lambda sequences: self._logprobs(batch, sequences))
 
     def _logprobs(self, batch: Batch, sequences: Sequence[int]) -> Tensor:
-        """Return the policy's logprobs of sequences, [M]; zeros elsewhere."""
         micro_batches = self._cut(batch, sequences)
         return scatter_outputs(
             batch, micro_batches, self._models.policy.infer([to_input(micro) for micro in micro_batches])
@@ -117,7 +115,8 @@ class DataTrainer(BatchTrainer):
         }
 
     def _reference_logprobs(self, groups: Sequence[Group], batch: Batch, num_minibatches: int) -> Tensor | None:
-        """Score the policy's micro-batches, so that equal weights have equal logprobs; `infer_batch_size` cuts others."""
+        """Score the policy's micro-batches, so that equal weights have equal logprobs, or those of
+        `infer_batch_size`."""
         model, size = self._models.reference, self._config.reference.infer_batch_size
         if model is None or self._config.dpo.loss_type == "kto" or "reference" in self._models.score_keys:
             rows = self._score(model, "reference", size, groups)
@@ -143,7 +142,6 @@ class DataTrainer(BatchTrainer):
 
 
 def make_trainer(config: LearnerConfig, models: StepModels, ranks: Ranks) -> BatchTrainer:
-    """Return the trainer of the pipeline's groups."""
     kind = BatchTrainer if config.pipeline in ("agentic", "rlvr") else DataTrainer
     return kind(config, models, ranks)
 

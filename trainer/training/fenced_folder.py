@@ -1,12 +1,11 @@
 """Folder that only the holder of the newest lease changes.
 
 Each epoch makes its changes through a folder of its own, `.epoch-N`: a file is written there and renamed into place, or
-removed by a rename into it. A successor makes its `.epoch-M`, then removes the earlier ones, after which their owners'
-renames fail.
+removed by a rename into it. A successor makes its `.epoch-M`, then removes earlier ones, whose owners' renames then
+fail.
 
 Invariants: no check precedes a change, so a process may be stopped between any two system calls and wake at any time;
-nobody waits for a stopped process's lock. They hold where a rename is atomic and fails if one of its folders was
-removed: local file systems and NFS.
+there are no locks. They need renames that are atomic and fail if a folder was removed: local file systems and NFS.
 """
 
 import itertools
@@ -49,11 +48,10 @@ class FencedFolder:
             raise self._fenced()
 
     def taken_over(self) -> list[Path]:
-        """Return earlier epochs' unpublished entries."""
         return list(staged_entries(self._own))
 
     def discard(self, *prefixes: str) -> None:
-        """Remove entries of the epoch's folder; earlier epochs' begin with `EPOCH`."""
+        """Remove entries of the epoch's folder."""
         for path in entries(self._own):
             if path.name.startswith(prefixes):
                 delete(path)
@@ -68,7 +66,7 @@ class FencedFolder:
             raise self._fenced()
 
     def stage(self, source: Path, name: str) -> None:
-        """Rename into the epoch's folder. Raises `FencedError`."""
+        """Rename into the epoch's folder; raises `FencedError`."""
         with self._fencing():
             delete(self._own / name)
             source.rename(self._own / name)
@@ -87,19 +85,19 @@ class FencedFolder:
         return target
 
     def write(self, name: str, content: bytes) -> None:
-        """Write and publish. Raises `FencedError`."""
+        """Write and publish; raises `FencedError`."""
         with self._fencing():
             write_bytes(self._own / name, content)
         self.publish(name, name)
 
     def write_json(self, name: str, content: object) -> None:
-        """Write and publish JSON. Raises `FencedError`."""
+        """Write and publish JSON; raises `FencedError`."""
         with self._fencing():
             write_json(self._own / name, content)
         self.publish(name, name)
 
     def link(self, name: str, target: str) -> None:
-        """Publish a symbolic link. Raises `FencedError`."""
+        """Publish a symbolic link; raises `FencedError`."""
         with self._fencing():
             (self._own / name).unlink(missing_ok=True)
             (self._own / name).symlink_to(target)
@@ -113,13 +111,13 @@ class FencedFolder:
         return path
 
     def remove(self, name: str) -> None:
-        """Remove an entry, if present. Raises `FencedError`."""
+        """Remove an entry, if present; raises `FencedError`."""
         if (self.path / name).exists():
             delete(self.take_away(name))
 
     @contextmanager
     def _fencing(self) -> Iterator[None]:
-        """Translate failures caused by the removal of the epoch's folder."""
+        """Translate failures after the removal of the epoch's folder."""
         try:
             yield
         except OSError:
@@ -140,7 +138,7 @@ def delete(path: Path) -> None:
 
 
 def entries(folder: Path) -> list[Path]:
-    """Return a folder's entries; none if just removed."""
+    """Return a folder's entries; none if removed."""
     try:
         return sorted(folder.iterdir())
     except FileNotFoundError:
@@ -148,7 +146,6 @@ def entries(folder: Path) -> list[Path]:
 
 
 def staged_entries(folder: Path) -> Iterator[Path]:
-    """Yield what the epochs of `folder` have staged."""
     for epoch_folder in entries(folder):
         if epoch_folder.name.startswith(EPOCH):
             yield from (path for path in entries(epoch_folder) if not path.name.startswith((EPOCH, REMOVED)))
@@ -156,7 +153,7 @@ def staged_entries(folder: Path) -> Iterator[Path]:
 
 
 def epoch_folders(folder: Path) -> list[tuple[int, Path]]:
-    """Return the epochs that have a folder, ascending."""
+    """Return the epochs with a folder, ascending."""
     found = ((re.fullmatch(rf"{re.escape(EPOCH)}(\d+)", path.name), path) for path in entries(folder))
     return sorted((int(match[1]), path) for match, path in found if match)
 

@@ -1,4 +1,4 @@
-"""Frozen models that score groups in a process of their own."""
+"""Frozen models that score groups in their own process."""
 
 from pathlib import Path
 

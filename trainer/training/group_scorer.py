@@ -1,7 +1,7 @@
 """Scores of frozen models, group by group.
 
-Invariant: a group's scores depend on nothing but the group, the model and the configuration, whatever else a batch
-holds and however many ranks share it; so they may be computed in any process, before the batch exists.
+Invariant: a group's scores depend only on the group, the model and the configuration, so any process may compute them
+before the batch exists.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 from offbeat.services.messages.types import Group
 from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.data.batch import Batch, MicroBatch, microbatches, pack
-from offbeat.trainer.data.prefix_groups import shared_microbatches
+from offbeat.trainer.data.prefix_trees import shared_microbatches
 from offbeat.trainer.engines.frozen import LogprobModel
 from offbeat.trainer.models.distillation import TopQuery
 from offbeat.trainer.models.divergence import ReferenceStates
@@ -30,8 +30,6 @@ class EncodedScores(NamedTuple):
 
 
 class GroupOutputs(NamedTuple):
-    """Outputs of a group's micro-batches."""
-
     batch: Batch
     micro_batches: list[MicroBatch]
     parts: list[Tensor]
@@ -52,7 +50,7 @@ class GroupScorer:
         return [EncodedScores(encode_scores(row), bool(row.isfinite().all())) for row in self.score(groups)]
 
     def infer(self, groups: Sequence[Group], top: TopQuery | None = None) -> list[GroupOutputs]:
-        """Return the model's outputs per group; with `top` the most probable tokens instead of logprobs."""
+        """Return the model's outputs per group; with `top` the most probable tokens."""
         batches = [pack([group]) for group in groups]
         cuts = [self._cut(batch) for batch in batches]
         inputs = [replace(to_input(micro), top=top) for micro_batches in cuts for micro in micro_batches]
@@ -71,7 +69,6 @@ class GroupScorer:
 def cut(
     config: LearnerConfig, batch: Batch, sequences: Sequence[int], budget: int, *, multiple_of: int = 1
 ) -> list[MicroBatch]:
-    """Pack sequences into micro-batches of at most `budget` tokens."""
     pack_sequences = shared_microbatches if config.actor_train.model_args.shared_prefix else microbatches
     return pack_sequences(batch, sequences, budget, multiple_of=multiple_of)
 

@@ -67,17 +67,14 @@ class StepModels:
     critic: TrainEngine[Tensor] | None = None
     reference: LogprobModel | None = None
     teachers: Sequence[LogprobModel | None] = ()
-    """In the order of the configuration's `teacher`; None: scored by its service."""
+    """In the order of `teacher`; None: scored by its service."""
     score_keys: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Role -> key in `Group.scores`, of roles that are scored by a service or in files."""
+    """Role -> key in `Group.scores`, of roles scored by a service or in files."""
     vocab_size: int = 0
-    """Number of the policy's logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPreview:
-    """Inputs of a batch's first optimizer step."""
-
     groups: tuple[Group, ...]
     batch: Batch
     targets: Targets
@@ -107,10 +104,10 @@ class BatchTrainer:
         self.learning_rate = self._args.learning_rate
         """Peak of the schedule."""
         self.last_step: StepTokens | None = None
-        """Of rank 0, if `console.keep_steps` is set."""
+        """Of rank 0, with `console.keep_steps`."""
 
     def train(self, batch: StepBatch) -> Gauges:
-        """Train; a batch without sampled tokens changes no weights."""
+        """Train; without sampled tokens, weights stay."""
         self.last_step = None
         gauges = self._train(batch)
         every, reference = self._config.ref_model_sync_steps, self._models.reference
@@ -148,7 +145,7 @@ class BatchTrainer:
         return {**self._merge(pieces), **fixed, "actor/kl_coef": Partial("last", self.kl.coef)}
 
     def preview(self, step_batch: StepBatch) -> StepPreview | None:
-        """Return `train`'s inputs under current weights; None without sampled tokens."""
+        """Return the inputs of `train` under current weights; None without sampled tokens."""
         selected, masked = self._select(step_batch)
         batch = pack(selected)
         if not batch.num_sampled:
@@ -221,7 +218,7 @@ class BatchTrainer:
 
     @property
     def _trains_on_initial_pass(self) -> bool:
-        """True if a batch's only optimizer step also computes the initial logprobs."""
+        """Return whether a batch's only optimizer step also computes the initial logprobs."""
         config, one_step = self._config, self._config.ppo_epochs == self._args.num_minibatches == 1
         no_other_use = not config.has_value_head and not needs_initial_logprobs(config)
         return config.old_logprobs == "recompute" and one_step and no_other_use
@@ -263,7 +260,7 @@ class BatchTrainer:
         return None if rows is None else torch.cat(rows)
 
     def _teacher_logprobs(self, groups: Sequence[Group], batch: Batch) -> Tensor | None:
-        """Return logprobs, [K, M]; zeros for groups not taught."""
+        """Return logprobs, [K, M]; zeros for untaught groups."""
         if not self._models.teachers:
             return None
         rows: list[Tensor] = []
@@ -281,7 +278,7 @@ class BatchTrainer:
     def _score(
         self, model: LogprobModel | None, role: str, infer_batch_size: int | None, groups: Sequence[Group]
     ) -> list[Tensor] | None:
-        """Return logprobs per group: the service's, or of the model in this process; None without either."""
+        """Return logprobs per group, by the service or the model in this process, if any."""
         if key := self._models.score_keys.get(role):
             return [decode_scores(group, key) for group in groups]
         return None if model is None else GroupScorer(model, self._config, infer_batch_size).score(groups)
@@ -306,7 +303,7 @@ class BatchTrainer:
     ) -> list[Gauges]:
         """Take one step of policy and critic; return this rank's gauges. seen: receives the policy's logprobs.
 
-        The policy's is skipped without episodes in the loss, since Adam's moments would still move the weights.
+        The policy's is skipped without episodes in the loss, as Adam's moments would still move the weights.
         """
         warming = step < self._config.critic_warmup
         loss_states = states if self._config.kl_in_loss_is_full else None

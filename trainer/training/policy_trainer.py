@@ -1,7 +1,7 @@
 """Weights of the policy, critic and reference.
 
 Invariants: the first weights depend only on model folder, warm start and seed; `load` continues exactly. Critic and
-reference start from them, kept in the run's `start/` after a warm start.
+reference start from them, kept in `start/` after a warm start.
 """
 
 import json
@@ -56,12 +56,10 @@ Model = TypeVar("Model", PackedPolicy, PackedCritic)
 
 ALGORITHM = Path("state", "algorithm.json")
 REFERENCE = Path("state", "reference.safetensors")
-"""Present if the reference is updated."""
+"""If the reference is updated."""
 
 
 class Trainer(Protocol):
-    """Weights interface of the loop."""
-
     def begin(self, progress: Progress, should_stop: Callable[[], bool]) -> bool:
         """Create the first weights; return False if stopped."""
         ...
@@ -77,11 +75,12 @@ class Trainer(Protocol):
     def train(self, batch: StepBatch) -> Gauges: ...
 
     def evaluate(self, groups: Sequence[Group]) -> Gauges:
-        """Return the losses of a data pipeline's validation groups."""
+        """Return the losses of validation groups."""
         ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights to publish by Hugging Face name, or base and adapter, each valid until the next; exhaust it."""
+        """Yield the weights to publish by Hugging Face name, or base and adapter, each valid until the next; exhaust
+        it."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -90,12 +89,12 @@ class Trainer(Protocol):
 
     @property
     def kl_coef(self) -> float:
-        """KL coefficient in the reward."""
+        """Return the KL coefficient in the reward."""
         ...
 
     @property
     def last_step(self) -> StepTokens | None:
-        """Tokens of the newest step; None unless `console.keep_steps` is set."""
+        """Return tokens of the newest step; None without `console.keep_steps`."""
         ...
 
 
@@ -114,7 +113,7 @@ class PolicyTrainer:
         self._policy = self._engine(self._model)
         self._critic: TrainEngine[Tensor] | None = None
         self._reference: FrozenModel | None = None
-        """Set if the reference is a separate, unsharded model."""
+        """Separate, unsharded reference, if any."""
         self._steps: BatchTrainer | None = None
 
     @property
@@ -215,7 +214,7 @@ class PolicyTrainer:
 
     @property
     def _refers_to_start(self) -> bool:
-        """True if the reference is the warm-started policy."""
+        """Return whether the reference is the warm-started policy."""
         return self._config.needs_reference and self._config.reference.model_args.model_name_or_path is None
 
     def _build_companions(self) -> None:
@@ -235,7 +234,7 @@ class PolicyTrainer:
         self._steps = make_trainer(self._config, models, self._ranks)
 
     def _build_reference(self, folder: Path) -> LogprobModel | None:
-        """Return the reference, if one is needed. folder: of the first weights."""
+        """Return the reference, if needed. folder: of the first weights."""
         if self._refers_to_start and self._uses_adapters:
             return AdapterFreeReference(self._policy, self._model)
         if not self._config.needs_reference:
@@ -247,7 +246,6 @@ class PolicyTrainer:
         return reference
 
     def _precompute(self, reference: LogprobModel, key: str) -> None:
-        """Write the reference's logprobs of all rows that have none."""
         (role,) = scored_roles(self._config, self._config.reference, "files")
         scorer = GroupScorer(reference, self._config, role.config.infer_batch_size)
         sources = list(open_sources(self._run, self._run.model_folder))
@@ -330,7 +328,7 @@ class PolicyTrainer:
         gather(self._ranks, b"")  # barrier: all ranks read it next
 
     def _start_staging(self) -> Path:
-        """Return a path that no other learner uses, even one replaced while stopped."""
+        """Return a path that no other learner uses."""
         return self._run.output_dir / f".{START}-{secrets.token_hex(4)}"
 
     def _find_start(self, checkpoint: Path) -> None:

@@ -1,6 +1,6 @@
 """Scores of all rows of a dataset, computed once and kept beside it; collective.
 
-Invariant: an interrupted preparation goes on with the first file that is missing.
+Invariant: an interrupted preparation continues with the first missing file.
 """
 
 import logging
@@ -30,13 +30,13 @@ class RowScorer(Protocol):
 
 
 def row_group(row: int, members: Sequence[Trajectory]) -> Group:
-    """Return a row's trajectories as a group that was never admitted."""
+    """Return a row's trajectories as a group."""
     first = members[0]
     return Group("", first.group_id, row, first.tag, first.seed, 0, tuple(members))
 
 
 def open_sources(run: LearnerRun, model_folder: Path) -> Iterator[tuple[Path, DataSource]]:
-    """Yield the training and validation files with a reader each. model_folder: of tokenizer and chat template."""
+    """Yield the training and validation files, each with a reader. model_folder: of tokenizer and chat template."""
     config, data = run.config, run.config.data
     if data is None:
         return
@@ -54,7 +54,7 @@ def prepare_scores(
     ranks: Ranks | None = None,
     show: Progress = lambda *_: None,
 ) -> int:
-    """Score the rows that are not yet; return their number. ranks: None for one process."""
+    """Score missing rows; return their number. ranks: None for one process."""
     num_scored = 0
     for path, source in sources:
         files = ScoreFiles(path, key)

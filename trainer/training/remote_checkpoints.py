@@ -3,11 +3,11 @@
 A run's folder in the store: `step-000020.000003-000007/` (a checkpoint's files; epoch 3, serial 7),
 `manifest-000003-000002.json` (complete checkpoints in order of writing) and `.epoch-000003`.
 
-Invariants: every object is written once, under a name of its writer's epoch, so nobody can replace another epoch's. The
-newest manifest of the highest epoch is the list; it names a checkpoint after its last file, its `manifest.json`, has
-been stored and verified. A learner takes a checkpoint off its list, then looks for later epochs, then deletes; a
-successor announces its epoch before it reads the list. So it sees that list, or nothing is deleted. This needs a store
-whose reads and listings show completed writes: S3, GCS, Azure, file systems.
+Invariants: every object is written once, under a name of its writer's epoch. The newest manifest of the highest epoch
+is the list; it names a checkpoint after its last file, its `manifest.json`, was stored and verified. A learner takes a
+checkpoint off its list, looks for later epochs, then deletes; a successor announces its epoch before it reads the list:
+it sees that list, or nothing is deleted. This needs a store whose reads and listings show completed writes: S3, GCS,
+Azure, file systems.
 """
 
 # pyright: basic
@@ -41,7 +41,7 @@ from offbeat.trainer.training.fenced_folder import EPOCH, delete
 LISTS = re.compile(r"manifest-(\d{6})-(\d{6})\.json")
 CHECKPOINT = re.compile(rf"{PREFIX}(\d{{6}})\.(\d{{6}})-(\d{{6}})")
 BUCKETS = ("s3", "s3a", "gs", "gcs", "abfs", "az", "abfss", "oss", "oci", "r2")
-"""Protocols without folders; making one could make a bucket."""
+"""Protocols without folders."""
 
 
 class StoreError(RetryableError):
@@ -53,7 +53,7 @@ class SourceError(Exception):
 
 
 class RemoteFolder:
-    """A run's folder in a store, read by anyone and written by one epoch."""
+    """A run's folder in a store, written by one epoch."""
 
     def __init__(self, url: str, epoch: int = 0) -> None:
         """epoch: of the writer; 0 reads only. Raises `CheckpointError` for an unusable URL."""
@@ -90,11 +90,11 @@ class RemoteFolder:
 
     @property
     def checkpoints(self) -> Sequence[RemoteCheckpoint]:
-        """Complete checkpoints as of this writer's last change, in order of writing."""
+        """Return complete checkpoints as of the last change, in order of writing."""
         return tuple(self._listed)
 
     def read_list(self) -> list[RemoteCheckpoint]:
-        """Return the complete checkpoints, in order of writing. Raises `StoreError`."""
+        """Return the complete checkpoints, in order of writing; raises `StoreError`."""
         with self._translating():
             return self._newest_list()[1]
 
@@ -185,7 +185,7 @@ class RemoteFolder:
             )
 
     def _is_fenced(self) -> bool:
-        """Return True if a later epoch is known to have the folder."""
+        """Return whether a later epoch has the folder."""
         try:
             return bool(self._epoch) and self._newest_epoch() > self._epoch
         except Exception:  # no access: the caller reports that
@@ -207,7 +207,7 @@ class RemoteFolder:
             self._fs.makedirs(path, exist_ok=True)
 
     def fetch(self, name: str, folder: Path) -> Checkpoint:
-        """Download and verify a checkpoint of this folder into `folder`, unless it is there.
+        """Download and verify a checkpoint into `folder`, unless there.
 
         Raises:
             CheckpointError: incomplete or damaged.
@@ -241,7 +241,7 @@ class RemoteFolder:
 
     @contextmanager
     def _translating(self) -> Iterator[None]:
-        """Translate what the libraries of the many stores raise, which has no common base."""
+        """Translate errors of the stores' libraries, which have no common base."""
         try:
             yield
         except (FencedError, SourceError, CheckpointError):
@@ -256,7 +256,7 @@ class RemoteFolder:
 
 
 def fetch_by_url(url: str, folder: Path) -> Checkpoint:
-    """Download a checkpoint: of a URL of one, of a run's newest, or of the only run in a folder.
+    """Download a checkpoint by its URL, of a run's newest, or of the only run in a folder.
 
     Raises:
         CheckpointError: no, or several, runs; incomplete or damaged.

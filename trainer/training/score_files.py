@@ -1,6 +1,6 @@
 """Scores of a dataset's rows, in files beside it: `DATASET.scores/ROLE@DIGEST/`.
 
-Invariants: a file is written atomically; a row's scores are read only for the tokens that they were computed from.
+Invariants: a file is written atomically; a row's scores are read only for the same tokens.
 """
 
 import hashlib
@@ -33,20 +33,18 @@ def token_digest(group: Group) -> bytes:
 
 
 class ScoreFiles:
-    """Scores of one role by row."""
-
     def __init__(self, dataset: Path, key: str) -> None:
         self.folder = dataset.with_name(f"{dataset.name}.scores") / key
         self._open: dict[int, safe_open] = {}
 
     def missing_files(self, num_rows: int) -> list[range]:
-        """Return the rows of each file that is not written."""
+        """Return the rows of each missing file."""
         starts = range(0, num_rows, ROWS_PER_FILE)
         rows = [range(start, min(start + ROWS_PER_FILE, num_rows)) for start in starts]
         return [part for part in rows if not self._path(part.start).is_file()]
 
     def write(self, first: int, scores: Mapping[int, tuple[bytes, bytes]]) -> None:
-        """Write a file. scores: row -> token digest and scores; rows without any can't be trained."""
+        """Write a file. scores: row -> token digest and scores; rows without any are excluded from training."""
         path = self._path(first)
         path.parent.mkdir(parents=True, exist_ok=True)
         staging = path.with_name(f".{path.name}.{os.getpid()}")

@@ -1,7 +1,6 @@
-"""Keys of scores that services and files give.
+"""Keys of scores from services and files.
 
-Invariant: a key changes with everything on which a group's score depends, so a learner never trains on the score of
-another model.
+Invariant: a key changes with everything on which a group's score depends.
 """
 
 import hashlib
@@ -15,7 +14,7 @@ from offbeat.trainer.run import LearnerRun
 
 
 def score_keys(run: LearnerRun) -> Mapping[str, str]:
-    """Return role -> key of its scores, of roles in services and in files."""
+    """Return role -> key, of roles in services and in files."""
     services = scored_roles(run.config, run.config.reference)
     files = scored_roles(run.config, run.config.reference, "files")
     return {
@@ -25,7 +24,7 @@ def score_keys(run: LearnerRun) -> Mapping[str, str]:
 
 
 def file_key(run: LearnerRun, role: ScoredRole) -> str:
-    """Return the key of scores in files, which outlive a run."""
+    """Return the key of scores in files."""
     folder = role.config.model_args.model_name_or_path or (
         None if run.config.pretrain == "tiny" else run.config.pretrain
     )
@@ -45,7 +44,7 @@ def _weight_files(folder: Path) -> list[object]:
 
 
 def _distilled(run: LearnerRun) -> list[object]:
-    """Return what a teacher's distributions depend on; nothing for logprobs."""
+    """Return what a teacher's distributions depend on."""
     distill = run.config.distill
     if run.config.pipeline != "distill":
         return []
@@ -74,7 +73,6 @@ def _hash(inputs: list[object]) -> str:
 
 
 def _first_weights(run: LearnerRun) -> list[object]:
-    """Return what the policy's first weights depend on."""
     config = run.config
     warm = None if config.warm_start is None else config.warm_start.model_dump(mode="json")
     return [config.pretrain, config.tiny.model_dump(mode="json"), config.seed, warm, run.lineage]

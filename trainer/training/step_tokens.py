@@ -1,6 +1,6 @@
 """Sampled tokens of a trained batch, and their file beside the recorded one.
 
-A token is in the order of its trajectory's turns, as in `Batch`.
+Tokens are in the order of their trajectory's turns, as in `Batch`.
 """
 
 import math
@@ -35,7 +35,7 @@ class StepTokens:
     batch: Batch
     targets: Targets
     logprobs: Tensor
-    """Policy's in the first pass, [M]; NaN where it was not trained."""
+    """Policy's in the first pass, [M]; NaN where untrained."""
     config: AlgorithmConfig
 
     def encode(self) -> bytes:
@@ -52,7 +52,7 @@ class StepTokens:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryTokens:
-    """What the learner made of a trajectory's sampled tokens; `TokenOutcomes`."""
+    """`TokenOutcomes` of a trajectory."""
 
     group: int
     index: int
@@ -68,7 +68,7 @@ class TrajectoryTokens:
 
 
 def decode_tokens(content: bytes) -> Iterator[TrajectoryTokens]:
-    """Yield a step's trajectories. Raises `CodecError`."""
+    """Yield a step's trajectories; raises `CodecError`."""
     try:
         schema, _, rows = msgpack.unpackb(content)
         if schema != SCHEMA:
@@ -85,7 +85,7 @@ def _decode_row(row: Sequence[Any]) -> TrajectoryTokens:
 
 
 def merge_seen(seen: Tensor, ranks: Ranks) -> Tensor | None:
-    """Return all ranks' logprobs, NaN where none has any; None but on rank 0. Collective."""
+    """Return all ranks' logprobs on rank 0, NaN where none has any; collective."""
     if ranks.world_size == 1:
         return seen
     blobs = gather(ranks, seen.numpy().tobytes())

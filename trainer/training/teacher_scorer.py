@@ -1,4 +1,4 @@
-"""Teachers' most probable tokens, group by group, and their encoding in `Group.scores`.
+"""Teachers' most probable tokens by group, and their encoding in `Group.scores`.
 
 Invariant: as `group_scorer`.
 """
@@ -24,7 +24,7 @@ logprobs [M, V].
 
 
 class TeacherScorer:
-    """Scores of one teacher, whose logits may be more or fewer than the policy's."""
+    """Scores of one teacher, whose vocabulary may differ in size."""
 
     def __init__(
         self, model: LogprobModel, config: LearnerConfig, infer_batch_size: int | None, vocab_size: int
@@ -41,7 +41,7 @@ class TeacherScorer:
 
 
 def decode_teacher(group: Group, key: str, num_tokens: int) -> tuple[Tensor | None, Tensor]:
-    """Return ids and logprobs of a group, as in `TeacherTokens`. num_tokens: that they must be of.
+    """Return ids and logprobs of a group, as in `TeacherTokens`. num_tokens: expected.
 
     Raises:
         ValueError: there are none under this key, or of other tokens.

@@ -39,7 +39,7 @@ class Demonstration:
 
 
 Demonstrate = Callable[[np.random.Generator], list[Demonstration]]
-"""Runs one episode; returns one demonstration, or one per turn if step-wise."""
+"""Runs one episode; returns one demonstration, or one per turn."""
 
 
 def load_demos(config: WarmStartConfig) -> Demos:
@@ -77,7 +77,6 @@ def make_text_demonstrator(demos: Demos, env: CustomEnv, chat: ChatFormat, *, ma
 def make_conversation_sampler(
     demos: Demos, env: CustomEnv
 ) -> Callable[[np.random.Generator], list[list[ChatMessageDict]]]:
-    """Build a sampler of text conversations, one per turn if step-wise."""
     instance = registry.make(env.env_type, env.env_config)
 
     def sample(rng: np.random.Generator) -> list[list[ChatMessageDict]]:

@@ -1,6 +1,6 @@
 """Queue server, in Reverb's venv; each item is yielded once.
 
-Load: a line of JSON (lengths) and blobs, padded because a column has one shape. Reply: a line of JSON.
+Load: a line of JSON (lengths) and blobs, padded as a column has one shape. Reply: a line of JSON.
 """
 
 # pyright: basic, reportMissingImports=false

@@ -1,1 +1,1 @@
-"""Code in TRL's venv; imports `envs` alone of Offbeat."""
+"""Code in TRL's venv; imports only `envs` of Offbeat."""

@@ -1,10 +1,8 @@
-"""Chat template split into token ids."""
-
 from functools import lru_cache
 from typing import Any
 
 USER, ANSWER, NEXT = "peer0user", "peer1answer", "peer2next"
-"""Placeholders for contents while the template is split."""
+"""Placeholders while the template is split."""
 
 
 class Chat:

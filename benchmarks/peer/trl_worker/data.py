@@ -1,7 +1,7 @@
 """`python -m offbeat.benchmarks.peer.trl_worker.data JOB`: optimizer steps of TRL's SFTTrainer or DPOTrainer at its
 parent's pace.
 
-A step's time includes the collation of its rows, not their tokenization.
+A step's time includes collation, not tokenization.
 """
 
 # pyright: basic, reportMissingImports=false, reportPrivateImportUsage=false, reportArgumentType=false

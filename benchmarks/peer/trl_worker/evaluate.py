@@ -15,7 +15,7 @@ from offbeat.benchmarks.peer.trl_worker.rollouts import EpisodeRunner
 
 
 def success(job: EvaluateJob, tokenizer: Any, folder: str) -> float:
-    """Return the share of held-out tasks solved in one episode each."""
+    """Return the share of held-out tasks solved."""
     torch.manual_seed(job.seed)
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, job.dtype), trust_remote_code=False

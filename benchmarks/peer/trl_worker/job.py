@@ -1,4 +1,4 @@
-"""Jobs for TRL's venv, as JSON; standard library alone, to be importable by both sides."""
+"""Jobs for TRL's venv, as JSON; standard library only."""
 
 import json
 from dataclasses import asdict, dataclass, fields
@@ -23,7 +23,7 @@ class Play:
     env_threads: int
     """0: step on the main thread."""
     together: bool = False
-    """True: a turn waits for all running episodes. False: the ready ones are batched."""
+    """True: a turn waits for all running episodes. False: ready ones are batched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class TrainJob:
     dtype: str
     threads: int
     snapshot_every: int
-    """Steps; 0: none. Its time is not counted."""
+    """Steps; 0: none. Its time is excluded."""
     max_seconds: float
     """Training ends at the next step."""
 

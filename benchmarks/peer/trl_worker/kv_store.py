@@ -1,7 +1,6 @@
 """KV cache of many episodes, kept across turns.
 
-Slot s holds keys and values of its episode's first `lengths[s]` tokens, without gaps. Nothing is copied if all slots
-are fed.
+Slot s holds keys and values of its episode's first `lengths[s]` tokens. Nothing is copied if all slots are fed.
 """
 
 # pyright: basic
@@ -30,7 +29,7 @@ class _Fed:
 
     @property
     def mask(self) -> Tensor:
-        """Attention mask, [n, 1, width, total] bool."""
+        """Return the attention mask, [n, 1, width, total] bool."""
         return torch.arange(self.total) <= self.positions[:, None, :, None]
 
 

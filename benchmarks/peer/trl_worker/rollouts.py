@@ -26,7 +26,7 @@ class SlotEpisode:
     env: Any
     prompt: tuple[int, ...] = ()
     completion: list[int] = field(default_factory=list)
-    """Tokens after the first prompt, the env's included."""
+    """After the first prompt, the env's included."""
     sampled: list[int] = field(default_factory=list)
     """Loss mask of `completion`."""
     unread: list[int] = field(default_factory=list)

@@ -1,5 +1,3 @@
-"""Commands of `offbeat runs`, which import heavy modules."""
-
 from pathlib import Path
 from typing import Annotated
 

@@ -25,7 +25,7 @@ from offbeat.services.errors import RetryableError
 
 DONE, UNREACHABLE, REFUSED, UNKNOWN, CONFLICT, UNAUTHORIZED = 0, 1, 2, 3, 4, 5
 CODES = {401: UNAUTHORIZED, 403: UNAUTHORIZED, 404: UNKNOWN, 409: CONFLICT}
-"""Exit codes of refusals; any other 4xx is REFUSED."""
+"""Exit codes; other 4xx are REFUSED."""
 TIMEOUT_S = 30.0
 PIPED_WIDTH = 200
 
@@ -144,7 +144,7 @@ def _describe_outcome(view: RunView) -> str:
 
 
 def explain_run(url: str, token: str | None, run_id: str, *, as_json: bool, plans: bool = False) -> int:
-    """plans: also simulate changes, by the run's folder on this machine."""
+    """plans: also simulate changes, from the run's folder."""
 
     async def ask(client: ControlClient) -> int:
         answer = await client.why(run_id)
@@ -194,7 +194,7 @@ def change_run(url: str, token: str | None, run_id: str, values: Sequence[str], 
 
 
 def parse_pairs(texts: Sequence[str], parse: Callable[[str], Any]) -> dict[str, Any] | None:
-    """Return the values of `KEY=VALUE` by key; None, with a message, if one is no such pair."""
+    """Parse `KEY=VALUE` texts; None, with a message, for another text."""
     pairs: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -206,7 +206,7 @@ def parse_pairs(texts: Sequence[str], parse: Callable[[str], Any]) -> dict[str, 
 
 
 def _parse_number(text: str) -> Any:
-    """Return a number, or the text, which the service refuses by name."""
+    """Return a number, or the text, for the service to refuse."""
     for kind in (int, float):
         try:
             return kind(text)

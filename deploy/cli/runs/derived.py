@@ -36,7 +36,7 @@ def _parse_json(text: str) -> Any:
 
 
 def reproduce_run(url: str, token: str | None, run_id: str, step: int, *, as_json: bool) -> int:
-    """Repeat steps and wait for the result; an interrupt ends the wait alone."""
+    """Repeat steps and wait for the result; an interrupt ends only the wait."""
 
     async def ask(client: ControlClient) -> int:
         view = await client.reproduce(run_id, step)

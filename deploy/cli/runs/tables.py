@@ -12,7 +12,7 @@ from offbeat.services.telemetry import format_rate
 
 METRICS = {"success": ".2f", "loss": ".4f", "rewards/accuracies": ".2f", "rewards/margins": ".3f"}
 OF_ROWS = {"loss": "loss", "rewards/accuracies": "accuracy", "rewards/margins": "margin"}
-"""Metrics of the data pipelines, and their labels."""
+"""Data pipelines' metrics and labels."""
 
 
 def runs_table(listing: RunsView) -> Table:

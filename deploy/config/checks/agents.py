@@ -20,7 +20,7 @@ if sys.version_info < (3, 10):
 elif importlib.util.find_spec(sys.argv[1]) is None:
     print(f"has no module {sys.argv[1]!r}; it searches {[path for path in sys.path if path]}")
 """
-"""Program that prints why an interpreter can't run an agent, importing only its module's parents."""
+"""Prints why an interpreter can't run an agent, importing only parents of its module."""
 
 
 def check_agent(tag: str, runner: AgentRunner) -> Iterator[ConfigIssue]:
@@ -41,7 +41,7 @@ def check_agent(tag: str, runner: AgentRunner) -> Iterator[ConfigIssue]:
 
 
 def _ask_python(python: str, module: str) -> str:
-    """Return why an interpreter can't import a module, or an empty text."""
+    """Return why an interpreter can't import a module, or ""."""
     try:
         process = subprocess.run(
             [python, "-c", FIND_MODULE, module],

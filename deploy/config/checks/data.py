@@ -1,4 +1,4 @@
-"""Checks of the data pipelines: rows, and keys that only episodes use."""
+"""Checks of the data pipelines."""
 
 import math
 import tempfile
@@ -22,18 +22,18 @@ from offbeat.trainer.config.scored_roles import scored_roles
 
 DATA_KEYS = ("data.dataset_name", "data.val_dataset_name")
 CHECKED_ROWS = 64
-"""Rows of each file that are read and rendered before the start; later ones fail as groups, by reason."""
+"""Rows of each file rendered before the start; later ones fail as groups, by reason."""
 EPISODE_KEYS = (*(key for key in AlgorithmConfig.model_fields if key != "sequence_length"), "warm_start", "replay",
                 "staleness_controller", "reward_pretrain", "critic")  # fmt: skip
 
 ONLINE_KEYS = ("sequence_length", "reward_shaping", "zero_variance", "max_refill_ratio", "group_filter_cls",
                "difficulty_mask", "difficulty_low_threshold", "difficulty_high_threshold", "ref_model_sync_steps",
                "ref_model_mixup_alpha")  # fmt: skip
-"""Keys of the algorithm that `online_dpo` uses."""
+"""Keys that `online_dpo` uses."""
 
 
 def steps_of_epochs(config: RunConfig) -> int | None:
-    """Return the steps that `num_train_epochs` implies; None without it or a readable file."""
+    """Return the steps of `num_train_epochs`; None without it or a readable file."""
     data = config.data
     if data is None or data.num_train_epochs is None or not (config.reads_data or config.plays_prompts):
         return None
@@ -103,7 +103,7 @@ def check_data(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _check_engine_settings(config: RunConfig, unset: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield live settings of engines, which do not exist."""
+    """Yield live settings of absent engines."""
     for key, value, default in (
         ("num_replicas", config.actor_infer.num_replicas, unset.actor_infer.num_replicas),
         (
@@ -136,7 +136,7 @@ def _check_distillation(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def check_rows(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
-    """Yield what is wrong with the files' columns and first rows."""
+    """Yield problems of the files' columns and first rows."""
     if config.data is None or not config.reads_data:
         return
     for key, path in _files(config.data):
@@ -163,14 +163,13 @@ def _first_issue(config: RunConfig, data: DataConfig, folder: Path) -> list[Conf
 
 
 def _files(data: DataConfig) -> list[tuple[str, Path]]:
-    """Return key and path of each file."""
     paths: list[tuple[str, Path | None]] = [(key, getattr(data, key.removeprefix("data."))) for key in DATA_KEYS]
     return [(key, path) for key, path in paths if path is not None]
 
 
 @contextmanager
 def _tokenizer_folder(config: RunConfig) -> Iterator[Path | None]:
-    """Yield a folder with the policy's tokenizer and template; None if there is none, which has its own issue."""
+    """Yield a folder with the policy's tokenizer and template, if there."""
     if config.pretrain != "tiny":
         yield Path(config.pretrain) if Path(config.pretrain).is_dir() else None
         return
@@ -186,7 +185,7 @@ def _tokenizer_folder(config: RunConfig) -> Iterator[Path | None]:
 
 
 def _check_kind(config: RunConfig, rows: DatasetRows, key: str) -> Iterator[ConfigIssue]:
-    """Yield a loss of pairs for rows without partners, or the reverse."""
+    """Yield a loss that needs other rows."""
     if config.pipeline != "dpo" or config.data is None:
         return
     unpaired, loss = is_unpaired(rows, config.data, config.pipeline), config.dpo.loss_type
@@ -208,7 +207,7 @@ def _check_conversations(row: Mapping[str, Any], data: DataConfig, pipeline: str
 
 
 def _check_tokens(config: RunConfig, data: DataConfig, key: str, folder: Path) -> Iterator[ConfigIssue]:
-    """Render the first rows by the chat template; yield an issue for the first that it can't render, or if none fits."""
+    """Render the first rows by the chat template; yield the first failure, or that none fits."""
     in_order = data.model_copy(update={"shuffle": False})
     try:
         source = DataSource(in_order, config.pipeline, folder, seed=0, max_tokens=config.sequence_length)

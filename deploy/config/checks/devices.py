@@ -1,5 +1,3 @@
-"""Checks of devices against the machine or cluster."""
-
 import json
 import math
 import shutil
@@ -17,7 +15,7 @@ from offbeat.trainer.config.issue import ConfigIssue
 
 UTILIZATION_KEY = f"{ENGINE}.gpu_memory_utilization"
 MAX_SHARED_UTILIZATION = 0.9
-"""Engine's largest share beside a learner."""
+"""Of an engine beside a learner."""
 MEMORY_TIMEOUT_S = 10.0
 GIB = 2**30
 
@@ -44,7 +42,7 @@ def local_node() -> ClusterNode:
 
 
 def read_memory_gib() -> float | None:
-    """Return the memory of this machine's smallest GPU, if it tells."""
+    """Return the memory of this machine's smallest GPU, if known."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -57,7 +55,7 @@ def read_memory_gib() -> float | None:
 
 
 def _check_shared(config: RunConfig, plan: DevicePlan, memory_gib: float | None) -> Iterator[ConfigIssue]:
-    """Yield a memory that can't hold engine and learner."""
+    """Yield a memory too small for engine and learner."""
     if not plan.is_shared:
         return
     share = engine_utilization(config, plan)
@@ -81,7 +79,8 @@ def _check_shared(config: RunConfig, plan: DevicePlan, memory_gib: float | None)
 
 
 def learner_gib(config: RunConfig) -> float | None:
-    """Return the least memory of a learner's process: weights, gradients and AdamW's moments; None for a tiny policy."""
+    """Return the least memory of a learner's process: weights, gradients and AdamW's moments; None for a tiny
+    policy."""
     if config.pretrain == "tiny":
         return None
     train = config.actor_train

@@ -1,4 +1,4 @@
-"""Checks of the engine by transformers (`actor_infer.strategy_args.strategy_name: hf_infer`)."""
+"""Checks of the engine by transformers (`hf_infer`)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,6 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def check_hf_infer(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield what `hf_infer` does not support; nothing for another engine."""
     infer = config.actor_infer
     if infer.strategy_args.strategy_name != "hf_infer":
         return

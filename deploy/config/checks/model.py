@@ -1,5 +1,3 @@
-"""Checks of the engine's arguments and of a resumed run's model."""
-
 import difflib
 import json
 from collections.abc import Iterator, Mapping
@@ -45,7 +43,7 @@ def check_engine_arguments(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def check_model_split(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield a `tp_size` or `pp_size` that does not fit the processes or the model."""
+    """Yield a `tp_size` or `pp_size` unfit for processes or model."""
     train, table = config.actor_train, "actor_train.strategy_args"
     strategy = train.strategy_args
     splits = {"tp_size": (strategy.tp_size, find_obstacle), "pp_size": (strategy.pp_size, find_stage_obstacle)}
@@ -70,7 +68,7 @@ def check_model_split(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def check_resumed_model(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield a difference between the model and the checkpoint."""
+    """Yield differences between model and checkpoint."""
     checkpoint = _find_checkpoint(config)
     if checkpoint is None:
         return

@@ -1,4 +1,4 @@
-"""Checks of the chat template and first prompts' lengths; longer tasks may still end with `max_length`."""
+"""Checks of the chat template and first prompts' lengths."""
 
 import io
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,7 @@ from offbeat.services.rollout.envs.trial import Trial
 from offbeat.trainer.config.issue import ConfigIssue
 
 CountTokens = Callable[["FirstTexts", CustomEnv], int]
-"""Token counter of a first prompt, without template for the tiny policy; raises RolloutError if rendering fails."""
+"""Token counter of a first prompt; raises RolloutError if rendering fails."""
 
 
 OnStep = Callable[[str, str], None]

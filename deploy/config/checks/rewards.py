@@ -1,4 +1,4 @@
-"""Checks of `pipeline: rlvr`: rows, domains, rewards, and keys without effect."""
+"""Checks of `pipeline: rlvr`."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from offbeat.services.rollout.data.prompts import DomainRows, Interleaving
 from offbeat.trainer.config.issue import ConfigIssue
 
 PROMPT_KEYS = ("ground_truth_key", "prompt_length", "tag_included", "domain_interleave_probs")
-"""Keys of `data` that only prompts use."""
+"""Of `data`, used only by prompts."""
 ROW_KEYS = (
     "chosen_key",
     "rejected_key",
@@ -23,12 +23,12 @@ ROW_KEYS = (
     "train_on",
     "too_long",
 )
-"""Keys of `data` that prompts do not use."""
+"""Of `data`, unused by prompts."""
 EACH_ROW = "each evaluation takes every validation row once"
 
 
 def check_rlvr(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield what needs neither the files nor user code."""
+    """Yield issues found without files and user code."""
     if not config.plays_prompts:
         for key in PROMPT_KEYS:
             if config.data is not None and getattr(config.data, key) != DataConfig.model_fields[key].get_default(
@@ -52,7 +52,7 @@ def check_rlvr(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def check_rewards(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
-    """Yield what is wrong with the files, and rewards that can't be built here."""
+    """Yield problems of the files, and rewards that can't be built."""
     if not config.plays_prompts or config.data is None:
         return
     managers = {"dataset_name": config.train_env_manager, "val_dataset_name": config.val_env_manager}
@@ -72,7 +72,7 @@ def check_rewards(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
 
 
 def _check_prompts(domains: DomainRows, data: DataConfig) -> None:
-    """Raise PromptError for the first of the first rows without a prompt."""
+    """Raise PromptError for the first row without a prompt."""
     for row in domains.selected[:CHECKED_ROWS]:
         try:
             read_prompt(domains.rows[row], data.messages_key, data.prompt_key)

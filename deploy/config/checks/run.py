@@ -35,7 +35,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_NAME_BYTES = 255
 """Longest path component."""
 MIN_CPU_HEAD_DIM = 32
-"""Minimum of vLLM's attention on CPU."""
+"""Of vLLM's attention on CPU."""
 
 
 def check_run(
@@ -66,7 +66,6 @@ def check_run(
 def check_settings(
     config: RunConfig, *, cores: float | None = None, nodes: Sequence[ClusterNode] | None = None
 ) -> list[ConfigIssue]:
-    """Return `check_run`'s issues found without user code."""
     classes = {"group_filter_cls": None, "track_with": (), "tracker_kwargs": {}}
     return _check_static(config.model_copy(update=classes), cores, nodes)
 

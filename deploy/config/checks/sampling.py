@@ -1,4 +1,4 @@
-"""Checks of training episodes' sampling: recorded logprobs must be the trainer's."""
+"""Checks of sampling: recorded logprobs must be the trainer's."""
 
 from collections.abc import Iterator
 
@@ -8,11 +8,11 @@ from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
 
 PROCESSORS = ("logits_processors", "logprobs_mode", "generation_config", "override_generation_config")
-"""vLLM's arguments that change the sampled distribution or what is recorded of it."""
+"""vLLM's arguments that change the sampled distribution or its record."""
 
 
 def check_sampling(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield settings under which the ratio of the same weights is not 1."""
+    """Yield settings under which the ratio of equal weights is not 1."""
     args = config.actor_infer.generating_args
     if args.temperature == 0:
         yield ConfigIssue(

@@ -14,7 +14,7 @@ from offbeat.trainer.config.issue import ConfigIssue
 logger = logging.getLogger(__name__)
 
 OWN_ENVS = frozenset(("frozen_lake", "sokoban", "webshop", "math", "qa", "code", "prompt"))
-"""Offbeat's own envs, checked by its tests."""
+"""Envs that Offbeat's tests check."""
 MAX_CONCURRENT_TRIALS = 4
 FAILURES = {"make": "can't be made", "reset": "can't be reset", "step": "can't be stepped", "image": "draws no image"}
 """Reason's first word -> failure."""
@@ -26,7 +26,7 @@ class TrialError(Exception):
 
 
 def try_envs(config: RunConfig) -> dict[str, Trial]:
-    """Try foreign envs, by tag, except a notebook's, which other processes can't find."""
+    """Try foreign envs by tag, except a notebook's, which other processes can't find."""
     envs = {
         tag: env
         for tag, env in config.custom_envs.items()
@@ -64,7 +64,7 @@ def check_trials(config: RunConfig) -> list[ConfigIssue]:
 def refuse_failures(env: CustomEnv, trial: Trial) -> None:
     """Raise `TrialError`, with the traceback, if an env always fails; log occasional failures.
 
-    Errors that `on_env_error` gives a reward don't count.
+    Errors covered by `on_env_error` don't count.
     """
     rule = env.on_env_error
     failures = [error for error in trial.failures if rule is None or error.reason not in rule.reasons]

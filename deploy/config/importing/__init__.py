@@ -1,1 +1,1 @@
-"""Other libraries' configurations as Offbeat's, with a report of every key."""
+"""Import of other libraries' configurations, with a report of every key."""

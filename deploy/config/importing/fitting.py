@@ -1,4 +1,4 @@
-"""Imported keys fitted to the run's configuration: what it refuses is reported, and left out or to be filled in."""
+"""Imported keys fitted to the run's configuration: refused ones are reported, and removed or to be filled in."""
 
 import json
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ from offbeat.trainer.config.issue import ConfigIssue
 
 NO_EFFECT = "has no effect"
 MAX_ROUNDS = 100
-"""Each round leaves keys out, so the number of keys bounds them; far more than any file has needed."""
+"""Each round removes keys."""
 
 
 def fit(tree: Tree, reports: list[KeyReport]) -> tuple[list[KeyReport], list[ConfigIssue]]:
-    """Leave unknown keys and those without effect out of `tree`; return the reports and what remains to be filled in."""
+    """Remove unknown and ineffective keys from `tree`; return the reports and what remains to be filled in."""
     for _ in range(MAX_ROUNDS):
         issues = _validate(tree)
         dropped = [issue for issue in issues if _is_dropped(issue, tree)]
@@ -38,7 +38,7 @@ def fit(tree: Tree, reports: list[KeyReport]) -> tuple[list[KeyReport], list[Con
 
 
 def _validate(tree: Tree) -> list[ConfigIssue]:
-    """Return what the configuration refuses, and what has no effect on its algorithm."""
+    """Return refused keys and those without effect."""
     try:
         config = RunConfig.model_validate_json(json.dumps(tree))
     except ValidationError as error:
@@ -71,7 +71,7 @@ def _report(reports: list[KeyReport], path: KeyPath, issue: ConfigIssue) -> list
 
 
 def check_imported(tree: Tree) -> list[ConfigIssue]:
-    """Return what `offbeat config validate` would refuse on this machine; nothing is taken from a hub."""
+    """Return issues of `offbeat config validate` on this machine, without the hub."""
     config = choose_devices(RunConfig.model_validate_json(json.dumps(tree)), count_gpus())
     issues = check_run(config, trial=False)
     found = (each for pattern in MODEL_KEYS for each in find_keys(tree, pattern))
@@ -87,6 +87,5 @@ def check_imported(tree: Tree) -> list[ConfigIssue]:
 
 
 def finish(path: Path, tree: Tree, reports: list[KeyReport], remarks: Sequence[str] = ()) -> Imported:
-    """Fit the tree, and return the import."""
     reports, to_do = fit(tree, reports)
     return Imported(path, tree, tuple(reports), tuple(to_do), tuple(remarks))

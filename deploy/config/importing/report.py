@@ -1,4 +1,4 @@
-"""What became of each key of an imported configuration."""
+"""Outcomes of an imported configuration's keys."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +28,7 @@ class Outcome:
 
     status: Status
     target: KeyPath | None = None
-    """Key here; None: left out."""
+    """Key here, if any."""
     value: Any = None
     note: str = ""
     """Why, and what to do."""
@@ -36,7 +36,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class KeyReport:
-    """An outcome with its key; a default has none."""
+    """Outcome with its key, unless a default."""
 
     key: KeyPath
     outcome: Outcome
@@ -62,7 +62,7 @@ class Imported:
     tree: dict[str, Any]
     keys: tuple[KeyReport, ...]
     to_do: tuple[ConfigIssue, ...] = ()
-    """Values to fill in before the run validates."""
+    """Values to fill in."""
     remarks: tuple[str, ...] = field(default=())
 
     def of_status(self, status: Status) -> list[KeyReport]:

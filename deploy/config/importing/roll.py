@@ -1,4 +1,4 @@
-"""Configurations of ROLL (github.com/alibaba/ROLL), with the files of their `defaults` lists."""
+"""Configurations of ROLL (github.com/alibaba/ROLL), with their `defaults` lists."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -53,13 +53,13 @@ ENVIRONMENT = "oc.env:"
 
 
 def import_roll(path: Path) -> Imported:
-    """Import a file of ROLL's. Raises `ConfigError` if it can't be read."""
+    """Import a file of ROLL's; raises `ConfigError`."""
     tree, reports, remarks = translate_roll(path)
     return finish(path, tree, reports, remarks)
 
 
 def translate_roll(path: Path) -> tuple[Tree, list[KeyReport], list[str]]:
-    """Return our tree, not yet validated, with the outcome of each key and remarks. Raises `ConfigError`."""
+    """Return our unvalidated tree, the outcome of each key, and remarks; raises `ConfigError`."""
     source, variables, remarks = _compose(path)
     pipeline = find_pipeline(source)
     rules, default_sets = PIPELINES[pipeline]
@@ -91,7 +91,7 @@ def translate_roll(path: Path) -> tuple[Tree, list[KeyReport], list[str]]:
 
 
 def find_pipeline(tree: Tree) -> str:
-    """Return the pipeline that a file is for; in ROLL the start script says it."""
+    """Return a file's pipeline, which ROLL's start script names."""
     if "sft_train" in tree:
         return "sft"
     if "student" in tree or "student_pretrain" in tree:
@@ -104,7 +104,7 @@ def find_pipeline(tree: Tree) -> str:
 
 
 def _compose(path: Path) -> tuple[Tree, set[str], list[str]]:
-    """Return the file with all others in it, its variables and remarks.
+    """Return the composed file, its variables and remarks.
 
     Variables are top-level keys that other keys read, or of other files.
     """
@@ -133,7 +133,7 @@ def _compose(path: Path) -> tuple[Tree, set[str], list[str]]:
 
 
 def _compose_existing(path: Path) -> tuple[Any, set[str], list[str]]:
-    """Compose the file, without files of its defaults list that do not exist."""
+    """Compose the file, without missing files of its defaults list."""
     from omegaconf import OmegaConf
 
     with readable(path):
@@ -157,7 +157,7 @@ def _file_of(path: Path, name: str) -> Path:
 
 
 def _name_envs(tree: Tree) -> Tree:
-    """Take the tables of envs of a file that other files include (ROLL's `examples/config`) as its envs."""
+    """Name the envs of an included file (ROLL's `examples/config`)."""
     if "custom_envs" in tree or find_pipeline(tree) != "agentic" or "actor_train" in tree:
         return tree
     tables = [name for name, value in tree.items() if isinstance(value, dict) and all(map(_is_env, value.values()))]
@@ -187,6 +187,6 @@ def _uniform_roles(source: Tree) -> Tree:
 
 
 def _add_defaults(tree: Tree, source: Tree, sets: tuple[Defaults, ...]) -> list[KeyReport]:
-    """Add the library's defaults that differ from ours, of keys that its file leaves out."""
+    """Add the library's differing defaults of omitted keys."""
     defaults = (default for each in sets for default in each(source))
     return add_defaults(tree, ((ours, value) for theirs, ours, value in defaults if get(source, theirs) is None))

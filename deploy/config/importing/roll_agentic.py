@@ -36,7 +36,7 @@ def _env_type(key: Key) -> Outcome | None:
 
 
 def _env_setting(key: Key) -> Outcome | None:
-    """Move settings of GEM's envs; leave out those that our env of that name lacks."""
+    """Move settings of GEM's envs; drop those that our env lacks."""
     tag, name = key.path[1], key.path[3]
     env_type = str(get(key.tree, ("custom_envs", tag, "env_type")))
     if name == "env_instruction":
@@ -52,7 +52,7 @@ def _env_setting(key: Key) -> Outcome | None:
 
 
 def _manager(key: Key) -> Outcome | None:
-    """Map managers that `aliases.py` does not know."""
+    """Map managers unknown to `aliases.py`."""
     name = str(key.value).rpartition(".")[2]
     if WITH_IMAGE in str(key.value):
         return Outcome("value", key.path, "TrajEnvManager", "images are {image} in agent_template")
@@ -86,7 +86,7 @@ def _history(key: Key) -> Outcome | None:
 
 
 def _image_template(key: Key) -> Outcome:
-    """Put the text before the image and after it into one template."""
+    """Join the texts before and after the image."""
     tag = key.path[1]
     env = get_table(key.tree, ("custom_envs", tag))
     before, after = env.get("pre_step_template") or "", env.get("next_step_template") or ""
@@ -95,7 +95,8 @@ def _image_template(key: Key) -> Outcome:
 
 
 def _template(key: Key) -> Outcome | None:
-    """ROLL's `{history}` of StepConcatEnvManager ends with the current observation, as `{observation}` does here."""
+    """Convert templates: ROLL's `{history}` of StepConcatEnvManager ends with the current observation, as
+    `{observation}` here."""
     manager = str(get(key.tree, ("custom_envs", key.path[1], "env_manager_cls")) or "")
     if key.value is None:
         return Outcome("same", note="the observation alone")
@@ -107,7 +108,7 @@ def _template(key: Key) -> Outcome | None:
 
 
 def _normalization(key: Key) -> Outcome | None:
-    """`grouping` and `method` are without effect where nothing is normalized."""
+    """Drop `grouping` and `method` if nothing is normalized."""
     table = get_table(key.tree, "reward_normalization")
     method = table.get("method", "identity")
     split = table.get("norm_mean_type") or table.get("norm_std_type")
@@ -123,7 +124,7 @@ def _normalization(key: Key) -> Outcome | None:
 
 
 def _turn_normalization(key: Key, table: Tree) -> Outcome | None:
-    """Turns have one scope of mean and deviation here."""
+    """Normalize turns with one scope of mean and deviation."""
     if key.path[-1] == "grouping":
         return None
     if key.path[-1] != "norm_mean_type":
@@ -138,7 +139,7 @@ def _groups_per_step(tree: Tree) -> int:
 
 
 def _groups(key: Key) -> Outcome | None:
-    """ROLL plays a batch in several rounds; here its groups are in flight together."""
+    """Put all rounds of a batch in flight."""
     least = _groups_per_step(key.tree)
     if not isinstance(key.value, int) or key.value >= least:
         return None
@@ -195,7 +196,7 @@ AGENTIC: tuple[tuple[str, Rule], ...] = (
 
 
 def agentic_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
-    """Yield ROLL's key, ours and ROLL's default, where defaults differ."""
+    """Yield ROLL's key, ours and ROLL's default, if it differs."""
     if "actor_train" not in tree and "actor_infer" not in tree:
         return
     yield "", "old_logprobs", "recompute"

@@ -1,4 +1,4 @@
-"""ROLL's keys of supervised fine-tuning and preference optimization as ours."""
+"""ROLL's keys of supervised fine-tuning and preference optimization."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -36,7 +36,6 @@ DATA: tuple[tuple[str, Rule], ...] = (
 
 
 def _batch(tree: Tree, per_row: int) -> int | None:
-    """Return the trajectories of an optimizer step."""
     devices = num_devices(tree)
     args = get_table(tree, "actor_train.training_args")
     if devices is None:
@@ -46,7 +45,7 @@ def _batch(tree: Tree, per_row: int) -> int | None:
 
 
 def batch_rules(per_row: int) -> tuple[tuple[str, Rule], ...]:
-    """The trajectories of a step follow from ROLL's batch sizes and devices."""
+    """Return rules for the trajectories of a step, from ROLL's batch sizes and devices."""
 
     def rule(key: Key) -> Outcome:
         value = _batch(key.tree, per_row)

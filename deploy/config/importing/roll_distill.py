@@ -1,4 +1,4 @@
-"""ROLL's keys of distillation from teachers' distributions as ours."""
+"""ROLL's keys of distillation from teachers' distributions."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ TEACHER = "teacher.teacher.model_args.model_name_or_path"
 
 
 def _option(key: Key) -> Outcome | None:
-    """Take an option under `distill`; a condition on another is checked there."""
+    """Take an option under `distill`."""
     return Outcome("renamed", ("distill", *key.path), key.value)
 
 
@@ -37,7 +37,7 @@ DISTILL: tuple[tuple[str, Rule], ...] = (
 
 
 def distill_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
-    """Yield ROLL's key, ours and ROLL's default, where defaults differ."""
+    """Yield ROLL's key, ours and ROLL's default, if it differs."""
     yield "", "pipeline", "distill"
     yield "question_key", "data.prompt_key", "question"
     yield "answer_key", "data.response_key", "answer"

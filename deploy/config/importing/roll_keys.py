@@ -1,4 +1,5 @@
-"""Keys of ROLL's configuration classes (github.com/alibaba/ROLL at 8eb27cc2, Apache-2.0); ROLL drops all others silently."""
+"""Keys of ROLL's configuration classes (github.com/alibaba/ROLL at 8eb27cc2, Apache-2.0); ROLL drops others
+silently."""
 
 from offbeat.deploy.config.importing.report import KeyPath
 
@@ -123,7 +124,7 @@ MANAGERS = _names("train_env_manager val_env_manager")
 
 
 def find_unknown(pipeline: str, path: KeyPath) -> KeyPath | None:
-    """Return the start of a key that no class of ROLL has; None if ROLL reads it. path: with uniform names of roles."""
+    """Return the start of a key that ROLL does not read, if so. path: with uniform names of roles."""
     first, *rest = path
     if first not in PIPELINES[pipeline] | ROLES:
         return (first,)

@@ -1,4 +1,4 @@
-"""ROLL's keys of reinforcement learning with verifiable rewards as ours: each domain is a tag with a reward."""
+"""ROLL's keys of reinforcement learning with verifiable rewards: each domain is a tag with a reward."""
 
 from collections.abc import Iterator
 from math import ceil
@@ -118,7 +118,6 @@ def _share(key: Key) -> Outcome:
 
 
 def _taught(key: Key) -> Outcome | None:
-    """Name domains instead of values of the dataset's column."""
     domains = get_table(key.tree, "rewards").items()
     if not isinstance(key.value, list):
         return None
@@ -176,7 +175,7 @@ RLVR: tuple[tuple[str, Rule], ...] = (
 
 
 def rlvr_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
-    """Yield ROLL's key, ours and ROLL's default, where defaults differ."""
+    """Yield ROLL's key, ours and ROLL's default, if it differs."""
     yield "", "pipeline", "rlvr"
     yield "", "old_logprobs", "recompute"
     yield "async_generation_ratio", "max_staleness", 0
@@ -200,7 +199,7 @@ def rlvr_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
 
 
 def name_domains(tree: Tree, source: Tree) -> None:
-    """Make a tag of each domain, and a list of the rewards."""
+    """Make a tag of each domain, and a list of rewards."""
     answer = get(source, "response_length") or get(tree, "actor_infer.generating_args.max_new_tokens")
     domains = get_table(source, "rewards")
     template = {"env_type": "prompt", "max_steps": 1, "agent_template": "{observation}", "execution": "inline"}

@@ -1,4 +1,4 @@
-"""ROLL's keys of roles and engines as ours; names that both have are in `trainer/config/aliases.py`."""
+"""ROLL's keys of roles and engines, besides `trainer/config/aliases.py`."""
 
 from typing import cast
 
@@ -71,7 +71,6 @@ def steps_of_batch(tree: Tree) -> int | None:
 
 
 def shows_images(tree: Tree) -> bool:
-    """Return whether envs show images (ROLL's VLTrajEnvManager)."""
     envs = get_table(tree, "custom_envs")
     return any(WITH_IMAGE in str((env or {}).get("env_manager_cls")) for env in envs.values())
 
@@ -109,7 +108,7 @@ def _distributed_optimizer(key: Key) -> Outcome:
 
 
 def _accumulation(key: Key) -> Outcome | None:
-    """Keep ROLL's trajectories per optimizer step, though every device is data-parallel here."""
+    """Keep ROLL's trajectories per optimizer step, although every device is data-parallel here."""
     shards = num_shards(key.tree)
     if get(key.tree, "actor_train.use_dynamic_batching_in_train"):
         steps = steps_of_batch(key.tree)
@@ -134,7 +133,7 @@ def _accumulation(key: Key) -> Outcome | None:
 
 
 def _within_batch(key: Key) -> int | None:
-    """Return the micro-batches of a whole batch, if ROLL's are more than that."""
+    """Return the micro-batches of a whole batch, if fewer than ROLL's."""
     devices, batch = num_devices(key.tree), num_trajectories(key.tree)
     size = get(key.tree, "actor_train.training_args.per_device_train_batch_size") or 8
     if devices is None or batch is None or size * (key.value // num_shards(key.tree)) * devices <= batch:
@@ -209,7 +208,7 @@ TRAINING: tuple[tuple[str, Rule], ...] = (
 
 
 def _same_devices(key: Key) -> Outcome | None:
-    """Frozen models of the learner are computed by its processes."""
+    """Drop devices of frozen models, which the learner's processes compute."""
     if key.value == get(key.tree, "actor_train.device_mapping"):
         return None
     return Outcome("no counterpart", note="the learner's processes compute this model, on actor_train's devices")
@@ -231,7 +230,7 @@ def _role_environment(key: Key) -> Outcome | None:
 
 
 def _chat_template(key: Key) -> Outcome:
-    """Take the policy's template; other roles have the same one."""
+    """Take the policy's template for all roles."""
     if key.path[0] not in ("actor_train", "validation") and get(key.tree, "actor_train.data_args.template"):
         return Outcome("same", note="as actor_train")
     return template_outcome(key)
@@ -247,7 +246,7 @@ def template_outcome(key: Key) -> Outcome:
 
 
 def _unused(key: Key) -> Outcome | None:
-    """ROLL loads the reference for a KL, and the critic for `gae`."""
+    """Drop the reference without a KL, and the critic without `gae`."""
     if key.path[0] in ("critic", "reward_pretrain"):
         is_used = get(key.tree, "adv_estimator", "gae") == "gae"
         return None if is_used else Outcome("no effect", note="adv_estimator needs no critic")
@@ -284,7 +283,7 @@ def _engine_argument(key: Key) -> Outcome | None:
 
 
 def _context(key: Key) -> Outcome | None:
-    """Widen an engine's context that ends within a trajectory."""
+    """Widen an engine's context to a trajectory."""
     lengths = (get(key.tree, "prompt_length"), get(key.tree, "response_length"))
     total = get(key.tree, "sequence_length") or (sum(lengths) if all(isinstance(each, int) for each in lengths) else 0)
     if not isinstance(key.value, int) or key.value >= total:

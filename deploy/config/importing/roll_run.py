@@ -1,4 +1,4 @@
-"""ROLL's keys of the run and its algorithm as ours; names that both have are in `trainer/config/aliases.py`."""
+"""ROLL's keys of the run and its algorithm, besides `trainer/config/aliases.py`."""
 
 import re
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def is_distillation(tree: Tree) -> bool:
 
 
 def _estimator(key: Key) -> Outcome | None:
-    """ROLL's `grpo` normalizes nothing by itself in the agentic pipeline."""
+    """Convert estimators; ROLL's agentic `grpo` normalizes nothing by itself."""
     if is_distillation(key.tree):
         return Outcome("no effect", note="teachers alone: adv_estimator: opd")
     table = get_table(key.tree, "reward_normalization")
@@ -90,7 +90,7 @@ def _tracker_argument(key: Key) -> Outcome | None:
 
 
 def _filters(key: Key) -> Outcome | None:
-    """Convert ROLL's switches to bounds that are set or not."""
+    """Convert ROLL's switches to optional bounds."""
     if not isinstance(key.value, list):
         return None
     filters = [each for each in map(_filter, key.value) if each]
@@ -184,7 +184,7 @@ def estimator_default(tree: Tree) -> tuple[str, str, Any]:
 
 
 def defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
-    """Yield ROLL's key, ours and ROLL's default, where defaults differ."""
+    """Yield ROLL's key, ours and ROLL's default, if it differs."""
     if "actor_train" not in tree and "actor_infer" not in tree:
         return
     if get(tree, "prompt_key") is None:

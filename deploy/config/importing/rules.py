@@ -1,7 +1,7 @@
-"""Rules from a foreign key to ours: a rule returns what a key becomes, or None for a value that it is not about.
+"""Rules from a foreign key to ours: a rule returns the key's outcome, or None if it does not apply.
 
-Patterns are dotted: `*` is any part, `a|b` one of several, `a*` a beginning, a last `**` any rest. The first rule that
-answers counts.
+Patterns are dotted: `*` is any part, `a|b` one of several, `a*` a prefix, a last `**` any rest. The first applicable
+rule counts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,12 +17,10 @@ ABSENT = object()
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a foreign configuration."""
-
     path: KeyPath
     value: Any
     tree: Tree
-    """The whole of it, with uniform names of roles."""
+    """Whole tree, with uniform names of roles."""
 
 
 Rule = Callable[[Key], Outcome | None]
@@ -31,7 +29,7 @@ UNKNOWN = "no counterpart known: see docs/configuration.md"
 
 
 def same(note: str = "", *values: object) -> Rule:
-    """Leave out what holds here anyway, if the value is one of these (none: any)."""
+    """Drop values that are ours anyway (none: any)."""
     return lambda key: Outcome("same", note=note) if _is_one_of(key.value, values) else None
 
 
@@ -44,12 +42,12 @@ def missing(note: str, *values: object) -> Rule:
 
 
 def rename(target: str, note: str = "") -> Rule:
-    """Take the value under another key; each `*` of the target is the part of the key at its place."""
+    """Take the value under another key; each `*` of the target is the key's part there."""
     return lambda key: Outcome("renamed", fill(target, key.path), key.value, note)
 
 
 def become(target: str, convert: Callable[[Any], Any], note: str = "", *values: object) -> Rule:
-    """Take a converted value; `convert` returns None for a value that it is not about."""
+    """Take a converted value; `convert` returns None for an inapplicable one."""
 
     def rule(key: Key) -> Outcome | None:
         value = convert(key.value) if _is_one_of(key.value, values) else None
@@ -112,7 +110,7 @@ def apply(rules: Rules, key: Key) -> Outcome | None:
 
 
 def apply_aliases(key: Key) -> Outcome:
-    """Return what `trainer/config/aliases.py` makes of the key; by default the key itself."""
+    """Return the key by `trainer/config/aliases.py`, or itself."""
     canonical, issues = canonicalize(nest(key.path, key.value))
     if issues:
         return Outcome("no counterpart", note=issues[0].message)
@@ -132,7 +130,7 @@ def nest(path: KeyPath, value: Any) -> Tree:
 
 
 def put(tree: Tree, path: KeyPath, value: Any) -> str:
-    """Set a key; return the problem if it has another value already, which stays."""
+    """Set a key; return the problem if it has another value, which stays."""
     for name in path[:-1]:
         child = tree.setdefault(name, {})
         if not isinstance(child, dict):
@@ -152,13 +150,12 @@ def get(tree: Mapping[str, Any], path: KeyPath | str, default: Any = None) -> An
 
 
 def get_table(tree: Mapping[str, Any], path: KeyPath | str) -> Tree:
-    """Return a table; an empty one for a key that is absent or no table."""
+    """Return a table; empty if missing."""
     value = get(tree, path)
     return cast(Tree, value) if isinstance(value, dict) else {}
 
 
 def remove(tree: Tree, path: KeyPath) -> None:
-    """Delete a key, and tables that become empty."""
     *parents, leaf = path
     child = get(tree, tuple(parents))
     if not isinstance(child, dict) or leaf not in child:
@@ -169,7 +166,7 @@ def remove(tree: Tree, path: KeyPath) -> None:
 
 
 def translate(keys: Iterator[tuple[KeyPath, Key]], decide: Callable[[Key], Outcome]) -> tuple[Tree, list[KeyReport]]:
-    """Return our tree and the outcome of each key, by its original name."""
+    """Return our tree and the outcome of each original key."""
     tree, reports = Tree(), list[KeyReport]()
     for original, key in keys:
         outcome = decide(key)
@@ -184,14 +181,14 @@ def translate(keys: Iterator[tuple[KeyPath, Key]], decide: Callable[[Key], Outco
 def translate_all(
     source: Tree, rules: Rules, defaults: Iterable[tuple[str, Any]], whole: Sequence[str] = ()
 ) -> tuple[Tree, list[KeyReport]]:
-    """Return `translate` of a tree by rules alone, with the library's defaults, key and value."""
+    """Return `translate` of a tree, with the library's defaults by key."""
     keys = ((path, Key(path, value, source)) for path, value in leaves(source, whole))
     tree, reports = translate(keys, lambda key: apply(rules, key) or Outcome("no counterpart", note=UNKNOWN))
     return tree, [*reports, *add_defaults(tree, defaults)]
 
 
 def add_defaults(tree: Tree, defaults: Iterable[tuple[str, Any]]) -> list[KeyReport]:
-    """Add the defaults of keys that `tree` leaves out."""
+    """Add the defaults of omitted keys."""
     reports: list[KeyReport] = []
     for name, value in defaults:
         target = tuple(name.split("."))

@@ -1,4 +1,4 @@
-"""An imported run with the tiny policy on this machine's CPUs, to see it train before it gets a model and GPUs."""
+"""Trial of an imported run, with the tiny policy on CPUs."""
 
 import copy
 import json
@@ -35,11 +35,11 @@ DEVICE_KEYS = (
         )
     ),
 )
-"""Keys of the model and of GPUs, and folders of the machine with them."""
+"""Keys of model, GPUs and their machine's folders."""
 
 
 def num_minibatches(tree: Tree) -> int | None:
-    """Return the optimizer steps per batch that batch sizes and devices imply; None if the tree is not valid yet."""
+    """Return the optimizer steps per batch, if the tree is valid."""
     try:
         return RunConfig.model_validate_json(json.dumps(tree)).actor_train.training_args.num_minibatches
     except ValidationError:
@@ -47,7 +47,7 @@ def num_minibatches(tree: Tree) -> int | None:
 
 
 def make_trial(tree: Tree) -> Tree:
-    """Return the tree with model and devices replaced; the algorithm, its steps per batch and the envs are its own."""
+    """Return the tree with another model and devices; algorithm, steps per batch and envs stay."""
     tree, steps = copy.deepcopy(tree), num_minibatches(tree)
     for key in DEVICE_KEYS:
         remove(tree, tuple(key.split(".")))

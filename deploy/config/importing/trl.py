@@ -34,7 +34,7 @@ BATCH, STEPS, NUM_GENERATIONS, COMPLETION, PROMPT = 8, 1, 8, 512, 512
 
 
 def _batch(key: Key) -> Outcome | None:
-    """TRL counts completions, or rows; a pair has two responses."""
+    """Convert batches: TRL counts completions, or rows; a pair has two responses."""
     steps = get(key.tree, "gradient_accumulation_steps") or STEPS
     if not isinstance(key.value, int) or not isinstance(steps, int):
         return None
@@ -105,7 +105,7 @@ def _trackers(key: Key) -> Outcome:
 
 
 def _reward(key: Key) -> Outcome | None:
-    """Take TRL's reward functions, by dotted path; built-in ones by kind."""
+    """Take reward functions, by dotted path; built-in ones by kind."""
     names = [key.value] if isinstance(key.value, str) else key.value
     if not isinstance(names, list):
         return None
@@ -199,7 +199,7 @@ RULES: Rules = (
 
 
 def find_pipeline(tree: Tree) -> str:
-    """Return the pipeline that a file is for; TRL's command says it."""
+    """Return a file's pipeline, which TRL's command names."""
     if any(key in tree for key in GRPO_KEYS):
         return "rlvr"
     loss = tree.get("loss_type")
@@ -208,13 +208,13 @@ def find_pipeline(tree: Tree) -> str:
 
 
 def import_trl(path: Path) -> Imported:
-    """Import a file of TRL's. Raises `ConfigError` if it can't be read."""
+    """Import a file of TRL's; raises `ConfigError`."""
     tree, reports = translate_trl(path)
     return finish(path, tree, reports)
 
 
 def translate_trl(path: Path) -> tuple[Tree, list[KeyReport]]:
-    """Return our tree, not yet validated, and the outcome of each key. Raises `ConfigError`."""
+    """Return our unvalidated tree and the outcome of each key; raises `ConfigError`."""
     with readable(path):
         source: Any = load_yaml(path.read_text(encoding="utf-8"))
     if not isinstance(source, dict):

@@ -193,13 +193,13 @@ RULES: Rules = (
 
 
 def import_verl(path: Path) -> Imported:
-    """Import a script or YAML file of verl's. Raises `ConfigError` if it can't be read."""
+    """Import a script or YAML file of verl's; raises `ConfigError`."""
     tree, reports = translate_verl(path)
     return finish(path, tree, reports)
 
 
 def translate_verl(path: Path) -> tuple[Tree, list[KeyReport]]:
-    """Return our tree, not yet validated, and the outcome of each key. Raises `ConfigError`."""
+    """Return our unvalidated tree and the outcome of each key; raises `ConfigError`."""
     with readable(path):
         text = path.read_text(encoding="utf-8")
         source = load_yaml(text) if path.suffix in (".yaml", ".yml") else read_overrides(text)
@@ -209,7 +209,7 @@ def translate_verl(path: Path) -> tuple[Tree, list[KeyReport]]:
 
 
 def read_overrides(script: str) -> Tree:
-    """Return the dotted keys that a shell script passes, with its variables in place."""
+    """Return the dotted keys of a shell script, with its variables expanded."""
     tree, variables = Tree(), dict[str, str]()
     for line in script.replace("\\\n", " ").splitlines():
         try:
@@ -228,7 +228,7 @@ def read_overrides(script: str) -> Tree:
 
 
 def _parse(text: str) -> Any:
-    """Read a value as Hydra does; what is no YAML stays text."""
+    """Read a value as Hydra does; invalid YAML is text."""
     try:
         return load_yaml(text)
     except yaml.YAMLError:
@@ -236,7 +236,7 @@ def _parse(text: str) -> Any:
 
 
 def _expand(text: str, variables: dict[str, str]) -> str:
-    """Put variables of the script in place; those of the environment stay."""
+    """Expand the script's variables, but not the environment's."""
 
     def value(match: re.Match[str]) -> str:
         name = match["name"] or match["bare"]

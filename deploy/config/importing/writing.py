@@ -1,4 +1,4 @@
-"""Imported configurations as files, and their report as text."""
+"""Imported configurations as files, and their reports as text."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +22,7 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def to_yaml(imported: Imported, library: str) -> str:
-    """Return the file: our keys in their order, and above them what was left out."""
+    """Return the file: our keys in their order, below what was dropped."""
     order = {name: place for place, name in enumerate(("exp_name", "pipeline", "pretrain", *RunConfig.model_fields))}
     tree = dict(sorted(imported.tree.items(), key=lambda item: order.get(item[0], len(order))))
     lines = [f"# Imported by `offbeat config import {library} {imported.source.name}`."]
@@ -33,7 +33,7 @@ def to_yaml(imported: Imported, library: str) -> str:
 
 
 def to_text(imported: Imported, out: str) -> Iterator[str]:
-    """Yield the report's lines: every key by what became of it."""
+    """Yield the report's lines: keys by outcome."""
     yield f"{imported.source} -> {out}"
     for remark in imported.remarks:
         yield f"  {_one_line(remark)}"

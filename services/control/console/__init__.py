@@ -1,1 +1,1 @@
-"""What a run left in its folder, over REST, and the page that shows it."""
+"""Run folders over REST, and their page."""

@@ -22,19 +22,19 @@ class UnknownGroupError(ControlError):
 
 
 class NotRecordedError(ControlError):
-    """What was asked for is not in the run's folder; the message says why."""
+    """The run's folder lacks it; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupQuery:
-    """Filters that all have to hold."""
+    """Filters, combined by and."""
 
     states: Sequence[GroupState] = ()
     """Any of these; empty: any."""
     tag: str | None = None
     step: int | None = None
     min_reward: float | None = None
-    """Bounds of the members' mean."""
+    """Bounds of the mean over members."""
     max_reward: float | None = None
     sort: GroupSort = GroupSort.NUMBER
     offset: int = 0
@@ -55,11 +55,11 @@ class RunArchive(Protocol):
         ...
 
     def frames(self, number: int, index: int) -> FramesView:
-        """Play an episode again, in another process. Raises `UnknownGroupError`, `NotRecordedError`."""
+        """Replay an episode in another process; raises `UnknownGroupError`, `NotRecordedError`."""
         ...
 
     def series(self, names: Sequence[str], axis: Axis, since: float | None, points: int) -> SeriesView: ...
 
     def config(self) -> Mapping[str, Any]:
-        """Return the configuration as dotted keys and JSON values. Raises `NotRecordedError`."""
+        """Return the configuration as dotted keys; raises `NotRecordedError`."""
         ...

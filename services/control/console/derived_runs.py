@@ -1,4 +1,4 @@
-"""Runs made from another one's files: forks, and repetitions of recorded steps."""
+"""Forks, and repetitions of recorded steps."""
 
 import asyncio
 import copy
@@ -24,7 +24,7 @@ class DerivedRuns:
     async def fork(self, run_id: str, step: int, changes: Mapping[str, Any], rights: Rights) -> tuple[RunView, bool]:
         """Start a run from a checkpoint of another one.
 
-        changes: configuration keys, dotted or nested; `exp_name` and `output_dir` are derived from the run's by default.
+        changes: configuration keys, dotted or nested; `exp_name` and `output_dir` are derived by default.
 
         Raises:
             NotRecordedError: no complete checkpoint of that step.
@@ -38,7 +38,7 @@ class DerivedRuns:
         return view, created
 
     async def reproduce(self, run_id: str, step: int) -> ReproductionView:
-        """Start a reproduction. Raises `RunStateError` while one is running."""
+        """Start a reproduction; raises `RunStateError` while one runs."""
         record = await self._service.store.load(run_id)
         if run_id in self._tasks:
             raise RunStateError(f"a reproduction of run {run_id!r} is running: wait for its end")
@@ -50,7 +50,7 @@ class DerivedRuns:
         return view
 
     async def reproduction(self, run_id: str) -> ReproductionView:
-        """Return the newest one; one that was running when the service died has failed."""
+        """Return the newest one; failed if the service died during it."""
         await self._service.store.load(run_id)
         text = await cast(Any, self._service.store.redis.get(_key(run_id)))
         if text is None:
@@ -81,7 +81,7 @@ def _key(run_id: str) -> str:
 def fork_config(
     config: Mapping[str, Any], record: RunRecord, step: int, checkpoint: str, changes: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the configuration of a fork. Raises `InvalidRunError`."""
+    """Return the configuration of a fork; raises `InvalidRunError`."""
     tree = copy.deepcopy(dict(config))
     name = changes.get("exp_name", f"{record.run_id}-fork-{step}")
     if not isinstance(name, str) or not re.fullmatch(RUN_ID, name):
@@ -99,7 +99,7 @@ def fork_config(
 
 
 def _set(tree: dict[str, Any], path: list[str], value: Any, key: str) -> None:
-    """Set a key, merging a mapping. Raises `InvalidRunError`."""
+    """Set a key, merging a mapping; raises `InvalidRunError`."""
     *parents, leaf = path
     node = tree
     for part in parents:

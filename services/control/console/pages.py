@@ -1,6 +1,6 @@
 """The page at `/ui`: static files that call the REST API, and its login.
 
-Invariant: nothing but this origin's files runs; the token is in no place that a script reads.
+Invariant: only this origin's files run; no script reads the token.
 """
 
 from pathlib import Path
@@ -50,7 +50,7 @@ class SessionView(View):
 
 
 class StaticPage(StaticFiles):
-    """Files with the headers that keep other code out."""
+    """Files with a content security policy."""
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         async def send_guarded(message: Message) -> None:
@@ -62,7 +62,7 @@ class StaticPage(StaticFiles):
 
 
 def add_page(api: FastAPI, tokens: Tokens, *, access: Access = "write") -> None:
-    """Serve the page. access: of callers where no token is required."""
+    """Serve the page. access: without a token."""
     api.include_router(_session_routes(tokens, access))
 
     @api.get("/ui", include_in_schema=False)

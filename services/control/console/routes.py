@@ -82,7 +82,7 @@ def archive_routes(open_archive: OpenArchive, view_run: ViewRun) -> APIRouter:
     async def show_trajectory(
         run_id: RunId, group: Number, index: Number, accept: Annotated[str, Header(max_length=1000)] = "*/*"
     ) -> Response:
-        """Recorded trajectory: turns, text, tokens, and what the learner made of them."""
+        """Recorded trajectory: turns, text, tokens, and the learner's outcomes."""
         archive = await open_archive(run_id)
         view = await asyncio.to_thread(archive.trajectory, group, index)
         if "application/json" in accept.lower():
@@ -91,7 +91,7 @@ def archive_routes(open_archive: OpenArchive, view_run: ViewRun) -> APIRouter:
 
     @routes.get("/runs/{run_id}/trajectories/{group}/{index}/frames", responses=refusals(404, 409, 422))
     async def render_frames(run_id: RunId, group: Number, index: Number) -> FramesView:
-        """Pictures of the env, from the recorded episode played again in a process of its own."""
+        """Pictures of the env, from a replay of the recorded episode."""
         archive = await open_archive(run_id)
         return await asyncio.to_thread(archive.frames, group, index)
 
@@ -103,7 +103,7 @@ def archive_routes(open_archive: OpenArchive, view_run: ViewRun) -> APIRouter:
         since: Finite = None,
         points: Annotated[int, Query(ge=4, le=5000, description="Maximum points of each series.")] = 1000,
     ) -> SeriesView:
-        """Metrics from `since` on the axis on, downsampled; without `names`, their names and newest values."""
+        """Metrics from `since` on the axis on, downsampled; without `names`, the newest values."""
         archive = await open_archive(run_id)
         return await asyncio.to_thread(archive.series, _split(names, MAX_NAMES, "names"), axis, since, points)
 

@@ -1,5 +1,3 @@
-"""Response bodies of groups, trajectories and series."""
-
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -32,7 +30,7 @@ class GroupSort(StrEnum):
     SPREAD = "spread"
     """Smallest difference of rewards first."""
     TOKENS = "tokens"
-    """Most sampled tokens first, like the following."""
+    """Most sampled tokens first."""
     RATIO = "ratio"
     STALENESS = "staleness"
     DURATION = "duration"
@@ -45,22 +43,20 @@ class GroupView(View):
     number: int
     state: GroupState
     tag: str
-    """Empty if a task sampler draws it and it is not trained."""
+    """Empty if a task sampler draws it and it is untrained."""
     admitted_version: int
     admitted_at: float | None
     submitted_at: float | None
-    """When its last member was played."""
+    """End of its last member."""
     trained_at: float | None
     ended_at: float | None
-    """When it left the buffer: with the checkpoint that contains it, dropped or failed."""
+    """Its checkpoint, drop or failure."""
     step: int | None
-    """Optimizer step that consumed it; equals the version that this step produced."""
+    """Optimizer step that consumed it, equal to the version produced."""
     checkpoint: int | None
-    """Step of the checkpoint that acknowledged it."""
     reason: str
-    """Why it was dropped, failed or masked."""
     computed: bool
-    """False for a masked group, counted in the denominators of its step alone."""
+    """False for a masked group, which only its step's denominators count."""
     oldest_version: int | None
     staleness: int | None
     """At consumption, in versions."""
@@ -69,9 +65,8 @@ class GroupView(View):
     num_sampled: int
     """Tokens, once trained."""
     max_ratio: float | None
-    """Largest ratio of its tokens, of steps that `console.keep_steps` keeps."""
+    """Largest ratio of its tokens, of steps in `console.keep_steps`."""
     recorded: bool
-    """Whether its trajectories can be read."""
 
 
 class GroupsView(View):
@@ -79,14 +74,11 @@ class GroupsView(View):
 
     groups: list[GroupView]
     total: int
-    """Groups that the filters select."""
     next: int | None
     """`offset` of the next page; null on the last."""
 
 
 class MemberView(View):
-    """Recorded trajectory of a group."""
-
     index: int
     reward: float | None
     turns: int
@@ -96,12 +88,10 @@ class MemberView(View):
     newest_version: int | None
     max_ratio: float | None
     outcomes: dict[str, int]
-    """Tokens by what the learner made of them."""
+    """Tokens by outcome."""
 
 
 class GroupDetailView(GroupView):
-    """Group and its recorded members."""
-
     members: list[MemberView] = Field(default_factory=list[MemberView])
     """Empty unless `recorded`."""
 
@@ -146,15 +136,12 @@ class SegmentView(View):
 
 
 class TrajectoryView(View):
-    """Recorded trajectory, and what the learner made of it."""
-
     group: int
     index: int
     tag: str
     seed: int
     attempt: int
     step: int
-    """Optimizer step that trained it."""
     reward: float | None
     stop_reason: str
     error: str
@@ -162,7 +149,7 @@ class TrajectoryView(View):
     worker: str
     metrics: dict[str, float | None]
     reason: str
-    """Why the learner did not train it; empty if it did."""
+    """Why it was not trained; empty if it was."""
     turns: list[TurnView]
     text: list[str]
     """System prompt, then observations and answers alternately, if recorded; else the first prompt."""
@@ -173,7 +160,7 @@ class TrajectoryView(View):
 
 
 class FramesView(View):
-    """Pictures of an episode that was played again."""
+    """Pictures of a replayed episode."""
 
     frames: list[str]
     """PNG in base64, one before each turn and one after the last."""
@@ -210,7 +197,6 @@ class SeriesView(View):
     names: list[str]
     """All metrics of the run, as `source/name`."""
     last: dict[str, float | None]
-    """Newest value of each of `names`."""
 
 
 class ComparedRunView(View):
@@ -236,14 +222,12 @@ class ReproductionState(StrEnum):
     NONE = "none"
     RUNNING = "running"
     EQUAL = "equal"
-    """Weights are bitwise equal, or there was no checkpoint to compare."""
+    """Bitwise, or no checkpoint to compare."""
     DIFFERENT = "different"
     FAILED = "failed"
 
 
 class ReproductionView(View):
-    """Newest reproduction of recorded steps."""
-
     state: ReproductionState
     step: int | None = None
     began_at: float | None = None

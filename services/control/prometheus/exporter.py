@@ -26,7 +26,7 @@ from offbeat.services.errors import CodecError, RetryableError
 from offbeat.services.live_settings import settings_now
 
 ENDED_KEPT_S = 600.0
-"""Time that a run's state is exported after its end."""
+"""Time that an ended run is exported."""
 
 
 class PrometheusExporter:
@@ -60,7 +60,7 @@ class PrometheusExporter:
         return [each for each in exported if each is not None]
 
     async def _export_run(self, run_id: str) -> tuple[str, list[FamilySample]] | None:
-        """Return None for a run without a record, deleted or lost, and for another version's."""
+        """Return None for a run without a readable record."""
         try:
             record = await self._store.load(run_id)
             run = await self._read(record)
@@ -87,7 +87,7 @@ class PrometheusExporter:
 
 
 class Families:
-    """Samples of several runs, by family; a family has one type."""
+    """Samples of several runs by family."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, ExposedMetric] = {}

@@ -1,4 +1,4 @@
-"""Metric families by Prometheus' conventions: rows of the metric registry under their names there."""
+"""Metric families by Prometheus' conventions, from the metric registry."""
 
 import re
 from collections.abc import Mapping
@@ -12,9 +12,8 @@ from offbeat.services.metric_registry import Metric, find_metric
 PREFIX = "offbeat"
 UNIT_SUFFIXES = {"s": "seconds", "nats": "nats", "versions": "versions"}
 LABELS = {"*": "metric", "name": "metric", "env_metric": "metric", "kind": "error"}
-"""Labels of placeholders that do not have their name; `kind` is a record's own label."""
+"""Label by placeholder, where names differ; `kind` is a record's own label."""
 ENV_METRICS = "env"
-"""Name of a row that is a placeholder alone."""
 
 
 class FamilyType(StrEnum):
@@ -31,7 +30,7 @@ class Family:
     type: FamilyType
     help: str
     labels: tuple[str, ...] = ()
-    """Beside `run`; of a recorded metric, those of its records come on top."""
+    """Beside `run` and the labels of records."""
 
 
 class FamilySample(NamedTuple):
@@ -42,8 +41,6 @@ class FamilySample(NamedTuple):
 
 
 class MetricPlace(NamedTuple):
-    """Where a recorded metric belongs."""
-
     name: str
     help: str
     unit: str
@@ -52,7 +49,7 @@ class MetricPlace(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def find_place(source: str, name: str) -> MetricPlace | None:
-    """Return the family and labels of a recorded metric; None if the registry has no row for it."""
+    """Return the family and labels of a recorded metric; None if it is not in the registry."""
     metric = find_metric(source, name)
     if metric is None:
         return None
@@ -61,7 +58,6 @@ def find_place(source: str, name: str) -> MetricPlace | None:
 
 
 def label_names(metric: Metric) -> tuple[str, ...]:
-    """Return the label of each placeholder, in order."""
     parts = re.findall(r"\{([^}]+)\}", metric.name)
     return tuple("stat" if part == "mean,min,max" else _choice(part) for part in parts)
 
@@ -71,7 +67,7 @@ def _choice(part: str) -> str:
 
 
 def family_name(metric: Metric) -> str:
-    """Return the name, without a counter's `_total` or a summary's suffix; the unit is its last word."""
+    """Return the name without a counter's `_total` or a summary's suffix; its last word is the unit."""
     literal = re.sub(r"\{[^}]+\}", "/", metric.name)
     words = re.sub(r"[^a-zA-Z0-9]+", "_", literal.replace("@", "_at_")).strip("_") or ENV_METRICS
     name = f"{PREFIX}_{metric.source}_{words}"

@@ -1,6 +1,6 @@
 """A run's metric records as counters, summaries and gauges.
 
-Counters count since the control service began to follow the run: Prometheus takes a smaller value for a restart.
+Counters start when the control service begins to follow the run, as after a restart.
 """
 
 import math
@@ -18,13 +18,13 @@ BUCKET_S = 15
 WINDOW_BUCKETS = 4
 """Gauges of services merge the last minute."""
 KEPT_SOURCES = ("learner", "eval", "trackers")
-"""Sources of which the newest value stays, however old."""
+"""Sources whose newest value stays, however old."""
 DROPPED_LABELS = ("worker", "phase")
 REPLICA = "replica"
 MAX_SERIES = 5_000
-"""Per run: envs and agents name metrics."""
+"""Per run; envs and agents name metrics."""
 PAGE_SIZE = 200
-"""Records between which other calls of the service are answered."""
+"""Records read without yielding to other calls."""
 FIRST_PAGES = 5
 
 SeriesKey = tuple[Family, tuple[tuple[str, str], ...]]
@@ -46,7 +46,7 @@ class RunMeters:
                 self._add(place, record, partial, int(at // BUCKET_S))
 
     def samples(self, now: float) -> Iterator[FamilySample]:
-        """Yield the samples, labels of a family in one order."""
+        """Yield the samples; the order of a family's labels is fixed."""
         for (family, labels), partial in self._totals.items():
             if family.type is FamilyType.SUMMARY:
                 yield FamilySample(family, partial.total, dict(labels), "_sum")
@@ -96,7 +96,7 @@ def _merge(parts: list[Partial]) -> Partial:
 
 
 class MeterReader:
-    """Reads a run's metric stream, from its newest records on."""
+    """Reader of a run's metric stream."""
 
     def __init__(self, redis: Redis, run_id: str) -> None:
         self.meters = RunMeters()
@@ -112,7 +112,6 @@ class MeterReader:
             pass
 
     async def _find_start(self) -> str:
-        """Return the id before the newest pages."""
         newest = cast(list[Any], await self._redis.xrevrange(self._key, count=FIRST_PAGES * PAGE_SIZE + 1))
         return newest[-1][0].decode() if len(newest) > FIRST_PAGES * PAGE_SIZE else "0-0"
 

@@ -1,5 +1,3 @@
-"""The route that Prometheus scrapes."""
-
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Response

@@ -81,11 +81,11 @@ STATE_FAMILIES = (
     *(BUFFER, QUEUED, ADMISSION, QUARANTINED, PLAYING, SILENT, REPLICA_VERSION, REPLICA_LAG, REPLICA_REQUESTS),
     *SETTINGS.values(),
 )
-"""Of a mesh and its runs; of those in `MESH_FAMILIES` none has the label `run`."""
+"""Families of a mesh and its runs; those in `MESH_FAMILIES` lack the label `run`."""
 
 
 def state_samples(run: ExportedRun) -> Iterator[FamilySample]:
-    """Yield the samples of a run, without its `run` label."""
+    """Yield a run's samples, without the label `run`."""
     yield from _of_record(run)
     yield from _of_components(run)
     yield from _of_groups(run)

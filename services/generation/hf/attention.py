@@ -1,7 +1,7 @@
-"""Attention over rows of a KV cache that stays in place, registered with transformers.
+"""Attention over rows of a KV cache in place, registered with transformers.
 
-transformers' own paged attention masks all tokens of a pass against all cached ones on a CPU; here each row meets its own
-keys only, and nothing is copied.
+On a CPU, transformers' paged attention masks all tokens of a pass against all cached ones; here each row meets its own
+keys.
 """
 
 # pyright: basic
@@ -20,14 +20,14 @@ ROW_ATTENTION = "offbeat_rows"
 
 
 class KvCache:
-    """Keys and values of each layer, [rows, row_length, heads * dimension]; memory is taken as it is written."""
+    """Keys and values by layer, [rows, row_length, heads * dimension]."""
 
     def __init__(self, num_rows: int, row_length: int) -> None:
         self.num_rows, self.row_length = num_rows, row_length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store [1, K, T, D] at `slots` and return the layer's cache, [rows, row_length, K, D]."""
+        """Store [1, K, T, D] at `slots`; return the layer's cache, [rows, row_length, K, D]."""
         if layer not in self._layers:
             self._layers[layer] = self._allocate(key), self._allocate(value)
         for cache, states in zip(self._layers[layer], (key, value), strict=True):
@@ -36,7 +36,6 @@ class KvCache:
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy a row's first `length` tokens."""
         for cache in (each for layer in self._layers.values() for each in layer):
             cache[target, :length] = cache[source, :length]
 
@@ -88,7 +87,7 @@ def row_attention(
 def _attend(
     block: Block, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """Attend from [n, H, D] to a block's rows -> [n, H, D]. Heads that share a key are further queries of it."""
+    """Attend from [n, H, D] to a block's rows -> [n, H, D]. Heads that share a key are batched as queries."""
     rows, heads, num_keys = block.last - block.first, queries.shape[1], keys.shape[2]
     shared = heads // num_keys
     padded = queries.new_zeros(rows, block.width, *queries.shape[1:])

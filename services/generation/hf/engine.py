@@ -1,6 +1,6 @@
-"""Engine by transformers: an event loop schedules, one thread computes, and weights change between two passes.
+"""Engine by transformers: an event loop schedules, one thread computes.
 
-Invariants: no pass runs while weights are exchanged, so that every token has one version; new requests reuse no keys and
+Invariants: weights change only between passes, so that every token has one version; new requests reuse no keys and
 values of older weights.
 """
 
@@ -28,7 +28,7 @@ from offbeat.services.generation.hf.scheduler import PlannedChunk, RunningSequen
 from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
 
 MAX_PASSES_BEFORE_LOAD = 2
-"""Passes in which submitted requests reach their first token before weights change, lest they be sampled again."""
+"""Passes before weights change, so that submitted requests reach their first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,6 @@ class HfEngine:
 
     @classmethod
     async def start(cls, config: GenerationConfig, model: Path, *, sequence_length: int, seed: int) -> "HfEngine":
-        """Start with random weights until the first `load`."""
         dtype = getattr(torch, config.model_args.dtype or "float32")
         policy = await asyncio.to_thread(PolicyModel, model, dtype)
         engine = cls(policy, config, config.engine.max_model_len or sequence_length, seed)
@@ -78,11 +77,11 @@ class HfEngine:
 
     @property
     def reused_tokens(self) -> int:
-        """Prompt tokens whose keys and values were found, since the start."""
+        """Prompt tokens with cached keys and values."""
         return self._scheduler.reused_tokens
 
     def salted(self, salt: str) -> "HfEngine":
-        """Return the engine: a run loads weights before it samples, and that drops all earlier keys and values."""
+        """Return the engine: loading a run's weights drops all earlier keys and values."""
         del salt
         return self
 
@@ -126,7 +125,7 @@ class HfEngine:
         return LoadTimes(pause_s=time.monotonic() - asked, load_s=load_s)
 
     async def put_adapter(self, name: str, folder: Path, version: int) -> None:
-        """Serve a PEFT adapter as `name` from the next pass on, also for its running requests.
+        """Serve a PEFT adapter as `name` from the next pass on.
 
         Raises:
             WeightsError: it does not fit the model.
@@ -206,7 +205,7 @@ class HfEngine:
             raise
 
     def _compute(self, chunks: list[PlannedChunk]) -> dict[int, tuple[int, float]]:
-        """Compute a pass; return token and logprob by row, for sequences whose tokens are all computed."""
+        """Compute passes while there are requests; an error ends the engine."""
         layout = StepLayout([Chunk(each.row.number, each.row.computed, each.tokens) for each in chunks], self._context)
         logits = self._model.logits(layout, self._cache, self._routes(chunks, layout))
         sampling = {each.row.number: each.sequence.request.sampling for each in chunks if each.is_last}

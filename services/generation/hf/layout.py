@@ -1,6 +1,6 @@
-"""Which tokens one forward pass computes, and how their queries meet the rows of the KV cache.
+"""Tokens of a forward pass, and the rows of the KV cache that they attend to.
 
-Invariant: a token attends only to tokens of its own row at positions up to its own.
+Invariant: a token attends only to its own row, at positions up to its own.
 """
 
 # pyright: basic
@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 MAX_PADDING = 2
-"""Padded over real queries up to which neighbouring rows share a kernel call: a call for each row costs tens of
-microseconds, and padding costs the attention of every padded query.
-"""
+"""Maximum ratio of padded to real queries in a kernel call that neighbouring rows share."""
 
 
 class Chunk(NamedTuple):
@@ -34,8 +32,8 @@ class Chunk(NamedTuple):
 class Block:
     """Rows `[first, last)` whose queries are padded to one tensor.
 
-    tokens: [n] int64, indices in the pass; row, column: [n] int64, their places in [last - first, width]; positions:
-    [last - first, width] int64, -1 where padded; length: keys read, from position 0.
+    tokens: [n] int64, indices in the pass; row, column: [n] int64, positions in [last - first, width]; positions: [last
+    - first, width] int64, -1 where padded; length: keys read, from position 0.
     """
 
     first: int
@@ -76,8 +74,8 @@ class Block:
 class StepLayout:
     """Input of a forward pass over chunks of rows.
 
-    token_ids, position_ids: [1, T] int64; slots: [T] int64, places in a cache of [rows * row_length] tokens; last: [C]
-    int64, indices of the chunks' last tokens.
+    token_ids, position_ids: [1, T] int64; slots: [T] int64, in a cache of [rows * row_length] tokens; last: [C] int64,
+    indices of the chunks' last tokens.
     """
 
     def __init__(self, chunks: Sequence[Chunk], row_length: int) -> None:
@@ -97,12 +95,11 @@ class StepLayout:
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
     def select(self, rows: Container[int]) -> tuple[Tensor, Tensor]:
-        """Return the indices of some rows' tokens, [n], and of their chunks, [c] int64."""
+        """Return the indices of some rows' tokens, [n], and chunks, [c] int64."""
         chosen = torch.tensor([row in rows for row in self.rows])
         return chosen.repeat_interleave(self._counts).nonzero()[:, 0], chosen.nonzero()[:, 0]
 
     def mask(self, place: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask of a block, made once per pass."""
         key = (place, window)
         if key not in self._masks:
             self._masks[key] = self.blocks[place].mask(window, dtype)
@@ -110,7 +107,7 @@ class StepLayout:
 
 
 def _make_blocks(chunks: Sequence[Chunk], offsets: Sequence[int]) -> list[Block]:
-    """Group rows into blocks, single tokens and longer chunks apart; chunks are in the order of their rows."""
+    """Group rows into blocks; single tokens and longer chunks apart."""
     blocks: list[Block] = []
     for is_single in (True, False):
         group = [(c, o) for c, o in zip(chunks, offsets, strict=True) if (len(c.tokens) == 1) == is_single]
@@ -122,7 +119,6 @@ def _make_blocks(chunks: Sequence[Chunk], offsets: Sequence[int]) -> list[Block]
 
 
 def _count_together(chunks: Sequence[Chunk]) -> int:
-    """Return how many of the first chunks share a block."""
     best, width, total = 1, 0, 0
     for count, chunk in enumerate(chunks, 1):
         width, total = max(width, len(chunk.tokens)), total + len(chunk.tokens)

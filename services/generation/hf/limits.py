@@ -1,4 +1,4 @@
-"""What `hf_infer` serves, and the memory of keys and values; from `config.json`, without transformers."""
+"""Models that `hf_infer` serves, and the memory of keys and values, from `config.json`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,6 @@ def text_config(architecture: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def architecture_problem(architecture: Mapping[str, Any]) -> str | None:
-    """Return why the model can't be served; None if it can."""
     text = text_config(architecture)
     kinds = set(text.get("layer_types") or ()) - ATTENTION_LAYERS
     if kinds:
@@ -22,7 +21,7 @@ def architecture_problem(architecture: Mapping[str, Any]) -> str | None:
 
 
 def bytes_per_token(architecture: Mapping[str, Any], itemsize: int) -> int:
-    """Return the memory of one token's keys and values. Raises `KeyError` for a key that the file leaves out."""
+    """Return the memory of one token's keys and values; raises `KeyError` for a missing key."""
     text = text_config(architecture)
     heads = text.get("num_key_value_heads") or text["num_attention_heads"]
     dimension = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
@@ -30,7 +29,7 @@ def bytes_per_token(architecture: Mapping[str, Any], itemsize: int) -> int:
 
 
 def cache_problem(kv_cache_gib: float, context: int, token_bytes: int) -> str | None:
-    """Return why the cache is too small; None if it holds a sequence."""
+    """Return why the cache can't hold a sequence; None if it can."""
     needed = context * token_bytes / 2**30
     if needed <= kv_cache_gib:
         return None

@@ -1,4 +1,4 @@
-"""The policy as a transformers model: one pass over rows of the KV cache, and exchange of its weights.
+"""The policy as a transformers model over rows of the KV cache.
 
 Invariant: a version is complete and fits the model before anything of it is used.
 """
@@ -22,7 +22,7 @@ from offbeat.services.generation.hf.limits import architecture_problem, bytes_pe
 from offbeat.services.generation.tensor_file import TensorFile
 
 SETTINGS, ADAPTER, BASE = "adapter_config.json", "adapter_model.safetensors", "model.safetensors"
-"""PEFT's file names; the base is included if the replica lacks it."""
+"""PEFT's file names."""
 PREFIX = "base_model.model."
 
 
@@ -42,7 +42,7 @@ class Adapter:
 
 
 class Route(NamedTuple):
-    """Adapter of some rows of a pass. layers: by path; tokens, chunks: int64 indices in the pass."""
+    """Adapter of some rows. layers: by path; tokens, chunks: int64 indices in the pass."""
 
     layers: Mapping[str, Adapter]
     tokens: Tensor
@@ -84,18 +84,18 @@ class PolicyModel:
 
     @torch.inference_mode()
     def logits(self, layout: StepLayout, cache: KvCache, routes: Sequence[Route] = ()) -> Tensor:
-        """Compute a pass; return the logits after each chunk's last token, [chunks, V]. routes: adapters of rows."""
+        """Compute a pass; return the logits after each chunk's last token, [chunks, V]."""
         return self._forward(layout, cache, routes, layout.last)
 
     @torch.inference_mode()
     def score(self, tokens: Sequence[int], layers: Mapping[str, Adapter]) -> list[float]:
-        """Return the logprobs of a sequence's tokens but the first, under an adapter, in a pass and a cache of its own."""
+        """Return the logprobs of a sequence's tokens but the first, in a cache of its own."""
         layout, rows = StepLayout([Chunk(0, 0, tokens)], len(tokens)), torch.arange(len(tokens))
         logits = self._forward(layout, KvCache(1, len(tokens)), [Route(layers, rows, rows[:-1])], rows[:-1])
         return logits.float().log_softmax(-1).gather(-1, layout.token_ids[0, 1:, None])[:, 0].tolist()
 
     def _forward(self, layout: StepLayout, cache: KvCache, routes: Sequence[Route], kept: Tensor) -> Tensor:
-        """Return the logits after the tokens `kept`, [n, V]."""
+        """Return the logits after tokens `kept`, [n, V]."""
         self._routes = routes
         output = self._model(
             input_ids=layout.token_ids,
@@ -119,7 +119,7 @@ class PolicyModel:
         return Version(self._read_weights(base) if base.exists() else {}, self.read_adapters(path))
 
     def exchange(self, version: Version) -> None:
-        """Use a version; no pass may run meanwhile."""
+        """Use a version; no pass may run."""
         for name, tensor in version.weights.items():
             self._parameters[name].data = tensor
         for hook in self._hooks:
@@ -143,7 +143,7 @@ class PolicyModel:
         return weights
 
     def route(self, layers: Mapping[str, Adapter]) -> None:
-        """Let passes apply adapters of these layers to rows; no pass may run meanwhile."""
+        """Let passes apply adapters of these layers; no pass may run."""
         modules, head = dict(self._model.named_modules()), self._model.get_output_embeddings()
         for path in layers.keys() - self._routed:
             hook = partial(self._apply_routes, path, modules[path] is head)
@@ -151,14 +151,14 @@ class PolicyModel:
             self._routed.add(path)
 
     def _apply_routes(self, path: str, is_head: bool, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Add to the rows' outputs in place; the head's input is each chunk's last token alone."""
+        """Add to the rows' outputs in place; the head's input is each chunk's last token."""
         for layers, tokens, chunks in self._routes:
             if (adapter := layers.get(path)) is not None:
                 rows = chunks if is_head else tokens
                 output[0].index_add_(0, rows, adapter.delta(inputs[0][0].index_select(0, rows)))
 
     def read_adapters(self, folder: Path) -> dict[str, Adapter]:
-        """Read a PEFT adapter. Raises WeightsError if it does not fit the model."""
+        """Read a PEFT adapter; raises WeightsError if it does not fit the model."""
         settings = json.loads((folder / SETTINGS).read_text())
         scaling = settings["lora_alpha"] / settings["r"]
         modules = dict(self._model.named_modules())

@@ -1,6 +1,6 @@
-"""Rows of the KV cache: which sequence holds which, and whose prefix the next prompt may reuse.
+"""Rows of the KV cache, and prefixes that prompts may reuse.
 
-Invariants: a row is reused only under the weights that computed it; idle rows are reused least recently used first.
+Invariants: a row is reused only under the weights that computed it; the least recently used idle row is reused first.
 """
 
 import heapq
@@ -13,24 +13,23 @@ from itertools import islice
 import numpy as np
 
 CHUNK = 16
-"""Tokens by which prefixes are indexed; a shorter prefix is not looked for."""
+"""Granularity of indexed prefixes, tokens."""
 MAX_CANDIDATES = 16
-"""Rows compared token by token per look-up."""
+"""Rows compared per look-up."""
 
 
 @dataclass(slots=True)
 class CacheRow:
-    """Tokens whose keys and values a row holds, or will once they are computed."""
+    """Tokens whose keys and values a row holds, or will hold."""
 
     number: int
     tokens: array = field(default_factory=lambda: array("i"))
     computed: int = 0
-    """Of `tokens`, from the first."""
     chunks: list[int] = field(default_factory=list[int])
-    """Digests of the prefixes of `tokens` by which the row is indexed."""
+    """Digests of the indexed prefixes of `tokens`."""
     is_idle: bool = False
     adapter: str = ""
-    """Name of the adapter under which keys and values were computed; empty: none."""
+    """Adapter of the keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +54,10 @@ class RowStore:
 
     @property
     def num_free(self) -> int:
-        """Rows that can be taken."""
         return len(self._free) + len(self._idle)
 
     def find(self, prompt: array, adapter: str = "") -> Match | None:
-        """Return the adapter's row that shares most of a prompt's tokens but the last, whose logits are needed."""
+        """Return the adapter's row that shares most of a prompt; the last token's logits are needed."""
         best: Match | None = None
         for digest in reversed(_digests(prompt, adapter)):
             rows = (row for row in self._index.get(digest, {}).values() if row.adapter == adapter)
@@ -72,9 +70,8 @@ class RowStore:
         return None
 
     def take(self, prompt: array, match: Match | None, adapter: str = "") -> tuple[CacheRow, int]:
-        """Take a row for a prompt; return it and how many of the match's tokens are to be copied into it.
-
-        A row that holds a prefix of the prompt and nothing else goes on instead.
+        """Take a row for a prompt; return it and how many of the match's tokens to copy. A row that holds only a prefix
+        of the prompt is extended.
         """
         if match is not None and match.row.is_idle and match.usable == match.row.computed:
             row, copied = match.row, 0
@@ -91,7 +88,7 @@ class RowStore:
         return row, copied
 
     def keep(self, row: CacheRow, tokens: Sequence[int]) -> None:
-        """Keep a finished sequence's row for later prompts that begin with its tokens."""
+        """Keep a finished sequence's row for reuse."""
         if not self._shares or row.computed < CHUNK:
             self.free(row)
             return
@@ -107,7 +104,7 @@ class RowStore:
         heapq.heappush(self._free, row.number)
 
     def hide(self, rows: Iterable[CacheRow]) -> None:
-        """Let no prompt find the rows, which hold keys and values of older weights."""
+        """Exclude rows of older weights from reuse."""
         for row in rows:
             self._forget(row)
 
@@ -117,7 +114,7 @@ class RowStore:
             self.free(row)
 
     def _take_any(self, match: Match | None) -> CacheRow:
-        """Take a free row, else the least recently used idle one that is not the match's."""
+        """Take a free row, else the least recently used idle one except the match's."""
         if self._free:
             return CacheRow(heapq.heappop(self._free))
         kept = match.row if match is not None else None
@@ -141,7 +138,7 @@ class RowStore:
 
 
 def _digests(tokens: array, adapter: str) -> list[int]:
-    """Return digests of every prefix of a multiple of `CHUNK` tokens under an adapter."""
+    """Return digests of the prefixes of a multiple of `CHUNK` tokens."""
     data, digest, out = tokens.tobytes(), hash(adapter), list[int]()
     step = CHUNK * tokens.itemsize
     for start in range(0, len(data) - step + 1, step):
@@ -151,7 +148,6 @@ def _digests(tokens: array, adapter: str) -> list[int]:
 
 
 def _common_length(a: array, b: array, limit: int) -> int:
-    """Return the length of the common prefix, at most `limit`."""
     x, y = (np.frombuffer(each, np.int32)[:limit] for each in (a, b))
     length = min(len(x), len(y))
     differing = np.flatnonzero(x[:length] != y[:length])

@@ -1,5 +1,3 @@
-"""Samples next tokens, each row by parameters of its own."""
-
 # pyright: basic
 from collections.abc import Sequence
 
@@ -10,7 +8,8 @@ from offbeat.services.messages.types import Sampling
 
 
 def sample(logits: Tensor, parameters: Sequence[Sampling], generator: Generator) -> tuple[list[int], list[float]]:
-    """Sample from logits [n, V] -> ids and their logprobs under the sampled distribution; greedy ones under the model's."""
+    """Sample from logits [n, V] -> ids and their logprobs under the sampled distribution; greedy ones under the
+    model's."""
     temperature = torch.tensor([each.temperature for each in parameters])[:, None]
     is_greedy = temperature == 0
     scaled = logits.float() / torch.where(is_greedy, 1.0, temperature)
@@ -26,7 +25,7 @@ def sample(logits: Tensor, parameters: Sequence[Sampling], generator: Generator)
 
 
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Mask what is not among the `top_k` [n, 1] most likely (0: all), then what lies beyond a mass of `top_p` [n, 1]."""
+    """Mask all but the `top_k` [n, 1] most likely (0: all), then those beyond a mass of `top_p` [n, 1]."""
     vocabulary = logits.shape[-1]
     ordered, order = logits.sort(-1, descending=True)
     kept = torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary)

@@ -1,7 +1,7 @@
-"""Continuous batching: which sequences compute which tokens in the next pass.
+"""Continuous batching.
 
-Invariants: a sequence holds a row from its first pass to its end; the versions of its tokens are those of the passes that
-sampled them.
+Invariants: a sequence holds a row from its first pass to its end; the versions of its tokens are those of the passes
+that sampled them.
 """
 
 from array import array
@@ -13,21 +13,21 @@ from offbeat.services.generation.hf.rows import CHUNK, CacheRow, RowStore
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, VersionSpan
 
 MAX_TOKENS_PER_PASS = 2048
-"""Tokens of prompts; a longer prompt takes several passes, between which others sample."""
+"""Of prompts; a longer prompt takes several passes, between which others sample."""
 
 
 @dataclass(slots=True, eq=False)
 class RunningSequence:
     request: GenerateRequest
     limit: int
-    """Tokens to sample at most."""
+    """Maximum tokens to sample."""
     tokens: list[int]
     """Of prompt and answer."""
     adapter: str = ""
     """Name; empty: the base model."""
     row: CacheRow | None = None
     is_stale: bool = False
-    """True if its row holds keys and values of older weights."""
+    """Its row is of older weights."""
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[VersionSpan] = field(default_factory=list[VersionSpan])
 
@@ -45,7 +45,6 @@ class RunningSequence:
             self.versions.append(VersionSpan(place, place + 1, version))
 
     def finish_reason(self) -> FinishReason | None:
-        """Return why it ended; None while it runs."""
         if self.tokens[-1] in self.request.sampling.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_sampled >= self.limit else None
@@ -69,20 +68,19 @@ class PlannedChunk:
 
     @property
     def is_last(self) -> bool:
-        """True if the pass samples the sequence's next token."""
+        """Return whether the pass samples the sequence's next token."""
         return self.row.computed + self.count == len(self.sequence.tokens)
 
 
 class Scheduler:
     def __init__(self, rows: RowStore, max_running: int, copy_prefix: Callable[[int, int, int], None]) -> None:
-        """copy_prefix: copies keys and values: row, other row, number of tokens."""
+        """copy_prefix: (row, other row, number of tokens)."""
         self._rows = rows
         self._max_running = max_running
         self._copy_prefix = copy_prefix
         self._waiting: deque[RunningSequence] = deque()
         self._running: list[RunningSequence] = []
         self.reused_tokens = 0
-        """Prompt tokens that were not computed again."""
 
     @property
     def num_running(self) -> int:
@@ -94,7 +92,7 @@ class Scheduler:
 
     @property
     def has_unstarted(self) -> bool:
-        """True if a sequence that could run has sampled nothing."""
+        """Return whether a sequence that could run has sampled nothing."""
         return any(not each.num_sampled for each in self._running) or (
             bool(self._waiting) and self._rows.num_free > 0 and len(self._running) < self._max_running
         )
@@ -106,7 +104,7 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def remove(self, sequence: RunningSequence) -> None:
-        """Forget a sequence, aborted or ended; keep its row's keys and values if they are of the current weights."""
+        """Remove a sequence; keep its row if of the current weights."""
         if sequence in self._waiting:
             self._waiting.remove(sequence)
         if sequence in self._running:
@@ -120,7 +118,7 @@ class Scheduler:
             self._rows.keep(row, sequence.tokens)
 
     def plan(self) -> list[PlannedChunk]:
-        """Start what there is room for, and choose the next pass's tokens."""
+        """Start waiting sequences and choose the next pass's tokens."""
         self._start_waiting()
         left, chunks = MAX_TOKENS_PER_PASS, list[PlannedChunk]()
         for sequence in self._running:
@@ -134,9 +132,9 @@ class Scheduler:
         return chunks
 
     def change_weights(self, *, recompute: bool, adapter: str | None = None) -> None:
-        """Make rows of older weights, or of an adapter's, unavailable to new prompts.
+        """Hide rows of older weights, or of an adapter's, from new prompts.
 
-        recompute: running sequences begin anew, too.
+        recompute: restart running sequences, too.
         """
         self._rows.drop_idle(adapter)
         for sequence in (each for each in self._running if adapter in (None, each.adapter)):

@@ -26,13 +26,13 @@ WORKER_EXTENSION = "offbeat.services.generation.vllm.worker.WorkerExtension"
 BACKENDS = {"shm": "offbeat_file", "fs": "offbeat_file", "ipc": "offbeat_ipc", "nccl": "offbeat_nccl"}
 """Weight transport -> vLLM weight-transfer engine."""
 PRIMITIVES = 512
-"""Matrix products that oneDNN keeps compiled, 256 KiB each. Its default, 1024, doubles memory and saves no time; 128 doubled
-the time of small batches.
+"""Matrix products that oneDNN keeps compiled, 256 KiB each. Its default, 1024, doubles memory; 128 doubled the time of
+small batches.
 """
 MAX_CACHED_SAMPLING_PARAMS = 1024
 """Turns differ in their maximum tokens."""
 CPU_BLOCK_SIZE = 32
-"""Tokens of a cache block on a CPU, or a multiple; a GPU's 16 is rounded up."""
+"""Tokens of a cache block on a CPU, or a multiple."""
 SHUTDOWN_TIMEOUT_S = 0.5
 
 
@@ -120,7 +120,6 @@ class VllmEngine:
     async def start(
         cls, config: GenerationConfig, model: Path, *, sequence_length: int, seed: int, transport: str = "shm"
     ) -> "VllmEngine":
-        """Start an engine with random weights until the first `load`."""
         os.environ.update(engine_environment(config))
         logging.getLogger("vllm").setLevel(logging.WARNING)
         from vllm.config import WeightTransferConfig
@@ -144,7 +143,6 @@ class VllmEngine:
         return engine
 
     def salted(self, salt: str) -> "VllmEngine":
-        """Return the engine with its own part of the prefix cache."""
         return VllmEngine(self.llm, self._config, salt, self._image_prompts)
 
     async def warm_up(self) -> None:
@@ -157,7 +155,7 @@ class VllmEngine:
             pass
 
     async def generate(self, request: GenerateRequest, version: int) -> Completion:
-        """Sample; the version salts the prefix cache, so that no cache of other weights is reused."""
+        """Sample; the version salts the prefix cache."""
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -188,7 +186,7 @@ class VllmEngine:
         return self._image_prompts(request, salt, share_prefixes=self._salted)
 
     async def stage(self, path: Path) -> None:
-        """On a CPU, reload into a twin in slices between engine steps; otherwise leave all to `load`."""
+        """On a CPU, reload into a twin in slices between engine steps; else leave all to `load`."""
         began, self._stage_s = time.monotonic(), None
         if is_whole(path) and await self._call_worker("stage_weights", path=str(path)):
             while not await self._call_worker("stage_more"):
@@ -196,7 +194,7 @@ class VllmEngine:
             self._stage_s = time.monotonic() - began
 
     async def load(self, path: Path, version: int) -> LoadTimes:
-        """Load weights. The pause drops the KV cache for `recompute`; for `keep`, the salt separates old entries."""
+        """Load weights. For `recompute`, the pause drops the KV cache; for `keep`, the salt separates old entries."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         ticket = update_request_of(path)
@@ -221,7 +219,7 @@ class VllmEngine:
         return (await self.llm.collective_rpc(method, kwargs=arguments))[0]
 
     async def _pause(self) -> None:
-        """Wait until no step runs or will start, without the 20 ms that vLLM sleeps to order outputs."""
+        """Wait until no step runs or will start, without vLLM's sleep of 20 ms."""
         if self._pausing is not None:
             await self._pausing
         self._pausing = asyncio.create_task(self.llm.pause_generation(mode="keep", clear_cache=self._recompute))
@@ -233,8 +231,8 @@ class VllmEngine:
             self._pausing.result()
 
     async def _start_waiting_requests(self) -> None:
-        """Let submitted requests reach their first token before weights change, lest they be resampled. The engine answers
-        between steps, so one step has scheduled whatever fits.
+        """Let submitted requests reach their first token before weights change. The engine answers between steps, so
+        one step has scheduled whatever fits.
         """
         for _ in range(2):
             await self.llm.is_paused()
@@ -281,7 +279,6 @@ def _parameters(sampling: Sampling) -> Any:
 
 
 def _completion(request_id: str, output: Any) -> Completion:
-    """Convert vLLM's output; `logprobs=0` gives one logprob per token."""
     spans = tuple(VersionSpan(span.start, span.end, int(span.version)) for span in output.weight_versions)
     reason = FinishReason.STOP if output.finish_reason == "stop" else FinishReason.LENGTH
     return Completion(request_id, tuple(output.token_ids), tuple(output.logprobs.logprobs), spans, reason)

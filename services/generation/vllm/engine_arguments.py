@@ -1,4 +1,4 @@
-"""Names of vLLM's engine arguments, read from its source: importing vLLM takes seconds."""
+"""Names of vLLM's engine arguments, read from its source without an import."""
 
 import ast
 from functools import lru_cache
@@ -10,7 +10,7 @@ CLASSES = ("EngineArgs", "AsyncEngineArgs")
 
 @lru_cache(1)
 def engine_argument_names() -> tuple[str, ...]:
-    """Return the names; none if vLLM is missing or its source differs."""
+    """Return the names; none if vLLM is missing or differs."""
     package = find_spec("vllm")
     if package is None or package.origin is None:
         return ()

@@ -1,4 +1,4 @@
-"""vLLM's `ipc` and `nccl` transfer engines, in its GPU worker, with plain messages, checksum and completeness check."""
+"""vLLM's `ipc` and `nccl` transfer engines, with plain messages, checksum and completeness check."""
 
 # pyright: basic
 from base64 import b64decode
@@ -38,7 +38,7 @@ class TensorIntake:
 
 @dataclass
 class PlainIpcUpdate(WeightTransferUpdateInfo):
-    """vLLM's IPC update as sent by `services.weights.transports.vllm_senders`."""
+    """vLLM's IPC update, sent by `services.weights.transports.vllm_senders`."""
 
     names: list[str]
     dtype_names: list[str]
@@ -67,7 +67,6 @@ class IpcEngine(IPCWeightTransferEngine):
         intake.finish(self.model_config, info.digest)
 
     def finish_weight_update(self) -> None:
-        """Finish; release the learner's memory."""
         self._packed_importer.close()
 
 
@@ -117,4 +116,4 @@ class NcclEngine(NCCLWeightTransferEngine):
         intake.finish(self.model_config, info.digest)
 
     def finish_weight_update(self) -> None:
-        """Do nothing: `receive_weights` has done it."""
+        """Do nothing: `receive_weights` has finished."""

@@ -1,4 +1,4 @@
-"""Loads weights into a model that vLLM reloads layer by layer, and verifies them.
+"""Weight loading into a model that vLLM reloads layer by layer, and its verification.
 
 Invariant: on success every parameter was filled, and compared ones agree: exactly, or by a probe where the CPU packs
 them.
@@ -39,7 +39,7 @@ def finish_reload(model: Any, model_config: Any, expected: set[str], loaded: set
 
 
 def _repack_tied_head(model: Any) -> set[str]:
-    """Repack a tied head and return its names: a CPU packs the matrix, and the layerwise reload skips it."""
+    """Repack a tied head, which the layerwise reload skips; return its names."""
     tables = {path: m for path, m in model.named_modules() if isinstance(m, VocabParallelEmbedding)}
     heads = {path: module for path, module in tables.items() if isinstance(module, ParallelLMHead)}
     (embedding,) = (module for path, module in tables.items() if path not in heads)
@@ -76,7 +76,7 @@ def compare(model: Any, file: TensorFile) -> Iterator[None]:
 
 
 def _names_here(model: Any, file: TensorFile) -> dict[str, str]:
-    """Return unfused names -> the file's; vision-language models nest differently."""
+    """Return unfused names -> the file's."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return {name: name for name in file.names()}

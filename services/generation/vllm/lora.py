@@ -1,8 +1,7 @@
-"""Serves a low-rank adapter on the base weights, inside vLLM's worker.
+"""A low-rank adapter on the base weights, inside vLLM's worker.
 
-The one adapter has a fixed name; new versions replace it between steps, so running requests continue.
-
-Invariants: the adapter is loaded on exactly the layers that its file names; the base is compared as without adapters.
+The only adapter has a fixed name; new versions replace it between steps. Invariants: it is loaded on exactly the layers
+that its file names; the base is compared as without adapters.
 """
 
 # pyright: basic
@@ -21,18 +20,17 @@ from offbeat.services.generation.vllm.loading import TOLERANCE, LoadError, fused
 
 NAME, NUMBER = "policy", 1
 SETTINGS, ADAPTER, BASE = "adapter_config.json", "adapter_model.safetensors", "model.safetensors"
-"""PEFT's file names; the base is included if the replica lacks it."""
+"""PEFT's file names."""
 PREFIX = "base_model.model."
 VOCABULARY = (VocabParallelEmbeddingWithLoRA, LogitsProcessorWithLoRA)
 
 
 def request() -> LoRARequest:
-    """Return the adapter's selector; its path is never read."""
     return LoRARequest(NAME, NUMBER, NAME)
 
 
 def skip_vocabulary_layers(model: Any, manager: Any) -> None:
-    """Exclude embeddings and head: on a CPU vLLM gathers [tokens, rank, vocabulary] for them, trained or not."""
+    """Exclude embeddings and head, for which vLLM on a CPU gathers [tokens, rank, vocabulary]."""
     for parent, name, layer in _wrap(model):
         if isinstance(layer, VOCABULARY):
             parent._modules[name] = layer.base_layer
@@ -42,7 +40,7 @@ def skip_vocabulary_layers(model: Any, manager: Any) -> None:
 
 @contextmanager
 def unwrap(model: Any) -> Iterator[None]:
-    """Remove adapter wrappers temporarily; nothing may be sampled meanwhile."""
+    """Remove adapter wrappers temporarily; nothing may be sampled."""
     wrapped = _wrap(model)
     for parent, name, layer in wrapped:
         parent._modules[name] = layer.base_layer
@@ -80,7 +78,6 @@ def _scaling(folder: Path) -> float:
 
 
 def _compare(layers: dict[str, Any], fused: dict[str, list[str]], file: TensorFile, scaling: float) -> None:
-    """Compare factors, except those split over workers."""
     places = {part: (whole, number) for whole, parts in fused.items() for number, part in enumerate(parts)}
     named: set[tuple[str, int]] = set()
     for key, wanted in file.items():
@@ -102,7 +99,7 @@ def _compare(layers: dict[str, Any], fused: dict[str, list[str]], file: TensorFi
 
 
 def _agrees(held: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Return True if equal, and zero beyond `wanted`."""
+    """Return whether factors are equal, and zero beyond `wanted`."""
     rows, columns = wanted.shape
     if held.shape[0] < rows or held.shape[1] < columns:
         return True  # one worker's part of it

@@ -1,6 +1,4 @@
-"""Loads a version into a twin of the model between engine steps, a few milliseconds at a time, then exchanges pointers.
-
-The twin's own parameters take the weights' memory again.
+"""Loading of a version into a twin of the model between engine steps, then an exchange of pointers.
 
 Invariant: the serving model changes only in `exchange`, after a complete version was compared with its file.
 """
@@ -29,7 +27,7 @@ ABSENT = object()
 
 
 def can_stage(config: VllmConfig) -> bool:
-    """Return True for an unquantized, uncompiled model in main memory."""
+    """Return whether the model is unquantized, uncompiled and in main memory."""
     whole = config.parallel_config.world_size == 1 and config.model_config.quantization is None
     return current_platform.is_cpu() and whole and config.model_config.enforce_eager
 
@@ -47,7 +45,6 @@ class Staging:
         self._slice_ended = 0.0
 
     def begin(self, path: str) -> None:
-        """Start staging, discarding an unfinished file."""
         self._changes = []
         self._work = self._reload(path)
         self._slice_ended = time.monotonic()
@@ -133,7 +130,6 @@ def _make_twin(module: nn.Module, modules: dict[int, nn.Module], tensors: dict[i
 
 
 def _copy_of(tensor: torch.Tensor | None, copies: dict[int, torch.Tensor]) -> torch.Tensor | None:
-    """Return a tensor of the same class and attributes, with own memory."""
     if tensor is None:
         return None
     if id(tensor) not in copies:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 SUFFIX = ".json"
-"""Of files that describe a pull from a learner's GPU."""
+"""Of pulls from a learner's GPU."""
 TAKE_ADAPTER = "take_adapter"
 
 
@@ -28,5 +28,4 @@ def update_request_of(path: Path) -> UpdateRequest:
 
 
 def is_whole(path: Path) -> bool:
-    """Return True for a file of all weights."""
     return path.suffix != SUFFIX and not path.is_dir()

@@ -1,6 +1,4 @@
-"""Qwen2-VL and Qwen2.5-VL for vLLM, fed with preprocessed pixels (`services.chat.vision`) and expanded placeholders.
-
-transformers' processor would need torchvision and a tokenizer in the engine.
+"""Qwen2-VL and Qwen2.5-VL for vLLM, fed with preprocessed pixels and expanded placeholders.
 
 Invariant: vision tower outputs of one version are never reused under another.
 """
@@ -33,7 +31,7 @@ IMAGE = "image"
 
 
 class Sizes(qwen2_vl.Qwen2VLProcessingInfo):
-    """Limits for vLLM's memory planning; one image may fill a prompt."""
+    """Limits for vLLM's memory planning."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {IMAGE: None}
@@ -69,7 +67,7 @@ class Qwen25VL(qwen2_5_vl.Qwen2_5_VLForConditionalGeneration):
 
 
 def register() -> None:
-    """Replace vLLM's own models, in each engine process."""
+    """Replace vLLM's own models."""
     ModelRegistry.register_model("Qwen2VLForConditionalGeneration", Qwen2VL)
     ModelRegistry.register_model("Qwen2_5_VLForConditionalGeneration", Qwen25VL)
 

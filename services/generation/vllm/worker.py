@@ -1,4 +1,4 @@
-"""Loads weight versions inside vLLM's worker, from a file or a learner's GPU (`gpu_transfer`).
+"""Weight versions inside vLLM's worker, from a file or a learner's GPU.
 
 Invariant: on success every parameter was loaded, and files are compared.
 """
@@ -75,7 +75,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
 
 
 class WorkerExtension:
-    """Mixin of vLLM's worker; importing this module registers weight engines and vision models."""
+    """Mixin of vLLM's worker; this module registers weight engines and vision models."""
 
     vllm_config: VllmConfig
     model_runner: Any
@@ -98,7 +98,7 @@ class WorkerExtension:
         return self._staging.stage_next()
 
     def take_weights(self, update_info: dict[str, Any]) -> None:
-        """Switch to the staged version, or load one; nothing is sampled meanwhile."""
+        """Switch to the staged version, or load one; nothing may be sampled."""
         if self._staging is not None and self._staging.switch():
             return
         self.start_weight_update()
@@ -110,7 +110,7 @@ class WorkerExtension:
         skip_vocabulary_layers(self.model_runner.get_model(), self.model_runner.lora_manager._adapter_manager)
 
     def take_adapter(self, folder: str) -> None:
-        """Load an adapter, after its base if included. Raises `LoadError`."""
+        """Load an adapter, after its base if included; raises `LoadError`."""
         base = Path(folder, BASE)
         if base.exists():
             with unwrap(self.model_runner.get_model()):

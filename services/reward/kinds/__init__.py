@@ -1,1 +1,1 @@
-"""Reward functions, one kind a file."""
+"""Reward functions by kind."""

@@ -11,7 +11,7 @@ from offbeat.services.reward.kinds.config import CodeSandboxConfig
 from offbeat.services.reward.sample import RewardSample
 
 CASE_TYPES = {"input": "stdio", "stdin": "stdio", "text": "assert", "check_based": "assert", "functional": "function"}
-"""Other names, as in ROLL's and LiveCodeBench's rows."""
+"""ROLL's and LiveCodeBench's names."""
 KINDS = ("stdio", "assert", "pytest", "function")
 INPUT_KEYS, OUTPUT_KEYS = ("input", "stdin", "inputs"), ("output", "expected_output", "outputs", "expected")
 FUNCTION_KEYS = ("fn_name", "entry_point", "function")
@@ -39,7 +39,7 @@ Case = StdioCase | AssertCase | PytestFile
 
 
 def read_cases(sample: RewardSample, config: CodeSandboxConfig) -> list[Case]:
-    """Return the row's tests. Raises RewardError if there are none, or they have no known form."""
+    """Return the row's tests; raises RewardError if there are none of a known form."""
     tests = sample.row.get(config.tests_key)
     try:
         value = _decode(sample.ground_truth if tests is None else tests)
@@ -124,7 +124,7 @@ def _function_name(first: Mapping[str, Any], sample: RewardSample) -> str:
 
 
 def _equation(name: str, arguments: Any, output: Any) -> str:
-    """Return a test of one call; `Solution.f` is a method of a new object."""
+    """Return a test of one call; `Solution.f` is a method."""
     values = [json.loads(line) for line in arguments.splitlines()] if isinstance(arguments, str) else list(arguments)
     expected = json.loads(output) if isinstance(output, str) and isinstance(arguments, str) else output
     function = f"{name.rpartition('.')[0]}().{name.rpartition('.')[2]}" if "." in name else name

@@ -1,4 +1,4 @@
-"""Programs, by their tests in the sandbox; nothing of the response runs in this process."""
+"""Programs, run with their tests in the sandbox."""
 
 import time
 

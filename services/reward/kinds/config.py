@@ -16,7 +16,7 @@ class RewardConfig(Config):
     """What every kind has."""
 
     is_share: ClassVar[bool] = True
-    """Whether values are between 0 and 1, the best."""
+    """Whether values are between 0 and 1."""
 
     name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", max_length=64)
     """Column of the trajectory (`reward/<name>`)."""
@@ -29,26 +29,24 @@ class RewardConfig(Config):
     timeout_s: float = Field(default=30.0, gt=0)
     """Timeout of an attempt."""
     max_attempts: int = Field(default=3, ge=1)
-    """Attempts, if time runs out or an answer is no score; then the episode fails."""
+    """Attempts after a timeout or an answer without a score; then the episode fails."""
     max_retry_s: float = Field(default=180.0, ge=0)
-    """Retry limit while a service is unavailable or busy, s; then the episode fails."""
+    """Time to retry an unavailable or busy service, s; then the episode fails."""
     max_concurrent: int = Field(default=16, ge=1)
-    """Calls at once, per env worker; others wait."""
+    """Concurrent calls per env worker."""
     cache_size: int = Field(default=0, ge=0)
     """Scores kept per env worker, by content; equal samples share one call."""
     num_replicas: int = Field(default=0, ge=0)
     """Replicas of a Ray Serve application, each with `max_concurrent` calls; 0: in the env worker."""
     queue_timeout_s: float = Field(default=120.0, ge=0)
-    """Timeout of a call's wait for a replica, s, besides `timeout_s`."""
+    """Wait for a replica, s, besides `timeout_s`."""
     cpus_per_replica: float = Field(default=1.0, ge=0)
     """Logical CPUs reserved in Ray per replica."""
 
 
 class _PatternConfig(RewardConfig):
-    """A kind with an `answer_pattern`."""
-
     answer_pattern: str | None = None
-    r"""Regular expression of an answer without `\boxed{}`, searched in what follows the thoughts; the last match counts."""
+    r"""Regular expression of an answer without `\boxed{}`, after the thoughts; the last match counts."""
 
     @field_validator("answer_pattern")
     @classmethod
@@ -59,7 +57,7 @@ class _PatternConfig(RewardConfig):
 
 
 class MathRuleConfig(_PatternConfig):
-    r"""1 if the last `\boxed{}` equals `ground_truth` by math-verify; an answer too costly to evaluate is wrong."""
+    r"""1 if the last `\boxed{}` equals `ground_truth` by math-verify; too costly answers are wrong."""
 
     kind: Literal["math_rule"]
 
@@ -106,11 +104,12 @@ class DetectionConfig(RewardConfig):
     metric: Literal["iou", "map"] = "iou"
     """`iou`: IoU of matched boxes, over the larger number of boxes. `map`: mean average precision at IoU .5 to .95."""
     max_boxes: int = Field(default=300, ge=1)
-    """Boxes read; a response with more scores 0."""
+    """A response with more scores 0."""
 
 
 class IFEvalConfig(RewardConfig):
-    """Constraints of IFEval (arXiv:2311.07911), in the row's `instruction_id_list` and `kwargs`, or in `ground_truth`."""
+    """Constraints of IFEval (arXiv:2311.07911), in the row's `instruction_id_list` and `kwargs`, or in
+    `ground_truth`."""
 
     kind: Literal["ifeval"]
     mode: Literal["strict", "loose"] = "strict"
@@ -119,7 +118,7 @@ class IFEvalConfig(RewardConfig):
 
 
 class UserFunctionConfig(RewardConfig):
-    """A function of the user's, `def score(sample, **args) -> float`, plain or `async`."""
+    """User function `def score(sample, **args) -> float`, plain or `async`."""
 
     is_share: ClassVar[bool] = False
     kind: Literal["function"]
@@ -136,7 +135,7 @@ class UserFunctionConfig(RewardConfig):
 
 
 class HttpConfig(RewardConfig):
-    """A remote service: POST of the sample as JSON, answered by `{"score": 0.5}`."""
+    """Remote service: POST of the sample as JSON, answered by `{"score": 0.5}`."""
 
     is_share: ClassVar[bool] = False
     kind: Literal["http"]
@@ -159,9 +158,9 @@ class CodeSandboxConfig(_PatternConfig):
     max_tests: int | None = Field(default=None, ge=1)
     """Maximum tests, from the first."""
     max_total_s: float = Field(default=60.0, gt=0)
-    """Time for a program's tests, s; those that have not started by then count as failed."""
+    """Time for a program's tests, s; those not started count as failed."""
     sandbox: Limits = Limits()
-    """Limits per test, or per pytest file."""
+    """Per test, or per pytest file."""
     max_concurrent: int = Field(default=4, ge=1)
     timeout_s: float = Field(default=180.0, gt=0)
 
@@ -176,7 +175,7 @@ class CodeSandboxConfig(_PatternConfig):
 
 
 class LlmJudgeConfig(RewardConfig):
-    """A language model that judges the response, behind an OpenAI-compatible API."""
+    """Language model that judges the response, behind an OpenAI-compatible API."""
 
     kind: Literal["llm_judge"]
     url: str = Field(pattern=r"^https?://")
@@ -185,19 +184,19 @@ class LlmJudgeConfig(RewardConfig):
     api_key_env: str | None = None
     """Environment variable with the API's key."""
     verdict: Literal["score", "yes_no", "pairwise", "rubric"] = "score"
-    """What the judge is asked for, and what its answer is read as; each value is between 0 and 1.
+    """Form of the verdict; each value is between 0 and 1.
 
-    `score`: a number up to `max_score`. `yes_no`. `pairwise`: the better one of the response and the one in `compared_key`,
-    asked in both orders (a contradiction is a tie, 0.5). `rubric`: a number for each criterion, averaged by weight.
+    `score`: a number up to `max_score`. `yes_no`. `pairwise`: the better of the response and the one in `compared_key`,
+    asked in both orders (a contradiction is 0.5). `rubric`: a number per criterion, averaged by weight.
     """
     template: str | None = None
     """The question, with `{prompt}`, `{response}` (`pairwise`: `{response_a}`, `{response_b}`), `{ground_truth}` and
-    `{criteria}` (`rubric`). How to answer is added. None: a general one.
+    `{criteria}` (`rubric`). The form of the answer is added. None: a general one.
     """
     system_prompt: str | None = None
     max_score: int = Field(default=10, ge=1, le=100)
     criteria: dict[str, float] = Field(default_factory=dict[str, float])
-    """Criteria of a rubric with their weights; empty: those of the row."""
+    """Criteria of a rubric with weights; empty: the row's."""
     rubric_key: str = "rubric"
     """Column of a rubric: texts, or objects with `criterion` and `weight`."""
     compared_key: str | None = None
@@ -223,18 +222,18 @@ class LlmJudgeConfig(RewardConfig):
 
 
 class RewardModelConfig(RewardConfig):
-    """A logit of a sequence-classification model over the conversation, rendered by the model's own chat template."""
+    """Logit of a sequence-classification model over the conversation, in the model's chat template."""
 
     is_share: ClassVar[bool] = False
     kind: Literal["reward_model"]
     model_name_or_path: Path
-    """Folder in Hugging Face form, as of `AutoModelForSequenceClassification`."""
+    """Folder of an `AutoModelForSequenceClassification`."""
     label: int = Field(default=0, ge=0)
     """Logit of a model with several labels."""
     max_length: int | None = Field(default=None, ge=2)
     """Tokens of a conversation, the earliest cut; None: the model's maximum."""
     max_batch_tokens: int = Field(default=16_384, ge=1)
-    """Tokens of a forward pass, with padding."""
+    """Tokens of a forward pass, padding included."""
     dtype: Dtype = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
     includes_thoughts: bool = False

@@ -1,5 +1,3 @@
-"""Answers after thoughts, in a format."""
-
 import re
 
 from offbeat.envs.dataset.final_answer import last_boxed
@@ -39,7 +37,7 @@ def has_format(response: str) -> bool:
 
 
 def _answer(text: str) -> str | None:
-    """Return the last answer; one in tags may be boxed, too."""
+    """Return the last answer; one in tags may be boxed."""
     head, _, _ = text.rpartition("</answer>")
     _, start, tagged = head.rpartition("<answer>")
     answer = tagged if start else text

@@ -44,7 +44,7 @@ class Detection:
 
 
 def parse_boxes(text: str) -> list[Box] | None:
-    """Return the boxes of the response's JSON list, fenced or in `<answer>`; None if there is no valid one."""
+    """Return the boxes of a JSON list, fenced or in `<answer>`; None if invalid."""
     if len(text) > MAX_CHARS:
         return None
     start, end = text.find("["), text.rfind("]")
@@ -57,7 +57,7 @@ def parse_boxes(text: str) -> list[Box] | None:
 
 
 def read_boxes(value: Any) -> list[Box]:
-    """Read a JSON list of objects. Raises ValueError for anything else."""
+    """Read a JSON list of objects; raises ValueError."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ValueError("expected a list of boxes")
     return [_read_box(each) for each in value]
@@ -97,7 +97,7 @@ def _area(box: Box) -> float:
 
 
 def mean_iou(boxes: Sequence[Box], gold: Sequence[Box]) -> float:
-    """Return the IoU of pairs of a label, best first, over the larger number of boxes: each extra box costs."""
+    """Return the IoU of pairs of a label, best first, over the larger number of boxes."""
     if not boxes and not gold:
         return 1.0
     pairs = [
@@ -118,7 +118,7 @@ def mean_iou(boxes: Sequence[Box], gold: Sequence[Box]) -> float:
 
 
 def mean_average_precision(boxes: Sequence[Box], gold: Sequence[Box]) -> float:
-    """Return COCO's mAP of one image; unlike there, a label that the image has not counts with 0."""
+    """Return COCO's mAP of one image; unlike there, an absent label counts with 0."""
     by_label: dict[str, tuple[list[Box], list[Box]]] = defaultdict(lambda: ([], []))
     for box in boxes:
         by_label[box.label][0].append(box)

@@ -37,7 +37,7 @@ class HttpReward:
 
 
 class JsonClient:
-    """POST of JSON with errors as `RewardError`; replies are bounded."""
+    """POST of JSON with errors as `RewardError` and bounded replies."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class JsonClient:
         api_key_env: str | None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """api_key_env: environment variable of a bearer token. Raises ValueError if it is not set."""
+        """api_key_env: environment variable of a bearer token; raises ValueError without it."""
         headers = {}
         if api_key_env is not None:
             if not (token := os.environ.get(api_key_env)):
@@ -56,7 +56,7 @@ class JsonClient:
         self._client = httpx.AsyncClient(timeout=timeout_s, limits=limits, headers=headers, transport=transport)
 
     async def post(self, url: str, body: Any) -> Any:
-        """Return the decoded reply. Raises RewardError."""
+        """Return the decoded reply; raises RewardError."""
         content = json.dumps(body, default=_to_json, ensure_ascii=True)
         headers = {"Content-Type": "application/json"}
         try:

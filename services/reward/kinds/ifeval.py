@@ -1,5 +1,3 @@
-"""Instructions that a program can check."""
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -31,7 +29,7 @@ class IFEval:
 
 
 def read_constraints(sample: RewardSample) -> list[tuple[str, Args]]:
-    """Return names and arguments from the row, or from a JSON object in `ground_truth`. Raises RewardError."""
+    """Return names and arguments from the row, or from `ground_truth`; raises RewardError."""
     source = sample.row if sample.row.get(IDS) is not None else sample.ground_truth
     try:
         value: Any = json.loads(source) if isinstance(source, str) else source

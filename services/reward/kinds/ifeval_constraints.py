@@ -1,8 +1,7 @@
 """The 25 constraints of IFEval (arXiv:2311.07911), as functions of the response and the row's arguments.
 
-They decide as the published checkers, except that keywords are texts instead of regular expressions, sentences are split
-by a rule instead of a trained model, and a text without recognizable language is in none. Each takes time linear in the
-response.
+They decide as the published checkers, except that keywords are texts instead of regular expressions, sentences are
+split by a rule, and a text without recognizable language is in none. Time is linear in the response.
 """
 
 import json
@@ -31,7 +30,7 @@ class ConstraintError(ValueError):
 
 
 def check_constraint(name: str, response: str, args: Args) -> bool:
-    """Return whether a response meets a constraint. Raises ConstraintError."""
+    """Return whether a response meets a constraint; raises ConstraintError."""
     constraint = CONSTRAINTS.get(name)
     if constraint is None:
         raise ConstraintError(f"there is no constraint {name!r}; there is {', '.join(CONSTRAINTS)}")
@@ -216,7 +215,7 @@ def _is_in_language(text: str, args: Args) -> bool:
 
 
 def detect_language(text: str) -> str:
-    """Return the ISO 639-1 code, equal for equal texts; empty if there is none. Raises ValueError without langdetect."""
+    """Return the ISO 639-1 code, or an empty text; deterministic. Raises ValueError without langdetect."""
     langdetect = require("langdetect", "data")
     detector = _detector_factory().create()
     detector.append(text[:MAX_DETECTED_CHARS])
@@ -228,7 +227,7 @@ def detect_language(text: str) -> str:
 
 @cache
 def _detector_factory() -> Any:
-    """Return langdetect's profiles, loaded once (0.3 s), with a seed: its detection samples."""
+    """Return langdetect's profiles, seeded, as detection samples."""
     module = require("langdetect.detector_factory", "data")
     factory = module.DetectorFactory()
     factory.load_profile(module.PROFILES_DIRECTORY)

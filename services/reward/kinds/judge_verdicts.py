@@ -1,6 +1,6 @@
-"""Verdicts of a judge: how it is asked to answer, and how its answer is read.
+"""Verdicts of a judge: form of its answer, and value.
 
-Invariant: the form that the prompt demands is the only one that is read; any other answer raises `RewardError`.
+Invariant: only the form that the prompt demands is read; any other answer raises `RewardError`.
 """
 
 import re
@@ -50,16 +50,15 @@ _NUMBER = r"(-?\d+(?:\.\d+)?)"
 class Question:
     prompt: str
     is_reversed: bool = False
-    """True if A and B are exchanged."""
 
 
 class Verdict(Protocol):
     def ask(self, sample: RewardSample) -> Sequence[Question]:
-        """Return the prompts, whose values are averaged. Raises RewardError for a row without what they need."""
+        """Return prompts, whose values are averaged; raises RewardError for an unsuitable row."""
         ...
 
     def read(self, answer: str, question: Question, sample: RewardSample) -> float:
-        """Return the value between 0 and 1. Raises RewardError for an answer in another form."""
+        """Return the value between 0 and 1; raises RewardError."""
         ...
 
 
@@ -172,7 +171,7 @@ def _read_criterion(value: Any) -> tuple[str, float]:
 
 
 def fill(template: str, fields: Mapping[str, str]) -> str:
-    """Fill each placeholder once, between tags that the filled text can't foresee, so that it can't close them."""
+    """Fill each placeholder once, between tags that the filled text can't foresee and close."""
     nonce = blake2b(repr(sorted(fields.items())).encode(errors="replace"), digest_size=4).hexdigest()
 
     def tagged(match: re.Match[str]) -> str:

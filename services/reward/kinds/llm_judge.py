@@ -12,7 +12,7 @@ from offbeat.services.reward.sample import RewardSample, final_text
 
 class LlmJudge:
     def __init__(self, config: LlmJudgeConfig) -> None:
-        """Raises ValueError if the key's variable is not set."""
+        """Raises ValueError without the key's variable."""
         self._config = config
         self._verdict = build_verdict(config)
         self._client = JsonClient(config.timeout_s, 2 * config.max_concurrent, config.api_key_env)
@@ -40,7 +40,7 @@ class LlmJudge:
 
 
 def _content(reply: Any) -> str:
-    """Return the answer's text. Raises RewardError if there is none, or it was cut."""
+    """Return the answer's text; raises RewardError if missing or cut."""
     try:
         choice = reply["choices"][0]
         content, reason = choice["message"]["content"], choice.get("finish_reason")

@@ -1,7 +1,7 @@
 # pyright: basic
 """Scores of a sequence-classification model.
 
-Invariant: a conversation's score does not depend on those of its batch, up to rounding.
+Invariant: a conversation's score does not depend on its batch, up to rounding.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from offbeat.services.reward.sample import RewardSample, final_text
 logger = logging.getLogger(__name__)
 
 UNBOUNDED_LENGTH = 1_000_000
-"""Tokenizers without a maximum name one beyond."""
+"""Maximum of tokenizers without one exceeds it."""
 
 
 class RewardModel:
     def __init__(self, config: RewardModelConfig) -> None:
-        """Load the model. Raises ValueError if it can't be."""
+        """Load the model; raises ValueError."""
         self._config = config
         self._scorer = ConversationScorer(config)
         self._thread = ThreadPoolExecutor(1, "reward-model")
@@ -48,7 +48,6 @@ class RewardModel:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _score_waiting(self) -> None:
-        """Score batches of what waits; what comes meanwhile makes the next batch."""
         while self._waiting:
             batch = self._take_batch()
             try:
@@ -64,7 +63,7 @@ class RewardModel:
                     future.set_result(score)
 
     def _take_batch(self) -> list[tuple[list[int], asyncio.Future[float]]]:
-        """Take those still waited for, first come first served, within the token limit; at least one."""
+        """Take those still waited for, first come first served, within the token limit."""
         self._waiting = [each for each in self._waiting if not each[1].done()]
         batch: list[tuple[list[int], asyncio.Future[float]]] = []
         longest = 0
@@ -77,8 +76,6 @@ class RewardModel:
 
 
 class ConversationScorer:
-    """The model, its tokenizer and its chat template."""
-
     def __init__(self, config: RewardModelConfig) -> None:
         """Raises ValueError if the folder holds no such model."""
         folder = config.model_name_or_path
@@ -130,7 +127,7 @@ class ConversationScorer:
 
 
 def _load_model(config: RewardModelConfig) -> Any:
-    """Load the model with the head of its file. Raises ValueError if that has none, or too few labels."""
+    """Load the model with the head of its file; raises ValueError if that has none, or too few labels."""
     folder = config.model_name_or_path
     num_labels = int(AutoConfig.from_pretrained(folder, trust_remote_code=False).num_labels or 0)
     if config.label >= num_labels:

@@ -1,5 +1,3 @@
-"""Functions of the user's, by path."""
-
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +10,7 @@ from offbeat.services.reward.sample import RewardSample
 
 
 def build_user_function(config: UserFunctionConfig) -> RewardFunction:
-    """Build the function as it is, `async` or plain. Raises ValueError if there is none."""
+    """Build the function, `async` or plain; raises ValueError if there is none."""
     try:
         function = load_object(config.path)
     except (ImportError, AttributeError, ValueError) as error:

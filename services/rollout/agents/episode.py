@@ -49,7 +49,7 @@ class AgentRuntime:
 def load_agent_template(model_folder: Path, tool_call_parser: str | None) -> ChatTemplate:
     """Load the template for an agent's calls.
 
-    tool_call_parser: None selects one that reads the template's calls, if any.
+    tool_call_parser: None detects one.
 
     Raises:
         RolloutError: the template is unusable, alone or with the parser.
@@ -87,7 +87,7 @@ class HttpEnvSession:
         self.session: EpisodeSession | None = None
         self.task: dict[str, Any] = {}
         self.texts = [self._system]
-        """System prompt, then observations and actions alternately (`Trajectory.text`)."""
+        """System prompt, then observations and actions alternately."""
         self._observation = self._first
         self.error: EpisodeError | None = None
 
@@ -200,7 +200,7 @@ async def play_with_agent(
 async def _finish(
     env: CustomEnv, http_env: HttpEnvSession, session: EpisodeSession, running: Awaitable[AgentOutcome]
 ) -> tuple[AgentOutcome, EpisodeError | None]:
-    """Await the agent and reward the episode; return the outcome or the error that ended it, or raise one to retry."""
+    """Await the agent and reward the episode; return the outcome or the error that ended it."""
     try:
         outcome = await running
         await http_env.settle()

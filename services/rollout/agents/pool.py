@@ -51,7 +51,7 @@ class AgentPool:
                 self._processes[task.tag].remove(process)
 
     def _take(self, runner: AgentRunner, tag: str) -> AgentProcess:
-        """Return the fullest process with room, or a new one; ask it at once."""
+        """Assign the fullest process with room, or a new one."""
         free = [process for process in self._processes[tag] if process.is_free]
         if free:
             return max(free, key=lambda process: process.num_episodes)

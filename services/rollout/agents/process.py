@@ -1,4 +1,4 @@
-"""Process of Python agents (`runner.py`), in this or another Python; reused between episodes.
+"""Process of Python agents (`runner.py`), in any Python; reused between episodes.
 
 Invariants: a process that crashed, hung or broke the protocol is killed with its descendants and fails its episodes;
 agents' output reaches only the log.
@@ -22,7 +22,7 @@ from offbeat.services.rollout.child_process import MAX_MESSAGE_BYTES, forward_ou
 
 RUNNER = Path(__file__).with_name("runner.py")
 CANCEL_GRACE_S = 2.0
-"""Time for a cancelled coroutine to end, if episodes share its process."""
+"""Time for a cancelled coroutine to end in a shared process."""
 LAST_OUTPUT_S = 1.0
 """Time to log an ended process's output."""
 REASONS = {"error": "agent_error", "result": "agent_result", "cancelled": "agent_timeout"}
@@ -30,9 +30,9 @@ REASONS = {"error": "agent_error", "result": "agent_result", "cancelled": "agent
 
 
 def agent_environment(python: str) -> dict[str, str]:
-    """Return the environment of a process of agents.
+    """Return the environment of agents.
 
-    python: empty for this interpreter; others get only the folders of this one's path without installed packages.
+    python: empty for this interpreter; others get this one's path without installed packages.
     """
     here = [os.getcwd(), *(path for path in sys.path if path)]
     if not python:
@@ -52,7 +52,7 @@ def _holds_offbeat(path: str) -> bool:
 class AgentProcess:
     """Process started by the first episode.
 
-    capacity: concurrent episodes; above 1 for coroutine functions.
+    capacity: concurrent episodes.
     """
 
     def __init__(self, python: str = "", capacity: int = 1) -> None:
@@ -106,7 +106,7 @@ class AgentProcess:
         raise EpisodeError(REASONS[answer["kind"]], str(answer["error"]), str(answer["trace"]))
 
     async def kill(self, why: str = "its process was killed") -> None:
-        """Kill the group; fail its episodes."""
+        """Kill the process group and fail its episodes."""
         self.healthy = False
         child, self._child = self._child, None
         for answer in self._answers.values():

@@ -1,8 +1,7 @@
-"""Process of Python agents, run as a script by any Python from 3.10, without Offbeat; standard library only.
+"""Process of Python agents, run as a script by Python 3.10 or later, without Offbeat.
 
-JSON lines: `{"id", "path", "task"}` or `{"cancel": id}`; answers `{"id", "result"}` or
-`{"id", "error", "kind", "trace", "children"}`. Invariants: the agent's stdout is stderr; the process ends with its
-parent, with all descendants.
+JSON lines: `{"id", "path", "task"}` or `{"cancel": id}`; answers `{"id", "result"}` or `{"id", "error", "kind",
+"trace", "children"}`. Invariants: the agent's stdout is stderr; the process ends with its parent and all descendants.
 """
 
 import asyncio
@@ -27,7 +26,7 @@ Requests = queue.SimpleQueue[dict[str, Any]]
 
 
 def load_task_class() -> Any:
-    """Load `task.py` by path, as Offbeat may not be installed."""
+    """Load `task.py` by path."""
     spec = importlib.util.spec_from_file_location(TASK_MODULE, Path(__file__).with_name("task.py"))
     assert spec is not None
     assert spec.loader is not None
@@ -38,7 +37,7 @@ def load_task_class() -> Any:
 
 
 def find_agent(path: str) -> Any:
-    """Import `module:function`, or a class whose instance is called.
+    """Import `module:function`, or instantiate `module:Class`.
 
     Raises:
         ValueError: it does not exist.
@@ -74,7 +73,7 @@ class AgentServer:
         self._running: dict[int, asyncio.Task[None]] = {}
 
     def serve(self, requests: Requests) -> None:
-        """Answer requests: plain functions sequentially, coroutine functions concurrently."""
+        """Answer plain functions sequentially, coroutine functions concurrently."""
         while True:
             request = requests.get()
             if "cancel" in request:

@@ -68,7 +68,7 @@ class AgentTask:
         return EnvReply(**body)
 
     def environment(self) -> dict[str, str]:
-        """Return a command's environment: OpenAI's and Anthropic's client variables, and the task as JSON."""
+        """Return a command's environment: OpenAI's and Anthropic's variables, and the task as JSON."""
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.api_key,
@@ -87,7 +87,7 @@ class AgentTask:
 
 
 def _is_readable(connection: socket.socket) -> bool:
-    """Return whether data or the end is there to read; `select.select` refuses descriptors above 1023."""
+    """Return whether data or the end can be read; `select.select` refuses descriptors above 1023."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))

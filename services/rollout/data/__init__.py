@@ -1,1 +1,1 @@
-"""Groups of the data pipelines, read from dataset rows instead of played."""
+"""Groups of the data pipelines, read from dataset rows."""

@@ -1,5 +1,3 @@
-"""Dataset of the data pipelines (`data` in a run's YAML)."""
-
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,16 +7,16 @@ from offbeat.envs.config import Config
 
 Pipeline = Literal["agentic", "online_dpo", "rlvr", "sft", "dpo", "distill"]
 GROUP_SIZES: dict[str, int] = {"sft": 1, "dpo": 2, "distill": 1}
-"""Trajectories per row, of the pipelines that read rows."""
+"""Trajectories per row."""
 
 
 class DataConfig(Config):
-    """Rows of a data pipeline or of `rlvr`, and how their conversations are read."""
+    """Rows of a data pipeline or of `rlvr`, and their conversations."""
 
     dataset_name: Path
     """A .jsonl, .json, .csv or .parquet file, or a `datasets` folder."""
     val_dataset_name: Path | None = None
-    """Validation rows, for evaluation by loss, or with `rlvr` by sampling, each once; None evaluates none."""
+    """Validation rows, for evaluation by loss, or with `rlvr` by sampling."""
     messages_key: str = "messages"
     """Column of chat messages, for `sft`, `distill` and `rlvr`; without it, `prompt_key` (and `response_key`)."""
     prompt_key: str = "prompt"
@@ -29,36 +27,34 @@ class DataConfig(Config):
     """Column of the preferred response, for `dpo`: text, or messages, with their prompt unless `prompt_key` exists."""
     rejected_key: str = "rejected"
     images_key: str = "images"
-    """Column of images, in place of the parts `{"type": "image"}`, if it exists: paths from the file's folder, or bytes."""
+    """Optional column of images for the parts `{"type": "image"}`: paths from the file's folder, or bytes."""
     completion_key: str = "completion"
-    """Column of a response without a partner, for `dpo.loss_type: kto`: text, or messages."""
+    """Column of a single response, for `dpo.loss_type: kto`: text, or messages."""
     label_key: str = "label"
     """Column that says whether `completion_key` is desirable."""
     tools_key: str = "tools"
-    """Column of the tools offered to the assistant, if it exists: JSON schemas, as a list or JSON text."""
+    """Optional column of tools for the assistant: JSON schemas, as a list or JSON text."""
     tag_key: str = "tag"
-    """Column of a row's tag, if it exists, by which `teacher.NAME.tag_included` selects; else the pipeline's name. With
-    `rlvr`, the row's domain: a tag of `custom_envs`, or what `tag_included` assigns to one.
+    """Optional column of a row's tag, by which `teacher.NAME.tag_included` selects; else the pipeline's name. With
+    `rlvr`: a tag of `custom_envs`, or a value that `tag_included` assigns to one.
     """
     ground_truth_key: str = "ground_truth"
     """Column of the right answer, for the rewards of `rlvr`."""
     prompt_length: Annotated[int | None, Field(ge=1)] = None
-    """Maximum tokens of a prompt of `rlvr`; longer ones are dropped, replaced by the next and counted. None: what fits in
+    """Maximum tokens of a prompt of `rlvr`; longer ones are replaced by the next and counted. None: what fits in
     `sequence_length`.
     """
     tag_included: dict[str, tuple[str, ...]] = Field(default_factory=dict[str, tuple[str, ...]])
-    """Tag of `custom_envs` -> values of `tag_key` that belong to it, for `rlvr`; empty: the tag itself. Other rows are left
-    out.
-    """
+    """Tag of `custom_envs` -> values of `tag_key`, for `rlvr`; empty: the tag itself. Other rows are excluded."""
     domain_interleave_probs: dict[str, float] = Field(default_factory=dict[str, float])
-    """Tag of `custom_envs` -> share of groups, for `rlvr`, summing to 1; empty: as the rows are."""
+    """Tag of `custom_envs` -> share of groups, for `rlvr`, summing to 1; empty: as in the file."""
     train_on: Literal["all", "last", "completion"] = "all"
-    """Tokens with a loss: those of every assistant turn, of the last, or all from the first answer on, with the turns in
-    between, as in the warm start.
+    """Tokens with a loss: of every assistant turn, of the last, or all from the first answer on, with the turns in
+    between.
     """
     too_long: Literal["drop", "truncate"] = "drop"
-    """Rows of more than `sequence_length` tokens: dropped and replaced by the next, or cut."""
+    """Rows of more than `sequence_length` tokens: replaced by the next, or cut."""
     shuffle: bool = True
-    """Order of rows: drawn anew in each epoch from `seed`, or the file's."""
+    """Order of rows: by `seed` in each epoch, or the file's."""
     num_train_epochs: Annotated[float | None, Field(gt=0)] = None
     """Passes over the rows, in place of `max_steps`."""

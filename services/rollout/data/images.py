@@ -1,4 +1,4 @@
-"""Images of dataset rows as PNG: files beside the dataset, or bytes in a table."""
+"""Images of dataset rows as PNG."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ from offbeat.services.messages.images import PNG, check_png
 
 
 def read_images(value: Any, folder: Path) -> tuple[bytes, ...]:
-    """Return a column's images. folder: the dataset's, which holds the files.
+    """Return a column's images, bytes or files in `folder`.
 
     Raises:
-        ConversationError: an image that can't be read, is too large, or is outside the folder.
+        ConversationError: an image that is unreadable, too large, or outside the folder.
     """
     if value is None:
         return ()
@@ -25,7 +25,6 @@ def read_images(value: Any, folder: Path) -> tuple[bytes, ...]:
 
 
 def _read(value: Any, folder: Path, name: str) -> bytes:
-    """Read a path, or `datasets`' form of an image: bytes, or a path."""
     if isinstance(value, Mapping):
         stored = cast(Mapping[str, Any], value)
         value = stored.get("bytes") or stored.get("path")

@@ -1,7 +1,7 @@
-"""Rows of `pipeline: rlvr` as tasks: a group's number determines its domain and row.
+"""Rows of `pipeline: rlvr` as tasks.
 
-Invariants: equal numbers give equal rows on every worker; the domains' shares of the first n groups are off by less than
-one group; each domain traverses its rows once per epoch, an evaluation the validation rows once.
+Invariants: a group's number determines its domain and row; the domains' shares of the first n groups are off by less
+than one group; each domain traverses its rows once per epoch, an evaluation the validation rows once.
 """
 
 import zlib
@@ -39,7 +39,7 @@ class Interleaving:
         self._positions = array("q")
 
     def at(self, number: int) -> tuple[str, int]:
-        """Return a group's domain, and how many groups of it come before."""
+        """Return a group's domain, and the number of earlier groups of it."""
         while len(self._drawn) <= number:
             domain = int(np.argmax(self._shares * (len(self._drawn) + 1) - self._counts))
             self._drawn.append(domain)
@@ -49,7 +49,7 @@ class Interleaving:
 
 
 class DomainRows:
-    """Rows of a file, by the tag that they belong to."""
+    """Rows of a file by tag."""
 
     def __init__(self, path: Path, config: DataConfig, tags: Sequence[str]) -> None:
         """Raises ValueError for an unreadable file, or a tag without rows."""
@@ -59,7 +59,6 @@ class DomainRows:
         self._only = tags[0] if len(tags) == 1 and not config.tag_included else None
         """Tag of all rows."""
         self.by_tag = self._sort(tags)
-        """Tag -> rows, in the file's order."""
         self.selected = array("q", sorted(row for rows in self.by_tag.values() for row in rows))
         for tag, rows in self.by_tag.items():
             if not len(rows):
@@ -85,8 +84,6 @@ class DomainRows:
 
 
 class PromptSource:
-    """Tasks and rows of a run."""
-
     def __init__(
         self,
         config: DataConfig,
@@ -96,7 +93,6 @@ class PromptSource:
         seed: int,
         val_group_size: int = 1,
     ) -> None:
-        """Raises ValueError as `DomainRows` and `Interleaving`."""
         self._config = config
         self._seed = seed
         self._val_group_size = val_group_size
@@ -108,7 +104,6 @@ class PromptSource:
         self._interleaving = Interleaving({tag: probs[tag] for tag in tags}) if probs else None
 
     def train_task(self, number: int) -> Task:
-        """Return a training group's tag and row."""
         if self._interleaving is None:
             rows = self.train.selected
             row = rows[row_of_group(number, len(rows), self._seed, shuffle=self._config.shuffle)]
@@ -120,7 +115,7 @@ class PromptSource:
         )
 
     def eval_task(self, number: int, *, greedy: bool) -> Task:
-        """Return an evaluation episode's tag and row, shared by siblings unless they are greedy."""
+        """Return an evaluation episode's tag and row, equal for siblings unless greedy."""
         assert self.validation is not None, "there are no evaluations without validation rows"
         rows = self.validation.selected
         row = rows[(number if greedy else number // self._val_group_size) % len(rows)]
@@ -148,7 +143,7 @@ class PromptSource:
 
 
 def open_prompts(settings: WorkerSettings) -> PromptSource | None:
-    """Open a worker's rows; None unless it plays prompts. Raises ValueError as `PromptSource`."""
+    """Open a worker's rows; None unless it plays prompts. Raises ValueError."""
     if settings.pipeline != "rlvr" or settings.data is None:
         return None
     return PromptSource(
@@ -161,6 +156,6 @@ def open_prompts(settings: WorkerSettings) -> PromptSource | None:
 
 
 def count_validation(config: DataConfig, tags: Sequence[str]) -> int:
-    """Return the number of validation rows of `pipeline: rlvr`. Raises ValueError as `DomainRows`."""
+    """Return the number of validation rows of `pipeline: rlvr`; raises ValueError."""
     path = config.val_dataset_name
     return 0 if path is None else len(DomainRows(path, config, tags).selected)

@@ -1,4 +1,4 @@
-"""Order of a dataset's rows, which the seed determines."""
+"""Order of a dataset's rows, by the seed."""
 
 from functools import lru_cache
 
@@ -12,7 +12,7 @@ DATA_SEED_STREAM = 0xDA7A
 def row_of_group(number: int, num_rows: int, seed: int, *, shuffle: bool, stream: int = 0) -> int:
     """Return the row of a group by its admission number: each epoch traverses every row once.
 
-    stream: of a domain, whose orders are its own.
+    stream: of a domain, with orders of its own.
     """
     epoch, position = divmod(number, num_rows)
     return int(_permutation(num_rows, seed, epoch, stream)[position]) if shuffle else position

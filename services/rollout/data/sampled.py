@@ -19,7 +19,7 @@ from offbeat.services.messages.types import (
 )
 
 SAMPLED = "sampled"
-"""Metric of a trajectory: 1 if its response is the policy's, 0 if it is the row's."""
+"""Metric of a trajectory: 1 if its response is the policy's."""
 SAMPLING_SEED_STREAM = 0x6D1C
 """Distinct from other uses of the seed."""
 
@@ -32,14 +32,14 @@ def is_sampled(number: int, seed: int, share: float) -> bool:
 
 
 def mark_given(trajectory: Trajectory) -> Trajectory:
-    """Return a copy that counts as a row's own response."""
+    """Mark a trajectory as a row's own response."""
     return structs.replace(trajectory, metrics={**trajectory.metrics, SAMPLED: 0.0})
 
 
 async def sample_response(
     trajectory: Trajectory, sample: Sample, *, max_new_tokens: int, max_tokens: int
 ) -> Trajectory:
-    """Return the row's prompt, up to its last turn, with a sampled response; unchanged if it has no learned tokens."""
+    """Return the row's prompt, up to its last turn, with a sampled response; unchanged without learned tokens."""
     if not trajectory.turns or not trajectory.num_sampled:
         return trajectory
     last = trajectory.turns[-1]

@@ -1,6 +1,6 @@
-"""Trajectories of dataset rows: token ids, and a loss mask in place of sampled tokens.
+"""Trajectories of dataset rows: token ids and a loss mask.
 
-Invariants: a group's row and tokens depend on its number, the seed and the files alone; every learned token belongs to a
+Invariants: a group's row and tokens depend on its number, the seed and the files; every learned token belongs to a
 turn, carries the version of its admission and no logprob.
 """
 
@@ -27,10 +27,8 @@ Message = dict[str, Any]
 
 
 class DataSource:
-    """Reader of a data pipeline's rows."""
-
     def __init__(self, config: DataConfig, pipeline: str, model_folder: Path, *, seed: int, max_tokens: int) -> None:
-        """Open the rows. Raises ValueError for an unreadable file or a missing column."""
+        """Open the rows; raises ValueError for an unreadable file or a missing column."""
         self._config = config
         self._pipeline = pipeline
         self._folder = model_folder
@@ -48,7 +46,7 @@ class DataSource:
         return AssistantTokens(self._folder)
 
     def trajectory(self, number: int, index: int, version: int, *, group_id: str = "", attempt: int = 0) -> Trajectory:
-        """Return a member of a training group; one without learned tokens is dropped as too long.
+        """Return a member of a training group; too long ones have no learned tokens.
 
         Raises:
             EpisodeError: the row can't be read; names file and line.
@@ -57,7 +55,7 @@ class DataSource:
         return self._read(self._rows, row, number, index, version, group_id, attempt)
 
     def validation(self) -> list[list[Trajectory]]:
-        """Return the validation rows' groups in the file's order, without too long ones.
+        """Return the validation rows' groups in order, without too long ones.
 
         Raises:
             EpisodeError: as `trajectory`.
@@ -110,7 +108,6 @@ class DataSource:
         )
 
     def _tokenize(self, row: Row, index: int, folder: Path) -> Tokenized:
-        """folder: holds the row's files."""
         messages, first = read_conversation(row, self._config, self._pipeline, index)
         tools = _read_tools(row.get(self._config.tools_key))
         train_on = self._config.train_on
@@ -140,12 +137,11 @@ def open_data(settings: WorkerSettings) -> DataSource | None:
 
 
 def is_unpaired(rows: DatasetRows, config: DataConfig, pipeline: str) -> bool:
-    """Return whether rows of pipeline `dpo` have one response with a label."""
     return pipeline == "dpo" and config.chosen_key not in rows.columns and config.completion_key in rows.columns
 
 
 def _mismatch(rows: DatasetRows, row: int, config: DataConfig) -> Row:
-    """Return a row with the response of the one before it, on which KTO's KL is estimated."""
+    """Return a row with the previous row's response, to estimate KTO's KL."""
     return {**rows[row], config.completion_key: rows[(row - 1) % len(rows)].get(config.completion_key)}
 
 
@@ -157,13 +153,12 @@ def _read_label(row: Row, key: str) -> bool:
 
 
 def message_keys(config: DataConfig) -> tuple[str, ...]:
-    """Return the columns of texts and messages."""
     pairs = (config.chosen_key, config.rejected_key, config.completion_key)
     return config.messages_key, config.prompt_key, config.response_key, *pairs
 
 
 def check_columns(rows: DatasetRows, config: DataConfig, pipeline: str) -> None:
-    """Raise ValueError naming key and columns unless the pipeline's columns exist."""
+    """Raise ValueError unless the pipeline's columns exist."""
     has = ", ".join(rows.columns)
     if GROUP_SIZES[pipeline] == 1:
         if config.messages_key in rows.columns:
@@ -184,7 +179,7 @@ def check_columns(rows: DatasetRows, config: DataConfig, pipeline: str) -> None:
 
 
 def read_conversation(row: Row, config: DataConfig, pipeline: str, index: int) -> tuple[list[Message], int]:
-    """Return a trajectory's messages, and the first one that may be learned.
+    """Return a trajectory's messages, and the first that may be learned.
 
     Raises:
         RowError, ConversationError: no messages.
@@ -234,7 +229,7 @@ def _without_nothing(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _part(value: Any, name: str) -> dict[str, Any]:
-    """Return a part of a message; `image_url` and its like hold no image that is read here."""
+    """Return a part of a message; `image_url` and the like are refused."""
     part = _without_nothing(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else {}
     kind = part.get("type")
     if kind == "image" or (kind == "text" and isinstance(part.get("text"), str)):

@@ -1,4 +1,4 @@
-"""Pool of envs, each leased to one episode at a time and reused only if healthy."""
+"""Pool of envs, each leased to one episode at a time and reused if healthy."""
 
 import asyncio
 from collections import defaultdict
@@ -74,7 +74,7 @@ class EnvPool:
 
     @property
     def is_worn_out(self) -> bool:
-        """Whether hanging threads require a new process."""
+        """Return whether hanging threads require a new process."""
         return self._threads.num_hung >= self._num_threads
 
     def step_limiter(self, tag: str) -> AbstractAsyncContextManager[Any]:
@@ -101,7 +101,6 @@ class EnvPool:
             raise
 
     def keep(self, leased: LeasedEnv) -> bool:
-        """Return an env; False if the caller must close it."""
         if leased.runner.healthy:
             self._idle[leased.key].append(leased)
         return leased.runner.healthy

@@ -1,7 +1,7 @@
 """Runners of an env: inline, in a thread, or in a process.
 
-Invariants: calls (except inline) end within their timeout, if need be with `EpisodeError`; a failed or hung env is
-never reused; a process env leaves no child.
+Invariants: calls (except inline) end within their timeout; a failed or hung env is never reused; a process env leaves
+no child.
 """
 
 import logging
@@ -36,7 +36,6 @@ class EnvSpec:
     """Includes creation."""
     step_timeout_s: float
     memory_gib: float = 4.0
-    """Limit of a process env."""
 
 
 class EnvTraits(NamedTuple):
@@ -122,7 +121,7 @@ def _text(observation: object) -> str:
 
 
 def _call(reason: str, function: Callable[..., T], *args: Any) -> T:
-    """Translate all exceptions, also SystemExit, raised by some libraries on bad arguments."""
+    """Translate all exceptions, including SystemExit."""
     try:
         return function(*args)
     except (Exception, SystemExit) as error:
@@ -188,7 +187,6 @@ class ThreadEnv:
         return await self._run("image", self._spec.step_timeout_s, lambda: render_png(self._started))
 
     async def close(self) -> None:
-        """Close after a running call."""
         self.healthy = False
         with self._flags:
             self._closing = True
@@ -201,7 +199,7 @@ class ThreadEnv:
 
     @property
     def instance(self) -> TextEnv:
-        """The started env, for use between calls."""
+        """Started env, for use between calls."""
         return self._started
 
     @property

@@ -1,4 +1,4 @@
-"""Trial of an env before a run: short random episodes in a child process, as it may hang or crash."""
+"""Trial of an env before a run: short random episodes in a child process."""
 
 import time
 from dataclasses import dataclass, field
@@ -10,7 +10,6 @@ from offbeat.services.rollout.envs.runners import EnvSpec, EnvTraits
 
 NUM_EPISODES, MAX_STEPS = 2, 3
 BUDGET_S = 10.0
-"""Time after which no call is made."""
 UNLIMITED_GIB = float(1 << 20)
 
 

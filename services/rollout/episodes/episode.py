@@ -1,7 +1,7 @@
 """Episode loop, independent of Ray and Redis.
 
-Trajectory-wise (ROLL's semantics), history stays in context, unless rewritten by the chat template; step-wise,
-prompts are independent.
+Trajectory-wise (ROLL's semantics), history stays in context, unless the chat template rewrites it; step-wise, prompts
+are independent.
 """
 
 import operator
@@ -31,7 +31,7 @@ from offbeat.services.rollout.episodes.recorder import EpisodeRecorder, TurnMess
 from offbeat.services.rollout.episodes.state_hash import hash_state
 
 Sample = Callable[..., Awaitable[Completion]]
-"""(prompt token ids, maximum new tokens[, images]) -> completion; retries and times out internally."""
+"""(prompt token ids, maximum new tokens[, images]) -> completion."""
 
 
 class PlayableEnv(Protocol):
@@ -53,18 +53,17 @@ class EpisodePlan:
     keep_text: bool
     worker_id: str
     prompt: RowPrompt | None = None
-    """Row's prompt, whose last message is the first observation."""
+    """Its last message is the first observation."""
     prompt_length: int | None = None
-    """Maximum tokens of the first prompt."""
 
     def system_prompt(self, default: str) -> str:
-        """Return the row's system message, or else the tag's. default: the env's."""
+        """Return the row's system message, or the tag's. default: the env's."""
         own = None if self.prompt is None else self.prompt.system
         return self.env.system_prompt(default) if own is None else own
 
     @property
     def opening(self) -> tuple[str, ...]:
-        """Texts of user and assistant before the first observation."""
+        """Return texts of user and assistant before the first observation."""
         return () if self.prompt is None else self.prompt.turns[:-1]
 
 
@@ -110,7 +109,7 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
 
 @dataclass(slots=True)
 class _Episode:
-    """State between turns; the rest is released while in the CPU caches, as thousands of episodes run between."""
+    """State between turns, kept small: thousands of episodes run concurrently."""
 
     plan: EpisodePlan
     env: PlayableEnv
@@ -201,7 +200,7 @@ REDUCTIONS: Mapping[str, Callable[[float, float], float]] = {
 
 
 class EpisodeMetrics:
-    """Env metrics, aggregated as the env declares; by default `success` last, others mean."""
+    """Env metrics, aggregated as declared; by default `success` last, others mean."""
 
     __slots__ = ("_counts", "_modes", "_values")
 

@@ -6,7 +6,7 @@ from offbeat.services.errors import EpisodeError
 from offbeat.services.rollout.config import CustomEnv, OnAgentError, OnEnvError
 
 ENDED_BY_ERROR = "ended_by_error"
-"""Share of episodes, for tags with such a rule."""
+"""Share of episodes of such tags."""
 
 
 def reward_of(rule: OnEnvError | OnAgentError | None, error: EpisodeError) -> float:
@@ -21,7 +21,7 @@ def reward_of(rule: OnEnvError | OnAgentError | None, error: EpisodeError) -> fl
 
 
 def error_metrics(env: CustomEnv, metrics: Mapping[str, float], error: EpisodeError | None) -> dict[str, float]:
-    """Add whether an error ended the episode, which voids a success."""
+    """Add whether an error ended the episode, which voids success."""
     if not (env.on_env_error or env.on_agent_error):
         return {}
     failure = {"success": 0.0} if error and "success" in metrics else {}

@@ -46,7 +46,7 @@ Sent = tuple[Sequence[int], tuple[PromptImage, ...]]
 
 
 class Record(NamedTuple):
-    """Turns and token sequences, each up to its last completion."""
+    """Turns, and token sequences up to their last completion."""
 
     turns: tuple[Turn, ...]
     segments: tuple[Segment, ...]
@@ -77,7 +77,7 @@ class EpisodeRecorder(Protocol):
 
 
 class AppendOnlyRecorder:
-    """Recorder of one sequence, extended by messages; arrays, because long prompts are copied and sent as bytes."""
+    """Recorder of one sequence, in arrays, as prompts are sent as bytes."""
 
     __slots__ = ("_chat", "_images", "_logprobs", "_opening", "_spans", "_system", "_tokens", "_turns")
 
@@ -94,7 +94,6 @@ class AppendOnlyRecorder:
         self._spans: list[VersionSpan] = []
 
     def ask(self, message: TurnMessage) -> Sent:
-        """End a truncated answer; return the next prompt."""
         if self._turns and self._tokens[-1] != self._chat.end_id:
             self._tokens.append(self._chat.end_id)
         words = message.words
@@ -171,7 +170,7 @@ class PerStepRecorder:
 
 @dataclass
 class RerenderedRecorder:
-    """Renderer of whole conversations; unchanged prefixes continue a sequence.
+    """Recorder that renders whole conversations; unchanged prefixes continue a sequence.
 
     functions: in OpenAI's form; calls are followed by their results.
     """
@@ -244,7 +243,7 @@ class RerenderedRecorder:
 async def make_recorder(
     chat: ChatFormat, env: CustomEnv, system: str, functions: Tools = (), opening: Sequence[str] = ()
 ) -> EpisodeRecorder:
-    """Return a tag's recorder. opening: texts of user and assistant before the first message.
+    """Return a tag's recorder. opening: texts before the first message.
 
     Raises:
         EpisodeError: the template can't offer functions, or step-wise prompts have an opening.
@@ -266,7 +265,7 @@ async def make_recorder(
 
 
 def check_completion(completion: Completion) -> None:
-    """Raise EpisodeError unless finite logprobs and versions match the tokens one to one."""
+    """Raise EpisodeError unless finite logprobs and versions match the tokens."""
     count, covered = len(completion.token_ids), 0
     for span in completion.versions:
         if span.start != covered or span.end <= span.start:

@@ -1,4 +1,4 @@
-"""Sampling of turns; retries resend the prompt, so only the turn in flight is lost."""
+"""Sampling of turns; retries resend the prompt."""
 
 import asyncio
 import time
@@ -34,7 +34,7 @@ def build_samplings(settings: WorkerSettings, stop_ids: tuple[int, ...]) -> dict
 
 @lru_cache
 def limit_new_tokens(sampling: Sampling, max_new_tokens: int) -> Sampling:
-    """Return an object shared by thousands of turns."""
+    """Return a cached `Sampling`."""
     return replace(sampling, max_new_tokens=max_new_tokens)
 
 

@@ -1,7 +1,7 @@
-"""Batches ready turns into one generation call.
+"""Batches of ready turns in one generation call.
 
 Invariants: a single turn is sent at once; none waits for another's completion; a cancelled one is removed, or aborted
-if sent. The timeout is per call, because thousands of timers cost more.
+if sent. The timeout is per call.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ class TurnBatcher:
     """Sender of turns, at most one call per `coalesce_s`."""
 
     def __init__(self, client: GenerationClient, coalesce_s: float, timeout_s: float | None = None) -> None:
-        """timeout_s: limit of a call, whose turns are then aborted; None: unlimited."""
+        """timeout_s: of a call, whose turns are then aborted; None: unlimited."""
         self._client = client
         self._coalesce_s = coalesce_s
         self._timeout_s = timeout_s

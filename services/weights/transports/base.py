@@ -1,7 +1,7 @@
-"""Weight transports' interface, and the files that they store.
+"""Weight transports' interface, and their files.
 
 Invariants: a version is one safetensors file, stored completely or not at all. Its name (run, folder, version, epoch,
-random token) is never reused, nor shared by runs of one name.
+random token) is never reused.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 WHOLE, DIFFERENCE, ADAPTER = ".safetensors", ".difference", ".adapter"
 Write = Callable[[Path], tuple[str, int]]
-"""Writes a file whole or not at all; returns digest and size."""
+"""Writes a file atomically; returns digest and size."""
 AdapterSettings = Mapping[str, object]
 """Contents of PEFT's `adapter_config.json`."""
 
@@ -42,7 +42,7 @@ class Stored:
 
 
 class Transport(Protocol):
-    """A way from the learner to the replicas; synchronous."""
+    """Synchronous path from the learner to the replicas."""
 
     name: str
 
@@ -51,7 +51,7 @@ class Transport(Protocol):
         ...
 
     def stage(self, version: int, epoch: int, tensors: "dict[str, Tensor]") -> Stored:
-        """Store copied tensors as a version. Raises `WeightsError`."""
+        """Store copied tensors as a version; raises `WeightsError`."""
         ...
 
     def fetch(self, manifest: Manifest) -> AbstractContextManager[Path]:
@@ -61,12 +61,10 @@ class Transport(Protocol):
         ...
 
     def readable(self, manifest: Manifest) -> bool:
-        """Return True if the bytes exist with the right size."""
+        """Return whether the bytes exist with the right size."""
         ...
 
-    def delete(self, location: str) -> None:
-        """Remove a version's bytes, if they exist."""
-        ...
+    def delete(self, location: str) -> None: ...
 
     def stored(self) -> list["StoredFile"]:
         """Return the run's files, including incomplete ones."""
@@ -76,17 +74,15 @@ class Transport(Protocol):
 
 
 class FileTransport(Transport, Protocol):
-    """A transport that stores files of any content."""
+    """Transport of files of any content."""
 
     def store(self, version: int, epoch: int, suffix: str, write: Write) -> Stored:
-        """Store a file that `write` fills. Raises `WeightsError`."""
+        """Store a file that `write` fills; raises `WeightsError`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """One file of a run, announced or not."""
-
     location: str
     modified_at: float
     """Unix time, s."""
@@ -97,12 +93,11 @@ def digest_of(stream: BufferedReader) -> str:
 
 
 def owner_of(run_id: str, output_dir: Path) -> str:
-    """Return the owner of files: a run's name and folder."""
     return f"{run_id}-{hashlib.blake2b(str(output_dir.resolve()).encode(), digest_size=4).hexdigest()}"
 
 
 def file_name(owner: str, version: int, epoch: int, suffix: str = WHOLE) -> str:
-    """Return a name that was never used before."""
+    """Return a new name."""
     return f"offbeat-{owner}-v{version}-e{epoch}-{secrets.token_hex(4)}{suffix}"
 
 

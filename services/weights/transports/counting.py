@@ -1,4 +1,4 @@
-"""Versions of a run without engines: announced, so that progress and admission count them, but never copied."""
+"""Versions of a run without engines: announced for progress and admission, never copied."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ class CountingTransport:
     name = "none"
 
     def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
-        """Return nothing; the tensors are not gathered, either."""
+        """Return nothing."""
         del tensors
         return {}
 
@@ -31,7 +31,6 @@ class CountingTransport:
         yield Path()  # pyright: ignore[reportUnreachable]
 
     def readable(self, manifest: Manifest) -> bool:
-        """Return True: there are no bytes to lose."""
         del manifest
         return True
 

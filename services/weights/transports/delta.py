@@ -1,9 +1,8 @@
-"""Delta versions: between complete versions (anchors), only elements that differ from the anchor.
+"""Delta versions: elements that differ from the last complete version (anchor).
 
-RL changes few bits of bfloat16 weights per step. A replica needs two files: the anchor, which it keeps, and one delta.
-
-Invariants: a replica loads exactly the complete version's bytes, verified by digests of delta, anchor and result, or
-nothing. An anchor is kept while a kept version needs it.
+RL changes few bits of bfloat16 weights per step. A replica keeps the anchor and reads one delta. Invariants: it loads
+exactly the complete version's bytes, verified by digests of delta, anchor and result, or nothing; an anchor is kept
+while a kept version needs it.
 """
 
 # pyright: basic
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 MAX_DELTA_SHARE = 0.5
-"""Share of changed bytes above which a version becomes the next anchor."""
+"""Share of changed bytes above which a version becomes the anchor."""
 ZSTD_LEVEL = 1
 """Higher levels are several times slower and save a few percent."""
 
@@ -45,8 +44,6 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Elements of a file that differ from its anchor."""
-
     width: int
     """Bytes of an element."""
     num_bytes: int
@@ -86,14 +83,14 @@ def apply_difference(old: Bytes, change: Difference) -> Bytes:
 
 
 def pack(change: Difference, result_digest: str) -> bytes:
-    """Compress gaps between positions and flipped bits, each byte plane separately."""
+    """Compress gaps between positions and flipped bits, by byte plane."""
     gaps = np.diff(change.positions, prepend=-1).astype("<u4")
     body = [FORMAT, change.width, change.num_bytes, len(gaps), _compress(gaps), _compress(change.flips), result_digest]
     return cast(bytes, msgpack.packb(body))
 
 
 def unpack(blob: bytes) -> tuple[Difference, str]:
-    """Decode a packed difference and the digest of the resulting file.
+    """Decode a packed difference and the result's digest.
 
     Raises:
         ValueError: it is malformed, or of another build.
@@ -132,8 +129,6 @@ def _codec() -> Any:
 
 @dataclass(slots=True)
 class _Base:
-    """The anchor that new versions are compared with."""
-
     anchor: BaseVersion
     content: Bytes
     since: int = 0
@@ -141,7 +136,7 @@ class _Base:
 
 
 class DeltaTransport:
-    """`Transport` that stores complete versions and differences in another one."""
+    """`Transport` of complete versions and differences in another one."""
 
     def __init__(self, inner: FileTransport, anchor_every: int) -> None:
         self.name = inner.name
@@ -156,7 +151,7 @@ class DeltaTransport:
         return self._inner.copies(tensors)
 
     def stage(self, version: int, epoch: int, tensors: "dict[str, Tensor]") -> Stored:
-        """Store a complete version or a delta, by interval and size of the change."""
+        """Store a complete version or a delta."""
         from safetensors.torch import save
 
         content = np.frombuffer(save(tensors), dtype=np.uint8)
@@ -192,7 +187,6 @@ class DeltaTransport:
 
     @contextmanager
     def fetch(self, manifest: Manifest) -> Iterator[Path]:
-        """Yield the complete version, assembled in memory."""
         if manifest.anchor is None:
             with self._inner.fetch(manifest) as path:
                 yield path
@@ -230,7 +224,7 @@ class DeltaTransport:
         return there and self._inner.readable(manifest)
 
     def delete(self, location: str) -> None:
-        """Delete a version; its base goes with the last version that needs it."""
+        """Delete a version; a base with the last version that needs it."""
         for dependents in self._needed_by.values():
             dependents.discard(location)
         if location in self._needed_by:

@@ -1,7 +1,6 @@
 """Weight versions in the learner's GPU memory (`ipc`, `nccl`), pulled through vLLM's transfer engines.
 
-A version is readable while its learner serves pulls. Each pull opens its own connection, so a failed transfer leaves
-nothing behind.
+A version is readable while its learner serves pulls. Each pull opens its own connection.
 """
 
 import importlib
@@ -37,11 +36,11 @@ HeldTensors = dict[str, "Tensor"]
 Sender = Callable[[HeldTensors, TensorPull, PullServer], None]
 
 SENDERS = "offbeat.services.weights.transports.vllm_senders"
-"""Imported on the first staging, since it needs vLLM."""
+"""Imported on the first staging, as it needs vLLM."""
 TRANSFER_TIMEOUT_S = 300.0
 PULL_POLL_S = 1.0
 CLOSE_TIMEOUT_S = 20.0
-"""Time for the serving thread to notice, before its connection is closed."""
+"""Time for the serving thread to end."""
 
 
 def checksum(tensors: "Iterable[tuple[str, Tensor]]") -> str:
@@ -56,12 +55,10 @@ def checksum(tensors: "Iterable[tuple[str, Tensor]]") -> str:
 
 
 class DeviceTransport:
-    """Both ends of `ipc` or `nccl`."""
-
     def __init__(
         self, name: Literal["ipc", "nccl"], run_id: str, redis: Redis, *, workers: int = 1, sender: Sender | None = None
     ) -> None:
-        """workers: GPUs of one replica. sender: moves the bytes; None uses vLLM's engine."""
+        """workers: GPUs of one replica. sender: None uses vLLM's engine."""
         self.name = name
         self._run_id = run_id
         self._redis = redis
@@ -74,7 +71,6 @@ class DeviceTransport:
         self._closed = threading.Event()
 
     def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> HeldTensors:
-        """Return the tensors, which stay on their GPU."""
         return {name: tensor.detach().clone() for name, tensor in tensors}
 
     def stage(self, version: int, epoch: int, tensors: HeldTensors) -> Stored:
@@ -111,7 +107,6 @@ class DeviceTransport:
 
     @contextmanager
     def fetch(self, manifest: Manifest) -> Iterator[Path]:
-        """Yield a file with the parameters of a pull."""
         with (
             open_pull(
                 self._redis, self._run_id, manifest.version, workers=self._workers, timeout_s=TRANSFER_TIMEOUT_S

@@ -1,5 +1,3 @@
-"""Makes the transport that a run's configuration names."""
-
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,7 +56,7 @@ def _wrap_transport(transport: FileTransport, config: WeightsConfig, adapter: Ad
 
 
 def leaves_files(config: WeightsConfig) -> bool:
-    """Return True if versions outlive the learner."""
+    """Return whether versions outlive the learner."""
     return config.transport in ("shm", "fs")
 
 
@@ -71,5 +69,4 @@ def remove_all(transport: Transport) -> int:
 
 
 def cleanup(run_id: str, config: WeightsConfig, output_dir: Path) -> int:
-    """Remove a finished run's files; return their number."""
     return remove_all(make_transport(config, run_id, output_dir)) if leaves_files(config) else 0

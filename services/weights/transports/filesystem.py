@@ -1,4 +1,4 @@
-"""Weight versions on any filesystem that fsspec reaches; replicas read a local copy."""
+"""Weight versions on an fsspec filesystem; replicas read a local copy."""
 
 # pyright: basic
 import tempfile
@@ -108,7 +108,7 @@ class FilesystemTransport:
 
 
 def _modified_at(entry: dict[str, Any]) -> float:
-    """Return the Unix time of a listing's entry, now if unknown; filesystems name and type it differently."""
+    """Return the Unix time of a listing's entry, now if unknown."""
     value = next((entry[name] for name in ("mtime", "LastModified", "created") if entry.get(name) is not None), None)
     if isinstance(value, datetime):
         return value.timestamp()

@@ -1,7 +1,7 @@
 """Replicas' requests for weights in the learner's GPU memory, as JSON over Redis.
 
 A replica requests, receives the parameters of its side of vLLM's transfer engine, loads and reports. The learner serves
-one request at a time, since the bytes must stay in place.
+one request at a time.
 """
 
 import json
@@ -32,14 +32,11 @@ CHECK_INTERVAL_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class TensorPull:
-    """One replica's request for one version."""
-
     pull_id: str
     version: int
     workers: int
-    """GPUs of the replica's model."""
     expires_at: float
-    """Unix time, s, at which the replica gives up."""
+    """Unix time, s."""
 
 
 class PullServer:
@@ -51,7 +48,7 @@ class PullServer:
         self._token = token
 
     def take(self, timeout_s: float) -> TensorPull | None:
-        """Return the next request that has not expired; renews the heartbeat."""
+        """Return the next unexpired request; renews the heartbeat."""
         self._renew_holder()
         reply = cast(Any, self._redis.blpop([self._keys.key("pulls")], timeout=timeout_s))
         if reply is None:
@@ -65,7 +62,7 @@ class PullServer:
         self._redis.expire(key, PULL_TTL_S)
 
     def wait_done(self, pull: TensorPull) -> None:
-        """Wait until the replica has loaded. Raises `WeightsError` on its failure or timeout."""
+        """Wait until the replica has loaded; raises `WeightsError` on its failure or timeout."""
         key, reply = self._keys.key("pull", pull.pull_id, "done"), None
         while reply is None and time.time() < pull.expires_at:
             self._renew_holder()
@@ -89,7 +86,7 @@ def _translate_redis_errors() -> Iterator[None]:
 
 
 def holder(redis: Redis, run_id: str) -> str:
-    """Return the serving learner's token, or "". Raises `RetryableError` if Redis does not answer."""
+    """Return the serving learner's token, or ""; raises `RetryableError` if Redis does not answer."""
     with _translate_redis_errors():
         token = cast(bytes | None, redis.get(RunKeys(run_id).key("pulls", "holder")))
     return token.decode() if token else ""
@@ -97,7 +94,7 @@ def holder(redis: Redis, run_id: str) -> str:
 
 @contextmanager
 def open_pull(redis: Redis, run_id: str, version: int, *, workers: int, timeout_s: float) -> Iterator[PullParameters]:
-    """Yield a pull's parameters to a replica; on exit, report success or failure.
+    """Yield a pull's parameters to a replica; report success or failure on exit.
 
     Raises:
         WeightsError: the learner refused, or did not answer in time.

@@ -1,9 +1,7 @@
 """Adapter versions: low-rank tensors on a base that is published once.
 
-A manifest names the base as its anchor; a replica needs the base, which it keeps, and one adapter.
-
-Invariants: a replica gets an adapter and the base that it was trained on, digests verified. A base is kept while a kept
-version names it.
+A manifest names the base as its anchor, which replicas keep. Invariants: a replica gets an adapter and the base that it
+was trained on, digests verified; a base is kept while a kept version names it.
 """
 
 import json
@@ -31,14 +29,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PREFIX = "base_model.model."
-"""PEFT's prefix of adapter tensors."""
 SETTINGS = "adapter_config.json"
 FILES = ("adapter_model.safetensors", "model.safetensors")
 """PEFT's names of an adapter and its base."""
 
 
 class AdapterTransport:
-    """`Transport` that stores bases and adapters in another one."""
+    """`Transport` of bases and adapters in another one."""
 
     def __init__(self, inner: FileTransport, settings: AdapterSettings) -> None:
         """settings: of the published adapter; empty on the fetching side."""
@@ -67,7 +64,7 @@ class AdapterTransport:
 
     @contextmanager
     def fetch(self, manifest: Manifest) -> Iterator[Path]:
-        """Yield a PEFT folder, with the base unless an earlier fetch delivered it."""
+        """Yield a PEFT folder, with the base unless delivered before."""
         base = manifest.anchor
         if base is None:
             raise WeightsError(f"version {manifest.version} is no adapter: its learner publishes merged weights")

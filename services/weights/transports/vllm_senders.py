@@ -1,7 +1,7 @@
 """The learner's end of vLLM's `ipc` and `nccl` transfers (GPUs only).
 
-vLLM's trainer engines drive inference through a client; replicas drive themselves here, so it passes on the parameters
-and waits.
+vLLM's trainer engines drive inference through a client; here it passes on the parameters and waits, as replicas drive
+themselves.
 """
 
 # pyright: basic
@@ -42,7 +42,7 @@ class PullServerClient:
         self._rendezvous = rendezvous
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Send the pull parameters before the trainer connects, since NCCL needs both ends."""
+        """Send the pull parameters before the trainer connects, as NCCL needs both ends."""
         self._init = init_info
         if self._rendezvous:
             meta = self._source.metadata()
@@ -54,22 +54,20 @@ class PullServerClient:
             self._server.answer(self._pull, {"init": init_info, "update": update})
 
     def start_weight_update(self) -> None:
-        """Do nothing: the replica starts by itself."""
+        """Do nothing; the replica starts by itself."""
 
     def update_weights(self, update_info: WeightTransferUpdatePayload) -> None:
-        """Send the pull parameters unless sent; wait until the replica has loaded."""
+        """Send the pull parameters once; wait until the replica has loaded."""
         if not self._rendezvous:
             self._server.answer(self._pull, {"init": self._init, "update": _plain(cast(dict[str, Any], update_info))})
         self._server.wait_done(self._pull)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Do nothing: the replica finishes by itself."""
+        """Do nothing; the replica finishes by itself."""
 
 
 def _plain(update_info: dict[str, Any]) -> dict[str, Any]:
-    """Return an IPC update as JSON, without the classes and dtype of torch's `rebuild_cuda_tensor`, known to the
-    replica.
-    """
+    """Return an IPC update as JSON, without what the replica knows of torch's `rebuild_cuda_tensor`."""
     handles = update_info["ipc_handles"]
     plain = {}
     for gpu, arguments in handles.items():
@@ -108,7 +106,6 @@ def send_ipc(held: dict[str, torch.Tensor], pull: TensorPull, server: PullServer
 
 
 def send_nccl(held: dict[str, torch.Tensor], pull: TensorPull, server: PullServer) -> None:
-    """Broadcast the weights to a replica's workers."""
     source = HeldSource(held)
     address = socket.gethostbyname(socket.gethostname())
     info = NCCLTrainerInitInfo(rank=0, master_address=address, master_port=free_port(""), world_size=1 + pull.workers)

@@ -119,6 +119,15 @@ def test_a_learner_that_repeats_steps_after_a_death_is_in_order():
     assert any("had been replaced" in note for note in found.notes)
 
 
+def test_tokens_of_a_version_that_a_predecessor_published_may_be_trained_by_who_repeats_its_step():
+    """The predecessor's lines went with the power; what it had published is in its successor's first line."""
+    repeated = [step(1, 0, epoch=2), step(2, 2, epoch=2, version=2), step(3, 3, epoch=2)]
+    found = audit(replace(GOOD, journal=[ResumedLine(0, 2, 0, newest_version=2), *repeated]))
+    assert not [each for each in found.findings if "later version" in each]
+    unknown = audit(replace(GOOD, journal=[ResumedLine(0, 2, 0), *repeated]))
+    assert any("group 2 of step 2 holds tokens of the later version 2" in each for each in unknown.findings)
+
+
 def test_a_redis_that_lost_its_newest_events_is_a_note_not_a_finding():
     lost = [
         *EVENTS[:12],

@@ -257,7 +257,7 @@ async def test_a_lost_version_is_announced_again_once_the_data_is_reconciled(wor
     await world.lose()
     assert publisher.newest() is None
     publisher.publish(1, 1, [("w", torch.zeros(4))])
-    await asyncio.to_thread(publisher._settle)
+    await asyncio.to_thread(publisher.flush)
     assert publisher.newest() is None, "refused while the data is not reconciled"
     learner.buffer.reconcile_if_needed()
     publisher.publish(1, 1, [("w", torch.zeros(4))])

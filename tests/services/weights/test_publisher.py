@@ -182,7 +182,7 @@ async def test_lost_versions_are_announced_again(server: redis.Redis, redis_url:
     with Learner(server, config, epoch=2) as resumed:
         assert resumed.publisher.newest() is None
         resumed.publish(3)
-        resumed.publisher._settle()
+        resumed.publisher.flush()
         assert await read(redis_url, config) == (3, 3.0)
         assert progress(server)[b"version"] == b"5"
         for version in (4, 5, 6):
@@ -248,7 +248,7 @@ async def test_an_announcement_whose_answer_was_lost_stands(
 
     monkeypatch.setattr(learner.publisher, "_script", lossy)
     learner.publish(0)
-    learner.publisher._settle()
+    learner.publisher.flush()
     assert answers == [[b"announced"], [b"announced"]]
     assert await read(redis_url, config) == (0, 0.0)
     answers[:] = answers[:1]

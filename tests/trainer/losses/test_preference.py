@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from offbeat.services.telemetry import merge_all
 from offbeat.trainer.config.preference import PreferenceConfig
 from offbeat.trainer.data.batch import MicroBatch, group_minibatches, pack, sequences_by_group
-from offbeat.trainer.data.prefix_groups import whole_group_microbatches
+from offbeat.trainer.data.prefix_trees import whole_group_microbatches
 from offbeat.trainer.losses.preference import PreferenceLosses
 from offbeat.trainer.models.policy import Sampled
 from tests.trainer.trajectories import group, trajectory
@@ -156,7 +157,9 @@ def test_micro_batches_of_whole_pairs_sum_to_the_batchs_loss(share_prefix: bool,
     for part in micro:
         assert torch.equal(part.tokens[part.positions], BATCH.tokens[BATCH.positions[part.index]])
     num_computed = sum(len(part.tokens) for part in micro)
-    assert num_computed == BATCH.num_tokens - (9 * len(GROUPS) if share_prefix else 0)
+    rows = [BATCH.tokens[start:end].tolist() for start, end in pairwise(BATCH.cu_seqlens.tolist())]
+    pairs = {(i // 2, tuple(row[: n + 1])) for i, row in enumerate(rows) for n in range(len(row))}
+    assert num_computed == (len(pairs) if share_prefix else BATCH.num_tokens)
 
 
 def test_a_pair_in_two_micro_batches_is_refused():

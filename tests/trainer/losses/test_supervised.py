@@ -11,7 +11,7 @@ from offbeat.services.telemetry import merge_all
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.data.batch import pack
-from offbeat.trainer.data.prefix_groups import whole_group_microbatches
+from offbeat.trainer.data.prefix_trees import whole_group_microbatches
 from offbeat.trainer.losses.supervised import SupervisedLosses
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.policy import PackedPolicy

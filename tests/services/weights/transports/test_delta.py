@@ -156,7 +156,7 @@ def test_an_anchor_stays_until_the_last_version_that_needs_it_is_gone(config: We
         tensors = weights()
         for version in range(7):
             publisher.publish(version, version, tensors.items())
-            publisher._settle()
+            publisher.flush()
             newest = publisher.newest()
             assert newest is not None
             assert newest.version == version

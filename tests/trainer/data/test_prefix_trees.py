@@ -1,12 +1,13 @@
-"""Prefix sharing: a common prompt is computed once, with the logprobs and gradients of separate forward passes."""
+"""Prefix trees: common tokens are computed once, with the logprobs and gradients of separate forward passes."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
@@ -21,6 +22,7 @@ from offbeat.services.messages.types import (
 )
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.learner import LearnerConfig
+from offbeat.trainer.data import prefix_trees
 from offbeat.trainer.data.batch import (
     Batch,
     MicroBatch,
@@ -28,9 +30,10 @@ from offbeat.trainer.data.batch import (
     minibatches,
     pack,
 )
-from offbeat.trainer.data.prefix_groups import shared_microbatches
+from offbeat.trainer.data.prefix_trees import shared_microbatches
 from offbeat.trainer.engines.frozen import FrozenModel
 from offbeat.trainer.engines.process_group import Ranks
+from offbeat.trainer.models import tree_attention
 from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import PackedCritic, PackedPolicy
@@ -111,6 +114,131 @@ def test_shared_prefix_gives_same_logprobs_and_gradients(kind: Any, max_tokens: 
         torch.testing.assert_close(one, two, rtol=1e-5, atol=2e-6)
 
 
+def of_sequences(sequences: list[list[tuple[int, bool]]], sizes: list[int]) -> list[Group]:
+    """Groups of trajectories, each of one segment and one turn. sequences: (token, sampled); sizes: of the groups"""
+    groups, rows = list[Group](), iter(sequences)
+    for number, size in enumerate(sizes):
+        members = list[Trajectory]()
+        for index in range(size):
+            tokens, mask = (np.array(column) for column in zip(*next(rows), strict=True))
+            end = int(np.flatnonzero(mask)[-1]) + 1
+            spans, turn = (VersionSpan(1, end, 0),), Turn(0, 1, end, float(index))
+            logprobs = np.where(mask, -2.0, 0.0).astype(np.float32)
+            segment = Segment(tokens.astype(np.int32), mask.astype(bool), logprobs, spans)
+            members.append(Trajectory("g", index, 0, "tag", 0, (segment,), (turn,), StopReason.TERMINATED))
+        groups.append(Group(f"{number}-0", "g", number, "tag", 0, 0, tuple(members)))
+    return groups
+
+
+def forest(seed: int) -> list[Group]:
+    """Sequences that continue random prefixes of earlier ones, sampled tokens among them; some are equal."""
+    draw = np.random.default_rng(seed)
+    sequences: list[list[tuple[int, bool]]] = []
+    for _ in range(draw.integers(2, 12)):
+        earlier = sequences[draw.integers(len(sequences))] if sequences and draw.random() < 0.8 else []
+        row = [(token, bool(draw.random() < 0.3)) for token, _ in earlier[: draw.integers(len(earlier) + 1)]]
+        row += [(int(draw.integers(WORDS)), bool(draw.random() < 0.5)) for _ in range(draw.integers(0, 30))]
+        row = row or [(0, False)]
+        row[0] = (row[0][0], False)
+        sequences.append([*row, (int(draw.integers(WORDS)), True)] if draw.random() < 0.9 or len(row) < 2 else row)
+        sequences[-1][-1] = (sequences[-1][-1][0], True)
+    cut = int(draw.integers(1, len(sequences) + 1))
+    return of_sequences(sequences, [size for size in (cut, len(sequences) - cut) if size])
+
+
+def num_prefixes(batch: Batch) -> int:
+    rows = [tuple(batch.tokens[start:end].tolist()) for start, end in pairwise(batch.cu_seqlens.tolist())]
+    return len({row[: n + 1] for row in rows for n in range(len(row))})
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 10**6), st.sampled_from([1, 8]), st.sampled_from([40, 100, 4096]))
+def test_forest_gives_same_logprobs_and_gradients(
+    monkeypatch: pytest.MonkeyPatch, seed: int, shortest: int, max_tokens: int
+) -> None:
+    monkeypatch.setattr(prefix_trees, "MIN_BLOCK_TOKENS", shortest)
+    monkeypatch.setattr(tree_attention, "MIN_SAVED_SCORES", 50)  # many batches of blocks
+    policy, batch = model(Qwen2Config), pack(forest(seed))
+    parts = shared_microbatches(batch, range(batch.num_sequences), max_tokens)
+    separate = everything(policy, microbatches(batch, range(batch.num_sequences), 4096), batch.num_sampled)
+    shared = everything(policy, parts, batch.num_sampled)
+    torch.testing.assert_close(shared[0], separate[0], rtol=0, atol=2e-6)
+    for one, two in zip(shared[1], separate[1], strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+    longest = int(batch.cu_seqlens.diff().max())
+    assert all(len(part.tokens) <= max(max_tokens, longest) for part in parts)
+    num_computed = sum(len(part.tokens) for part in parts)
+    assert num_prefixes(batch) <= num_computed <= batch.num_tokens
+    if shortest == 1 and len(parts) == 1:
+        assert num_computed == num_prefixes(batch)
+
+
+def test_branches_of_branches_and_equal_sequences_are_computed_once() -> None:
+    """An agent's history of 20 tokens, two continuations of 10, each with two answers, one of them given twice."""
+    draw = np.random.default_rng(0)
+    history, *turns = (draw.integers(0, 500, n).tolist() for n in (20, 10, 10))
+    answers = [draw.integers(0, 500, 5).tolist() for _ in range(4)]
+    rows = [history + turns[i // 2] + answers[i] for i in (0, 1, 2, 3, 3)]
+    marked = [[(token, n >= 30) for n, token in enumerate(row)] for row in rows]
+    batch = pack(of_sequences(marked, [5]))
+    (micro,) = shared_microbatches(batch, range(5), 1000)
+    assert len(micro.tokens) == 20 + 2 * 10 + 4 * 5
+    assert micro.parents is not None
+    assert sorted(micro.parents.tolist()) == [-1, 0, 0, *sorted([1, 1, 4, 4])]
+    assert len(micro.positions) == 25
+    assert len(micro.positions.unique()) == 20
+
+
+def test_a_tree_that_is_too_large_is_divided_where_least_is_shared() -> None:
+    """A system prompt of 10 tokens, four tasks of 40, two answers of 10 to each: 10 + 4 * (40 + 20) tokens."""
+    draw = np.random.default_rng(0)
+    system = draw.integers(0, 500, 10).tolist()
+    tasks = [draw.integers(0, 500, 40).tolist() for _ in range(4)]
+    rows = [system + tasks[i // 2] + draw.integers(0, 500, 10).tolist() for i in range(8)]
+    batch = pack(of_sequences([[(token, n >= 50) for n, token in enumerate(row)] for row in rows], [2] * 4))
+    assert [len(part.tokens) for part in shared_microbatches(batch, range(8), 250)] == [250]
+    assert [len(part.tokens) for part in shared_microbatches(batch, range(8), 140)] == [130, 130]
+    assert [len(part.tokens) for part in shared_microbatches(batch, range(8), 4096, multiple_of=2)] == [130, 130]
+    assert [len(part.tokens) for part in shared_microbatches(batch, range(8), 1)] == [60] * 8
+
+
+def test_a_prefix_of_another_sequence_needs_no_block() -> None:
+    """Step-wise prompts with the whole history: each step continues the one before."""
+    row = [(int(token), n % 7 > 4) for n, token in enumerate(np.random.default_rng(0).integers(0, 500, 63))]
+    batch = pack(of_sequences([row[:21], row[:42], row], [3]))
+    (micro,) = shared_microbatches(batch, range(3), 1000)
+    assert len(micro.tokens) == 63
+    assert micro.parents is None
+    assert len(micro.positions) == batch.num_sampled
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+def test_tree_attention_equals_attention_of_each_path(kind: torch.dtype) -> None:
+    """Against float64 of each path alone: the error is that of the separate sequences."""
+    torch.manual_seed(0)
+    borders, parents = torch.tensor([0, 12, 30, 33, 60, 64, 70]), torch.tensor([-1, 0, 1, 0, -1, 4])
+    q, k, v = torch.randn(1, 4, 70, 16), torch.randn(1, 2, 70, 16), torch.randn(1, 2, 70, 16)
+    layout = tree_attention.TreeLayout.of(borders, parents)
+    out = tree_attention.tree_attention(q.to(kind), k.to(kind), v.to(kind), layout, None, 0.0)[0].double()
+    paths = [[0, 1, 2], [0, 3], [4, 5]]
+    for path in paths:
+        rows = torch.cat([torch.arange(int(borders[block]), int(borders[block + 1])) for block in path])
+        exact, plain = (
+            torch.nn.functional.scaled_dot_product_attention(
+                *(states[:, :, rows].to(dtype) for states in (q, k, v)), is_causal=True, enable_gqa=True
+            )[0].transpose(0, 1).double()
+            for dtype in (torch.float64, kind)
+        )  # fmt: skip
+        error, plain_error = ((each - exact).abs().max() for each in (out[rows], plain))
+        assert float(error) <= 1.5 * float(plain_error) + 1e-6
+    assert layout.longest == 39
+
+
+def test_a_block_before_its_parent_is_refused() -> None:
+    with pytest.raises(ValueError, match="precedes its parent"):
+        tree_attention.TreeLayout.of(torch.tensor([0, 2, 4]), torch.tensor([1, -1]))
+
+
 def test_shared_prefix_gives_same_critic_values() -> None:
     torch.manual_seed(0)
     policy, batch = model(Qwen2Config), pack(ragged())
@@ -147,12 +275,12 @@ def test_each_sampled_token_occurs_once_after_its_history(
 
 def history(x: PackedInput, place: int) -> list[int]:
     """Return the tokens up to `place`, following each token's predecessor."""
-    branches, out = x.packing.branches, list[int]()
+    tree, out = x.packing.tree, list[int]()
     while True:
         out.append(int(x.tokens[place]))
         if int(x.packing.position_ids[0, place]) == 0:
             return out[::-1]
-        place = place - 1 if branches is None else int(branches.before[place])
+        place = place - 1 if tree is None else int(tree.before[place])
 
 
 def test_prompt_is_computed_once_per_fitting_siblings() -> None:
