@@ -92,7 +92,7 @@ class TrainingArgs(ScheduleArgs, ConditionalConfig):
 
 ALTERNATIVES = {
     "megatron_train": "take fsdp2_train, which shards weights, gradients and moments over all processes and splits layers "
-    "by tp_size, or deepspeed_train; there is no pipeline parallelism",
+    "by tp_size and pp_size, or deepspeed_train",
     **dict.fromkeys(
         ("hf_infer", "deepspeed_infer", "fsdp2_infer"),
         "it is for inference: use it for `reference` or a `teacher`, and deepspeed_train to train",
@@ -112,12 +112,21 @@ class StrategyArgs(ConditionalConfig):
     """Consecutive processes over which layers are split (tensor parallelism); divides `num_processes`. ROLL's
     `tensor_model_parallel_size`.
     """
+    pp_size: Annotated[int, OnlyWith(strategy_name=("fsdp2_train",))] = Field(default=1, ge=1)
+    """Pipeline stages over which layers are distributed, each of `tp_size` processes; `tp_size` x `pp_size` divides
+    `num_processes`. ROLL's `pipeline_model_parallel_size`.
+    """
     zero_stage: Annotated[Literal[0, 1, 2, 3], OnlyWith(strategy_name=("deepspeed_train",))] = 0
     """ZeRO stage: 1 shards optimizer states, 2 also gradients, 3 also weights."""
     strategy_config: Annotated[dict[str, JsonValue], OnlyWith(strategy_name=("deepspeed_train",))] = Field(
         default_factory=dict[str, JsonValue]
     )
     """DeepSpeed settings that override Offbeat's."""
+
+    @property
+    def copy_size(self) -> int:
+        """Number of processes that hold one copy of the weights, without sharding."""
+        return self.tp_size * self.pp_size
 
     @field_validator("strategy_name", mode="before")
     @classmethod
@@ -137,7 +146,7 @@ class ActorTrainConfig(Config):
     """Default: `cuda` if the engines leave GPUs for all processes."""
     num_processes: int = Field(default=1, ge=1)
     """Processes, over several nodes if needed; `device_mapping` implies it. They are data-parallel, except for
-    `strategy_args.tp_size`.
+    `strategy_args.tp_size` and `pp_size`.
     """
     device_mapping: DeviceMapping | None = None
     """Devices of the cluster, one per process, as a list or ROLL's `list(range(0, 8))`. None: chosen."""
@@ -182,12 +191,13 @@ class ActorTrainConfig(Config):
             return self
         implied = {"max_tokens_per_microbatch": args.per_device_train_batch_size * sequence_length}
         if args.gradient_accumulation_steps is not None:
-            copies = max(1, self.num_processes // self.strategy_args.tp_size)
+            copies = max(1, self.num_processes // self.strategy_args.copy_size)
             per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * copies
             if rollout_batch_size % per_step:
                 raise ValueError(
-                    "training_args: per_device_train_batch_size x gradient_accumulation_steps x num_processes / tp_size = "
-                    f"{per_step} trajectories per optimizer step do not divide rollout_batch_size {rollout_batch_size}"
+                    "training_args: per_device_train_batch_size x gradient_accumulation_steps x num_processes / (tp_size x "
+                    f"pp_size) = {per_step} trajectories per optimizer step do not divide rollout_batch_size "
+                    f"{rollout_batch_size}"
                 )
             implied["num_minibatches"] = rollout_batch_size // per_step
         for key, value in implied.items():

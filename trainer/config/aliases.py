@@ -33,6 +33,8 @@ KEYS: dict[str, str] = {
     f"{ENGINE}.pp_size": f"{ENGINE}.pipeline_parallel_size",
     f"{TABLE}.tp_size": "actor_train.strategy_args.tp_size",
     f"{TABLE}.tensor_model_parallel_size": "actor_train.strategy_args.tp_size",
+    f"{TABLE}.pp_size": "actor_train.strategy_args.pp_size",
+    f"{TABLE}.pipeline_model_parallel_size": "actor_train.strategy_args.pp_size",
     "custom_envs.*.env_config.env_instruction": "custom_envs.*.env_instruction",
     "critic.learning_rate": "critic.training_args.learning_rate",
     "critic.warmup_steps": "critic.training_args.warmup_steps",
@@ -61,8 +63,10 @@ VALUES: dict[str, Mapping[str, str]] = {
 
 ONE_ANSWER = "a turn has one answer: set group_size for more episodes per task"
 NO_BACKWARD = "inference has no backward pass"
-MEGATRON_AXES = ("pipeline_model", "expert_model", "context")
-NOT_SPLIT = "only layers are split, by tp_size of fsdp2_train, which also shards weights, gradients and moments"
+MEGATRON_AXES = ("expert_model", "context")
+NOT_SPLIT = (
+    "only layers are split, by tp_size and pp_size of fsdp2_train, which also shards weights, gradients and moments"
+)
 NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     **{f"{role}.model_args.model_type": ((None,), "the model folder's config.json determines it") for role in ROLES},
     **{f"{role}.strategy_args.strategy_config": ((None,), "") for role in ROLES},
@@ -86,8 +90,6 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "custom_envs.*.agent_runner_cls": ((None,), "use agent_runner: {path: module:function}"),
     **{f"{manager}.generating_args.num_return_sequences": ((1,), ONE_ANSWER) for manager in ("actor_infer", *MANAGERS)},
     **{f"{TABLE}.{kind}_parallel_size": ((1,), NOT_SPLIT) for kind in MEGATRON_AXES},
-    f"{TABLE}.pp_size": ((1,), NOT_SPLIT),
-    "actor_train.strategy_args.pp_size": ((1,), NOT_SPLIT),
 }
 """Key -> values without effect, which are dropped, and why others are refused (empty: they are valid)."""
 

@@ -32,11 +32,13 @@ from offbeat.trainer.engines.param_groups import (
     parameter_groups,
     write_layout,
 )
+from offbeat.trainer.engines.pipeline import Pipeline
 from offbeat.trainer.engines.process_group import Ranks
-from offbeat.trainer.engines.rank_passes import OnRanks
+from offbeat.trainer.engines.rank_passes import OnRanks, assign_passes, first_of, gather_outputs
 from offbeat.trainer.engines.state_files import StateFileError, StatePlanner, StateReader
 from offbeat.trainer.engines.tensor_parallel import split_model
 from offbeat.trainer.models.packing import PackedInput
+from offbeat.trainer.models.stages import cut_stage
 from offbeat.trainer.models.value_head import HEAD
 
 WRAPPER = "model."
@@ -47,15 +49,26 @@ SCALER_FILE = "loss_scaler.json"
 class FSDP2Engine(OnRanks):
     """`TrainEngine` whose checkpoints load on any number of ranks."""
 
-    def __init__(self, module: nn.Module, training: TrainingArgs, ranks: Ranks, tp_size: int = 1) -> None:
-        """tp_size: consecutive ranks over which layers are split; raises ValueError."""
-        super().__init__(replace(ranks, tp_size=tp_size))
+    def __init__(
+        self, module: nn.Module, training: TrainingArgs, ranks: Ranks, *, tp_size: int = 1, pp_size: int = 1
+    ) -> None:
+        """tp_size: consecutive ranks over which each layer is split; pp_size: stages over which layers are distributed.
+
+        Raises:
+            ValueError: the model or the ranks can't be split so.
+        """
+        super().__init__(replace(ranks, tp_size=tp_size, pp_size=pp_size))
         self._partial: list[nn.Module] = []
-        self._tensor_mesh: DeviceMesh | None = None
         self._dtype = next(module.parameters()).dtype
+        self._mesh = self._build_mesh()
+        self._pipeline: Pipeline | None = None
+        if pp_size > 1:
+            module = cut_stage(module, self._ranks.stage, pp_size)
         self._max_grad_norm = training.max_grad_norm
         self._training = training
         self._module = self._shard(module.float().to(ranks.device))
+        if pp_size > 1:
+            self._pipeline = Pipeline(self._module, self._dtype, self._ranks, self._mesh["pipe"].get_group())
         groups = parameter_groups(self._module, training)
         self._kinds = tuple(groups)
         self._optimizer = torch.optim.AdamW(
@@ -71,8 +84,10 @@ class FSDP2Engine(OnRanks):
     def _shard(self, module: nn.Module) -> nn.Module:
         """Shard; stored in float32, computed in its dtype."""
         dtype = None if self._dtype == torch.float32 else self._dtype
+        if self._ranks.tp_size > 1:
+            self._partial = split_model(cast(PreTrainedModel, module.model), self._mesh["tensor"])
         settings: dict[str, Any] = {
-            "mesh": self._split(module),
+            "mesh": self._mesh["data"],
             "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
         }
         for layer in _layers(module):
@@ -80,25 +95,32 @@ class FSDP2Engine(OnRanks):
         fully_shard(module, **settings)
         return module
 
-    def _split(self, module: nn.Module) -> DeviceMesh:
-        """Split layers over ranks; return the mesh over copies."""
+    def _build_mesh(self) -> DeviceMesh:
         ranks = self._ranks
-        if ranks.tp_size == 1:
-            return init_device_mesh(ranks.device.type, (ranks.world_size,))
-        if ranks.world_size % ranks.tp_size:
-            raise ValueError(f"tp_size {ranks.tp_size} does not divide the {ranks.world_size} process(es)")
-        mesh = init_device_mesh(ranks.device.type, (ranks.data_size, ranks.tp_size), mesh_dim_names=("data", "tensor"))
-        self._tensor_mesh = mesh["tensor"]
-        self._partial = split_model(cast(PreTrainedModel, module.model), self._tensor_mesh)
-        return mesh["data"]
+        if ranks.world_size % ranks.copy_size:
+            raise ValueError(
+                f"tp_size {ranks.tp_size} x pp_size {ranks.pp_size} does not divide the {ranks.world_size} process(es)"
+            )
+        sizes = {"data": ranks.data_size, "pipe": ranks.pp_size, "tensor": ranks.tp_size}
+        sizes = {name: size for name, size in sizes.items() if name == "data" or size > 1}
+        return init_device_mesh(ranks.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     def train(
         self, batch: Sequence[PackedInput], loss: LossFunction[Any], hyperparameters: Hyperparameters
     ) -> StepOutcome:
         adopt(self._optimizer.param_groups, self._kinds, hyperparameters)
         self._module.train()
-        for share in self.shares(self._module, batch, loss):
-            self._scaler.scale(share).backward()
+        if self._pipeline is None:
+            for share in self.shares(self._module, batch, loss):
+                self._scaler.scale(share).backward()
+        else:
+            self._scaler.scale(
+                torch.zeros(1, device=self.device)
+            )  # the first call makes the scale, also of other stages
+            self._pipeline.train(
+                list(assign_passes(batch, self._ranks)),
+                lambda forward, output: self._scaler.scale(self.share(forward, output, loss)),
+            )
         outcome = self._step()
         self._optimizer.zero_grad()
         if hyperparameters.head_alone:
@@ -109,10 +131,12 @@ class FSDP2Engine(OnRanks):
 
     def _step(self) -> StepOutcome:
         self._sum_partial_gradients()
+        if self._pipeline is not None:
+            self._pipeline.sum_tied_gradients()
         groups = self._by_mesh()
         scale = float(self._scaler.get_scale()) if self._scaler.is_enabled() else None
         self._scaler.unscale_(self._optimizer)
-        norm = _total_norm(groups)
+        norm = self._total_norm(groups)
         if not math.isfinite(float(norm)):
             self._update_scale()
             return StepOutcome(False, math.nan, scale)
@@ -123,12 +147,10 @@ class FSDP2Engine(OnRanks):
         return StepOutcome(True, float(norm), scale)
 
     def _sum_partial_gradients(self) -> None:
-        if self._tensor_mesh is None:
-            return
         for parameter in (parameter for module in self._partial for parameter in module.parameters(recurse=False)):
             if parameter.grad is not None:
                 grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-                dist.all_reduce(grad, group=self._tensor_mesh.get_group())
+                dist.all_reduce(grad, group=self._mesh["tensor"].get_group())
 
     def _by_mesh(self) -> list[list[nn.Parameter]]:
         """Group trained parameters by mesh, which operations can't mix."""
@@ -139,6 +161,14 @@ class FSDP2Engine(OnRanks):
                 groups.setdefault(mesh, []).append(parameter)
         return list(groups.values())
 
+    def _total_norm(self, groups: Sequence[Sequence[nn.Parameter]]) -> Tensor:
+        copies = set[nn.Parameter]() if self._pipeline is None else self._pipeline.copies
+        counted = [[p.grad for p in group if p.grad is not None and p not in copies] for group in groups]
+        norms = [torch.nn.utils.get_total_norm(grads) for grads in counted if grads]
+        whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+        norm = whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
+        return norm if self._pipeline is None else self._pipeline.total_norm(norm)
+
     def _update_scale(self) -> None:
         self._scaler.update()
         if self._scaler.is_enabled() and self._scaler.get_scale() < MIN_LOSS_SCALE:
@@ -147,17 +177,29 @@ class FSDP2Engine(OnRanks):
     @torch.no_grad()
     def infer(self, batch: Sequence[PackedInput], read: Callable[[Any], Tensor] | None = None) -> list[Tensor]:
         self._module.eval()
-        return self.outputs(self._module, batch, read)
+        if self._pipeline is None:
+            return self.outputs(self._module, batch, read)
+        passes = list(assign_passes(batch, self._ranks))
+        outputs = self._pipeline.infer(passes, read or first_of)
+        mine = zip(passes, outputs, strict=True) if self._ranks.is_first_of_copy else ()
+        results = {each.index: output for each, output in mine if each.index is not None}
+        return gather_outputs(results, self._pipeline.share_rows(outputs), batch, self._ranks)
 
     def tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Gather one parameter at a time; adapters are unsupported."""
         del merged
-        for name, parameter in self._module.named_parameters():
-            if name.startswith(HEAD):
-                continue
-            weight = parameter.detach()
-            full = weight.full_tensor() if isinstance(weight, DTensor) else weight
-            yield name.removeprefix(WRAPPER), full.to(self._dtype)
+        own = {name: p for name, p in self._module.named_parameters() if not name.startswith(HEAD)}
+        if self._pipeline is not None:
+            pairs = self._pipeline.broadcast(lambda name: self._gather(own[name]))
+        else:
+            pairs = ((name, self._gather(parameter)) for name, parameter in own.items())
+        for name, tensor in pairs:
+            yield name.removeprefix(WRAPPER), tensor
+
+    def _gather(self, parameter: nn.Parameter) -> Tensor:
+        weight = parameter.detach()
+        full = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        return full.to(self._dtype)
 
     def reset_optimizer(self) -> None:
         forget(self._optimizer.state.values())
@@ -181,6 +223,9 @@ class FSDP2Engine(OnRanks):
     def load(self, folder: Path) -> None:
         check_layout(folder, self._training)
         model, optimizer = get_state_dict(self._module, self._optimizer)
+        groups = optimizer.pop(
+            "param_groups"
+        )  # a file has those of the stage that wrote it; all settings are configured
         state = {"model": model, "optimizer": optimizer}
         reader = StateReader(folder)
         try:
@@ -188,24 +233,17 @@ class FSDP2Engine(OnRanks):
             loading.load(state, storage_reader=reader, planner=StatePlanner())
         except (CheckpointException, KeyError, ValueError, FileNotFoundError) as error:
             raise _state_file_error(error) or RuntimeError(f"{folder} has no state of this engine: {error}") from error
-        set_state_dict(
-            self._module, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        optimizer["param_groups"] = groups
+        set_state_dict(self._module, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)
         for group in self._optimizer.param_groups:
             group.update(adam_settings(self._training))
         if self._scaler.is_enabled() and (folder / SCALER_FILE).is_file():
             self._scaler.load_state_dict(json.loads((folder / SCALER_FILE).read_text()))
 
 
-def _total_norm(groups: Sequence[Sequence[nn.Parameter]]) -> Tensor:
-    norms = [torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
-
-
 def _layers(module: nn.Module) -> list[nn.Module]:
     lists = [child for child in module.modules() if isinstance(child, nn.ModuleList) and len(child)]
-    return list(max(lists, key=len)) if lists else []
+    return [layer for layer in max(lists, key=len) if list(layer.parameters())] if lists else []
 
 
 def _state_file_error(error: BaseException) -> StateFileError | None:

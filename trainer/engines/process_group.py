@@ -27,20 +27,32 @@ class Ranks:
     word: dist.ProcessGroup | None = None
     """For rank 0's commands."""
     tp_size: int = 1
-    """Consecutive ranks with one copy of the weights and the same micro-batches."""
+    """Consecutive ranks over which layers are split."""
+    pp_size: int = 1
+    """Pipeline stages, each of `tp_size` consecutive ranks, the last stage first: rank 0 computes losses."""
+
+    @property
+    def copy_size(self) -> int:
+        """Return the number of consecutive ranks with one copy of the weights and the same micro-batches."""
+        return self.tp_size * self.pp_size
 
     @property
     def data_rank(self) -> int:
-        return self.rank // self.tp_size
+        return self.rank // self.copy_size
 
     @property
     def data_size(self) -> int:
         """Return the number of parts of a batch."""
-        return self.world_size // self.tp_size
+        return self.world_size // self.copy_size
 
     @property
     def is_first_of_copy(self) -> bool:
-        return self.rank % self.tp_size == 0
+        return self.rank % self.copy_size == 0
+
+    @property
+    def stage(self) -> int:
+        """Pipeline stage, from the embeddings."""
+        return self.pp_size - 1 - self.rank % self.copy_size // self.tp_size
 
 
 def ranks_of_environment(device: str) -> Ranks:

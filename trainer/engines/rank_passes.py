@@ -20,19 +20,24 @@ class Pass:
     x: PackedInput
 
 
-def passes(batch: Sequence[PackedInput], ranks: Ranks) -> Iterator[Pass]:
+def assign_passes(batch: Sequence[PackedInput], ranks: Ranks) -> Iterator[Pass]:
+    """Yield this rank's passes, not yet on its device."""
     for first in range(0, len(batch), ranks.data_size):
         index = first + ranks.data_rank
         mine = index < len(batch)
-        yield Pass(index if mine else None, batch[index if mine else first].to(ranks.device))
+        yield Pass(index if mine else None, batch[index if mine else first])
 
 
-def _first_of(output: Any) -> Tensor:
+def passes(batch: Sequence[PackedInput], ranks: Ranks) -> Iterator[Pass]:
+    return (Pass(each.index, each.x.to(ranks.device)) for each in assign_passes(batch, ranks))
+
+
+def first_of(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
 def _zero_loss(output: Any) -> Tensor:
-    zero = _first_of(output).sum() * 0.0
+    zero = first_of(output).sum() * 0.0
     return zero + output.values.sum() * 0.0 if _has_values(output) else zero
 
 
@@ -59,16 +64,18 @@ class OnRanks:
     def shares(
         self, model: Callable[[PackedInput], Any], batch: Sequence[PackedInput], loss: LossFunction[Any]
     ) -> Iterator[Tensor]:
-        """Yield this rank's losses, times `data_size`, as libraries average gradients.
+        for forward in passes(batch, self._ranks):
+            yield self.share(forward, model(forward.x), loss)
+
+    def share(self, forward: Pass, output: Any, loss: LossFunction[Any]) -> Tensor:
+        """Return a pass's loss, times `data_size`, as libraries average gradients.
 
         Zero losses of policy and value head give all ranks gradients of the same weights.
         """
-        for forward in passes(batch, self._ranks):
-            output = model(forward.x)
-            share = _zero_loss(output) if forward.index is None else loss(forward.index, output)
-            if forward.index is not None and _has_values(output):
-                share = share + _zero_loss(output)
-            yield share * self.data_size
+        share = _zero_loss(output) if forward.index is None else loss(forward.index, output)
+        if forward.index is not None and _has_values(output):
+            share = share + _zero_loss(output)
+        return share * self.data_size
 
     def outputs(
         self,
@@ -79,14 +86,16 @@ class OnRanks:
         results: dict[int, Tensor] = {}
         like = torch.empty(0)
         for forward in passes(batch, self._ranks):
-            output = (read or _first_of)(model(forward.x))
+            output = (read or first_of)(model(forward.x))
             like = output[..., :0]
             if forward.index is not None and self._ranks.is_first_of_copy:
                 results[forward.index] = output
-        return _all_gather(results, like, batch, self._ranks)
+        return gather_outputs(results, like, batch, self._ranks)
 
 
-def _all_gather(results: dict[int, Tensor], like: Tensor, batch: Sequence[PackedInput], ranks: Ranks) -> list[Tensor]:
+def gather_outputs(
+    results: dict[int, Tensor], like: Tensor, batch: Sequence[PackedInput], ranks: Ranks
+) -> list[Tensor]:
     """Return all ranks' results, [*rows, M] each. like: [*rows, 0]"""
     lengths = [len(x.positions) for x in batch]
     if ranks.world_size == 1 or not batch:  # a batch may have none of a teacher's tags

@@ -3,14 +3,14 @@
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism, replace_layer_number_by_wildcard
 
-from offbeat.trainer.config.tensor_parallel import find_obstacle
+from offbeat.trainer.config.model_split import find_obstacle
 
 EMBEDDINGS = ("lm_head", "embed_tokens")
 """Whole if the vocabulary is not divisible."""
@@ -33,7 +33,9 @@ def split_model(model: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
     config = model.config.get_text_config()
     if obstacle := find_obstacle(config.to_dict(), mesh.size()) or find_unknown_style(config.model_type, plan):
         raise ValueError(f"actor_train.strategy_args.tp_size {mesh.size()}: {obstacle}")
-    is_tied = any(module.weight is model.get_input_embeddings().weight for module in _output_embeddings(model))
+    head = cast(Any, model.get_output_embeddings())
+    embeddings = None if head is None else cast(Any, model.get_input_embeddings())  # none on the last of several stages
+    is_tied = head is not None and embeddings is not None and head.weight is embeddings.weight
     splits = {
         name: style
         for name, style in plan.items()
@@ -41,16 +43,12 @@ def split_model(model: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
     }
     apply_tensor_parallelism(model, mesh, splits)
     if is_tied:
-        _output_embeddings(model)[0].weight = model.get_input_embeddings().weight
+        cast(Any, head).weight = cast(Any, embeddings).weight
     return [
         module
         for name, module in model.named_modules()
         if plan.get(replace_layer_number_by_wildcard(name)) == PARTIAL_STYLE
     ]
-
-
-def _output_embeddings(model: PreTrainedModel) -> list[Any]:
-    return [module for module in (model.get_output_embeddings(),) if module is not None]
 
 
 def find_unknown_style(model_type: str, plan: Mapping[str, str]) -> str:

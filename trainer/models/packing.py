@@ -55,7 +55,7 @@ class PackedInput:
     tokens: [N] int64; positions: [M] int64, to score, never a sequence's first; temperatures: [M] float32, NaN for the
     default, None if all are; reference: for a full KL; images: in token order; head_alone: detach values from the
     policy; with_next: also return values after `positions`; distillation: for a divergence from teachers; top: return
-    only the most probable tokens.
+    the most probable tokens alone; hidden: [1, N, H], of the previous pipeline stage.
     """
 
     tokens: Tensor
@@ -68,6 +68,7 @@ class PackedInput:
     with_next: bool = False
     distillation: Distillation | None = None
     top: TopQuery | None = None
+    hidden: Tensor | None = None
 
     @classmethod
     def of(

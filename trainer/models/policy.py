@@ -40,6 +40,11 @@ def packed_kwargs(packing: Packing) -> dict[str, Any]:
     }
 
 
+def model_input(x: PackedInput) -> dict[str, Tensor]:
+    """Return the model's first argument: tokens, or in later pipeline stages hidden states."""
+    return {"input_ids": x.tokens[None]} if x.hidden is None else {"inputs_embeds": x.hidden}
+
+
 class PackedPolicy(nn.Module):
     """Policy over packed tokens. temperature: sampling default."""
 
@@ -83,7 +88,7 @@ class PackedPolicy(nn.Module):
         """
         if x.images:
             raise ValueError("the trajectory has images, but this policy has no image input")
-        return self.model(x.tokens[None], logits_to_keep=x.predictors, **packed_kwargs(x.packing)).logits[0]
+        return self.model(**model_input(x), logits_to_keep=x.predictors, **packed_kwargs(x.packing)).logits[0]
 
     @torch.no_grad()
     def hidden_states(self, x: PackedInput) -> ReferenceStates:
@@ -112,6 +117,6 @@ class PackedCritic(nn.Module):
 
     def forward(self, x: PackedInput) -> Tensor:
         """Return values before `x.positions`, [M] float32, or before and after, [2, M]."""
-        hidden = self.model(x.tokens[None], **packed_kwargs(x.packing)).last_hidden_state[0]
+        hidden = self.model(**model_input(x), **packed_kwargs(x.packing)).last_hidden_state[0]
         values = self.value_head(hidden.index_select(0, x.valued))
         return values.view(2, -1) if x.with_next else values

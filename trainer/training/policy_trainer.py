@@ -32,7 +32,7 @@ from offbeat.trainer.engines.state_files import load_tensors
 from offbeat.trainer.models.export import copy_model_files, export_weights
 from offbeat.trainer.models.loading import load_critic, load_policy, load_reward_model
 from offbeat.trainer.models.lora import FACTORS, save_adapter
-from offbeat.trainer.models.policy import PackedPolicy
+from offbeat.trainer.models.policy import PackedCritic, PackedPolicy
 from offbeat.trainer.models.reward_model import PackedRewardModel
 from offbeat.trainer.models.tokenizer_check import check_same_tokens
 from offbeat.trainer.run import START, LearnerRun
@@ -53,7 +53,7 @@ from offbeat.trainer.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-Model = TypeVar("Model", bound=nn.Module)
+Model = TypeVar("Model", PackedPolicy, PackedCritic, PackedRewardModel)
 
 ALGORITHM = Path("state", "algorithm.json")
 REFERENCE = Path("state", "reference.safetensors")
@@ -325,7 +325,8 @@ class PolicyTrainer:
     def _kick_watchdog(self, model: Model) -> Model:
         watchdog = self._watchdog
         if watchdog is not None:
-            model.register_forward_pre_hook(lambda *_: watchdog.kick())
+            # Of the backbone, because a pipeline stage calls nothing else
+            model.model.base_model.register_forward_pre_hook(lambda *_: watchdog.kick())
         return model
 
     def _engine(self, module: nn.Module) -> TrainEngine[Any]:
@@ -333,7 +334,8 @@ class PolicyTrainer:
         if strategy.strategy_name == "fsdp2_train":
             from offbeat.trainer.engines.fsdp2 import FSDP2Engine  # takes a second to import  # noqa: PLC0415
 
-            return FSDP2Engine(module, self._train.training_args, self._ranks, strategy.tp_size)
+            tp_size, pp_size = strategy.tp_size, strategy.pp_size
+            return FSDP2Engine(module, self._train.training_args, self._ranks, tp_size=tp_size, pp_size=pp_size)
         return DeepSpeedEngine(module, self._train.training_args, strategy, self._ranks)
 
     def _save_start(self, engine: TrainEngine[Any]) -> None:

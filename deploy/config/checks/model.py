@@ -13,7 +13,7 @@ from offbeat.services.generation.tenancy import read_architecture
 from offbeat.services.generation.vllm.engine_arguments import engine_argument_names
 from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
-from offbeat.trainer.config.tensor_parallel import find_obstacle
+from offbeat.trainer.config.model_split import find_obstacle, find_stage_obstacle
 
 SHAPE_KEYS = (
     "architectures",
@@ -43,24 +43,29 @@ def check_engine_arguments(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue(f"{ENGINE}.{name}", f"vLLM has no such engine argument{hint}", *near)
 
 
-def check_tensor_parallel(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield a `tp_size` unfit for processes or model."""
-    train, key = config.actor_train, "actor_train.strategy_args.tp_size"
-    size = train.strategy_args.tp_size
-    if size == 1:
+def check_model_split(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield a `tp_size` or `pp_size` unfit for processes or model."""
+    train, table = config.actor_train, "actor_train.strategy_args"
+    strategy = train.strategy_args
+    splits = {"tp_size": (strategy.tp_size, find_obstacle), "pp_size": (strategy.pp_size, find_stage_obstacle)}
+    sizes = {key: size for key, (size, _) in splits.items() if size > 1}
+    if not sizes:
         return
-    if train.num_processes % size:
+    if train.num_processes % strategy.copy_size:
+        product = " x ".join(f"{key} {size}" for key, size in sizes.items())
         yield ConfigIssue(
-            key, f"{size} does not divide the {train.num_processes} process(es) (actor_train.num_processes)"
+            f"{table}.{next(iter(sizes))}",
+            f"{product} does not divide the {train.num_processes} process(es) (actor_train.num_processes)",
         )
     try:
         architecture = load_architecture(config)
     except (OSError, ValueError, MissingWordsError):
         return  # an unreadable model has its own error
-    if architecture.get("vision_config"):
-        yield ConfigIssue(key, "a policy with image input can't be split: leave it out")
-    elif obstacle := find_obstacle(architecture, size):
-        yield ConfigIssue(key, f"{size}: {obstacle}")
+    for key, size in sizes.items():
+        if architecture.get("vision_config"):
+            yield ConfigIssue(f"{table}.{key}", "a policy with image input can't be split: leave it out")
+        elif obstacle := splits[key][1](architecture, size):
+            yield ConfigIssue(f"{table}.{key}", f"{size}: {obstacle}")
 
 
 def check_resumed_model(config: RunConfig) -> Iterator[ConfigIssue]:

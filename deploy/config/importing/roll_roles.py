@@ -24,7 +24,8 @@ FROZEN = ("reference", "teacher.*")
 SHARDING = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 TRAIN_CONFIG = "actor_train.strategy_args.strategy_config"
 NOT_SPLIT = (
-    "fsdp2_train shards weights, gradients and moments over all processes; to split layers, set strategy_args.tp_size"
+    "fsdp2_train shards weights, gradients and moments over all processes; to split layers, set strategy_args.tp_size "
+    "or pp_size"
 )
 PACKED = "sequences are always packed without padding"
 WITH_IMAGE = "vl_traj_env_manager"

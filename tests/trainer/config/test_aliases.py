@@ -172,7 +172,7 @@ def test_megatrons_settings_become_ours():
 @pytest.mark.parametrize(
     ("train", "key"),
     [
-        ({"strategy_config": {"pipeline_model_parallel_size": 2}}, "pipeline_model_parallel_size"),
+        ({"strategy_config": {"context_parallel_size": 2}}, "context_parallel_size"),
         ({"strategy_config": {"recompute_granularity": "selective"}}, "recompute_granularity"),
         ({"strategy_config": {"use_distributed_optimizer": True}, "zero_stage": 0}, "use_distributed_optimizer"),
         (
@@ -199,8 +199,7 @@ def test_recomputation_in_both_spellings_must_agree():
         ("actor_infer.generating_args.num_return_sequences", 2),
         ("train_env_manager.generating_args.num_return_sequences", 4),
         ("actor_train.model_args.model_type", "diffusion_module"),
-        ("actor_train.strategy_args.strategy_config.pp_size", 2),
-        ("actor_train.strategy_args.pp_size", 2),
+        ("actor_train.strategy_args.strategy_config.expert_model_parallel_size", 2),
     ],
 )
 def test_a_value_of_roll_that_nothing_here_does_is_refused(key: str, value: object):

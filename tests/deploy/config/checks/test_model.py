@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from offbeat.deploy.config.checks.run import check_run, check_settings
+from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import compose_tree, load_run, validate_tree
 from offbeat.deploy.run_setup import load_architecture
 from offbeat.services.generation.config import EngineStrategy, VllmConfig
@@ -92,22 +93,32 @@ def test_a_default_that_one_side_leaves_out_is_no_difference(tmp_path: Path):
     ("changes", "says"),
     [
         (("tp_size=2", "num_processes=2"), ""),
-        (("tp_size=2",), "does not divide the 1 process"),
+        (("pp_size=2", "num_processes=2"), ""),
+        (("tp_size=2",), "tp_size 2 does not divide the 1 process"),
+        (("pp_size=2", "num_processes=3"), "pp_size 2 does not divide the 3 process"),
+        (("tp_size=2", "pp_size=2", "num_processes=2"), "tp_size 2 x pp_size 2 does not divide the 2 process"),
         (("tp_size=3", "num_processes=3"), "num_attention_heads, 2, is not a multiple"),
+        (("pp_size=5", "num_processes=5"), "num_hidden_layers, 4, are fewer: take at most 4"),
     ],
 )
 def test_layers_are_split_over_processes_that_fit(changes: tuple[str, ...], says: str):
-    values = [f"actor_train.{'strategy_args.' if 'tp' in change else ''}{change}" for change in changes]
+    values = [f"actor_train.{'strategy_args.' if 'p_size' in change else ''}{change}" for change in changes]
     tree = compose_tree(QUICKSTART, ["actor_train.strategy_args.strategy_name=fsdp2_train", *values])
     issues = {issue.path: issue.message for issue in check_settings(validate_tree(tree), cores=8)}
-    message = issues.get("actor_train.strategy_args.tp_size", "")
+    message = issues.get(f"actor_train.strategy_args.{changes[0].partition('=')[0]}", "")
     assert says in message
     assert bool(says) == bool(message)
 
 
-def test_a_policy_with_images_is_not_split():
+def test_deepspeed_has_no_stages():
+    with pytest.raises(ConfigError, match="strategy_name=fsdp2_train"):
+        validate_tree(compose_tree(QUICKSTART, ["actor_train.strategy_args.pp_size=2"]))
+
+
+@pytest.mark.parametrize("key", ["tp_size", "pp_size"])
+def test_a_policy_with_images_is_not_split(key: str):
     vision = load_run(CONFIGS / "frozen_lake_vision.yaml")
-    strategy = vision.actor_train.strategy_args.model_copy(update={"strategy_name": "fsdp2_train", "tp_size": 2})
+    strategy = vision.actor_train.strategy_args.model_copy(update={"strategy_name": "fsdp2_train", key: 2})
     train = vision.actor_train.model_copy(update={"num_processes": 2, "strategy_args": strategy})
     issues = check_settings(vision.model_copy(update={"actor_train": train}), cores=8)
-    assert "image input" in {issue.path: issue.message for issue in issues}["actor_train.strategy_args.tp_size"]
+    assert "image input" in {issue.path: issue.message for issue in issues}[f"actor_train.strategy_args.{key}"]

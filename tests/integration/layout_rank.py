@@ -1,5 +1,4 @@
-"""One of four ranks that train small models by tensor parallelism, alone and with data parallelism; see
-`test_tensor_parallel`."""
+"""One of four ranks that train small models in layouts of tensor, pipeline and data parallelism; see `test_layouts`."""
 
 import sys
 from pathlib import Path
@@ -21,9 +20,17 @@ HYPER = Hyperparameters(1e-2, 0.1, head_learning_rate=1e-1)
 STEPS = 2
 
 
-def engine_of(model: Path, ranks: Ranks, tp_size: int, dtype: str = "float32") -> FSDP2Engine:
+LAYOUTS = {"2x1": (2, 1), "4x1": (4, 1), "1x2": (1, 2), "2x2": (2, 2), "1x4": (1, 4)}
+"""`tp_size` and `pp_size` of four ranks."""
+Layout = tuple[int, int]
+RESUMED = {"2x1-4x1": ("2x1", (4, 1)), "1x2-2x1": ("1x2", (2, 1)), "2x1-2x2": ("2x1", (2, 2))}
+"""Layouts that continue from checkpoints of others."""
+
+
+def engine_of(model: Path, ranks: Ranks, layout: Layout, dtype: str = "float32") -> FSDP2Engine:
     args = ModelArgs.model_validate({"dtype": dtype, "disable_gradient_checkpointing": "untied" not in model.name})
-    return FSDP2Engine(load_policy(model, args, seed=1, value_head=True), SMOOTH, ranks, tp_size)
+    policy = load_policy(model, args, seed=1, value_head=True)
+    return FSDP2Engine(policy, SMOOTH, ranks, tp_size=layout[0], pp_size=layout[1])
 
 
 def learn(engine: FSDP2Engine, steps: int) -> dict[str, Tensor]:
@@ -39,9 +46,10 @@ def learn(engine: FSDP2Engine, steps: int) -> dict[str, Tensor]:
     return weights | {"norms": norms, "said": torch.cat(engine.infer(batch, all_of), -1)}
 
 
-def critic_learned(model: Path, ranks: Ranks, tp_size: int) -> dict[str, Tensor]:
+def critic_learned(model: Path, ranks: Ranks, layout: Layout) -> dict[str, Tensor]:
     """Return what a critic of its own says after its steps."""
-    engine = FSDP2Engine(load_critic(model, ModelArgs(), seed=1), SMOOTH, ranks, tp_size)
+    critic = load_critic(model, ModelArgs(), seed=1)
+    engine = FSDP2Engine(critic, SMOOTH, ranks, tp_size=layout[0], pp_size=layout[1])
     batch = fixed_batch()
     for _ in range(STEPS):
         engine.train(batch, lambda _, values: ((values - 1.0) ** 2).sum() / 6, HYPER)
@@ -64,17 +72,19 @@ def main(models: Path, out: Path) -> None:
     with process_group(ranks_of_environment("cpu")) as ranks:
         results: dict[str, dict[str, Tensor]] = {}
         for model in sorted(models.iterdir()):
-            for tp_size in (2, 4):
-                engine = engine_of(model, ranks, tp_size)
-                results[f"{model.name}-{tp_size}"] = learn(engine, STEPS)
-                if tp_size == 2:
-                    engine.save(out / f"{model.name}-state")
-            engine = engine_of(model, ranks, 4)
-            engine.load(out / f"{model.name}-state")
-            results[f"{model.name}-resumed"] = learn(engine, 1)
-            results[f"{model.name}-critic"] = critic_learned(model, ranks, 2)
-        half = engine_of(models / "tied", ranks, 2, "float16")
-        results["half"] = half_learned(half, 1e6 if ranks.data_rank == 0 else 1.0)
+            for name, layout in LAYOUTS.items():
+                engine = engine_of(model, ranks, layout)
+                results[f"{model.name}-{name}"] = learn(engine, STEPS)
+                engine.save(out / f"{model.name}-{name}-state")
+            for name, (saved, layout) in RESUMED.items():
+                engine = engine_of(model, ranks, layout)
+                engine.load(out / f"{model.name}-{saved}-state")
+                results[f"{model.name}-{name}"] = learn(engine, 1)
+            for name in ("2x1", "2x2"):
+                results[f"{model.name}-{name}-critic"] = critic_learned(model, ranks, LAYOUTS[name])
+        for name in ("2x1", "1x2"):
+            half = engine_of(models / "tied", ranks, LAYOUTS[name], "float16")
+            results[f"{name}-half"] = half_learned(half, 1e6 if ranks.rank == 0 else 1.0)
         if ranks.rank == 0:
             for name, tensors in results.items():
                 save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, out / f"{name}.safetensors")

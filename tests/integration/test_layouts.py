@@ -1,4 +1,4 @@
-"""Tensor parallelism: four processes, as 4 x 1 and 2 x 2, learn what one learns."""
+"""Tensor, pipeline and data parallelism: four processes learn what one learns, in every layout."""
 
 import os
 import subprocess
@@ -15,10 +15,11 @@ from offbeat.services.process import free_port
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
 from offbeat.trainer.models.tiny import write_tiny_policy
-from tests.integration.tensor_rank import STEPS, critic_learned, engine_of, half_learned, learn
+from tests.integration.layout_rank import LAYOUTS, RESUMED, STEPS, critic_learned, engine_of, half_learned, learn
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.timeout(240)
+ONE = (1, 1)
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +29,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("models")
     (folder / "tied").mkdir()
-    sizes = TinyPolicyConfig(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
+    sizes = TinyPolicyConfig(hidden_size=128, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=4)
     write_tiny_policy(folder / "tied", sizes, list("abcdefg"))
     Qwen3Config(
         vocab_size=16,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=5,
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=16,
@@ -55,7 +56,7 @@ def ranks() -> Iterator[Ranks]:
 def out(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the four ranks wrote."""
     folder = tmp_path_factory.mktemp("out")
-    command = [sys.executable, str(Path(__file__).with_name("tensor_rank.py")), str(models), str(folder)]
+    command = [sys.executable, str(Path(__file__).with_name("layout_rank.py")), str(models), str(folder)]
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4"}
     running = [
         subprocess.Popen(command, env={**os.environ, **address, "RANK": str(rank), "PYTHONPATH": str(ROOT)})
@@ -77,27 +78,31 @@ def assert_learned_same(one: dict[str, Tensor], two: dict[str, Tensor], atol: fl
 
 @pytest.mark.parametrize("model", ["tied", "untied"])
 def test_ranks_learn_what_one_process_learns(model: str, models: Path, out: Path, ranks: Ranks):
-    alone = learn(engine_of(models / model, ranks, 1), STEPS)
-    for name in (f"{model}-2", f"{model}-4"):
-        assert_learned_same(alone, read(out, name))
-    critic = critic_learned(models / model, ranks, 1)
+    alone = learn(engine_of(models / model, ranks, ONE), STEPS)
+    for name in LAYOUTS:
+        assert_learned_same(alone, read(out, f"{model}-{name}"))
+    critic = critic_learned(models / model, ranks, ONE)
     assert critic["said"].abs().min() > 0.01
-    assert_learned_same(critic, read(out, f"{model}-critic"))
+    for name in ("2x1", "2x2"):
+        assert_learned_same(critic, read(out, f"{model}-{name}-critic"))
 
 
 @pytest.mark.parametrize("model", ["tied", "untied"])
 def test_a_checkpoint_resumes_in_another_layout(model: str, models: Path, out: Path, ranks: Ranks):
-    """Written by 2 x 2 processes, read by 4 x 1 and by one."""
-    expected = learn(engine_of(models / model, ranks, 1), STEPS + 1)
+    """Written by four processes, read by four in another layout and by one."""
+    expected = learn(engine_of(models / model, ranks, ONE), STEPS + 1)
     expected["norms"] = expected["norms"][-1:]
-    one = engine_of(models / model, ranks, 1)
-    one.load(out / f"{model}-state")
-    assert_learned_same(expected, learn(one, 1))
-    assert_learned_same(expected, read(out, f"{model}-resumed"))
+    for name in LAYOUTS:
+        one = engine_of(models / model, ranks, ONE)
+        one.load(out / f"{model}-{name}-state")
+        assert_learned_same(expected, learn(one, 1))
+    for name in RESUMED:
+        assert_learned_same(expected, read(out, f"{model}-{name}"))
 
 
-def test_float16_skips_a_step_that_overflows_on_one_copy(models: Path, out: Path, ranks: Ranks):
-    alone, split = half_learned(engine_of(models / "tied", ranks, 1, "float16"), 1e6), read(out, "half")
+@pytest.mark.parametrize("name", ["2x1", "1x2"])
+def test_float16_skips_a_step_that_overflows_on_one_copy(name: str, models: Path, out: Path, ranks: Ranks):
+    alone, split = half_learned(engine_of(models / "tied", ranks, ONE, "float16"), 1e6), read(out, f"{name}-half")
     (scale, applied), _ = split.pop("scales").tolist(), alone.pop("scales")
     assert (scale > 1, applied) == (True, 0)
     assert_learned_same(alone, split, atol=5e-3)
@@ -105,4 +110,4 @@ def test_float16_skips_a_step_that_overflows_on_one_copy(models: Path, out: Path
 
 def test_ranks_that_make_no_copy_is_refused(models: Path, ranks: Ranks):
     with pytest.raises(ValueError, match="does not divide"):
-        engine_of(models / "tied", ranks, 3)
+        engine_of(models / "tied", ranks, (3, 1))

@@ -3,7 +3,7 @@ from typing import Any
 
 
 def find_obstacle(architecture: Mapping[str, Any], size: int) -> str:
-    """Return why a model can't be split over `size` processes, or "". architecture: `config.json` of the text model."""
+    """Return why layers can't be split over `size` processes, or "". architecture: `config.json` of the text model."""
     heads = architecture.get("num_attention_heads")
     counts = {
         "num_attention_heads": heads,
@@ -13,4 +13,12 @@ def find_obstacle(architecture: Mapping[str, Any], size: int) -> str:
     for key, count in counts.items():
         if isinstance(count, int) and count % size:
             return f"the model's {key}, {count}, is not a multiple of it"
+    return ""
+
+
+def find_stage_obstacle(architecture: Mapping[str, Any], size: int) -> str:
+    """Return why the layers can't be distributed over `size` stages, or "". architecture: as in `find_obstacle`."""
+    layers = architecture.get("num_hidden_layers")
+    if isinstance(layers, int) and layers < size:
+        return f"the model's num_hidden_layers, {layers}, are fewer: take at most {layers}"
     return ""
