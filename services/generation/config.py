@@ -92,6 +92,8 @@ class EngineStrategy(Config):
 
 
 class GenerationConfig(Config):
+    """The engines behind the deployment."""
+
     model_args: EngineModelArgs = EngineModelArgs()
     generating_args: GeneratingArgs = GeneratingArgs()
     strategy_args: EngineStrategy = EngineStrategy()

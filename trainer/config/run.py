@@ -55,6 +55,7 @@ class LearnerRunConfig(LearnerConfig):
     weights: WeightsConfig = WeightsConfig()
     """Weight transport to engines."""
     telemetry: TelemetryConfig = TelemetryConfig()
+    """Traces from the prompt to the gradient."""
 
     @field_validator("custom_envs")
     @classmethod
@@ -121,6 +122,10 @@ class LearnerRunConfig(LearnerConfig):
     def scoring(self) -> RewardsConfig | None:
         """Return the rewards besides those of envs."""
         return RewardsConfig(rewards=self.rewards, combine=self.combine) if self.rewards else None
+
+    @property
+    def reward_weights(self) -> Mapping[str, float]:
+        return {reward.name: reward.weight for reward in self.rewards}
 
     @property
     def uses_engine(self) -> bool:

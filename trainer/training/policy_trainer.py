@@ -30,9 +30,10 @@ from offbeat.trainer.engines.frozen import AdapterFreeReference, FrozenModel, Lo
 from offbeat.trainer.engines.process_group import Ranks, gather
 from offbeat.trainer.engines.state_files import load_tensors
 from offbeat.trainer.models.export import copy_model_files, export_weights
-from offbeat.trainer.models.loading import load_critic, load_policy
+from offbeat.trainer.models.loading import load_critic, load_policy, load_reward_model
 from offbeat.trainer.models.lora import FACTORS, save_adapter
 from offbeat.trainer.models.policy import PackedPolicy
+from offbeat.trainer.models.reward_model import PackedRewardModel
 from offbeat.trainer.models.tokenizer_check import check_same_tokens
 from offbeat.trainer.run import START, LearnerRun
 from offbeat.trainer.training.data_step import DataTrainer, make_trainer
@@ -260,7 +261,7 @@ class PolicyTrainer:
 
     def _build_reference(self, folder: Path) -> LogprobModel | None:
         """Return the reference, if needed. folder: of the first weights."""
-        if self._refers_to_start and self._uses_adapters:
+        if self._refers_to_start and self._uses_adapters and isinstance(self._model, PackedPolicy):
             return AdapterFreeReference(self._policy, self._model)
         if not self._config.needs_reference:
             return None
@@ -314,8 +315,10 @@ class PolicyTrainer:
     def _load_role(self, role: RoleModelArgs, folder: Path) -> PackedPolicy:
         return self._load(Path(role.model_name_or_path or folder), self._train.model_args.of_role(role))
 
-    def _load_trained(self, folder: Path) -> PackedPolicy:
+    def _load_trained(self, folder: Path) -> PackedPolicy | PackedRewardModel:
         config = self._config
+        if config.trains_reward_model:
+            return self._kick_watchdog(load_reward_model(folder, self._train.model_args, config.seed))
         args, head = self._train.model_args, config.has_value_head
         return self._kick_watchdog(load_policy(folder, args, config.seed, config.temperature, value_head=head))
 
@@ -371,6 +374,8 @@ class PolicyTrainer:
     def _export(self, folder: Path, engine: TrainEngine[Any]) -> None:
         if self._ranks.rank == 0:
             copy_model_files(self._run.model_folder, folder)
+            if isinstance(self._model, PackedRewardModel):
+                self._model.write_config(folder)
             export_weights(folder, engine.tensors())
         else:
             for _ in engine.tensors():
