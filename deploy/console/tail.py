@@ -8,6 +8,7 @@ import msgspec
 logger = logging.getLogger(__name__)
 
 DECODER = msgspec.json.Decoder()
+CHUNK_BYTES = 1 << 20
 
 
 class JsonLinesTail:
@@ -35,13 +36,23 @@ class JsonLinesTail:
             return
         with self._path.open("rb") as file:
             file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._offset += len(line)
-                try:
-                    row = DECODER.decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError):
-                    continue
-                if isinstance(row, dict):
-                    yield row
+            while lines := file.read(CHUNK_BYTES):
+                lines += file.readline()  # to a line's end
+                lines = lines[: lines.rfind(b"\n") + 1]
+                self._offset += len(lines)
+                yield from _rows(lines)
+
+
+def _rows(lines: bytes) -> list[dict[str, Any]]:
+    try:
+        rows = DECODER.decode_lines(lines)
+    except (msgspec.DecodeError, UnicodeDecodeError):  # some line is malformed
+        rows = [row for line in lines.splitlines() for row in _row(line)]
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def _row(line: bytes) -> list[Any]:
+    try:
+        return [DECODER.decode(line)]
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return []

@@ -7,10 +7,10 @@ Lines of concurrent writers (a learner and its replacement) are equal.
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 from redis import Redis
 from redis.exceptions import RedisError
 
@@ -28,8 +28,7 @@ SYNC_INTERVAL_S = 1.0
 UNNUMBERED = 0
 
 
-@dataclass(frozen=True, slots=True)
-class LifeEvent:
+class LifeEvent(msgspec.Struct, frozen=True, gc=False):
     id: str
     """Stream id."""
     ordinal: int
@@ -46,7 +45,7 @@ class LifeEvent:
     @property
     def at(self) -> float:
         """Unix time, s, of Redis."""
-        return self.sort_key[0] / 1000
+        return int(self.id.partition("-")[0]) / 1000
 
     @property
     def sort_key(self) -> tuple[int, int]:
@@ -74,7 +73,7 @@ class LedgerFile:
     def append(self, events: Sequence[LifeEvent]) -> None:
         """Append; repeatable. Raises OSError."""
         if events:
-            self._lines.append(asdict(event) for event in events)
+            self._lines.append(msgspec.structs.asdict(event) for event in events)
             self.position = events[-1].id
 
     def sync(self) -> None:
@@ -105,10 +104,11 @@ def _parse_rows(path: Path) -> Iterator[LifeEvent | None]:
 
 def parse_event(row: dict[str, Any]) -> LifeEvent | None:
     try:
-        event = LifeEvent(
-            str(row["id"]), int(row["ordinal"]), int(row["number"]), str(row["event"]), str(row["detail"])
-        )
-        return event if event.sort_key >= (0, 0) else None
+        identifier = str(row["id"])
+        milliseconds, _, sequence = identifier.partition("-")
+        if not milliseconds.isdecimal() or (sequence and not sequence.isdecimal()):
+            return None
+        return LifeEvent(identifier, int(row["ordinal"]), int(row["number"]), str(row["event"]), str(row["detail"]))
     except (ValueError, TypeError, KeyError):
         return None
 
