@@ -155,6 +155,7 @@ def bench_buffer(
     batches: Annotated[int, typer.Option(min=1, help="Of 8 groups of 8, in a round.")] = 32,
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     reverb: Annotated[bool, typer.Option("--reverb/--no-reverb", help="Compare with Reverb, too.")] = True,
+    fsync: Annotated[bool, typer.Option("--fsync", help="Compare with `redis.appendfsync: always`, too.")] = False,
     venv: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Reverb's own, made if absent. Default: in the user's cache.")
     ] = None,
@@ -169,10 +170,11 @@ def bench_buffer(
         batches=batches,
         rounds=rounds,
         reverb=reverb,
+        fsync=fsync,
         venv=venv,
     )
     if quick:
-        options = comparison.BufferOptions(tokens=(256,), batches=2, rounds=1, reverb=False)
+        options = comparison.BufferOptions(tokens=(256,), batches=2, rounds=1, reverb=False, fsync=fsync)
     _run("buffer", comparison.run, options, json)
 
 

@@ -87,6 +87,8 @@ class EngineDevices(NamedTuple):
     node_id: str
     devices: tuple[int, ...]
     """Numbers on the node."""
+    is_shared: bool = False
+    """Whether the learner has one of them, too."""
 
 
 class NoDeviceError(MeshError):

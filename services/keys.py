@@ -95,6 +95,21 @@ class RunKeys:
         return self.key("history")
 
     @property
+    def turn(self) -> str:
+        """Hash: the learner's turn on devices that engines share; absent outside of one."""
+        return self.key("turn")
+
+    @property
+    def sharing_engines(self) -> str:
+        """Hash: engine on the learner's devices -> last report, ms, and the turn in which it sleeps."""
+        return self.key("turn", "engines")
+
+    @property
+    def turn_bell(self) -> str:
+        """Stream, trimmed: begins and ends of turns, and engines that fell asleep."""
+        return self.key("turn", "bell")
+
+    @property
     def doing(self) -> str:
         """Hash: component -> activity or wait."""
         return self.key("doing")

@@ -214,7 +214,8 @@ METRICS: tuple[Metric, ...] = (
         "time/{stage}_s",
         "s",
         "Time of a stage: wait, train, publish, evaluate, checkpoint, settle; step is all of them. upload is that of a "
-        "checkpoint, beside them. score_wait is the part of wait for scores of complete groups.",
+        "checkpoint, beside them. score_wait is the part of wait for scores of complete groups. turn is the wait until "
+        "engines on the learner's devices sleep, and the loading of its states.",
     ),
     Metric("learner", "startup/{phase}_s", "s", "Time of a phase of the learner's start."),
     Metric("learner", "checkpoints_failed", "checkpoints", "Checkpoints that could not be written at first."),

@@ -16,7 +16,10 @@ INTERVAL_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class TextSample:
+    """Excerpt of a trained trajectory."""
+
     step: int
+    """Optimizer step that trained it."""
     version: int
     """Oldest that sampled it; -1: none."""
     tag: str

@@ -256,6 +256,7 @@ class FakeTrainer:
     masked: list[MaskedCounts] = field(default_factory=list[MaskedCounts])
     gauges: dict[str, Partial] = field(default_factory=lambda: {"tokens/computed": Partial("sum", 10.0)})
     last_step: StepTokens | None = None
+    is_on_devices: bool = True
 
     def begin(self, progress: Callable[[int, int], None], should_stop: Callable[[], bool]) -> bool:
         progress(1, 1)
@@ -265,6 +266,7 @@ class FakeTrainer:
         self.rates.append((len(self.history), learning_rate))
 
     def train(self, batch: StepBatch) -> dict[str, Partial]:
+        assert self.is_on_devices
         self.masked.append(batch.masked)
         assert not batch.weights or len(batch.weights) == len(batch.groups)
         numbers = tuple(group.number for group in batch.groups)
@@ -278,7 +280,18 @@ class FakeTrainer:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield "weight", torch.tensor(self.weight)
 
+    def offload_states(self) -> None:
+        assert self.is_on_devices
+        self.is_on_devices = False
+        self.moments.pass_by("offload", lambda: None)
+
+    def load_states(self) -> None:
+        assert not self.is_on_devices
+        self.is_on_devices = True
+        self.moments.pass_by("load", lambda: None)
+
     def save(self, folder: Path) -> None:
+        assert self.is_on_devices
         self.moments.pass_by("save", lambda: None)
         (folder / "weights.json").write_text(json.dumps(self.history))
 

@@ -60,7 +60,12 @@ def find_command(words: Sequence[str]) -> tuple[str, list[str]]:
 
 def read_arguments(command: TyperCommand, arguments: Sequence[str]) -> list[str]:
     """Return positional arguments; an option that the command lacks, or too many arguments, fail."""
-    options = {name: each for each in command.params if isinstance(each, TyperOption) for name in each.opts}
+    options = {
+        name: each
+        for each in command.params
+        if isinstance(each, TyperOption)
+        for name in (*each.opts, *each.secondary_opts)
+    }
     positional: list[str] = []
     waiting = list(arguments)
     while waiting:

@@ -1,6 +1,7 @@
 """`offbeat bench buffer`: groups/s of the trajectory buffer, plain redis-py and Reverb (in memory).
 
-Redis syncs its append-only file every second. Invariant: a round counts only if everything came out intact.
+Redis syncs its append-only file every second; with `fsync`, a second server does before it answers a write.
+Invariant: a round counts only if everything came out intact.
 """
 
 import gc
@@ -22,8 +23,12 @@ from offbeat.benchmarks.buffer.reverb import REVERB_VENV, Reverb, ReverbError
 from offbeat.benchmarks.harness.environment import BenchEnvironment, bench_environment
 from offbeat.benchmarks.harness.result import Spread, console, show
 from offbeat.benchmarks.harness.venv import VenvError
+from offbeat.services.buffer.config import RedisConfig
+from offbeat.services.redis.connection import connect
+from offbeat.services.redis.server import EmbeddedRedis
 
 OURS = "offbeat"
+ALWAYS = "appendfsync always"
 PARTS = ("into", "out", "both")
 
 
@@ -37,6 +42,7 @@ class BufferOptions:
     """Trajectories submitted concurrently."""
     rounds: int = 5
     reverb: bool = True
+    fsync: bool = False
     venv: Path | None = None
     """Of Reverb; None: in the user's cache."""
 
@@ -51,6 +57,8 @@ def run(options: BufferOptions) -> dict[str, Any]:
             "raw_pipelined": raw_side(base.redis, base.redis_url, pipelined=True),
         }
         sides = {name: measure_cpu(side, base.redis) for name, side in on_redis.items()}
+        if options.fsync:
+            sides[ALWAYS] = _synced_side(base, stack)
         refusal = "not asked for"
         if options.reverb:
             status.update("starting Reverb (the first time, its venv is made: minutes)")
@@ -62,6 +70,13 @@ def run(options: BufferOptions) -> dict[str, Any]:
     if refusal:
         console().print(f"Reverb is left out: {refusal}", markup=False)
     return {"loads": rows, "reverb_left_out": refusal}
+
+
+def _synced_side(base: BenchEnvironment, stack: ExitStack) -> Side:
+    """Return the buffer on a server of its own that syncs before it answers a write."""
+    server = stack.enter_context(EmbeddedRedis(base.folder / "redis-always", RedisConfig(appendfsync="always")))
+    redis = stack.enter_context(connect(server.url))
+    return measure_cpu(offbeat_side(redis, server.url), redis)
 
 
 def _reverb(options: BufferOptions, base: BenchEnvironment, stack: ExitStack) -> tuple[Reverb | None, str]:

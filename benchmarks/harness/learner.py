@@ -122,6 +122,7 @@ class BenchLearner:
             log=RedisEvaluationLog(bench_env.redis, config.exp_name),
             reporter=LearnerReporter(self.records, self.records),
             scores=RedisGroupScores(bench_env.redis, config.exp_name),
+            turns=None,
             should_stop=should_stop,
         )
         self._learner = Learner(run, components)

@@ -34,6 +34,7 @@ from offbeat.deploy.config.hub import missing_models
 from offbeat.deploy.config.loader import dump_yaml, read_document
 from offbeat.deploy.config.rights import check_rights
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.sharing import choose_turns
 from offbeat.deploy.config.validation import check_in_process
 from offbeat.deploy.console.archive import FolderArchive, find_checkpoint
 from offbeat.deploy.play.agent_check import try_agents
@@ -193,7 +194,7 @@ class MeshRunFactory(PackagedRecipes):
             raise RightsError(refused)
         size = await self._size()
         if size.nodes is not None:
-            config = choose_devices(config, sum(node.gpus for node in size.nodes))
+            config = choose_turns(choose_devices(config, sum(node.gpus for node in size.nodes)), size.nodes)
         missing = missing_models_of(config)
         if missing:
             issues = check_settings(config, cores=size.cpus, nodes=size.nodes)

@@ -13,8 +13,8 @@ from ray.serve.schema import ApplicationStatus
 from offbeat.deploy.components.placement import place
 from offbeat.deploy.components.ray_actors import last_line
 from offbeat.deploy.components.serve_status import ServeStatus, count_replicas
-from offbeat.deploy.config.device_plan import with_utilization
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.sharing import with_utilization
 from offbeat.deploy.run_setup import LOGS
 from offbeat.services.control.interfaces import Health, Observation
 from offbeat.services.generation import app as generation_service

@@ -9,12 +9,8 @@ from typing import NamedTuple
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.devices import EngineDevices
-from offbeat.services.generation.config import UTILIZATION, GenerationConfig
 from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.scored_roles import ScoredRole, scored_roles
-
-SHARED_UTILIZATION = 0.45
-"""Default share of an engine on a GPU with a learner."""
 
 
 class ClusterNode(NamedTuple):
@@ -112,7 +108,7 @@ def plan_devices(config: RunConfig, nodes: Sequence[ClusterNode], *, owns_engine
         if len(numbering.split(group)) > 1:
             message = f"engine {position} takes devices {group} of several nodes: an engine's devices are on one node"
             issues.append(ConfigIssue("actor_infer.device_mapping", message))
-    slots = tuple(numbering.place(group) for group in groups)
+    slots = tuple(numbering.place(group)._replace(is_shared=bool(set(group) & set(common))) for group in groups)
     scoring = {name: tuple(numbering.place([number]) for number in numbers) for name, numbers in scorers.items()}
     if not is_managed:
         parts = ()
@@ -293,18 +289,3 @@ def check_mappings(config: RunConfig) -> Iterator[ConfigIssue]:
                 f"{path}.device_mapping",
                 "the learner's processes compute this model: leave it out, or take the devices of actor_train",
             )
-
-
-def with_utilization(config: RunConfig, plan: DevicePlan) -> GenerationConfig:
-    infer = config.actor_infer
-    if infer.device == "cpu":
-        return infer
-    engine = infer.engine.model_copy(update={"gpu_memory_utilization": engine_utilization(config, plan)})
-    strategy = infer.strategy_args.model_copy(update={"strategy_config": engine})
-    return infer.model_copy(update={"strategy_args": strategy})
-
-
-def engine_utilization(config: RunConfig, plan: DevicePlan) -> float:
-    """Return the engine's share of a GPU's memory."""
-    given = config.actor_infer.engine.gpu_memory_utilization
-    return (SHARED_UTILIZATION if plan.is_shared else UTILIZATION) if given is None else given

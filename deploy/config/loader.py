@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from offbeat.deploy.config.checks.data import DATA_KEYS, steps_of_epochs
+from offbeat.deploy.config.checks.devices import local_node
 from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.defaults import recompute_cut_logprobs
 from offbeat.deploy.config.device_plan import ClusterNode
@@ -23,6 +24,7 @@ from offbeat.deploy.config.errors import ConfigError, collect_issues
 from offbeat.deploy.config.hub import MODEL_KEYS, download, find, is_hub_id, resolve_models
 from offbeat.deploy.config.rights import check_rights
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.sharing import choose_turns
 from offbeat.deploy.config.yaml_limits import check_tree_limits, check_yaml_limits, load_yaml
 from offbeat.deploy.run_marker import CONFIG, identify
 from offbeat.services.chat.template_override import is_file
@@ -62,6 +64,7 @@ def load_run(
     """
     gpus = count_gpus() if nodes is None else sum(node.gpus for node in nodes)
     config = choose_devices(_validate_models(_compose_saved(path, overrides), download, str(path)), gpus)
+    config = choose_turns(config, [local_node()] if nodes is None else nodes)
     checked = check_run(config, cores=cores, nodes=nodes)
     if issues := [*check_rights(config, config.control.to_rights(), "control"), *checked]:
         raise ConfigError(issues, str(path))

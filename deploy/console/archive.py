@@ -40,6 +40,8 @@ class FolderArchive:
         self._series = SeriesIndex(folder)
         self._trajectories = RecordedTrajectories(folder, lambda: self._model_folder)
         self._lock = threading.Lock()
+        """Of groups and trajectories."""
+        self._series_lock = threading.Lock()
         self._rendering = threading.Lock()
 
     @cached_property
@@ -104,7 +106,7 @@ class FolderArchive:
         return life.step
 
     def series(self, names: Sequence[str], axis: Axis, since: float | None, points: int) -> SeriesView:
-        with self._lock:
+        with self._series_lock:
             self._series.refresh()
             return self._series.view(names, axis, since, points)
 

@@ -5,11 +5,12 @@ Invariant: a repeated step counts once, with its last values.
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from offbeat.deploy.console.downsampling import keep_extremes
 from offbeat.deploy.console.tail import JsonLinesTail
@@ -17,6 +18,8 @@ from offbeat.services.control.console.schemas import Axis, SeriesColumns, Series
 from offbeat.trainer.trackers.metrics_file import METRICS_FILE
 
 LEARNER, EVALUATION, COMMAND = "learner", "eval", "command"
+STEPPED = (LEARNER, EVALUATION)
+"""Sources whose records have steps, which a later learner may repeat."""
 
 
 class _Places:
@@ -31,26 +34,65 @@ class _Places:
         return len(self.axes["step"]) - 1
 
 
-class _Column:
-    """Points of a metric, ascending."""
+class _Table:
+    """Rows of a source that hold the same metrics."""
 
-    __slots__ = ("rows", "values")
+    __slots__ = ("columns", "rows", "values")
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
+        self.columns = {name: column for column, name in enumerate(names)}
         self.rows = array("q")
         self.values = array("d")
+        """Row by row."""
 
-    def drop_from(self, step: float, steps: "array[float]") -> None:
-        while self.rows and steps[self.rows[-1]] >= step:
-            self.rows.pop()
-            self.values.pop()
+    def column(self, name: str) -> NDArray[np.float64]:
+        """Return a view, to be left before a row is added."""
+        return np.frombuffer(self.values).reshape(len(self.rows), len(self.columns))[:, self.columns[name]]
 
-    def points(self, axis: "array[float]", since: float | None, count: int) -> SeriesColumns:
-        x = np.array(axis)[np.array(self.rows)]
-        start = 0 if since is None else int(np.searchsorted(x, since))
-        values = np.array(self.values[start:])
-        kept = keep_extremes(values, count)
-        return SeriesColumns(x=x[start:][kept].tolist(), values=values[kept].tolist(), total=len(values))
+    def last(self, name: str) -> float:
+        return self.values[self.columns[name] - len(self.columns)]
+
+
+class _Source:
+    """Rows of a source, in tables by the names of their metrics: a row of many metrics costs one call."""
+
+    def __init__(self, *, is_stepped: bool) -> None:
+        self._is_stepped = is_stepped
+        self._tables: dict[tuple[str, ...], _Table] = {}
+
+    def add(self, row: int, metrics: Mapping[str, Any]) -> None:
+        try:
+            values = array("d", metrics.values())
+        except TypeError:
+            metrics = {name: value for name, value in metrics.items() if isinstance(value, float | int)}
+            values = array("d", metrics.values())
+        names = tuple(metrics)
+        if not names:
+            return
+        table = self._tables.get(names)
+        if table is None:
+            table = self._tables[names] = _Table(names)
+        table.rows.append(row)
+        table.values.extend(values)
+
+    def last(self) -> dict[str, float]:
+        """Return the newest value of each metric."""
+        tables = sorted(self._tables.values(), key=lambda table: table.rows[-1])
+        return {name: table.last(name) for table in tables for name in table.columns}
+
+    def points(self, name: str, steps: "array[float]") -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return rows and values of a metric, without those of a step that was repeated."""
+        tables = [table for table in self._tables.values() if name in table.columns]
+        rows = np.concatenate([np.frombuffer(table.rows, dtype=np.int64) for table in tables])
+        values = np.concatenate([table.column(name) for table in tables])
+        order = np.argsort(rows)
+        rows, values = rows[order], values[order]
+        if self._is_stepped:
+            x = np.frombuffer(steps)[rows]
+            next_lowest = np.minimum.accumulate(x[::-1])[::-1][1:]
+            kept = np.append(x[:-1] < next_lowest, True)
+            rows, values = rows[kept], values[kept]
+        return rows, values
 
 
 class SeriesIndex:
@@ -60,8 +102,7 @@ class SeriesIndex:
 
     def _clear(self) -> None:
         self._places = _Places()
-        self._columns: dict[str, dict[str, _Column]] = {}
-        """By source, then name."""
+        self._sources: dict[str, _Source] = {}
         self._newest_id = (0, 0)
         self._step = 0.0
         self._trajectories: list[tuple[float, float]] = [(0.0, 0.0)]
@@ -74,22 +115,28 @@ class SeriesIndex:
             self._add(row)
 
     @property
-    def names(self) -> list[str]:
-        return sorted(self._named())
-
-    @property
     def last(self) -> dict[str, float | None]:
-        return {name: column.values[-1] if column.values else None for name, column in sorted(self._named().items())}
+        """Return the newest value of each metric, by name."""
+        values = {
+            f"{prefix}/{name}": value
+            for prefix, source in self._sources.items()
+            for name, value in source.last().items()
+        }
+        return dict(sorted(values.items()))
 
     def view(self, names: Sequence[str], axis: Axis, since: float | None, points: int) -> SeriesView:
-        columns, places = self._named(), self._places.axes[axis]
-        series = {name: columns[name].points(places, since, points) for name in dict.fromkeys(names) if name in columns}
-        return SeriesView(axis=axis, series=series, names=sorted(columns), last=self.last)
+        last = self.last
+        series = {name: self._points(name, axis, since, points) for name in dict.fromkeys(names) if name in last}
+        return SeriesView(axis=axis, series=series, names=list(last), last=last)
 
-    def _named(self) -> dict[str, _Column]:
-        return {
-            f"{source}/{name}": column for source, columns in self._columns.items() for name, column in columns.items()
-        }
+    def _points(self, name: str, axis: Axis, since: float | None, count: int) -> SeriesColumns:
+        prefix, _, metric = name.partition("/")
+        rows, values = self._sources[prefix].points(metric, self._places.axes["step"])
+        x = np.frombuffer(self._places.axes[axis])[rows]
+        start = 0 if since is None else int(np.searchsorted(x, since))
+        values = values[start:]
+        kept = keep_extremes(values, count)
+        return SeriesColumns(x=x[start:][kept].tolist(), values=values[kept].tolist(), total=len(values))
 
     def _add(self, record: dict[str, Any]) -> None:
         try:
@@ -101,23 +148,15 @@ class SeriesIndex:
         if entry_id <= self._newest_id or source == COMMAND:
             return  # a learner that woke after its replacement has appended it again
         self._newest_id = entry_id
-        is_stepped = step is not None and source in (LEARNER, EVALUATION)
+        is_stepped = step is not None and source in STEPPED
         place = float(step) if step is not None and is_stepped else self._step
         if source == LEARNER and is_stepped:
             self._count_trajectories(place, float(values.get("trajectories") or 0.0))
         prefix = f"{EVALUATION}-{labels.get('sampling', 'sampled')}" if source == EVALUATION else source
         row = self._places.add(place, time, self._trained_by(place))
-        columns, steps = self._columns.setdefault(prefix, {}), self._places.axes["step"]
-        for name, value in values.items():
-            if value is None:
-                continue
-            column = columns.get(name)
-            if column is None:
-                column = columns[name] = _Column()
-            elif is_stepped and column.rows and steps[column.rows[-1]] >= place:
-                column.drop_from(place, steps)
-            column.rows.append(row)
-            column.values.append(value)
+        if prefix not in self._sources:
+            self._sources[prefix] = _Source(is_stepped=source in STEPPED)
+        self._sources[prefix].add(row, values)
 
     def _count_trajectories(self, step: float, trajectories: float) -> None:
         while len(self._trajectories) > 1 and self._trajectories[-1][0] >= step:

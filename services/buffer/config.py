@@ -9,6 +9,8 @@ from offbeat.envs.config import Config
 
 
 class RedisConfig(Config):
+    """Redis with the run's state."""
+
     url: str | None = None
     """External server (`redis://`, `rediss://`); None embeds one, with AOF in the run's folder."""
     server: Path | None = None

@@ -30,6 +30,8 @@ class RightsConfig(Config):
 
 
 class TokenConfig(RightsConfig):
+    """One token of the API."""
+
     token: str | None = Field(default=None, min_length=1)
     token_file: Path | None = None
     """File with the token, instead of `token`."""
@@ -69,6 +71,7 @@ class ControlConfig(RightsConfig):
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the API; 0: any free one."""
     token: str | None = None
+    """Bearer token required of each call."""
     read_token: str | None = None
     """Second token, for read access."""
     tokens: tuple[TokenConfig, ...] = ()

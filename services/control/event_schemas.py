@@ -34,6 +34,7 @@ class MetricView(View):
     time: float
     values: dict[str, PartialView]
     samples: tuple[TextSample, ...] = ()
+    """Excerpts of trajectories, at logged steps."""
 
     @classmethod
     def of(cls, entry_id: str, record: MetricRecord) -> "MetricView":

@@ -206,6 +206,7 @@ def _learner_busy(snapshot: RunSnapshot) -> Cause | None:
         "settle": f"the learner waits until its checkpoint of step {step} is on the disk",
         "no_room": f"the learner waits for room on the disk: too much is unsaved to continue after step {step}",
         "resume": "the learner loads its checkpoint",
+        "turn": "the learner waits until the engines on its devices sleep",
         "upload": f"the learner waits for the upload of its checkpoint of step {step} (checkpoint_config)",
         "store": "the learner waits for the store of its checkpoints (checkpoint_config.output_dir)",
     }

@@ -332,7 +332,8 @@ class Reconciler:
             return before
         step = (await self._store.progress(run_id)).step
         count = before.count + 1 if step <= before.step else 1
-        restarts = Restarts(count, before.total + 1, self._store.clock(), observation.incident, step)
+        now = self._store.clock()
+        restarts = Restarts(count, before.total + 1, now, observation.incident, step, has_recovered=False)
         logger.warning("run %s: %s is dead (%s), restart %d", run_id, component, observation.detail, restarts.total)
         await self._store.set_restarts(run_id, component, restarts, observation.detail)
         return restarts

@@ -183,6 +183,8 @@ class Restarts:
     last_at: float = 0.0
     incident: str = ""
     step: int = -1
+    has_recovered: bool = True
+    """Whether it has been ready since."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,6 +140,8 @@ class PathsView(View):
 
 
 class FindingView(View):
+    """Finding of a run's diagnosis."""
+
     name: str
     """`no_signal`, `truncated`, ..."""
     seen: str
@@ -219,6 +221,7 @@ class QuarantinedView(View):
     """Undecodable trajectory; not trained on."""
 
     group: int
+    """Number of its dropped group."""
     member: int
     complaint: str
     """Decoding error."""
@@ -235,6 +238,8 @@ class QuarantineView(View):
 
 
 class LinkView(View):
+    """Component and what it waits for."""
+
     who: str
     state: str
     says: str

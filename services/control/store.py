@@ -332,8 +332,7 @@ class RunStore:
         return WeightProgress(int(raw.get(b"version", -1)), int(raw.get(b"step", -1)))
 
     async def restarts(self, run_id: str) -> dict[str, Restarts]:
-        raw = await cast(Any, self.redis.hgetall(RunKeys(run_id).key("restarts")))
-        return {name.decode(): decode_fields(Restarts, value) for name, value in raw.items()}
+        return _decode_restarts(await cast(Any, self.redis.hgetall(RunKeys(run_id).key("restarts"))))
 
     async def set_restarts(self, run_id: str, component: str, restarts: Restarts, why: str) -> None:
         """Store a component's deaths and the last one's reason."""
@@ -346,30 +345,30 @@ class RunStore:
     async def set_observations(self, run_id: str, seen: dict[str, Observation]) -> None:
         """Store the components' states and the heartbeat; note recoveries."""
         mapping = {name: json.dumps(asdict(observation)) for name, observation in seen.items()}
-        key = RunKeys(run_id).key("components")
         async with self.redis.pipeline() as pipe:
-            pipe.hgetall(key)
+            pipe.hgetall(RunKeys(run_id).key("restarts"))
             if mapping:
-                pipe.hset(key, mapping=cast(dict[Any, Any], mapping))
+                pipe.hset(RunKeys(run_id).key("components"), mapping=cast(dict[Any, Any], mapping))
             pipe.hset(RunKeys(run_id).record, "beat", str(self.clock()))
-            before, *_ = await pipe.execute()
-        await self._note_recoveries(run_id, _decode_observations(before), seen)
+            restarts, *_ = await pipe.execute()
+        await self._note_recoveries(run_id, _decode_restarts(restarts), seen)
 
     async def _note_recoveries(
-        self, run_id: str, before: Mapping[str, Observation], seen: Mapping[str, Observation]
+        self, run_id: str, restarts: Mapping[str, Restarts], seen: Mapping[str, Observation]
     ) -> None:
-        ready = [
-            name
-            for name, observation in seen.items()
-            if observation.health is Health.READY and name in before and before[name].health is not Health.READY
-        ]
-        died = await self.restarts(run_id) if ready else {}
-        if recovered := [name for name in ready if name in died]:
-            step = max((await self.progress(run_id)).step, 0)
-            async with self.redis.pipeline() as pipe:
-                for name in recovered:
-                    self._note(pipe, run_id, "recovered", {"component": name, "step": step})
-                await pipe.execute()
+        recovered = {
+            name: replace(deaths, has_recovered=True)
+            for name, deaths in restarts.items()
+            if not deaths.has_recovered and name in seen and seen[name].health is Health.READY
+        }
+        if not recovered:
+            return
+        step = max((await self.progress(run_id)).step, 0)
+        async with self.redis.pipeline() as pipe:
+            for name, deaths in recovered.items():
+                pipe.hset(RunKeys(run_id).key("restarts"), name, json.dumps(asdict(deaths)))
+                self._note(pipe, run_id, "recovered", {"component": name, "step": step})
+            await pipe.execute()
 
     async def observations(self, run_id: str) -> dict[str, Observation]:
         return _decode_observations(await cast(Any, self.redis.hgetall(RunKeys(run_id).key("components"))))
@@ -405,6 +404,10 @@ class RunStore:
 
 def _decode_observations(raw: Mapping[bytes, bytes]) -> dict[str, Observation]:
     return {name.decode(): decode_fields(Observation, value, health=Health) for name, value in raw.items()}
+
+
+def _decode_restarts(raw: Mapping[bytes, bytes]) -> dict[str, Restarts]:
+    return {name.decode(): decode_fields(Restarts, value) for name, value in raw.items()}
 
 
 def _is_before(end: bytes | None, at: float) -> bool:

@@ -14,6 +14,7 @@ from ray.serve import Application
 from ray.serve.schema import LoggingConfig
 from redis import exceptions as redis_errors
 
+from offbeat.services.device_turns import EngineTurns
 from offbeat.services.devices import EngineDevices
 from offbeat.services.errors import RetryableError
 from offbeat.services.generation.client import DEPLOYMENT
@@ -31,7 +32,7 @@ from offbeat.services.generation.tenancy import (
 )
 from offbeat.services.log_format import set_process_log_fields
 from offbeat.services.messages.codec import decode_requests, encode_completions
-from offbeat.services.redis.connection import connect_async
+from offbeat.services.redis.connection import connect, connect_async
 from offbeat.services.redis.errors import complaint
 from offbeat.services.telemetry import configure_logging
 from offbeat.services.weights.config import WeightsConfig
@@ -74,11 +75,17 @@ class GenerationDeployment:
         self._redis = connect_async(s.redis_url)
         if s.tenant is None:
             await self._make_offer()
+        self._turns = self._join_turns()
+        if self._turns is not None:
+            await self._turns.acquire()
         self._tenancy: Tenancy | None = None
         self._occupied = asyncio.Event()
         self._engine = await _start_engine(s, s.seed + context.rank.rank)
         if s.tenant is not None:
             await self._serve(s.tenant)
+        self._taking_turns: asyncio.Task[None] | None = None
+        if self._turns is not None and self._tenancy is not None:
+            self._taking_turns = asyncio.create_task(self._turns.take(self._tenancy.replica))
         # A million objects of torch and vLLM stay for good: without this the collector walks them between requests.
         gc.collect()
         gc.freeze()
@@ -101,9 +108,19 @@ class GenerationDeployment:
         """Raise if Serve must replace the replica."""
         if self._watching and self._watching.done():
             self._watching.result()
+        if self._taking_turns and self._taking_turns.done():
+            self._taking_turns.result()
         await self._engine.check()
         if self._tenancy:
             await self._tenancy.check()
+
+    def _join_turns(self) -> EngineTurns | None:
+        """Return the turns with the learner, if it has devices of this engine."""
+        s = self._settings
+        is_shared = self._devices is None or self._devices.slot.is_shared
+        if s.tenant is None or not s.config.engine.enable_sleep_mode or not is_shared:
+            return None
+        return EngineTurns(connect(s.redis_url), s.tenant.run_id, s.tenant.uid, self._replica_id)
 
     async def _serve(self, tenant: Tenant | None) -> None:
         before, self._tenancy = self._tenancy, None

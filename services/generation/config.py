@@ -48,6 +48,10 @@ class VllmConfig(Config):
     """Turns that one engine batches."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Share of a GPU's memory. None: 0.85, and 0.45 beside the learner on the same GPU."""
+    enable_sleep_mode: bool | None = None
+    """Whether engines on the learner's devices sleep during its steps, and it leaves the devices between them; on a CPU, all
+    engines. None: in synchronous runs (`max_staleness` 0) whose engines and learner share GPUs.
+    """
     enforce_eager: bool = True
     enable_prefix_caching: bool = True
     max_lora_rank: int | None = Field(default=None, ge=1, le=512)
@@ -88,6 +92,8 @@ class EngineStrategy(Config):
 
 
 class GenerationConfig(Config):
+    """The engines behind the deployment."""
+
     model_args: EngineModelArgs = EngineModelArgs()
     generating_args: GeneratingArgs = GeneratingArgs()
     strategy_args: EngineStrategy = EngineStrategy()

@@ -33,6 +33,14 @@ class PolicyEngine(Protocol):
         """Switch to the staged version; any error leaves the engine unusable."""
         ...
 
+    async def sleep(self) -> None:
+        """Give up device memory; no request runs until `wake`."""
+        ...
+
+    async def wake(self) -> None:
+        """Take memory back, with the weights of before and no keys and values."""
+        ...
+
     async def check(self) -> None:
         """Raise `RetryableError` if the engine is dead."""
         ...

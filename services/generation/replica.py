@@ -1,13 +1,14 @@
 """Replica that holds requests until it serves the version that they need.
 
 Invariants: requests enter the engine only under committed weights of at least `min_version`; the version of a
-completion's first token holds for its prompt's KV cache; nothing is served after a failed update.
+completion's first token holds for its prompt's KV cache; nothing is served after a failed update. While the engine sleeps,
+requests wait, and their time limits do not count.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
 from typing import TypedDict
 
@@ -27,6 +28,8 @@ FOLLOW_TIMEOUT_S = 30.0
 """Longest wait per call."""
 RETRY_INTERVAL_S = 1.0
 """After failed fetches or calls."""
+KEEP_ALIVE_S = 5.0
+"""Longest time between signs of life to callers while the engine sleeps; a third of a call's limit, if that is less."""
 
 
 class ReplicaStatus(TypedDict):
@@ -37,6 +40,10 @@ class ReplicaStatus(TypedDict):
     waiting: int
     broken: str
     """Empty if healthy."""
+
+
+class _Done(asyncio.Queue["asyncio.Task[Completion] | None"]):
+    """Finished requests of a call, and None as a sign of life."""
 
 
 class GenerationReplica:
@@ -51,6 +58,13 @@ class GenerationReplica:
         self._keeps_cache = config.on_weight_update == "keep"
         self._version = -1
         self._updating = False
+        self._asleep = False
+        self._engine_free = asyncio.Lock()
+        """Held during updates and sleep."""
+        self._num_sampling = 0
+        self._drained = asyncio.Event()
+        self._streams: set[_Done] = set()
+        self._keeping_alive: asyncio.Task[None] | None = None
         self._broken = ""
         self._loading: tuple[int, float] | None = None
         self._waiting = 0
@@ -95,7 +109,7 @@ class GenerationReplica:
                 await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _take(self, manifest: Manifest) -> None:
-        async with self._subscriber.fetch(manifest) as path:
+        async with self._engine_free, self._subscriber.fetch(manifest) as path:
             self._loading = (manifest.version, time.time())
             await self.report()
             await self._load(path, manifest.version)
@@ -134,6 +148,48 @@ class GenerationReplica:
         logger.error("out of service: %s", reason)
         await self.retire(reason)
 
+    async def sleep(self) -> None:
+        """Free the engine's devices once running requests are answered; later ones wait.
+
+        Raises:
+            GenerationError: the engine failed; the replica is broken.
+        """
+        await self._engine_free.acquire()
+        self._drained.clear()
+        async with self._changed:
+            self._asleep = True
+            self._changed.notify_all()
+        self._keeping_alive = asyncio.create_task(self._keep_alive())
+        if self._num_sampling:
+            await self._drained.wait()
+        await self._call_engine(self._engine.sleep(), "sleep")
+        logger.info("asleep: the learner has its devices")
+
+    async def wake(self) -> None:
+        """Sample again. Raises `GenerationError` as `sleep`."""
+        await self._call_engine(self._engine.wake(), "wake up")
+        if self._keeping_alive is not None:
+            self._keeping_alive.cancel()
+        async with self._changed:
+            self._asleep = False
+            self._changed.notify_all()
+        self._engine_free.release()
+        logger.info("awake")
+
+    async def _call_engine(self, call: Awaitable[None], name: str) -> None:
+        try:
+            async with asyncio.timeout(self._update_timeout_s):
+                await call
+        except Exception as error:
+            await self._take_out_of_service(f"the engine did not {name}: {str(error) or type(error).__name__}")
+            raise GenerationError(self._broken) from error
+
+    async def _keep_alive(self) -> None:
+        while True:
+            await asyncio.sleep(min(KEEP_ALIVE_S, self._timeout_s / 3))
+            for stream in self._streams:
+                stream.put_nowait(None)
+
     async def settle(self) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: self._broken or not self._updating)
@@ -147,28 +203,29 @@ class GenerationReplica:
             task.cancel()
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
-        """Yield completions as they finish.
+        """Yield completions as they finish, and nothing at times while the engine sleeps.
 
         Raises:
             RetryableError: this replica no longer serves.
         """
-        done: asyncio.Queue[asyncio.Task[Completion]] = asyncio.Queue()
+        done = _Done()
         tasks = {self._start(request, done): request for request in requests}
         left = len(tasks)
+        self._streams.add(done)
         try:
             while left:
                 finished = [await done.get()]
                 while not done.empty():
                     finished.append(done.get_nowait())
-                left -= len(finished)
-                yield [self._result(task, tasks[task].request_id) for task in finished]
+                completions = [self._result(task, tasks[task].request_id) for task in finished if task is not None]
+                left -= len(completions)
+                yield completions
         finally:
+            self._streams.discard(done)
             for task in tasks:
                 task.cancel()
 
-    def _start(
-        self, request: GenerateRequest, done: "asyncio.Queue[asyncio.Task[Completion]]"
-    ) -> asyncio.Task[Completion]:
+    def _start(self, request: GenerateRequest, done: "_Done") -> asyncio.Task[Completion]:
         task = asyncio.create_task(self._sample(request))
         self._running[request.request_id] = task
 
@@ -191,15 +248,24 @@ class GenerationReplica:
 
     async def _sample(self, request: GenerateRequest) -> Completion:
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s) as limit:
                 while True:
-                    version = await self._serving(request.min_version)
-                    completion = await self._engine.generate(request, version)
+                    version = await self._serving(request.min_version, limit)
+                    completion = await self._call_generate(request, version)
                     if not self._spans_update(completion, version):
                         return completion
                     self._counts.resampled()
         except TimeoutError:
             return Completion(request.request_id, error=f"no answer within {self._timeout_s} s")
+
+    async def _call_generate(self, request: GenerateRequest, version: int) -> Completion:
+        self._num_sampling += 1
+        try:
+            return await self._engine.generate(request, version)
+        finally:
+            self._num_sampling -= 1
+            if self._asleep and not self._num_sampling:
+                self._drained.set()
 
     def _spans_update(self, completion: Completion, version: int) -> bool:
         """Return whether an update fell between submission and first token, so that part of the prompt may have older
@@ -207,21 +273,33 @@ class GenerationReplica:
         """
         return self._keeps_cache and bool(completion.versions) and completion.versions[0].version != version
 
-    async def _serving(self, min_version: int) -> int:
-        """Wait for `min_version` and the end of an update; return the version."""
+    async def _serving(self, min_version: int, limit: asyncio.Timeout) -> int:
+        """Wait until at least `min_version` is served and no update runs; return the version."""
         if not self._ready(min_version):
             self._waiting += 1
             try:
-                async with self._changed:
-                    await self._changed.wait_for(lambda: self._broken or self._ready(min_version))
+                await self._wait_until_ready(min_version, limit)
             finally:
                 self._waiting -= 1
         if self._broken:
             raise RetryableError(self._broken)
         return self._version
 
+    async def _wait_until_ready(self, min_version: int, limit: asyncio.Timeout) -> None:
+        now = asyncio.get_running_loop().time
+        async with self._changed:
+            while not self._broken and not self._ready(min_version):
+                if self._asleep:
+                    left_s = (limit.when() or now()) - now()
+                    limit.reschedule(None)
+                    await self._changed.wait_for(lambda: self._broken or not self._asleep)
+                    limit.reschedule(now() + left_s)
+                else:
+                    await self._changed.wait_for(lambda: self._broken or self._asleep or self._ready(min_version))
+
     def _ready(self, min_version: int) -> bool:
-        return not self._broken and not self._updating and self._version >= max(min_version, 0)
+        is_busy = self._updating or self._asleep
+        return not self._broken and not is_busy and self._version >= max(min_version, 0)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:

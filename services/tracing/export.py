@@ -13,6 +13,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 SYSTEM = "offbeat"
 """Instrumentation scope, `rl.system` and `gen_ai.provider.name`."""
 EXPORT_TIMEOUT_S = 5.0
+EXPORT_INTERVAL_MS = 500
+"""Short: the env workers of a finished run are killed, with the spans that they still hold."""
 TRACES_PATH = "/v1/traces"
 
 
@@ -29,7 +31,8 @@ def open_provider(
         span_limits=SpanLimits(max_links=SpanLimits.UNSET),  # one for each group of a batch
         shutdown_on_exit=False,
     )
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url, timeout=EXPORT_TIMEOUT_S)))
+    exporter = OTLPSpanExporter(endpoint=url, timeout=EXPORT_TIMEOUT_S)
+    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=EXPORT_INTERVAL_MS))
     return provider
 
 

@@ -8,6 +8,8 @@ from offbeat.envs.config import Config
 
 
 class WeightsConfig(Config):
+    """Transport of weights from the learner to the replicas."""
+
     transport: Literal["shm", "fs", "ipc", "nccl"] = "shm"
     """`shm`: shared memory, learner and replicas on one host. `fs`: any fsspec URL, any host. `ipc` and `nccl`: vLLM's own
     engines, GPUs only."""

@@ -50,11 +50,11 @@ def test_scale_reports_the_cost_of_an_episode(tmp_path: Path) -> None:
 
 
 def test_buffer_moves_the_same_groups_through_both_sides(tmp_path: Path) -> None:
-    result = result_of(tmp_path, "buffer")
+    result = result_of(tmp_path, "buffer", "--fsync")
     (row,) = result["loads"]
-    assert set(row["sides"]) == {"offbeat", "raw", "raw_codec", "raw_pipelined"}
+    assert set(row["sides"]) == {"offbeat", "raw", "raw_codec", "raw_pipelined", "appendfsync always"}
     assert result["reverb_left_out"]
-    for name in ("raw", "raw_codec", "raw_pipelined"):
+    for name in ("raw", "raw_codec", "raw_pipelined", "appendfsync always"):
         for part in ("into", "out", "both"):
             assert row["ratios"][name][part]["median"] > 0
 

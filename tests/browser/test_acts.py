@@ -99,6 +99,23 @@ def test_steps_are_reproduced_and_a_fork_without_a_checkpoint_is_refused(control
     page.problems.clear()  # Chromium reports the 404 itself
 
 
+def test_a_reproduction_is_followed_through_a_refusal(control_url: str, page: Any) -> None:
+    refusals = [503, 429]
+
+    def answer(route: Any) -> None:
+        if route.request.method == "GET" and refusals:
+            route.fulfill(status=refusals.pop(), json={"error": {"code": "busy", "message": "try again"}})
+        else:
+            route.continue_()
+
+    open_acts(page, control_url)
+    page.route("**/reproduce*", answer)
+    act(page, "Reproduce")
+    page.get_by_text("Reproduction of step 0: equal.").wait_for()
+    assert refusals == []
+    page.problems.clear()  # Chromium reports the refusals itself
+
+
 def test_the_quarantine_is_shown(control_url: str, page: Any) -> None:
     open_acts(page, control_url)
     page.get_by_role("button", name="Show").click()

@@ -42,7 +42,7 @@ def a_data_run(
     url: str, folder: Path, name: str, pipeline: str, overrides: Sequence[str] = (), *, works: bool = True
 ) -> Iterator[Run]:
     """pipeline: or `kto`, which is a loss of `dpo`. works: start a worker."""
-    make = {"dpo": pairs, "kto": unpaired}.get(pipeline, conversations)
+    make = {"dpo": pairs, "reward_model": pairs, "kto": unpaired}.get(pipeline, conversations)
     rows, held_out = folder / f"{pipeline}.jsonl", folder / f"{pipeline}_val.jsonl"
     write_rows(rows, make(20))
     write_rows(held_out, make(5, seed=1))

@@ -192,7 +192,7 @@ class RayCluster:
             node.send_signal(signal.SIGTERM)
         for node in self._nodes:
             try:
-                node.wait(20)
+                node.wait(5)
             except subprocess.TimeoutExpired:
                 node.kill()
                 node.wait(5)

@@ -3,12 +3,14 @@
 import json
 import re
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 
-from offbeat.envs.dataset.arithmetic import write_problems
+from offbeat.envs.dataset.arithmetic import problems, write_problems
 from offbeat.envs.frozen_lake.rows import conversations, pairs, write_rows
 from tests.integration.ray_cluster import RayCluster
 from tests.integration.test_deploy import DEPLOY
@@ -16,6 +18,9 @@ from tests.paths import CONFIGS
 from tests.waiting import wait_until_sync
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
+
+SERVED = {"num_replicas": 1, "cpus_per_replica": 0.25, "weight": 0.1}
+SHORT_RLVR: dict[str, Any] = {"max_steps": 4, "zero_variance": "train", "eval_steps": 0, "save_steps": 2}
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +93,26 @@ def test_rlvr_is_valid_over_rest_and_foreign_code_in_its_rewards_is_named(cluste
     (problem,) = refused.json()["error"]["problems"]
     assert (refused.status_code, problem["path"]) == (422, "rewards.0")
     assert "no_such_module" in problem["message"]
+
+
+def test_rlvr_started_over_rest_survives_the_kill_of_its_served_reward(cluster: RayCluster) -> None:
+    write_problems(cluster.folder / "rlvr" / "rows.jsonl", held_out=False)
+    write_rows(cluster.folder / "rlvr" / "few.jsonl", islice(problems(held_out=True), 0, None, 24))
+    tree = yaml.safe_load((CONFIGS / "rlvr.yaml").read_text())
+    tree["data"] |= {"dataset_name": "rlvr/rows.jsonl", "val_dataset_name": "rlvr/few.jsonl"}
+    tree["rewards"].append({"name": "boxed", "kind": "regex", "pattern": "boxed", **SERVED})
+    tree["warm_start"]["steps"] = 20
+    del tree["max_refill_ratio"]
+    started = post(cluster, yaml.safe_dump(tree | SHORT_RLVR))
+    assert started.status_code == 201, started.text
+    wait_until_sync(lambda: step(cluster, "rlvr") >= 1, timeout_s=240, every_s=0.2)
+    (replica,) = cluster.living("ServeReplica:reward-rlvr-boxed")
+    replica.kill()
+    wait_until_sync(lambda: state(cluster, "rlvr") == "finished", timeout_s=240, every_s=0.2)
+    counters = cluster.run("rlvr")["counters"]
+    assert (counters["trained"], counters["failed"], counters["in_flight"]) == (8 * SHORT_RLVR["max_steps"], {}, 0)
+    assert "PROVEN: every group" in cluster.offbeat("audit", "rlvr")
+    wait_until_sync(lambda: not cluster.living("ServeReplica:reward-rlvr-boxed"), timeout_s=60, every_s=0.2)
 
 
 def test_sft_is_paused_changed_stopped_and_resumed_over_rest(cluster: RayCluster) -> None:

@@ -1,7 +1,8 @@
-"""Two Ray nodes with logical GPUs: devices of each role, and a learner over both."""
+"""Two Ray nodes with logical GPUs: devices of each role, a learner over both, scorers beside it, checkpoints in S3."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import psutil
 import pytest
 import torch
@@ -17,10 +19,12 @@ from safetensors.torch import load_file
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.process.remote_ranks import FollowerHost
+from offbeat.trainer.training.remote_checkpoints import RemoteFolder
 from tests.integration.algorithm_rank import ALGORITHMS
 from tests.integration.ray_cluster import RayCluster
 from tests.integration.rendezvous_rank import RUN
 from tests.paths import ROOT
+from tests.trainer.training.object_store import BUCKET, s3_bucket
 from tests.waiting import wait_until_sync
 
 DEPLOY = ROOT / "deploy" / "deploy.yaml"
@@ -41,6 +45,14 @@ num_gpus_per_node: 1
 actor_train: {num_processes: 2}
 actor_infer: {generating_args: {max_new_tokens: 2}}
 rollout: {num_workers: 1, cpus_per_worker: 0.5}
+"""
+STORE = f"s3://{BUCKET}/copies"
+SCORED_RUN = f"""{SPREAD_RUN}
+use_kl_loss: true
+kl_loss_coef: 0.05
+reference: {{strategy_args: {{placement: service, num_replicas: 2}}}}
+buffer: {{worker_timeout_s: 4}}
+checkpoint_config: {{output_dir: "{STORE}", keep_local_file: false}}
 """
 
 
@@ -124,20 +136,49 @@ def host_of(cluster: RayCluster, kind: str) -> str:
     return next((actor["node_id"] for actor in cluster.actors() if actor["class_name"] == kind), "")
 
 
+def post(cluster: RayCluster, document: str) -> None:
+    posted = cluster.api.post("/runs", content=document, headers={"content-type": "application/yaml"})
+    assert posted.status_code == 201, posted.text
+
+
+def step(cluster: RayCluster, run: str = "spread") -> int:
+    return cluster.run(run).get("step", -1)
+
+
+def wait_for_steps(cluster: RayCluster, number: int) -> None:
+    """Return when run `spread` has trained `number` more steps."""
+    reached = step(cluster)
+    wait_until_sync(lambda: step(cluster) >= reached + number, timeout_s=120, every_s=0.3)
+
+
+@pytest.fixture
+def s3() -> Iterator[None]:
+    with s3_bucket():
+        yield
+
+
 @pytest.mark.alone
 @pytest.mark.timeout(600)
-def test_a_learner_of_two_nodes_dies_and_returns_as_one(cluster: RayCluster) -> None:
+@pytest.mark.usefixtures("s3")  # before the cluster, which takes the environment
+def test_a_learner_of_two_nodes_dies_and_returns_as_one(request: pytest.FixtureRequest) -> None:
+    """Beside a reference of two replicas; an attached learner of two ranks resumes from the store what the folder lost."""
+    cluster: RayCluster = request.getfixturevalue("cluster")
     cluster.start(num_cpus=3)
     cluster.join(num_cpus=1)
     cluster.deploy(DEPLOY)
     wait_until_sync(lambda: cluster.status().get("control") == "RUNNING", timeout_s=120, every_s=0.5)
-    posted = cluster.api.post("/runs", content=SPREAD_RUN, headers={"content-type": "application/yaml"})
-    assert posted.status_code == 201, posted.text
-    wait_until_sync(lambda: cluster.run("spread").get("step", -1) >= 3, timeout_s=240, every_s=0.3)
+    post(cluster, SCORED_RUN)
+    wait_until_sync(lambda: step(cluster) >= 3, timeout_s=240, every_s=0.3)
     before = ranks(cluster)
     assert before.keys() == {"0", "1"}
     assert host_of(cluster, "LearnerHostActor") != host_of(cluster, "FollowerHostActor") != ""
 
+    first, second = cluster.living("ray::ScorerActor")
+    for stopped in (first, second):  # the other one scores what this one holds, too
+        stopped.suspend()
+        wait_for_steps(cluster, 4)
+        stopped.resume()
+    first.kill()
     before["1"].send_signal(signal.SIGKILL)
     wait_until_sync(lambda: not before["0"].is_running(), timeout_s=60, every_s=0.2)
 
@@ -146,8 +187,32 @@ def test_a_learner_of_two_nodes_dies_and_returns_as_one(cluster: RayCluster) -> 
         return after.keys() == {"0", "1"} and not {p.pid for p in after.values()} & {p.pid for p in before.values()}
 
     wait_until_sync(is_back, timeout_s=120, every_s=0.2)
-    step = cluster.run("spread")["step"]
-    wait_until_sync(lambda: cluster.run("spread").get("step", -1) > step + 1, timeout_s=120, every_s=0.3)
+    wait_until_sync(lambda: len(cluster.living("ray::ScorerActor")) == 2, timeout_s=60, every_s=0.2)
+    wait_for_steps(cluster, 2)
     assert cluster.api.post("/runs/spread/stop").status_code in (200, 202)
     wait_until_sync(lambda: cluster.run("spread").get("state") == "stopped", timeout_s=60, every_s=0.3)
-    wait_until_sync(lambda: not cluster.living("offbeat.trainer.cli"), timeout_s=30, every_s=0.2)
+    wait_until_sync(lambda: not cluster.living("offbeat.trainer.cli", "ray::ScorerActor"), timeout_s=30, every_s=0.2)
+    resume_elsewhere(cluster, step(cluster))
+
+
+def resume_elsewhere(cluster: RayCluster, reached: int) -> None:
+    """Resume from the store alone, by two attached ranks, and upload."""
+    (written,) = fsspec.filesystem("s3").ls(STORE)
+    uploaded = RemoteFolder(f"s3://{written}").read_list()
+    assert uploaded[-1].step == reached
+    shutil.rmtree(cluster.folder / "runs" / "spread")
+    end = reached + 4
+    replaced = {"exp_name: spread": "exp_name: again", "runs/spread": "runs/again", "num_gpus_per_node: 1": ""}
+    document = SCORED_RUN.replace("max_steps: 400", f"max_steps: {end}")
+    for old, new in replaced.items():
+        document = document.replace(old, new)
+    post(cluster, f'{document}\ncontrol: {{learner: external}}\nresume_from_checkpoint: "{STORE}"')
+    said = cluster.offbeat("learner", "attach", "again", "--redis", "runs/redis/url", "--nproc", "2")
+    assert "Learner of again: 2 process(es)" in said
+    assert f"Resuming from step {reached}" in said
+    assert f"step {end}/{end}" in said
+    wait_until_sync(lambda: cluster.run("again").get("state") == "finished", timeout_s=60, every_s=0.2)
+    (other,) = [each for each in fsspec.filesystem("s3").ls(STORE) if each != written]
+    assert RemoteFolder(f"s3://{other}").read_list()[-1].step == end
+    assert RemoteFolder(f"s3://{written}").read_list() == uploaded, "the first run's are untouched"
+    assert "PROVEN: every group" in cluster.offbeat("audit", "again")

@@ -1,5 +1,6 @@
 """Keys of the algorithm; formulas in docs/algorithms.md."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -27,6 +28,7 @@ Estimator = Literal[
     "reinforce_plus_plus_baseline",
     "opo",
     "maxrl",
+    "gdpo",
     "gigpo",
     "step_reinforce",
     "agentic_reinforce",
@@ -37,6 +39,7 @@ RewardMethod = Literal["identity", "mean", "mean_std", "std"]
 
 GROUP_METHODS: dict[str, RewardMethod] = {
     "grpo": "mean_std",
+    "gdpo": "mean_std",
     "gigpo": "mean_std",
     "dr_grpo": "mean",
     "reinforce_plus_plus_baseline": "mean",
@@ -44,6 +47,8 @@ GROUP_METHODS: dict[str, RewardMethod] = {
 """Default normalization of estimators that compare a group."""
 BASELINES = ("rloo", "opo", "maxrl", "remax")
 """Estimators with their own baseline."""
+DECOUPLED = ("gdpo",)
+"""Estimators that compare each reward function's values on their own."""
 GREEDY_BASELINE = ("remax",)
 TURN_WISE = ("gigpo", "step_reinforce")
 """One advantage per turn."""
@@ -73,8 +78,8 @@ class AlgorithmConfig(ConditionalConfig):
     # --- From rewards to advantages
     adv_estimator: Estimator | UserFunction = "grpo"
     """Advantage estimator. `grpo`, `dr_grpo`, `rloo`, `opo`, `maxrl`, `gigpo`, `reinforce_plus_plus_baseline`: compare
-    a group; `remax`: a greedy episode per group; `gae`: a critic; `step_reinforce`, `gigpo`: per turn; `opd`: teachers
-    alone; `module:function`: your own.
+    a group; `gdpo`: each reward function's values on their own; `remax`: a greedy episode per group; `gae`: a critic;
+    `step_reinforce`, `gigpo`: per turn; `opd`: teachers alone; `module:function`: your own.
     """
     use_opd: Annotated[bool, NotWith("opd distills already", adv_estimator=DISTILLING)] = False
     """Subtraction of the teachers' KL from advantages; `adv_estimator: opd` ignores rewards (ROLL's `is_pure_opd`)."""
@@ -280,6 +285,10 @@ class AlgorithmConfig(ConditionalConfig):
             raise ValueError(
                 "adv_estimator gigpo compares within groups and within equal observations: only method has an effect"
             )
+        if estimator in DECOUPLED and (value.grouping != "traj_group_id" or split):
+            raise ValueError(
+                "adv_estimator gdpo normalizes each reward within groups and their sum over the batch: only method counts"
+            )
         if value.grouping == "state" and estimator != "step_reinforce":
             raise ValueError(
                 "grouping state compares turns: take adv_estimator step_reinforce, or gigpo, which includes it"
@@ -334,6 +343,11 @@ class AlgorithmConfig(ConditionalConfig):
         if config.norm_mean_type or config.norm_std_type:
             return config.norm_std_type
         return "group" if self.reward_method == "mean_std" else None
+
+    @property
+    def reward_weights(self) -> Mapping[str, float]:
+        """Weight of each reward function by name; those of a run are its `rewards`."""
+        return {}
 
     @property
     def num_baselines(self) -> int:

@@ -25,12 +25,15 @@ class LearnerConfig(AlgorithmConfig):
     pipeline: Pipeline = "agentic"
     """Source of groups. `agentic`: episodes of envs; `online_dpo`: each group's best and worst episode as a pair;
     `rlvr`: answers to a dataset's prompts, scored by `rewards`; `sft`: conversations of a dataset; `distill`:
-    conversations with teachers' distributions; `dpo`: pairs of a dataset (docs/pipelines.md).
+    conversations with teachers' distributions; `dpo`: pairs of a dataset; `reward_model`: pairs, for a model that
+    scores conversations (docs/pipelines.md).
     """
-    data: Annotated[DataConfig | None, OnlyWith(pipeline=("rlvr", "sft", "dpo", "distill"))] = None
+    data: Annotated[DataConfig | None, OnlyWith(pipeline=("rlvr", "sft", "dpo", "distill", "reward_model"))] = None
     """Dataset of the data pipelines, or of prompts."""
     dpo: Annotated[PreferenceConfig, OnlyWith(pipeline=("dpo", "online_dpo"))] = PreferenceConfig()
     distill: Annotated[DistillConfig, OnlyWith(pipeline=("distill",))] = DistillConfig()
+    center_rewards_coefficient: Annotated[float, OnlyWith(pipeline=("reward_model",))] = Field(default=0.0, ge=0)
+    """Coefficient of (chosen + rejected reward)^2, which keeps a reward model's scores around 0 (arXiv:2312.09244)."""
     seed: int = Field(default=42, ge=0, lt=2**31)
     """Seed of tasks, initial weights and sampling; below 2**31, as engines add ranks."""
     output_dir: Path = Path("runs/offbeat")
@@ -186,6 +189,11 @@ class LearnerConfig(AlgorithmConfig):
     @property
     def distills(self) -> bool:
         return self.pipeline == "distill" if self.reads_data else super().distills
+
+    @property
+    def trains_reward_model(self) -> bool:
+        """Whether the trained model scores conversations instead of continuing them."""
+        return self.pipeline == "reward_model"
 
     @property
     def sampled_share(self) -> float:

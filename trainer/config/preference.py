@@ -14,6 +14,8 @@ REFERENCE_FREE = ("simpo", "orpo")
 
 
 class PreferenceConfig(ConditionalConfig):
+    """Loss of pairs of a chosen and a rejected response."""
+
     loss_type: LossType = "sigmoid"
     """`sigmoid`: DPO (arXiv:2305.18290), with `label_smoothing` cDPO; `ipo` (2310.12036), `hinge` (SLiC, 2305.10425),
     `robust` (2403.00409), `apo_zero` and `apo_down` (2408.06266); without reference `simpo` (2405.14734) and `orpo`

@@ -55,6 +55,7 @@ class LearnerRunConfig(LearnerConfig):
     weights: WeightsConfig = WeightsConfig()
     """Weight transport to engines."""
     telemetry: TelemetryConfig = TelemetryConfig()
+    """Traces from the prompt to the gradient."""
 
     @field_validator("custom_envs")
     @classmethod
@@ -123,9 +124,18 @@ class LearnerRunConfig(LearnerConfig):
         return RewardsConfig(rewards=self.rewards, combine=self.combine) if self.rewards else None
 
     @property
+    def reward_weights(self) -> Mapping[str, float]:
+        return {reward.name: reward.weight for reward in self.rewards}
+
+    @property
     def uses_engine(self) -> bool:
         """Return whether training or evaluation samples."""
         return self.plays or self.sampled_share > 0
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether engines sleep during the learner's steps, which gives its devices to them between steps."""
+        return self.uses_engine and bool(self.actor_infer.engine.enable_sleep_mode)
 
     @property
     def plays(self) -> bool:

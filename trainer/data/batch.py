@@ -23,6 +23,7 @@ from offbeat.services.messages.types import (
     PromptImage,
     Trajectory,
 )
+from offbeat.trainer.data.reward_parts import RewardParts, read_reward_parts
 
 IntArray = npt.NDArray[np.int64]
 
@@ -66,6 +67,8 @@ class Batch:
     greedy_reward: Tensor | None = None
     images: tuple[tuple[PromptImage, ...], ...] = ()
     """Per sequence; empty if there are none."""
+    reward_parts: RewardParts | None = None
+    """Episodes' rewards by reward function."""
 
     @property
     def last_turn(self) -> Tensor:
@@ -205,6 +208,7 @@ def pack(groups: Sequence[Group]) -> Batch:
         temperatures=_token_temperatures(temperatures, trajectory_of),
         images=tuple(columns.images) if any(columns.images) else (),
         greedy_reward=_greedy_rewards(groups),
+        reward_parts=read_reward_parts([trajectory for _, trajectory in members]),
     )
 
 

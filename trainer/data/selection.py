@@ -12,9 +12,10 @@ from offbeat.services.messages.types import Group
 from offbeat.trainer.algorithms.aggregation import NO_MASKED, MaskedCounts
 from offbeat.trainer.algorithms.normalization import has_signal
 from offbeat.trainer.checks.algorithm import load_filter
-from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.config.algorithm import DECOUPLED, AlgorithmConfig
 from offbeat.trainer.config.query_filter import QueryFilter
 from offbeat.trainer.data.batch import Batch, pack
+from offbeat.trainer.data.reward_parts import decoupled_rewards, read_reward_parts
 from offbeat.trainer.data.reward_shaping import shape_rewards
 
 
@@ -38,6 +39,9 @@ def carries_signal(group: Group, config: AlgorithmConfig, shaped: Group | None =
     group = shape_rewards([group], config)[0] if shaped is None else shaped
     compared = (*group.trajectories, *group.baselines) if config.num_baselines else group.trajectories
     rewards = [trajectory.reward for trajectory in compared]
+    if config.adv_estimator in DECOUPLED:
+        parts = read_reward_parts(group.trajectories)
+        return has_signal(decoupled_rewards(config, parts, torch.zeros(len(group.trajectories), dtype=torch.int64)))
     if config.adv_estimator == "step_reinforce":
         return _turns_differ(group, config, by_state=config.reward_normalization.grouping == "state")
     compares_turns = config.adv_estimator == "gigpo" and config.step_reward_weight > 0

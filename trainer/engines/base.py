@@ -82,6 +82,14 @@ class TrainEngine(Protocol[Output_co]):
         """Reset the moments."""
         ...
 
+    def offload_states(self) -> None:
+        """Move weights and moments to the host's memory; nothing but `load_states` may follow."""
+        ...
+
+    def load_states(self) -> None:
+        """Move weights and moments back."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write a checkpoint that `load` resumes exactly."""
         ...

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from offbeat.trainer.config.actor_train import StrategyArgs, TrainingArgs
 from offbeat.trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
+from offbeat.trainer.engines.offload import move_moments
 from offbeat.trainer.engines.param_groups import (
     adam_settings,
     adopt,
@@ -116,6 +117,20 @@ class DeepSpeedEngine(OnRanks):
 
     def reset_optimizer(self) -> None:
         forget(self._moments.state.values())
+
+    def offload_states(self) -> None:
+        if self._stage > 0:
+            self._engine.offload_states(pin_memory=False)  # pinned buffers would be allocated anew in each turn
+            return
+        self._engine.module.to("cpu")
+        move_moments(self._moments.state.values(), "cpu")
+
+    def load_states(self) -> None:
+        if self._stage > 0:
+            self._engine.reload_states()
+            return
+        self._engine.module.to(self.device)
+        move_moments(self._moments.state.values(), self.device)
 
     @property
     def _loss_scale(self) -> float | None:

@@ -40,6 +40,12 @@ class FrozenModel(OnRanks):
     def hidden_states(self, batch: Sequence[PackedInput]) -> list[ReferenceStates]:
         return [self._model.hidden_states(x.to(self.device)) for x in batch]
 
+    def offload_states(self) -> None:
+        self._model.to("cpu")
+
+    def load_states(self) -> None:
+        self._model.to(self.device)
+
     @torch.no_grad()
     def follow(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:
         """Interpolate towards `tensors` by `share`."""

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from offbeat.trainer.config.actor_train import TrainingArgs
 from offbeat.trainer.engines.base import MIN_LOSS_SCALE, Hyperparameters, LossFunction, StepOutcome
+from offbeat.trainer.engines.offload import move_moments
 from offbeat.trainer.engines.param_groups import (
     adam_settings,
     adopt,
@@ -202,6 +203,14 @@ class FSDP2Engine(OnRanks):
 
     def reset_optimizer(self) -> None:
         forget(self._optimizer.state.values())
+
+    def offload_states(self) -> None:
+        self._module.to("cpu")
+        move_moments(self._optimizer.state.values(), "cpu")
+
+    def load_states(self) -> None:
+        self._module.to(self.device)
+        move_moments(self._optimizer.state.values(), self.device)
 
     def save(self, folder: Path) -> None:
         model, optimizer = get_state_dict(self._module, self._optimizer)

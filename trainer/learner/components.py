@@ -18,6 +18,7 @@ from offbeat.trainer.learner.group_intake import GroupIntake
 from offbeat.trainer.learner.loop import LearnerComponents
 from offbeat.trainer.learner.reporter import LearnerReporter
 from offbeat.trainer.learner.score_intake import ScoreIntake
+from offbeat.trainer.learner.shared_devices import Turns
 from offbeat.trainer.learner.staleness_controller import StalenessController
 from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.learner.task_sampler import Curriculum
@@ -47,6 +48,7 @@ def build_components(
     log: EvaluationLog,
     reporter: LearnerReporter,
     scores: GroupScores,
+    turns: Turns | None,
     should_stop: Callable[[], bool],
 ) -> LearnerComponents:
     config = run.config
@@ -96,6 +98,7 @@ def build_components(
             LoggedSteps(config.logging_steps, config.max_steps),
         ),
         should_stop=should_stop,
+        turns=turns,
         validation=read_validation(run),
         tracer=open_step_tracer(config.telemetry, run_id=run.run_id, algorithm=config.adv_estimator),
         num_val_prompts=count_prompts(run),

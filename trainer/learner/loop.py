@@ -29,6 +29,7 @@ from offbeat.trainer.learner.reporter import (
     step_values,
     was_skipped,
 )
+from offbeat.trainer.learner.shared_devices import SharedDevices, Turns
 from offbeat.trainer.learner.staleness_controller import StalenessController
 from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.learner.task_sampler import Curriculum
@@ -67,6 +68,8 @@ class LearnerComponents:
     should_stop: Callable[[], bool]
     validation: ValidationRows = field(default_factory=lambda: ValidationRows([]))
     tracer: StepTracer = field(default_factory=NoStepTracer)
+    turns: Turns | None = None
+    """With engines on the learner's devices, held at first; None: no engine shares them."""
     num_val_prompts: int | None = None
     """Rows that each evaluation answers once; None: the configured numbers of episodes."""
 
@@ -79,6 +82,7 @@ class Learner:
         self._buffer = components.buffer
         self._publisher = components.publisher
         self._trainer = components.trainer
+        self._devices = SharedDevices(components.trainer, components.turns)
         self._batch_log = components.batch_log
         self._evaluations = components.evaluations
         self._intake = components.intake
@@ -155,7 +159,9 @@ class Learner:
             UnsavedError: no checkpoint within the time limit.
         """
         with closing(self._tracer):
-            return self._run()
+            finished = self._run()
+        self._devices.leave()
+        return finished
 
     def _run(self) -> bool:
         self._begin()
@@ -202,6 +208,7 @@ class Learner:
             return False
         if step - self._published > self._settings.max_staleness:  # a lower bound admits no groups for this step before
             self._publish()
+        self._devices.leave()
         began = time.monotonic()
         self._reporter.set_phase("evaluating the start" if step == 0 else "training")
         self._reporter.set_activity("taking", step=step, groups=self._config.groups_per_step)
@@ -213,6 +220,8 @@ class Learner:
         self._seconds["wait"] = time.monotonic() - began
         if self._intake.scores is not None:
             self._seconds["score_wait"] = taken.score_wait_s
+        if not self._take_devices():
+            return False
         replayed = self._replay.select(step, self._settings.max_staleness)
         batch = self._intake.build_batch(step, taken, replayed)
         self._batch_log.record(batch, self._settings.learning_rate)
@@ -242,6 +251,12 @@ class Learner:
         self._raise_on_repeated_skips()
         return True
 
+    def _take_devices(self) -> bool:
+        if self._config.takes_turns:
+            with self._timed("turn"):
+                return self._devices.take(self._should_stop)
+        return True
+
     def _apply_settings(self) -> bool:
         self._staleness.decide(self._step, self._settings)
         while True:
@@ -254,6 +269,7 @@ class Learner:
             self._settings = settings
             if not boundary.paused:
                 return True
+            self._devices.leave()
             self._reporter.set_phase("paused")
             self._reporter.set_activity("paused", step=self._step)
             time.sleep(PAUSE_POLL_S)
@@ -287,7 +303,7 @@ class Learner:
         return self._step >= config.max_steps or any(self._step % each == 0 for each in periods if each)
 
     def _publish(self) -> None:
-        with self._timed("publish"), self._tracer.sync(self._step):
+        with self._devices.held(), self._timed("publish"), self._tracer.sync(self._step):
             self._publisher.publish(self._step, self._step, self._trainer.tensors())
             self._published = self._step
         set_process_log_fields(version=self._step)
@@ -318,7 +334,8 @@ class Learner:
 
     def _save(self, folder: Path) -> None:
         self._batch_log.flush()
-        self._trainer.save(folder)
+        with self._devices.held():
+            self._trainer.save(folder)
         self._replay.save(folder)
         self._staleness.save(folder)
         self._curriculum.save(folder)
@@ -343,6 +360,7 @@ class Learner:
 
     def _finish(self) -> bool:
         self._evaluate("after", greedy=True, num_episodes=self._config.final_val_batch_size)
+        self._devices.leave()
         self._reporter.set_phase("evaluating the result")
         if not self._evaluations.wait(self._should_stop):
             return False

@@ -10,7 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from offbeat.trainer.algorithms.aggregation import NO_MASKED, MaskedCounts
 from offbeat.trainer.algorithms.gae import generalized_advantages
+from offbeat.trainer.algorithms.gdpo import batch_normalized
 from offbeat.trainer.algorithms.gigpo import group_in_group
 from offbeat.trainer.algorithms.maxrl import mean_normalized
 from offbeat.trainer.algorithms.normalization import (
@@ -29,10 +31,11 @@ from offbeat.trainer.algorithms.remax import subtract_greedy_reward
 from offbeat.trainer.algorithms.rloo import leave_one_out
 from offbeat.trainer.algorithms.turn_gae import turn_advantages
 from offbeat.trainer.algorithms.vtrace import vtrace
-from offbeat.trainer.config.algorithm import TURN_WISE, AlgorithmConfig
+from offbeat.trainer.config.algorithm import DECOUPLED, TURN_WISE, AlgorithmConfig
 from offbeat.trainer.config.rewards import Over
 from offbeat.trainer.config.user_function import is_function
 from offbeat.trainer.data.batch import Batch
+from offbeat.trainer.data.reward_parts import decoupled_rewards
 from offbeat.trainer.data.user_functions import estimate_advantages
 
 
@@ -229,19 +232,23 @@ def scale_rewards(rewards: Tensor) -> Tensor:
     return rewards / (rewards.std() + EPS)
 
 
-def token_rewards(config: AlgorithmConfig, batch: Batch, running: RunningMoments | None = None) -> Tensor:
+def token_rewards(
+    config: AlgorithmConfig, batch: Batch, running: RunningMoments | None = None, masked: MaskedCounts = NO_MASKED
+) -> Tensor:
     """Return normalized episode rewards on trajectories' last tokens, or turn rewards on turns'. [M]"""
     if config.adv_estimator in TURN_WISE:  # these use `Batch.score`
         return batch.turn_reward
     if config.reward_method == "identity" and config.adv_estimator not in BASELINE_OF:
         return _clip(config, batch.turn_reward)
     rewards = torch.zeros(batch.num_sampled)
-    rewards[batch.last] = episode_rewards(config, batch, running)[batch.trajectory[batch.last]]
+    rewards[batch.last] = episode_rewards(config, batch, running, masked)[batch.trajectory[batch.last]]
     return rewards
 
 
-def episode_rewards(config: AlgorithmConfig, batch: Batch, running: RunningMoments | None = None) -> Tensor:
-    """Return normalized and clipped episode rewards [T].
+def episode_rewards(
+    config: AlgorithmConfig, batch: Batch, running: RunningMoments | None = None, masked: MaskedCounts = NO_MASKED
+) -> Tensor:
+    """Return normalized and clipped episode rewards [T]. masked: counted in the batch's deviation.
 
     Raises:
         ValueError: running statistics are configured, but `running` is None.
@@ -249,6 +256,9 @@ def episode_rewards(config: AlgorithmConfig, batch: Batch, running: RunningMomen
     baseline = BASELINE_OF.get(config.adv_estimator)
     if baseline is not None:
         return _clip(config, baseline(batch))
+    if config.adv_estimator in DECOUPLED and batch.reward_parts is not None:
+        sums = decoupled_rewards(config, batch.reward_parts, batch.group)
+        return _clip(config, batch_normalized(sums, masked.sequences).to(batch.episode_reward))
     center = _moments(config.mean_over, config, batch, running) if config.mean_over else None
     scale = _moments(config.std_over, config, batch, running) if config.std_over else None
     return _clip(config, normalize(batch.episode_reward, center, scale))

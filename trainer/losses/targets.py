@@ -17,7 +17,7 @@ from offbeat.trainer.algorithms.kl import KL_PENALTIES
 from offbeat.trainer.algorithms.m2po import second_moment_mask
 from offbeat.trainer.algorithms.normalization import RunningMoments, constant_groups, sum_by_group
 from offbeat.trainer.algorithms.proximal import proximal_share
-from offbeat.trainer.config.algorithm import TURN_WISE, AlgorithmConfig
+from offbeat.trainer.config.algorithm import DECOUPLED, TURN_WISE, AlgorithmConfig
 from offbeat.trainer.data.batch import Batch
 from offbeat.trainer.data.selection import episode_weights, trained_episodes
 from offbeat.trainer.losses.advantages import (
@@ -101,7 +101,7 @@ def build_targets(
     """
     _check(config, old_logprobs, ref_logprobs, version, old_is_present=old_is_present)
     old = batch.behavior_logprobs if old_logprobs is None else old_logprobs
-    rewards, kl_mean = token_rewards(config, batch, running), 0.0
+    rewards, kl_mean = token_rewards(config, batch, running, masked), 0.0
     kl = _kl_in_reward(config, old, ref_logprobs, divergences)
     if kl is not None:
         rewards = rewards - kl_coef * kl
@@ -221,7 +221,7 @@ def _pg_weights(config: AlgorithmConfig, batch: Batch, advantages: Tensor, maske
     if config.pg_variant != "gpg" or not config.compares_siblings:
         return weights
     informative = ~constant_groups(batch.episode_reward, batch.group)
-    if config.adv_estimator in TURN_WISE:
+    if config.adv_estimator in (*TURN_WISE, *DECOUPLED):
         informative = sum_by_group(advantages.abs(), batch.group[batch.trajectory])[batch.group] > 0
     scale = informative_share_inverse(informative, masked.sequences)
     return torch.full((batch.num_sampled,), scale) if weights is None else weights * scale

@@ -3,13 +3,21 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 
 from offbeat.services.chat.vision import ImageProcessor, model_family
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.models.attention import PACKED_ATTENTION
 from offbeat.trainer.models.lora import add_adapters
 from offbeat.trainer.models.policy import PackedCritic, PackedPolicy
+from offbeat.trainer.models.reward_model import PackedRewardModel
 from offbeat.trainer.models.vision import PackedVisionPolicy
 
 PREFIX_SHARING_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -44,6 +52,17 @@ def load_critic(folder: Path, args: ModelArgs, seed: int) -> PackedCritic:
     return PackedCritic(_load(AutoModel, folder, args, seed))
 
 
+def load_reward_model(folder: Path, args: ModelArgs, seed: int) -> PackedRewardModel:
+    """Load a reward model, or a language model with a new head, which `seed` initializes.
+
+    Raises:
+        ValueError: the architecture has no such head.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return PackedRewardModel(_load(AutoModelForSequenceClassification, folder, args, seed, num_labels=1))
+
+
 def _load_policy(folder: Path, args: ModelArgs, seed: int, temperature: float) -> PackedPolicy:
     if model_family(folder) is not None:
         model = _load(AutoModelForImageTextToText, folder, args, seed)
@@ -54,15 +73,18 @@ def _load_policy(folder: Path, args: ModelArgs, seed: int, temperature: float) -
     return PackedPolicy(model, temperature)
 
 
-def _load(auto: Any, folder: Path, args: ModelArgs, seed: int) -> PreTrainedModel:
+def _load(auto: Any, folder: Path, args: ModelArgs, seed: int, **settings: int) -> PreTrainedModel:
+    """settings: of the model's config."""
     attention = _attention_implementation(args, has_vision=auto is AutoModelForImageTextToText)
     dtype = getattr(torch, args.dtype)
     if has_weights(folder):
-        model = auto.from_pretrained(folder, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
+        model = auto.from_pretrained(
+            folder, dtype=dtype, attn_implementation=attention, trust_remote_code=False, **settings
+        )
     else:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **settings)
             model = auto.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
     if args.shared_prefix and model.config.model_type not in PREFIX_SHARING_TYPES:
         raise ValueError(

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import torch
 from offbeat.services.buffer.group_ledger import LedgerThread
 from offbeat.services.buffer.learner_client import IncarnationWatch, RedisLearnerBuffer
 from offbeat.services.buffer.scores import RedisGroupScores
+from offbeat.services.device_turns import LearnerTurns
 from offbeat.services.errors import CodecError, ControlError, RetryableError
 from offbeat.services.redis.connection import connect
 from offbeat.services.redis.incarnation import KnownIncarnation
@@ -112,6 +113,7 @@ class LearnerProcess:
         self._board = RedisStatusBoard(self._redis, run.run_id, run.uid)
         self._reporter = LearnerReporter(self._metrics, self._board, self._view, self._watchdog, run.config.limits)
         self._followers = FollowerRanks()
+        self._turns: LearnerTurns | None = None
         self._heartbeat_timeout_s = HEARTBEAT_TIMEOUTS * run.config.buffer.learner_timeout_s
         self._startup = _StartupTimer(started)
 
@@ -165,20 +167,37 @@ class LearnerProcess:
             run_uid=self._run.uid,
             newest_epoch=lambda: max(read_epoch(self._run.checkpoints), newest_epoch(self._run.output_dir)),
         )
-        self._view.show_phase("loading the policy")
-        with process_group(ranks, self._run.config.actor_train.backend_timeout) as ranks:
+        with ExitStack() as stack:
+            # Where engines are on the devices, a learner on standby must not be
+            if self._run.config.takes_turns and not self._acquire(lease, stack):
+                self._followers.kill()  # they wait for the process group
+                return LearnerResult(interrupted=self._stop.is_set())
+            self._view.show_phase("loading the policy")
+            ranks = stack.enter_context(process_group(ranks, self._run.config.actor_train.backend_timeout))
             with _as_control_error("the policy can't be built"):
                 trainer = PolicyTrainer(self._run, ranks, self._watchdog)
             self._startup.lap("engine")
-            self._view.show_phase("acquiring the lease")
-            with lead(trainer, ranks) as leader:
-                if not wait_for_lease(lease, self._view, self._should_stop):
-                    return LearnerResult(interrupted=self._stop.is_set())
-                self._startup.lap("lease")
-                with lease:
-                    result = self._train(leader, trainer.vocab_size, lease, ranks)
-                    lease.check()
-                return result
+            leader = stack.enter_context(lead(trainer, ranks))
+            if not self._run.config.takes_turns and not self._acquire(lease, stack):
+                return LearnerResult(interrupted=self._stop.is_set())
+            result = self._train(leader, trainer.vocab_size, lease, ranks)
+            lease.check()
+        return result
+
+    def _acquire(self, lease: LearnerLease, stack: ExitStack) -> bool:
+        """Hold the lease until the stack unwinds, and the devices where engines share them; return False if stopped."""
+        self._view.show_phase("acquiring the lease")
+        if not wait_for_lease(lease, self._view, self._should_stop):
+            return False
+        stack.enter_context(lease)
+        if self._run.config.takes_turns:
+            self._view.show_phase("waiting until the engines sleep")
+            run, lease_s = self._run, self._run.config.buffer.learner_timeout_s
+            self._turns = LearnerTurns(self._redis, run.run_id, run.uid, lease.epoch, lease_s)
+            if not self._turns.begin(self._should_stop):
+                return False
+        self._startup.lap("lease")
+        return True
 
     def _check_unchanged(self) -> None:
         if read_run(self._redis, self._run.run_id) != self._run:
@@ -307,6 +326,7 @@ class LearnerProcess:
             log=RedisEvaluationLog(self._redis, run.run_id, run.uid),
             reporter=self._reporter,
             scores=RedisGroupScores(self._redis, run.run_id),
+            turns=self._turns,
             should_stop=self._should_stop,
         )
         return Learner(run, components, num_processes=ranks.world_size)

@@ -80,6 +80,14 @@ class RankZeroTrainer:
         self._broadcast("tensors")
         yield from self._trainer.tensors()
 
+    def offload_states(self) -> None:
+        self._broadcast("offload_states")
+        self._trainer.offload_states()
+
+    def load_states(self) -> None:
+        self._broadcast("load_states")
+        self._trainer.load_states()
+
     def save(self, folder: Path) -> None:
         self._broadcast("save", str(folder))
         self._trainer.save(folder)
@@ -122,6 +130,10 @@ def follow_rank_zero(trainer: Trainer, ranks: Ranks, config: AlgorithmConfig) ->
             case "tensors":
                 for _ in trainer.tensors():
                     pass
+            case "offload_states":
+                trainer.offload_states()
+            case "load_states":
+                trainer.load_states()
             case "save":
                 trainer.save(Path(arguments[0]))
             case "load":

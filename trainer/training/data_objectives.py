@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from offbeat.services.messages.types import Group
 from offbeat.services.rollout.data.sampled import SAMPLED
+from offbeat.services.rollout.data.source import MARGIN
 from offbeat.services.telemetry import Partial
 from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.config.scored_roles import TEACHER_PREFIX
@@ -16,11 +17,11 @@ from offbeat.trainer.data.batch import Batch, MicroBatch, pack
 from offbeat.trainer.data.whole_sequences import learned_tokens, with_prompts
 from offbeat.trainer.losses.distillation import DistillationLosses, add_loss, make_distillation
 from offbeat.trainer.losses.preference import PreferenceLosses
+from offbeat.trainer.losses.reward_model import RewardModelLosses
 from offbeat.trainer.losses.supervised import SupervisedLosses
 from offbeat.trainer.losses.unpaired import UnpairedLosses, add_margins
 from offbeat.trainer.models.distillation import TeacherTokens
 from offbeat.trainer.models.packing import PackedInput
-from offbeat.trainer.models.policy import Sampled
 from offbeat.trainer.training.group_scorer import to_input
 from offbeat.trainer.training.teacher_scorer import TeacherScorer, decode_teacher
 
@@ -30,7 +31,7 @@ Gauges = dict[str, Partial]
 class DataLosses(Protocol):
     gauges: list[Gauges]
 
-    def of_policy(self, i: int, output: Sampled, /) -> Tensor: ...
+    def of_policy(self, i: int, output: Any, /) -> Tensor: ...
 
 
 class Objective(Protocol):
@@ -60,6 +61,30 @@ class SupervisedObjective:
 
     def finish(self, gauges: Gauges) -> Gauges:
         return gauges
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModelObjective:
+    """margins: [T], of each trajectory's pair."""
+
+    batch: Batch
+    margins: Tensor
+    center_coef: float
+
+    def to_input(self, micro: MicroBatch) -> PackedInput:
+        return to_input(micro)
+
+    def make_losses(self, micro_batches: Sequence[MicroBatch]) -> DataLosses:
+        num_pairs = sum(len(micro.index) for micro in micro_batches) // 2
+        return RewardModelLosses(self.batch, micro_batches, self.margins, self.center_coef, num_pairs)
+
+    def finish(self, gauges: Gauges) -> Gauges:
+        return gauges
+
+
+def reward_model_of(groups: Sequence[Group], center_coef: float) -> RewardModelObjective:
+    margins = [trajectory.metrics.get(MARGIN, 0.0) for group in groups for trajectory in group.trajectories]
+    return RewardModelObjective(pack(groups), torch.tensor(margins), center_coef)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from offbeat.trainer.training.data_objectives import (
     SupervisedObjective,
     UnpairedObjective,
     distillation_of,
+    reward_model_of,
 )
 from offbeat.trainer.training.group_scorer import inference_budget, scatter_outputs, to_input
 from offbeat.trainer.training.optimizer_step import (
@@ -52,7 +53,7 @@ class DataTrainer(BatchTrainer):
         losses = objective.make_losses(micro_batches)
         outputs = self._models.policy.infer([objective.to_input(micro) for micro in micro_batches], _loss_inputs)
         for i, rows in enumerate(outputs):
-            losses.of_policy(i, Sampled(*rows))
+            losses.of_policy(i, rows[0] if self._config.trains_reward_model else Sampled(*rows))
         # Every rank has every output
         return objective.finish(merge_all(losses.gauges))
 
@@ -90,6 +91,8 @@ class DataTrainer(BatchTrainer):
     def _objective(self, groups: Sequence[Group], *, num_minibatches: int) -> Objective:
         if self._config.pipeline == "distill":
             return distillation_of(self._config, groups, self._teacher_scorers(), self._models.score_keys)
+        if self._config.trains_reward_model:
+            return reward_model_of(groups, self._config.center_rewards_coefficient)
         batch = pack(groups)
         if self._config.pipeline == "sft":
             return SupervisedObjective(batch)
@@ -146,6 +149,8 @@ def make_trainer(config: LearnerConfig, models: StepModels, ranks: Ranks) -> Bat
     return kind(config, models, ranks)
 
 
-def _loss_inputs(output: Sampled) -> Tensor:
+def _loss_inputs(output: Sampled | Tensor) -> Tensor:
+    if isinstance(output, Tensor):
+        return output[None]
     outputs = (output.logprobs, output.entropies, output.divergences)
     return torch.stack([values for values in outputs if values is not None])

@@ -30,9 +30,10 @@ from offbeat.trainer.engines.frozen import AdapterFreeReference, FrozenModel, Lo
 from offbeat.trainer.engines.process_group import Ranks, gather
 from offbeat.trainer.engines.state_files import load_tensors
 from offbeat.trainer.models.export import copy_model_files, export_weights
-from offbeat.trainer.models.loading import load_critic, load_policy
+from offbeat.trainer.models.loading import load_critic, load_policy, load_reward_model
 from offbeat.trainer.models.lora import FACTORS, save_adapter
 from offbeat.trainer.models.policy import PackedCritic, PackedPolicy
+from offbeat.trainer.models.reward_model import PackedRewardModel
 from offbeat.trainer.models.tokenizer_check import check_same_tokens
 from offbeat.trainer.run import START, LearnerRun
 from offbeat.trainer.training.data_step import DataTrainer, make_trainer
@@ -52,7 +53,7 @@ from offbeat.trainer.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-Model = TypeVar("Model", PackedPolicy, PackedCritic)
+Model = TypeVar("Model", PackedPolicy, PackedCritic, PackedRewardModel)
 
 ALGORITHM = Path("state", "algorithm.json")
 REFERENCE = Path("state", "reference.safetensors")
@@ -81,6 +82,14 @@ class Trainer(Protocol):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights to publish by Hugging Face name, or base and adapter, each valid until the next; exhaust
         it."""
+        ...
+
+    def offload_states(self) -> None:
+        """Leave the devices; nothing but `load_states` may follow."""
+        ...
+
+    def load_states(self) -> None:
+        """Take the devices again."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -114,6 +123,7 @@ class PolicyTrainer:
         self._critic: TrainEngine[Tensor] | None = None
         self._reference: FrozenModel | None = None
         """Separate, unsharded reference, if any."""
+        self._teacher_models: list[FrozenModel | DeepSpeedLogprobModel | None] = []
         self._steps: BatchTrainer | None = None
 
     @property
@@ -188,6 +198,21 @@ class PolicyTrainer:
     def exported_tensors(self) -> Iterator[tuple[str, Tensor]]:
         return self._policy.tensors()
 
+    def offload_states(self) -> None:
+        for model in self._movable:
+            model.offload_states()
+        if self._ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def load_states(self) -> None:
+        for model in self._movable:
+            model.load_states()
+
+    @property
+    def _movable(self) -> list[TrainEngine[Any] | FrozenModel]:
+        frozen = [each for each in (self._reference, *self._teacher_models) if isinstance(each, FrozenModel)]
+        return [self._policy, *([] if self._critic is None else [self._critic]), *frozen]
+
     def save(self, folder: Path) -> None:
         self._export(folder, self._policy)
         if self._uses_adapters:
@@ -230,12 +255,13 @@ class PolicyTrainer:
         if is_precomputed and reference is not None:
             self._precompute(reference, keys[REFERENCE_ROLE])
             reference = self._reference = None
-        models = StepModels(self._policy, self._critic, reference, self._teachers(keys), keys, self.vocab_size)
+        self._teacher_models = self._teachers(keys)
+        models = StepModels(self._policy, self._critic, reference, self._teacher_models, keys, self.vocab_size)
         self._steps = make_trainer(self._config, models, self._ranks)
 
     def _build_reference(self, folder: Path) -> LogprobModel | None:
         """Return the reference, if needed. folder: of the first weights."""
-        if self._refers_to_start and self._uses_adapters:
+        if self._refers_to_start and self._uses_adapters and isinstance(self._model, PackedPolicy):
             return AdapterFreeReference(self._policy, self._model)
         if not self._config.needs_reference:
             return None
@@ -289,8 +315,10 @@ class PolicyTrainer:
     def _load_role(self, role: RoleModelArgs, folder: Path) -> PackedPolicy:
         return self._load(Path(role.model_name_or_path or folder), self._train.model_args.of_role(role))
 
-    def _load_trained(self, folder: Path) -> PackedPolicy:
+    def _load_trained(self, folder: Path) -> PackedPolicy | PackedRewardModel:
         config = self._config
+        if config.trains_reward_model:
+            return self._kick_watchdog(load_reward_model(folder, self._train.model_args, config.seed))
         args, head = self._train.model_args, config.has_value_head
         return self._kick_watchdog(load_policy(folder, args, config.seed, config.temperature, value_head=head))
 
@@ -348,6 +376,8 @@ class PolicyTrainer:
     def _export(self, folder: Path, engine: TrainEngine[Any]) -> None:
         if self._ranks.rank == 0:
             copy_model_files(self._run.model_folder, folder)
+            if isinstance(self._model, PackedRewardModel):
+                self._model.write_config(folder)
             export_weights(folder, engine.tensors())
         else:
             for _ in engine.tensors():

@@ -12,6 +12,7 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import MissingWordsError, collect_words
 from offbeat.envs.dataset.files import DatasetRows, RowError, open_rows
 from offbeat.services.chat.assistant_tokens import ConversationError
+from offbeat.services.chat.vision import model_family
 from offbeat.services.errors import EpisodeError, RolloutError
 from offbeat.services.rollout.data.config import GROUP_SIZES, DataConfig
 from offbeat.services.rollout.data.prompts import DomainRows
@@ -81,6 +82,8 @@ def check_data(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue("data.dataset_name", f"{pipeline} trains on rows: name a file")
     if config.pipeline == "distill":
         yield from _check_distillation(config)
+    if config.trains_reward_model:
+        yield from _check_reward_model(config)
     for key in EPISODE_KEYS:
         if key == "teacher" and config.pipeline == "distill":
             continue
@@ -100,6 +103,24 @@ def check_data(config: RunConfig) -> Iterator[ConfigIssue]:
     reference = config.reference.model_dump(exclude_defaults=True)
     if reference and not config.needs_reference and not precomputed:
         yield ConfigIssue("reference", f"has no effect with {pipeline} and no reference: leave it out")
+
+
+def _check_reward_model(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield what a model that scores whole conversations of text can't have."""
+    train, data = config.actor_train, config.data
+    if train.model_args.lora_target is not None:
+        yield ConfigIssue("actor_train.model_args.lora_target", "a reward model is trained whole: leave it out")
+    if train.strategy_args.tp_size > 1:
+        yield ConfigIssue("actor_train.strategy_args.tp_size", "a reward model's layers are not split: leave it out")
+    if config.custom_envs:
+        yield ConfigIssue("custom_envs", "a reward model samples nothing: leave it out")
+    has_images = config.pretrain == "tiny" and config.tiny.vision is not None
+    if has_images or (config.pretrain != "tiny" and model_family(Path(config.pretrain)) is not None):
+        yield ConfigIssue("pretrain", "a reward model reads text: take a language model without image input")
+    if data is not None and data.train_on != "all":
+        yield ConfigIssue("data.train_on", "a reward model scores the last token: leave it out")
+    if data is not None and data.too_long == "truncate":
+        yield ConfigIssue("data.too_long", "the score of a cut conversation is not that of the whole: take drop")
 
 
 def _check_engine_settings(config: RunConfig, unset: RunConfig) -> Iterator[ConfigIssue]:

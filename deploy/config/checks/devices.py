@@ -6,9 +6,10 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from offbeat.deploy.config.device_plan import ClusterNode, DevicePlan, check_mappings, engine_utilization, plan_devices
+from offbeat.deploy.config.device_plan import ClusterNode, DevicePlan, check_mappings, plan_devices
 from offbeat.deploy.config.devices import count_gpus
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.sharing import engine_utilization
 from offbeat.services.generation.config import UTILIZATION, app_name
 from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue

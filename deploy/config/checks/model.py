@@ -31,10 +31,11 @@ SHAPE_KEYS = (
 
 def check_engine_arguments(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield arguments unknown to the installed vLLM."""
-    if config.actor_infer.strategy_args.strategy_name != "vllm":
+    names = config.actor_infer.engine.model_extra
+    if not names or config.actor_infer.strategy_args.strategy_name != "vllm":
         return
     known = engine_argument_names()
-    for name in config.actor_infer.engine.model_extra or ():
+    for name in names:
         if not known or name in known:
             continue
         near = difflib.get_close_matches(name, known, 1)

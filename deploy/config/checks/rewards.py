@@ -9,6 +9,7 @@ from offbeat.envs.dataset.prompt import PromptError, read_prompt
 from offbeat.services.reward.checks import find_problems
 from offbeat.services.rollout.data.config import DataConfig
 from offbeat.services.rollout.data.prompts import DomainRows, Interleaving
+from offbeat.trainer.config.algorithm import DECOUPLED
 from offbeat.trainer.config.issue import ConfigIssue
 
 PROMPT_KEYS = ("ground_truth_key", "prompt_length", "tag_included", "domain_interleave_probs")
@@ -16,6 +17,7 @@ PROMPT_KEYS = ("ground_truth_key", "prompt_length", "tag_included", "domain_inte
 ROW_KEYS = (
     "chosen_key",
     "rejected_key",
+    "margin_key",
     "images_key",
     "completion_key",
     "label_key",
@@ -35,6 +37,8 @@ def check_rlvr(config: RunConfig) -> Iterator[ConfigIssue]:
                 call_default_factory=True
             ):
                 yield ConfigIssue(f"data.{key}", f"has no effect with pipeline: {config.pipeline}: leave it out")
+        if config.adv_estimator in DECOUPLED:
+            yield ConfigIssue("adv_estimator", "gdpo compares each of the rewards, which pipeline: rlvr has: take grpo")
         return
     if config.data is None:
         yield ConfigIssue("data.dataset_name", "pipeline: rlvr answers the prompts of a dataset: name a file")
@@ -45,6 +49,9 @@ def check_rlvr(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue("rewards", "nothing scores the answers: name at least one reward, such as {name: answer, "
                           "kind: math_rule}")  # fmt: skip
         return
+    if config.adv_estimator in DECOUPLED and config.combine != "weighted":
+        yield ConfigIssue("combine", f"adv_estimator gdpo adds the rewards by weight: take weighted in place of "
+                          f"{config.combine}, or adv_estimator grpo")  # fmt: skip
     try:
         config.scoring.check_tags(_tags(config))
     except ValueError as error:

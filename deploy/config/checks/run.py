@@ -7,8 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import fsspec
-
 from offbeat.deploy.config.checks.agents import check_agent, check_function
 from offbeat.deploy.config.checks.data import check_data, check_online, check_rows
 from offbeat.deploy.config.checks.devices import check_devices
@@ -17,11 +15,11 @@ from offbeat.deploy.config.checks.hf_infer import check_hf_infer
 from offbeat.deploy.config.checks.lora import check_lora
 from offbeat.deploy.config.checks.model import check_engine_arguments, check_model_split, check_resumed_model
 from offbeat.deploy.config.checks.prompts import OnStep, check_first_prompts, ignore_step
+from offbeat.deploy.config.checks.resume import check_resume
 from offbeat.deploy.config.checks.rewards import check_rewards, check_rlvr
 from offbeat.deploy.config.checks.sampling import check_sampling
 from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.run import RunConfig
-from offbeat.deploy.run_folder import holds_run
 from offbeat.services.redis.url import address_problem
 from offbeat.services.rollout.config import EnvManagerConfig
 from offbeat.trainer.checks.algorithm import check_algorithm
@@ -323,30 +321,4 @@ def _check_paths_and_addresses(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue("redis.url", problem)
     if config.redis.server is not None and not config.redis.server.is_file():
         yield ConfigIssue("redis.server", f"no such file: {config.redis.server}")
-    yield from _check_stores(config)
-    resume = config.resume_from_checkpoint
-    if resume is True and not holds_run(config.output_dir):
-        yield ConfigIssue("resume_from_checkpoint", f"there is no run in {config.output_dir} to resume: leave it out")
-    if isinstance(resume, Path) and not resume.is_dir():
-        yield ConfigIssue(
-            "resume_from_checkpoint", f"no such folder: {resume}; `true` takes the newest checkpoint of output_dir"
-        )
-
-
-def _check_stores(config: RunConfig) -> Iterator[ConfigIssue]:
-    resume, store = config.resume_from_checkpoint, config.checkpoint_config
-    places = {
-        "resume_from_checkpoint": resume if isinstance(resume, str) else "",
-        "checkpoint_config.output_dir": store.output_dir if store else "",
-    }
-    for key, place in places.items():
-        protocol, is_url, _ = place.partition("://")
-        if not is_url:
-            continue
-        try:
-            fsspec.get_filesystem_class(protocol)
-        except ImportError as error:
-            hint = " (pip install 'offbeat[s3]')" if protocol in ("s3", "s3a") else ""
-            yield ConfigIssue(key, f"{protocol}:// needs a package that is not installed{hint}: {error}")
-        except ValueError:
-            yield ConfigIssue(key, f"fsspec knows no protocol {protocol!r}: take a folder, s3, gs, abfs, ...")
+    yield from check_resume(config)

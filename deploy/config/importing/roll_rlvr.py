@@ -32,6 +32,9 @@ KINDS = {
     "remote_reward_system_worker": "http",
 }
 """ROLL's module of a reward worker -> kind."""
+NUM_PROMPTS, NUM_ADDITIONAL = 128, 16
+"""ROLL's defaults."""
+OVERSAMPLING = "part of a batch ahead, so that filtered groups are replaced at once"
 MAX_SHARE_ERROR = 1e-6
 IN_WORKERS = "rewards are computed in env workers, or in num_replicas of their own"
 
@@ -131,9 +134,32 @@ def _ratio(key: Key) -> Outcome:
     return Outcome("value", ("ratio_type",), "sequence")
 
 
+def _num_prompts(tree: Tree) -> int:
+    return get(tree, "rollout_batch_size") or NUM_PROMPTS
+
+
+def _num_additional(tree: Tree) -> int:
+    """Return the prompts in play beyond a batch."""
+    count = get(tree, "max_additional_running_prompts")
+    count = NUM_ADDITIONAL if count is None else count
+    return count if get(tree, "is_use_additional_prompts") and isinstance(count, int) else 0
+
+
+def _staleness(key: Key) -> Outcome | None:
+    if not isinstance(key.value, int | float):
+        return None
+    ahead = key.value + _num_additional(key.tree) / _num_prompts(key.tree)
+    note = OVERSAMPLING if ahead != key.value else ""
+    return Outcome("value" if note else "renamed", ("max_staleness",), ahead, note)
+
+
 RLVR: tuple[tuple[str, Rule], ...] = (
     *REWARDS,
     ("rollout_batch_size", _batch),
+    ("async_generation_ratio", _staleness),
+    ("is_use_additional_prompts", same("in max_staleness and train_env_manager.num_env_groups")),
+    ("max_additional_running_prompts", lambda key: same("in max_staleness and train_env_manager.num_env_groups")(key)
+     if get(key.tree, "is_use_additional_prompts") else Outcome("no effect", note="is_use_additional_prompts is not set")),
     ("num_return_sequences_in_group", rename("train_env_manager.group_size")),
     ("actor_infer.generating_args.num_return_sequences", same("train_env_manager.group_size")),
     ("prompt_length", rename("data.prompt_length")),
@@ -178,18 +204,18 @@ def rlvr_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
     """Yield ROLL's key, ours and ROLL's default, if it differs."""
     yield "", "pipeline", "rlvr"
     yield "", "old_logprobs", "recompute"
-    yield "async_generation_ratio", "max_staleness", 0
+    prompts, additional = _num_prompts(tree), _num_additional(tree)
+    yield "async_generation_ratio", "max_staleness", additional / prompts
     yield estimator_default(tree)
     filters = [get(reward or {}, "query_filter_config.type") for reward in get_table(tree, "rewards").values()]
     if any(each not in (None, "no_filter") for each in filters):
         yield "", "zero_variance", "refill"
     yield "loss_agg_mode", "loss_agg_mode", "seq-mean-token-mean"
     yield "num_return_sequences_in_group", "train_env_manager.group_size", 1
-    prompts = get(tree, "rollout_batch_size") or 128
     size = get(tree, "num_return_sequences_in_group") or 1
     yield "rollout_batch_size", "rollout_batch_size", prompts * size
     ahead = 1 + ceil(get(tree, "async_generation_ratio") or 0)
-    yield "", "train_env_manager.num_env_groups", prompts * ahead
+    yield "", "train_env_manager.num_env_groups", prompts * ahead + additional
     lengths = (get(tree, "prompt_length") or 1024, get(tree, "response_length"))
     if isinstance(lengths[1], int):
         yield "sequence_length", "sequence_length", lengths[0] + lengths[1]

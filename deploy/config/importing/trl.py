@@ -28,6 +28,7 @@ ARGS = "actor_train.training_args"
 MODEL = "actor_train.model_args"
 GRPO_KEYS = ("num_generations", "reward_funcs", "max_completion_length", "num_iterations", "epsilon", "scale_rewards")
 DPO_KEYS = ("label_smoothing", "precompute_ref_log_probs", "f_divergence_type", "beta")
+DECOUPLED = "normalize_then_sum"
 PREFERENCES = ("sigmoid", "ipo", "hinge", "robust", "apo_zero", "apo_down")
 BATCH, STEPS, NUM_GENERATIONS, COMPLETION, PROMPT = 8, 1, 8, 512, 512
 """TRL's defaults of batch size, accumulation and generations, and lengths in tokens."""
@@ -92,6 +93,8 @@ def _loss(key: Key) -> Outcome:
 
 
 def _scale(key: Key) -> Outcome:
+    if get(key.tree, "multi_objective_aggregation") == DECOUPLED:
+        return Outcome("no effect", note="normalize_then_sum divides each reward by its deviation")
     if key.value in (True, "group"):
         return Outcome("same", note="adv_estimator: grpo")
     if key.value in (False, "none"):
@@ -189,6 +192,8 @@ RULES: Rules = (
     ("entropy_coef", rename("entropy_loss_coef")),
     ("reward_funcs", _reward),
     ("reward_weights", same("in rewards")),
+    ("multi_objective_aggregation", become("adv_estimator", lambda _: "gdpo", "", DECOUPLED)),
+    ("multi_objective_aggregation", same("adv_estimator: grpo", "sum_then_normalize")),
     ("use_vllm|vllm_mode|vllm_server_*", same("engines of the run's own sample all the time")),
     ("vllm_gpu_memory_utilization", rename(f"{ENGINE}.gpu_memory_utilization")),
     ("vllm_tensor_parallel_size", rename(f"{ENGINE}.tensor_parallel_size")),
@@ -255,7 +260,7 @@ def _grpo_defaults(source: Tree) -> Iterator[tuple[str, Any]]:
         yield "loss_agg_length", completion
     if source.get("loss_type") in ("cispo", "sapo"):
         yield "pg_variant", source["loss_type"]
-    if source.get("scale_rewards") == "batch":
+    if source.get("scale_rewards") == "batch" and source.get("multi_objective_aggregation") != DECOUPLED:
         yield "reward_normalization.norm_mean_type", "group"
     yield "adv_estimator", "grpo"
     yield "old_logprobs", "recompute"

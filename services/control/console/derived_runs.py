@@ -5,6 +5,7 @@ import copy
 import json
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 from offbeat.services.control.console.schemas import ReproductionState, ReproductionView
@@ -15,10 +16,18 @@ from offbeat.services.control.service import ControlService, InvalidRunError
 from offbeat.services.errors import ControlError
 from offbeat.services.keys import RunKeys
 
+MAX_REPRODUCTIONS = 2
+"""Each trains in a process of its own, for an hour at most."""
+
+
+class TooManyReproductionsError(ControlError):
+    """Too many reproductions are running."""
+
 
 class DerivedRuns:
     def __init__(self, service: ControlService) -> None:
         self._service = service
+        self._threads = ThreadPoolExecutor(MAX_REPRODUCTIONS, thread_name_prefix="reproduce")
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def fork(self, run_id: str, step: int, changes: Mapping[str, Any], rights: Rights) -> tuple[RunView, bool]:
@@ -38,10 +47,19 @@ class DerivedRuns:
         return view, created
 
     async def reproduce(self, run_id: str, step: int) -> ReproductionView:
-        """Start a reproduction; raises `RunStateError` while one runs."""
+        """Start a reproduction.
+
+        Raises:
+            RunStateError: one of this run is running.
+            TooManyReproductionsError: of other runs.
+        """
         record = await self._service.store.load(run_id)
         if run_id in self._tasks:
             raise RunStateError(f"a reproduction of run {run_id!r} is running: wait for its end")
+        if len(self._tasks) >= MAX_REPRODUCTIONS:
+            raise TooManyReproductionsError(
+                f"reproductions of runs {', '.join(sorted(self._tasks))} are running: wait for the end of one"
+            )
         view = ReproductionView(state=ReproductionState.RUNNING, step=step, began_at=self._service.store.clock())
         await self._save(run_id, view)
         task = asyncio.create_task(self._reproduce(record, view), name=f"reproduce {run_id}")
@@ -63,7 +81,10 @@ class DerivedRuns:
     async def _reproduce(self, record: RunRecord, view: ReproductionView) -> None:
         assert view.step is not None
         try:
-            equal, result = await asyncio.to_thread(self._service.factory.reproduce, record, view.step)
+            calling = asyncio.get_running_loop().run_in_executor(
+                self._threads, self._service.factory.reproduce, record, view.step
+            )
+            equal, result = await calling
             state = ReproductionState.EQUAL if equal else ReproductionState.DIFFERENT
             outcome: dict[str, Any] = {"state": state, "result": dict(result)}
         except ControlError as error:

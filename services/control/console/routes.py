@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from offbeat.services.control.console.archive import GroupQuery, RunArchive
 from offbeat.services.control.console.comparison import compare
 from offbeat.services.control.console.encoding import MSGPACK_TYPE, pack_trajectory
+from offbeat.services.control.console.replays import Replays
 from offbeat.services.control.console.schemas import (
     Axis,
     CompareView,
@@ -49,7 +50,7 @@ ViewRun = Callable[[str], Awaitable[RunView]]
 
 
 def archive_routes(open_archive: OpenArchive, view_run: ViewRun) -> APIRouter:
-    routes = APIRouter(tags=["console"])
+    routes, replays = APIRouter(tags=["console"]), Replays()
 
     @routes.get("/runs/{run_id}/groups", responses=refusals(404, 409, 422))
     async def list_groups(
@@ -92,8 +93,7 @@ def archive_routes(open_archive: OpenArchive, view_run: ViewRun) -> APIRouter:
     @routes.get("/runs/{run_id}/trajectories/{group}/{index}/frames", responses=refusals(404, 409, 422))
     async def render_frames(run_id: RunId, group: Number, index: Number) -> FramesView:
         """Pictures of the env, from a replay of the recorded episode."""
-        archive = await open_archive(run_id)
-        return await asyncio.to_thread(archive.frames, group, index)
+        return await replays.frames(await open_archive(run_id), group, index)
 
     @routes.get("/runs/{run_id}/series", responses=refusals(404, 409, 422))
     async def read_series(

@@ -54,7 +54,9 @@ class GroupView(View):
     step: int | None
     """Optimizer step that consumed it, equal to the version produced."""
     checkpoint: int | None
+    """Step of the checkpoint that acknowledged it."""
     reason: str
+    """Why it was dropped, failed or masked."""
     computed: bool
     """False for a masked group, which only its step's denominators count."""
     oldest_version: int | None
@@ -67,6 +69,7 @@ class GroupView(View):
     max_ratio: float | None
     """Largest ratio of its tokens, of steps in `console.keep_steps`."""
     recorded: bool
+    """Whether its trajectories can be read."""
 
 
 class GroupsView(View):
@@ -74,11 +77,14 @@ class GroupsView(View):
 
     groups: list[GroupView]
     total: int
+    """Groups that the filters select."""
     next: int | None
     """`offset` of the next page; null on the last."""
 
 
 class MemberView(View):
+    """Recorded trajectory of a group."""
+
     index: int
     reward: float | None
     turns: int
@@ -92,6 +98,8 @@ class MemberView(View):
 
 
 class GroupDetailView(GroupView):
+    """Group and its recorded members."""
+
     members: list[MemberView] = Field(default_factory=list[MemberView])
     """Empty unless `recorded`."""
 
@@ -136,12 +144,15 @@ class SegmentView(View):
 
 
 class TrajectoryView(View):
+    """Recorded trajectory, and what the learner made of it."""
+
     group: int
     index: int
     tag: str
     seed: int
     attempt: int
     step: int
+    """Optimizer step that trained it."""
     reward: float | None
     stop_reason: str
     error: str
@@ -197,6 +208,7 @@ class SeriesView(View):
     names: list[str]
     """All metrics of the run, as `source/name`."""
     last: dict[str, float | None]
+    """Newest value of each of `names`."""
 
 
 class ComparedRunView(View):
@@ -228,6 +240,8 @@ class ReproductionState(StrEnum):
 
 
 class ReproductionView(View):
+    """Newest reproduction of recorded steps."""
+
     state: ReproductionState
     step: int | None = None
     began_at: float | None = None

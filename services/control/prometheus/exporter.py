@@ -43,7 +43,7 @@ class PrometheusExporter:
         families.add(FamilySample(REDIS_REFUSES, float(bool(self._redis_trouble()))))
         try:
             runs = await self._runs()
-        except (RedisError, RetryableError):
+        except* (RedisError, RetryableError):
             families.add(FamilySample(REDIS_UP, 0.0))
         else:
             families.add(FamilySample(REDIS_UP, 1.0))
@@ -55,9 +55,10 @@ class PrometheusExporter:
     async def _runs(self) -> list[tuple[str, list[FamilySample]]]:
         run_ids = await self._store.current(ended_after=self._store.clock() - ENDED_KEPT_S)
         async with self._reading:
-            exported = await asyncio.gather(*map(self._export_run, run_ids))
+            async with asyncio.TaskGroup() as group:  # no reader is used after the lock, when a run fails
+                exports = [group.create_task(self._export_run(run_id)) for run_id in run_ids]
             self._readers = {key: reader for key, reader in self._readers.items() if key[0] in run_ids}
-        return [each for each in exported if each is not None]
+        return [exported for export in exports if (exported := export.result()) is not None]
 
     async def _export_run(self, run_id: str) -> tuple[str, list[FamilySample]] | None:
         """Return None for a run without a readable record."""

@@ -157,6 +157,12 @@ class HfEngine:
             self._raise_if_dead()
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._model.score, prompt, layers)
 
+    async def sleep(self) -> None:
+        """Do nothing: it has no devices."""
+
+    async def wake(self) -> None:
+        """Do nothing: it never slept."""
+
     async def check(self) -> None:
         self._raise_if_dead()
         if self._pass_began is not None and time.monotonic() > self._pass_began + self._timeout_s:

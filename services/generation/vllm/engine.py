@@ -94,6 +94,7 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
         arguments |= {
             "gpu_memory_utilization": config.engine.gpu_memory_utilization or UTILIZATION,
             "distributed_executor_backend": "uni" if config.engine.world_size == 1 else "mp",
+            "enable_sleep_mode": bool(config.engine.enable_sleep_mode),
         }
     return arguments | given
 
@@ -236,6 +237,17 @@ class VllmEngine:
         """
         for _ in range(2):
             await self.llm.is_paused()
+
+    async def sleep(self) -> None:
+        """Move the weights to the host's memory and drop the KV cache; without devices, only pause."""
+        await self.llm.sleep(level=1 if self._on_gpu else 0, mode="wait")
+
+    async def wake(self) -> None:
+        await self.llm.wake_up(None if self._on_gpu else ["scheduling"])
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self._config.device == "cuda"
 
     async def check(self) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError

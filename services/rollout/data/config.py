@@ -5,8 +5,8 @@ from pydantic import Field
 
 from offbeat.envs.config import Config
 
-Pipeline = Literal["agentic", "online_dpo", "rlvr", "sft", "dpo", "distill"]
-GROUP_SIZES: dict[str, int] = {"sft": 1, "dpo": 2, "distill": 1}
+Pipeline = Literal["agentic", "online_dpo", "rlvr", "sft", "dpo", "distill", "reward_model"]
+GROUP_SIZES: dict[str, int] = {"sft": 1, "dpo": 2, "distill": 1, "reward_model": 2}
 """Trajectories per row."""
 
 
@@ -24,8 +24,12 @@ class DataConfig(Config):
     response_key: str = "response"
     """Column of the assistant's text, or of messages."""
     chosen_key: str = "chosen"
-    """Column of the preferred response, for `dpo`: text, or messages, with their prompt unless `prompt_key` exists."""
+    """Column of the preferred response, for `dpo` and `reward_model`: text, or messages, with their prompt unless
+    `prompt_key` exists.
+    """
     rejected_key: str = "rejected"
+    margin_key: str = "margin"
+    """Column of the margin by which the chosen reward should exceed the rejected one, for `reward_model`, if it exists."""
     images_key: str = "images"
     """Optional column of images for the parts `{"type": "image"}`: paths from the file's folder, or bytes."""
     completion_key: str = "completion"

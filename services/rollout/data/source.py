@@ -5,6 +5,7 @@ turn, carries the version of its admission and no logprob.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +23,9 @@ from offbeat.services.rollout.data.images import read_images
 from offbeat.services.rollout.data.rows import row_of_group
 
 BAD_ROW = "bad_row"
+REWARD_MODEL = "reward_model"
+MARGIN = "margin"
+"""Metric of a pair's trajectories."""
 DATASET_KEY = "data.dataset_name"
 Message = dict[str, Any]
 
@@ -89,6 +93,7 @@ class DataSource:
                 content = _mismatch(rows, row, self._config)
             tokenized = self._tokenize(content, 0 if unpaired else index, rows.folder)
             reward = float(unpaired and _read_label(content, self._config.label_key))
+            metrics = self._read_margin(content)
         except (ConversationError, RowError) as error:
             name = "" if isinstance(error, RowError) else f"{rows.name(row)}: "
             raise EpisodeError(BAD_ROW, f"{name}{error}") from error
@@ -104,6 +109,7 @@ class DataSource:
                 "attempt": attempt,
                 "tag": str(content.get(self._config.tag_key) or self._pipeline),
                 "seed": row,
+                "metrics": metrics,
             },
         )
 
@@ -113,6 +119,8 @@ class DataSource:
         train_on = self._config.train_on
         images = read_images(row.get(self._config.images_key), folder)
         tokenized = self._tokens.tokenize(messages, tools, first=first, last_only=train_on == "last", images=images)
+        if self._pipeline == REWARD_MODEL:  # it reads the last token's hidden state
+            return tokenized._replace(turns=[(len(tokenized.tokens) - 1, len(tokenized.tokens))])
         if train_on != "completion" or not tokenized.turns:
             return tokenized
         first_answer, end = tokenized.turns[0][0], tokenized.turns[-1][1]
@@ -121,6 +129,14 @@ class DataSource:
                 "train_on: completion can't learn an image after the first answer: take all or last"
             )
         return tokenized._replace(turns=[(first_answer, end)])
+
+    def _read_margin(self, row: Row) -> dict[str, float]:
+        value: Any = row.get(self._config.margin_key) if self._pipeline == REWARD_MODEL else None
+        if value is None:
+            return {}
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConversationError(f"{self._config.margin_key}: expected a finite number, got {value!r}")
+        return {MARGIN: float(value)}
 
 
 def open_data(settings: WorkerSettings) -> DataSource | None:

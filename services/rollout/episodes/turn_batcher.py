@@ -92,6 +92,8 @@ class TurnBatcher:
         try:
             async with limit:
                 async for completions in self._client.generate(requests):
+                    if not completions and self._timeout_s is not None:  # the engine sleeps: its time does not count
+                        limit.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
                     for completion in completions:
                         answer = self._waiting.get(completion.request_id)
                         if answer is not None and not answer.done():

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-from offbeat.deploy.config.device_plan import ClusterNode, DevicePlan, LearnerNode, plan_devices, with_utilization
+from offbeat.deploy.config.device_plan import ClusterNode, DevicePlan, LearnerNode, plan_devices
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import canonical_tree, validate_tree
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.sharing import choose_turns, with_utilization
 from offbeat.services.devices import EngineDevices
 from offbeat.services.generation.config import app_name
 
@@ -32,8 +33,26 @@ def engine(size: int, **keys: Any) -> dict[str, Any]:
 
 def test_engine_and_learner_share_the_only_gpu() -> None:
     plan = plan_devices(config(), ONE_GPU)
-    assert plan == DevicePlan((EngineDevices("a", (0,)),), (LearnerNode("a", 1, (0,), 0),), {}, is_shared=True)
+    slot = EngineDevices("a", (0,), is_shared=True)
+    assert plan == DevicePlan((slot,), (LearnerNode("a", 1, (0,), 0),), {}, is_shared=True)
     assert with_utilization(config(), plan).engine.gpu_memory_utilization == 0.45
+
+
+def test_only_synchronous_runs_on_shared_devices_take_turns() -> None:
+    synchronous = config(max_staleness=0)
+    shared = choose_turns(synchronous, ONE_GPU)
+    assert shared.takes_turns
+    assert with_utilization(shared, plan_devices(shared, ONE_GPU)).engine.gpu_memory_utilization == 0.85
+    assert choose_turns(config(), ONE_GPU) == config()
+    assert choose_turns(synchronous, TWO_NODES) == synchronous
+    refused = config(None, {"strategy_args": {"strategy_config": {"enable_sleep_mode": False}}}, max_staleness=0)
+    assert choose_turns(refused, ONE_GPU) == refused
+
+
+def test_of_several_engines_those_on_the_learners_devices_sleep() -> None:
+    run = config({"device_mapping": [1]}, {"device_mapping": [0, 1]}, max_staleness=0)
+    plan = plan_devices(choose_turns(run, TWO_NODES), TWO_NODES)
+    assert [(slot.devices, slot.is_shared) for slot in plan.engines] == [((0,), False), ((1,), True)]
 
 
 def test_separate_devices_are_left_to_ray_and_keep_the_memory() -> None:

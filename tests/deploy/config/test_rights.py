@@ -131,6 +131,7 @@ PLAIN = {
                 "tag",
                 "images",
                 "ground_truth",
+                "margin",
             )
         ),
         "a column",

@@ -102,3 +102,16 @@ def test_a_run_without_metrics_has_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [4, 5, 7])
 def test_few_points_are_all_kept(count: int) -> None:
     assert keep_extremes(np.arange(4.0), count).tolist() == [0, 1, 2, 3]
+
+
+def test_a_metric_is_one_series_whatever_stands_beside_it(tmp_path: Path) -> None:
+    def row(step: int, **values: float) -> MetricRecord:
+        return MetricRecord(
+            "learner", {name: Partial("last", value) for name, value in values.items()}, step, time=100.0
+        )
+
+    write(tmp_path, row(1, a=1, b=2), row(2, a=3), row(3, b=4, a=5), row(2, b=6), row(4, a=math.nan, b=7))
+    index = SeriesIndex(tmp_path)
+    assert view(index, "learner/a") == ([1, 2, 3], [1, 3, 5])
+    assert view(index, "learner/b") == ([1, 2, 4], [2, 6, 7])
+    assert index.last == {"learner/a": 5, "learner/b": 7}

@@ -13,9 +13,11 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from fastapi import FastAPI
+from fastapi.responses import PlainTextResponse
 
-from tests.deploy.monitoring.recorded import MONITORING
-from tests.services.control.api_harness import ApiHarness, api_harness
+from tests.deploy.monitoring.recorded import MONITORING, RARE, RECORDED, dashboard_queries
+from tests.services.control.api_harness import api_harness
 from tests.waiting import wait_until
 
 UNPACKED = Path(sys.prefix) / "prometheus" / "usr" / "bin" / "prometheus"
@@ -24,11 +26,11 @@ pytestmark = pytest.mark.skipif(PROMETHEUS is None, reason="`make monitoring` do
 
 
 @asynccontextmanager
-async def served(api: ApiHarness) -> AsyncIterator[str]:
+async def served(api: FastAPI) -> AsyncIterator[str]:
     """Serve the API on a socket; yield its address."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(api.api, log_level="error", lifespan="off"))
+        server = uvicorn.Server(uvicorn.Config(api, log_level="error", lifespan="off"))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             yield f"127.0.0.1:{listener.getsockname()[1]}"
@@ -81,7 +83,7 @@ async def query(client: httpx.AsyncClient, expression: str) -> list[dict[str, An
 async def test_prometheus_scrapes_runs_with_a_reading_token(redis_url: str, tmp_path: Path):
     async with api_harness(redis_url, token="all", read_token="eyes") as api:
         await api.start("a")
-        async with served(api) as target, prometheus(tmp_path, target, "eyes") as client:
+        async with served(api.api) as target, prometheus(tmp_path, target, "eyes") as client:
             await wait_until(lambda: query(client, 'offbeat_run_state{state="running"} == 1'), every_s=0.2)
             (state,) = await query(client, 'offbeat_run_state{state="running"} == 1')
             assert state["metric"]["run"] == "a"
@@ -93,7 +95,23 @@ async def test_prometheus_scrapes_runs_with_a_reading_token(redis_url: str, tmp_
 async def test_without_a_token_the_target_is_down(redis_url: str, tmp_path: Path):
     async with (
         api_harness(redis_url, token="all") as api,
-        served(api) as target,
+        served(api.api) as target,
         prometheus(tmp_path, target, "wrong") as client,
     ):
         await wait_until(lambda: query(client, 'up{job="offbeat"} == 0'), every_s=0.2)
+
+
+async def test_every_query_of_the_dashboard_has_an_answer_in_what_was_recorded(tmp_path: Path):
+    api = FastAPI()
+
+    @api.get("/metrics")
+    async def show_recorded() -> PlainTextResponse:
+        return PlainTextResponse(RECORDED.read_text())
+
+    async with served(api) as target, prometheus(tmp_path, target, "any") as client:
+        await wait_until(lambda: query(client, "count_over_time(offbeat_run_step[1m]) > 2"), every_s=0.2)
+        for title, expression, _ in dashboard_queries():
+            answer = await client.get("/api/v1/query", params={"query": expression})
+            assert answer.status_code == 200, f"{title}: {answer.text}"
+            is_rare = any(name in expression for name in RARE)
+            assert answer.json()["data"]["result"] or is_rare, f"{title}: {expression}"

@@ -15,6 +15,24 @@ from tests.services.buffer.buffer_play import (
 )
 
 
+@pytest.mark.parametrize(("max_staleness", "num_ahead"), [(0.0, 0), (0.5, 2)])
+async def test_groups_ahead_replace_those_without_signal_at_once(
+    redis: Redis, async_redis: AsyncRedis, max_staleness: float, num_ahead: int
+):
+    """A fraction of the bound is ROLL's oversampling; what a batch does not need is in the next one."""
+    run = Run.begin(redis, async_redis, limits(groups_per_step=4, max_staleness=max_staleness))
+    tasks = await run.buffer.claim("w", 100)
+    assert len(tasks) == 2 * (4 + num_ahead)
+    for task in tasks:
+        await run.submit(task)
+    batch = [group for _ in range(4) if (group := run.learner.take(0))]
+    for group in batch[:2]:
+        run.learner.drop(group, "no_signal")
+    replacements = [run.learner.take(0), run.learner.take(0)]
+    assert [group is not None for group in replacements] == [num_ahead > 0] * 2
+    assert len(await run.buffer.claim("w", 100)) == 2 * 2, "their places are taken at once"
+
+
 async def test_nothing_is_admitted_before_the_first_weights(redis: Redis, async_redis: AsyncRedis):
     run = Run.begin(redis, async_redis, step=-1)
     assert await run.buffer.claim("w", 10) == []

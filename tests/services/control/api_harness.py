@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -36,6 +37,8 @@ class FakeRunFactory(PackagedRecipes):
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
+        self.may_reproduce = threading.Event()
+        self.may_reproduce.set()
 
     async def validate(self, document: str | dict[str, Any], rights: Rights) -> RunSpec:
         del rights
@@ -66,6 +69,7 @@ class FakeRunFactory(PackagedRecipes):
     def reproduce(self, record: RunRecord, step: int) -> tuple[bool, Mapping[str, Any]]:
         if step > record.max_steps:
             raise ControlError(f"no way to step {step} from a checkpoint before it")
+        self.may_reproduce.wait()
         return True, {"start": 0, "steps": [step], "compared": []}
 
     @contextmanager
@@ -94,7 +98,8 @@ class ApiHarness:
         self.redis_url = redis_url
         self.store = RunStore(redis)
         self.wakes = 0
-        service = ControlService(self.store, FakeRunFactory(redis), wake=self.wake)
+        self.factory = FakeRunFactory(redis)
+        service = ControlService(self.store, self.factory, wake=self.wake)
         self.api = create_api(service, tokens=Tokens(token, read_token))
         transport = httpx.ASGITransport(self.api, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")

@@ -251,8 +251,8 @@ async def test_a_recovery_is_noted_once_for_what_had_died(store: RunStore):
     await store.create(SPEC)
     for health in (Health.STARTING, Health.READY, Health.DEAD):
         await store.set_observations("lake", {name: Observation(health) for name in ("learner", "workers")})
-    await store.set_restarts("lake", "learner", Restarts(1, 1, 7.0, "x", step=4), "exit code 1")
-    for health in (Health.STARTING, Health.READY, Health.READY):
+    await store.set_restarts("lake", "learner", Restarts(1, 1, 7.0, "x", step=4, has_recovered=False), "exit code 1")
+    for health in (Health.STARTING, Health.READY, Health.STARTING, Health.READY):  # the second is no death
         await store.set_observations("lake", {name: Observation(health) for name in ("learner", "workers")})
     entries = await store.redis.xrange(RunKeys("lake").history)
     noted = [(fields[b"e"].decode(), json.loads(fields[b"d"])) for _, fields in entries][1:]
@@ -260,6 +260,7 @@ async def test_a_recovery_is_noted_once_for_what_had_died(store: RunStore):
         ("died", {"component": "learner", "why": "exit code 1", "restarts": 1, "step": 4}),
         ("recovered", {"component": "learner", "step": 0}),
     ]
+    assert (await store.restarts("lake"))["learner"].total == 1
 
 
 async def test_observations_come_back(store: RunStore):

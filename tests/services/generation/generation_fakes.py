@@ -1,7 +1,7 @@
 """An engine and a broker that do what a test says, when it says so."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -38,10 +38,15 @@ class FakeEngine:
         self.may_load.set()
         self.load_error: Exception | None = None
         self.dead = False
+        self.is_asleep = False
+        self.sleep_error: Exception | None = None
+        self.note: Callable[[str], None] = lambda _: None
+        """Receives what happens to the engine, in order."""
 
     async def generate(self, request: GenerateRequest, version: int) -> Completion:
         if self.dead:
             raise RetryableError("the engine died")
+        assert not self.is_asleep
         self.handed_in.append((request.request_id, version))
         answer = asyncio.get_running_loop().create_future()
         self.asked[request.request_id] = answer
@@ -62,13 +67,26 @@ class FakeEngine:
 
     async def load(self, path: Path, version: int) -> LoadTimes:
         assert self.staged[-1] == path
+        assert not self.is_asleep
         await self.may_load.wait()
+        self.note(f"weights {version}")
         if self.load_error is not None:
             raise self.load_error
         self.version = version
         self.loads.append(version)
         self.paths.append(path)
         return LoadTimes(pause_s=0.02, load_s=0.01)
+
+    async def sleep(self) -> None:
+        assert not self.asked, "no request runs"
+        if self.sleep_error is not None:
+            raise self.sleep_error
+        self.is_asleep = True
+        self.note("sleep")
+
+    async def wake(self) -> None:
+        self.is_asleep = False
+        self.note("wake")
 
     async def check(self) -> None:
         if self.dead:

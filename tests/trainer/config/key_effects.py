@@ -7,7 +7,7 @@ from offbeat.trainer.config.corrections import ImportanceWeight, MismatchFilter,
 from offbeat.trainer.config.rewards import RewardNormalization, RewardShaping
 from offbeat.trainer.config.roles import TeacherConfig, TeacherModelArgs
 
-HERE = f"{__name__}:OddGroups"
+HERE = f"{__name__}:AlternatePairs"
 RECOMPUTE = {"old_logprobs": "recompute"}
 GAE = {"adv_estimator": "gae"}
 KL_LOSS = {"use_kl_loss": True, "kl_loss_coef": 0.3}
@@ -41,6 +41,7 @@ EFFECTS: dict[str, list[Change]] = {
             "reinforce_plus_plus_baseline",
             "opo",
             "maxrl",
+            "gdpo",
             "remax",
             "gigpo",
             "step_reinforce",
@@ -213,6 +214,8 @@ NESTED: dict[str, list[Change]] = {
 }  # fmt: skip
 
 
-class OddGroups:
+class AlternatePairs:
+    """Keeps groups of each tag: tags alternate."""
+
     def __call__(self, group: Group) -> bool:
-        return group.number % 2 == 1
+        return group.number // 2 % 2 == 1

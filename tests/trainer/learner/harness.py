@@ -13,6 +13,7 @@ from offbeat.trainer.learner.evaluations import Evaluations
 from offbeat.trainer.learner.group_intake import GroupIntake
 from offbeat.trainer.learner.loop import Learner, LearnerComponents
 from offbeat.trainer.learner.reporter import LearnerReporter
+from offbeat.trainer.learner.shared_devices import Turns
 from offbeat.trainer.learner.staleness_controller import StalenessController
 from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.learner.task_sampler import Curriculum
@@ -81,7 +82,10 @@ class LearnerHarness:
         self.buffer.on_empty = lambda buffer: buffer.stream.append(make_group(next(numbers)))
 
     def learner(
-        self, moments: Moments | None = None, should_stop: Callable[[], bool] = lambda: False
+        self,
+        moments: Moments | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+        turns: Turns | None = None,
     ) -> tuple[Learner, FakeTrainer]:
         """Build a learner and resume it from the newest checkpoint."""
         moments = moments or Moments()
@@ -116,6 +120,7 @@ class LearnerHarness:
                 LoggedSteps(self.config.logging_steps, self.config.max_steps),
             ),
             should_stop=should_stop,
+            turns=turns,
             tracer=open_step_tracer(self.config.telemetry, run_id="run", algorithm=self.config.adv_estimator),
         )
         requested = self.config.resume_from_checkpoint

@@ -8,7 +8,7 @@ import torch
 
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
-from offbeat.trainer.models.loading import load_policy
+from offbeat.trainer.models.loading import load_policy, load_reward_model
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.stages import cut_stage, stage_layers
 from offbeat.trainer.models.tiny import write_tiny_policy
@@ -42,6 +42,15 @@ def test_stages_in_turn_are_the_whole_model(folder: Path):
     first, last = ({name for name, _ in stage.named_parameters()} for stage in stages)
     assert first | last == names
     assert first & last == {"model.model.embed_tokens.weight"}
+
+
+def test_a_reward_models_head_is_on_the_last_stage(folder: Path):
+    x = PackedInput.of(torch.tensor([1, 2, 3, 4, 5]), torch.tensor([0, 2, 5]), torch.tensor([1, 4]))
+    expected = load_reward_model(folder, ModelArgs(), seed=1)(x)
+    first, last = (cut_stage(load_reward_model(folder, ModelArgs(), seed=1), stage, 2) for stage in range(2))
+    assert torch.equal(last(replace(x, hidden=first(x))), expected)
+    assert "model.score.weight" in dict(last.named_parameters())
+    assert not first.state_dict().keys() & last.state_dict().keys()
 
 
 def test_more_stages_than_layers_are_refused(folder: Path):

@@ -40,7 +40,7 @@ SEVERAL: dict[str, Any] = {"ppo_epochs": 3}
 """Passes over a batch, after the first of which the ratio is not 1."""
 RECOMPUTE: dict[str, Any] = {"old_logprobs": "recompute"}
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    **{name: {"adv_estimator": name} for name in ("grpo", "dr_grpo", "rloo", "opo", "maxrl", "remax", "gigpo")},
+    **{name: {"adv_estimator": name} for name in ("grpo", "dr_grpo", "rloo", "opo", "maxrl", "gdpo", "remax", "gigpo")},
     **{
         name: {"adv_estimator": name, "whiten_advantages": True}
         for name in ("reinforce", "step_reinforce", "agentic_reinforce")

@@ -18,11 +18,12 @@ from tests.paths import CONFIGS
 from tests.pretrained import FORGETTING, write_llama
 
 TEACHERS_WORDS = ("taught", *WORDS)
+LORA = "actor_train.model_args.lora_target"
 PLACEMENT = "teacher.lake.strategy_args.placement"
 
 
 def load(folder: Path, pipeline: str, *overrides: str) -> RunConfig:
-    make = pairs if pipeline == "dpo" else conversations
+    make = pairs if pipeline in ("dpo", "reward_model") else conversations
     for name in ("rows", "val"):
         if not (folder / f"{name}.jsonl").exists():
             write_rows(folder / f"{name}.jsonl", make(20))
@@ -48,7 +49,7 @@ def test_epochs_imply_the_steps(tmp_path: Path):
 
 
 def test_a_group_is_a_row_in_the_order_of_the_seed(tmp_path: Path):
-    for pipeline, size in (("sft", 1), ("dpo", 2), ("distill", 1)):
+    for pipeline, size in (("sft", 1), ("dpo", 2), ("distill", 1), ("reward_model", 2)):
         (tmp_path / pipeline).mkdir()
         config = load(tmp_path / pipeline, pipeline)
         assert (config.train_env_manager.group_size, config.buffer.order) == (size, "admission")
@@ -114,6 +115,12 @@ def test_a_saved_configuration_is_read_again(tmp_path: Path):
         ("distill", "distill.js_beta=0.3", "distill.js_beta", "take kd_objective=js_divergence"),
         ("distill", "distill.add_tail=false", "distill.add_tail", "set logits_topk"),
         ("sft", "pipeline=agentic", "data", "no effect with pipeline=agentic"),
+        ("sft", "center_rewards_coefficient=0.1", "center_rewards_coefficient", "no effect with pipeline=sft"),
+        ("reward_model", "dpo.beta=0.2", "dpo", "no effect with pipeline=reward_model"),
+        ("reward_model", f"{LORA}=all-linear", LORA, "a reward model is trained whole"),
+        ("reward_model", "data.train_on=last", "data.train_on", "scores the last token"),
+        ("reward_model", "data.too_long=truncate", "data.too_long", "take drop"),
+        ("reward_model", "tiny.vision={}", "pretrain", "reads text"),
     ],
 )
 def test_what_can_not_be_trained_is_refused(pipeline: str, override: str, path: str, problem: str, tmp_path: Path):

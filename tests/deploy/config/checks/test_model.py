@@ -14,6 +14,7 @@ from offbeat.deploy.run_setup import load_architecture
 from offbeat.services.generation.config import EngineStrategy, VllmConfig
 from offbeat.services.generation.vllm.engine_arguments import engine_argument_names
 from offbeat.trainer.config.aliases import ENGINE
+from offbeat.trainer.training.checkpoint import LEARNER, MANIFEST
 from tests.paths import CONFIGS, QUICKSTART
 
 
@@ -32,6 +33,8 @@ def checkpoint(folder: Path, **changes: Any) -> Path:
     path = folder / "checkpoints" / "step-000007"
     path.mkdir(parents=True)
     path.joinpath("config.json").write_text(json.dumps(load_architecture(load_run(QUICKSTART)) | changes))
+    for name in (LEARNER, MANIFEST):
+        path.joinpath(name).write_text("{}")
     return path
 
 

@@ -64,6 +64,7 @@ def test_epochs_count_the_rows_of_the_domains(tmp_path: Path):
         ("rewards=[{name: a, kind: function, path: 'nowhere:f'}]", "rewards.0", "nowhere"),
         ("rewards=[{name: a, kind: reward_model, model_name_or_path: nowhere}]", "rewards.0", "no model in nowhere"),
         ("combine=product", None, ""),
+        ("adv_estimator=gdpo", None, ""),
         ("combine=gate", "combine", "gate needs a reward with a threshold"),
         ("~data.domain_interleave_probs.mixed", "data.domain_interleave_probs", "name each training tag once"),
         ("data.domain_interleave_probs.mixed=0.6", "data.domain_interleave_probs", "sum to 1, not to 1.1"),
@@ -84,6 +85,14 @@ def test_what_can_not_work_is_refused(override: str, path: str | None, message: 
         return
     issues = refused(tmp_path, override)
     assert message in issues[path], issues
+
+
+def test_rewards_that_are_not_added_can_not_be_compared_one_by_one(tmp_path: Path):
+    assert "take weighted in place of product" in refused(tmp_path, "adv_estimator=gdpo", "combine=product")["combine"]
+    with pytest.raises(
+        ConfigError, match=r"adv_estimator: gdpo compares each of the rewards, which pipeline: rlvr has"
+    ):
+        load_run(QUICKSTART, ["adv_estimator=gdpo"])
 
 
 def test_replicas_of_rewards_need_cpus(tmp_path: Path):

@@ -117,6 +117,24 @@ def test_prompts_are_counted_as_trajectories():
     assert tree["val_env_manager"]["generating_args"]["temperature"] == 0.6
 
 
+@pytest.mark.parametrize(
+    ("lines", "max_staleness", "num_env_groups"),
+    [
+        ("is_use_additional_prompts: true", 16 / 64, 64 + 16),
+        ("is_use_additional_prompts: true\nmax_additional_running_prompts: 32", 0.5, 64 + 32),
+        ("is_use_additional_prompts: true\nasync_generation_ratio: 1", 1.25, 2 * 64 + 16),
+        ("max_additional_running_prompts: 32", 0, 64),
+    ],
+)
+def test_additional_prompts_are_a_part_of_a_batch_ahead(
+    lines: str, max_staleness: float, num_env_groups: int, tmp_path: Path
+):
+    (tmp_path / "rlvr.yaml").write_text(f"{RLVR.read_text()}\n{lines}\n")
+    tree, reports, _ = translate_roll(tmp_path / "rlvr.yaml")
+    assert (tree["max_staleness"], tree["train_env_manager"]["num_env_groups"]) == (max_staleness, num_env_groups)
+    assert not [each for each in reports if each.outcome.status == "no counterpart" and "additional" in str(each.key)]
+
+
 def test_a_students_file_has_its_teacher_and_loss():
     tree, reports, _ = translate_roll(DISTILL)
     assert tree["pipeline"] == "distill"

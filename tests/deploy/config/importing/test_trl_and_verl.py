@@ -121,6 +121,9 @@ def test_grpo_becomes_rlvr(tmp_path: Path):
     ("line", "key", "expected"),
     [
         ("scale_rewards: batch", "reward_normalization", {"norm_std_type": "batch", "norm_mean_type": "group"}),
+        ("{multi_objective_aggregation: normalize_then_sum, scale_rewards: batch}", "adv_estimator", "gdpo"),
+        ("{multi_objective_aggregation: normalize_then_sum, scale_rewards: batch}", "reward_normalization", None),
+        ("multi_objective_aggregation: sum_then_normalize", "adv_estimator", "grpo"),
         ("loss_type: cispo", "pg_variant", "cispo"),
         ("{num_iterations: 2, top_k: 0}", "actor_infer", {"generating_args": {"top_k": -1, "max_new_tokens": 512}}),
         ("importance_sampling_level: sequence", "ratio_type", "sequence"),

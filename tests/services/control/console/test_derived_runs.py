@@ -101,6 +101,25 @@ async def test_a_reproduction_that_fails_says_why(api: ApiHarness) -> None:
     ] == "no way to step 8 from a checkpoint before it"
 
 
+async def test_more_reproductions_than_two_are_refused(redis_url: str, runs: Path) -> None:
+    async with api_harness(redis_url) as harness:
+        harness.factory.may_reproduce.clear()
+        try:
+            for name in ("lake", "pond", "sea"):
+                await harness.start(name, output_dir=str(runs / name))
+            begun = [await harness.http.post(f"/runs/{name}/reproduce?step=2") for name in ("lake", "pond", "sea")]
+            assert [answer.status_code for answer in begun] == [202, 202, 429]
+            assert code(begun[2]) == "too_many_reproductions"
+            assert (await harness.http.get("/runs/sea/reproduce")).json()["state"] == "none"
+        finally:
+            harness.factory.may_reproduce.set()
+
+        async def has_room() -> bool:
+            return (await harness.http.post("/runs/sea/reproduce?step=2")).status_code == 202
+
+        await wait_until(has_room)
+
+
 async def test_a_token_for_reading_can_neither_fork_nor_reproduce(redis_url: str, runs: Path) -> None:
     async with api_harness(redis_url, "operate", "look") as harness:
         await harness.start("lake", RunState.FINISHED, output_dir=str(runs / "lake"))

@@ -1,18 +1,23 @@
 """`GET /metrics`: a real Redis, scraped as Prometheus does."""
 
+import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
+from redis.exceptions import ConnectionError
 
 from offbeat.services.control.interfaces import Health, Observation
+from offbeat.services.control.prometheus.exporter import PrometheusExporter
 from offbeat.services.control.prometheus.run_state import MESH_FAMILIES, STATE_FAMILIES
-from offbeat.services.control.run import Restarts, RunState
+from offbeat.services.control.run import Restarts, RunRecord, RunState
+from offbeat.services.control.store import RunStore
 from offbeat.services.keys import RunKeys
 from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, Partial, mean
 from offbeat.services.weights.replica_reports import ReplicaReport, encode_report
-from tests.services.control.api_harness import ApiHarness, api_harness
+from tests.services.control.api_harness import ApiHarness, FakeRunFactory, api_harness
 
 Scraped = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -218,3 +223,30 @@ async def test_a_token_of_either_scope_may_scrape_and_no_one_else(redis_url: str
         assert (await api.http.get("/metrics", headers={"Authorization": "Bearer wrong"})).status_code == 401
         for token in ("all", "eyes"):
             assert of(await scrape(api, Authorization=f"Bearer {token}"), "offbeat_redis_up") == 1
+
+
+@dataclass(frozen=True)
+class FailingStore(RunStore):
+    """A store that fails to read one run's record while the other's is being read."""
+
+    reading: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def load(self, run_id: str) -> RunRecord:
+        if run_id == "broken":
+            await self.reading.wait()
+            raise ConnectionError("gone")
+        self.reading.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.reading.clear()
+        raise AssertionError("nothing ends the wait")
+
+
+async def test_no_run_is_still_being_read_when_a_scrape_has_failed(api: ApiHarness):
+    await api.start("broken")
+    await api.start("other")
+    store = FailingStore(api.redis)
+    text, _ = await PrometheusExporter(store, FakeRunFactory(api.redis), lambda: "").export("")
+    assert of(parse(text.decode()), "offbeat_redis_up") == 0
+    assert not store.reading.is_set()

@@ -6,6 +6,7 @@ import { byId, choice, h, short } from "./dom.js";
 export const title = "Acts";
 
 const POLL_MS = 1000;
+const PASSING = [429, 503];
 const SETTINGS = ["num_workers", "num_replicas", "learning_rate", "temperature", "max_staleness", "num_env_groups"];
 
 /**
@@ -123,16 +124,19 @@ function derivedActs(context, run, report) {
 }
 
 /**
+ * Report a reproduction's end; a service that is busy or restarts is asked again.
  * @param {import("./app.js").Context} context
  * @param {Reporter} report
  */
 async function follow(context, report) {
+  const again = () => void setTimeout(() => follow(context, report), POLL_MS);
   try {
     const view = await get(`/runs/${context.run}/reproduce`);
-    if (view.state === "running") return void setTimeout(() => follow(context, report), POLL_MS);
+    if (view.state === "running") return again();
     report.done(`Reproduction of step ${view.step}: ${view.state}. ${view.error} ${JSON.stringify(view.result?.compared ?? [])}`);
   } catch (error) {
     report.refused(error);
+    if (!(error instanceof Refusal) || PASSING.includes(error.status)) again();
   }
 }
 

@@ -1,0 +1,105 @@
+"""A short `offbeat train` with traces and JSON logs: what each process tells, and how it fits together."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.mesh import TrainProcess
+from tests.otlp import Collector, otlp_collector
+
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
+
+STEPS, GROUPS_PER_STEP, GROUP_SIZE, MAX_STALENESS = 4, 4, 4, 1
+SIZES = (
+    f"max_steps={STEPS}",
+    f"rollout_batch_size={GROUPS_PER_STEP * GROUP_SIZE}",
+    f"train_env_manager.group_size={GROUP_SIZE}",
+    "train_env_manager.num_env_groups=8",
+    "rollout.num_workers=2",
+    "rollout.max_env_num_per_worker=16",
+    "warm_start.steps=4",
+    "save_steps=2",
+    "eval_steps=0",
+    "final_val_batch_size=8",
+    "zero_variance=train",
+    "actor_infer.strategy_args={strategy_name: hf_infer, strategy_config: null}",
+)
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with otlp_collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Path]:
+    """Folder of the run, which has ended."""
+    folder = tmp_path_factory.mktemp("traced") / "quickstart"
+    telemetry = (f"telemetry.otlp_endpoint={collector.endpoint}", "telemetry.sample_rate=1.0")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OFFBEAT_LOG_FORMAT", "json")
+        train = TrainProcess(folder, *telemetry, small=SIZES)
+    try:
+        assert train.wait() == 0, train.output
+        yield folder
+    finally:
+        train.close()
+
+
+@pytest.mark.usefixtures("run")
+def test_each_trained_group_is_one_trace_that_its_step_links_to(collector: Collector) -> None:
+    steps = collector.named("rl.train")
+    assert [span.attributes["rl.step"] for span in steps] == list(range(1, STEPS + 1))
+    links = [(trace, span, fields["rl.group.number"]) for step in steps for trace, span, fields in step.links]
+    assert len({number for *_, number in links}) == STEPS * GROUPS_PER_STEP
+    episodes = collector.named("invoke_agent")
+    for trace, linked, number in links:
+        members = [span for span in episodes if span.trace_id == trace]
+        assert {span.attributes["rl.group.number"] for span in members} == {number}
+        assert sorted(span.attributes["rl.episode.index"] for span in members) == list(range(GROUP_SIZE))
+        assert linked in {span.span_id for span in members}
+        for member in members:
+            children = Counter(span.name for span in collector.spans if span.parent_id == member.span_id)
+            turns = member.attributes["rl.episode.turns"]
+            assert children == {"chat policy": turns, "rl.environment.step": turns, "rl.environment.reset": 1}
+    published = [link for sync in collector.named("rl.sync") for link in sync.links]
+    assert {(trace, span) for trace, span, _ in published} == {(step.trace_id, step.span_id) for step in steps}
+
+
+@pytest.mark.usefixtures("run")
+def test_a_trace_crosses_workers_and_holds_the_versions_that_sampled_it(collector: Collector) -> None:
+    before = {trace: step.attributes["rl.step"] - 1 for step in collector.named("rl.train") for trace, *_ in step.links}
+    members = [span for span in collector.named("invoke_agent") if span.trace_id in before]
+    workers = {
+        trace: {span.resource["service.instance.id"] for span in members if span.trace_id == trace} for trace in before
+    }
+    assert max(map(len, workers.values())) == 2
+    for span in members:
+        oldest, newest = span.attributes["rl.policy.version.min"], span.attributes["rl.policy.version.max"]
+        assert before[span.trace_id] - MAX_STALENESS <= oldest <= newest <= before[span.trace_id]
+    assert len({span.attributes["rl.policy.version.max"] for span in members}) > 1
+
+
+def test_every_line_of_a_log_is_json_with_what_it_is_about(run: Path) -> None:
+    logs = {path.stem: read_json_lines(path) for path in (run / "logs").glob("*.log")}
+    assert {"control", "env-worker-quickstart-0", "env-worker-quickstart-1", "learner", "offbeat"} <= logs.keys()
+    for name, lines in logs.items():
+        for line in lines:
+            assert {"time", "level", "service", "logger", "message"} <= line.keys(), name
+            assert line["service"] == name
+    (engine,) = (lines for name, lines in logs.items() if name.startswith("generation-"))
+    served = [line["version"] for line in engine if line["message"].startswith("serves version")]
+    assert served[-1] == STEPS
+    assert all(line["run"] == "quickstart" for line in (*engine, *logs["learner"], *logs["control"]))
+    in_training = [line for line in logs["learner"] if line.get("step")]
+    assert {1, STEPS} <= {line["step"] for line in in_training} <= set(range(1, STEPS + 1))
+    assert all(line["version"] <= line["step"] for line in in_training)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
