@@ -29,11 +29,32 @@ def engine_utilization(config: RunConfig, plan: DevicePlan) -> float:
 def choose_turns(config: RunConfig, nodes: Sequence[ClusterNode]) -> RunConfig:
     """Return the run with `enable_sleep_mode` set where it is left out: in synchronous runs that share devices."""
     infer = config.actor_infer
-    if infer.engine.enable_sleep_mode is not None or config.max_staleness > 0 or not config.uses_engine:
+    is_asynchronous = config.max_staleness > 0 or not config.uses_engine
+    if infer.engine.enable_sleep_mode is not None or is_asynchronous or offload_problem(config):
         return config
     if not plan_devices(config, nodes, owns_engines=infer.app in (None, app_name(config.exp_name))).is_shared:
         return config
     return config.model_copy(update={"actor_infer": _with_engine(infer, enable_sleep_mode=True)})
+
+
+def offload_problem(config: RunConfig) -> str:
+    """Return why the learner can't leave its devices between steps; empty if it can."""
+    train, strategy = config.actor_train, config.actor_train.strategy_args
+    roles = {"reference": config.reference, **{f"teacher.{name}": each for name, each in config.teacher.items()}}
+    for name, role in roles.items():
+        if role.strategy_args.strategy_name == "deepspeed_infer":
+            return f"{name} of deepspeed_infer can't leave the GPU between steps: take hf_infer or placement service"
+    if strategy.strategy_name != "deepspeed_train":
+        return ""
+    if train.model_args.dtype != "float32" and strategy.zero_stage < 2:
+        return (
+            f"DeepSpeed's optimizer for {train.model_args.dtype} can't leave the GPU at zero_stage {strategy.zero_stage}: "
+            "take zero_stage 2 or 3, or fsdp2_train"
+        )
+    zero = strategy.strategy_config.get("zero_optimization")
+    if isinstance(zero, dict) and any(name.startswith("offload_") for name in zero):
+        return "DeepSpeed moves no states beside zero_optimization.offload_*: leave one of them out"
+    return ""
 
 
 def _with_engine(infer: GenerationConfig, **values: object) -> GenerationConfig:

@@ -274,7 +274,7 @@ class GenerationReplica:
         return self._keeps_cache and bool(completion.versions) and completion.versions[0].version != version
 
     async def _serving(self, min_version: int, limit: asyncio.Timeout) -> int:
-        """Wait until at least `min_version` is served and no update runs; return the version."""
+        """Wait for `min_version` and the end of an update or sleep; return the version."""
         if not self._ready(min_version):
             self._waiting += 1
             try:

@@ -1,4 +1,4 @@
-"""Engine and learner on one GPU, with the defaults: `pytest tests/gpu/test_shared_gpu.py` on a machine with a GPU."""
+"""Engine and learner on one GPU by default, synchronous ones in turns: `pytest tests/gpu/test_shared_gpu.py` on a GPU."""
 
 import json
 import os
@@ -29,3 +29,5 @@ def test_engine_and_learner_train_on_one_gpu(transport: str, max_staleness: int,
     subprocess.run(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": "0"}, check=True, timeout=800)
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert max(line.get("step", 0) for line in steps) >= 3
+    logs = "".join(log.read_text() for log in (run / "logs").glob("generation-*.log"))
+    assert ("asleep: the learner has its devices" in logs) == (max_staleness == 0)

@@ -9,11 +9,13 @@ from typing import Any
 
 import psutil
 import pytest
+from redis import Redis
 
 from offbeat.benchmarks.chaos.failover import fail_over
 from offbeat.benchmarks.chaos.proxy import write_server_script
 from offbeat.deploy.audit.lives import Audit
 from offbeat.deploy.cli.audit import examine
+from offbeat.services.keys import RunKeys
 from offbeat.services.redis.server import server_binary
 from tests.integration.mesh import TrainProcess, left_behind
 from tests.waiting import wait_until_sync
@@ -67,15 +69,34 @@ def test_killed_worker_engine_and_learner_lose_no_group(start: Start):
     assert found.lineage.learners == 2
 
 
+def wait_until_asleep(train: TrainProcess) -> None:
+    """Return in the learner's turn, when the engine sleeps."""
+    keys = RunKeys("quickstart")
+    with Redis.from_url(json.loads((train.output_dir / "endpoints.json").read_text())["redis_url"]) as redis:
+
+        def sleeps() -> bool:
+            turn, states = redis.hget(keys.turn, "id"), redis.hvals(keys.sharing_engines)
+            return turn is not None and any(state.endswith(turn) for state in states)
+
+        wait_until_sync(sleeps, every_s=0.002)
+
+
 def test_a_killed_scorer_returns_and_no_group_is_trained_without_its_score(start: Start):
+    """In a run whose engine sleeps during steps: the learner and the engine are killed while it does."""
     train = start(
-        "max_steps=8", "use_kl_loss=true", "kl_loss_coef=0.05", "reference.strategy_args.placement=service"
-    )  # fmt: skip
+        *("max_steps=8", "use_kl_loss=true", "kl_loss_coef=0.05", "reference.strategy_args.placement=service"),
+        *("max_staleness=0", "actor_infer.strategy_args.strategy_config.enable_sleep_mode=true"),
+    )
     train.wait_for_step(2)
     train.kill("ray::ScorerActor")
-    train.wait_for_step(5)
+    train.wait_for_step(4)
+    wait_until_asleep(train)
     train.kill("offbeat.trainer.cli")
-    finished(train, steps=8)
+    train.wait_for_step(5)
+    wait_until_asleep(train)
+    train.kill("ray::ServeReplica:generation")
+    report, _ = finished(train, steps=8)
+    assert report["max_staleness_seen"] == 0
     records = [json.loads(line) for line in (train.output_dir / "metrics.jsonl").read_text().splitlines()]
     assert any("reference/tokens_per_busy_s" in json.dumps(record) for record in records)
     assert (train.output_dir / "logs" / "scorer-quickstart-reference-0.log").read_text().count("scores groups") == 2

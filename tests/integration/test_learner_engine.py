@@ -25,6 +25,7 @@ from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.integration.learner_rank import SMOOTH, fixed_batch
 from tests.paths import ROOT
 from tests.trainer.engines.comparing import (
+    assert_offloading_changes_nothing,
     assert_overflow_is_skipped,
     assert_same,
     assert_scale_ends_at_one,
@@ -191,6 +192,11 @@ def test_a_loaded_engine_goes_on_exactly(engine: EngineFactory, stage: int, dtyp
     fresh.load(tmp_path)
     fresh.train(fixed_batch(), nll, HYPER)
     assert_same(weights_of(saved), weights_of(fresh))
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (2, "float32"), (3, "float32"), (2, "bfloat16")])
+def test_offloaded_states_come_back_as_they_were(engine: EngineFactory, stage: int, dtype: str) -> None:
+    assert_offloading_changes_nothing(engine(stage, dtype), engine(stage, dtype))
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (2, "float32"), (3, "float32"), (1, "bfloat16")])

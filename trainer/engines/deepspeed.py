@@ -119,18 +119,35 @@ class DeepSpeedEngine(OnRanks):
         forget(self._moments.state.values())
 
     def offload_states(self) -> None:
-        if self._stage > 0:
-            self._engine.offload_states(pin_memory=False)  # pinned buffers would be allocated anew in each turn
+        # Pinned buffers would be allocated anew in each turn
+        if self._stage in (1, 2):
+            self._engine.offload_states(pin_memory=False)
             return
-        self._engine.module.to("cpu")
-        move_moments(self._moments.state.values(), "cpu")
+        if self._stage == 3:
+            from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State  # noqa: PLC0415
+
+            # It moves the moments and float32 weights of its own FusedAdam alone
+            self._engine.offload_states(
+                {State.lp_params, State.lp_grads, State.contiguous_grad_buffer}, pin_memory=False
+            )
+        else:
+            self._engine.module.to("cpu")
+        self._move_moments("cpu")
 
     def load_states(self) -> None:
         if self._stage > 0:
             self._engine.reload_states()
-            return
-        self._engine.module.to(self.device)
-        move_moments(self._moments.state.values(), self.device)
+        else:
+            self._engine.module.to(self.device)
+        if self._stage not in (1, 2):
+            self._move_moments(self.device)
+
+    def _move_moments(self, device: torch.device | str) -> None:
+        """Move AdamW's moments and, at ZeRO-3, the float32 weights."""
+        if self._stage == 3:
+            for shard in self._engine.optimizer.fp32_partitioned_groups_flat:
+                shard.data = shard.data.to(device)
+        move_moments(self._moments.state.values(), device)
 
     @property
     def _loss_scale(self) -> float | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from offbeat.deploy.config.device_plan import ClusterNode, DevicePlan, check_mappings, plan_devices
 from offbeat.deploy.config.devices import count_gpus
 from offbeat.deploy.config.run import RunConfig
-from offbeat.deploy.config.sharing import engine_utilization
+from offbeat.deploy.config.sharing import engine_utilization, offload_problem
 from offbeat.services.generation.config import UTILIZATION, app_name
 from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
@@ -31,6 +31,8 @@ def check_devices(config: RunConfig, nodes: Sequence[ClusterNode] | None) -> Ite
         )
     if infer.device == "cpu" and infer.engine.gpu_memory_utilization not in (None, UTILIZATION):
         yield ConfigIssue(UTILIZATION_KEY, "has no effect with device=cpu: leave it out")
+    if config.takes_turns and (problem := offload_problem(config)):
+        yield ConfigIssue(f"{ENGINE}.enable_sleep_mode", problem)
     yield from check_mappings(config)
     owns_engines = infer.app in (None, app_name(config.exp_name))
     plan = plan_devices(config, [local_node()] if nodes is None else nodes, owns_engines=owns_engines)
@@ -68,6 +70,9 @@ def _check_shared(config: RunConfig, plan: DevicePlan, memory_gib: float | None)
         )
         return
     needed_gib = learner_gib(config)
+    if config.takes_turns:
+        yield from _check_turns(config, share, needed_gib, memory_gib)
+        return
     if memory_gib is None or needed_gib is None or share * memory_gib + needed_gib <= memory_gib:
         return
     room = max(0.0, 1 - needed_gib / memory_gib)
@@ -77,6 +82,39 @@ def _check_shared(config: RunConfig, plan: DevicePlan, memory_gib: float | None)
         f"the engine's {share * memory_gib:.1f} GiB ({share:g}) and at least {needed_gib:.1f} GiB of the learner's weights, "
         f"gradients and moments exceed the GPU's {memory_gib:.1f} GiB: {advice} more devices, zero_stage or lora_target",
     )
+
+
+def _check_turns(
+    config: RunConfig, share: float, needed_gib: float | None, memory_gib: float | None
+) -> Iterator[ConfigIssue]:
+    """Yield a memory that can't hold the learner alone, or the engine with the versions that GPU transports keep."""
+    if memory_gib is None or needed_gib is None:
+        return
+    if needed_gib > memory_gib:
+        yield ConfigIssue(
+            "actor_train.strategy_args.zero_stage",
+            f"at least {needed_gib:.1f} GiB of the learner's weights, gradients and moments exceed the GPU's "
+            f"{memory_gib:.1f} GiB, also while the engine sleeps: take more devices, zero_stage or lora_target",
+        )
+    weights = config.weights
+    held_gib = weights.keep_versions * weights_gib(config) if weights.transport in ("ipc", "nccl") else 0.0
+    if share * memory_gib + held_gib > memory_gib:
+        yield ConfigIssue(
+            UTILIZATION_KEY,
+            f"the engine's {share * memory_gib:.1f} GiB ({share:g}) and {held_gib:.1f} GiB of {weights.keep_versions} "
+            f"published version(s) exceed the GPU's {memory_gib:.1f} GiB: take less, weights.keep_versions: 1, or "
+            "weights.transport: shm",
+        )
+
+
+def weights_gib(config: RunConfig) -> float:
+    """Return the memory of a published version; 0 for a tiny or unreadable policy."""
+    try:
+        num_weights = sum(map(_count_weights, Path(config.pretrain).glob("*.safetensors")))
+    except (OSError, ValueError):
+        return 0.0
+    is_wide = config.actor_train.model_args.dtype == "float32" and config.weights.dtype == "as_trained"
+    return num_weights * (4 if is_wide else 2) / GIB
 
 
 def learner_gib(config: RunConfig) -> float | None:

@@ -87,7 +87,7 @@ def scored(replicas: int = 1, mapping: list[int] | None = None) -> dict[str, Any
 
 def test_a_scoring_service_shares_no_device() -> None:
     plan = plan_devices(config(**scored()), [ClusterNode("a", "10.0.0.1", 2)])
-    assert plan.engines == (EngineDevices("a", (0,)),)
+    assert plan.engines == (EngineDevices("a", (0,), is_shared=True),)
     assert plan.learner == (LearnerNode("a", 1, (0,), 0),)
     assert plan.scorers == {"reference": (EngineDevices("a", (1,)),)}
     assert plan_devices(config(**scored()), TWO_NODES) == DevicePlan()
@@ -109,7 +109,7 @@ def test_a_scoring_service_has_devices_of_its_own() -> None:
 
 def test_the_smallest_overlap_is_taken() -> None:
     plan = plan_devices(config({"num_processes": 2}, {"num_replicas": 3}), TWO_NODES[:1])
-    assert plan.engines == (EngineDevices("b", (0,)), EngineDevices("b", (1,)), EngineDevices("b", (2,)))
+    assert plan.engines == (EngineDevices("b", (0,)), EngineDevices("b", (1,)), EngineDevices("b", (2,), True))
     assert plan.learner == (LearnerNode("b", 2, (2, 3), 1),)
     assert plan.is_shared
 

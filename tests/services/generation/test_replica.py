@@ -230,12 +230,11 @@ async def test_requests_wait_for_the_swap_of_weights_not_for_the_staging(stage: 
 async def test_a_replica_that_is_told_to_stop_while_it_stages_is_not_broken(stage: Stage) -> None:
     await stage.publish(0)
     stage.engine.may_stage.clear()
-    following = asyncio.create_task(stage.replica.follow())
     await stage.broker.publish(1)
-    await wait_until(lambda: len(stage.engine.staged) >= 3)
-    following.cancel()
-    await asyncio.gather(following, return_exceptions=True)
-    assert following.cancelled()
+    await wait_until(lambda: len(stage.engine.staged) == 2)
+    stage.following.cancel()
+    await asyncio.gather(stage.following, return_exceptions=True)
+    assert stage.following.cancelled()
     assert stage.replica.status()["broken"] == ""
 
 

@@ -37,6 +37,17 @@ def assert_same(one: dict[str, Tensor], two: dict[str, Tensor], atol: float = 0.
         torch.testing.assert_close(tensor, two[name], rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def assert_offloading_changes_nothing(moved: TrainEngine[Sampled], resident: TrainEngine[Sampled]) -> None:
+    for engine in (moved, resident):
+        engine.train(fixed_batch(), nll, STEP)
+    for _ in range(2):
+        moved.offload_states()
+        moved.load_states()
+        outcomes = [engine.train(fixed_batch(), nll, STEP) for engine in (moved, resident)]
+        assert outcomes[0] == outcomes[1]
+    assert_same(weights_of(moved), weights_of(resident))
+
+
 STEP = Hyperparameters(learning_rate=1e-3, weight_decay=0.1)
 BEYOND_FLOAT16 = 1e4
 

@@ -21,6 +21,7 @@ from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.integration.learner_rank import SMOOTH, fixed_batch
 from tests.trainer.engines.comparing import (
+    assert_offloading_changes_nothing,
     assert_overflow_is_skipped,
     assert_same,
     assert_scale_ends_at_one,
@@ -67,6 +68,11 @@ def test_a_step_is_torch_adamw_on_the_clipped_gradient(folder: Path, ranks: Rank
         assert outcome.grad_norm == pytest.approx(float(norm), rel=1e-5)
     expected = {name.removeprefix("model."): p.detach() for name, p in twin.named_parameters()}
     assert_same(weights_of(ours), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_offloaded_states_come_back_as_they_were(folder: Path, ranks: Ranks, dtype: str) -> None:
+    assert_offloading_changes_nothing(engine(folder, ranks, dtype), engine(folder, ranks, dtype))
 
 
 def test_a_loss_that_is_not_finite_changes_nothing(folder: Path, ranks: Ranks) -> None:

@@ -14,6 +14,7 @@ from offbeat.services.redis.lease import LearnerLease
 from tests.fakes import FakeLearnerBuffer, Moments, make_group
 from tests.services.generation.generation_fakes import FakeBroker, FakeEngine
 from tests.trainer.learner.harness import GROUPS_PER_STEP, LearnerHarness, learner_config
+from tests.waiting import wait_until
 
 SHOWN = ("sleep", "publish", "offload", "wake", "weights", "sample", "load", "train", "save")
 TURNS: dict[str, Any] = {
@@ -48,9 +49,7 @@ class Mesh:
         try:
             return await asyncio.to_thread(self.learn)
         finally:
-            async with asyncio.timeout(60):  # it wakes when the learner has left
-                while self.engine.is_asleep:  # noqa: ASYNC110 - the state of a real replica, which has no event
-                    await asyncio.sleep(0.005)
+            await wait_until(lambda: not self.engine.is_asleep)  # the learner has left
             for task in tasks:
                 task.cancel()
             await self.turns.stop()
@@ -58,9 +57,7 @@ class Mesh:
     async def serve(self, version: int) -> None:
         if self.replica.status()["version"] < version:
             await self.broker.publish(version)
-        async with asyncio.timeout(60):
-            while self.replica.status()["version"] < version or self.engine.is_asleep:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        await wait_until(lambda: self.replica.status()["version"] >= version and not self.engine.is_asleep)
         self.moments.names.append(f"sample {version}")
 
     def learn(self) -> bool:

@@ -11,6 +11,7 @@ from offbeat.deploy.config.checks import devices
 from offbeat.deploy.config.checks.devices import check_devices, learner_gib
 from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.sharing import choose_turns
 from tests.deploy.config.test_device_plan import ONE_GPU, TWO_NODES, config
 
 KEY = "actor_infer.strategy_args.strategy_config.gpu_memory_utilization"
@@ -84,3 +85,32 @@ def test_this_machine_has_the_gpus_that_it_shows(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert devices.local_node().gpus == 0
     assert {issue.path for issue in check_devices(config(), None)} == {"actor_train.device", "actor_infer.device"}
+
+
+def turns(**keys: Any) -> RunConfig:
+    return choose_turns(config(max_staleness=0, **keys), ONE_GPU)
+
+
+def test_a_learner_in_turns_must_fit_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(devices, "read_memory_gib", lambda: 16.0)
+    pretrain = write_model(tmp_path, 750_000_000)
+    train = {"model_args": {"dtype": "float32"}}
+    assert "exceed the GPU's 16.0 GiB" in issues(config(train, pretrain=pretrain), ONE_GPU)[KEY]
+    assert issues(turns(train=train, pretrain=pretrain), ONE_GPU) == {}
+    held = issues(turns(train=train, pretrain=pretrain, weights={"transport": "ipc"}), ONE_GPU)[KEY]
+    assert "5.6 GiB of 2 published version(s)" in held
+    pretrain = write_model(tmp_path, 1_500_000_000)
+    alone = issues(turns(train=train, pretrain=pretrain), ONE_GPU)["actor_train.strategy_args.zero_stage"]
+    assert "also while the engine sleeps" in alone
+
+
+def test_a_learner_that_can_not_leave_the_gpu_takes_no_turns() -> None:
+    half = {"model_args": {"dtype": "bfloat16"}, "strategy_args": {"zero_stage": 1}}
+    assert not turns(train=half).takes_turns
+    sleeping = {"strategy_args": {"strategy_config": {"enable_sleep_mode": True}}}
+    told = issues(config(half, sleeping, max_staleness=0), ONE_GPU)
+    assert "zero_stage 2 or 3" in told["actor_infer.strategy_args.strategy_config.enable_sleep_mode"]
+    offloading = {"strategy_args": {"strategy_config": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}}}
+    assert not turns(train=offloading).takes_turns
+    reference = {"strategy_args": {"strategy_name": "deepspeed_infer"}}
+    assert not turns(reference=reference).takes_turns
