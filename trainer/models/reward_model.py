@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from offbeat.trainer.models.packing import PackedInput
-from offbeat.trainer.models.policy import packed_kwargs
+from offbeat.trainer.models.policy import model_input, packed_kwargs
 
 
 class PackedRewardModel(nn.Module):
@@ -33,7 +33,7 @@ class PackedRewardModel(nn.Module):
         if x.images:
             raise ValueError("the conversation has images, but a reward model has no image input")
         backbone = cast(nn.Module, self.model.base_model)
-        hidden: Tensor = backbone(x.tokens[None], **packed_kwargs(x.packing)).last_hidden_state[0]
+        hidden: Tensor = backbone(**model_input(x), **packed_kwargs(x.packing)).last_hidden_state[0]
         head = cast(Any, self.model).score
         return head(hidden.index_select(0, x.positions))[:, 0].float().clone()  # FSDP2 hooks into outputs: no views
 

@@ -31,7 +31,7 @@ class PassThrough(nn.Module):
 
 
 class PackedStage(nn.Module):
-    """Stage before the last one, of a policy or a critic."""
+    """Stage before the last one."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class PackedStage(nn.Module):
 
 
 def cut_stage(module: nn.Module, stage: int, num_stages: int) -> nn.Module:
-    """Return one stage of a `PackedPolicy` or `PackedCritic`, which gives up the layers of others.
+    """Return one stage of a policy, critic or reward model, which gives up the layers of others.
 
     The last stage is the module itself, with norm, output layer and value head.
 
@@ -73,8 +73,9 @@ def cut_stage(module: nn.Module, stage: int, num_stages: int) -> nn.Module:
     if is_last:
         base.norm = norm
         return module
-    if head is not None:
-        model.set_output_embeddings(cast(Any, None))
+    for name, child in list(model.named_children()) if base is not model else ():
+        if child is not base:  # heads
+            setattr(model, name, None)
     return PackedStage(model)
 
 

@@ -16,7 +16,7 @@ from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.fakes import make_group, train_on
 from tests.trainer.config.key_effects import Change
-from tests.trainer.data.test_prefix_groups import ragged
+from tests.trainer.data.test_prefix_trees import ragged
 from tests.trainer.plain_engine import PlainEngine
 
 HEAD: dict[str, Any] = {"backbone": "policy"}

@@ -13,7 +13,7 @@ from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.fakes import train_on
-from tests.trainer.data.test_prefix_groups import ragged
+from tests.trainer.data.test_prefix_trees import ragged
 from tests.trainer.plain_engine import PlainEngine
 
 

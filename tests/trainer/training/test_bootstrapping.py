@@ -16,7 +16,7 @@ from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.copying import replace
 from tests.fakes import make_group, train_on
-from tests.trainer.data.test_prefix_groups import ragged
+from tests.trainer.data.test_prefix_trees import ragged
 from tests.trainer.plain_engine import PlainEngine
 
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))

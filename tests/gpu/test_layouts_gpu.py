@@ -1,0 +1,68 @@
+"""Tensor and pipeline parallelism over two GPUs learn what one learns, and so does each from the other's checkpoint."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from offbeat.services.process import free_port
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
+from offbeat.trainer.engines.process_group import process_group, ranks_of_environment
+from offbeat.trainer.models.tiny import write_tiny_policy
+from tests.integration.layout_rank import STEPS, Layout, engine_of, learn
+from tests.paths import ROOT
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+
+SPLIT: dict[str, Layout] = {"tensor": (2, 1), "pipeline": (1, 2)}
+
+
+def test_two_gpus_learn_what_one_learns(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    write_tiny_policy(model, TinyPolicyConfig(num_hidden_layers=3), list("abcdefg"))
+    for world in (1, 2):
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
+        command = [sys.executable, __file__, str(model), str(tmp_path)]
+        running = [
+            subprocess.Popen(
+                command,
+                env={**os.environ, **address, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(ROOT)},
+            )
+            for rank in range(world)
+        ]
+        assert [process.wait(timeout=300) for process in running] == [0] * world
+    alone = load_file(tmp_path / "alone.safetensors")
+    for name in (*SPLIT, *(f"{name}-resumed" for name in SPLIT)):
+        for key, tensor in load_file(tmp_path / f"{name}.safetensors").items():
+            torch.testing.assert_close(
+                tensor, alone[key], rtol=1e-3, atol=1e-4, msg=lambda m, n=name, k=key: f"{n} {k}: {m}"
+            )
+
+
+def train(model: Path, out: Path) -> None:
+    """Write what this world learns in each of its layouts."""
+    results: dict[str, dict[str, Tensor]] = {}
+    with process_group(ranks_of_environment("cuda")) as ranks:
+        layouts: dict[str, Layout] = {"alone": (1, 1)} if ranks.world_size == 1 else SPLIT
+        for name, layout in layouts.items():
+            engine = engine_of(model, ranks, layout)
+            learn(engine, STEPS - 1)
+            engine.save(out / f"{name}-state")
+            results[name] = learn(engine, 1)
+        for name, other in zip(layouts, reversed(layouts), strict=True):
+            engine = engine_of(model, ranks, layouts[name])
+            engine.load(out / f"{other}-state")
+            results[f"{name}-resumed"] = learn(engine, 1)
+        if ranks.rank == 0:
+            for name, tensors in results.items():
+                save_file({key: each.cpu().contiguous() for key, each in tensors.items()}, out / f"{name}.safetensors")
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]), Path(sys.argv[2]))
