@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
+import psutil
 
 from offbeat.deploy import run_folder
 from offbeat.deploy.api.episode import Episode, read_episodes
@@ -162,13 +163,15 @@ class Run:
         Raises:
             TimeoutError: still running after `timeout_s`.
         """
-        if self._process is not None:
-            self._process.send_signal(signal.SIGINT)
-        elif (pid := run_folder.running_pid(self.folder)) is not None:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGINT)
+        process: psutil.Process | None = None
+        with suppress(psutil.NoSuchProcess):
+            if self._process is not None:
+                self._process.send_signal(signal.SIGINT)
+            elif (pid := run_folder.running_pid(self.folder)) is not None:
+                process = psutil.Process(pid)
+                process.send_signal(signal.SIGINT)
         deadline = time.monotonic() + timeout_s
-        while self.state == "running":
+        while self.state == "running" or (process is not None and _is_alive(process)):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.folder} is still running {timeout_s:g} s after it was asked to stop")
             time.sleep(POLL_S)
@@ -230,3 +233,11 @@ class Run:
             parsed = MetricRecord(record["source"], values, record["step"], record["labels"], record["time"])
             history.add([(record["id"], parsed)])
         return history
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Return whether a process has not ended; a run's folder is free a little earlier."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
