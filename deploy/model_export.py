@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from peft import PeftModel
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
 from offbeat.deploy.config.errors import ConfigError
@@ -60,7 +60,7 @@ def export_merged(source: Path, out: Path, dtype: Dtype | None, echo: Echo) -> N
     echo(
         f"{out} holds the weights of {checkpoint} in {kept}; its logits differ by {difference:.2g} on {NUM_TOKENS} tokens."
     )
-    echo(f"vllm serve {out}")
+    echo(f"vllm serve {out}" + (" --runner pooling" if _is_classifier(checkpoint) else ""))
 
 
 def export_adapter(source: Path, out: Path, echo: Echo) -> None:
@@ -164,9 +164,17 @@ def _dtype_of(checkpoint: Path) -> str:
 def _load(folder: Path, dtype: str) -> Any:
     disable_progress_bar()
     auto: Any = AutoModelForCausalLM if model_family(folder) is None else AutoModelForImageTextToText
+    if _is_classifier(folder):
+        auto = AutoModelForSequenceClassification
     return auto.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False, dtype=getattr(torch, dtype)
     ).eval()
+
+
+def _is_classifier(folder: Path) -> bool:
+    """Return whether a folder is a reward model's."""
+    architectures = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
+    return any(name.endswith("ForSequenceClassification") for name in architectures)
 
 
 def _load_adapted(base: Path, adapter: Path, dtype: str) -> Any:

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from offbeat.deploy.cli.app import app
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.models.export import copy_model_files, export_weights
-from offbeat.trainer.models.loading import load_policy
+from offbeat.trainer.models.loading import load_policy, load_reward_model
 from offbeat.trainer.models.lora import FACTORS, merged_weights, save_adapter, unmerged_weights
 
 ARGS = ModelArgs(lora_target="all-linear", lora_rank=3, lora_alpha=5.0)
@@ -44,6 +44,19 @@ def run(folder: Path, tmp_path: Path) -> Path:
 def logits(model: torch.nn.Module) -> torch.Tensor:
     with torch.inference_mode():
         return model(torch.arange(12)[None]).logits.float()
+
+
+def test_a_reward_model_is_exported_with_its_head(folder: Path, tmp_path: Path):
+    model, checkpoint = load_reward_model(folder / "policy", ModelArgs(), seed=0), tmp_path / "step-000004"
+    checkpoint.mkdir()
+    copy_model_files(folder / "policy", checkpoint)
+    model.write_config(checkpoint)
+    export_weights(checkpoint, model.model.state_dict().items())
+    done = offbeat("export", checkpoint, "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines()[-1] == f"vllm serve {tmp_path / 'out'} --runner pooling"
+    exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert torch.equal(exported.score.weight, model.model.score.weight)
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
