@@ -1,7 +1,5 @@
 """`offbeat bench async`: synchronous against asynchronous training, without Ray.
 
-`--work real`: vLLM and DeepSpeed on the tiny policy; `emulated`: scripted answers, sleep for training.
-
 Invariant: a distribution's settings are measured in one call.
 """
 

@@ -1,7 +1,5 @@
 """`offbeat bench generation`: the generation service against a bare vLLM engine, in turn.
 
-The service is called with coalesced turns, as by an env worker.
-
 Invariant: equal prompts, new to the prefix cache; exactly `tokens` sampled tokens each.
 """
 

@@ -2,8 +2,7 @@
 
 CPU time: the worker's process and Redis, without the consumer.
 
-Windows are in steady state, over many episodes per slot; rounds alternate over concurrencies, to cancel drift of the
-machine's speed.
+Rounds alternate over concurrencies, to cancel drift of the machine's speed.
 """
 
 import itertools

@@ -1,7 +1,6 @@
 """`offbeat bench trees`: time of forward and backward passes over prefix trees, against separate sequences.
 
-Invariant: both sides have one model, batch and token budget, and take turns in one process. Workloads are episodes of
-random answers, and the calls of a made agent with sub-agents; weights are random.
+Invariant: both sides have one model, batch and token budget, and take turns in one process.
 """
 
 import asyncio

@@ -1,7 +1,5 @@
 """`offbeat bench weights`: time from `publish` until the last replica serves the version.
 
-Replicas run vLLM under load in their own processes, without Ray, on random Qwen2 weights.
-
 Invariant: references (copies, an engine step under load) use the same bytes, in the same call.
 """
 

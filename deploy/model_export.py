@@ -133,7 +133,6 @@ def _copy_files(checkpoint: Path, folder: Path, without: tuple[str, ...] = ()) -
 
 
 def _write_weights(checkpoint: Path, folder: Path, dtype: Dtype | None) -> str:
-    """Return the type."""
     kept = dtype or _dtype_of(checkpoint)
     target = getattr(torch, kept)
     tensors = _tensors(checkpoint)

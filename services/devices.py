@@ -82,8 +82,6 @@ def _limited(numbers: Numbers) -> Numbers:
 
 
 class EngineDevices(NamedTuple):
-    """Devices of one engine."""
-
     node_id: str
     devices: tuple[int, ...]
     """Numbers on the node."""

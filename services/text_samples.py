@@ -67,7 +67,6 @@ def describe_samples(samples: Sequence[TextSample], max_chars: int = 160) -> str
 
 
 def to_text(sample: TextSample) -> str:
-    """Return a sample as full text."""
     turns = zip(sample.answers, sample.actions, strict=True)
     lines = [f"answer {i + 1}: {answer}\naction {i + 1}: {action}" for i, (answer, action) in enumerate(turns)]
     heading = f"step {sample.step}, version {sample.version}, tag {sample.tag}, score {sample.score:g}"

@@ -1,6 +1,5 @@
 """`offbeat bench buffer`: groups/s of the trajectory buffer, plain redis-py and Reverb (in memory).
 
-Redis syncs its append-only file every second; with `fsync`, a second server does before it answers a write.
 Invariant: a round counts only if everything came out intact.
 """
 

@@ -26,7 +26,6 @@ class Latency(Config):
     std_s: float = Field(default=0.0, ge=0)
 
     def draw(self, rng: np.random.Generator) -> float:
-        """Return seconds."""
         if self.mean_s == 0:
             return 0.0
         if self.distribution == "normal":

@@ -3,8 +3,7 @@
     python -m offbeat.benchmarks.studies.algorithms --out DIR [--only NAME ...] [--staleness | --recipes] [--mesh]
 
 A seed's runs share the warm start in `DIR/policies`, and an engine or, with `--mesh`, have a mesh each. Success: on
-held-out maps, at temperature 1 and greedy. Results in DIR are reused; each run rewrites `DIR/table-KIND.md` and
-`DIR/results-KIND.json`.
+held-out maps, at temperature 1 and greedy. Results in DIR are reused.
 """
 
 # pyright: basic

@@ -1,7 +1,7 @@
 """Engine hosts in Ray Serve: our deployment around `AsyncLLM`, and Ray Serve LLM's `LLMServer`.
 
 Tiny policy, 2 and 32 tokens, 64 in flight, 1 to 16 turns a call, through Serve and inside the replica. Reported: best
-turns/s and least CPU time per turn, which is more telling on a busy machine.
+turns/s and least CPU time per turn.
 
     python -m offbeat.benchmarks.studies.generation_hosts [--rounds N]
 """

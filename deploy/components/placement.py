@@ -10,7 +10,6 @@ from offbeat.services.generation.config import app_name
 
 
 def list_nodes() -> list[ClusterNode]:
-    """Return the living nodes."""
     return [
         ClusterNode(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get("GPU", 0)))
         for node in ray.nodes()

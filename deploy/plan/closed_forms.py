@@ -71,7 +71,7 @@ def expected_lag(outcome: SimulatedRun, setup: Setup) -> float:
     """Return groups in play and waiting / groups per step, less half a step, plus the learner's busy share.
 
     Little's law for groups that start at any time: such a group meets half a step on average, and the version of a
-    batch in training is still to come. Under a tight bound groups start right after a version, and lag less.
+    batch in training is still to come.
     """
     in_system = (outcome.playing_groups + outcome.waiting_groups) / setup.limits.groups_per_step
     return max(in_system - 0.5 + 1 - outcome.learner_idle, 0.0)

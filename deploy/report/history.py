@@ -180,7 +180,6 @@ class RunHistory:
         )
 
     def evaluation(self, kind: str, sampling: str) -> EvaluationResult | None:
-        """Return the newest evaluation."""
         results = [result for result in self.evaluations.values() if (result.kind, result.sampling) == (kind, sampling)]
         return max(results, key=lambda result: (result.step, result.time), default=None)
 

@@ -1,7 +1,4 @@
-"""Pages of the site in one folder: those of docs/, the repository's other pages, generated ones, and linked sources.
-
-A link to a file outside docs/ becomes a link to a page with that file.
-"""
+"""Pages of the site in one folder: those of docs/, the repository's other pages, generated ones, and linked sources."""
 
 import posixpath
 import re

@@ -36,8 +36,6 @@ class ToolEnvConfig(Config):
 
 
 class ToolEnv(gymnasium.Env[str, str]):
-    """Any env with tools."""
-
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # pyright: ignore[reportIncompatibleVariableOverride]
     config_class: ClassVar[type[ToolEnvConfig]] = ToolEnvConfig
 

@@ -61,8 +61,6 @@ class ScoreClaim:
 
 
 class RedisGroupScores:
-    """`GroupScores` on Redis."""
-
     def __init__(self, redis: Redis, run_id: str) -> None:
         self._redis = redis
         self._keys = BufferKeys(run_id)

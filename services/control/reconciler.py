@@ -3,8 +3,6 @@
 All state between passes is in Redis.
 
     preparing -> starting -> running <-> paused -> draining -> finished | stopped | failed
-
-The report of an ended run is written once, in the background.
 """
 
 import asyncio

@@ -411,7 +411,6 @@ def _decode_restarts(raw: Mapping[bytes, bytes]) -> dict[str, Restarts]:
 
 
 def _is_before(end: bytes | None, at: float) -> bool:
-    """Return whether a run ended before `at`."""
     try:
         return 0 < float(end or b"0") < at
     except ValueError:

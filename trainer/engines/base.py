@@ -78,9 +78,7 @@ class TrainEngine(Protocol[Output_co]):
         """
         ...
 
-    def reset_optimizer(self) -> None:
-        """Reset the moments."""
-        ...
+    def reset_optimizer(self) -> None: ...
 
     def offload_states(self) -> None:
         """Move weights and moments to the host's memory; nothing but `load_states` may follow."""

@@ -60,8 +60,6 @@ class WindowSums:
 
 @dataclass(slots=True)
 class ControllerState:
-    """Checkpointed state."""
-
     averages: WindowSums = field(default_factory=WindowSums)
     move: Move | None = None
     """Latest judgement, `times` in a row."""

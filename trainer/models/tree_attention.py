@@ -16,7 +16,7 @@ from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
 IntArray = npt.NDArray[np.int64]
 MIN_SAVED_SCORES = 1 << 16
-"""Attention scores that a division of a `BlockBatch` must save: about the price of one more kernel on a CPU core."""
+"""Attention scores that a division of a `BlockBatch` must save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,5 +159,6 @@ def tree_attention(
 
 
 def _gather(rows: Tensor, indexes: Tensor) -> Tensor:
-    """Return [N, H, D] at [b, n] -> [b, H, n, D]; the embedding's gradient is twice as fast as that of an index."""
+    """Return [N, H, D] at [b, n] -> [b, H, n, D]."""
+    # An index has a gradient that takes twice the time on a CPU
     return embedding(indexes, rows.flatten(1)).unflatten(2, rows.shape[1:]).transpose(1, 2)

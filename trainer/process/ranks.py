@@ -147,8 +147,6 @@ class RankDiedError(MeshError):
 
 
 class OtherNodes(Protocol):
-    """Ranks of other nodes."""
-
     address: str
     """Of rank 0."""
     num_local: int

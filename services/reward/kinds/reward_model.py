@@ -108,7 +108,6 @@ class ConversationScorer:
 
     @torch.inference_mode()
     def score(self, batch: Sequence[Sequence[int]]) -> list[float]:
-        """Score a padded batch."""
         lengths = torch.tensor([len(tokens) for tokens in batch], device=self._device)
         longest = int(lengths.max())
         padded = [[*tokens, *([0] * (longest - len(tokens)))] for tokens in batch]

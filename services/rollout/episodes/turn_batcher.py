@@ -1,7 +1,7 @@
 """Batches of ready turns in one generation call.
 
 Invariants: a single turn is sent at once; none waits for another's completion; a cancelled one is removed, or aborted
-if sent. The timeout is per call.
+if sent.
 """
 
 import asyncio
