@@ -18,6 +18,7 @@ from redis import Redis
 from rich.console import Console
 
 from offbeat.deploy.cli.audit import audit_run
+from offbeat.deploy.config.errors import ConfigError
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.keys import RunKeys
 from offbeat.services.metric_registry import find_metric
@@ -255,9 +256,9 @@ def test_a_learner_waits_for_a_redis_that_is_gone(tmp_path: Path) -> None:
 def test_a_checkpoint_that_can_not_be_used_is_refused_with_one_line(redis_server: str, tmp_path: Path) -> None:
     nothing = tmp_path / "nothing"
     nothing.mkdir()
-    with a_run(redis_server, tmp_path, "nowhere", [f"resume_from_checkpoint={nothing}"]) as run:
-        assert run.start().wait(timeout=60) == 2
-        assert "offbeat learner: run nowhere: not a complete checkpoint" in run.complaint()
+    overrides = [f"resume_from_checkpoint={nothing}"]
+    with pytest.raises(ConfigError, match="not a complete checkpoint"), a_run(redis_server, tmp_path, "no", overrides):
+        pass
 
 
 @pytest.mark.parametrize(
