@@ -186,15 +186,10 @@ def _measure(policy: Any, groups: list[Group], options: TreeOptions) -> dict[str
 
 
 def _num_distinct(batch: Any) -> int:
-    rows = sorted(batch.tokens[a:b].numpy().astype(">u4").tobytes() for a, b in pairwise(batch.cu_seqlens.tolist()))
-    common = (_common_bytes(a, b) // 4 for a, b in pairwise(rows))
-    return sum(len(row) for row in rows) // 4 - sum(common)
+    from offbeat.trainer.data.prefix_trees import common_len
 
-
-def _common_bytes(a: bytes, b: bytes) -> int:
-    length = min(len(a), len(b)) // 4
-    differing = np.frombuffer(a, np.uint32, length) != np.frombuffer(b, np.uint32, length)
-    return 4 * (int(differing.argmax()) if differing.any() else length)
+    rows = sorted(batch.tokens[a:b].tolist() for a, b in pairwise(batch.cu_seqlens.tolist()))
+    return batch.num_tokens - sum(common_len(np.array(a), np.array(b)) for a, b in pairwise(rows))
 
 
 def _show(rows: Mapping[str, Any]) -> None:

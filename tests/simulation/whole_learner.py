@@ -261,8 +261,6 @@ class World:
                 self._cut_power()
             case _ if not self._has_finished:
                 self._redis_forgets()
-            case _:
-                pass
 
     def _cut_power(self) -> None:
         """Every process on the host dies; Redis, with its own disk, may lose writes, too."""

@@ -110,7 +110,7 @@ def _sort(batch: Batch, sequences: Sequence[int]) -> PrefixTrees:
     leaves, common = list[list[int]]([[order[0]]]), list[int]()
     for previous, s in pairwise(order):
         has_images = bool(batch.images) and bool(batch.images[previous] or batch.images[s])
-        shared = 0 if has_images else _common_len(rows[previous], rows[s])
+        shared = 0 if has_images else common_len(rows[previous], rows[s])
         if shared == len(rows[previous]):
             leaves[-1].append(s)
             continue
@@ -120,7 +120,8 @@ def _sort(batch: Batch, sequences: Sequence[int]) -> PrefixTrees:
     return PrefixTrees(leaves, lengths, _drop_short_blocks(np.array(common, dtype=np.int64)))
 
 
-def _common_len(a: IntArray, b: IntArray) -> int:
+def common_len(a: IntArray, b: IntArray) -> int:
+    """Return how many tokens two sequences share from their start."""
     length = min(len(a), len(b))
     differing = a[:length] != b[:length]
     return int(differing.argmax()) if differing.any() else length

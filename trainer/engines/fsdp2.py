@@ -114,9 +114,8 @@ class FSDP2Engine(OnRanks):
             for share in self.shares(self._module, batch, loss):
                 self._scaler.scale(share).backward()
         else:
-            self._scaler.scale(
-                torch.zeros(1, device=self.device)
-            )  # the first call makes the scale, also of other stages
+            # The first call makes the scale; stages before the last one have no loss to scale
+            self._scaler.scale(torch.zeros(1, device=self.device))
             self._pipeline.train(
                 list(assign_passes(batch, self._ranks)),
                 lambda forward, output: self._scaler.scale(self.share(forward, output, loss)),

@@ -46,9 +46,8 @@ class Pipeline:
         self._tied = [parameters[name] for name in sorted(tied)] if self.is_first or self.is_last else []
         self.copies = set(self._tied) if self.is_last else set[nn.Parameter]()
         """Parameters that the first stage holds, too."""
-        dist.all_reduce(
-            torch.zeros(1, device=ranks.device), group=group
-        )  # NCCL connects all ranks at the first collective
+        # NCCL connects all ranks at the first collective
+        dist.all_reduce(torch.zeros(1, device=ranks.device), group=group)
 
     @property
     def is_first(self) -> bool:

@@ -137,3 +137,20 @@ def _spread(name: str, values: Tensor) -> dict[str, Partial]:
 def _floats(scalars: list[Tensor]) -> list[float]:
     """Read scalars with one device transfer."""
     return torch.stack([scalar.to(torch.float64) for scalar in scalars]).tolist() if scalars else []
+
+
+@torch.no_grad()
+def pair_metrics(
+    losses: Tensor, chosen: Tensor, rejected: Tensor, others: Mapping[str, Tensor] | None = None
+) -> dict[str, Partial]:
+    """Return TRL's metrics of P pairs, from losses, rewards and other values, [P] each."""
+    values = {
+        "loss": losses,
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/accuracies": (chosen > rejected).to(losses),
+        **(others or {}),
+    }
+    sums = torch.stack([value.sum().double() for value in values.values()]).tolist()
+    return {name: Partial("mean", total, float(len(losses))) for name, total in zip(values, sums, strict=True)}

@@ -13,6 +13,7 @@ from offbeat.services.telemetry import Partial
 from offbeat.trainer.algorithms.preference import PREFERENCE_LOSSES, PairLogprobs, PreferenceTerms
 from offbeat.trainer.config.preference import PreferenceConfig
 from offbeat.trainer.data.batch import Batch, MicroBatch
+from offbeat.trainer.losses.metrics import pair_metrics
 from offbeat.trainer.models.policy import Sampled
 
 
@@ -78,14 +79,5 @@ class PreferenceLosses:
 def _gauges(pairs: PairLogprobs, losses: Tensor, beta: float) -> dict[str, Partial]:
     """Return TRL's metrics; `rewards/accuracies`: share of pairs with a greater chosen reward."""
     chosen, rejected = beta * (pairs.chosen - pairs.ref_chosen), beta * (pairs.rejected - pairs.ref_rejected)
-    values = {
-        "loss": losses,
-        "rewards/chosen": chosen,
-        "rewards/rejected": rejected,
-        "rewards/margins": chosen - rejected,
-        "rewards/accuracies": (chosen > rejected).to(losses),
-        "logps/chosen": pairs.chosen,
-        "logps/rejected": pairs.rejected,
-    }
-    sums = torch.stack([value.sum().double() for value in values.values()]).tolist()
-    return {name: Partial("mean", total, float(len(losses))) for name, total in zip(values, sums, strict=True)}
+    logprobs = {"logps/chosen": pairs.chosen, "logps/rejected": pairs.rejected}
+    return pair_metrics(losses, chosen, rejected, logprobs)

@@ -12,6 +12,7 @@ from torch import Tensor
 from offbeat.services.telemetry import Partial
 from offbeat.trainer.algorithms.bradley_terry import bradley_terry
 from offbeat.trainer.data.batch import Batch, MicroBatch
+from offbeat.trainer.losses.metrics import pair_metrics
 
 
 @dataclass(slots=True)
@@ -36,18 +37,5 @@ class RewardModelLosses:
         rewards = output[order.to(output.device)]
         chosen, rejected = rewards[::2], rewards[1::2]
         losses = bradley_terry(chosen, rejected, self.margins[members[::2]].to(rewards), self.center_coef)
-        self.gauges.append(_gauges(losses, chosen, rejected))
+        self.gauges.append(pair_metrics(losses, chosen, rejected))
         return losses.sum() / self.num_pairs
-
-
-@torch.no_grad()
-def _gauges(losses: Tensor, chosen: Tensor, rejected: Tensor) -> dict[str, Partial]:
-    values = {
-        "loss": losses,
-        "rewards/chosen": chosen,
-        "rewards/rejected": rejected,
-        "rewards/margins": chosen - rejected,
-        "rewards/accuracies": (chosen > rejected).to(losses),
-    }
-    sums = torch.stack([value.sum().double() for value in values.values()]).tolist()
-    return {name: Partial("mean", total, float(len(losses))) for name, total in zip(values, sums, strict=True)}

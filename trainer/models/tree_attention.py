@@ -24,30 +24,29 @@ class BlockBatch:
     """b blocks of at most q tokens, after at most p tokens of their ancestors.
 
     queries: [b, q], keys: [b, p + q], int64 rows, 0 where padded; mask: [b or 1, 1, q, p + q] bool, None for causal;
-    rows, slots: [n] int64, the blocks' tokens, and their indices in [b * q].
+    slots: [n] int64, indices of the blocks' tokens in [b * q].
     """
 
     queries: Tensor
     keys: Tensor
     mask: Tensor | None
-    rows: Tensor
     slots: Tensor
 
     def to(self, device: torch.device) -> "BlockBatch":
         mask = None if self.mask is None else self.mask.to(device)
-        keys = self.keys.to(device)
-        return BlockBatch(self.queries.to(device), keys, mask, self.rows.to(device), self.slots.to(device))
+        return BlockBatch(self.queries.to(device), self.keys.to(device), mask, self.slots.to(device))
 
 
 @dataclass(frozen=True, slots=True)
 class TreeLayout:
     """K blocks in a row of N tokens.
 
-    position_ids, before: [N] int64, a token's depth from its root, and its predecessor (itself for a root's first);
-    longest: tokens of the longest path.
+    rows: [N] int64, the batches' tokens; position_ids, before: [N] int64, a token's depth from its root, and its
+    predecessor (itself for a root's first); longest: tokens of the longest path.
     """
 
     batches: tuple[BlockBatch, ...]
+    rows: Tensor
     position_ids: Tensor
     before: Tensor
     longest: int
@@ -75,12 +74,14 @@ class TreeLayout:
         roots = sizes[:, 1] == 0
         parts = [*_divide(sizes, np.flatnonzero(roots)), *_divide(sizes, np.flatnonzero(~roots))]
         batches = tuple(_batch([own[k] for k in part], [prefixes[k] for k in part]) for part in parts)
-        return cls(batches, torch.from_numpy(depths), torch.from_numpy(before), int(sizes.sum(1).max()))
+        rows = torch.cat([batch.queries.flatten()[batch.slots] for batch in batches])
+        return cls(batches, rows, torch.from_numpy(depths), torch.from_numpy(before), int(sizes.sum(1).max()))
 
     def to(self, device: torch.device) -> "TreeLayout":
         return replace(
             self,
             batches=tuple(batch.to(device) for batch in self.batches),
+            rows=self.rows.to(device),
             position_ids=self.position_ids.to(device),
             before=self.before.to(device),
         )
@@ -123,8 +124,7 @@ def _batch(own: Sequence[IntArray], prefixes: Sequence[IntArray]) -> BlockBatch:
         visible = torch.arange(before.shape[1]) < (lens if len(lens) == 1 else prefix_lens)[:, None]
         causal = (steps[:, None] >= steps[None]).expand(len(visible), -1, -1)
         mask = torch.cat([visible[:, None].expand(-1, len(steps), -1), causal], 2)[:, None]
-    slots = valid.nonzero()[:, 0]
-    return BlockBatch(queries, torch.cat([before, queries], 1), mask, queries.flatten()[slots], slots)
+    return BlockBatch(queries, torch.cat([before, queries], 1), mask, valid.nonzero()[:, 0])
 
 
 def _stack(rows: Sequence[IntArray]) -> Tensor:
@@ -154,8 +154,7 @@ def tree_attention(
         .index_select(0, batch.slots)
         for batch in layout.batches
     ]
-    rows = torch.cat([batch.rows for batch in layout.batches])
-    return torch.empty_like(q).index_copy(0, rows, torch.cat(outputs))[None]
+    return torch.empty_like(q).index_copy(0, layout.rows, torch.cat(outputs))[None]
 
 
 def _gather(rows: Tensor, indexes: Tensor) -> Tensor:

@@ -138,10 +138,8 @@ def forest(seed: int) -> list[Group]:
         earlier = sequences[draw.integers(len(sequences))] if sequences and draw.random() < 0.8 else []
         row = [(token, bool(draw.random() < 0.3)) for token, _ in earlier[: draw.integers(len(earlier) + 1)]]
         row += [(int(draw.integers(WORDS)), bool(draw.random() < 0.5)) for _ in range(draw.integers(0, 30))]
-        row = row or [(0, False)]
-        row[0] = (row[0][0], False)
-        sequences.append([*row, (int(draw.integers(WORDS)), True)] if draw.random() < 0.9 or len(row) < 2 else row)
-        sequences[-1][-1] = (sequences[-1][-1][0], True)
+        row = row if len(row) > 1 else [(0, False), (0, True)]
+        sequences.append([(row[0][0], False), *row[1:-1], (row[-1][0], True)])
     cut = int(draw.integers(1, len(sequences) + 1))
     return of_sequences(sequences, [size for size in (cut, len(sequences) - cut) if size])
 
