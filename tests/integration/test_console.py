@@ -169,7 +169,9 @@ def see_what_is_live(person: Person, page: Any) -> None:
     page.locator(".uplot canvas").first.wait_for()
     person.open("groups", "live", "until its checkpoint")
     page.get_by_label("State").select_option("trained")
-    page.locator("tbody a").first.click()
+    # The rows of before are shown until those of the state are read
+    row = page.locator("tbody tr").filter(has=page.get_by_role("cell", name="trained", exact=True))
+    row.get_by_role("link").first.click()
     page.get_by_role("link", name="/0").click()
     page.get_by_role("heading", name="Tokens").wait_for()
     page.locator("article canvas").focus()
