@@ -11,7 +11,6 @@ from types import MappingProxyType
 
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 from redis import exceptions as redis_errors
 
@@ -228,7 +227,7 @@ def deploy(settings: ReplicaSettings) -> Application:
         health_check_timeout_s=30.0,
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=2.0,
-        request_router_config=RequestRouterConfig(request_router_class=AwakeReplicaRouter),
+        request_router_config={"request_router_class": AwakeReplicaRouter},
         logging_config=LoggingConfig(enable_access_log=False),  # a line per call would cost more than the call says
         **deployment_options(config, settings.slots),
     )(GenerationDeployment)

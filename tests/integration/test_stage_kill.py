@@ -5,6 +5,7 @@ The reference is split as the policy is, and the learner leaves the devices betw
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,10 +44,10 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def undisturbed(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """A run of one process."""
-    with a_run(redis_server, tmp_path_factory.mktemp("undisturbed"), "alone", SETTINGS) as run:
+@contextmanager
+def undisturbed_run(redis_url: str, folder: Path, *settings: str) -> Iterator[Run]:
+    """A run of one process that nobody disturbs."""
+    with a_run(redis_url, folder, "alone", (*SETTINGS, *settings)) as run:
         assert run.start().wait(timeout=120) == 0, run.complaint()
         yield run
 
@@ -57,14 +58,10 @@ def process_of(learner: int, rank: int) -> psutil.Process:
     return process
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_killed_rank_ends_all_and_the_run_ends_as_if_undisturbed(
-    redis_server: str, tmp_path: Path, undisturbed: Run, name: str
-) -> None:
+def check_killed_rank(redis_url: str, folder: Path, name: str, undisturbed: Run, *more: str, atol: float) -> None:
     processes, settings, victim = LAYOUTS[name]
-    settings = (*SETTINGS, TURNS, "actor_train.num_processes=2", *settings)
-    with a_run(redis_server, tmp_path, name, settings, num_processes=processes) as run:
+    settings = (*SETTINGS, TURNS, "actor_train.num_processes=2", *settings, *more)
+    with a_run(redis_url, folder, name, settings, num_processes=processes) as run:
         learner = run.start()
         wait_until_sync(lambda: run.published() >= 1, timeout_s=120)
         process_of(learner.pid, victim).kill()
@@ -80,4 +77,18 @@ def test_a_killed_rank_ends_all_and_the_run_ends_as_if_undisturbed(
         assert all({"actor/grad_norm", "actor/kl_loss", "time/turn_s"} <= record.values.keys() for record in steps)
         weights = run.weights(STEPS)
         for key, tensor in undisturbed.weights(STEPS).items():
-            torch.testing.assert_close(weights[key], tensor, rtol=1e-5, atol=2e-5, msg=lambda m, k=key: f"{k}: {m}")
+            torch.testing.assert_close(weights[key], tensor, rtol=1e-5, atol=atol, msg=lambda m, k=key: f"{k}: {m}")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    with undisturbed_run(redis_server, tmp_path_factory.mktemp("undisturbed")) as run:
+        yield run
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_killed_rank_ends_all_and_the_run_ends_as_if_undisturbed(
+    redis_server: str, tmp_path: Path, undisturbed: Run, name: str
+) -> None:
+    check_killed_rank(redis_server, tmp_path, name, undisturbed, atol=2e-5)
