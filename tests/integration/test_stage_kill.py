@@ -25,6 +25,7 @@ SETTINGS = (
     "save_steps=1",
     "eval_steps=0",
     "use_kl_loss=true",
+    "kl_loss_coef=0.05",
     "max_staleness=0",
 )
 TURNS = "actor_infer.strategy_args.strategy_config.enable_sleep_mode=true"
