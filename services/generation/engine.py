@@ -1,5 +1,6 @@
 """Interface of engines."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -31,6 +32,10 @@ class PolicyEngine(Protocol):
 
     async def load(self, path: Path, version: int) -> LoadTimes:
         """Switch to the staged version; any error leaves the engine unusable."""
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Let `generate` return the tokens so far, with `FinishReason.ABORT`; ignore unknown ids."""
         ...
 
     async def sleep(self) -> None:
