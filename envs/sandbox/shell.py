@@ -62,6 +62,7 @@ class CommandResult(NamedTuple):
     """stdout and stderr; the middle is cut."""
     exit_code: int
     timed_out: bool
+    wall_s: float = 0.0
 
 
 class UploadedFile(NamedTuple):
@@ -94,19 +95,24 @@ class Shell:
         source = Path(__file__).with_name("shell_runner.py").read_text()
         (self._folder / "main.py").write_text(f"{source}\nserve({their_read}, {their_write})")
         (self._folder / "stdin").touch()
-        self._process: subprocess.Popen[bytes] | None = _spawner(os.getpid()).submit(
-            start_supervisor,
-            self._folder,
-            limits,
-            LAYERS,
-            (their_read, their_write),
-            writable=tuple(folders),
-            readable=READABLE,
-        ).result()
+        self._process: subprocess.Popen[bytes] | None = (
+            _spawner(os.getpid())
+            .submit(
+                start_supervisor,
+                self._folder,
+                limits,
+                LAYERS,
+                (their_read, their_write),
+                writable=tuple(folders),
+                readable=READABLE,
+            )
+            .result()
+        )
         self._receive(STARTUP_TIMEOUT_S)
 
     def run(self, command: Sequence[str], *, cwd: str, env: Mapping[str, str], timeout_s: float) -> CommandResult:
         """Run a command in `env` alone; raises ShellError as `call`."""
+        start = time.monotonic()
         reply = self._call(
             "run",
             timeout_s,
@@ -118,7 +124,7 @@ class Shell:
         )
         head, tail = (base64.b64decode(part) for part in reply["output"])
         output = _join(head, tail, reply["num_dropped"], self._limits.max_output_chars)
-        return CommandResult(output, reply["exit_code"], reply["timed_out"])
+        return CommandResult(output, reply["exit_code"], reply["timed_out"], time.monotonic() - start)
 
     def upload(self, folder: str, files: Mapping[str, UploadedFile]) -> None:
         """Write files below `folder`, replacing others."""

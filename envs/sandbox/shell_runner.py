@@ -6,6 +6,7 @@ commands are without effect. A command's output is read until it ends, though ot
 """
 
 import base64
+import contextlib
 import json
 import os
 import select
@@ -53,7 +54,9 @@ def run(wake_fd, command, cwd, env, timeout_s, max_bytes):
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    fd = process.stdout.fileno()
+    pipe = process.stdout
+    assert pipe is not None
+    fd = pipe.fileno()
     os.set_blocking(fd, False)
     output, timed_out, is_open = _Output(max_bytes), False, True
     while process.poll() is None:
@@ -70,7 +73,7 @@ def run(wake_fd, command, cwd, env, timeout_s, max_bytes):
             is_open = output.read(fd)
     if is_open:
         output.drain(fd)
-    process.stdout.close()
+    pipe.close()
     _reap()
     text, num_dropped = output.text()
     return {"exit_code": process.returncode, "timed_out": timed_out, "output": text, "num_dropped": num_dropped}
@@ -141,7 +144,11 @@ def clear(folder):
 def unlink_to(folders, targets):
     """Remove symbolic links below `folders` that lead into `targets`, or above them."""
     for folder in folders:
+        device = os.stat(folder).st_dev
         for parent, names, others in os.walk(folder):
+            if os.stat(parent).st_dev != device:  # read-only, of the system
+                names.clear()
+                continue
             for path in (os.path.join(parent, name) for name in (*names, *others)):
                 if os.path.islink(path) and any(_overlap(os.path.realpath(path), target) for target in targets):
                     os.unlink(path)
@@ -167,10 +174,8 @@ def read(path, max_bytes):
 def kill():
     """Kill all commands and what they started."""
     while True:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
@@ -178,11 +183,9 @@ def kill():
 
 
 def _reap():
-    try:
+    with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    except ChildProcessError:
-        pass
 
 
 def _send(fd, message):
