@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -79,6 +80,8 @@ def check_shell(limits: ShellLimits) -> None:
 
 
 class Shell:
+    """Shell of one episode; concurrent calls wait for each other."""
+
     def __init__(self, folders: Sequence[str], limits: ShellLimits) -> None:
         """folders: writable, besides `HOME`.
 
@@ -88,6 +91,7 @@ class Shell:
         """
         check_shell(limits)
         self._limits = limits
+        self._lock = threading.Lock()
         self._folder = Path(tempfile.mkdtemp(prefix="offbeat-shell-"))
         (self._folder / "work").mkdir()
         their_read, self._write_fd = os.pipe()
@@ -167,19 +171,22 @@ class Shell:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _call(self, operation: str, wait_s: float = 0.0, **arguments: Any) -> dict[str, Any]:
+        data = json.dumps({"operation": operation, **arguments}).encode()
+        with self._lock:
+            self._send(HEADER.pack(len(data)) + data)
+            reply = self._receive(wait_s + REPLY_TIMEOUT_S)
+        if "error" in reply:
+            raise ShellError(f"{operation}: {reply['error']}")
+        return reply
+
+    def _send(self, data: bytes) -> None:
         if self._process is None:
             raise ShellError("the shell is closed")
-        data = json.dumps({"operation": operation, **arguments}).encode()
-        data = HEADER.pack(len(data)) + data
         try:
             while data:
                 data = data[os.write(self._write_fd, data) :]
         except BrokenPipeError:
             raise self._lost() from None
-        reply = self._receive(wait_s + REPLY_TIMEOUT_S)
-        if "error" in reply:
-            raise ShellError(f"{operation}: {reply['error']}")
-        return reply
 
     def _receive(self, timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
