@@ -11,8 +11,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from uuid import uuid4
 
+from offbeat.envs.harbor.machine import FOLDERS
 from offbeat.envs.harbor.task import read_files
-from offbeat.envs.harbor.trial import FOLDERS
 from offbeat.envs.optional_imports import require
 from offbeat.envs.sandbox.shell import CommandResult, Shell, ShellError, ShellLimits, UploadedFile, command_env
 

@@ -1,8 +1,9 @@
 """What this machine can do with a task."""
 
+from offbeat.envs.harbor.machine import TaskError
 from offbeat.envs.harbor.obstacles import find_obstacles
 from offbeat.envs.harbor.task import HarborTask, TaskStep
-from offbeat.envs.harbor.trial import TaskError, TaskTrial
+from offbeat.envs.harbor.trial import TaskTrial
 from offbeat.envs.sandbox import IsolationError
 from offbeat.envs.sandbox.shell import ShellError, ShellLimits
 
@@ -40,4 +41,6 @@ def _solve(trial: TaskTrial, step: TaskStep) -> tuple[bool, str]:
 
 
 def _format(rewards: dict[str, float]) -> str:
-    return ", ".join(f"{value:g}" if name == "reward" else f"{name} {value:g}" for name, value in rewards.items()) or "0"
+    return (
+        ", ".join(f"{value:g}" if name == "reward" else f"{name} {value:g}" for name, value in rewards.items()) or "0"
+    )

@@ -1,52 +1,17 @@
-"""A task played in a shell: set up, commands, verification.
+"""A task played on its machine: commands, then verification.
 
-Invariants: what the policy started is dead, and what it put or linked at the verifier's paths is gone, before the
-verifier's files arrive; the verifier gets none of the policy's variables or home.
+Invariant: the verifier's files arrive on a protected machine, and it gets none of the policy's variables or home.
 """
 
 import json
 import math
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from offbeat.envs.harbor.dockerfile import BuildCommand, BuildCopy, read_dockerfile
+from offbeat.envs.harbor.dockerfile import read_dockerfile
+from offbeat.envs.harbor.machine import SOLUTION, TESTS, VERIFIER_LOGS, TaskError, TaskMachine
 from offbeat.envs.harbor.obstacles import resolve
 from offbeat.envs.harbor.task import HarborTask, TaskStep, read_files
-from offbeat.envs.sandbox.shell import (
-    HOME,
-    CommandResult,
-    Shell,
-    ShellError,
-    ShellLimits,
-    UploadedFile,
-    command_env,
-)
-
-TESTS, SOLUTION, LOGS = "/tests", "/solution", "/logs"
-VERIFIER_LOGS = "/logs/verifier"
-FOLDERS = (
-    "/app",
-    "/data",
-    "/home",
-    LOGS,
-    "/mnt",
-    "/opt",
-    "/root",
-    SOLUTION,
-    "/srv",
-    TESTS,
-    "/tmp",
-    "/var",
-    "/workspace",
-)
-"""Writable ones of each task, besides those of its Dockerfile."""
-SETUP_TIMEOUT_S = 60.0
-"""Of one command of a Dockerfile, or of a step's `setup.sh`."""
-
-
-class TaskError(RuntimeError):
-    """A task whose set-up fails here."""
+from offbeat.envs.sandbox.shell import CommandResult, Shell, ShellError, ShellLimits, command_env
 
 
 class TaskVerdict(NamedTuple):
@@ -57,94 +22,54 @@ class TaskVerdict(NamedTuple):
 
 class TaskTrial:
     def __init__(self, task: HarborTask, limits: ShellLimits) -> None:
-        """Raises TaskError if a command of the Dockerfile fails, and as `Shell`."""
+        """Raises TaskError, and IsolationError, as `TaskMachine`."""
         self.task = task
-        self._build = read_dockerfile(task.dockerfile)
-        self.workdir = task.file.environment.workdir or self._build.workdir
-        workdir = () if self.workdir == "/" else (f"/{Path(self.workdir).parts[1]}",)
-        self._folders = tuple(dict.fromkeys((*FOLDERS, *self._build.folders, *workdir)))
-        self.shell = Shell(self._folders, limits)
+        section = task.file.environment
         try:
-            self._set_up()
-        except (ShellError, TaskError) as error:
-            self.close()
+            build = read_dockerfile(task.dockerfile)
+            self.machine = TaskMachine(build, limits, workdir=section.workdir, env=resolve(section.env))
+        except TaskError as error:
             raise TaskError(f"{task.folder}: {error}") from error
 
     def begin_step(self, step: TaskStep) -> None:
-        """Remove the last verifier, add the step's files."""
+        """Remove the last verifier, add the step's files; raises TaskError, ShellError."""
         for folder in (TESTS, VERIFIER_LOGS):
-            self.shell.clear(folder)
+            self.machine.shell.clear(folder)
         if step.workdir is not None:
-            self.shell.upload(self.workdir, read_files(step.workdir))
+            self.machine.shell.upload(self.machine.workdir, read_files(step.workdir))
             if (step.workdir / "setup.sh").is_file():
-                self._must(("bash", f"{self.workdir}/setup.sh"), f"{step.name}/setup.sh")
+                self.machine.run_or_fail(("bash", f"{self.machine.workdir}/setup.sh"), f"{step.name}/setup.sh")
 
     def run(self, command: str, timeout_s: float) -> CommandResult:
-        """Run a line of the policy's in bash; raises ShellError."""
-        return self.shell.run(("bash", "-c", command), cwd=self.workdir, env=self._env(), timeout_s=timeout_s)
+        """Run a command of the policy's in bash; raises ShellError."""
+        return self.machine.run(("bash", "-c", command), timeout_s)
 
     def solve(self, step: TaskStep, timeout_s: float) -> CommandResult:
-        """Run the task's own solution, which is removed again."""
-        self.shell.upload(SOLUTION, read_files(step.solution))
-        env = self._env() | resolve(self.task.file.solution.env)
+        """Run the task's own solution, which is removed again; raises ShellError."""
+        self.machine.shell.upload(SOLUTION, read_files(step.solution))
         try:
-            return self.shell.run(("bash", f"{SOLUTION}/solve.sh"), cwd=self.workdir, env=env, timeout_s=timeout_s)
+            env = resolve(self.task.file.solution.env)
+            return self.machine.run(("bash", f"{SOLUTION}/solve.sh"), timeout_s, env=env)
         finally:
-            self.shell.clear(SOLUTION)
+            self.machine.shell.clear(SOLUTION)
 
     def verify(self, step: TaskStep, timeout_s: float) -> TaskVerdict:
         """Run the verifier; a failure, which the policy may have caused, is part of the verdict."""
+        shell = self.machine.shell
+        env = command_env() | resolve(self.task.file.environment.env | step.verifier_env)
         try:
-            self._prepare_verifier(step)
-            env = command_env() | resolve(self.task.file.environment.env | step.verifier_env)
-            result = self.shell.run(("bash", f"{TESTS}/test.sh"), cwd=self.workdir, env=env, timeout_s=timeout_s)
-            self.shell.kill_processes()
-            return read_verdict(self.shell, result)
+            self.machine.protect()
+            for folder in step.tests:
+                shell.upload(TESTS, read_files(folder))
+            script = ("bash", f"{TESTS}/test.sh")
+            result = shell.run(script, cwd=self.machine.workdir, env=env, timeout_s=timeout_s)
+            shell.kill_processes()
+            return read_verdict(shell, result)
         except ShellError as error:
             return TaskVerdict({}, str(error))
 
     def close(self) -> None:
-        self.shell.close()
-
-    def _prepare_verifier(self, step: TaskStep) -> None:
-        self.shell.kill_processes()
-        for folder in (TESTS, SOLUTION, VERIFIER_LOGS, HOME):
-            self.shell.clear(folder)
-        self.shell.unlink_to(self._folders, (TESTS, VERIFIER_LOGS))
-        for folder in step.tests:
-            self.shell.upload(TESTS, read_files(folder))
-
-    def _set_up(self) -> None:
-        self.shell.upload(self.workdir, {})
-        for folder in (VERIFIER_LOGS, "/logs/agent", "/logs/artifacts"):
-            self.shell.clear(folder)
-        for action in self._build.actions:
-            if isinstance(action, BuildCommand):
-                self._must(action.command, f"RUN {action.command[-1]}", action.workdir, action.env)
-            else:
-                self._copy(action)
-
-    def _copy(self, action: BuildCopy) -> None:
-        for source in action.sources:
-            if source.is_dir():
-                self.shell.upload(action.target.rstrip("/") or "/", _with_mode(read_files(source), action.mode))
-                continue
-            target = Path(action.target) / source.name if action.target.endswith("/") else Path(action.target)
-            file = UploadedFile(source.read_bytes(), source.stat().st_mode & 0o777)
-            self.shell.upload(str(target.parent), _with_mode({target.name: file}, action.mode))
-
-    def _must(
-        self, command: tuple[str, ...], name: str, workdir: str | None = None, env: Mapping[str, str] | None = None
-    ) -> None:
-        self.shell.upload(workdir or self.workdir, {})
-        result = self.shell.run(
-            command, cwd=workdir or self.workdir, env=self._env() | dict(env or {}), timeout_s=SETUP_TIMEOUT_S
-        )
-        if result.exit_code:
-            raise TaskError(f"{name} failed here with exit code {result.exit_code}: {result.output.strip()[-500:]}")
-
-    def _env(self) -> dict[str, str]:
-        return command_env() | {"HOME": "/root"} | self._build.env | resolve(self.task.file.environment.env)
+        self.machine.shell.close()
 
 
 def read_verdict(shell: Shell, result: CommandResult) -> TaskVerdict:
@@ -171,9 +96,3 @@ def parse_rewards(text: str, *, is_json: bool) -> dict[str, float]:
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"{name} is {value!r}, not a finite number")
     return {str(name): float(value) for name, value in rewards.items()}
-
-
-def _with_mode(files: Mapping[str, UploadedFile], mode: int | None) -> dict[str, UploadedFile]:
-    return {
-        name: file if mode is None or file.content is None else file._replace(mode=mode) for name, file in files.items()
-    }

@@ -2,9 +2,9 @@
 
 import pytest
 
-from offbeat.envs.harbor.task import find_tasks
-from offbeat.envs.harbor.trial import LOGS, TESTS, VERIFIER_LOGS, TaskTrial, read_verdict
-from offbeat.envs.harbor.trial import read_files as read
+from offbeat.envs.harbor.machine import LOGS, TESTS, VERIFIER_LOGS
+from offbeat.envs.harbor.task import find_tasks, read_files
+from offbeat.envs.harbor.trial import TaskTrial, read_verdict
 from offbeat.envs.sandbox.shell import ShellLimits, command_env
 from tests.envs.harbor.task_folder import TaskFolder, needs_shell
 
@@ -52,8 +52,8 @@ def test_an_attack_on_the_verifier_earns_nothing(trial: TaskTrial, attack: str):
 @pytest.mark.parametrize("attack", [name for name in ATTACKS if name not in NEED_OUR_HELP])
 def test_it_would_succeed_without_protection(trial: TaskTrial, attack: str):
     trial.run(ATTACKS[attack], 20)
-    shell = trial.shell
-    shell.upload(TESTS, read(trial.task.steps[0].tests[0]))
+    shell = trial.machine.shell
+    shell.upload(TESTS, read_files(trial.task.steps[0].tests[0]))
     patient = command_env() | {"PATIENCE": "200"}
     result = shell.run(("bash", f"{TESTS}/test.sh"), cwd="/app", env=patient, timeout_s=20)
     assert read_verdict(shell, result).rewards == {"reward": 1.0}
