@@ -1,0 +1,49 @@
+"""`env_config` of `harbor`."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from offbeat.envs.config import Config
+from offbeat.envs.parsing import compile_pattern
+from offbeat.envs.sandbox.shell import ShellLimits
+
+FENCED = r"```(?:bash|sh|shell)?[ \t]*\n(.*?)```"
+
+
+class HarborConfig(Config):
+    tasks_dir: Path | None = None
+    """Folder of task folders, or a task's; None: Offbeat's own terminal tasks."""
+    val_tasks_dir: Path | None = None
+    """Tasks of evaluation; None holds out one task in five."""
+    tasks: tuple[str, ...] = ()
+    """Names or patterns (`log-*`) of the tasks to use; empty: all."""
+    unsupported: Literal["refuse", "skip"] = "refuse"
+    """Tasks that need a container: refuse the configuration, or leave them out."""
+    split: Literal["train", "held_out", "any"] = "train"
+    """Training never uses held-out tasks."""
+    max_steps: int = Field(default=30, ge=1)
+    """Answers until the verifier runs; at most the tag's `max_steps`, or it never does."""
+    function_calling: Literal["prompt", "template"] = "prompt"
+    """Commands in the answer's text, or as functions in the chat template's format."""
+    action_pattern: str = FENCED
+    """Regular expression of a command in an answer; the last match counts."""
+    command_timeout_s: float = Field(default=20.0, gt=0)
+    """Per command; all of an episode's share the task's `agent.timeout_sec`."""
+    max_verifier_timeout_s: float = Field(default=600.0, gt=0)
+    """Upper bound of the task's `verifier.timeout_sec`."""
+    reward_key: str = "reward"
+    """Of a verifier's several rewards, the one that is trained; others are metrics."""
+    success_reward: float = 1.0
+    """Reward from which an episode is a success."""
+    format_penalty: float = Field(default=0.0, le=0)
+    """Reward of an answer without a command."""
+    sandbox: ShellLimits = ShellLimits()
+    """Limits of an episode's shell."""
+
+    @field_validator("action_pattern")
+    @classmethod
+    def _pattern_compiles(cls, pattern: str) -> str:
+        compile_pattern(pattern)
+        return pattern
