@@ -35,8 +35,11 @@ def test_a_model_learns_and_its_samples_have_the_trained_logprobs(service: tinke
     losses = train(client, 20)
     assert losses[-1] < 0.2 * losses[0]
     sampler = client.save_weights_and_get_sampling_client().result()
-    (greedy,) = sample(sampler, temperature=0.0).sequences
+    prompt, params = types.ModelInput.from_ints(SENTENCE[:1]), types.SamplingParams(max_tokens=7, temperature=0.0)
+    (greedy,) = sampler.sample(prompt, 1, params, topk_sample_logprobs=3).result().sequences
     assert list(greedy.tokens) == SENTENCE[1:]
+    best = [place[0] for place in greedy.topk_logprobs or () if place]
+    assert best == list(zip(greedy.tokens, greedy.logprobs or (), strict=True))
     assert greedy.stop_reason == "length"
     scores = client.forward([datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
     np.testing.assert_allclose(greedy.logprobs, scores.data, atol=FLOAT_NOISE)
@@ -185,7 +188,7 @@ def test_what_is_refused_says_what_to_do_and_the_model_goes_on(service: tinker.S
     sampler = client.save_weights_and_get_sampling_client().result()
     prompt, one_token = types.ModelInput.from_ints([4, 5]), types.SamplingParams(max_tokens=1)
     with pytest.raises(tinker.RequestFailedError, match=r"TrainingClient\.forward"):
-        sampler.sample(prompt, 1, one_token, include_prompt_logprobs=True, topk_prompt_logprobs=2).result()
+        sampler.sample(prompt, 1, one_token, prompt_alt_tokens_k=2).result()
     assert train(client, 1)
 
 
