@@ -3,8 +3,7 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from offbeat.envs.config import Config
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+from offbeat.services.ports import LOOPBACK_NAMES
 
 
 class TinkerConfig(Config):
@@ -32,6 +31,6 @@ class TinkerConfig(Config):
 
     @model_validator(mode="after")
     def _is_private(self) -> "TinkerConfig":
-        if self.host not in LOOPBACK and self.keys_file is None:
+        if self.host not in LOOPBACK_NAMES and self.keys_file is None:
             raise ValueError(f"host {self.host} is for other machines, too: set keys_file, or take 127.0.0.1")
         return self

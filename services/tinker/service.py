@@ -217,7 +217,7 @@ class TinkerService:
             answer = await self._sampler.sample(body, request_id, name, adapter)
         except TinkerError as error:
             return Result.of_error(str(error))
-        return Result(encode_sample_response(answer.sequences, answer.prompt_logprobs), is_protobuf=True)
+        return Result(encode_sample_response(*answer), is_protobuf=True)
 
     async def _find_adapter(self, record: SamplerRecord) -> tuple[str, AdapterVersion | None]:
         if record.inflight_model_id is not None:
@@ -228,8 +228,6 @@ class TinkerService:
     def _check_sample(self, body: SampleBody) -> None:
         """Refuse unsupported requests by TinkerError."""
         unsupported = {
-            "topk_prompt_logprobs": body.topk_prompt_logprobs,
-            "topk_sample_logprobs": body.topk_sample_logprobs,
             "target_prompt_logprobs": body.target_prompt_logprobs,
             "prompt_alt_tokens_k": body.prompt_alt_tokens_k,
         }
