@@ -23,7 +23,7 @@ from offbeat.services.process import die_with_parent, free_port
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.data.group_codec import pack_group, unpack_group
 from offbeat.trainer.data.step_batch import StepBatch
-from offbeat.trainer.engines.process_group import Ranks, broadcast
+from offbeat.trainer.engines.process_group import CONTINUE, STOP, Ranks, broadcast
 from offbeat.trainer.process.heartbeat import HEARTBEAT_FD, Heartbeat
 from offbeat.trainer.training.optimizer_step import Gauges
 from offbeat.trainer.training.policy_trainer import Trainer
@@ -32,8 +32,6 @@ from offbeat.trainer.warm_start.train import Progress
 
 logger = logging.getLogger(__name__)
 
-STOP, CONTINUE = b"1", b"0"
-"""Broadcast values of `should_stop`."""
 RANK_ZERO_PID = "OFFBEAT_RANK_ZERO_PID"
 EXIT_DETECTION_TIMEOUT_S = 2.0
 """Delay of an exit after a broken connection."""
@@ -106,7 +104,7 @@ class RankZeroTrainer:
 @contextmanager
 def lead(trainer: Trainer, ranks: Ranks) -> Iterator[Trainer]:
     """Yield a broadcasting trainer; stop the followers on success."""
-    if ranks.world_size == 1:
+    if ranks.is_alone:
         yield trainer
         return
     leader = RankZeroTrainer(trainer, ranks)
