@@ -21,7 +21,8 @@ from offbeat.services.devices import VISIBLE, EngineDevices
 from offbeat.services.generation.placement import claim_devices, deployment_options
 from offbeat.services.keys import RunKeys
 from offbeat.services.redis.connection import connect_async
-from offbeat.trainer.process.remote_ranks import RANKS_PER_NODE, RemoteRanks
+from offbeat.trainer.engines.node_ranks import RANKS_PER_NODE, NodeRanks
+from offbeat.trainer.process.remote_ranks import RemoteRanks
 from tests.waiting import wait_until_sync
 
 RUN = "mapped"
@@ -65,7 +66,7 @@ def ranks(config: RunConfig, redis: Redis, url: str) -> dict[str, dict[str, str]
     assert isinstance(uid, bytes)
     learner = ManagedLearner(config, redis, url, uid.decode())
     learner._start()
-    world = RemoteRanks(url, RUN, (1, 1))
+    world = RemoteRanks(url, RUN, (NodeRanks(1), NodeRanks(1)))
     world.open(1)
     names = (VISIBLE, RANKS_PER_NODE, "RANK", "LOCAL_RANK", "WORLD_SIZE")
     found: dict[str, dict[str, str]] = {}

@@ -205,11 +205,12 @@ def _check_cpu(config: RunConfig, cores: float, whose: str) -> Iterator[ConfigIs
             f"{infer.num_replicas} engine(s) with {infer.cpus_per_replica:g} CPUs and {rollout.num_workers} worker(s) with "
             f"{rollout.cpus_per_worker:g}{more} need {engines + workers + rewards:g} CPUs, {whose} has {cores:g}: {advice}",
         )
-    threads = train.num_processes * train.num_threads
+    processes = train.num_processes + config.num_critic_processes
+    threads = processes * train.num_threads
     if train.device == "cpu" and threads > cores:
         yield ConfigIssue(
             "actor_train.num_processes",
-            f"{train.num_processes} learner process(es) of {train.num_threads} thread(s) need {threads} CPUs, {whose} "
+            f"{processes} learner process(es) of {train.num_threads} thread(s) need {threads} CPUs, {whose} "
             f"has {cores:g}: their product must not exceed {int(cores)}",
         )
 
