@@ -386,7 +386,7 @@ class EnvWorker:
             sampling=sampling,
             keep_text=self._keeps_text(task) or self._rewards is not None,
             worker_id=self._worker_id,
-            prompt=None if prompts is None else prompts.prompt(task.kind, env_task.seed),
+            prompt=None if prompts is None else await prompts.read(task.kind, env_task.seed),
             prompt_length=settings.data.prompt_length if settings.data else None,
         )
         with self._tracer.episode(task, env_task.tag, sampling, has_tools=bool(leased.traits.functions)) as trace:

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from offbeat.deploy.config.checks.data import CHECKED_ROWS
 from offbeat.deploy.config.checks.prompts import OnStep
+from offbeat.deploy.config.checks.row_images import check_images, read_rows
 from offbeat.deploy.config.run import RunConfig
-from offbeat.envs.dataset.prompt import PromptError, read_prompt
 from offbeat.services.reward.checks import find_problems
 from offbeat.services.rollout.data.config import DataConfig
 from offbeat.services.rollout.data.prompts import DomainRows, Interleaving
@@ -18,7 +18,6 @@ ROW_KEYS = (
     "chosen_key",
     "rejected_key",
     "margin_key",
-    "images_key",
     "completion_key",
     "label_key",
     "tools_key",
@@ -69,22 +68,14 @@ def check_rewards(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
             continue
         on_step(f"data.{key}", f"reading {path}")
         try:
-            _check_prompts(DomainRows(path, config.data, manager.tags_of(config.custom_envs)), config.data)
+            domains = DomainRows(path, config.data, manager.tags_of(config.custom_envs))
+            yield from check_images(config, read_rows(domains, config.data, CHECKED_ROWS), f"data.{key}")
         except (ValueError, OSError) as error:
             yield ConfigIssue(f"data.{key}", str(error))
     if config.scoring is not None:
         on_step("rewards", "building the reward functions")
         for index, problem in find_problems(config.scoring):
             yield ConfigIssue(f"rewards.{index}", problem)
-
-
-def _check_prompts(domains: DomainRows, data: DataConfig) -> None:
-    """Raise PromptError for the first row without a prompt."""
-    for row in domains.selected[:CHECKED_ROWS]:
-        try:
-            read_prompt(domains.rows[row], data.messages_key, data.prompt_key)
-        except PromptError as error:
-            raise PromptError(f"{domains.rows.name(row)}: {error}") from error
 
 
 def _tags(config: RunConfig) -> list[str]:

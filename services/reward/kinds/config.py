@@ -194,6 +194,8 @@ class LlmJudgeConfig(RewardConfig):
     `{criteria}` (`rubric`). The form of the answer is added. None: a general one.
     """
     system_prompt: str | None = None
+    sees_images: bool = False
+    """Whether the judge is shown the prompt's images, before the question."""
     max_score: int = Field(default=10, ge=1, le=100)
     criteria: dict[str, float] = Field(default_factory=dict[str, float])
     """Criteria of a rubric with weights; empty: the row's."""

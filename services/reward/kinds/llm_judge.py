@@ -7,7 +7,7 @@ from offbeat.services.reward.errors import Failure, RewardError
 from offbeat.services.reward.kinds.config import LlmJudgeConfig
 from offbeat.services.reward.kinds.http import JsonClient
 from offbeat.services.reward.kinds.judge_verdicts import Question, build_verdict
-from offbeat.services.reward.sample import RewardSample, final_text
+from offbeat.services.reward.sample import RewardSample, final_text, images_of
 
 
 class LlmJudge:
@@ -30,16 +30,20 @@ class LlmJudge:
         system = [] if c.system_prompt is None else [{"role": "system", "content": c.system_prompt}]
         body = {
             "model": c.model,
-            "messages": [*system, {"role": "user", "content": question.prompt}],
+            "messages": [*system, {"role": "user", "content": self._content(question, sample)}],
             "temperature": c.temperature,
             "max_tokens": c.max_tokens,
             **c.extra_body,
         }
         reply = await self._client.post(f"{c.url.rstrip('/')}/chat/completions", body)
-        return self._verdict.read(final_text(_content(reply)), question, sample)
+        return self._verdict.read(final_text(_text_of(reply)), question, sample)
+
+    def _content(self, question: Question, sample: RewardSample) -> str | list[Any]:
+        images = images_of(sample.prompt) if self._config.sees_images else []
+        return [*images, {"type": "text", "text": question.prompt}] if images else question.prompt
 
 
-def _content(reply: Any) -> str:
+def _text_of(reply: Any) -> str:
     """Return the answer's text; raises RewardError if missing or cut."""
     try:
         choice = reply["choices"][0]

@@ -31,7 +31,7 @@ class DataConfig(Config):
     margin_key: str = "margin"
     """Column of the margin by which the chosen reward should exceed the rejected one, for `reward_model`, if it exists."""
     images_key: str = "images"
-    """Optional column of images for the parts `{"type": "image"}`: paths from the file's folder, or bytes."""
+    """Optional column of images for the parts `{"type": "image"}`: paths from the file's folder, data URLs, or bytes."""
     completion_key: str = "completion"
     """Column of a single response, for `dpo.loss_type: kto`: text, or messages."""
     label_key: str = "label"
