@@ -24,9 +24,7 @@ class ImageTokens:
     """Placeholder in a message."""
     reader: ImageReader
 
-    def place(
-        self, ids: tuple[int, ...], pngs: Sequence[bytes]
-    ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
+    def place(self, ids: tuple[int, ...], pngs: Sequence[bytes]) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
         """Expand a prompt's placeholders; positions count from its start.
 
         Raises:

@@ -58,9 +58,7 @@ def worker_name(run_id: str, index: int) -> str:
     return f"env-worker-{run_id}-{index}"
 
 
-def build_rewards(
-    settings: WorkerSettings, prompts: PromptSource | None, chat: ChatFormat
-) -> EpisodeRewards | None:
+def build_rewards(settings: WorkerSettings, prompts: PromptSource | None, chat: ChatFormat) -> EpisodeRewards | None:
     """Build a worker's rewards, on its event loop; raises ValueError."""
     if settings.rewards is None or settings.data is None or prompts is None:
         return None

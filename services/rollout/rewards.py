@@ -46,6 +46,10 @@ class EpisodeRewards:
         metrics = {**trajectory.metrics, **columns, **({} if success is None else {SUCCESS: success})}
         return structs.replace(trajectory, turns=(*earlier, scored), metrics=metrics)
 
+    def take_failures(self) -> dict[str, int]:
+        """Return and reset the attempts without a value, by `reward/reason`."""
+        return self._scorer.take_failures()
+
     async def close(self) -> None:
         await self._scorer.close()
 

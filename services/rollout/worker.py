@@ -251,7 +251,10 @@ class EnvWorker:
     async def _write_metrics(self) -> None:
         calls = self._batcher.num_calls
         records = self._reporter.records(
-            playing=len(self._playing), hung_threads=self._envs.num_hung, calls=calls - self._calls_reported
+            playing=len(self._playing),
+            hung_threads=self._envs.num_hung,
+            calls=calls - self._calls_reported,
+            failed_attempts=self._rewards.take_failures() if self._rewards is not None else {},
         )
         self._calls_reported = calls
         for record in records:

@@ -1,17 +1,19 @@
 """Data pipelines on the deployed mesh: started over REST, controlled and shown by `offbeat runs`, proven and reproduced."""
 
+import base64
 import json
 import re
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import yaml
 
-from offbeat.envs.dataset.arithmetic import problems, write_problems
+from offbeat.envs.dataset.arithmetic import write_problems
 from offbeat.envs.frozen_lake.rows import conversations, pairs, write_rows
+from offbeat.services.chat.vision import encode_png
 from tests.integration.ray_cluster import RayCluster
 from tests.integration.test_deploy import DEPLOY
 from tests.paths import CONFIGS
@@ -95,14 +97,32 @@ def test_rlvr_is_valid_over_rest_and_foreign_code_in_its_rewards_is_named(cluste
     assert "no_such_module" in problem["message"]
 
 
-def test_rlvr_started_over_rest_survives_the_kill_of_its_served_reward(cluster: RayCluster) -> None:
-    write_problems(cluster.folder / "rlvr" / "rows.jsonl", held_out=False)
-    write_rows(cluster.folder / "rlvr" / "few.jsonl", islice(problems(held_out=True), 0, None, 24))
+def colours(number: int) -> Iterator[dict[str, Any]]:
+    """Squares that are red or blue, as data URLs; one in five is too large for `prompt_length`."""
+    for n in range(number):
+        side = 256 if n % 5 == 4 else 32
+        png = encode_png(np.full((side, side, 3), ((200, 20, 20), (20, 20, 200))[n % 2], dtype=np.uint8))
+        url = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+        truth = ("red", "blue")[n % 2]
+        yield {
+            "prompt": "which colour",
+            "images": [url],
+            "ground_truth": truth,
+            "tag": ("addition", "mixed")[n // 2 % 2],
+        }
+
+
+def test_rlvr_with_images_over_rest_survives_the_kill_of_its_served_reward(cluster: RayCluster) -> None:
+    for name, number in (("rows", 100), ("few", 10)):
+        write_rows(cluster.folder / "rlvr" / f"{name}.jsonl", colours(number))
     tree = yaml.safe_load((CONFIGS / "rlvr.yaml").read_text())
     tree["data"] |= {"dataset_name": "rlvr/rows.jsonl", "val_dataset_name": "rlvr/few.jsonl"}
-    tree["rewards"].append({"name": "boxed", "kind": "regex", "pattern": "boxed", **SERVED})
-    tree["warm_start"]["steps"] = 20
-    del tree["max_refill_ratio"]
+    tree["tiny"] |= {"num_hidden_layers": 1, "vision": {"depth": 1}}
+    tree["rewards"] = [
+        {"name": "answer", "kind": "regex", "pattern": "red|blue"},
+        {"name": "boxed", "kind": "regex", "pattern": "colour", **SERVED},
+    ]
+    del tree["max_refill_ratio"], tree["warm_start"]
     started = post(cluster, yaml.safe_dump(tree | SHORT_RLVR))
     assert started.status_code == 201, started.text
     wait_until_sync(lambda: step(cluster, "rlvr") >= 1, timeout_s=240, every_s=0.2)
@@ -111,6 +131,9 @@ def test_rlvr_started_over_rest_survives_the_kill_of_its_served_reward(cluster: 
     wait_until_sync(lambda: state(cluster, "rlvr") == "finished", timeout_s=240, every_s=0.2)
     counters = cluster.run("rlvr")["counters"]
     assert (counters["trained"], counters["failed"], counters["in_flight"]) == (8 * SHORT_RLVR["max_steps"], {}, 0)
+    assert counters["dropped"].get("too_long", 0) > 0, "an image's tokens count"
+    shown = cluster.api.get("/runs/rlvr/groups", params={"step": SHORT_RLVR["max_steps"]})
+    print("GROUPS", shown.status_code, shown.text[:3000])
     assert "PROVEN: every group" in cluster.offbeat("audit", "rlvr")
     wait_until_sync(lambda: not cluster.living("ServeReplica:reward-rlvr-boxed"), timeout_s=60, every_s=0.2)
 

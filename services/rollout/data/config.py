@@ -8,6 +8,8 @@ from offbeat.envs.config import Config
 Pipeline = Literal["agentic", "online_dpo", "rlvr", "sft", "dpo", "distill", "reward_model"]
 GROUP_SIZES: dict[str, int] = {"sft": 1, "dpo": 2, "distill": 1, "reward_model": 2}
 """Trajectories per row."""
+PLAYING_PROMPTS = ("rlvr", "online_dpo")
+"""Pipelines whose episodes may answer the prompts of `data`."""
 
 
 class DataConfig(Config):

@@ -19,7 +19,7 @@ from offbeat.services.chat.assistant_tokens import ConversationError
 from offbeat.services.errors import EpisodeError
 from offbeat.services.messages.types import EpisodeKind
 from offbeat.services.rollout.config import WorkerSettings
-from offbeat.services.rollout.data.config import DataConfig
+from offbeat.services.rollout.data.config import PLAYING_PROMPTS, DataConfig
 from offbeat.services.rollout.data.images import read_images
 from offbeat.services.rollout.data.rows import row_of_group
 from offbeat.services.rollout.data.source import BAD_ROW
@@ -164,7 +164,7 @@ class PromptSource:
 
 def open_prompts(settings: WorkerSettings) -> PromptSource | None:
     """Open a worker's rows; None unless it plays prompts. Raises ValueError."""
-    if settings.pipeline != "rlvr" or settings.data is None:
+    if settings.pipeline not in PLAYING_PROMPTS or settings.data is None:
         return None
     return PromptSource(
         settings.data,

@@ -53,7 +53,10 @@ def test_a_prompt_is_a_text_or_messages(row: dict[str, Any], expected: RowPrompt
         ({"messages": SHOWN}, "images: 0 images for 1 image parts of messages"),
         ({"messages": SHOWN, "images": ["a", "b"]}, "images: 2 images for 1 image parts of messages"),
         ({"prompt": "p", "images": 3}, "images: expected an image or a list of them, got int"),
-        ({"messages": [{**SHOWN[0], "role": "system"}, USER], "images": ["a"]}, "images are the user's, not of the role system"),
+        (
+            {"messages": [{**SHOWN[0], "role": "system"}, USER], "images": ["a"]},
+            "images are the user's, not of the role system",
+        ),
         ({"prompt": f"p{ROW_IMAGE}"}, "prompt: has U.FDD0, which is no character"),
     ],
 )
@@ -64,7 +67,9 @@ def test_a_row_without_a_prompt_is_refused(row: dict[str, Any], problem: str):
 
 def test_a_prompt_is_a_conversation_with_its_images_as_data_urls():
     prompt = RowPrompt("s", (f"{ROW_IMAGE}a", "b", f"c{ROW_IMAGE}"), (b"1", b"2"))
-    one, two = ({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}} for data in ("MQ==", "Mg=="))
+    one, two = (
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}} for data in ("MQ==", "Mg==")
+    )
     assert prompt.messages() == [
         {"role": "system", "content": "s"},
         {"role": "user", "content": [one, {"type": "text", "text": "a"}]},

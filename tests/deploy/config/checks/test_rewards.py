@@ -15,6 +15,7 @@ from offbeat.envs.dataset.arithmetic import write_problems
 from offbeat.services.chat.vision import encode_png
 from tests.paths import CONFIGS, QUICKSTART
 
+MIXED = "custom_envs.mixed"
 SEES = "tiny.vision={}"
 LEVELS = "offbeat.envs.task_samplers:Levels"
 
@@ -137,11 +138,11 @@ def test_prompts_with_images_are_valid_for_a_policy_that_sees(tmp_path: Path):
     [
         ((), "data.dataset_name", "its rows have images, and the policy has no image input: set tiny.vision"),
         ((SEES, "warm_start.steps=1"), "warm_start", "demonstrations have no images of rows"),
-        ((SEES, "custom_envs.mixed.agent_template='{image} {observation}'"), "custom_envs.mixed.agent_template", "leave {image} out"),
-        ((SEES, "custom_envs.mixed.env_manager_cls=StepEnvManager"), "custom_envs.mixed.env_manager_cls", "take TrajEnvManager"),
-        ((SEES, "custom_envs.mixed={env_type: frozen_lake, max_steps: 1, max_tokens_per_step: 1}"), "custom_envs.mixed.env_type",
+        ((SEES, f"{MIXED}.agent_template='{{image}} {{observation}}'"), f"{MIXED}.agent_template", "leave {image} out"),
+        ((SEES, f"{MIXED}.env_manager_cls=StepEnvManager"), f"{MIXED}.env_manager_cls", "take TrajEnvManager"),
+        ((SEES, f"{MIXED}={{env_type: frozen_lake, max_steps: 1, max_tokens_per_step: 1}}"), f"{MIXED}.env_type",
          "frozen_lake does not show the rows' images: take prompt"),
-        ((SEES, "data.prompt_length=4"), "data.dataset_name", "the images of mixed take at least 4 tokens, and prompts have 4"),
+        ((SEES, "data.prompt_length=4"), "data.dataset_name", "of mixed take at least 4 tokens, and prompts have 4"),
     ],
 )  # fmt: skip
 def test_prompts_with_images_that_can_not_be_shown_are_refused(

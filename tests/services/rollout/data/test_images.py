@@ -113,7 +113,10 @@ def test_an_image_is_a_path_bytes_or_a_data_url(policy: Path, folder: Path) -> N
         ({"messages": [ASK, ANSWER], "images": ["../secret.png"]}, "outside the dataset's folder"),
         ({"messages": [ASK, ANSWER], "images": ["rows.jsonl"]}, "cannot identify image"),
         ({"messages": [ASK, ANSWER], "images": 1}, "expected an image or a list of them, got int"),
-        ({"messages": [ASK, ANSWER], "images": ["data:image/png;base64,A?"]}, "a data URL (data:image/png;base64) can't be read"),
+        (
+            {"messages": [ASK, ANSWER], "images": ["data:image/png;base64,A?"]},
+            "a data URL (data:image/png;base64) can't be read",
+        ),
         ({"messages": [ASK, ANSWER], "images": ["data:image/png,A"]}, "is not in base64"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}, ANSWER]}, "a part of a content is"),
     ],
