@@ -4,6 +4,7 @@ import base64
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,15 +15,18 @@ import yaml
 from offbeat.envs.dataset.arithmetic import write_problems
 from offbeat.envs.frozen_lake.rows import conversations, pairs, write_rows
 from offbeat.services.chat.vision import encode_png
+from offbeat.trainer.config.run import LearnerRunConfig
+from offbeat.trainer.training.batch_log import BatchLog
 from tests.integration.ray_cluster import RayCluster
 from tests.integration.test_deploy import DEPLOY
 from tests.paths import CONFIGS
+from tests.services.reward.judge_models import Lesson, write_judge
 from tests.waiting import wait_until_sync
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
 
-SERVED = {"num_replicas": 1, "cpus_per_replica": 0.25, "weight": 0.1}
-SHORT_RLVR: dict[str, Any] = {"max_steps": 4, "zero_variance": "train", "eval_steps": 0, "save_steps": 2}
+SHORT_ONLINE: dict[str, Any] = {"max_steps": 4, "zero_variance": "train", "eval_steps": 0, "save_steps": 2}
+POLICY_LOSS = ("adv_estimator", "reward_normalization", "pg_variant", "pg_clip", "entropy_loss_coef")
 
 
 @pytest.fixture(scope="module")
@@ -112,30 +116,53 @@ def colours(number: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def test_rlvr_with_images_over_rest_survives_the_kill_of_its_served_reward(cluster: RayCluster) -> None:
+def judged(folder: Path) -> dict[str, Any]:
+    """A judge of the mesh that gives every answer 7 points of 10."""
+    write_judge(folder, [Lesson("which colour " + "<unk> " * number, "Score: 7") for number in (0, 10, 40, 80, 120)])
+    return {
+        "name": "judge",
+        "kind": "llm_judge",
+        "model_name_or_path": str(folder),
+        "kv_cache_gib": 0.25,
+        "strategy_config": {"max_model_len": 512},
+        "cpus_per_replica": 0.25,
+        "weight": 0.1,
+    }
+
+
+def test_online_pairs_of_answers_survive_the_kills_of_judge_and_learner(cluster: RayCluster) -> None:
+    """Prompts with images over REST, scored by a rule and a judge of the mesh, paired best against worst."""
     for name, number in (("rows", 100), ("few", 10)):
         write_rows(cluster.folder / "rlvr" / f"{name}.jsonl", colours(number))
     tree = yaml.safe_load((CONFIGS / "rlvr.yaml").read_text())
+    tree |= {"pipeline": "online_dpo", "exp_name": "pairs", "output_dir": "runs/pairs", "record_batches": 100}
     tree["data"] |= {"dataset_name": "rlvr/rows.jsonl", "val_dataset_name": "rlvr/few.jsonl"}
     tree["tiny"] |= {"num_hidden_layers": 1, "vision": {"depth": 1}}
-    tree["rewards"] = [
-        {"name": "answer", "kind": "regex", "pattern": "red|blue"},
-        {"name": "boxed", "kind": "regex", "pattern": "colour", **SERVED},
-    ]
-    del tree["max_refill_ratio"], tree["warm_start"]
-    started = post(cluster, yaml.safe_dump(tree | SHORT_RLVR))
+    tree["rewards"] = [{"name": "answer", "kind": "regex", "pattern": "red|blue"}, judged(cluster.folder / "judge")]
+    for key in ("max_refill_ratio", "warm_start", *POLICY_LOSS):
+        del tree[key]
+    started = post(cluster, yaml.safe_dump(tree | SHORT_ONLINE))
     assert started.status_code == 201, started.text
-    wait_until_sync(lambda: step(cluster, "rlvr") >= 1, timeout_s=240, every_s=0.2)
-    (replica,) = cluster.living("ServeReplica:reward-rlvr-boxed")
-    replica.kill()
-    wait_until_sync(lambda: state(cluster, "rlvr") == "finished", timeout_s=240, every_s=0.2)
-    counters = cluster.run("rlvr")["counters"]
-    assert (counters["trained"], counters["failed"], counters["in_flight"]) == (8 * SHORT_RLVR["max_steps"], {}, 0)
-    assert counters["dropped"].get("too_long", 0) > 0, "an image's tokens count"
-    shown = cluster.api.get("/runs/rlvr/groups", params={"step": SHORT_RLVR["max_steps"]})
-    print("GROUPS", shown.status_code, shown.text[:3000])
-    assert "PROVEN: every group" in cluster.offbeat("audit", "rlvr")
-    wait_until_sync(lambda: not cluster.living("ServeReplica:reward-rlvr-boxed"), timeout_s=60, every_s=0.2)
+    wait_until_sync(lambda: step(cluster, "pairs") >= 1, timeout_s=240, every_s=0.2)
+    for name in ("ServeReplica:reward-pairs-judge", "offbeat.trainer.cli"):
+        (process,) = cluster.living(name)
+        process.kill()
+    wait_until_sync(lambda: state(cluster, "pairs") == "finished", timeout_s=240, every_s=0.2)
+    counters, steps = cluster.run("pairs")["counters"], SHORT_ONLINE["max_steps"]
+    assert (counters["trained"], counters["failed"], counters["in_flight"]) == (8 * steps, {}, 0)
+    assert counters["dropped"].get("too_long", 0) > 0, "the tokens of an image count"
+    audit = json.loads(cluster.offbeat("audit", "pairs", "--json"))
+    assert (audit["proven"], audit["learners"]) == (True, 2), audit
+    folder = cluster.folder / "runs" / "pairs"
+    groups = [g for n in range(1, steps + 1) for g in BatchLog(folder).read(n, LearnerRunConfig()).batch.groups]
+    assert len({group.group_id for group in groups}) == len(groups) == 8 * steps
+    for each in (trajectory for group in groups for trajectory in group.trajectories):
+        assert each.metrics["reward/judge"] == pytest.approx(0.7)
+        assert each.reward == pytest.approx(each.metrics["reward/answer"] + 0.07)
+        assert len(each.segments[0].images) == 1
+    trajectory = cluster.api.get(f"/runs/pairs/trajectories/{groups[-1].number}/0").json()
+    assert trajectory["segments"][0]["images"], trajectory
+    wait_until_sync(lambda: not cluster.living("ServeReplica:reward-pairs-judge"), timeout_s=60, every_s=0.2)
 
 
 def test_sft_is_paused_changed_stopped_and_resumed_over_rest(cluster: RayCluster) -> None:
