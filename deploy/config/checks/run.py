@@ -18,6 +18,7 @@ from offbeat.deploy.config.checks.prompts import OnStep, check_first_prompts, ig
 from offbeat.deploy.config.checks.resume import check_resume
 from offbeat.deploy.config.checks.rewards import check_rewards, check_rlvr
 from offbeat.deploy.config.checks.sampling import check_sampling
+from offbeat.deploy.config.checks.teachers import check_teachers
 from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.ports import LOOPBACK_NAMES
@@ -86,6 +87,7 @@ def _check_static(config: RunConfig, cores: float | None, nodes: Sequence[Cluste
         *_check_algorithm(config),
         *check_data(config),
         *check_online(config),
+        *check_teachers(config),
         *check_rlvr(config),
         *check_devices(config, nodes),
         *_check_model(config),
