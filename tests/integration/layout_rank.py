@@ -1,6 +1,7 @@
 """One of four ranks that train small models in layouts of tensor, pipeline and data parallelism; see `test_layouts`."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from offbeat.trainer.engines.base import Hyperparameters, StepOutcome
 from offbeat.trainer.engines.fsdp2 import FSDP2Engine
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
 from offbeat.trainer.losses.policy_loss import all_of, values_of
+from offbeat.trainer.models.distillation import TopQuery
 from offbeat.trainer.models.loading import load_critic, load_policy
 from tests.integration.learner_rank import SMOOTH, fixed_batch
 
@@ -46,7 +48,9 @@ def learn(engine: FSDP2Engine, steps: int) -> dict[str, Tensor]:
         leave_and_return(engine)
     weights = {name: tensor.clone() for name, tensor in engine.tensors()}
     norms = torch.tensor([outcome.grad_norm for outcome in outcomes])
-    return weights | {"norms": norms, "said": torch.cat(engine.infer(batch, all_of), -1)}
+    top = [replace(x, top=TopQuery(3, 1.0, 11)) for x in batch]
+    said = {"said": torch.cat(engine.infer(batch, all_of), -1), "top": torch.cat(engine.infer(top), -1)}
+    return weights | said | {"norms": norms}
 
 
 def leave_and_return(engine: FSDP2Engine) -> None:
