@@ -1,6 +1,8 @@
 """A critic with processes of its own: bit for bit the one in the learner's process, also after a kill and a move."""
 
 import json
+import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,10 +27,9 @@ PPO = (
     "actor_train.training_args.num_minibatches=2",
     "actor_train.training_args.max_tokens_per_microbatch=256",
     "actor_train.strategy_args.strategy_name=fsdp2_train",
-    "max_steps=4",
 )
 OWN = "critic.num_processes=1"
-TIMES = ("time/", "tokens_per_s", "system/")
+STEPS = 6
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +45,11 @@ def critic_of(learner: int) -> psutil.Process:
     return rank
 
 
-def states(run: Run, step: int) -> dict[str, Tensor]:
-    """Return weights and moments of policy and critic in a checkpoint."""
+def states(run: Run) -> dict[str, Tensor]:
+    """Return weights and moments of policy and critic in the last checkpoint."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    folder = run.config.output_dir / "checkpoints" / f"step-{step:06d}" / "state"
+    folder = run.config.output_dir / "checkpoints" / f"step-{STEPS:06d}" / "state"
     found: dict[str, Tensor] = {}
     for name in ("policy", "critic"):
         out = run.config.output_dir / f"{name}.pt"
@@ -75,30 +76,53 @@ def gauges(run: Run) -> dict[int, dict[str, float]]:
     }
 
 
-def assert_same(run: Run, within: Run) -> None:
-    expected, found = states(within, 4), states(run, 4)
-    assert expected.keys() == found.keys()
-    assert any(key.startswith("critic/") and "exp_avg" in key for key in found)
-    assert [key for key, value in expected.items() if not torch.equal(value, found[key])] == []
-    assert gauges(run) == gauges(within)
-    counters = run.counters()
-    assert (counters.admitted, counters.trained, counters.in_flight) == (8, 8, 0)
+def kill_critic(run: Run, learner: subprocess.Popen[bytes]) -> None:
+    critic_of(learner.pid).kill()
+    assert learner.wait(timeout=60) != 0
+    assert lines_of(run, "rank 1 (pid")
 
 
-def test_a_killed_critic_returns_with_the_learner_and_nothing_differs(
+def configure(run: Run, **critic: object) -> None:
+    """Change the critic in the run's record, for the next learner."""
+    tree = json.loads(run.config.model_dump_json())
+    tree["critic"] |= critic
+    run.redis.hset(run.keys.record, "config", json.dumps(tree))
+
+
+def lines_of(run: Run, text: str) -> int:
+    return (run.config.output_dir / "logs" / "learner.log").read_text().count(text)
+
+
+def written_by(run: Run, step: int) -> tuple[int, int]:
+    state = json.loads((run.config.output_dir / "checkpoints" / f"step-{step:06d}" / "learner.json").read_text())
+    return state["num_processes"], state["num_critic_processes"]
+
+
+def test_a_critic_of_its_own_is_killed_returns_and_moves_and_nothing_differs(
     redis_server: str, tmp_path: Path, within: Run
 ) -> None:
-    """Undisturbed up to the kill; the next world repeats what no checkpoint holds."""
+    """The second world repeats what no checkpoint holds; the third has the critic in the learner's process again."""
     with a_run(redis_server, tmp_path, "own", (*PPO, OWN)) as run:
         learner = run.start()
         wait_until_sync(lambda: run.published() >= 3, timeout_s=120)
-        critic_of(learner.pid).kill()
-        assert learner.wait(timeout=60) != 0
-        assert "rank 1" in (run.config.output_dir / "logs" / "learner.log").read_text()
+        kill_critic(run, learner)
+        learner = run.start()
+        wait_until_sync(lambda: lines_of(run, "resuming from") == 1, timeout_s=120)
+        learner.send_signal(signal.SIGTERM)
+        assert learner.wait(timeout=60) == 0
+        newest = max(int(each.name[5:]) for each in (run.config.output_dir / "checkpoints").glob("step-*"))
+        assert newest < STEPS
+        assert written_by(run, newest) == (1, 1)
+        configure(run, num_processes=None)
         assert run.start().wait(timeout=120) == 0, run.complaint()
-        assert_same(run, within)
+        assert written_by(run, STEPS) == (1, 0)
+        expected, found = states(within), states(run)
+        assert expected.keys() == found.keys()
+        assert any(key.startswith("critic/") and "exp_avg" in key for key in found)
+        assert [key for key, value in expected.items() if not torch.equal(value, found[key])] == []
         reported = gauges(run)
-        assert ["actor/pg_loss" in values for values in reported.values()] == [False, True, True, True]
+        assert reported == gauges(within)
+        assert ["actor/pg_loss" in values for values in reported.values()] == [False, True, True, True, True, True]
         assert all("critic/loss" in values for values in reported.values())
-        state = json.loads((run.config.output_dir / "checkpoints" / "step-000004" / "learner.json").read_text())
-        assert (state["num_processes"], state["num_critic_processes"]) == (1, 1)
+        counters = run.counters()
+        assert (counters.admitted, counters.trained, counters.in_flight) == (2 * STEPS, 2 * STEPS, 0)
