@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from offbeat.trainer.engines.node_ranks import NodeRanks
-from offbeat.trainer.process.ranks import start_followers
+from offbeat.trainer.process.rank_processes import start_followers
 from offbeat.trainer.process.remote_ranks import RemoteRanks
 from tests.integration.algorithm_rank import main
 
