@@ -1,6 +1,7 @@
 """A critic with processes of its own: bit for bit the one in the learner's process, also after a kill and a move."""
 
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,10 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from offbeat.trainer.engines.process_group import process_group, ranks_of_environment
+from offbeat.trainer.run import LearnerRun
+from offbeat.trainer.training.optimizer_step import Gauges
+from offbeat.trainer.training.policy_trainer import PolicyTrainer
+from tests.fakes import make_group, train_on
 from tests.integration.learner_run import Run, a_run
 from tests.waiting import wait_until_sync
 
 pytestmark = pytest.mark.timeout(300)
+STEPS = 4
 PPO = (
     "adv_estimator=gae",
     "reward_normalization.method=identity",
@@ -25,10 +32,9 @@ PPO = (
     "actor_train.training_args.num_minibatches=2",
     "actor_train.training_args.max_tokens_per_microbatch=256",
     "actor_train.strategy_args.strategy_name=fsdp2_train",
-    "max_steps=4",
+    f"max_steps={STEPS}",
 )
 OWN = "critic.num_processes=1"
-TIMES = ("time/", "tokens_per_s", "system/")
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +50,15 @@ def critic_of(learner: int) -> psutil.Process:
     return rank
 
 
-def states(run: Run, step: int) -> dict[str, Tensor]:
-    """Return weights and moments of policy and critic in a checkpoint."""
+def newest(run: Run) -> Path:
+    return run.config.output_dir / "checkpoints" / f"step-{STEPS:06d}"
+
+
+def states(run: Run) -> dict[str, Tensor]:
+    """Return weights and moments of policy and critic in the last checkpoint."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    folder = run.config.output_dir / "checkpoints" / f"step-{step:06d}" / "state"
+    folder = newest(run) / "state"
     found: dict[str, Tensor] = {}
     for name in ("policy", "critic"):
         out = run.config.output_dir / f"{name}.pt"
@@ -75,30 +85,51 @@ def gauges(run: Run) -> dict[int, dict[str, float]]:
     }
 
 
-def assert_same(run: Run, within: Run) -> None:
-    expected, found = states(within, 4), states(run, 4)
-    assert expected.keys() == found.keys()
-    assert any(key.startswith("critic/") and "exp_avg" in key for key in found)
-    assert [key for key, value in expected.items() if not torch.equal(value, found[key])] == []
-    assert gauges(run) == gauges(within)
-    counters = run.counters()
-    assert (counters.admitted, counters.trained, counters.in_flight) == (8, 8, 0)
+def kill_critic(run: Run, learner: subprocess.Popen[bytes]) -> None:
+    critic_of(learner.pid).kill()
+    assert learner.wait(timeout=60) != 0
+    assert lines_of(run, "rank 1 (pid")
 
 
-def test_a_killed_critic_returns_with_the_learner_and_nothing_differs(
+def lines_of(run: Run, text: str) -> int:
+    return (run.config.output_dir / "logs" / "learner.log").read_text().count(text)
+
+
+def test_a_killed_critic_of_its_own_returns_with_the_learner_and_nothing_differs(
     redis_server: str, tmp_path: Path, within: Run
 ) -> None:
-    """Undisturbed up to the kill; the next world repeats what no checkpoint holds."""
+    """The second world repeats what no checkpoint holds."""
     with a_run(redis_server, tmp_path, "own", (*PPO, OWN)) as run:
         learner = run.start()
         wait_until_sync(lambda: run.published() >= 3, timeout_s=120)
-        critic_of(learner.pid).kill()
-        assert learner.wait(timeout=60) != 0
-        assert "rank 1" in (run.config.output_dir / "logs" / "learner.log").read_text()
+        kill_critic(run, learner)
         assert run.start().wait(timeout=120) == 0, run.complaint()
-        assert_same(run, within)
+        expected, found = states(within), states(run)
+        assert expected.keys() == found.keys()
+        assert any(key.startswith("critic/") and "exp_avg" in key for key in found)
+        assert [key for key, value in expected.items() if not torch.equal(value, found[key])] == []
         reported = gauges(run)
-        assert ["actor/pg_loss" in values for values in reported.values()] == [False, True, True, True]
+        assert reported == gauges(within)
+        assert ["actor/pg_loss" in values for values in reported.values()] == [False, *[True] * (STEPS - 1)]
         assert all("critic/loss" in values for values in reported.values())
-        state = json.loads((run.config.output_dir / "checkpoints" / "step-000004" / "learner.json").read_text())
+        counters = run.counters()
+        assert (counters.admitted, counters.trained, counters.in_flight) == (2 * STEPS, 2 * STEPS, 0)
+        state = json.loads((newest(run) / "learner.json").read_text())
         assert (state["num_processes"], state["num_critic_processes"]) == (1, 1)
+        assert_moves_into_the_learner(run, within)
+
+
+def assert_moves_into_the_learner(own: Run, within: Run) -> None:
+    """Assert that one process continues from both checkpoints with the same weights and gauges."""
+    torch.set_num_threads(1)
+    continued: list[tuple[Gauges, dict[str, Tensor]]] = []
+    with process_group(ranks_of_environment("cpu")) as alone:
+        for run in (own, within):
+            trainer = PolicyTrainer(LearnerRun("moved", "now", run.config.output_dir, run.config), alone)
+            trainer.load(newest(run), 0.0)
+            gauges = train_on(trainer, [make_group(n, rewards=(0.0, 1.0, 0.5)) for n in range(2)], STEPS)
+            continued.append((gauges, {name: tensor.clone() for name, tensor in trainer.tensors()}))
+    (one, weights), (other, expected) = continued
+    assert one == other
+    assert "critic/loss" in one
+    assert [name for name, tensor in weights.items() if not torch.equal(tensor, expected[name])] == []

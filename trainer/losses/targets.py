@@ -82,7 +82,8 @@ class ValueTargets:
 
     def at(self, index: Tensor, device: torch.device) -> "ValueTargets":
         parts = (self.returns, self.old_values, self.critic_weights)
-        return ValueTargets(*(part[index].to(device) for part in parts), self.token_share)
+        returns, old_values, weights = (part[index].to(device) for part in parts)
+        return ValueTargets(returns, old_values, weights, self.token_share)
 
 
 def build_targets(

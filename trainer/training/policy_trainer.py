@@ -156,7 +156,8 @@ class PolicyTrainer:
             if self._uses_adapters:
                 self._model = self._load_trained(self._run.output_dir / START)
                 self._policy = self._engine(self._model)
-        broadcast(self._ranks, READY)
+        if self._ranks.critics:
+            broadcast(self._ranks, READY)
         self._build_companions()
         return True
 
