@@ -64,7 +64,7 @@ def test_killed_learner_and_reward_replica_lose_no_group(train: TrainProcess, tm
     assert sorted(last) == list(range(1, STEPS + 1))
     for step, values in last.items():
         expected = decoupled_advantages(train.output_dir, step)
-        got = [values[f"advantage/{name}"]["value"] for name in ("min", "max")]
+        got = [values[f"advantage/{name}"] for name in ("min", "max")]
         assert got == pytest.approx([expected.min(), expected.max()], abs=1e-5)
 
 

@@ -44,9 +44,9 @@ class PromptLogprobs:
         )
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[TopLogprobs]:
-        from vllm.inputs import tokens_input
+        from vllm.inputs import TokensPrompt
 
-        prompts = [tokens_input(list(tokens)) for tokens in sequences]
+        prompts = [TokensPrompt(prompt_token_ids=list(tokens)) for tokens in sequences]
         outputs = self._llm.generate(prompts, self._parameters, use_tqdm=False)
         return [_read(output.prompt_logprobs) for output in outputs]
 

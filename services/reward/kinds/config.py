@@ -1,7 +1,7 @@
 """Configuration of the reward functions, by `kind`."""
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import regex
 from pydantic import Field, JsonValue, field_validator, model_validator
@@ -224,12 +224,12 @@ class LlmJudgeConfig(RewardConfig):
     timeout_s: float = Field(default=120.0, gt=0)
     cache_size: int = Field(default=4096, ge=0)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _serves_its_model(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("model_name_or_path") is not None:
-            return {"num_replicas": 1, **values}
-        return values
+    @model_validator(mode="after")
+    def _serves_its_model(self) -> "LlmJudgeConfig":
+        if self.model_name_or_path is not None and "num_replicas" not in self.model_fields_set:
+            # A validator before the fields would see a JSON list as Python's, which a strict tuple refuses
+            object.__setattr__(self, "num_replicas", 1)
+        return self
 
     @model_validator(mode="after")
     def _is_somewhere(self) -> "LlmJudgeConfig":

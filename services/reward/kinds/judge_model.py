@@ -109,7 +109,8 @@ def _start_engine(config: LlmJudgeConfig, folder: Path) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments = engine_arguments(generation, folder, 0, 0) | {"load_format": "auto"}
+    arguments = engine_arguments(generation, folder, 0, 0)
+    arguments["load_format"] = "auto"
     del arguments["worker_extension_cls"]
     if config.strategy_config.max_model_len is None:
         del arguments["max_model_len"]  # the model's own

@@ -13,7 +13,7 @@ from offbeat.services.reward.factory import build_function
 from offbeat.services.reward.kinds.judge_verdicts import fill
 from offbeat.services.reward.sample import RewardSample
 from tests.services.reward.kinds.conftest import Service
-from tests.services.reward.samples import config_of, score, score_once
+from tests.services.reward.samples import ADAPTER, config_of, score, score_once
 
 
 def chat(content: Any, finish_reason: str = "stop") -> tuple[int, bytes]:
@@ -116,9 +116,10 @@ def test_a_judge_is_an_api_or_a_model(settings: dict[str, Any], problem: str):
 
 
 def test_a_judge_with_a_model_is_an_application():
-    judge = config_of("llm_judge", model_name_or_path="f")
+    given = {"name": "r", "kind": "llm_judge", "model_name_or_path": "f", "tags": ["a"]}
+    judge = ADAPTER.validate_json(json.dumps(given))
     assert judge.num_replicas == 1
-    assert config_of("llm_judge", **judge.model_dump(mode="json", exclude={"name", "kind"})) == judge
+    assert ADAPTER.validate_json(judge.model_dump_json()) == judge
 
 
 @pytest.mark.parametrize(
