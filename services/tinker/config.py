@@ -28,6 +28,12 @@ class TinkerConfig(Config):
     """Memory of a key's unapplied commands."""
     max_samples: int = Field(default=1024, ge=1)
     """Sequences of a key in progress."""
+    max_models_per_key: int = Field(default=64, ge=1)
+    """Models of a key's sessions that have not ended."""
+    max_saved_gib: float = Field(default=64.0, gt=0)
+    """Disk space of a key's checkpoints; further ones are refused."""
+    session_timeout_s: float = Field(default=86400.0, gt=0)
+    """Time without a heartbeat after which a session ends. Its models are deleted, their checkpoints stay."""
 
     @model_validator(mode="after")
     def _is_private(self) -> "TinkerConfig":

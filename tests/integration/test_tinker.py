@@ -12,6 +12,7 @@ from tinker import types
 
 from offbeat.benchmarks.tinker.server import HTTP, LEARNER, REDIS, RunningServer, running_server
 from tests.integration.tinker_client import ADAM, SENTENCE, adapter, are_equal, create, datum, sample, train
+from tests.waiting import wait_until_sync
 
 KEY, OTHER_KEY = "tml-one", "tml-other"
 FLOAT_NOISE = 2e-5
@@ -89,6 +90,18 @@ def test_every_sampled_token_has_its_version(server: RunningServer, service: tin
     assert [each["versions"] for each in answer["sequences"]] == [
         [3] * len(each["tokens"]) for each in answer["sequences"]
     ]
+
+
+def test_an_ended_session_leaves_its_checkpoints_alone(server: RunningServer, service: tinker.ServiceClient) -> None:
+    with tinker.ServiceClient(base_url=server.url, api_key=KEY) as ending:
+        client = create(ending)
+        train(client, 1)
+        client.save_weights_and_get_sampling_client().result()
+        path = client.save_state("kept").result().path
+        published = server.folder / "tinker" / "samplers" / client.model_id
+        assert published.exists()
+    wait_until_sync(lambda: not published.exists())
+    assert train(service.create_training_client_from_state(path).result(), 1)
 
 
 @pytest.mark.parametrize("with_optimizer", [True, False])
