@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from offbeat.envs.config import Config
 from offbeat.envs.parsing import compile_pattern
@@ -41,6 +41,28 @@ class HarborConfig(Config):
     """Reward of an answer without a command."""
     sandbox: ShellLimits = ShellLimits()
     """Limits of an episode's shell."""
+    played_by: Literal["policy", "agent"] = "policy"
+    """`agent`: Harbor runs the episode (`offbeat.deploy.agents.harbor_trial:play`), the env only selects the task."""
+    agent: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """With `played_by: agent`: Harbor's `agent` block; `{base_url}`, `{api_key}` and `{model}` in texts are the policy's.
+    Empty: Offbeat's `ShellAgent`.
+    """
+    environment: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """With `played_by: agent`: Harbor's `environment` block, such as `type: docker`; empty: the kernel sandbox."""
+    trials_dir: Path | None = None
+    """With `played_by: agent`: folder that keeps Harbor's trials, with their `RolloutDetail`; None keeps none."""
+
+    @property
+    def needs_shell(self) -> bool:
+        """Return whether tasks run in the kernel sandbox."""
+        return self.played_by == "policy" or not self.environment
+
+    @model_validator(mode="after")
+    def _harbors_blocks_have_an_effect(self) -> "HarborConfig":
+        named = [key for key in ("agent", "environment", "trials_dir") if getattr(self, key)]
+        if named and self.played_by == "policy":
+            raise ValueError(f"{', '.join(named)} has no effect without played_by: agent")
+        return self
 
     @field_validator("action_pattern")
     @classmethod

@@ -1,5 +1,6 @@
 """Tasks in Harbor's format as episodes: commands in a shell, then the task's verifier."""
 
+import json
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -44,7 +45,8 @@ class HarborEnv(gymnasium.Env[str, str]):
     def __init__(self, config: HarborConfig | None = None) -> None:
         """Raises ValueError if a task or this machine's kernel does not fit."""
         self.config = config or HarborConfig()
-        check_shell(self.config.sandbox)
+        if self.config.needs_shell:
+            check_shell(self.config.sandbox)
         self.render_mode = "ansi"
         self._tasks = load_split(self.config)
         self._pattern = compile_pattern(self.config.action_pattern)
@@ -88,12 +90,16 @@ class HarborEnv(gymnasium.Env[str, str]):
         super().reset(seed=seed, options=options)
         self.close()
         task = self._tasks[self._index(seed, self.np_random)]
+        if self.config.played_by == "agent":
+            return self._observe(describe_trial(self.config, task)), {}
         self._trial = TaskTrial(task, self.config.sandbox)
         self._num_answers, self._rewards = 0, []
         self._begin_step()
         return self._observe(self.current_step.instruction), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if self.config.played_by == "agent":
+            raise RuntimeError("Harbor runs the episodes of this env: it takes no answers")
         trial = self._current()
         self._num_answers += 1
         is_last = self._num_answers >= self.config.max_steps
@@ -207,6 +213,12 @@ class HarborEnv(gymnasium.Env[str, str]):
         if self.config.split == "held_out" and seed is not None:
             return seed % len(self._tasks)
         return int(rng.integers(len(self._tasks)))
+
+
+def describe_trial(config: HarborConfig, task: HarborTask) -> str:
+    """Return what the agent that runs Harbor reads, as JSON."""
+    keys = {"agent", "environment", "trials_dir", "reward_key", "success_reward"}
+    return json.dumps({"task_dir": str(task.folder.resolve()), **config.model_dump(mode="json", include=keys)})
 
 
 def format_output(result: CommandResult, timeout_s: float) -> str:

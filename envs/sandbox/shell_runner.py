@@ -166,9 +166,10 @@ def read(path, max_bytes):
     except FileNotFoundError:
         return {"content": None}
     with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{path} is no regular file")
-        return {"content": base64.b64encode(file.read(max_bytes)).decode()}
+        return {"content": base64.b64encode(file.read(min(max_bytes, status.st_size))).decode()}
 
 
 def kill():
