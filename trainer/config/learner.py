@@ -20,15 +20,17 @@ from offbeat.trainer.config.staleness import StalenessControllerConfig
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.config.warm_start import WarmStartConfig
 
+WITH_DATA = ("rlvr", "online_dpo", "sft", "dpo", "distill", "reward_model")
+
 
 class LearnerConfig(AlgorithmConfig):
     pipeline: Pipeline = "agentic"
-    """Source of groups. `agentic`: episodes of envs; `online_dpo`: each group's best and worst episode as a pair;
-    `rlvr`: answers to a dataset's prompts, scored by `rewards`; `sft`: conversations of a dataset; `distill`:
-    conversations with teachers' distributions; `dpo`: pairs of a dataset; `reward_model`: pairs, for a model that
-    scores conversations (docs/pipelines.md).
+    """Source of groups. `agentic`: episodes of envs; `online_dpo`: each group's best and worst episode as a pair, with
+    `data` its best and worst answer; `rlvr`: answers to a dataset's prompts, scored by `rewards`; `sft`: conversations
+    of a dataset; `distill`: conversations with teachers' distributions; `dpo`: pairs of a dataset; `reward_model`:
+    pairs, for a model that scores conversations (docs/pipelines.md).
     """
-    data: Annotated[DataConfig | None, OnlyWith(pipeline=("rlvr", "sft", "dpo", "distill", "reward_model"))] = None
+    data: Annotated[DataConfig | None, OnlyWith(pipeline=WITH_DATA)] = None
     """Dataset of the data pipelines, or of prompts."""
     dpo: Annotated[PreferenceConfig, OnlyWith(pipeline=("dpo", "online_dpo"))] = PreferenceConfig()
     distill: Annotated[DistillConfig, OnlyWith(pipeline=("distill",))] = DistillConfig()
@@ -190,7 +192,7 @@ class LearnerConfig(AlgorithmConfig):
     @property
     def plays_prompts(self) -> bool:
         """Return whether episodes answer a dataset's prompts."""
-        return self.pipeline == "rlvr"
+        return self.pipeline == "rlvr" or (self.pipeline == "online_dpo" and self.data is not None)
 
     @property
     def distills(self) -> bool:

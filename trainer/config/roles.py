@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from offbeat.envs.config import Config
 from offbeat.services.devices import DeviceMapping
@@ -14,7 +14,6 @@ AttentionName = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 UNSUPPORTED = {
     "megatron_infer": "frozen models are not split: deepspeed_infer shards their weights",
     "fsdp2_infer": "deepspeed_infer does the same",
-    "vllm": "a frozen model's logprobs must come from the trainer's own numerics",
     "sglang": "a frozen model's logprobs must come from the trainer's own numerics",
 }
 
@@ -79,9 +78,10 @@ class CriticConfig(ConditionalConfig):
 class InferStrategyArgs(ConditionalConfig):
     """Frozen model's engine; ROLL's `strategy_args`."""
 
-    strategy_name: Literal["hf_infer", "deepspeed_infer"] = "hf_infer"
+    strategy_name: Literal["hf_infer", "deepspeed_infer", "vllm"] = "hf_infer"
     """`hf_infer`: transformers, a full copy per process. `deepspeed_infer`: weights sharded (ZeRO-3) and gathered by
-    layer. Both split batches over processes.
+    layer. Both split batches over processes. `vllm`: vLLM's engine, of a teacher of `pipeline: distill` with `placement:
+    service`.
     """
     placement: Annotated[
         Literal["learner", "service", "files"],
@@ -101,6 +101,12 @@ class InferStrategyArgs(ConditionalConfig):
         if isinstance(value, str) and value in UNSUPPORTED:
             raise ValueError(f"{value} is not supported ({UNSUPPORTED[value]}): take hf_infer or deepspeed_infer")
         return value
+
+    @model_validator(mode="after")
+    def _is_a_service(self) -> "InferStrategyArgs":
+        if self.strategy_name == "vllm" and self.placement != "service":
+            raise ValueError("placement: vllm runs in a process of its own: take service")
+        return self
 
 
 class ReferenceConfig(Config):

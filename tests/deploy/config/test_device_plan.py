@@ -39,7 +39,7 @@ def test_engine_and_learner_share_the_only_gpu() -> None:
     assert with_utilization(config(), plan).engine.gpu_memory_utilization == 0.45
 
 
-def test_only_synchronous_runs_on_shared_devices_take_turns() -> None:
+def test_synchronous_runs_on_shared_devices_take_turns() -> None:
     synchronous = config(max_staleness=0)
     shared = choose_turns(synchronous, ONE_GPU)
     assert shared.takes_turns
@@ -50,10 +50,20 @@ def test_only_synchronous_runs_on_shared_devices_take_turns() -> None:
     assert choose_turns(refused, ONE_GPU) == refused
 
 
-def test_of_several_engines_those_on_the_learners_devices_sleep() -> None:
-    run = config({"device_mapping": [1]}, {"device_mapping": [0, 1]}, max_staleness=0)
-    plan = plan_devices(choose_turns(run, TWO_NODES), TWO_NODES)
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_of_several_engines_those_on_the_learners_devices_sleep(max_staleness: int) -> None:
+    run = choose_turns(
+        config({"device_mapping": [1]}, {"device_mapping": [0, 1]}, max_staleness=max_staleness), TWO_NODES
+    )
+    plan = plan_devices(run, TWO_NODES)
     assert [(slot.devices, slot.is_shared) for slot in plan.engines] == [((0,), False), ((1,), True)]
+    assert run.takes_turns
+    assert with_utilization(run, plan).engine.gpu_memory_utilization == 0.85
+
+
+def test_asynchronous_runs_without_other_engines_stay_in_memory() -> None:
+    both = config({"device_mapping": [0, 1]}, {"device_mapping": [0, 1]}, max_staleness=1)
+    assert choose_turns(both, TWO_NODES) == both
 
 
 def test_separate_devices_are_left_to_ray_and_keep_the_memory() -> None:
