@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
 from offbeat.trainer.engines.node_ranks import RANKS_PER_NODE, critic_ranks, decode_ranks
@@ -32,7 +33,7 @@ class World:
     critics: tuple[int, ...] = ()
     """Ranks of a critic with processes of its own."""
     group: Any = None
-    """gloo, for commands and the critic's values; None: not joined, or a single rank."""
+    """gloo, for commands and what critic and policy exchange; None: not joined, or a single rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +155,13 @@ def process_group(ranks: Ranks, timeout_min: float = 30.0) -> Iterator[Ranks]:
     backend = "nccl" if ranks.device.type == "cuda" else "gloo"
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
-    store, timeout = dist.HashStore(), timedelta(minutes=timeout_min)  # pyright: ignore[reportPrivateImportUsage]
+    store: Store = HashStore()
+    timeout = timedelta(minutes=timeout_min)
     if world.size > 1:
         store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
-        group = dist.ProcessGroupGloo(_prefixed("world", store), world.rank, world.size, COMMAND_TIMEOUT)
+        group = dist.ProcessGroupGloo(PrefixStore("world", store), world.rank, world.size, COMMAND_TIMEOUT)
         ranks = replace(ranks, world=replace(world, group=group))
-        store = _prefixed("critic" if ranks.is_critic else "policy", store)
+        store = PrefixStore("critic" if ranks.is_critic else "policy", store)
     os.environ.update(RANK=str(ranks.rank), LOCAL_RANK=str(ranks.local_rank), WORLD_SIZE=str(ranks.world_size))
     dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
     try:
@@ -171,10 +173,6 @@ def process_group(ranks: Ranks, timeout_min: float = 30.0) -> Iterator[Ranks]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def _prefixed(name: str, store: dist.Store) -> dist.Store:
-    return dist.PrefixStore(name, store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _leave() -> None:

@@ -43,11 +43,16 @@ def num_shards(tree: Tree) -> int:
 
 
 def num_devices(tree: Tree) -> int | None:
+    return len(_devices(tree, "actor_train")) or None
+
+
+def _devices(tree: Tree, role: str) -> tuple[int, ...]:
+    """Return a role's devices; none for an unreadable mapping, which has its own error."""
     try:
-        devices = parse_device_mapping(get(tree, "actor_train.device_mapping"))
+        devices = parse_device_mapping(get(tree, f"{role}.device_mapping"))
     except ValueError:
-        return None
-    return len(cast(tuple[int, ...], devices)) if isinstance(devices, tuple) else None
+        return ()
+    return cast(tuple[int, ...], devices) if isinstance(devices, tuple) else ()
 
 
 def num_trajectories(tree: Tree) -> int | None:
@@ -214,6 +219,12 @@ def _same_devices(key: Key) -> Outcome | None:
     return Outcome("no counterpart", note="the learner's processes compute this model, on actor_train's devices")
 
 
+def _own_devices(key: Key) -> Outcome | None:
+    """Keep the critic's devices if no other role has any of them."""
+    others = {number for role in ("actor_train", "actor_infer") for number in _devices(key.tree, role)}
+    return _same_devices(key) if others.intersection(_devices(key.tree, "critic")) else None
+
+
 def _frozen_strategy(key: Key) -> Outcome | None:
     names = {"megatron_infer": "hf_infer", "fsdp2_infer": "deepspeed_infer"}
     if key.value not in names:
@@ -256,7 +267,8 @@ def _unused(key: Key) -> Outcome | None:
 
 SCORED: tuple[tuple[str, Rule], ...] = (("reference.**", _unused), ("critic.**", _unused), ("reward_pretrain", _unused))
 ROLES: tuple[tuple[str, Rule], ...] = (
-    *((f"{role}.device_mapping", _same_devices) for role in ("critic", *FROZEN)),
+    ("critic.device_mapping", _own_devices),
+    *((f"{role}.device_mapping", _same_devices) for role in FROZEN),
     *((f"{role}.strategy_args.strategy_name", _frozen_strategy) for role in FROZEN),
     *((f"{role}.strategy_args.strategy_config.**", missing("no setting of the frozen model's engine")) for role in FROZEN),
     *((f"{role}.training_args.**", no_effect("the model is frozen")) for role in FROZEN),

@@ -125,6 +125,14 @@ def test_a_value_is_mapped(text: str, key: str, expected: object, tmp_path: Path
     validate_tree(imported.tree)
 
 
+@pytest.mark.parametrize(("devices", "kept"), [("[2, 3]", 2), ("[1, 2]", 0)])
+def test_a_critics_own_devices_are_kept(devices: str, kept: int, tmp_path: Path):
+    others = "actor_train: {device_mapping: [0]}, actor_infer: {device_mapping: [1]}"
+    text = f"{{adv_estimator: gae, {others}, critic: {{device_mapping: {devices}}}}}"
+    imported = import_roll(write_variant(tmp_path, text))
+    assert validate_tree(imported.tree).num_critic_processes == kept
+
+
 def test_a_pure_distillation_takes_the_opd_estimator(tmp_path: Path):
     text = "{is_pure_opd: true, teacher: {model_args: {model_name_or_path: /m}, device_mapping: 'list(range(0,8))'}}"
     config = validate_tree(import_roll(write_variant(tmp_path, text)).tree)
