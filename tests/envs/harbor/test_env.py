@@ -154,6 +154,7 @@ def test_a_dockerfiles_folders_files_and_commands_are_carried_out(task_folder: T
         "WORKDIR /srv/site",
         "COPY data $PLACE/",
         "COPY --chmod=755 run.sh ./bin/run",
+        "ENV PATH=/srv/site/bin:$PATH",
         "RUN mkdir -p made && \\",
         "    echo $NAME > made/name",
         'RUN ["touch", "made/file"]',
@@ -162,7 +163,7 @@ def test_a_dockerfiles_folders_files_and_commands_are_carried_out(task_folder: T
     task_folder.write("environment/Dockerfile", "\n".join(lines))
     env = task_folder.env()
     env.reset(seed=0)
-    seen = env.step("pwd; echo $GREETING; cat /data/in.txt; echo; bin/run; cat made/name; ls made")[0]
+    seen = env.step("pwd; echo $GREETING; cat /data/in.txt; echo; run; cat made/name; ls made")[0]
     assert seen.split("\n") == ["/srv/site", "hello there", "text", "ran", "/data/x", "file", "name"]
     env.close()
 
