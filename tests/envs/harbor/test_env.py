@@ -48,7 +48,7 @@ def test_the_verifier_runs_when_answers_or_time_run_out(task_folder: TaskFolder)
     _, reward, terminated, _, info = play(task_folder.env(max_steps=1), "echo 1 > answer")
     assert (reward, terminated, info["submitted"]) == (1.0, True, False)
     slow = TaskFolder(task_folder.path.parent / "slow")
-    slow.write("task.toml", "[agent]\ntimeout_sec = 0.3\n")
+    slow.write("task.toml", "[agent]\ntimeout_sec = 2.0\n")
     _, reward, terminated, _, _ = play(slow.env(max_steps=9), "echo 1 > answer; sleep 60")
     assert (reward, terminated) == (1.0, True)
 
@@ -97,7 +97,7 @@ def test_several_rewards_train_one_and_report_the_others(task_folder: TaskFolder
 def test_a_failing_verifier_is_a_reward_of_zero(task_folder: TaskFolder, script: str, error: str):
     task_folder.write("tests/test.sh", script)
     observation, reward, terminated, _, info = play(
-        task_folder.env(max_verifier_timeout_s=0.5), "echo 1 > answer", "submit"
+        task_folder.env(max_verifier_timeout_s=0.5 if script == "sleep 60" else 60.0), "echo 1 > answer", "submit"
     )
     assert (reward, terminated, info["success"], info["verifier_failed"]) == (0.0, True, False, True)
     assert error in observation
