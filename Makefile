@@ -86,11 +86,11 @@ test-fast: $(STAMP) ## run the tests that need neither Ray, vLLM nor a training 
 # Tests that start Ray Serve with vLLM mostly wait and check timings, so they run one at a time; the others run in
 # parallel on the remaining CPU and print their output at the end.
 test-alone: $(STAMP)
-	@$(BIN)/python -m pytest -q -m alone tests/integration
+	@$(BIN)/python -m pytest -q --durations=20 -m alone tests/integration
 
 test-others: $(STAMP)
 	@output=$$(mktemp); failed=0; \
-	nice $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not alone' >$$output 2>&1 || failed=$$?; \
+	nice $(BIN)/python -m pytest -q --durations=20 -n 2 --dist loadfile -m 'not alone' >$$output 2>&1 || failed=$$?; \
 	echo; cat $$output; rm $$output; exit $$failed
 
 # Harbor needs Python 3.12; of Offbeat's own requirements, those of its envs suffice there.
