@@ -8,6 +8,8 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from offbeat.envs.sandbox.shell import command_env
+
 PLAIN_IMAGE = re.compile(
     r"(docker\.io/)?(library/)?(ubuntu|debian|python|bash|buildpack-deps)(:[\w.-]+)?(@sha256:\w+)?"
     r"|ghcr\.io/laude-institute/t-bench/(ubuntu-24-04|python-3-13)(:[\w.-]+)?"
@@ -139,7 +141,7 @@ class _BuildReader:
         return str(PurePosixPath(self.workdir, path))
 
     def _expand(self, text: str) -> str:
-        values = {**self.args, **self.env}
+        values = {**command_env(), "HOME": "/root", **self.args, **self.env}
         return re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda match: values.get(match[1] or match[2], ""), text)
 
 

@@ -48,7 +48,7 @@ def test_the_verifier_runs_when_answers_or_time_run_out(task_folder: TaskFolder)
     _, reward, terminated, _, info = play(task_folder.env(max_steps=1), "echo 1 > answer")
     assert (reward, terminated, info["submitted"]) == (1.0, True, False)
     slow = TaskFolder(task_folder.path.parent / "slow")
-    slow.write("task.toml", "[agent]\ntimeout_sec = 0.3\n")
+    slow.write("task.toml", "[agent]\ntimeout_sec = 2.0\n")
     _, reward, terminated, _, _ = play(slow.env(max_steps=9), "echo 1 > answer; sleep 60")
     assert (reward, terminated) == (1.0, True)
 
@@ -97,7 +97,7 @@ def test_several_rewards_train_one_and_report_the_others(task_folder: TaskFolder
 def test_a_failing_verifier_is_a_reward_of_zero(task_folder: TaskFolder, script: str, error: str):
     task_folder.write("tests/test.sh", script)
     observation, reward, terminated, _, info = play(
-        task_folder.env(max_verifier_timeout_s=0.5), "echo 1 > answer", "submit"
+        task_folder.env(max_verifier_timeout_s=0.5 if script == "sleep 60" else 60.0), "echo 1 > answer", "submit"
     )
     assert (reward, terminated, info["success"], info["verifier_failed"]) == (0.0, True, False, True)
     assert error in observation
@@ -154,6 +154,7 @@ def test_a_dockerfiles_folders_files_and_commands_are_carried_out(task_folder: T
         "WORKDIR /srv/site",
         "COPY data $PLACE/",
         "COPY --chmod=755 run.sh ./bin/run",
+        "ENV PATH=/srv/site/bin:$PATH",
         "RUN mkdir -p made && \\",
         "    echo $NAME > made/name",
         'RUN ["touch", "made/file"]',
@@ -162,7 +163,7 @@ def test_a_dockerfiles_folders_files_and_commands_are_carried_out(task_folder: T
     task_folder.write("environment/Dockerfile", "\n".join(lines))
     env = task_folder.env()
     env.reset(seed=0)
-    seen = env.step("pwd; echo $GREETING; cat /data/in.txt; echo; bin/run; cat made/name; ls made")[0]
+    seen = env.step("pwd; echo $GREETING; cat /data/in.txt; echo; run; cat made/name; ls made")[0]
     assert seen.split("\n") == ["/srv/site", "hello there", "text", "ran", "/data/x", "file", "name"]
     env.close()
 
