@@ -21,7 +21,7 @@ from offbeat.services.weights.api import WeightPublisher
 from offbeat.trainer.data.replay_buffer import ReplayBuffer, ReplayedGroups
 from offbeat.trainer.learner.checkpointing import Checkpointer
 from offbeat.trainer.learner.evaluations import Evaluation, Evaluations, When
-from offbeat.trainer.learner.group_intake import GroupIntake, StepGroups
+from offbeat.trainer.learner.group_intake import GroupIntake
 from offbeat.trainer.learner.reporter import (
     LearnerReporter,
     is_overflow,
@@ -31,6 +31,7 @@ from offbeat.trainer.learner.reporter import (
 )
 from offbeat.trainer.learner.shared_devices import SharedDevices, Turns
 from offbeat.trainer.learner.staleness_controller import StalenessController
+from offbeat.trainer.learner.step_groups import StepGroups
 from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.learner.task_sampler import Curriculum
 from offbeat.trainer.learner.trajectory_samples import TrajectorySampler
@@ -75,8 +76,16 @@ class LearnerComponents:
 
 
 class Learner:
-    def __init__(self, run: LearnerRun, components: LearnerComponents, *, num_processes: int = 1) -> None:
+    def __init__(
+        self,
+        run: LearnerRun,
+        components: LearnerComponents,
+        *,
+        num_processes: int = 1,
+        num_critic_processes: int = 0,
+    ) -> None:
         self._num_processes = num_processes
+        self._num_critic_processes = num_critic_processes
         self._lineage = run.lineage
         self._config = run.config
         self._buffer = components.buffer
@@ -103,7 +112,7 @@ class Learner:
             components.ledger,
             components.reporter,
             run.config.save_steps,
-            tolerant=num_processes == 1,
+            tolerant=num_processes + num_critic_processes == 1,
             on_durable=self._upload,
         )
         self._step = 0
@@ -329,6 +338,7 @@ class Learner:
             next_number=self._next_number,
             kl_coef=self._trainer.kl_coef,
             num_processes=self._num_processes,
+            num_critic_processes=self._num_critic_processes,
             config=self._config.model_dump(mode="json"),
         )
 
