@@ -14,7 +14,7 @@ MAX_PADDED_PAIRS = 8192
 """Pairs of tokens that a bucket computes for padding; another bucket's calls cost about as much as these."""
 
 
-class Bucket(NamedTuple):
+class LengthBucket(NamedTuple):
     """Sequences that are padded to one length."""
 
     count: int
@@ -32,7 +32,7 @@ class Packing:
     cu_seqlens: Tensor
     position_ids: Tensor
     slots: Tensor | None
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[LengthBucket, ...]
     max_len: int
     tree: TreeLayout | None = None
 
@@ -63,16 +63,16 @@ class Packing:
         return cls(borders, positions[None], slots, buckets, max_len)
 
 
-def _bucket(lengths: Sequence[int]) -> tuple[Bucket, ...]:
+def _bucket(lengths: Sequence[int]) -> tuple[LengthBucket, ...]:
     """Divide descending lengths, so that padding costs little beside attention itself."""
-    buckets: list[Bucket] = []
+    buckets: list[LengthBucket] = []
     start, padding = 0, 0
     for end, length in enumerate(lengths):
         padding += lengths[start] ** 2 - length**2
         if padding > MAX_PADDED_PAIRS:
-            buckets.append(Bucket(end - start, lengths[start]))
+            buckets.append(LengthBucket(end - start, lengths[start]))
             start, padding = end, 0
-    return (*buckets, Bucket(len(lengths) - start, lengths[start]))
+    return (*buckets, LengthBucket(len(lengths) - start, lengths[start]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models import packing as packing_module
 from offbeat.trainer.models.loading import disable_dropout, load_critic, load_policy
-from offbeat.trainer.models.packing import Bucket, PackedInput, Packing
+from offbeat.trainer.models.packing import LengthBucket, PackedInput, Packing
 from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tiny import write_tiny_policy
 
@@ -81,7 +81,7 @@ def test_packed_logprobs_and_gradients_are_those_of_single_sequences(
 
 def test_sequences_of_similar_lengths_share_a_bucket() -> None:
     packing = Packing.of(torch.tensor([0, 20, 300, 20, 290, 200]).cumsum(0))
-    assert packing.buckets == (Bucket(2, 300), Bucket(1, 200), Bucket(2, 20))
+    assert packing.buckets == (LengthBucket(2, 300), LengthBucket(1, 200), LengthBucket(2, 20))
     assert packing.slots is not None
     firsts = packing.slots[packing.cu_seqlens[:-1].long()].tolist()
     assert firsts == [800, 0, 820, 300, 600]
@@ -90,7 +90,7 @@ def test_sequences_of_similar_lengths_share_a_bucket() -> None:
 def test_equal_lengths_are_not_copied() -> None:
     packing = Packing.of(torch.tensor([0, 5, 10, 15]))
     assert packing.slots is None
-    assert packing.buckets == (Bucket(3, 5),)
+    assert packing.buckets == (LengthBucket(3, 5),)
 
 
 def test_a_sequence_does_not_attend_to_its_neighbours(folder: Path) -> None:
