@@ -68,7 +68,7 @@ class Side:
         return (trained + sum(run.num_sampled for run in self.runs)) / self.wall_s
 
 
-class Tenant:
+class TenantClient:
     """Client with a key and a model of its own."""
 
     def __init__(self, url: str, number: int, options: TenantsOptions) -> None:
@@ -127,11 +127,11 @@ def run(options: TenantsOptions) -> dict[str, Any]:
 
 
 def run_side(server: RunningServer, k: int, options: TenantsOptions, *, together: bool) -> Side:
-    tenants = [Tenant(server.url, number, options) for number in range(k)]
+    tenants = [TenantClient(server.url, number, options) for number in range(k)]
     try:
         server.reset_peaks()
         with ThreadPoolExecutor(k if together else 1) as threads:
-            runs = tuple(threads.map(Tenant.run, tenants))
+            runs = tuple(threads.map(TenantClient.run, tenants))
         return Side(runs, server.peak_mib())
     finally:
         for tenant in tenants:
