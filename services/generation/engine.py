@@ -55,6 +55,10 @@ class PolicyEngine(Protocol):
         """Switch to the staged version; any error leaves the engine unusable."""
         ...
 
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Let `generate` return the tokens so far, with `FinishReason.ABORT`; ignore unknown ids."""
+        ...
+
     async def sleep(self) -> None:
         """Give up device memory; no request runs until `wake`."""
         ...

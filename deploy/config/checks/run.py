@@ -18,6 +18,7 @@ from offbeat.deploy.config.checks.prompts import OnStep, check_first_prompts, ig
 from offbeat.deploy.config.checks.resume import check_resume
 from offbeat.deploy.config.checks.rewards import check_rewards, check_rlvr
 from offbeat.deploy.config.checks.sampling import check_sampling
+from offbeat.deploy.config.checks.teachers import check_teachers
 from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.ports import LOOPBACK_NAMES
@@ -86,6 +87,7 @@ def _check_static(config: RunConfig, cores: float | None, nodes: Sequence[Cluste
         *_check_algorithm(config),
         *check_data(config),
         *check_online(config),
+        *check_teachers(config),
         *check_rlvr(config),
         *check_devices(config, nodes),
         *_check_model(config),
@@ -205,11 +207,12 @@ def _check_cpu(config: RunConfig, cores: float, whose: str) -> Iterator[ConfigIs
             f"{infer.num_replicas} engine(s) with {infer.cpus_per_replica:g} CPUs and {rollout.num_workers} worker(s) with "
             f"{rollout.cpus_per_worker:g}{more} need {engines + workers + rewards:g} CPUs, {whose} has {cores:g}: {advice}",
         )
-    threads = train.num_processes * train.num_threads
+    processes = train.num_processes + config.num_critic_processes
+    threads = processes * train.num_threads
     if train.device == "cpu" and threads > cores:
         yield ConfigIssue(
             "actor_train.num_processes",
-            f"{train.num_processes} learner process(es) of {train.num_threads} thread(s) need {threads} CPUs, {whose} "
+            f"{processes} learner process(es) of {train.num_threads} thread(s) need {threads} CPUs, {whose} "
             f"has {cores:g}: their product must not exceed {int(cores)}",
         )
 

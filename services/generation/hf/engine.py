@@ -27,7 +27,7 @@ from offbeat.services.generation.hf.model import Adapter, PolicyModel, Route, Ve
 from offbeat.services.generation.hf.rows import RowStore
 from offbeat.services.generation.hf.sampler import find_top, sample
 from offbeat.services.generation.hf.scheduler import PlannedChunk, RunningSequence, Scheduler
-from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
+from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, Sampling
 
 MAX_PASSES_BEFORE_LOAD = 2
 """Passes before weights change, so that submitted requests reach their first token."""
@@ -171,6 +171,12 @@ class HfEngine:
             self._raise_if_dead()
             score = partial(self._model.score, prompt, layers, num_top)
             return await asyncio.get_running_loop().run_in_executor(self._thread, score)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        async with self._between_passes:
+            for sequence in self._scheduler.sequences():
+                if sequence.request.request_id in request_ids:
+                    self._answer(sequence, sequence.completion(FinishReason.ABORT))
 
     async def sleep(self) -> None:
         """Do nothing: it has no devices."""
