@@ -17,8 +17,8 @@ from offbeat.benchmarks.harness.result import Spread, console, show
 from offbeat.benchmarks.tinker.server import RunningServer, running_server
 
 RANK = 8
-VOCABULARY = 64
-"""Ids below it are in every policy's vocabulary, but for the first few, which are special."""
+VOCABULARY = 24
+"""Size of the drawn vocabulary; smaller than that of the quickstart's policy."""
 FIRST_WORD = 4
 
 
@@ -68,7 +68,7 @@ class Side:
         return (trained + sum(run.num_sampled for run in self.runs)) / self.wall_s
 
 
-class Tenant:
+class TenantClient:
     """Client with a key and a model of its own."""
 
     def __init__(self, url: str, number: int, options: TenantsOptions) -> None:
@@ -97,7 +97,7 @@ class Tenant:
         return TenantRun(began, time.monotonic(), tuple(losses), num_sampled)
 
     def close(self) -> None:
-        self._service.close()
+        self._service.close("success").result()
 
 
 def run(options: TenantsOptions) -> dict[str, Any]:
@@ -127,11 +127,11 @@ def run(options: TenantsOptions) -> dict[str, Any]:
 
 
 def run_side(server: RunningServer, k: int, options: TenantsOptions, *, together: bool) -> Side:
-    tenants = [Tenant(server.url, number, options) for number in range(k)]
+    tenants = [TenantClient(server.url, number, options) for number in range(k)]
     try:
         server.reset_peaks()
         with ThreadPoolExecutor(k if together else 1) as threads:
-            runs = tuple(threads.map(Tenant.run, tenants))
+            runs = tuple(threads.map(TenantClient.run, tenants))
         return Side(runs, server.peak_mib())
     finally:
         for tenant in tenants:

@@ -202,7 +202,7 @@ class TinkerService:
         others = await self.records.open_models(owner) - {model_id}
         if len(others) >= self._config.max_models_per_key:
             raise TinkerError(
-                f"this key has {len(others)} models (tinker.max_models_per_key): end a session, by ServiceClient.close()"
+                f"this key has {len(others)} models (tinker.max_models_per_key): end a session by ServiceClient.close"
             )
 
     async def _save(self, owner: str, command: SaveWeights) -> SaveWeights | RefusedCommand:
