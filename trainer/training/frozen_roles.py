@@ -54,6 +54,7 @@ def _open_teacher(
     if (own := read_vocab_size(folder)) != (size := read_vocab_size(policy_folder)):
         raise ValueError(f"vllm gives distributions over {own} tokens, and the policy has {size}: take hf_infer")
     dtype = train.model_args.of_role(role.config.model_args).dtype
-    k = config.distill.logits_topk
+    if (k := config.distill.logits_topk) >= size:
+        raise ValueError(f"distill.logits_topk {k} is not below the vocabulary of {size}: take hf_infer")
     engine = open_engine(folder, k, config.sequence_length, dtype, train.device, train.num_threads)
     return TeacherScorer(PromptModel(engine), config, role.config.infer_batch_size, size)

@@ -33,26 +33,33 @@ class PromptLogprobs:
         logging.getLogger("vllm").setLevel(logging.WARNING)
         from vllm import LLM, SamplingParams
 
-        arguments = engine_arguments(config, folder, max_tokens + 1, 0)
+        arguments = engine_arguments(config, folder, max_tokens, 0)
         arguments |= {"load_format": "auto", "max_logprobs": k, "logprobs_mode": "raw_logprobs"}
         # Cached positions have no logits
         arguments |= {"enable_prefix_caching": False}
         del arguments["worker_extension_cls"]
+        self._k = k
         self._llm = LLM(**arguments)
         self._parameters = SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=k, flat_logprobs=True, detokenize=False
+            max_tokens=1, temperature=0.0, prompt_logprobs=k, logprobs=k, flat_logprobs=True, detokenize=False
         )
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[TopLogprobs]:
+        """Sequences have at least two tokens, and at most `max_tokens`."""
         from vllm.inputs import TokensPrompt
 
-        prompts = [TokensPrompt(prompt_token_ids=list(tokens)) for tokens in sequences]
+        # The last token's distribution is that of the one which vLLM samples in its place
+        prompts = [TokensPrompt(prompt_token_ids=list(tokens[:-1])) for tokens in sequences]
         outputs = self._llm.generate(prompts, self._parameters, use_tqdm=False)
-        return [_read(output.prompt_logprobs) for output in outputs]
+        return [_join(self._read(each.prompt_logprobs), self._read(each.outputs[0].logprobs)) for each in outputs]
+
+    def _read(self, flat: Any) -> TopLogprobs:
+        """Read vLLM's table: at each position, but a prompt's first, the token itself, then the most probable ones."""
+        starts = [start for start, end in zip(flat.start_indices, flat.end_indices, strict=True) if start < end]
+        rows = np.array(starts, dtype=np.int64)[:, None] + np.arange(1, self._k + 1)
+        ids, logprobs = np.array(flat.token_ids, dtype=np.int64), np.array(flat.logprobs, dtype=np.float64)
+        return TopLogprobs(ids[rows], logprobs[rows])
 
 
-def _read(flat: Any) -> TopLogprobs:
-    """Read vLLM's table: at each position but the first the given token, then the most probable ones."""
-    places = zip(flat.start_indices[1:], flat.end_indices[1:], strict=True)
-    rows = np.array([np.arange(start + 1, end) for start, end in places], dtype=np.int64)
-    return TopLogprobs(np.array(flat.token_ids, dtype=np.int64)[rows], np.array(flat.logprobs, dtype=np.float64)[rows])
+def _join(prompt: TopLogprobs, last: TopLogprobs) -> TopLogprobs:
+    return TopLogprobs(np.concatenate([prompt.ids, last.ids]), np.concatenate([prompt.logprobs, last.logprobs]))
