@@ -10,19 +10,25 @@ import httpx
 import numpy as np
 
 from offbeat.deploy.play.agents import load_chat
-from offbeat.deploy.play.openai_agent import API_KEY_VARIABLE
 from offbeat.deploy.play.policy import PromptRequest, SamplingParams, TransformersPolicy, policy_folder
 from offbeat.services.chat.append_only import ChatFormat
 
 
 class ChatOpponent:
-    """Model behind an OpenAI-compatible URL; its key is read from `OPENAI_API_KEY`."""
+    """Model behind an OpenAI-compatible URL."""
 
     def __init__(
-        self, base_url: str, model: str, *, temperature: float = 1.0, max_tokens: int = 64, timeout_s: float = 60.0
+        self,
+        base_url: str,
+        model: str,
+        *,
+        temperature: float = 1.0,
+        max_tokens: int = 64,
+        timeout_s: float = 60.0,
+        api_key_env: str = "",
     ) -> None:
-        key = os.environ.get(API_KEY_VARIABLE, "")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        """api_key_env: environment variable of a bearer token; raises KeyError without it."""
+        headers = {"Authorization": f"Bearer {os.environ[api_key_env]}"} if api_key_env else {}
         self._http = httpx.Client(base_url=f"{base_url.rstrip('/')}/", timeout=timeout_s, headers=headers)
         self._body: dict[str, Any] = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
 

