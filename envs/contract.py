@@ -277,12 +277,13 @@ def _check_tasks(runner: _EpisodeRunner, num_seeds: int) -> Findings:
             yield "problem", f"{len(shared)} task(s) of `split: held_out` also occur in training"
 
 
-def _check_seats(runner: _EpisodeRunner, _: int) -> Findings:
+def _check_seats(runner: _EpisodeRunner, num_seeds: int) -> Findings:
+    del num_seeds
     env = runner.make()
     seats = cast(tuple[str, ...], getattr(env.unwrapped, "seats", ()))
     if not seats:
         return
-    rng, (_, info) = np.random.default_rng(0), runner.reset(env, 0)
+    rng, info = np.random.default_rng(0), runner.reset(env, 0)[1]
     for _ in range(runner.max_turns):
         seat = cast(Any, info).get("seat")
         if seat not in seats:
@@ -291,7 +292,7 @@ def _check_seats(runner: _EpisodeRunner, _: int) -> Findings:
                 f"info's `seat` is {_shorten(seat)} where a seat is to move: name one of {', '.join(seats)}",
             )
             return
-        _, _, terminated, truncated, info = runner.step(env, random_answer(env, rng))
+        *_, terminated, truncated, info = runner.step(env, random_answer(env, rng))
         results = cast(dict[str, dict[str, Any]], cast(Any, info).get("seats", {}))
         if unknown := set(results) - set(seats):
             yield "problem", f"info's `seats` names {_shorten(min(unknown))}: name some of {', '.join(seats)}"

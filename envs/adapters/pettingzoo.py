@@ -76,7 +76,7 @@ class PettingZooEnv(TextEnv):
         self._log = require("pettingzoo.utils.env_logger", "pettingzoo").EnvLogger
         self._log.get_logger().setLevel(logging.ERROR)
         self._game = _load_game(config)
-        players = tuple(str(each) for each in self._game.possible_agents)
+        players = tuple(map(str, cast(list[Any], self._game.possible_agents)))
         if unknown := [name for name in config.opponents if name not in players]:
             raise ValueError(f"{config.id} has no seat {unknown[0]!r}: it has {', '.join(players)}")
         self._played = tuple(name for name in players if name not in config.opponents)
@@ -127,8 +127,7 @@ class PettingZooEnv(TextEnv):
         return self._names[int(rng.choice(legal)) if len(legal) else 0]
 
     def render(self) -> Any:
-        frame = self._game.render()
-        return np.ascontiguousarray(frame) if isinstance(frame, np.ndarray) else frame
+        return self._game.render()
 
     def close(self) -> None:
         self._game.close()
@@ -199,7 +198,10 @@ class PettingZooEnv(TextEnv):
     def _draw(self, game: Any, seat: str) -> str:
         """Draw planes [height, width, marks] with a symbol per cell; other observations are values."""
         observation: Any = game.observe(seat)
-        planes = np.asarray(observation["observation"] if isinstance(observation, Mapping) else observation)
+        values = (
+            cast(Mapping[str, Any], observation)["observation"] if isinstance(observation, Mapping) else observation
+        )
+        planes: np.ndarray[Any, np.dtype[np.float64]] = np.asarray(values, dtype=np.float64)
         if planes.ndim != 3 or planes.shape[2] != len(self.config.marks):
             return " ".join(f"{value:g}" for value in planes.ravel())
         drawn = np.full(planes.shape[:2], ".")

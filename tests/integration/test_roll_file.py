@@ -1,4 +1,6 @@
-"""ROLL's own agentic example trains without the importer, by ROLL's command, with a small model of its architecture."""
+"""ROLL's own agentic example trains without the importer, by ROLL's command, with a small model of its architecture; its
+RLVR and distillation examples train after their import, with model, devices, sizes and rows replaced.
+"""
 
 import json
 import subprocess
@@ -9,9 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
+from offbeat.deploy.config.importing.roll import import_roll
+from offbeat.deploy.config.importing.trial import make_trial
 from offbeat.deploy.config.loader import load_run
 from offbeat.services.chat.tokenizer import load_tokenizer
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
+from offbeat.trainer.models.loading import load_policy
+from offbeat.trainer.models.tiny import write_tiny_policy
+from tests.integration.data_run import a_worker
+from tests.integration.learner_run import killed_at_exit, prepared_run
 from tests.paths import ROOT
 from tests.qwen2 import STOP, write_qwen2
 
@@ -89,3 +100,74 @@ def test_rolls_file_trains(tmp_path: Path):
     assert list((run / "tensorboard").iterdir())
     assert (run / "own-logs" / "learner.out").is_file()
     assert list(tmp_path.glob("store/*/manifest-*"))
+
+
+def import_trial(kind: str, rows: Sequence[object], folder: Path) -> Path:
+    """Import ROLL's file of a kind; return it with another model, devices, rows and folders."""
+    (file,) = (ROLL / kind).iterdir()
+    tree = make_trial(import_roll(file).tree)
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    tree["data"] |= {"dataset_name": str(data), "val_dataset_name": str(data)}
+    tree |= {"exp_name": "imported", "output_dir": str(folder / "run"), "logging_dir": str(folder / "run" / "logs")}
+    tree |= {"max_steps": 2, "save_steps": 2, "eval_steps": 0, "rollout_batch_size": 8}
+    if kind == "rlvr":
+        # a judge and a sandbox are no part of this test
+        kept = ("math_rule", "crossthinkqa", "ifeval")
+        tree["custom_envs"] = {tag: {**tree["custom_envs"][tag], "max_tokens_per_step": 6} for tag in kept}
+        tree["rewards"] = [reward for reward in tree["rewards"] if reward["name"] in kept]
+        for key in ("domain_interleave_probs", "tag_included"):
+            tree["data"][key] = {tag: tree["data"][key][tag] for tag in kept}
+        tree["data"]["domain_interleave_probs"] = {"math_rule": 0.5, "crossthinkqa": 0.25, "ifeval": 0.25}
+        tree["data"]["prompt_length"] = 32
+        tree |= {"sequence_length": 64, "train_env_manager": {"group_size": 2, "num_env_groups": 4}}
+        tree["tracker_kwargs"] = {"tensorboard": {"log_dir": str(folder / "run" / "tensorboard")}}
+        tree["actor_infer"]["generating_args"]["max_new_tokens"] = 6
+        tree["actor_infer"]["strategy_args"] = {"strategy_name": "hf_infer"}
+        tree["zero_variance"] = "train"  # ROLL's difficulty mask would leave out what a random policy answers
+    path = folder / "imported.yaml"
+    path.write_text(yaml.safe_dump(tree, allow_unicode=True))
+    return path
+
+
+@pytest.mark.alone
+@pytest.mark.timeout(300)
+def test_rolls_rlvr_file_trains_after_its_import(tmp_path: Path):
+    short = {"instruction_id_list": ["length_constraints:number_words"]}
+    short |= {"kwargs": [{"relation": "less than", "num_words": 3}]}
+    rows = [
+        *({"prompt": f"{n} + 2 =", "ground_truth": str(n + 2), "tag": "deepmath_103k"} for n in range(4)),
+        *({"prompt": f"<answer> {n} </answer>", "ground_truth": str(n), "tag": "crossthinkqa"} for n in range(2)),
+        *({"prompt": f"say {n}", "ground_truth": "", "tag": "ifeval", **short} for n in range(2)),
+    ]
+    file = import_trial("rlvr", rows, tmp_path)
+    command = [sys.executable, "-m", "offbeat.deploy.cli.app", "train", str(file)]
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert (report["pipeline"], report["steps"], report["groups_trained"]) == ("rlvr", 2, 8)
+    assert report["tokens_trained"] > 0
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    names = {name for record in records if record["source"] == "learner" for name in record["values"]}
+    assert {f"env/{tag}/reward/{tag}" for tag in ("math_rule", "crossthinkqa", "ifeval")} <= names
+
+
+@pytest.mark.slow
+def test_rolls_distillation_file_trains_after_its_import(redis_server: str, tmp_path: Path):
+    rows = [{"question_zh": f"{n} 加 二", "answer_zh": f"等于 {n + 2}"} for n in range(16)]
+    words = dict.fromkeys(word for row in rows for text in row.values() for word in text.split())
+    teacher = tmp_path / "teacher"
+    write_tiny_policy(teacher, TinyPolicyConfig(num_hidden_layers=1), list(words))
+    load_policy(teacher, ModelArgs(), seed=7).model.save_pretrained(teacher)
+    values = [f"teacher.teacher.model_args.model_name_or_path={teacher}", "tiny.num_hidden_layers=1"]
+    config = load_run(import_trial("distill", rows, tmp_path), values)
+    assert config.distill.logits_topk == 64
+    with prepared_run(redis_server, config) as run, killed_at_exit(run.learners), a_worker(run, "worker"):
+        assert run.start().wait(timeout=240) == 0, run.complaint()
+        assert (run.published(), run.counters().trained) == (2, 16)
+        steps = [record.values for record in run.records() if record.source == "learner" and "loss" in record.values]
+    assert len(steps) == 2
+    for values in steps:
+        parts = 0.15 * values["sft_loss"].value + 0.85 * values["kd_loss"].value  # distill_loss_weight
+        assert values["loss"].value == pytest.approx(parts, rel=1e-5)

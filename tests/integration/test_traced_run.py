@@ -5,12 +5,21 @@ Half of its groups are games of two seats, which the policy plays against itself
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from offbeat.deploy.cli.audit import examine
+from offbeat.deploy.config.loader import load_run
+from offbeat.deploy.run_folder import newest_checkpoint
+from offbeat.envs import registry
+from offbeat.services.chat.tokenizer import load_tokenizer
+from offbeat.services.messages.types import Group, Trajectory
+from offbeat.trainer.data.seats import take_seat
+from offbeat.trainer.training.batch_log import BatchLog
 from tests.integration.mesh import TrainProcess
 from tests.otlp import Collector, otlp_collector
 
@@ -34,7 +43,7 @@ SIZES = (
     "train_env_manager.tags=[FrozenLake,Game]",
     "val_env_manager.tags=[FrozenLake,Game]",
 )
-PLAYERS = ("player_1", "player_2")
+GAME, PLAYERS = "classic/tictactoe-v3", ("player_1", "player_2")
 
 
 @pytest.fixture(scope="module")
@@ -108,34 +117,54 @@ def test_every_line_of_a_log_is_json_with_what_it_is_about(run: Path) -> None:
     assert all(line["version"] <= line["step"] for line in in_training)
 
 
-def test_seats_of_games_are_trained_each_in_its_own_context_exactly_once(run: Path) -> None:
+def test_seats_are_trained_each_in_its_own_context_and_games_once(run: Path) -> None:
     assert examine(run)[0].proven
-    log, config = BatchLog(run), load_run(run / "config.yaml", [])
-    numbers: list[int] = []
+    config, log, numbers = load_run(run / "config.yaml", []), BatchLog(run), []
+    tokenizer = load_tokenizer(newest_checkpoint(run)[1])
     for step in range(1, STEPS + 1):
         batch = log.read(step, config).batch
-        kept = {(row.group, row.index): row for row in log.read_tokens(step)}
-        for game in (group for group in batch.groups if group.tag == "Game"):
-            numbers.append(game.number)
-            for member in game.trajectories:
-                check_game(member, TicTacToe())
-            for seat in PLAYERS:
-                played = [own for member in game.trajectories if (own := take_seat(member, seat)).turns]
-                rewards = torch.tensor([own.reward for own in played], dtype=torch.float64)
-                for own, advantage in zip(played, rewards - rewards.mean(), strict=True):
-                    row = kept[game.number, own.index].advantages
-                    before = (
-                        0 if seat == PLAYERS[0] else take_seat(game.trajectories[own.index], PLAYERS[0]).num_sampled
-                    )
-                    np.testing.assert_allclose(row[before : before + own.num_sampled], advantage, atol=1e-6)
+        kept = {(row.group, row.index): row.advantages for row in log.read_tokens(step)}
+        for group in (group for group in batch.groups if group.tag == "Game"):
+            numbers.append(group.number)
+            for member in group.trajectories:
+                check_game(member, tokenizer)
+            check_advantages(group, kept)
     assert len(numbers) == len(set(numbers)) == STEPS * GROUPS_PER_STEP // 2
-    report = json.loads((run / "report.json").read_text())
-    evaluations = [read_json_lines(path)[-1] for path in sorted((run / "evaluations").glob("*.jsonl"))]
-    print(report, evaluations)
+    evaluations = [json.loads(path.read_text().splitlines()[0]) for path in (run / "evaluations").glob("*.jsonl")]
+    print([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-3:], evaluations[:1])
 
 
-def check_game(member: Trajectory, game: "TicTacToe") -> None:
-    """Play a recorded game again by its sampled words: each seat saw its own positions, and got its own rewards."""
+def check_game(member: Trajectory, tokenizer: Any) -> None:
+    """Play a recorded game again by its sampled words: each seat was shown its own position, and got its own reward."""
+    env = registry.make("pettingzoo", {"id": GAME})
+    (position, info), earned = env.reset(seed=member.seed), dict.fromkeys(PLAYERS, 0.0)
+    for turn, seat in zip(member.turns, member.seats, strict=True):
+        tokens = member.segments[turn.segment].tokens
+        shown = tokenizer.decode(tokens[: turn.start], skip_special_tokens=True).split()
+        answer = tokenizer.decode(tokens[turn.start : turn.end], skip_special_tokens=True)
+        assert info["seat"] == seat
+        assert shown[-1 - len(position.split()) :] == [*position.split(), "assistant"]
+        assert set(PLAYERS) & set(shown) == {seat}
+        position, _, is_over, _, info = env.step(answer)
+        earned = {name: reward + info["seats"].get(name, {"reward": 0.0})["reward"] for name, reward in earned.items()}
+    assert is_over
+    assert {name: member.metrics[f"{name}/reward"] for name in PLAYERS} == earned
+    assert {seat: take_seat(member, seat).reward for seat in set(member.seats)} == {
+        seat: earned[seat] for seat in set(member.seats)
+    }
+
+
+def check_advantages(group: Group, kept: Mapping[tuple[int, int], Any]) -> None:
+    """Each seat's reward less the mean of that seat, on that seat's tokens."""
+    starts = dict.fromkeys([member.index for member in group.trajectories], 0)
+    for seat in PLAYERS:
+        played = [own for member in group.trajectories if (own := take_seat(member, seat)).turns]
+        mean = sum(own.reward for own in played) / max(len(played), 1)
+        for own in played:
+            start, end = starts[own.index], starts[own.index] + own.num_sampled
+            np.testing.assert_allclose(kept[group.number, own.index][start:end], own.reward - mean, atol=1e-6)
+            starts[own.index] = end
+    assert starts == {member.index: len(kept[group.number, member.index]) for member in group.trajectories}
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
