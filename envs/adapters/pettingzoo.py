@@ -76,7 +76,7 @@ class PettingZooEnv(TextEnv):
         self._log = require("pettingzoo.utils.env_logger", "pettingzoo").EnvLogger
         self._log.get_logger().setLevel(logging.ERROR)
         self._game = _load_game(config)
-        players = tuple(map(str, cast(list[Any], self._game.possible_agents)))
+        players = tuple(cast(list[str], self._game.possible_agents))
         if unknown := [name for name in config.opponents if name not in players]:
             raise ValueError(f"{config.id} has no seat {unknown[0]!r}: it has {', '.join(players)}")
         self._played = tuple(name for name in players if name not in config.opponents)

@@ -32,14 +32,14 @@ SIZES = (
     f"train_env_manager.group_size={GROUP_SIZE}",
     "train_env_manager.num_env_groups=8",
     "rollout.num_workers=2",
-    "rollout.max_env_num_per_worker=16",
+    "rollout.max_env_num_per_worker=14",
     "warm_start.steps=4",
     "save_steps=2",
     "eval_steps=0",
     "final_val_batch_size=8",
     "zero_variance=train",
     "actor_infer.strategy_args={strategy_name: hf_infer, strategy_config: null}",
-    "custom_envs.Game={env_type: pettingzoo, env_config: {id: classic/tictactoe-v3}, max_steps: 9, max_tokens_per_step: 2}",
+    "custom_envs.Game={env_type: pettingzoo, env_config: {id: classic/tictactoe-v3}, max_steps: 9, max_tokens_per_step: 1}",
     "train_env_manager.tags=[FrozenLake,Game]",
     "val_env_manager.tags=[FrozenLake,Game]",
 )
@@ -130,8 +130,11 @@ def test_seats_are_trained_each_in_its_own_context_and_games_once(run: Path) -> 
                 check_game(member, tokenizer)
             check_advantages(group, kept)
     assert len(numbers) == len(set(numbers)) == STEPS * GROUPS_PER_STEP // 2
-    evaluations = [json.loads(path.read_text().splitlines()[0]) for path in (run / "evaluations").glob("*.jsonl")]
-    print([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-3:], evaluations[:1])
+    evaluations = [record["values"] for record in read_json_lines(run / "metrics.jsonl") if record["source"] == "eval"]
+    assert len(evaluations) == 4
+    for values in evaluations:
+        assert values["env/Game/reward"] == sum(values[f"env/Game/{seat}/reward"] for seat in PLAYERS)
+        assert 0.0 <= values[f"env/Game/{PLAYERS[0]}/success"] <= 1.0
 
 
 def check_game(member: Trajectory, tokenizer: Any) -> None:

@@ -16,6 +16,7 @@ from offbeat.trainer.data.pairs import best_and_worst
 from offbeat.trainer.data.reward_shaping import shape_rewards
 from offbeat.trainer.data.seats import reward_deviation, split_seats
 from offbeat.trainer.data.selection import carries_signal
+from offbeat.trainer.learner.evaluation_metrics import evaluation_values
 from offbeat.trainer.losses.targets import build_targets
 from offbeat.trainer.training.step_tokens import decode_tokens
 from tests.copying import replace
@@ -114,3 +115,14 @@ def test_games_train_the_same_weights_as_their_seats_do_apart(folder: Path) -> N
         assert sum(lengths) == len(row.logprobs)
         np.testing.assert_allclose(row.logprobs, np.concatenate([seat.logprobs for seat in seats]), atol=1e-6)
         np.testing.assert_allclose(row.advantages, np.concatenate([seat.advantages for seat in seats]), atol=1e-6)
+
+
+def test_an_evaluation_reports_each_seat_of_a_tag() -> None:
+    drawn = replace(of_rewards((0, 0)).trajectories[0], metrics={"a/success": 0.0, "a/reward": 0.0, "b/reward": 0.0})
+    won = replace(
+        of_rewards((1, -1)).trajectories[0], index=1, metrics={"a/success": 1.0, "a/reward": 1.0, "b/reward": -1.0}
+    )
+    values = evaluation_values([drawn, won], 2, step=0)
+    seats = {name: value.value for name, value in values.items() if name.startswith(("env/lake/a/", "env/lake/b/"))}
+    assert seats == {"env/lake/a/success": 0.5, "env/lake/a/reward": 0.5, "env/lake/b/reward": -0.5}
+    assert values["env/lake/reward"].value == 0.0
