@@ -18,7 +18,7 @@ from offbeat.trainer.data.seats import reward_deviation, split_seats
 from offbeat.trainer.data.selection import carries_signal
 from offbeat.trainer.learner.evaluation_metrics import evaluation_values
 from offbeat.trainer.losses.targets import build_targets
-from offbeat.trainer.training.step_tokens import decode_tokens
+from offbeat.trainer.training.recorded_steps import decode_tokens
 from tests.copying import replace
 from tests.fakes import train_on
 from tests.trainer.losses.test_estimators import ESTIMATORS
