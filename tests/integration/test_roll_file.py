@@ -124,7 +124,10 @@ def import_trial(kind: str, rows: Sequence[object], folder: Path) -> Path:
         tree["tracker_kwargs"] = {"tensorboard": {"log_dir": str(folder / "run" / "tensorboard")}}
         tree["actor_infer"]["generating_args"]["max_new_tokens"] = 6
         tree["actor_infer"]["strategy_args"] = {"strategy_name": "hf_infer"}
-        tree["zero_variance"] = "train"  # ROLL's difficulty mask would leave out what a random policy answers
+        tree["actor_train"]["training_args"]["num_minibatches"] = 2
+        tree["zero_variance"] = "train"
+        for key in ("mask", "low_threshold", "high_threshold"):  # it would leave out what a random policy answers
+            del tree[f"difficulty_{key}"]
     path = folder / "imported.yaml"
     path.write_text(yaml.safe_dump(tree, allow_unicode=True))
     return path

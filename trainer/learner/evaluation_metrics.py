@@ -88,7 +88,8 @@ def _tag_values(members: Sequence[Trajectory], group_size: int) -> dict[str, Par
 
 def _seats(members: Sequence[Trajectory]) -> dict[str, Partial]:
     """Return success and reward of each seat, over the games that report them."""
-    seats = sorted({seat for t in members for seat in t.seats})
+    games = [t.metrics for t in members if t.seats]
+    seats = sorted({name.removesuffix("/reward") for metrics in games for name in metrics if name.endswith("/reward")})
     names = (f"{seat}/{name}" for seat in seats for name in ("success", "reward"))
     values = ((name, [t.metrics[name] for t in members if name in t.metrics]) for name in names)
     return {name: mean(reported) for name, reported in values if reported}
