@@ -193,7 +193,7 @@ def _check_text(runner: _EpisodeRunner, _: int) -> Findings:
             yield "problem", f"{name} is {_shorten(value)}, not a bool"
     if not isinstance(info, dict):
         yield "problem", f"step's info is a {type(info).__name__}, not a dict"
-    elif "success" not in info:
+    elif "success" not in info and not all("success" in seat for seat in cast(Any, info).get("seats", {}).values()):
         yield "advice", "step's info has no `success`: evaluations will show rewards alone"
     if not getattr(env.unwrapped, "system_prompt", ""):
         yield (
@@ -277,6 +277,32 @@ def _check_tasks(runner: _EpisodeRunner, num_seeds: int) -> Findings:
             yield "problem", f"{len(shared)} task(s) of `split: held_out` also occur in training"
 
 
+def _check_seats(runner: _EpisodeRunner, num_seeds: int) -> Findings:
+    del num_seeds
+    env = runner.make()
+    seats = cast(tuple[str, ...], getattr(env.unwrapped, "seats", ()))
+    if not seats:
+        return
+    rng, info = np.random.default_rng(0), runner.reset(env, 0)[1]
+    for _ in range(runner.max_turns):
+        seat = cast(Any, info).get("seat")
+        if seat not in seats:
+            yield (
+                "problem",
+                f"info's `seat` is {_shorten(seat)} where a seat is to move: name one of {', '.join(seats)}",
+            )
+            return
+        *_, terminated, truncated, info = runner.step(env, random_answer(env, rng))
+        results = cast(dict[str, dict[str, Any]], cast(Any, info).get("seats", {}))
+        if unknown := set(results) - set(seats):
+            yield "problem", f"info's `seats` names {_shorten(min(unknown))}: name some of {', '.join(seats)}"
+        if seat not in results or "reward" not in results[seat]:
+            yield "problem", f"step's info has no `seats`: {{{seat!r}: {{'reward': ...}}}} of the seat that has moved"
+            return
+        if terminated or truncated:
+            return
+
+
 def _check_memory(runner: _EpisodeRunner, _: int) -> Findings:
     runner.report.bytes_per_env = runner.measure_bytes()
     if runner.report.bytes_per_env > MAX_ENV_BYTES:
@@ -295,6 +321,7 @@ _CHECKS: dict[str, Callable[[_EpisodeRunner, int], Findings]] = {
     "own generator": _check_global_generators,
     "any answer": _check_odd_answers,
     "tasks": _check_tasks,
+    "seats": _check_seats,
     "memory": _check_memory,
 }
 

@@ -15,6 +15,9 @@ An env is a `gymnasium.Env` with these conventions:
 - Optional `task_id(seed)`: equal for equal tasks; evaluation runs each once.
 - Optional `random_answer(rng)`: plausible answer, for random agents and the contract check.
 - Optional `render()`.
+- Optional `seats: tuple[str, ...]`, of a game that the policy plays on several seats: `info["seat"]` of `reset` and
+  `step` names the seat to move, which the observation is for, and `info["seats"]` of `step` has, by seat, what changed:
+  its `reward`, and metrics such as `success`. Each seat is a trajectory of its own.
 - Optional `functions`: tools in the chat template's format (`offbeat.envs.tools.functions`).
 """
 
@@ -50,6 +53,7 @@ BUILT_IN = {
     "gem": "offbeat.envs.adapters.gem:GemEnv",
     "verifiers": "offbeat.envs.adapters.verifiers:VerifiersEnv",
     "openenv": "offbeat.envs.adapters.openenv:OpenEnvEnv",
+    "pettingzoo": "offbeat.envs.adapters.pettingzoo:PettingZooEnv",
 }
 
 MAX_REPEATS = 2_000

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 from gymnasium.spaces import Text
@@ -328,3 +328,34 @@ class WaitingEnv(CountingEnv):
     def close(self) -> None:
         if self.gate:
             Path(self.gate + ".closed").touch()
+
+
+class SeatsEnv(gymnasium.Env):
+    """A game of three seats, who move in this order; a move gives its seat 1, and the end of the game each its own."""
+
+    system_prompt = "Go"
+    seats = ("a", "b", "c")
+    SEES: ClassVar = {"a": "P", "b": "G", "c": "O"}
+    LAST: ClassVar = {"a": 10.0, "b": 20.0, "c": 30.0}
+
+    def __init__(self, order: str = "baba") -> None:
+        self._order = order
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed, options=options)
+        self._moves = 0
+        return self._next()
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        del action
+        mover = self._order[self._moves]
+        self._moves += 1
+        is_over = self._moves == len(self._order)
+        rewards = {name: (name == mover) + (self.LAST[name] if is_over else 0.0) for name in self.seats}
+        seats = {name: {"reward": reward, "success": reward > 20} for name, reward in rewards.items()}
+        observation, info = ("", {}) if is_over else self._next()
+        return observation, sum(rewards.values()), is_over, False, {**info, "seats": seats}
+
+    def _next(self) -> tuple[str, dict[str, Any]]:
+        seat = self._order[self._moves]
+        return self.SEES.get(seat, "?"), {"seat": seat}

@@ -12,17 +12,26 @@ import gymnasium
 
 from offbeat.deploy.config.checks.prompts import OnStep
 from offbeat.deploy.config.run import RunConfig
+from offbeat.envs.adapters.pettingzoo import RANDOM
 from offbeat.envs.class_path import load_object
 from offbeat.envs.registry import BUILT_IN, entry_point_paths
 from offbeat.services.control.rights import Rights
 from offbeat.services.generation.config import VllmConfig
-from offbeat.services.reward.kinds.config import CodeSandboxConfig, HttpConfig, LlmJudgeConfig, UserFunctionConfig
+from offbeat.services.reward.kinds.config import (
+    CodeSandboxConfig,
+    HttpConfig,
+    LlmJudgeConfig,
+    NemoGymConfig,
+    UserFunctionConfig,
+)
 from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.user_function import is_function
 from offbeat.trainer.trackers.registry import TRACKERS
 
 OWN_PACKAGE = "offbeat"
+OPPONENTS = "offbeat.deploy.agents.opponents"
+SECRET = "an environment variable of the service, which would be sent to a URL,"
 TEXT_ENGINE_KEYS = ("dtype", "kv_cache_dtype")
 """Engine arguments that may be texts; others name classes, plugins, files or hosts."""
 CODE_ENGINE_KEYS = ("trust_remote_code",)
@@ -95,6 +104,8 @@ def check_definitions(config: RunConfig, rights: Rights, on_step: OnStep) -> Ite
         elif code.key.endswith("env_type") and module.partition(".")[0] == OWN_PACKAGE and not _is_env(imported):
             # Its arguments come from the configuration: any function of Offbeat's would be callable
             yield ConfigIssue(code.key, f"{code.path} is not an env")
+        elif ".opponents." in code.key and module.partition(".")[0] == OWN_PACKAGE and module != OPPONENTS:
+            yield ConfigIssue(code.key, f"{code.path} is not an opponent of {OPPONENTS}")
 
 
 def _is_env(value: object) -> bool:
@@ -136,11 +147,28 @@ def _env_code(key: str, env_type: str, env_config: Mapping[str, Any]) -> Iterato
     name = env_config.get("id")
     if env_type == "gymnasium" and isinstance(name, str) and ":" in name:
         yield CodePath(f"{key}.env_config.id", name.partition(":")[0])
+    if env_type == "pettingzoo":
+        yield from _game_code(f"{key}.env_config", env_config)
     if env_type == "verifiers" and isinstance(name, str):
         yield CodePath(f"{key}.env_config.id", name.rpartition("/")[2].replace("-", "_"))
     wrapped, settings = env_config.get("env_type"), env_config.get("env_config", {})
     if env_type == "tools" and isinstance(wrapped, str) and isinstance(settings, dict):
         yield from _env_code(f"{key}.env_config", wrapped, cast(dict[str, Any], settings))
+
+
+def _game_code(key: str, env_config: Mapping[str, Any]) -> Iterator[CodePath]:
+    for name in ("id", "board"):
+        if isinstance(path := env_config.get(name), str) and ":" in path:
+            yield CodePath(f"{key}.{name}", path)
+    for seat, opponent in _opponents(env_config).items():
+        if isinstance(path := opponent.get("path"), str) and path != RANDOM:
+            yield CodePath(f"{key}.opponents.{seat}.path", path)
+
+
+def _opponents(env_config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    opponents: object = env_config.get("opponents")
+    named = cast(dict[str, Any], opponents) if isinstance(opponents, dict) else {}
+    return {seat: cast(dict[str, Any], each) for seat, each in named.items() if isinstance(each, dict)}
 
 
 def programs(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -154,11 +182,8 @@ def programs(config: RunConfig) -> Iterator[tuple[str, str]]:
     for place, reward in enumerate(config.rewards):
         if isinstance(reward, CodeSandboxConfig) and reward.sandbox.isolation != "require":
             yield f"rewards.{place}.sandbox.isolation", "running programs without isolation"
-        if isinstance(reward, HttpConfig | LlmJudgeConfig) and reward.api_key_env is not None:
-            yield (
-                f"rewards.{place}.api_key_env",
-                "an environment variable of the service, which would be sent to a URL,",
-            )
+        if isinstance(reward, HttpConfig | NemoGymConfig | LlmJudgeConfig) and reward.api_key_env is not None:
+            yield f"rewards.{place}.api_key_env", SECRET
     if config.redis.server is not None:
         yield "redis.server", "a program"
     for name in config.system_envs:
@@ -184,6 +209,11 @@ def _engine_programs(key: str, engine: VllmConfig) -> Iterator[tuple[str, str]]:
 def _env_programs(key: str, env_type: str, env_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if env_type == "verifiers" and env_config.get("environment"):
         yield f"{key}.environment", "a harness"
+    if env_type == "pettingzoo":
+        for seat, opponent in _opponents(env_config).items():
+            args: object = opponent.get("args")
+            if isinstance(args, dict) and "api_key_env" in args:
+                yield f"{key}.opponents.{seat}.args.api_key_env", SECRET
     if env_type == "code" and _may_lack_isolation(env_config.get("sandbox")):
         yield f"{key}.sandbox.isolation", "running programs without isolation"
     if env_type == "tools":

@@ -178,10 +178,12 @@ def _segments(trajectory: Trajectory, tokens: TrajectoryTokens | None) -> list[S
 
 
 def _sampled_places(trajectory: Trajectory) -> list[tuple[int, npt.NDArray[np.int64]]]:
-    """Return each turn's segment and sampled tokens, in the order of `TrajectoryTokens`."""
+    """Return each turn's segment and sampled tokens, in the order of `TrajectoryTokens`: seat by seat."""
+    seats = trajectory.seats or ("",) * len(trajectory.turns)
+    turns = [turn for _, turn in sorted(zip(seats, trajectory.turns, strict=True), key=lambda each: each[0])]
     return [
         (turn.segment, turn.start + np.flatnonzero(trajectory.segments[turn.segment].loss_mask[turn.start : turn.end]))
-        for turn in trajectory.turns
+        for turn in turns
     ]
 
 

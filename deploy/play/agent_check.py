@@ -20,7 +20,7 @@ from offbeat.services.rollout.agents.episode import AgentRuntime, play_with_agen
 from offbeat.services.rollout.agents.pool import AgentOutcome, AgentPool
 from offbeat.services.rollout.agents.task import AgentTask
 from offbeat.services.rollout.config import AgentRunner, CustomEnv
-from offbeat.services.rollout.envs.runners import EnvSpec, StepResult, ThreadEnv
+from offbeat.services.rollout.envs.runners import EnvSpec, Opening, StepResult, ThreadEnv
 from offbeat.services.rollout.episodes.episode import EpisodePlan, PlayableEnv
 from offbeat.services.rollout.tracebacks import strip_own_frames
 from offbeat.services.threads import DaemonThreads
@@ -135,7 +135,7 @@ class _CountingEnv:
         self._env = env
         self.num_steps = 0
 
-    async def reset(self, seed: int) -> str:
+    async def reset(self, seed: int) -> Opening:
         return await self._env.reset(seed)
 
     async def step(self, action: str) -> StepResult:

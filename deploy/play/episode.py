@@ -19,6 +19,7 @@ from offbeat.services.messages.types import (
     Trajectory,
 )
 from offbeat.services.rollout.envs.runners import (
+    Opening,
     StepResult,
     do_reset,
     do_step,
@@ -44,10 +45,10 @@ class TracedEnv:
     answers: list[str] = field(default_factory=list[str])
     frames: list[Frame | None] = field(default_factory=list["Frame | None"])
 
-    async def reset(self, seed: int) -> str:
-        observation = do_reset(self.env, seed)
-        self._record_observation(observation)
-        return observation
+    async def reset(self, seed: int) -> Opening:
+        opening = do_reset(self.env, seed)
+        self._record_observation(opening.observation)
+        return opening
 
     async def image(self) -> bytes:
         return render_png(self.env)

@@ -69,7 +69,10 @@ class TransformersPolicy:
         )
         self._stop_ids = tuple(stop_ids)
         self._version = parse_version(folder)
-        torch.manual_seed(seed)
+        self.seed(seed)
+
+    def seed(self, seed: int) -> None:
+        self._torch.manual_seed(seed)
 
     def complete(self, requests: Sequence[PromptRequest], params: SamplingParams) -> list[Completion]:
         prompts, max_tokens = [request.prompt for request in requests], [request.max_tokens for request in requests]

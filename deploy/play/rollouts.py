@@ -22,6 +22,7 @@ from offbeat.services.rollout.agents.episode import AgentRuntime, play_with_agen
 from offbeat.services.rollout.envs.pool import EnvPool
 from offbeat.services.rollout.envs.runners import (
     EnvTraits,
+    Opening,
     StepResult,
     do_reset,
     do_step,
@@ -59,7 +60,7 @@ class _LocalEnv:
     def __init__(self, env: registry.TextEnv) -> None:
         self.env = env
 
-    async def reset(self, seed: int) -> str:
+    async def reset(self, seed: int) -> Opening:
         return do_reset(self.env, seed)
 
     async def step(self, action: str) -> StepResult:

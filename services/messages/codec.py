@@ -47,6 +47,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
     t = trajectory
     try:
         _check_turns(t.turns, t.segments)
+        _check_seats(t.seats, t.turns)
         packed = Trajectory(
             t.group_id,
             check_count(t.index, "index"),
@@ -63,10 +64,12 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
             t.baseline,
             t.error,
             t.traceparent,
+            t.seats,
         )
     except MALFORMED as error:
         TRAJECTORY.refuse(error)
-    return TRAJECTORY.pack(packed)
+    # without seats, builds that do not know them read it
+    return TRAJECTORY.pack(packed if t.seats else structs.astuple(packed)[:-1])
 
 
 def decode_trajectory(blob: bytes) -> Trajectory:
@@ -79,6 +82,7 @@ def decode_trajectory(blob: bytes) -> Trajectory:
     try:
         segments = tuple([unpack_segment(segment) for segment in packed.segments])
         _check_turns(packed.turns, segments)
+        _check_seats(packed.seats, packed.turns)
         check_finite(packed.duration_s, "duration")
     except MALFORMED as error:
         TRAJECTORY.refuse(error)
@@ -104,6 +108,13 @@ def _check_turns(turns: Sequence[Turn], segments: Sequence[Segment]) -> None:
             raise ValueError(f"turn of tokens [{start}, {end}) outside its segment")
         if not math.isfinite(reward):
             raise ValueError(f"reward {reward}")
+
+
+def _check_seats(seats: Sequence[str], turns: Sequence[Turn]) -> None:
+    if seats and len(seats) != len(turns):
+        raise ValueError(f"seats of {len(seats)} turns, of {len(turns)}")
+    if len({(turn.segment, seat) for turn, seat in zip(turns, seats, strict=False)}) > len({t.segment for t in turns}):
+        raise ValueError("a segment of several seats")
 
 
 class PackedRequest(Message, frozen=True):

@@ -174,6 +174,8 @@ class Trajectory(Message, Generic[SegmentT], frozen=True):
     """Reason and message (`StopReason.ERROR`)."""
     traceparent: str = ""
     """W3C's header of the episode's span, if traced."""
+    seats: tuple[str, ...] = ()
+    """Seat of each turn in a game of several; segments belong to one seat."""
 
     @property
     def reward(self) -> float:

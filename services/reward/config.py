@@ -15,6 +15,7 @@ from offbeat.services.reward.kinds.config import (
     LlmJudgeConfig,
     MathRuleConfig,
     MultipleChoiceConfig,
+    NemoGymConfig,
     RegexConfig,
     RewardConfig,
     RewardModelConfig,
@@ -30,6 +31,7 @@ AnyReward = Annotated[
     | IFEvalConfig
     | UserFunctionConfig
     | HttpConfig
+    | NemoGymConfig
     | CodeSandboxConfig
     | LlmJudgeConfig
     | RewardModelConfig,

@@ -13,6 +13,7 @@ from offbeat.services.reward.kinds.config import (
     LlmJudgeConfig,
     MathRuleConfig,
     MultipleChoiceConfig,
+    NemoGymConfig,
     RegexConfig,
     RewardConfig,
     RewardModelConfig,
@@ -25,6 +26,7 @@ from offbeat.services.reward.kinds.ifeval import IFEval
 from offbeat.services.reward.kinds.llm_judge import LlmJudge
 from offbeat.services.reward.kinds.math_rule import MathRule
 from offbeat.services.reward.kinds.multiple_choice import MultipleChoice
+from offbeat.services.reward.kinds.nemo_gym import NemoGymReward
 from offbeat.services.reward.kinds.pattern import Pattern
 from offbeat.services.reward.kinds.user_function import build_user_function
 from offbeat.services.reward.sample import RewardSample
@@ -71,6 +73,8 @@ def build_function(config: AnyReward) -> RewardFunction:
             return build_user_function(config)
         case HttpConfig():
             return HttpReward(config)
+        case NemoGymConfig():
+            return NemoGymReward(config)
         case LlmJudgeConfig():
             return LlmJudge(config)
         case CodeSandboxConfig():

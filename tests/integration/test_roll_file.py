@@ -1,4 +1,6 @@
-"""ROLL's own agentic example trains without the importer, by ROLL's command, with a small model of its architecture."""
+"""ROLL's own agentic example trains without the importer, by ROLL's command, with a small model of its architecture; its
+distillation example trains after its import, with model, devices, sizes and rows replaced.
+"""
 
 import json
 import subprocess
@@ -9,9 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
+from offbeat.deploy.config.importing.roll import import_roll
+from offbeat.deploy.config.importing.trial import make_trial
 from offbeat.deploy.config.loader import load_run
 from offbeat.services.chat.tokenizer import load_tokenizer
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
+from offbeat.trainer.models.loading import load_policy
+from offbeat.trainer.models.tiny import write_tiny_policy
+from tests.integration.data_run import a_worker
+from tests.integration.learner_run import killed_at_exit, prepared_run
 from tests.paths import ROOT
 from tests.qwen2 import STOP, write_qwen2
 
@@ -89,3 +100,37 @@ def test_rolls_file_trains(tmp_path: Path):
     assert list((run / "tensorboard").iterdir())
     assert (run / "own-logs" / "learner.out").is_file()
     assert list(tmp_path.glob("store/*/manifest-*"))
+
+
+def import_trial(kind: str, rows: Sequence[object], folder: Path) -> Path:
+    """Import ROLL's file of a kind; return it with another model, devices, rows and folders."""
+    (file,) = (ROLL / kind).iterdir()
+    tree = make_trial(import_roll(file).tree)
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    tree["data"] |= {"dataset_name": str(data), "val_dataset_name": str(data)}
+    tree |= {"exp_name": "imported", "output_dir": str(folder / "run"), "logging_dir": str(folder / "run" / "logs")}
+    tree |= {"max_steps": 2, "save_steps": 2, "eval_steps": 0, "rollout_batch_size": 8}
+    path = folder / "imported.yaml"
+    path.write_text(yaml.safe_dump(tree, allow_unicode=True))
+    return path
+
+
+@pytest.mark.slow
+def test_rolls_distillation_file_trains_after_its_import(redis_server: str, tmp_path: Path):
+    rows = [{"question_zh": f"{n} 加 二", "answer_zh": f"等于 {n + 2}"} for n in range(16)]
+    words = dict.fromkeys(word for row in rows for text in row.values() for word in text.split())
+    teacher = tmp_path / "teacher"
+    write_tiny_policy(teacher, TinyPolicyConfig(num_hidden_layers=1), list(words))
+    load_policy(teacher, ModelArgs(), seed=7).model.save_pretrained(teacher)
+    values = [f"teacher.teacher.model_args.model_name_or_path={teacher}", "tiny.num_hidden_layers=1"]
+    config = load_run(import_trial("distill", rows, tmp_path), values)
+    assert config.distill.logits_topk == 64
+    with prepared_run(redis_server, config) as run, killed_at_exit(run.learners), a_worker(run, "worker"):
+        assert run.start().wait(timeout=240) == 0, run.complaint()
+        assert (run.published(), run.counters().trained) == (2, 16)
+        steps = [record.values for record in run.records() if record.source == "learner" and "loss" in record.values]
+    assert len(steps) == 2
+    for values in steps:
+        parts = 0.15 * values["sft_loss"].value + 0.85 * values["kd_loss"].value  # distill_loss_weight
+        assert values["loss"].value == pytest.approx(parts, rel=1e-5)

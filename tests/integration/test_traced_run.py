@@ -1,13 +1,25 @@
-"""A short `offbeat train` with traces and JSON logs: what each process tells, and how it fits together."""
+"""A short `offbeat train` with traces and JSON logs: what each process tells, and how it fits together.
+
+Half of its groups are games of two seats, which the policy plays against itself.
+"""
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from offbeat.deploy.cli.audit import examine
+from offbeat.deploy.config.loader import load_run
+from offbeat.deploy.run_folder import newest_checkpoint
+from offbeat.envs import registry
+from offbeat.services.chat.tokenizer import load_tokenizer
+from offbeat.services.messages.types import Group, Trajectory
+from offbeat.trainer.data.seats import take_seat
+from offbeat.trainer.training.batch_log import BatchLog
 from tests.integration.mesh import TrainProcess
 from tests.otlp import Collector, otlp_collector
 
@@ -20,14 +32,18 @@ SIZES = (
     f"train_env_manager.group_size={GROUP_SIZE}",
     "train_env_manager.num_env_groups=8",
     "rollout.num_workers=2",
-    "rollout.max_env_num_per_worker=16",
+    "rollout.max_env_num_per_worker=14",
     "warm_start.steps=4",
     "save_steps=2",
     "eval_steps=0",
     "final_val_batch_size=8",
     "zero_variance=train",
     "actor_infer.strategy_args={strategy_name: hf_infer, strategy_config: null}",
+    "custom_envs.Game={env_type: pettingzoo, env_config: {id: classic/tictactoe-v3}, max_steps: 9, max_tokens_per_step: 1}",
+    "train_env_manager.tags=[FrozenLake,Game]",
+    "val_env_manager.tags=[FrozenLake,Game]",
 )
+GAME, PLAYERS = "classic/tictactoe-v3", ("player_1", "player_2")
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +115,59 @@ def test_every_line_of_a_log_is_json_with_what_it_is_about(run: Path) -> None:
     in_training = [line for line in logs["learner"] if line.get("step")]
     assert {1, STEPS} <= {line["step"] for line in in_training} <= set(range(1, STEPS + 1))
     assert all(line["version"] <= line["step"] for line in in_training)
+
+
+def test_seats_are_trained_each_in_its_own_context_and_games_once(run: Path) -> None:
+    assert examine(run)[0].proven
+    config, log, numbers = load_run(run / "config.yaml", []), BatchLog(run), []
+    tokenizer = load_tokenizer(newest_checkpoint(run)[1])
+    for step in range(1, STEPS + 1):
+        batch = log.read(step, config).batch
+        kept = {(row.group, row.index): row.advantages for row in log.read_tokens(step)}
+        for group in (group for group in batch.groups if group.tag == "Game"):
+            numbers.append(group.number)
+            for member in group.trajectories:
+                check_game(member, tokenizer)
+            check_advantages(group, kept)
+    assert len(numbers) == len(set(numbers)) == STEPS * GROUPS_PER_STEP // 2
+    evaluations = [record["values"] for record in read_json_lines(run / "metrics.jsonl") if record["source"] == "eval"]
+    assert len(evaluations) == 4
+    for values in evaluations:
+        assert values["env/Game/reward"] == sum(values[f"env/Game/{seat}/reward"] for seat in PLAYERS)
+        assert 0.0 <= values[f"env/Game/{PLAYERS[0]}/success"] <= 1.0
+
+
+def check_game(member: Trajectory, tokenizer: Any) -> None:
+    """Play a recorded game again by its sampled words: each seat was shown its own position, and got its own reward."""
+    env = registry.make("pettingzoo", {"id": GAME})
+    (position, info), earned = env.reset(seed=member.seed), dict.fromkeys(PLAYERS, 0.0)
+    for turn, seat in zip(member.turns, member.seats, strict=True):
+        tokens = member.segments[turn.segment].tokens
+        shown = tokenizer.decode(tokens[: turn.start], skip_special_tokens=True).split()
+        answer = tokenizer.decode(tokens[turn.start : turn.end], skip_special_tokens=True)
+        assert info["seat"] == seat
+        assert shown[-1 - len(position.split()) :] == [*position.split(), "assistant"]
+        assert set(PLAYERS) & set(shown) == {seat}
+        position, _, is_over, _, info = env.step(answer)
+        earned = {name: reward + info["seats"].get(name, {"reward": 0.0})["reward"] for name, reward in earned.items()}
+    assert is_over
+    assert {name: member.metrics[f"{name}/reward"] for name in PLAYERS} == earned
+    assert {seat: take_seat(member, seat).reward for seat in set(member.seats)} == {
+        seat: earned[seat] for seat in set(member.seats)
+    }
+
+
+def check_advantages(group: Group, kept: Mapping[tuple[int, int], Any]) -> None:
+    """Each seat's reward less the mean of that seat, on that seat's tokens."""
+    starts = dict.fromkeys([member.index for member in group.trajectories], 0)
+    for seat in PLAYERS:
+        played = [own for member in group.trajectories if (own := take_seat(member, seat)).turns]
+        mean = sum(own.reward for own in played) / max(len(played), 1)
+        for own in played:
+            start, end = starts[own.index], starts[own.index] + own.num_sampled
+            np.testing.assert_allclose(kept[group.number, own.index][start:end], own.reward - mean, atol=1e-6)
+            starts[own.index] = end
+    assert starts == {member.index: len(kept[group.number, member.index]) for member in group.trajectories}
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

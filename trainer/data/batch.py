@@ -24,13 +24,14 @@ from offbeat.services.messages.types import (
     Trajectory,
 )
 from offbeat.trainer.data.reward_parts import RewardParts, read_reward_parts
+from offbeat.trainer.data.seats import split_seats
 
 IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Packed sequences of T trajectories with R turns.
+    """Packed sequences of T trajectories with R turns; a game of several seats is a trajectory per seat.
 
     int64: tokens [N]; cu_seqlens [S + 1]; positions [M] into tokens; sequence, trajectory, turn (numbered across the
     batch), versions [M]; group, tag (into `tags`) [T]; owner [R], a turn's trajectory; anchor [R], equal for a group's
@@ -168,11 +169,12 @@ class _Columns:
 
 
 def pack(groups: Sequence[Group]) -> Batch:
-    """Concatenate trajectories; segments without sampled tokens are dropped.
+    """Concatenate trajectories; segments without sampled tokens are dropped, seats are groups of their own.
 
     Raises:
         ValueError: a segment starts with a sampled token, or a sampled token belongs to no turn.
     """
+    groups = split_seats(groups)
     columns = _Columns()
     members = [(number, trajectory) for number, group in enumerate(groups) for trajectory in group.trajectories]
     for owner, (number, trajectory) in enumerate(members):

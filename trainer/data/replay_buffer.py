@@ -5,7 +5,6 @@ depends only on seed, step and checkpointed entries. Admission counts only first
 """
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy.typing as npt
 from offbeat.services.messages.types import Group
 from offbeat.trainer.config.replay import ReplayConfig
 from offbeat.trainer.data.group_codec import pack_group, unpack_group
+from offbeat.trainer.data.seats import reward_deviation
 
 REPLAY_FILE = Path("state", "replay.msgpack")
 SEED_STREAM = 0x4E91A7
@@ -32,7 +32,7 @@ class ReplayEntry:
     @property
     def priority(self) -> float:
         """Return the standard deviation of its rewards."""
-        return statistics.pstdev([trajectory.reward for trajectory in self.group.trajectories] or [0.0])
+        return reward_deviation(self.group)
 
 
 @dataclass(frozen=True, slots=True)

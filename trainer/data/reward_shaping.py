@@ -10,11 +10,12 @@ from offbeat.services.messages.types import Group, Trajectory
 from offbeat.trainer.algorithms.shaping import overlong_penalty
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.rewards import RewardShaping
+from offbeat.trainer.data.seats import take_seat
 from offbeat.trainer.data.user_functions import UserFunctionError, load_function
 
 
 def shape_rewards(groups: Sequence[Group], config: AlgorithmConfig) -> list[Group]:
-    """Add each episode's shaping to its last turn's reward."""
+    """Add each episode's shaping, or each seat's, to its last turn's reward."""
     if not config.reward_shaping.is_on:
         return list(groups)
     return [
@@ -28,11 +29,13 @@ def shape_rewards(groups: Sequence[Group], config: AlgorithmConfig) -> list[Grou
 
 
 def _shape(trajectory: Trajectory, shaping: RewardShaping) -> Trajectory:
-    if not trajectory.turns:
-        return trajectory
-    *earlier, last = trajectory.turns
-    reward = last.reward + compute_shaping(trajectory, shaping)
-    return structs.replace(trajectory, turns=(*earlier, last._replace(reward=reward)))
+    seats = trajectory.seats or ("",) * len(trajectory.turns)
+    last_turns = {seat: number for number, seat in enumerate(seats)}
+    turns = list(trajectory.turns)
+    for seat, number in last_turns.items():
+        played = take_seat(trajectory, seat) if trajectory.seats else trajectory
+        turns[number] = turns[number]._replace(reward=turns[number].reward + compute_shaping(played, shaping))
+    return structs.replace(trajectory, turns=tuple(turns))
 
 
 def compute_shaping(trajectory: Trajectory, shaping: RewardShaping) -> float:

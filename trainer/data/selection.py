@@ -17,14 +17,17 @@ from offbeat.trainer.config.query_filter import QueryFilter
 from offbeat.trainer.data.batch import Batch, pack
 from offbeat.trainer.data.reward_parts import decoupled_rewards, read_reward_parts
 from offbeat.trainer.data.reward_shaping import shape_rewards
+from offbeat.trainer.data.seats import reward_deviation, split_seats
 
 
 def carries_signal(group: Group, config: AlgorithmConfig, shaped: Group | None = None) -> bool:
-    """Return whether a group passes the filters and, if the estimator compares siblings, its rewards differ; always
-    True for `zero_variance: train`.
+    """Return whether a group passes the filters and, if the estimator compares siblings, its rewards differ, of any
+    seat; always True for `zero_variance: train`.
     """
     if config.zero_variance == "train":
         return True
+    if len(seats := split_seats([group])) > 1:
+        return any(carries_signal(seat, config) for seat in seats)
     if config.difficulty_mask and group.trajectories:
         mean = statistics.fmean(trajectory.reward for trajectory in group.trajectories)
         if not config.difficulty_low_threshold < mean < config.difficulty_high_threshold:
@@ -88,7 +91,7 @@ def select_most_varied(
     if ratio >= 1 or not groups:
         return list(groups), masked
     count = max(1, round(ratio * (len(groups) + masked.groups)))
-    deviation = [statistics.pstdev([t.reward for t in group.trajectories] or [0.0]) for group in groups]
+    deviation = [reward_deviation(group) for group in groups]
     chosen = sorted(sorted(range(len(groups)), key=lambda i: -deviation[i])[:count])
     num_masked = max(0, count - len(groups))
     share = num_masked / max(1, masked.groups)

@@ -9,6 +9,7 @@ from offbeat.trainer.algorithms.aggregation import NO_MASKED, MaskedCounts
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.data.group_codec import pack_group, unpack_group
 from offbeat.trainer.data.reward_shaping import shape_rewards
+from offbeat.trainer.data.seats import list_members
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,6 @@ class StepBatch:
 
 def collect_rewards(groups: Iterable[Group]) -> dict[str, list[float]]:
     rewards: dict[str, list[float]] = {}
-    for group in groups:
-        for trajectory in group.trajectories:
-            rewards.setdefault(trajectory.tag, []).append(trajectory.reward)
+    for _, trajectory in list_members(tuple(groups)):
+        rewards.setdefault(trajectory.tag, []).append(trajectory.reward)
     return rewards

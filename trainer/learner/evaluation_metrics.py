@@ -77,13 +77,22 @@ def _rewards(trajectories: Sequence[Trajectory]) -> dict[str, Partial]:
 
 
 def _tag_values(members: Sequence[Trajectory], group_size: int) -> dict[str, Partial]:
-    """Return a tag's metrics, over the episodes that did not fail."""
+    """Return a tag's metrics, also by seat, over the episodes that did not fail."""
     groups: dict[int, list[bool]] = {}
     if any(map(reports_success, members)):
         for trajectory in members:
             groups.setdefault(trajectory.index // group_size, []).append(is_success(trajectory))
     whole = [group + [False] * (group_size - len(group)) for group in groups.values()]
-    return {**success_values(members), **_pass_at_k(whole, group_size), **_episodes(members)}
+    return {**success_values(members), **_pass_at_k(whole, group_size), **_episodes(members), **_seats(members)}
+
+
+def _seats(members: Sequence[Trajectory]) -> dict[str, Partial]:
+    """Return success and reward of each seat, over the games that report them."""
+    games = [t.metrics for t in members if t.seats]
+    seats = sorted({name.removesuffix("/reward") for metrics in games for name in metrics if name.endswith("/reward")})
+    names = (f"{seat}/{name}" for seat in seats for name in ("success", "reward"))
+    values = ((name, [t.metrics[name] for t in members if name in t.metrics]) for name in names)
+    return {name: mean(reported) for name, reported in values if reported}
 
 
 def _groups(

@@ -30,6 +30,7 @@ from offbeat.trainer.data.batch import (
     minibatches,
     pack,
 )
+from offbeat.trainer.data.seats import split_seats
 from offbeat.trainer.data.selection import select_most_varied
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.base import Hyperparameters, StepOutcome, TrainEngine
@@ -354,11 +355,12 @@ def shared_tokens(batch: Batch, parts: Sequence[Sequence[MicroBatch]]) -> Partia
 
 
 def _group_weights(step_batch: StepBatch, selected: Sequence[Group]) -> list[float]:
+    """Return weights by `Batch.group`; a single 1 if all are 1."""
     if not step_batch.weights:
-        return [1.0] * len(selected)
+        return [1.0]
     weights = zip(step_batch.groups, step_batch.weights, strict=True)
     weight_by_number = {group.number: weight for group, weight in weights}
-    return [weight_by_number[group.number] for group in selected]
+    return [weight_by_number[group.number] for group in split_seats(selected)]
 
 
 def _row(outputs: Sequence[Tensor], row: int, scatter: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:

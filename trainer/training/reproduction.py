@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from offbeat.services.errors import ControlError
+from offbeat.trainer.data.seats import list_members
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.run import LearnerRun
@@ -139,15 +140,14 @@ def preview(trainer: PolicyTrainer, batch: StepBatch) -> list[SampleView]:
     packed, targets = inputs.batch, inputs.targets
     ratios = (inputs.logprobs - packed.behavior_logprobs).exp()
     views: list[SampleView] = []
-    members = [(group, trajectory) for group in inputs.groups for trajectory in group.trajectories]
-    for i, (group, trajectory) in enumerate(members):
+    for i, (number, trajectory) in enumerate(list_members(inputs.groups)):
         tokens = packed.trajectory == i
         if not bool(tokens.any()):
             continue
         versions, advantages, ratio = packed.versions[tokens], targets.advantages[tokens], ratios[tokens]
         views.append(
             SampleView(
-                group=group.number,
+                group=number,
                 index=trajectory.index,
                 reward=trajectory.reward,
                 turns=len(trajectory.turns),

@@ -1,6 +1,6 @@
 """Sampled tokens of a trained batch, and their file beside the recorded one.
 
-Tokens are in the order of their trajectory's turns, as in `Batch`.
+Tokens are in the order of their trajectory's turns, as in `Batch`; of several seats, seat by seat.
 """
 
 import math
@@ -15,6 +15,7 @@ from torch import Tensor
 from offbeat.services.messages.types import Group
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.data.batch import Batch
+from offbeat.trainer.data.seats import list_members
 from offbeat.trainer.engines.process_group import Ranks, gather
 from offbeat.trainer.losses.targets import Targets
 from offbeat.trainer.losses.token_outcomes import token_outcomes
@@ -36,12 +37,11 @@ class StepTokens:
         outcomes = token_outcomes(self.config, self.logprobs, self.targets)
         columns = (outcomes.logprobs, outcomes.ratio, outcomes.advantages, outcomes.outcome)
         borders = torch.searchsorted(self.batch.trajectory, torch.arange(self.batch.num_trajectories + 1)).tolist()
-        members = [(group.number, trajectory.index) for group in self.groups for trajectory in group.trajectories]
-        rows = [
-            [number, index, *(column[start:end].numpy().tobytes() for column in columns)]
-            for (number, index), (start, end) in zip(members, pairwise(borders), strict=True)
-        ]
-        return cast(bytes, msgpack.packb([TOKENS_SCHEMA, self.version, rows]))
+        rows: dict[tuple[int, int], list[bytes]] = {}
+        for (number, trajectory), (start, end) in zip(list_members(self.groups), pairwise(borders), strict=True):
+            row = rows.setdefault((number, trajectory.index), [b""] * len(columns))  # of all seats
+            row[:] = [before + column[start:end].numpy().tobytes() for before, column in zip(row, columns, strict=True)]
+        return cast(bytes, msgpack.packb([TOKENS_SCHEMA, self.version, [[*key, *row] for key, row in rows.items()]]))
 
 
 def merge_seen(seen: Tensor, ranks: Ranks) -> Tensor | None:

@@ -22,7 +22,7 @@ from offbeat.services.messages.types import (
     VersionSpan,
 )
 from offbeat.services.rollout.config import CustomEnv
-from offbeat.services.rollout.envs.runners import StepResult, read_traits, render_png
+from offbeat.services.rollout.envs.runners import Opening, StepResult, read_traits, render_png
 from offbeat.services.rollout.episodes.episode import EpisodePlan, play
 from offbeat.trainer.warm_start.demonstrations import (
     Demonstrate,
@@ -118,9 +118,9 @@ class _ReplayedEpisode:
         self._max_tokens = max_tokens
         self._index = 0
 
-    async def reset(self, seed: int) -> str:
+    async def reset(self, seed: int) -> Opening:
         del seed
-        return self._steps[0].result.observation
+        return Opening(self._steps[0].result.observation)
 
     async def step(self, action: str) -> StepResult:
         """Return the recorded result, truncated after the last answer."""

@@ -40,6 +40,8 @@ class FirstTexts(NamedTuple):
     """PNG image, or empty."""
     functions: tuple[Mapping[str, Any], ...]
     """JSON schemas of the env's functions."""
+    seats: tuple[str, ...] = ()
+    """Seats that the policy plays, if several."""
 
 
 class BrokenTokenizerError(Exception):
@@ -103,6 +105,11 @@ def _check_function(config: RunConfig, tag: str, texts: FirstTexts) -> Iterator[
     if env.tool_call_parser and not texts.functions:
         message = f"{env.env_type} offers no functions: leave it out, or set env_config.function_calling to template"
         yield ConfigIssue(f"custom_envs.{tag}.tool_call_parser", message)
+    if env.agent_runner and texts.seats:
+        message = (
+            f"an agent plays one seat: leave one of {', '.join(texts.seats)} to the policy, the others to opponents"
+        )
+        yield ConfigIssue(f"custom_envs.{tag}.agent_runner", message)
     if not texts.functions:
         return
     if env.agent_runner:
@@ -222,4 +229,5 @@ def _texts_of_trial(env: CustomEnv, trial: Trial) -> FirstTexts:
 def _fill(env: CustomEnv, traits: EnvTraits, observation: str, png: bytes) -> FirstTexts:
     system = env.system_prompt(traits.system_prompt)
     user = fill_template(env.agent_template, observation=observation, step=1, actions_left=env.max_steps)
-    return FirstTexts(system, user.replace(ROW_IMAGE, ""), png, tuple(traits.functions))
+    words = user.replace(ROW_IMAGE, "")
+    return FirstTexts(system, words, png, tuple(traits.functions), tuple(traits.seats))

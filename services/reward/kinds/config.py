@@ -145,6 +145,19 @@ class HttpConfig(RewardConfig):
     """Environment variable with a bearer token."""
 
 
+class NemoGymConfig(RewardConfig):
+    """`/verify` of a resources server of NeMo Gym, given the row's columns and the response."""
+
+    is_share: ClassVar[bool] = False
+    kind: Literal["nemo_gym"]
+    url: str = Field(pattern=r"^https?://")
+    """Base URL."""
+    ground_truth_field: str = ""
+    """Field that carries the row's `ground_truth`, such as `expected_answer`; empty: none."""
+    api_key_env: str | None = None
+    """Environment variable with a bearer token."""
+
+
 class CodeSandboxConfig(_PatternConfig):
     """Tests of the response's last fenced program, in the sandbox."""
 

@@ -29,7 +29,7 @@ class HttpReward:
     async def score(self, sample: RewardSample) -> float:
         reply = await self._client.post(self._url, msgspec.msgpack.decode(encode_sample(sample)))
         if not isinstance(reply, dict) or self._key not in reply:
-            raise RewardError(Failure.MALFORMED, f"{self._url}: the reply has no {self._key!r}: {_shorten(reply)}")
+            raise RewardError(Failure.MALFORMED, f"{self._url}: the reply has no {self._key!r}: {shorten(reply)}")
         return read_number(reply[self._key], f"{self._url}: {self._key}")
 
     async def close(self) -> None:
@@ -68,13 +68,13 @@ class JsonClient:
             raise RewardError(Failure.UNAVAILABLE, f"{url}: {error or type(error).__name__}") from error
         status = response.status_code
         if status in _RETRIED_STATUS or status >= _SERVER_ERROR:
-            raise RewardError(Failure.UNAVAILABLE, f"{url}: HTTP {status}: {_shorten(reply)}")
+            raise RewardError(Failure.UNAVAILABLE, f"{url}: HTTP {status}: {shorten(reply)}")
         if not response.is_success:
-            raise RewardError(Failure.ERROR, f"{url}: HTTP {status}: {_shorten(reply)}")
+            raise RewardError(Failure.ERROR, f"{url}: HTTP {status}: {shorten(reply)}")
         try:
             return json.loads(reply)
         except (ValueError, RecursionError):
-            raise RewardError(Failure.MALFORMED, f"{url}: the reply is no JSON: {_shorten(reply)}") from None
+            raise RewardError(Failure.MALFORMED, f"{url}: the reply is no JSON: {shorten(reply)}") from None
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -97,6 +97,6 @@ def _to_json(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} can't be sent as JSON")
 
 
-def _shorten(reply: Any) -> str:
+def shorten(reply: Any) -> str:
     text = reply.decode(errors="replace") if isinstance(reply, bytes) else repr(reply)
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."

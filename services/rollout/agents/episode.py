@@ -168,7 +168,7 @@ async def play_with_agent(
     """
     began = time.monotonic()
     async with runtime.pool.limiter(plan.tag, runner):
-        http_env = HttpEnvSession(env, plan, traits, await env.reset(plan.seed))
+        http_env = HttpEnvSession(env, plan, traits, (await env.reset(plan.seed)).observation)
         max_new_tokens = min(plan.env.max_tokens_per_step, plan.sampling.max_new_tokens)
         limits = SessionLimits(plan.sequence_length, max_new_tokens, runner.max_calls)
         session = EpisodeSession(runtime.templates[runner.tool_call_parser], sample, limits, env=http_env)

@@ -4,7 +4,7 @@ from contextlib import suppress
 
 from offbeat.services.errors import EpisodeError
 from offbeat.services.rollout.child_process import ChildProcess
-from offbeat.services.rollout.envs.runners import EnvSpec, EnvTraits, StepResult
+from offbeat.services.rollout.envs.runners import EnvSpec, EnvTraits, Opening, StepResult
 
 CLOSE_S = 2.0
 """Grace period before a kill."""
@@ -30,8 +30,8 @@ class ProcessEnv:
         arguments = (spec.env_type, dict(spec.env_config), round(spec.memory_gib * 2**30))
         return EnvTraits(*await self._child.ask("make", spec.reset_timeout_s, *arguments))
 
-    async def reset(self, seed: int) -> str:
-        return str(await self._child.ask("reset", self._spec.reset_timeout_s, seed))
+    async def reset(self, seed: int) -> Opening:
+        return Opening(*await self._child.ask("reset", self._spec.reset_timeout_s, seed))
 
     async def step(self, action: str) -> StepResult:
         return StepResult(*await self._child.ask("step", self._spec.step_timeout_s, action))

@@ -43,14 +43,27 @@ class EnvTraits(NamedTuple):
     metrics_agg_mode: dict[str, str]
     functions: Sequence[Mapping[str, Any]] = ()
     """Functions for the policy, in OpenAI's form."""
+    seats: Sequence[str] = ()
+    """Seats that the policy plays, if several."""
+
+
+class Opening(NamedTuple):
+    observation: str
+    seat: str = ""
+    """Seat to move."""
 
 
 class StepResult(NamedTuple):
     observation: str
+    """For the seat to move."""
     reward: float
     terminated: bool
     truncated: bool
     metrics: dict[str, float]
+    seat: str = ""
+    """Seat to move."""
+    seats: Mapping[str, Mapping[str, float]] = {}
+    """By seat: its `reward` of this step, and metrics."""
 
 
 class EnvRunner(Protocol):
@@ -61,7 +74,7 @@ class EnvRunner(Protocol):
 
     async def start(self) -> EnvTraits: ...
 
-    async def reset(self, seed: int) -> str: ...
+    async def reset(self, seed: int) -> Opening: ...
 
     async def step(self, action: str) -> StepResult: ...
 
@@ -76,13 +89,18 @@ def read_traits(env: TextEnv) -> EnvTraits:
     inner = env.unwrapped
     modes: Mapping[str, str] = getattr(inner, "metrics_agg_mode", {})
     functions: Sequence[Mapping[str, Any]] = getattr(inner, "functions", ())
-    return EnvTraits(str(getattr(inner, "system_prompt", "")), dict(modes), tuple(dict(each) for each in functions))
+    prompt = str(getattr(inner, "system_prompt", ""))
+    return EnvTraits(prompt, dict(modes), tuple(dict(each) for each in functions), read_seats(env))
 
 
-def do_reset(env: TextEnv, seed: int) -> str:
+def read_seats(env: TextEnv) -> tuple[str, ...]:
+    return tuple(getattr(env.unwrapped, "seats", ()))
+
+
+def do_reset(env: TextEnv, seed: int) -> Opening:
     """Reset; raise TypeError unless the observation is text."""
-    observation, _ = env.reset(seed=seed)
-    return _text(observation)
+    observation, info = env.reset(seed=seed)
+    return Opening(_text(observation), str(info.get("seat", "")) if read_seats(env) else "")
 
 
 def do_step(env: TextEnv, action: str) -> StepResult:
@@ -90,14 +108,23 @@ def do_step(env: TextEnv, action: str) -> StepResult:
 
     Raises:
         TypeError: the observation is not text.
-        ValueError: the reward is not finite.
+        ValueError: a reward is not finite.
     """
     observation, reward, terminated, truncated, info = env.step(action)
     value = float(reward)
     if not math.isfinite(value):
         raise ValueError(f"the env's reward is {value}")
-    metrics = {str(k): float(v) for k, v in info.items() if isinstance(v, NUMBERS)}
-    return StepResult(_text(observation), value, bool(terminated), bool(truncated), metrics)
+    if not read_seats(env):
+        return StepResult(_text(observation), value, bool(terminated), bool(truncated), _numbers(info))
+    seats = {str(seat): _numbers(values) for seat, values in info.get("seats", {}).items()}
+    if bad := [seat for seat, values in seats.items() if not math.isfinite(values.get("reward", 0.0))]:
+        raise ValueError(f"the env's reward of seat {bad[0]} is {seats[bad[0]]['reward']}")
+    seat = str(info.get("seat", ""))
+    return StepResult(_text(observation), value, bool(terminated), bool(truncated), _numbers(info), seat, seats)
+
+
+def _numbers(info: Mapping[str, Any]) -> dict[str, float]:
+    return {str(k): float(v) for k, v in info.items() if isinstance(v, NUMBERS)}
 
 
 def render_png(env: TextEnv) -> bytes:
@@ -139,7 +166,7 @@ class InlineEnv:
         self._env = self._run_checked("make_error", make, self._spec.env_type, self._spec.env_config)
         return read_traits(self._env)
 
-    async def reset(self, seed: int) -> str:
+    async def reset(self, seed: int) -> Opening:
         return self._run_checked("reset_error", do_reset, self._env, seed)
 
     async def step(self, action: str) -> StepResult:
@@ -177,7 +204,7 @@ class ThreadEnv:
         spec = self._spec
         return await self._run("make", spec.reset_timeout_s, self._make)
 
-    async def reset(self, seed: int) -> str:
+    async def reset(self, seed: int) -> Opening:
         return await self._run("reset", self._spec.reset_timeout_s, lambda: do_reset(self._started, seed))
 
     async def step(self, action: str) -> StepResult:

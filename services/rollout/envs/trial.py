@@ -53,7 +53,7 @@ async def try_env(env: CustomEnv, seed: int) -> Trial:
 async def _run_episode(runner: ProcessEnv, env: CustomEnv, seed: int, trial: Trial, deadline: float) -> None:
     if runner.pid is None:
         trial.traits = await runner.start()
-    observation = await runner.reset(seed)
+    observation = (await runner.reset(seed)).observation
     if trial.num_episodes == 1:
         trial.observation = observation
         trial.png = await runner.image() if env.shows_images else b""

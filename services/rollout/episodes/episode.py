@@ -8,6 +8,7 @@ import operator
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from offbeat.envs.dataset.prompt import RowPrompt
@@ -24,10 +25,11 @@ from offbeat.services.messages.types import (
     Turn,
 )
 from offbeat.services.rollout.config import CustomEnv
-from offbeat.services.rollout.envs.runners import EnvTraits, StepResult
+from offbeat.services.rollout.envs.runners import EnvTraits, Opening, StepResult
+from offbeat.services.rollout.episodes.conversations import Conversations, seat_metrics
 from offbeat.services.rollout.episodes.errors import error_metrics, reward_of
 from offbeat.services.rollout.episodes.history import TurnHistory
-from offbeat.services.rollout.episodes.recorder import EpisodeRecorder, TurnMessage, make_recorder
+from offbeat.services.rollout.episodes.recorder import TurnMessage, make_recorder
 from offbeat.services.rollout.episodes.state_hash import hash_state
 
 Sample = Callable[..., Awaitable[Completion]]
@@ -35,7 +37,7 @@ Sample = Callable[..., Awaitable[Completion]]
 
 
 class PlayableEnv(Protocol):
-    async def reset(self, seed: int) -> str: ...
+    async def reset(self, seed: int) -> Opening: ...
 
     async def step(self, action: str) -> StepResult: ...
 
@@ -75,17 +77,17 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
     """
     began, rules = time.monotonic(), plan.env
     system = plan.system_prompt(traits.system_prompt)
-    opening = [show_images(text, plan, chat) for text in plan.opening]
-    recorder = await make_recorder(chat, rules, system, tuple(traits.functions), opening)
-    episode = _Episode(
-        plan, env, sample, chat, recorder, EpisodeMetrics(traits.metrics_agg_mode), TurnHistory(rules), [system]
-    )
-    observation, step, stop = await env.reset(plan.seed), 0, None
+    texts = [show_images(text, plan, chat) for text in plan.opening]
+    make = partial(make_recorder, chat, rules, system, tuple(traits.functions), texts)
+    conversations = Conversations(make, rules, traits.seats)
+    episode = _Episode(plan, env, sample, chat, conversations, EpisodeMetrics(traits.metrics_agg_mode), [system])
+    await conversations.of(traits.seats[0] if traits.seats else "")  # a template that can't be used is told first
+    opening, step, stop = await env.reset(plan.seed), 0, None
     while stop is None:
         step += 1
-        observation, stop = await episode.turn(observation, step)
-    turns, segments = recorder.record()
-    metrics = episode.metrics.values()
+        opening, stop = await episode.turn(opening, step)
+    turns, segments, seats = conversations.record()
+    metrics = {**episode.metrics.values(), **conversations.metrics()}
     return Trajectory(
         group_id=plan.task.group_id,
         index=plan.task.index,
@@ -105,6 +107,7 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
         duration_s=time.monotonic() - began,
         text=tuple(episode.text) if plan.keep_text else (),
         error=str(episode.error or ""),
+        seats=seats,
     )
 
 
@@ -116,34 +119,33 @@ class _Episode:
     env: PlayableEnv
     sample: Sample
     chat: ChatFormat
-    recorder: EpisodeRecorder
+    conversations: Conversations
     metrics: "EpisodeMetrics"
-    history: TurnHistory
     text: list[str]
     error: EpisodeError | None = None
 
-    async def turn(self, observation: str, step: int) -> tuple[str, StopReason | None]:
-        plan, recorder = self.plan, self.recorder
-        message = await self._message(observation, step)
+    async def turn(self, opening: Opening, step: int) -> tuple[Opening, StopReason | None]:
+        plan, (observation, seat) = self.plan, opening
+        recorder, history = await self.conversations.of(seat)
+        message = await self._message(observation, step, history)
         prompt, images = recorder.ask(message)
         room = plan.sequence_length - len(prompt)
         is_too_long = step == 1 and plan.prompt_length is not None and len(prompt) > plan.prompt_length
         if room < 1 or is_too_long:
-            return observation, StopReason.MAX_LENGTH
+            return opening, StopReason.MAX_LENGTH
         max_new_tokens = min(plan.env.max_tokens_per_step, plan.sampling.max_new_tokens, room)
         completion = await (
             self.sample(prompt, max_new_tokens, images) if images else self.sample(prompt, max_new_tokens)
         )
         answer = recorder.add_completion(completion)
         result = await self._step(answer)
-        recorder.add_reward(result.reward, hash_state(observation, b"".join(message.images)))
-        self.metrics.add(result.metrics)
-        self.history.add(observation, answer)
+        self.conversations.add_step(seat, result, hash_state(observation, b"".join(message.images)))
+        self.metrics.add(seat_metrics(result))
+        history.add(observation, answer)
         if plan.keep_text:
             self.text += [message.words, answer]
-        if self.error:
-            return result.observation, StopReason.ERROR
-        return result.observation, _stop_reason(result, step, plan.env.max_steps)
+        stop = StopReason.ERROR if self.error else _stop_reason(result, step, plan.env.max_steps)
+        return Opening(result.observation, result.seat), stop
 
     async def _step(self, answer: str) -> StepResult:
         try:
@@ -153,14 +155,14 @@ class _Episode:
             self.error = error
             return StepResult("", reward, True, False, {})
 
-    async def _message(self, observation: str, step: int) -> TurnMessage:
+    async def _message(self, observation: str, step: int, history: TurnHistory) -> TurnMessage:
         rules = self.plan.env
         words = fill_template(
             rules.agent_template,
-            observation=self.history.render_observation(observation),
+            observation=history.render_observation(observation),
             step=step,
             actions_left=rules.max_steps - step + 1,
-            history=self.history.render_history(),
+            history=history.render_history(),
             image=self.chat.image_tokens.mark if rules.shows_images else IMAGE,
         )
         if rules.shows_images:
@@ -241,4 +243,5 @@ class EpisodeMetrics:
         }
 
     def _mode(self, name: str) -> str:
+        name = name.rpartition("/")[2]  # of a seat
         return self._modes.get(name, "last" if name == "success" else "mean")

@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from offbeat.services.messages.types import Completion, EpisodeKind, PromptImage
-from offbeat.services.rollout.envs.runners import EnvRunner, StepResult
+from offbeat.services.rollout.envs.runners import EnvRunner, Opening, StepResult
 from offbeat.services.rollout.episodes.sampler import EpisodeSampler
 from offbeat.services.rollout.metrics import WorkerMetrics
 from offbeat.services.rollout.wait_status import Wait, Waiting
@@ -40,15 +40,15 @@ class InstrumentedEpisode:
         self._between = between
         self._trace = trace
 
-    async def reset(self, seed: int) -> str:
+    async def reset(self, seed: int) -> Opening:
         self._waiting.enter(Wait.ENV)
         async with self._step_limiter:
             began = time.monotonic()
             with self._trace.reset():
-                observation = await self._env.reset(seed)
+                opening = await self._env.reset(seed)
             self._reporter.env_call(self._kind, self._tag, time.monotonic() - began)
         self._end()
-        return observation
+        return opening
 
     async def step(self, action: str) -> StepResult:
         self._waiting.enter(Wait.ENV)

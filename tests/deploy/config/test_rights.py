@@ -121,6 +121,7 @@ PLAIN = {
     "rewards.pattern": "a regular expression, matched within a time limit",
     "rewards.answer_pattern": "a regular expression",
     "rewards.args": "arguments of a function that `path` names",
+    "rewards.ground_truth_field": "a key of a request",
     "rewards.url": "asked for scores",
     "rewards.model": "a name at the URL",
     "rewards.extra_body": "keys of a request",
@@ -258,6 +259,28 @@ def test_code_programs_and_folders_beyond_the_rights_are_refused(key: str, tmp_p
                 },
             },
             "env_config.tools.0.limits.isolation",
+        ),
+        ({"env_type": "pettingzoo", "env_config": {"id": "evil:env"}}, "env_config.id"),
+        ({"env_type": "pettingzoo", "env_config": {"id": "classic/chess-v6", "board": "evil:f"}}, "env_config.board"),
+        (
+            {
+                "env_type": "pettingzoo",
+                "env_config": {
+                    "id": "classic/chess-v6",
+                    "opponents": {"a": {}, "b": {"path": "evil:Opponent"}, "c": {"path": "my_envs:Opponent"}},
+                },
+            },
+            "env_config.opponents.b.path",
+        ),
+        (
+            {
+                "env_type": "pettingzoo",
+                "env_config": {
+                    "id": "classic/chess-v6",
+                    "opponents": {"a": {"path": "my_envs:Opponent", "args": {"api_key_env": "SECRET"}}},
+                },
+            },
+            "env_config.opponents.a.args.api_key_env",
         ),
         ({"env_type": "my_envs:sub.Env"}, "env_type"),
         ({"env_type": "my_envs_of_others:Env"}, "env_type"),

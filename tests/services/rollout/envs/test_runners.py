@@ -74,7 +74,7 @@ async def test_a_step_returns_plain_values(kind: str):
     async with running(kind, spec("CountingEnv", length=1)) as runner:
         traits = await runner.start()
         assert traits.metrics_agg_mode["total"] == "sum"
-        assert (await runner.reset(0)).startswith("P ")
+        assert (await runner.reset(0)).observation.startswith("P ")
         metrics = {"total": 1.0, "first_step": 1.0, "highest": 1.0, "action_is_valid": 1.0, "success": 1.0}
         assert await runner.step("x") == StepResult("_ 1", 0.5, True, False, metrics)
 
