@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from offbeat.services.messages.types import Completion, GenerateRequest
 
@@ -15,6 +15,27 @@ class LoadTimes:
     pause_s: float
     """From the pause request until the engine runs again."""
     load_s: float
+
+
+class TopTokens(NamedTuple):
+    """Most likely tokens of a position, best first."""
+
+    ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+
+
+class TopCompletion(NamedTuple):
+    """top: by sampled token, under the sampled distribution."""
+
+    completion: Completion
+    top: Sequence[TopTokens] = ()
+
+
+class PromptScores(NamedTuple):
+    """Logprobs of a prompt's tokens but the first, and the most likely tokens in their places."""
+
+    logprobs: Sequence[float]
+    top: Sequence[TopTokens] = ()
 
 
 class PolicyEngine(Protocol):

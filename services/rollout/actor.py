@@ -17,6 +17,7 @@ from redis.asyncio import Redis
 
 from offbeat.services.awake_clock import AwakeClock
 from offbeat.services.buffer.worker_client import AsyncRolloutBuffer
+from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.chat.tool_templates import load_playing_format
 from offbeat.services.errors import ForeignRunError
 from offbeat.services.generation.client import GenerationClient, NoGeneration, ServeGenerationClient
@@ -58,12 +59,12 @@ def worker_name(run_id: str, index: int) -> str:
     return f"env-worker-{run_id}-{index}"
 
 
-def build_rewards(settings: WorkerSettings, prompts: PromptSource | None) -> EpisodeRewards | None:
+def build_rewards(settings: WorkerSettings, prompts: PromptSource | None, chat: ChatFormat) -> EpisodeRewards | None:
     """Build a worker's rewards, on its event loop; raises ValueError."""
     if settings.rewards is None or settings.data is None or prompts is None:
         return None
     scorer = make_scorer(settings.rewards, run_id=settings.run_id)
-    return EpisodeRewards(settings.rewards, settings.data, prompts, scorer)
+    return EpisodeRewards(settings.rewards, settings.data, prompts, scorer, chat)
 
 
 class EnvWorkerActor:
@@ -117,7 +118,7 @@ class EnvWorkerActor:
                 chat=self._chat,
                 data=await asyncio.to_thread(open_data, self._settings),
                 prompts=prompts,
-                rewards=build_rewards(self._settings, prompts),
+                rewards=build_rewards(self._settings, prompts, self._chat),
                 board=_WaitStatusWriter(redis, run_id, uid),
                 clock=clock,
             )

@@ -255,7 +255,10 @@ class EnvWorker:
     async def _write_metrics(self) -> None:
         calls = self._batcher.num_calls
         records = self._reporter.records(
-            playing=len(self._playing), hung_threads=self._envs.num_hung, calls=calls - self._calls_reported
+            playing=len(self._playing),
+            hung_threads=self._envs.num_hung,
+            calls=calls - self._calls_reported,
+            failed_attempts=self._rewards.take_failures() if self._rewards is not None else {},
         )
         self._calls_reported = calls
         for record in records:
@@ -394,7 +397,7 @@ class EnvWorker:
             sampling=sampling,
             keep_text=self._keeps_text(task) or self._rewards is not None,
             worker_id=self._worker_id,
-            prompt=None if prompts is None else prompts.prompt(task.kind, env_task.seed),
+            prompt=None if prompts is None else await prompts.read(task.kind, env_task.seed),
             prompt_length=settings.data.prompt_length if settings.data else None,
         )
         with self._tracer.episode(task, env_task.tag, sampling, has_tools=bool(leased.traits.functions)) as trace:

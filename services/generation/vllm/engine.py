@@ -50,6 +50,10 @@ def engine_environment(config: GenerationConfig) -> dict[str, str]:
     if config.device == "cpu":
         environment |= {"OMP_NUM_THREADS": str(max(1, round(config.cpus_per_replica)))}
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(PRIMITIVES)}
+        if config.engine.enforce_eager:
+            # vLLM compiles the rank of sampled tokens even then, for 1 s of CPU at each start and 20 s of g++ at a machine's
+            # first, and is no faster with it at 64 sequences.
+            environment |= {"TORCH_COMPILE_DISABLE": "1"}
         if config.engine.world_size == 1:
             # The model then runs in the scheduler's own process: one import of torch and vLLM less when the engine starts,
             # and no message between processes in every step.
