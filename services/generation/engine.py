@@ -17,7 +17,7 @@ class LoadTimes:
     load_s: float
 
 
-class TopLogprobs(NamedTuple):
+class MostLikely(NamedTuple):
     """Most likely tokens of a position, best first."""
 
     ids: Sequence[int] = ()
@@ -28,14 +28,14 @@ class TopCompletion(NamedTuple):
     """top: by sampled token, under the sampled distribution."""
 
     completion: Completion
-    top: Sequence[TopLogprobs] = ()
+    top: Sequence[MostLikely] = ()
 
 
 class PromptScores(NamedTuple):
     """Logprobs of a prompt's tokens but the first, and the most likely tokens in their places."""
 
     logprobs: Sequence[float]
-    top: Sequence[TopLogprobs] = ()
+    top: Sequence[MostLikely] = ()
 
 
 class PolicyEngine(Protocol):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from offbeat.services.errors import WeightsError
-from offbeat.services.generation.engine import PromptScores, TopCompletion, TopLogprobs
+from offbeat.services.generation.engine import MostLikely, PromptScores, TopCompletion
 from offbeat.services.messages.types import GenerateRequest, Sampling
 from offbeat.services.tinker.errors import TinkerError
 from offbeat.services.tinker.records import AdapterVersion
@@ -43,7 +43,7 @@ class SampleAnswer(NamedTuple):
 
     sequences: list[SampledSequence]
     prompt_logprobs: list[float] | None = None
-    prompt_top: list[TopLogprobs] | None = None
+    prompt_top: list[MostLikely] | None = None
 
 
 @dataclass(slots=True)
@@ -146,7 +146,7 @@ class Sampler:
         scores = await self._engine.score(prompt, adapter, num_top)
         skipped = len(prompt) - min(body.prompt_logprobs_last_n or len(prompt), len(prompt))
         logprobs = [math.nan] * skipped + [math.nan, *scores.logprobs][skipped:]
-        top = [TopLogprobs()] * skipped + [TopLogprobs(), *scores.top][skipped:]
+        top = [MostLikely()] * skipped + [MostLikely(), *scores.top][skipped:]
         return SampleAnswer(sequences, logprobs if body.prompt_logprobs else None, top if num_top else None)
 
 

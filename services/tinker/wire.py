@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from offbeat.services.errors import CodecError
-from offbeat.services.generation.engine import TopLogprobs
+from offbeat.services.generation.engine import MostLikely
 
 PACKAGE = "offbeat.tinker"
 MESSAGES: dict[str, tuple[str, ...]] = {
@@ -223,13 +223,13 @@ class SampledSequence:
     logprobs: Sequence[float]
     versions: Sequence[int]
     stop_reason: str
-    top: Sequence[TopLogprobs] | None = None
+    top: Sequence[MostLikely] | None = None
 
 
 def encode_sample_response(
     sequences: Sequence[SampledSequence],
     prompt_logprobs: Sequence[float] | None = None,
-    prompt_top: Sequence[TopLogprobs] | None = None,
+    prompt_top: Sequence[MostLikely] | None = None,
 ) -> bytes:
     """prompt_logprobs: per token, NaN without one."""
     message = CLASSES["SampleResponse"]()
@@ -249,7 +249,7 @@ def encode_sample_response(
     return message.SerializeToString()
 
 
-def _write_top(field: Any, top: Sequence[TopLogprobs]) -> None:
+def _write_top(field: Any, top: Sequence[MostLikely]) -> None:
     k = max((len(each.ids) for each in top), default=0)
     ids, logprobs = np.zeros((len(top), k), "<i4"), np.full((len(top), k), NO_LOGPROB, "<f4")
     for i, each in enumerate(top):
@@ -273,12 +273,12 @@ def decode_sample_response(body: bytes) -> list[SampledSequence]:
     ]
 
 
-def _read_top(field: Any) -> list[TopLogprobs]:
+def _read_top(field: Any) -> list[MostLikely]:
     shape = field.length, field.k
     ids = np.frombuffer(field.token_ids, "<i4").reshape(shape)
     logprobs = np.frombuffer(field.logprobs, "<f4").reshape(shape)
     kept = [row != NO_LOGPROB for row in logprobs]
     return [
-        TopLogprobs(tokens[places].tolist(), values[places].tolist())
+        MostLikely(tokens[places].tolist(), values[places].tolist())
         for tokens, values, places in zip(ids, logprobs, kept, strict=True)
     ]

@@ -82,16 +82,3 @@ def test_the_console_is_measured_on_a_run_that_goes_on(tmp_path: Path) -> None:
     assert all(row["first_ms"] > 0 and row["ms"]["median"] > 0 and row["bytes"] > 0 for row in rows.values())
     assert result["costs"][0]["name"] == "nobody"
     assert len(result["costs"]) == 1 + len(result["pictures"])
-
-
-def test_tenants_compute_the_same_together_and_in_turn(tmp_path: Path) -> None:
-    pytest.importorskip("tinker")
-    one, two = result_of(tmp_path, "tenants")["settings"]
-    assert (one["tenants"], two["tenants"]) == (1, 2)
-    assert one["equal_losses"]
-    assert two["equal_losses"]
-    assert one["fairness"] == 1.0
-    assert 0.5 <= two["fairness"] <= 1.0
-    for row in (one, two):
-        assert row["ratio"]["median"] == pytest.approx(row["apart_s"]["median"] / row["together_s"]["median"])
-        assert min(row["together_peak_mib"], row["apart_peak_mib"]) > 50

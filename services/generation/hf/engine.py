@@ -19,7 +19,7 @@ import torch
 
 from offbeat.services.errors import GenerationError, RetryableError
 from offbeat.services.generation.config import GenerationConfig
-from offbeat.services.generation.engine import LoadTimes, PromptScores, TopCompletion, TopLogprobs
+from offbeat.services.generation.engine import LoadTimes, MostLikely, PromptScores, TopCompletion
 from offbeat.services.generation.hf.attention import KvCache
 from offbeat.services.generation.hf.layout import Chunk, StepLayout
 from offbeat.services.generation.hf.limits import cache_problem
@@ -44,7 +44,7 @@ class SampledToken(NamedTuple):
 
     token: int
     logprob: float
-    top: list[TopLogprobs]
+    top: list[MostLikely]
 
 
 class HfEngine:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from offbeat.services.generation.engine import TopLogprobs
+from offbeat.services.generation.engine import MostLikely
 from offbeat.services.messages.types import Sampling
 
 
@@ -34,14 +34,14 @@ def sample(logits: Tensor, parameters: Sequence[Sampling], generator: Generator)
     return SampledTokens(ids.tolist(), logprobs.gather(-1, ids[:, None])[:, 0].tolist(), logprobs)
 
 
-def find_top(logprobs: Tensor, count: int) -> list[TopLogprobs]:
+def find_top(logprobs: Tensor, count: int) -> list[MostLikely]:
     """Return the `count` most likely tokens of each row, [n, V], fewer if others can't be sampled."""
     if not count:
         return []
     best, ids = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
     possible = (best > -math.inf).sum(-1).tolist()
     rows = zip(ids.tolist(), best.tolist(), possible, strict=True)
-    return [TopLogprobs(tokens[:n], values[:n]) for tokens, values, n in rows]
+    return [MostLikely(tokens[:n], values[:n]) for tokens, values, n in rows]
 
 
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from offbeat.services.generation.engine import TopLogprobs
+from offbeat.services.generation.engine import MostLikely
 from offbeat.services.generation.hf.rows import CHUNK, CacheRow, RowStore
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, VersionSpan
 
@@ -33,7 +33,7 @@ class RunningSequence:
     versions: list[VersionSpan] = field(default_factory=list[VersionSpan])
     num_top: int = 0
     """Most likely tokens to report by sampled token."""
-    top: list[TopLogprobs] = field(default_factory=list[TopLogprobs])
+    top: list[MostLikely] = field(default_factory=list[MostLikely])
 
     @property
     def num_sampled(self) -> int:

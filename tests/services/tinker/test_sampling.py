@@ -9,7 +9,7 @@ import pytest
 from tinker.proto.response_conv import deserialize_sample_response
 
 from offbeat.services.errors import MeshError, WeightsError
-from offbeat.services.generation.engine import PromptScores, TopCompletion, TopLogprobs
+from offbeat.services.generation.engine import MostLikely, PromptScores, TopCompletion
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, VersionSpan
 from offbeat.services.tinker.errors import QueueFullError, TinkerError, UnauthorizedError
 from offbeat.services.tinker.futures import SampleFutures
@@ -53,10 +53,10 @@ class FakeEngine:
     async def check(self) -> None: ...
 
 
-def _top(tokens: Sequence[int], count: int) -> list[TopLogprobs]:
+def _top(tokens: Sequence[int], count: int) -> list[MostLikely]:
     """Return each token and those after it."""
     first = range(count)
-    return [TopLogprobs([token + i for i in first], [-float(i) for i in first]) for token in tokens] if count else []
+    return [MostLikely([token + i for i in first], [-float(i) for i in first]) for token in tokens] if count else []
 
 
 class FakeTokenizer:

@@ -13,7 +13,7 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
 from offbeat.services.errors import CodecError
-from offbeat.services.generation.engine import TopLogprobs
+from offbeat.services.generation.engine import MostLikely
 from offbeat.services.tinker.wire import (
     CLASSES,
     MESSAGES,
@@ -85,7 +85,7 @@ def test_an_output_is_read_by_the_sdk() -> None:
 
 
 def test_samples_are_read_by_the_sdk_which_skips_the_versions() -> None:
-    top = [TopLogprobs([5, 9], [-0.5, -2.0]), TopLogprobs([7], [-0.25])]
+    top = [MostLikely([5, 9], [-0.5, -2.0]), MostLikely([7], [-0.25])]
     sequences = [SampledSequence([5, 6], [-0.5, -1.0], [3, 4], "stop", top), SampledSequence([], [], [], "length")]
     body = encode_sample_response(sequences)
     read = deserialize_sample_response(body).sequences
