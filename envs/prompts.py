@@ -2,6 +2,8 @@
 
 IMAGE = "{image}"
 """Placeholder for the env's image."""
+ROW_IMAGE = "\ufdd0"
+"""Place of an image in the text of a dataset's row: a noncharacter of Unicode, which no text has."""
 
 
 def fill_template(

@@ -274,6 +274,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout", "env_max_s", "s", "Longest such time."),
     Metric("rollout", "reward_s", "s", "Mean time of an answer's rewards, waits for a free call included (`rlvr`)."),
     Metric("rollout", "reward_max_s", "s", "Longest such time."),
+    Metric(
+        "rollout",
+        "reward_failed/{reward}/{reason}",
+        "calls",
+        "Calls of a reward that gave no value, by reason (`reward_malformed`: an answer that is no score), repeated or not.",
+    ),
     Metric("rollout", "failures", "episodes", "Attempts that failed."),
     Metric("rollout", "failed/{reason}", "episodes", "The same by reason."),
     Metric(

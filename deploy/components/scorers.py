@@ -84,9 +84,11 @@ class ScorerActor:
             os._exit(1)
 
     def _score(self) -> None:
+        # vLLM is imported by a teacher that asks for it
+        from offbeat.services.generation.vllm.prompt_logprobs import PromptLogprobs  # noqa: PLC0415
         from offbeat.trainer.scoring.factory import build_scorer  # torch is of the actor alone  # noqa: PLC0415
 
-        self._scorer = build_scorer(self._run_id, self._uid, self._role, self._name, self._redis_url)
+        self._scorer = build_scorer(self._run_id, self._uid, self._role, self._name, self._redis_url, PromptLogprobs)
         self._scorer.run()
 
 

@@ -16,6 +16,7 @@ from offbeat.envs.adapters.pettingzoo import RANDOM
 from offbeat.envs.class_path import load_object
 from offbeat.envs.registry import BUILT_IN, entry_point_paths
 from offbeat.services.control.rights import Rights
+from offbeat.services.generation.config import VllmConfig
 from offbeat.services.reward.kinds.config import (
     CodeSandboxConfig,
     HttpConfig,
@@ -187,15 +188,22 @@ def programs(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "redis.server", "a program"
     for name in config.system_envs:
         yield f"system_envs.{name}", "an environment variable, which can name code,"
-    for name, value in (config.actor_infer.engine.model_extra or {}).items():
-        is_plain = value is None or isinstance(value, bool | int | float)
-        if (name in CODE_ENGINE_KEYS and value) or (not is_plain and name not in TEXT_ENGINE_KEYS):
-            yield f"{ENGINE}.{name}", "this argument of vLLM, which can name code,"
+    yield from _engine_programs(ENGINE, config.actor_infer.engine)
+    for place, reward in enumerate(config.rewards):
+        if isinstance(reward, LlmJudgeConfig):
+            yield from _engine_programs(f"rewards.{place}.strategy_config", reward.strategy_config)
     for path, text in _texts(
         "actor_train.strategy_args.strategy_config", config.actor_train.strategy_args.strategy_config
     ):
         if any(sign in text for sign in "./:\\"):
             yield path, "a text that can name code or a file"
+
+
+def _engine_programs(key: str, engine: VllmConfig) -> Iterator[tuple[str, str]]:
+    for name, value in (engine.model_extra or {}).items():
+        is_plain = value is None or isinstance(value, bool | int | float)
+        if (name in CODE_ENGINE_KEYS and value) or (not is_plain and name not in TEXT_ENGINE_KEYS):
+            yield f"{key}.{name}", "this argument of vLLM, which can name code,"
 
 
 def _env_programs(key: str, env_type: str, env_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from offbeat.deploy.config.run import RunConfig
+from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.messages.types import EpisodeKind, Trajectory
 from offbeat.services.reward.factory import make_scorer
 from offbeat.services.rollout.data.prompts import PromptSource
@@ -34,7 +35,7 @@ class AnsweredRows:
             await self.rewards.close()
 
 
-def open_answered(config: RunConfig, seed: int) -> AnsweredRows | None:
+def open_answered(config: RunConfig, seed: int, chat: ChatFormat) -> AnsweredRows | None:
     """Open a run's rows, on an event loop; None for envs. Raises ValueError."""
     if not config.plays_prompts or config.data is None:
         return None
@@ -43,4 +44,4 @@ def open_answered(config: RunConfig, seed: int) -> AnsweredRows | None:
     scoring = config.scoring
     if scoring is None:
         return AnsweredRows(prompts, None)
-    return AnsweredRows(prompts, EpisodeRewards(scoring, config.data, prompts, make_scorer(scoring, local=True)))
+    return AnsweredRows(prompts, EpisodeRewards(scoring, config.data, prompts, make_scorer(scoring, local=True), chat))

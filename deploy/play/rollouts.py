@@ -92,7 +92,7 @@ async def run_episodes(
     """sample: None for random answers. runtime: for external agents."""
     result, slots = EpisodeResult(), asyncio.Semaphore(request.concurrency)
     pool = EnvPool(config.custom_envs, min(request.concurrency, 32))
-    rows = open_answered(config, request.seed)
+    rows = open_answered(config, request.seed, chat)
     tasks = build_tasks(config, request, rows)
 
     async def run_one(number: int, task: Task) -> None:
@@ -144,7 +144,7 @@ async def _play(
         sampling,
         True,
         "rollout",
-        prompt=None if rows is None else rows.prompts.prompt(request.kind, task.seed),
+        prompt=None if rows is None else await rows.prompts.read(request.kind, task.seed),
         prompt_length=None if config.data is None else config.data.prompt_length,
     )
 

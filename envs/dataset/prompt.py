@@ -1,7 +1,8 @@
 """Prompts of a dataset's rows, each answered once; rewards come from elsewhere."""
 
+import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, cast
@@ -12,6 +13,7 @@ from gymnasium.spaces import Text
 from offbeat.envs.config import Config
 from offbeat.envs.dataset.env import CHARSET, MAX_CHARS
 from offbeat.envs.dataset.files import Row, open_rows
+from offbeat.envs.prompts import ROW_IMAGE
 
 
 class PromptError(ValueError):
@@ -22,18 +24,51 @@ class RowPrompt(NamedTuple):
     system: str | None
     """None: no system message."""
     turns: tuple[str, ...]
-    """User and assistant alternately, ending with the user."""
+    """User and assistant alternately, ending with the user; `ROW_IMAGE` where an image is."""
+    images: tuple[bytes, ...] = ()
+    """PNG, in the order of their places."""
 
-    def messages(self) -> list[dict[str, str]]:
-        head = [] if self.system is None else [{"role": "system", "content": self.system}]
-        roles = ("user", "assistant")
-        return head + [{"role": roles[i % 2], "content": text} for i, text in enumerate(self.turns)]
+    @property
+    def num_images(self) -> int:
+        """Number of places."""
+        return sum(text.count(ROW_IMAGE) for text in self.turns)
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the conversation in OpenAI's form, images as data URLs."""
+        head: list[dict[str, Any]] = [] if self.system is None else [{"role": "system", "content": self.system}]
+        roles, images = ("user", "assistant"), iter(self.images)
+        return head + [{"role": roles[i % 2], "content": _content(text, images)} for i, text in enumerate(self.turns)]
 
 
-def read_prompt(row: Row, messages_key: str, prompt_key: str) -> RowPrompt:
-    """Return a row's prompt: messages (a list, or JSON of one), or a user's text; raises PromptError."""
+def _content(text: str, images: Iterator[bytes]) -> str | list[dict[str, Any]]:
+    """Return a text, or its parts if it has places of images."""
+    first, *others = text.split(ROW_IMAGE)
+    if not others:
+        return text
+    parts: list[dict[str, Any]] = [{"type": "text", "text": first}]
+    for other in others:
+        url = f"data:image/png;base64,{base64.b64encode(next(images)).decode()}"
+        parts += [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": other}]
+    return [part for part in parts if part.get("text") != ""]
+
+
+def read_prompt(row: Row, messages_key: str, prompt_key: str, images_key: str = "images") -> RowPrompt:
+    """Return a row's prompt, without its images: messages (a list, or JSON of one), or a user's text.
+
+    Images of a prompt without image parts come before the user's first text.
+
+    Raises:
+        PromptError: no usable prompt, or another number of image parts than of images.
+    """
     key = messages_key if row.get(messages_key) is not None else prompt_key
     messages = _read_messages(row.get(key), key)
+    count = len(list_images(row.get(images_key)))
+    places = sum(text.count(ROW_IMAGE) for _, text in messages)
+    if count and not places:
+        first = next((i for i, (role, _) in enumerate(messages) if role == "user"), 0)
+        messages[first] = (messages[first][0], ROW_IMAGE * count + messages[first][1])
+    elif places != count:
+        raise PromptError(f"{images_key}: {count} images for {places} image parts of {key}")
     system = messages.pop(0)[1] if messages and messages[0][0] == "system" else None
     if [role for role, _ in messages] != [("user", "assistant")[i % 2] for i in range(len(messages))]:
         raise PromptError(f"{key}: user and assistant must alternate, got {', '.join(role for role, _ in messages)}")
@@ -42,11 +77,22 @@ def read_prompt(row: Row, messages_key: str, prompt_key: str) -> RowPrompt:
     return RowPrompt(system, tuple(text for _, text in messages))
 
 
+def list_images(value: Any) -> Sequence[Any]:
+    """Return a column's images; what is no list is a single one. Raises PromptError."""
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes | Mapping):
+        return (value,)
+    if not isinstance(value, Sequence):
+        raise PromptError(f"images: expected an image or a list of them, got {type(value).__name__}")
+    return cast(Sequence[Any], value)
+
+
 def _read_messages(value: Any, key: str) -> list[tuple[str, str]]:
     if isinstance(value, str):
         messages = _parse_list(value)
         if messages is None:
-            return [("user", value)]
+            return [("user", _check_text(value, key))]
         return [_read_message(each, f"{key}[{i}]") for i, each in enumerate(messages)]
     if not isinstance(value, Sequence) or not value:
         got = "nothing" if value is None else type(cast(object, value)).__name__
@@ -68,11 +114,28 @@ def _read_message(value: Any, name: str) -> tuple[str, str]:
     message = _mapping(value)
     role, content = message.get("role"), message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
-        texts = [_mapping(part).get("text") for part in cast(Sequence[Any], content)]
+        texts = [_read_part(_mapping(part), name) for part in cast(Sequence[Any], content)]
         content = "".join(cast(list[str], texts)) if all(isinstance(text, str) for text in texts) else None
+    elif isinstance(content, str):
+        content = _check_text(content, name)
     if not isinstance(role, str) or not isinstance(content, str):
-        raise PromptError(f"{name}: expected an object with role and content, of text alone")
+        raise PromptError(f"{name}: expected an object with role and content, of texts and images (type: image)")
+    if ROW_IMAGE in content and role != "user":
+        raise PromptError(f"{name}: images are the user's, not of the role {role}")
     return role, content
+
+
+def _read_part(part: Mapping[str, Any], name: str) -> str | None:
+    if part.get("type") == "image":
+        return ROW_IMAGE
+    text = part.get("text")
+    return _check_text(text, name) if isinstance(text, str) else None
+
+
+def _check_text(text: str, name: str) -> str:
+    if ROW_IMAGE in text:
+        raise PromptError(f"{name}: has U+FDD0, which is no character")
+    return text
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -88,6 +151,8 @@ class PromptConfig(Config):
     """Column of chat messages."""
     prompt_key: str = "prompt"
     """Column of a user's text, without messages."""
+    images_key: str = "images"
+    """Column of images, if it exists."""
     split: Literal["train", "held_out"] = "train"
 
 
@@ -110,7 +175,7 @@ class PromptEnv(gymnasium.Env[str, str]):
 
     @cached_property
     def observation_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return Text(min_length=0, max_length=MAX_CHARS, charset=CHARSET)
+        return Text(min_length=0, max_length=MAX_CHARS, charset=CHARSET + ROW_IMAGE)
 
     @cached_property
     def action_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -121,7 +186,8 @@ class PromptEnv(gymnasium.Env[str, str]):
         super().reset(seed=seed, options=options)
         number = int(self.np_random.integers(len(self._rows))) if seed is None else seed
         self.row = self._rows[number % len(self._rows)]
-        return read_prompt(self.row, self.config.messages_key, self.config.prompt_key).turns[-1], {}
+        config = self.config
+        return read_prompt(self.row, config.messages_key, config.prompt_key, config.images_key).turns[-1], {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:  # noqa: ARG002
         return "", 0.0, True, False, {}

@@ -1,5 +1,6 @@
 """Image placeholders in prompts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,27 +24,30 @@ class ImageTokens:
     """Placeholder in a message."""
     reader: ImageReader
 
-    def place(
-        self, ids: tuple[int, ...], png: bytes, num_images: int
-    ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
+    def place(self, ids: tuple[int, ...], pngs: Sequence[bytes]) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
         """Expand a prompt's placeholders; positions count from its start.
 
         Raises:
-            EpisodeError: not `num_images` placeholders (an observation may contain one), or an unreadable image.
+            EpisodeError: another number of placeholders (an observation may contain one), or an unreadable image.
         """
         placeholder = self.reader.image_token_id
-        if ids.count(placeholder) != num_images:
-            raise EpisodeError("bad_observation", f"{ids.count(placeholder)} placeholders for {num_images} images")
-        try:
-            count = self.reader.count(png)
-        except ValueError as error:
-            raise EpisodeError("bad_image", str(error)) from error
+        if ids.count(placeholder) != len(pngs):
+            raise EpisodeError("bad_observation", f"{ids.count(placeholder)} placeholders for {len(pngs)} images")
         expanded: list[int] = []
         images: list[PromptImage] = []
+        rest = iter(pngs)
         for token in ids:
             if token == placeholder:
+                png = next(rest)
+                count = self._count(png)
                 images.append(PromptImage(len(expanded), count, png))
                 expanded += [placeholder] * count
             else:
                 expanded.append(token)
         return tuple(expanded), tuple(images)
+
+    def _count(self, png: bytes) -> int:
+        try:
+            return self.reader.count(png)
+        except ValueError as error:
+            raise EpisodeError("bad_image", str(error)) from error

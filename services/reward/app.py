@@ -15,7 +15,8 @@ from offbeat.services.reward.client import DEPLOYMENT
 from offbeat.services.reward.config import AnyReward
 from offbeat.services.reward.errors import RewardError
 from offbeat.services.reward.factory import build_function
-from offbeat.services.reward.kinds.config import RewardModelConfig
+from offbeat.services.reward.kinds.config import LlmJudgeConfig, RewardModelConfig
+from offbeat.services.reward.kinds.llm_judge import LlmJudge
 from offbeat.services.reward.reply import encode_failure, encode_score
 from offbeat.services.reward.sample import decode_sample
 from offbeat.services.telemetry import configure_logging
@@ -36,6 +37,8 @@ class RewardDeployment:
         os.environ.update(settings.environment)
         self._config: AnyReward = TypeAdapter(AnyReward).validate_json(settings.reward_json)
         self._function = build_function(self._config)
+        if isinstance(self._function, LlmJudge):
+            await self._function.start()
 
     async def score(self, blob: bytes) -> bytes:
         """Return an encoded score or failure."""
@@ -44,10 +47,25 @@ class RewardDeployment:
         except RewardError as error:
             return encode_failure(error)
 
+    async def check_health(self) -> None:
+        """Raise if Serve must replace the replica."""
+        if isinstance(self._function, LlmJudge):
+            await self._function.check()
+
+
+def count_gpus(reward: AnyReward) -> int:
+    """Return the GPUs of a replica."""
+    match reward:
+        case RewardModelConfig(device="cuda"):
+            return 1
+        case LlmJudgeConfig(device="cuda"):
+            return reward.strategy_config.world_size
+        case _:
+            return 0
+
 
 def build(reward: AnyReward, *, output_dir: Path, environment: Mapping[str, str]) -> Application:
     """Build a reward's application."""
-    uses_gpu = isinstance(reward, RewardModelConfig) and reward.device == "cuda"
     deployment = serve.deployment(
         name=DEPLOYMENT,
         num_replicas=reward.num_replicas,
@@ -57,6 +75,6 @@ def build(reward: AnyReward, *, output_dir: Path, environment: Mapping[str, str]
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=2.0,
         logging_config=LoggingConfig(enable_access_log=False),
-        ray_actor_options={"num_cpus": reward.cpus_per_replica, "num_gpus": int(uses_gpu)},
+        ray_actor_options={"num_cpus": reward.cpus_per_replica, "num_gpus": count_gpus(reward)},
     )(RewardDeployment)
     return deployment.bind(RewardReplicaSettings(reward.model_dump_json(), output_dir / "logs", dict(environment)))

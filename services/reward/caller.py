@@ -7,7 +7,7 @@ failures are not cached.
 import asyncio
 import time
 import traceback
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from hashlib import blake2b
 
 from offbeat.services.reward.errors import ATTEMPTED_AGAIN, Failure, RewardError
@@ -25,6 +25,8 @@ class RewardCaller:
         self._function = function
         self._timeout_s = timeout_s or config.timeout_s
         self._slots = asyncio.Semaphore(config.max_concurrent)
+        self.failures = Counter[str]()
+        """Attempts without a value, by reason."""
         self._cache: OrderedDict[bytes, float] = OrderedDict()
         self._running: dict[bytes, asyncio.Task[float]] = {}
 
@@ -74,6 +76,7 @@ class RewardCaller:
             try:
                 return await run_attempt(self._function, sample, self._timeout_s)
             except RewardError as error:
+                self.failures[error.failure.value] += 1
                 if error.failure is Failure.UNAVAILABLE:
                     if time.monotonic() + wait_s > deadline:
                         raise self._named(error) from error

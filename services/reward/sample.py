@@ -52,6 +52,13 @@ def text_of(content: Any) -> str:
     return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
 
 
+def images_of(prompt: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return a conversation's image parts."""
+    contents: list[Any] = [message.get("content") for message in prompt]
+    return [part for content in contents if isinstance(content, list | tuple)
+            for part in content if isinstance(part, Mapping) and part.get("type") == "image_url"]  # fmt: skip
+
+
 def final_text(response: str) -> str:
     """Return the response after its thoughts; empty if they never end."""
     _, end, answer = response.rpartition("</think>")

@@ -41,6 +41,13 @@ class RewardScorer:
         """Raises RewardError."""
         return await self._callers[name].score(sample)
 
+    def take_failures(self) -> dict[str, int]:
+        """Return and reset the attempts without a value, by `reward/reason`."""
+        counts = {f"{name}/{reason}": n for name, each in self._callers.items() for reason, n in each.failures.items()}
+        for caller in self._callers.values():
+            caller.failures.clear()
+        return counts
+
     def combine(self, values: Mapping[str, float]) -> float:
         """Combine what `score` returned."""
         rewards = [reward for reward in self._config.rewards if reward.name in values]

@@ -168,6 +168,7 @@ def _fill_rows(env_type: str, settings: dict[str, JsonValue], data: DataConfig) 
             "val_dataset_name": None if val is None else str(val),
             "messages_key": data.messages_key,
             "prompt_key": data.prompt_key,
+            "images_key": data.images_key,
         }
     wrapped, inner = settings.get("env_type"), settings.get("env_config", {})
     if env_type != TOOL_ENV or not isinstance(wrapped, str) or not isinstance(inner, dict):

@@ -1,4 +1,5 @@
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from offbeat.services.messages.types import Completion, EpisodeKind, Trajectory
@@ -11,7 +12,7 @@ OWN_METRICS = frozenset(
         *("tokens_sampled", "generation_s", "generation_max_s", "env_s", "env_max_s", "reward_s", "reward_max_s"),
     )
 )
-OWN_PREFIXES = ("stop/", "error/", "failed/", "submitted/")
+OWN_PREFIXES = ("stop/", "error/", "failed/", "submitted/", "reward_failed/")
 """Reserved; an env's becomes `env/<name>`."""
 
 
@@ -91,8 +92,10 @@ class WorkerMetrics:
         calls.env_s += env_s
         calls.env_max_s = max(calls.env_max_s, env_s)
 
-    def records(self, *, playing: int, hung_threads: int, calls: int) -> list[MetricRecord]:
-        """Return and reset counts: per kind and tag, and the worker's."""
+    def records(
+        self, *, playing: int, hung_threads: int, calls: int, failed_attempts: Mapping[str, int]
+    ) -> list[MetricRecord]:
+        """Return and reset counts: per kind and tag, and the worker's. failed_attempts: by `reward/reason`."""
         for key, counters in self._calls.items():
             self._totals[key].update(counters.parts())
         totals, self._totals = self._totals, defaultdict(dict)
@@ -101,6 +104,7 @@ class WorkerMetrics:
             "playing": Partial("mean", float(playing)),
             "hung_threads": Partial("max", float(hung_threads)),
             "generation_calls": Partial("sum", float(calls)),
+            **{f"reward_failed/{name}": Partial("sum", float(count)) for name, count in failed_attempts.items()},
         }
         labels = {"worker": self._worker_id}
         by_tag = [

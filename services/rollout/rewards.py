@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from msgspec import structs
 
 from offbeat.envs.dataset.prompt import RowPrompt
+from offbeat.envs.prompts import ROW_IMAGE
+from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.messages.types import EpisodeKind, Trajectory
 from offbeat.services.reward.config import COLUMN, RewardsConfig
 from offbeat.services.reward.sample import RewardSample
@@ -19,8 +21,11 @@ SUCCESS = "success"
 
 
 class EpisodeRewards:
-    def __init__(self, config: RewardsConfig, data: DataConfig, prompts: PromptSource, scorer: RewardScorer) -> None:
+    def __init__(
+        self, config: RewardsConfig, data: DataConfig, prompts: PromptSource, scorer: RewardScorer, chat: ChatFormat
+    ) -> None:
         self._config = config
+        self._chat = chat
         self._data = data
         self._prompts = prompts
         self._scorer = scorer
@@ -41,16 +46,23 @@ class EpisodeRewards:
         metrics = {**trajectory.metrics, **columns, **({} if success is None else {SUCCESS: success})}
         return structs.replace(trajectory, turns=(*earlier, scored), metrics=metrics)
 
+    def take_failures(self) -> dict[str, int]:
+        """Return and reset the attempts without a value, by `reward/reason`."""
+        return self._scorer.take_failures()
+
     async def close(self) -> None:
         await self._scorer.close()
 
     def _sample(self, trajectory: Trajectory, kind: EpisodeKind) -> RewardSample:
-        system, *texts = trajectory.text
+        system, first, *texts = trajectory.text
         row = self._prompts.row(kind, trajectory.seed)
-        opening = self._prompts.prompt(kind, trajectory.seed).turns[:-1]
-        prompt = RowPrompt(system or None, (*opening, *texts[:-1])).messages()
+        stored = self._prompts.prompt(kind, trajectory.seed)
+        images = tuple(image.png for image in trajectory.segments[0].images[: stored.num_images])
+        if images:
+            first = first.replace(self._chat.image_tokens.mark, ROW_IMAGE)
+        prompt = RowPrompt(system or None, (*stored.turns[:-1], first, *texts[:-1]), images).messages()
         last, data = trajectory.turns[-1], self._data
-        used = (data.messages_key, data.prompt_key, data.ground_truth_key, data.tag_key)
+        used = (data.messages_key, data.prompt_key, data.images_key, data.ground_truth_key, data.tag_key)
         rest = {key: value for key, value in row.items() if key not in used}
         truth = row.get(data.ground_truth_key)
         return RewardSample(prompt, texts[-1], last.end - last.start, truth, trajectory.tag, rest)

@@ -1,26 +1,32 @@
 """Data pipelines on the deployed mesh: started over REST, controlled and shown by `offbeat runs`, proven and reproduced."""
 
+import base64
 import json
 import re
 from collections.abc import Iterator
-from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import yaml
 
-from offbeat.envs.dataset.arithmetic import problems, write_problems
+from offbeat.envs.dataset.arithmetic import write_problems
 from offbeat.envs.frozen_lake.rows import conversations, pairs, write_rows
+from offbeat.services.chat.vision import encode_png
+from offbeat.trainer.config.run import LearnerRunConfig
+from offbeat.trainer.training.batch_log import BatchLog
 from tests.integration.ray_cluster import RayCluster
 from tests.integration.test_deploy import DEPLOY
 from tests.paths import CONFIGS
+from tests.services.reward.judge_models import Lesson, write_judge
 from tests.waiting import wait_until_sync
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
 
-SERVED = {"num_replicas": 1, "cpus_per_replica": 0.25, "weight": 0.1}
-SHORT_RLVR: dict[str, Any] = {"max_steps": 4, "zero_variance": "train", "eval_steps": 0, "save_steps": 2}
+SHORT_ONLINE: dict[str, Any] = {"max_steps": 4, "zero_variance": "train", "eval_steps": 0, "save_steps": 2}
+POLICY_LOSS = ("adv_estimator", "reward_normalization", "pg_variant", "pg_clip", "entropy_loss_coef")
 
 
 @pytest.fixture(scope="module")
@@ -95,24 +101,68 @@ def test_rlvr_is_valid_over_rest_and_foreign_code_in_its_rewards_is_named(cluste
     assert "no_such_module" in problem["message"]
 
 
-def test_rlvr_started_over_rest_survives_the_kill_of_its_served_reward(cluster: RayCluster) -> None:
-    write_problems(cluster.folder / "rlvr" / "rows.jsonl", held_out=False)
-    write_rows(cluster.folder / "rlvr" / "few.jsonl", islice(problems(held_out=True), 0, None, 24))
+def colours(number: int) -> Iterator[dict[str, Any]]:
+    """Squares that are red or blue, as data URLs; one in five is too large for `prompt_length`."""
+    for n in range(number):
+        side = 256 if n % 5 == 4 else 32
+        png = encode_png(np.full((side, side, 3), ((200, 20, 20), (20, 20, 200))[n % 2], dtype=np.uint8))
+        url = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+        truth = ("red", "blue")[n % 2]
+        yield {
+            "prompt": "which colour",
+            "images": [url],
+            "ground_truth": truth,
+            "tag": ("addition", "mixed")[n // 2 % 2],
+        }
+
+
+def judged(folder: Path) -> dict[str, Any]:
+    """A judge of the mesh that gives every answer 7 points of 10."""
+    write_judge(folder, [Lesson("which colour " + "<unk> " * number, "Score: 7") for number in (0, 10, 40, 80, 120)])
+    return {
+        "name": "judge",
+        "kind": "llm_judge",
+        "model_name_or_path": str(folder),
+        "kv_cache_gib": 0.25,
+        "strategy_config": {"max_model_len": 512},
+        "cpus_per_replica": 0.25,
+        "weight": 0.1,
+    }
+
+
+def test_online_pairs_of_answers_survive_the_kills_of_judge_and_learner(cluster: RayCluster) -> None:
+    """Prompts with images over REST, scored by a rule and a judge of the mesh, paired best against worst."""
+    for name, number in (("rows", 100), ("few", 10)):
+        write_rows(cluster.folder / "rlvr" / f"{name}.jsonl", colours(number))
     tree = yaml.safe_load((CONFIGS / "rlvr.yaml").read_text())
+    tree |= {"pipeline": "online_dpo", "exp_name": "pairs", "output_dir": "runs/pairs", "record_batches": 100}
     tree["data"] |= {"dataset_name": "rlvr/rows.jsonl", "val_dataset_name": "rlvr/few.jsonl"}
-    tree["rewards"].append({"name": "boxed", "kind": "regex", "pattern": "boxed", **SERVED})
-    tree["warm_start"]["steps"] = 20
-    del tree["max_refill_ratio"]
-    started = post(cluster, yaml.safe_dump(tree | SHORT_RLVR))
+    tree["tiny"] |= {"num_hidden_layers": 1, "vision": {"depth": 1}}
+    tree["rewards"] = [{"name": "answer", "kind": "regex", "pattern": "red|blue"}, judged(cluster.folder / "judge")]
+    for key in ("max_refill_ratio", "warm_start", *POLICY_LOSS):
+        del tree[key]
+    started = post(cluster, yaml.safe_dump(tree | SHORT_ONLINE))
     assert started.status_code == 201, started.text
-    wait_until_sync(lambda: step(cluster, "rlvr") >= 1, timeout_s=240, every_s=0.2)
-    (replica,) = cluster.living("ServeReplica:reward-rlvr-boxed")
-    replica.kill()
-    wait_until_sync(lambda: state(cluster, "rlvr") == "finished", timeout_s=240, every_s=0.2)
-    counters = cluster.run("rlvr")["counters"]
-    assert (counters["trained"], counters["failed"], counters["in_flight"]) == (8 * SHORT_RLVR["max_steps"], {}, 0)
-    assert "PROVEN: every group" in cluster.offbeat("audit", "rlvr")
-    wait_until_sync(lambda: not cluster.living("ServeReplica:reward-rlvr-boxed"), timeout_s=60, every_s=0.2)
+    wait_until_sync(lambda: step(cluster, "pairs") >= 1, timeout_s=240, every_s=0.2)
+    for name in ("ServeReplica:reward-pairs-judge", "offbeat.trainer.cli"):
+        (process,) = cluster.living(name)
+        process.kill()
+    wait_until_sync(lambda: state(cluster, "pairs") == "finished", timeout_s=240, every_s=0.2)
+    counters, steps = cluster.run("pairs")["counters"], SHORT_ONLINE["max_steps"]
+    assert (counters["trained"], counters["failed"], counters["in_flight"]) == (8 * steps, {}, 0)
+    assert counters["dropped"].get("too_long", 0) > 0, "the tokens of an image count"
+    audit = json.loads(cluster.offbeat("audit", "pairs", "--json"))
+    assert (audit["proven"], audit["learners"]) == (True, 2), audit
+    folder = cluster.folder / "runs" / "pairs"
+    groups = [g for n in range(1, steps + 1) for g in BatchLog(folder).read(n, LearnerRunConfig()).batch.groups]
+    assert len({group.group_id for group in groups}) == len(groups) == 8 * steps
+    for each in (trajectory for group in groups for trajectory in group.trajectories):
+        assert each.metrics["reward/judge"] == pytest.approx(0.7)
+        assert each.reward == pytest.approx(each.metrics["reward/answer"] + 0.07)
+        assert len(each.segments[0].images) == 1
+    trajectory = cluster.api.get(f"/runs/pairs/trajectories/{groups[-1].number}/0").json()
+    assert trajectory["segments"][0]["images"], trajectory
+    wait_until_sync(lambda: not cluster.living("ServeReplica:reward-pairs-judge"), timeout_s=60, every_s=0.2)
 
 
 def test_sft_is_paused_changed_stopped_and_resumed_over_rest(cluster: RayCluster) -> None:

@@ -16,11 +16,13 @@ pytestmark = pytest.mark.slow
 
 SCORER = """
 import sys
+from offbeat.services.generation.vllm.prompt_logprobs import PromptLogprobs
 from offbeat.trainer.scoring.factory import build_scorer
-build_scorer(sys.argv[1], "", "teacher.lake", sys.argv[2], sys.argv[3]).run()
+build_scorer(sys.argv[1], "", "teacher.lake", sys.argv[2], sys.argv[3], PromptLogprobs).run()
 """
 MOST_PROBABLE = ("distill.logits_topk=5", "distill.distill_on_prompt=true", "distill.kd_objective=js_divergence")
 IN_SERVICE = ("teacher.lake.strategy_args.placement=service", "data.val_dataset_name=null")
+BY_VLLM = (*IN_SERVICE, "teacher.lake.strategy_args.strategy_name=vllm")
 IN_FILES = ("teacher.lake.strategy_args.placement=files",)
 
 
@@ -43,6 +45,11 @@ def test_teachers_give_the_same_weights_wherever_they_are(redis_server: str, tmp
         assert learner.wait(timeout=240) == 0, run.complaint()
         for name, tensor in expected.items():
             assert torch.equal(tensor, run.weights(6)[name]), name
+    with a_data_run(redis_server, tmp_path, "served", "distill", (*MOST_PROBABLE, *BY_VLLM)) as run:
+        start_scorer(run, "a")
+        assert run.start().wait(timeout=240) == 0, run.complaint()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(run.weights(6)[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
     with a_data_run(redis_server, tmp_path, "written", "distill", (*MOST_PROBABLE, *IN_FILES)) as run:
         assert run.start().wait(timeout=240) != 0
         assert "no scores of 20 of 20 rows" in run.complaint()

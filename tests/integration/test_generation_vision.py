@@ -1,9 +1,12 @@
 """The real engine and the learner's model agree on every token about images, before and after an update."""
 
 import asyncio
+import base64
 import gc
+import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,21 +15,40 @@ import pytest_asyncio
 import torch
 from safetensors.torch import save_file
 
+from offbeat.services.chat.append_only import ChatFormat, load_chat_format
 from offbeat.services.chat.vision import ImageProcessor, encode_png
 from offbeat.services.generation.config import EngineModelArgs, GenerationConfig
 from offbeat.services.generation.vllm.engine import VllmEngine
 from offbeat.services.messages.types import (
     Completion,
+    EpisodeKind,
+    EpisodeTask,
     GenerateRequest,
+    Group,
     PromptImage,
     Sampling,
+    Trajectory,
 )
+from offbeat.services.reward.config import RewardsConfig
+from offbeat.services.reward.factory import make_scorer
+from offbeat.services.rollout.config import CustomEnv
+from offbeat.services.rollout.data.config import DataConfig
+from offbeat.services.rollout.data.prompts import PromptSource
+from offbeat.services.rollout.envs.runners import EnvSpec, InlineEnv
+from offbeat.services.rollout.episodes.episode import EpisodePlan, play
+from offbeat.services.rollout.rewards import EpisodeRewards
 from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig, TinyVisionConfig
+from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tiny import write_tiny_policy
+from offbeat.trainer.training.data_step import make_trainer
+from offbeat.trainer.training.optimizer_step import StepModels
+from tests.fakes import train_on
+from tests.trainer.plain_engine import PlainEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -107,3 +129,81 @@ async def test_an_image_that_the_prompt_does_not_fit_is_refused(engine: VllmEngi
     reader = ImageProcessor(folder)
     request = request_of("odd", reader.image_token_id, (random_image(1, 2, 2), 5))
     assert "an image of 4 tokens is given 5" in (await engine.generate(request, 0)).error
+
+
+async def test_rows_with_images_are_answered_and_trained_for_two_steps(
+    engine: VllmEngine, folder: Path, tmp_path: Path
+) -> None:
+    """Each step's answers are sampled by its weights, as the learner computes them; another image is another answer."""
+    chat, trained = load_chat_format(folder), PlainEngine(load_policy(folder, ModelArgs(), seed=3))
+    images = [f"data:image/png;base64,{base64.b64encode(random_image(n, 1 + n, 2)).decode()}" for n in range(2)]
+    rows = [{"prompt": "w1 w2", "images": [image], "tag": "see"} for image in images]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(dataset_name=tmp_path / "rows.jsonl")
+    prompts = PromptSource(data, ("see",), ("see",), seed=0)
+    scoring = RewardsConfig.model_validate(
+        {"rewards": [{"name": "one", "kind": "regex", "pattern": "w1"}]}, strict=False
+    )
+    rewards = EpisodeRewards(scoring, data, prompts, make_scorer(scoring, local=True), chat)
+    tree = {"pipeline": "rlvr", "data": {"dataset_name": data.dataset_name}, "adv_estimator": "grpo"}
+    args = {"learning_rate": 1e-3, "max_tokens_per_microbatch": 512}
+    config = LearnerConfig.model_validate({**tree, "actor_train": {"training_args": args}})
+    trainer = make_trainer(config, StepModels(trained), Ranks(0, 0, 1, torch.device("cpu")))
+    before = [tensor.clone() for _, tensor in trained.tensors()]
+    for version in range(2, 4):
+        path = tmp_path / f"{version}.safetensors"
+        save_file({name: weight.detach().clone() for name, weight in trained.module.model.named_parameters()}, path)
+        await engine.stage(path)
+        await engine.load(path, version)
+        groups = [await answer_row(engine, chat, prompts, rewards, data, row, version) for row in range(2)]
+        for number, group in enumerate(groups):
+            (image,) = group.trajectories[0].segments[0].images
+            assert image.count == 2 * (1 + number)
+            for each in group.trajectories:
+                assert behavior_mismatch(trained.module, each) < FLOAT_NOISE
+        gauges = train_on(trainer, groups, version)
+        assert gauges["actor/grad_norm"].value > 0
+    assert all((tensor != first).any() for (_, tensor), first in zip(trained.tensors(), before, strict=True))
+    await rewards.close()
+
+
+async def answer_row(
+    engine: VllmEngine,
+    chat: ChatFormat,
+    prompts: PromptSource,
+    rewards: EpisodeRewards,
+    data: DataConfig,
+    row: int,
+    version: int,
+) -> Group:
+    """Eight scored answers."""
+    env = CustomEnv(env_type="prompt", max_steps=1, max_tokens_per_step=4, execution="inline").with_rows(data)
+    prompt, sampling = (
+        await prompts.read(EpisodeKind.TRAIN, row),
+        Sampling(max_new_tokens=4, stop_token_ids=chat.stop_ids),
+    )
+
+    async def play_one(index: int) -> Trajectory:
+        runner = InlineEnv(EnvSpec(env.env_type, env.env_config, 1, 1))
+        traits = await runner.start()
+        name = f"rows-{version}-{row}-{index}"
+
+        async def sample(tokens: Sequence[int], most: int, images: tuple[PromptImage, ...] = ()) -> Completion:
+            request = GenerateRequest(name, tuple(tokens), replace(sampling, max_new_tokens=most), images=images)
+            return await engine.generate(request, version)
+
+        task = EpisodeTask(EpisodeKind.TRAIN, str(row), row, index, 0, 0)
+        plan = EpisodePlan(task, "see", row, env, 256, sampling, True, "w", prompt)
+        return await rewards.add(await play(plan, runner, traits, sample, chat), EpisodeKind.TRAIN)
+
+    played = await asyncio.gather(*(play_one(index) for index in range(8)))
+    return Group(f"{row}-0", str(row), row, "see", version, 0, tuple(played))
+
+
+def behavior_mismatch(policy: PackedPolicy, trajectory: Trajectory) -> float:
+    (segment,) = trajectory.segments
+    mask = torch.from_numpy(segment.loss_mask)
+    tokens = torch.from_numpy(segment.tokens.astype(np.int64))
+    x = PackedInput.of(tokens, torch.tensor([0, len(tokens)]), mask.nonzero()[:, 0], images=segment.images)
+    with torch.no_grad():
+        return float((policy(x).logprobs - torch.from_numpy(segment.logprobs)[mask]).abs().max())

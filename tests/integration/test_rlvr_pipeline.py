@@ -1,19 +1,25 @@
-"""A whole RLVR run with a served reward, whose learner and reward replica are killed."""
+"""A whole RLVR run whose two rewards are normalized apart; the learner and a reward's replica are killed."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from offbeat.deploy.cli.audit import examine
 from offbeat.envs.dataset.arithmetic import write_problems
+from offbeat.trainer.config.run import LearnerRunConfig
+from offbeat.trainer.training.batch_log import BatchLog
 from tests.integration.mesh import SHORT, TrainProcess, left_behind
 from tests.paths import CONFIGS
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
 STEPS = 8
+RECORDED = "record_batches=100"
+WEIGHTS = {"reward/answer": 1.0, "reward/boxed": 0.1}
 SERVED = "{name: boxed, kind: regex, pattern: boxed, weight: 0.1, num_replicas: 1, cpus_per_replica: 0.25}"
 REWARDS = f"rewards=[{{name: answer, kind: math_rule}},{SERVED}]"
 
@@ -24,7 +30,7 @@ def train(tmp_path: Path) -> Iterator[TrainProcess]:
         write_problems(tmp_path / f"{name}.jsonl", held_out=held_out)
     files = (f"data.dataset_name={tmp_path / 'rows.jsonl'}", f"data.val_dataset_name={tmp_path / 'val.jsonl'}")
     # Every group has a signal, so that a step is 8 groups
-    always = ("zero_variance=train", "~max_refill_ratio", f"max_steps={STEPS}", REWARDS)
+    always = ("zero_variance=train", "~max_refill_ratio", f"max_steps={STEPS}", REWARDS, "adv_estimator=gdpo", RECORDED)
     process = TrainProcess(tmp_path / "run", *files, *always, config=CONFIGS / "rlvr.yaml", small=SHORT)
     yield process
     process.close()
@@ -54,3 +60,20 @@ def test_killed_learner_and_reward_replica_lose_no_group(train: TrainProcess, tm
     records = [json.loads(line) for line in (train.output_dir / "metrics.jsonl").read_text().splitlines()]
     names = {name for record in records if record["source"] == "learner" for name in record["values"]}
     assert {f"env/{tag}/reward/{name}" for tag in ("addition", "mixed") for name in ("answer", "boxed")} <= names
+    last = {r["step"]: r["values"] for r in records if r["source"] == "learner" and "advantage/max" in r["values"]}
+    assert sorted(last) == list(range(1, STEPS + 1))
+    for step, values in last.items():
+        expected = decoupled_advantages(train.output_dir, step)
+        got = [values[f"advantage/{name}"] for name in ("min", "max")]
+        assert got == pytest.approx([expected.min(), expected.max()], abs=1e-5)
+
+
+def decoupled_advantages(folder: Path, step: int) -> "np.ndarray[Any, np.dtype[np.float64]]":
+    """GDPO of a recorded batch: each reward against its group's mean, weighted sums over their deviation."""
+    recorded = BatchLog(folder).read(step, LearnerRunConfig())
+    sums: list[float] = []
+    for group in recorded.batch.groups:
+        values = np.array([[each.metrics[name] for name in WEIGHTS] for each in group.trajectories])
+        sums += ((values - values.mean(0)) @ np.array([*WEIGHTS.values()])).tolist()
+    total = np.array(sums)
+    return total / np.sqrt((total**2).sum() / (len(total) - 1))

@@ -20,15 +20,17 @@ from offbeat.trainer.config.staleness import StalenessControllerConfig
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.config.warm_start import WarmStartConfig
 
+WITH_DATA = ("rlvr", "online_dpo", "sft", "dpo", "distill", "reward_model")
+
 
 class LearnerConfig(AlgorithmConfig):
     pipeline: Pipeline = "agentic"
-    """Source of groups. `agentic`: episodes of envs; `online_dpo`: each group's best and worst episode as a pair;
-    `rlvr`: answers to a dataset's prompts, scored by `rewards`; `sft`: conversations of a dataset; `distill`:
-    conversations with teachers' distributions; `dpo`: pairs of a dataset; `reward_model`: pairs, for a model that
-    scores conversations (docs/pipelines.md).
+    """Source of groups. `agentic`: episodes of envs; `online_dpo`: each group's best and worst episode as a pair, with
+    `data` its best and worst answer; `rlvr`: answers to a dataset's prompts, scored by `rewards`; `sft`: conversations
+    of a dataset; `distill`: conversations with teachers' distributions; `dpo`: pairs of a dataset; `reward_model`:
+    pairs, for a model that scores conversations (docs/pipelines.md).
     """
-    data: Annotated[DataConfig | None, OnlyWith(pipeline=("rlvr", "sft", "dpo", "distill", "reward_model"))] = None
+    data: Annotated[DataConfig | None, OnlyWith(pipeline=WITH_DATA)] = None
     """Dataset of the data pipelines, or of prompts."""
     dpo: Annotated[PreferenceConfig, OnlyWith(pipeline=("dpo", "online_dpo"))] = PreferenceConfig()
     distill: Annotated[DistillConfig, OnlyWith(pipeline=("distill",))] = DistillConfig()
@@ -108,7 +110,7 @@ class LearnerConfig(AlgorithmConfig):
     GPUs; on a CPU, one node has all processes.
     """
     actor_train: ActorTrainConfig = Field(default=ActorTrainConfig(), validate_default=True)
-    critic: CriticConfig = CriticConfig()
+    critic: CriticConfig = Field(default=CriticConfig(), validate_default=True)
     reference: ReferenceConfig = Field(default=ReferenceConfig(), validate_default=True)
 
     @field_validator("actor_train")
@@ -122,6 +124,12 @@ class LearnerConfig(AlgorithmConfig):
         if "rollout_batch_size" not in info.data or "sequence_length" not in info.data:  # rejected already
             return value
         return value.with_batch_sizes(info.data["rollout_batch_size"], info.data["sequence_length"])
+
+    @field_validator("critic")
+    @classmethod
+    def _has_processes(cls, value: CriticConfig, info: ValidationInfo) -> CriticConfig:
+        train = info.data.get("actor_train")
+        return value.with_mapped_processes(train.device_mapping) if isinstance(train, ActorTrainConfig) else value
 
     @field_validator("chat_template")
     @classmethod
@@ -184,7 +192,7 @@ class LearnerConfig(AlgorithmConfig):
     @property
     def plays_prompts(self) -> bool:
         """Return whether episodes answer a dataset's prompts."""
-        return self.pipeline == "rlvr"
+        return self.pipeline == "rlvr" or (self.pipeline == "online_dpo" and self.data is not None)
 
     @property
     def distills(self) -> bool:
@@ -230,3 +238,8 @@ class LearnerConfig(AlgorithmConfig):
     @property
     def has_own_critic(self) -> bool:
         return self.adv_estimator == "gae" and self.critic.backbone == "own"
+
+    @property
+    def num_critic_processes(self) -> int:
+        """Return the critic's own processes; 0: the policy's have it, or there is none."""
+        return (self.critic.num_processes or 0) if self.has_own_critic else 0

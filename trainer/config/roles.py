@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from offbeat.envs.config import Config
 from offbeat.services.devices import DeviceMapping
@@ -14,7 +14,6 @@ AttentionName = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 UNSUPPORTED = {
     "megatron_infer": "frozen models are not split: deepspeed_infer shards their weights",
     "fsdp2_infer": "deepspeed_infer does the same",
-    "vllm": "a frozen model's logprobs must come from the trainer's own numerics",
     "sglang": "a frozen model's logprobs must come from the trainer's own numerics",
 }
 
@@ -52,20 +51,37 @@ class CriticConfig(ConditionalConfig):
     """`own`: a separate model. `policy`: a linear head on the policy's last hidden states, trained with it."""
     model_args: Annotated[CriticModelArgs, OnlyWith(backbone=("own",))] = CriticModelArgs()
     training_args: CriticTrainingArgs = CriticTrainingArgs()
+    num_processes: Annotated[int | None, OnlyWith(backbone=("own",))] = Field(default=None, ge=1)
+    """Processes of its own, which compute values and train beside the policy; `device_mapping` implies it. None: the
+    learner's processes compute this model.
+    """
     device_mapping: Annotated[DeviceMapping | None, OnlyWith(backbone=("own",))] = None
-    """Devices of `actor_train`, whose processes compute this model."""
+    """Devices of its own, one per process and shared with no role, or those of `actor_train`."""
     infer_batch_size: Annotated[int | None, OnlyWith(backbone=("own",))] = Field(default=None, ge=1)
     """As `actor_train.infer_batch_size`."""
     vf_coef: Annotated[float, OnlyWith(backbone=("policy",))] = Field(default=0.1, gt=0)
     """Coefficient of the value loss."""
 
+    def with_mapped_processes(self, policy_devices: DeviceMapping | None) -> "CriticConfig":
+        """Return a copy with a process per device of its own; raises `ValueError` if `num_processes` disagrees."""
+        if self.device_mapping is None:
+            return self
+        number = None if self.device_mapping == policy_devices else len(self.device_mapping)
+        if self.num_processes not in (None, number):
+            of = "the devices of actor_train" if number is None else f"device_mapping of {number} device(s)"
+            raise ValueError(
+                f"num_processes: {self.num_processes} process(es) disagree with {of}: leave one of them out"
+            )
+        return self.model_copy(update={"num_processes": number})
+
 
 class InferStrategyArgs(ConditionalConfig):
     """Frozen model's engine; ROLL's `strategy_args`."""
 
-    strategy_name: Literal["hf_infer", "deepspeed_infer"] = "hf_infer"
+    strategy_name: Literal["hf_infer", "deepspeed_infer", "vllm"] = "hf_infer"
     """`hf_infer`: transformers, a full copy per process. `deepspeed_infer`: weights sharded (ZeRO-3) and gathered by
-    layer. Both split batches over processes.
+    layer. Both split batches over processes. `vllm`: vLLM's engine, of a teacher of `pipeline: distill` with `placement:
+    service`.
     """
     placement: Annotated[
         Literal["learner", "service", "files"],
@@ -85,6 +101,12 @@ class InferStrategyArgs(ConditionalConfig):
         if isinstance(value, str) and value in UNSUPPORTED:
             raise ValueError(f"{value} is not supported ({UNSUPPORTED[value]}): take hf_infer or deepspeed_infer")
         return value
+
+    @model_validator(mode="after")
+    def _is_a_service(self) -> "InferStrategyArgs":
+        if self.strategy_name == "vllm" and self.placement != "service":
+            raise ValueError("placement: vllm runs in a process of its own: take service")
+        return self
 
 
 class ReferenceConfig(Config):

@@ -21,6 +21,7 @@ from offbeat.services.telemetry import MetricRecord, MetricsSink, Partial
 from offbeat.trainer.config.scored_roles import ScoredRole
 from offbeat.trainer.data.reward_shaping import shape_rewards
 from offbeat.trainer.data.selection import carries_signal
+from offbeat.trainer.engines.prompt_model import OpenPromptEngine
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.frozen_roles import load_scorer
 from offbeat.trainer.training.prepare_scores import RowScorer
@@ -37,9 +38,17 @@ UNNEEDED = "it needs none"
 
 class Scorer:
     def __init__(
-        self, run: LearnerRun, role: ScoredRole, redis: Redis, queue: RedisScoreQueue, metrics: MetricsSink
+        self,
+        run: LearnerRun,
+        role: ScoredRole,
+        redis: Redis,
+        queue: RedisScoreQueue,
+        metrics: MetricsSink,
+        open_engine: OpenPromptEngine | None = None,
     ) -> None:
+        """open_engine: for teachers by vLLM."""
         self._run = run
+        self._open_engine = open_engine
         self._role = role
         self._redis = redis
         self._queue = queue
@@ -63,7 +72,7 @@ class Scorer:
         if not self._wait_for_start():
             return
         self.status = "loads its model"
-        scorer = load_scorer(self._run, self._role, self._run.model_folder)
+        scorer = load_scorer(self._run, self._role, self._run.model_folder, self._open_engine)
         self.status = ""
         logger.info("%s scores groups", self._role.name)
         while not self._stop.is_set():

@@ -64,6 +64,7 @@ def _digest(run: LearnerRun, role: ScoredRole) -> str:
         config.temperature,
         _first_weights(run) if role.starts_from_policy else None,
         *_distilled(run),
+        *(["vllm"] if role.config.strategy_args.strategy_name == "vllm" else []),
     ]
     return _hash(inputs)
 

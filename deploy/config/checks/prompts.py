@@ -12,7 +12,7 @@ from offbeat.deploy.config.checks.trials import TrialError, refuse_failures, try
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import MissingWordsError, collect_words
 from offbeat.envs import registry
-from offbeat.envs.prompts import IMAGE, fill_template
+from offbeat.envs.prompts import IMAGE, ROW_IMAGE, fill_template
 from offbeat.services.chat.messages import ChatMessage
 from offbeat.services.chat.template_override import write_policy_folder
 from offbeat.services.errors import RolloutError
@@ -174,7 +174,7 @@ def _count_tokens(config: RunConfig) -> CountTokens:
             words = sum(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts[:2])
             png = texts.png
             return words + (
-                _count_image_tokens(png, config.tiny.vision.patch_size) if png and config.tiny.vision else 0
+                count_tiny_image_tokens(png, config.tiny.vision.patch_size) if png and config.tiny.vision else 0
             )
 
         return count_tiny
@@ -200,7 +200,7 @@ def _count_tokens(config: RunConfig) -> CountTokens:
     return count
 
 
-def _count_image_tokens(png: bytes, patch_size: int) -> int:
+def count_tiny_image_tokens(png: bytes, patch_size: int) -> int:
     """Count an almost unresized image's tokens for the tiny policy."""
     from PIL import Image
 
@@ -229,4 +229,4 @@ def _texts_of_trial(env: CustomEnv, trial: Trial) -> FirstTexts:
 def _fill(env: CustomEnv, traits: EnvTraits, observation: str, png: bytes) -> FirstTexts:
     system = env.system_prompt(traits.system_prompt)
     user = fill_template(env.agent_template, observation=observation, step=1, actions_left=env.max_steps)
-    return FirstTexts(system, user, png, tuple(traits.functions), tuple(traits.seats))
+    return FirstTexts(system, user.replace(ROW_IMAGE, ""), png, tuple(traits.functions), tuple(traits.seats))

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from offbeat.deploy.config.checks.data import CHECKED_ROWS
 from offbeat.deploy.config.checks.prompts import OnStep
+from offbeat.deploy.config.checks.row_images import check_images, read_rows
 from offbeat.deploy.config.run import RunConfig
-from offbeat.envs.dataset.prompt import PromptError, read_prompt
 from offbeat.services.reward.checks import find_problems
 from offbeat.services.rollout.data.config import DataConfig
 from offbeat.services.rollout.data.prompts import DomainRows, Interleaving
@@ -18,7 +18,6 @@ ROW_KEYS = (
     "chosen_key",
     "rejected_key",
     "margin_key",
-    "images_key",
     "completion_key",
     "label_key",
     "tools_key",
@@ -39,6 +38,9 @@ def check_rlvr(config: RunConfig) -> Iterator[ConfigIssue]:
                 yield ConfigIssue(f"data.{key}", f"has no effect with pipeline: {config.pipeline}: leave it out")
         if config.adv_estimator in DECOUPLED:
             yield ConfigIssue("adv_estimator", "gdpo compares each of the rewards, which pipeline: rlvr has: take grpo")
+        if config.rewards:
+            message = "score answers to the prompts of data: set data.dataset_name, or leave them out"
+            yield ConfigIssue("rewards", message)
         return
     if config.data is None:
         yield ConfigIssue("data.dataset_name", "pipeline: rlvr answers the prompts of a dataset: name a file")
@@ -69,7 +71,8 @@ def check_rewards(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
             continue
         on_step(f"data.{key}", f"reading {path}")
         try:
-            _check_prompts(DomainRows(path, config.data, manager.tags_of(config.custom_envs)), config.data)
+            domains = DomainRows(path, config.data, manager.tags_of(config.custom_envs))
+            yield from check_images(config, read_rows(domains, config.data, CHECKED_ROWS), f"data.{key}")
         except (ValueError, OSError) as error:
             yield ConfigIssue(f"data.{key}", str(error))
     if config.scoring is not None:
@@ -78,32 +81,27 @@ def check_rewards(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
             yield ConfigIssue(f"rewards.{index}", problem)
 
 
-def _check_prompts(domains: DomainRows, data: DataConfig) -> None:
-    """Raise PromptError for the first row without a prompt."""
-    for row in domains.selected[:CHECKED_ROWS]:
-        try:
-            read_prompt(domains.rows[row], data.messages_key, data.prompt_key)
-        except PromptError as error:
-            raise PromptError(f"{domains.rows.name(row)}: {error}") from error
-
-
 def _tags(config: RunConfig) -> list[str]:
     managers = (config.train_env_manager, config.val_env_manager)
     return list(dict.fromkeys(tag for manager in managers for tag in manager.tags_of(config.custom_envs)))
 
 
+def _pipeline(config: RunConfig) -> str:
+    return f"pipeline: {config.pipeline}"
+
+
 def _check_effects(config: RunConfig, data: DataConfig) -> Iterator[ConfigIssue]:
     for key in ROW_KEYS:
         if getattr(data, key) != DataConfig.model_fields[key].default:
-            yield ConfigIssue(f"data.{key}", "has no effect with pipeline: rlvr: leave it out")
+            yield ConfigIssue(f"data.{key}", f"has no effect with {_pipeline(config)}: leave it out")
     fields = type(config).model_fields
     for key in ("val_batch_size", "final_val_batch_size"):
         if getattr(config, key) != fields[key].default:
-            yield ConfigIssue(key, f"has no effect with pipeline: rlvr ({EACH_ROW}): leave it out")
+            yield ConfigIssue(key, f"has no effect with {_pipeline(config)} ({EACH_ROW}): leave it out")
     for name, manager in (("train_env_manager", config.train_env_manager), ("val_env_manager", config.val_env_manager)):
         if manager.num_groups_partition:
             advice = "set data.domain_interleave_probs" if name == "train_env_manager" else EACH_ROW
-            yield ConfigIssue(f"{name}.num_groups_partition", f"has no effect with pipeline: rlvr: {advice}")
+            yield ConfigIssue(f"{name}.num_groups_partition", f"has no effect with {_pipeline(config)}: {advice}")
     if config.train_env_manager.task_sampler is not None:
         yield ConfigIssue("train_env_manager.task_sampler", "the dataset's rows are the tasks: leave it out")
     for tag, env in config.custom_envs.items():

@@ -186,10 +186,11 @@ RLVR: tuple[tuple[str, Rule], ...] = (
     ("actor_train.data_args.tag", rename("data.tag_key")),
     ("*.data_args.dataset_dir", no_effect("file_name is a path")),
     ("*.data_args.preprocessing_num_workers", missing("rows are read as they are needed")),
-    ("*.data_args.image_folder|video_folder|audio_folder", missing("rows hold text alone: an env of yours can show images")),
+    ("*.data_args.image_folder", missing("paths of images are relative to the dataset's folder")),
+    ("*.data_args.video_folder|audio_folder", missing("rows hold texts and images")),
     ("validation.data_args.template", same("as actor_train")),
     ("actor_train.data_args.template", template_outcome),
-    ("*.data_args.**", missing("rows hold text alone: an env of yours can show images")),
+    ("*.data_args.**", missing("rows hold texts and images, whose size is that of the model's preprocessing")),
     ("validation.generating_args.num_beams|do_sample", same("answers are sampled", 1, True)),
     ("validation.generating_args.num_return_sequences", rename("val_env_manager.group_size")),
     ("validation.generating_args.temperature|top_p|top_k|max_new_tokens", lambda key: Outcome(

@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from offbeat.envs.config import Config
 from offbeat.envs.parsing import compile_pattern
 from offbeat.envs.sandbox import Limits
-from offbeat.services.generation.config import Dtype
+from offbeat.services.generation.config import Dtype, VllmConfig
 
 
 class RewardConfig(Config):
@@ -187,13 +187,27 @@ class CodeSandboxConfig(_PatternConfig):
         return self
 
 
+_ENGINE_KEYS = ("strategy_config", "dtype", "device", "kv_cache_gib")
+_API_KEYS = ("model", "api_key_env", "extra_body", "sees_images")
+
+
 class LlmJudgeConfig(RewardConfig):
-    """Language model that judges the response, behind an OpenAI-compatible API."""
+    """Language model that judges the response, behind an OpenAI-compatible API or in replicas of the mesh."""
 
     kind: Literal["llm_judge"]
-    url: str = Field(pattern=r"^https?://")
+    url: str | None = Field(default=None, pattern=r"^https?://")
     """Base of the API (`http://host:8000/v1`)."""
-    model: str
+    model: str | None = None
+    """Name of the API's model."""
+    model_name_or_path: Path | None = None
+    """In place of `url`: folder of a model with a chat template, which each of the reward's replicas serves by vLLM."""
+    strategy_config: VllmConfig = VllmConfig()
+    """Arguments of that engine; `max_model_len` None: the model's."""
+    dtype: Dtype | None = None
+    """Of the engine; None: the model's."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    kv_cache_gib: float = Field(default=1.0, gt=0)
+    """KV cache of the engine on a CPU, GiB."""
     api_key_env: str | None = None
     """Environment variable with the API's key."""
     verdict: Literal["score", "yes_no", "pairwise", "rubric"] = "score"
@@ -207,6 +221,8 @@ class LlmJudgeConfig(RewardConfig):
     `{criteria}` (`rubric`). The form of the answer is added. None: a general one.
     """
     system_prompt: str | None = None
+    sees_images: bool = False
+    """Whether the judge is shown the prompt's images, before the question."""
     max_score: int = Field(default=10, ge=1, le=100)
     criteria: dict[str, float] = Field(default_factory=dict[str, float])
     """Criteria of a rubric with weights; empty: the row's."""
@@ -220,6 +236,36 @@ class LlmJudgeConfig(RewardConfig):
     """Further keys of the request."""
     timeout_s: float = Field(default=120.0, gt=0)
     cache_size: int = Field(default=4096, ge=0)
+
+    @model_validator(mode="after")
+    def _serves_its_model(self) -> "LlmJudgeConfig":
+        if self.model_name_or_path is not None and "num_replicas" not in self.model_fields_set:
+            # A validator before the fields would see a JSON list as Python's, which a strict tuple refuses
+            object.__setattr__(self, "num_replicas", 1)
+        return self
+
+    @model_validator(mode="after")
+    def _is_somewhere(self) -> "LlmJudgeConfig":
+        if (self.url is None) == (self.model_name_or_path is None):
+            raise ValueError("a judge needs either url and model, or model_name_or_path")
+        given = {
+            key
+            for key in type(self).model_fields
+            if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True)
+        }
+        if self.url is not None:
+            if self.model is None:
+                raise ValueError("model: name the model that the API at url serves")
+            unused = [key for key in _ENGINE_KEYS if key in given]
+            where = "an API at url"
+        else:
+            if not self.num_replicas:
+                raise ValueError("num_replicas: a judge with model_name_or_path needs at least 1")
+            unused = [key for key in _API_KEYS if key in given]
+            where = "a judge with model_name_or_path"
+        if unused:
+            raise ValueError(f"{unused[0]} has no effect with {where}: leave it out")
+        return self
 
     @model_validator(mode="after")
     def _shows_the_response(self) -> "LlmJudgeConfig":

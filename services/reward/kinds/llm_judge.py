@@ -1,21 +1,43 @@
-"""Judges: language models behind an OpenAI-compatible API."""
+"""Judges: language models behind an OpenAI-compatible API, or of the mesh."""
 
 import asyncio
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from offbeat.services.reward.errors import Failure, RewardError
 from offbeat.services.reward.kinds.config import LlmJudgeConfig
 from offbeat.services.reward.kinds.http import JsonClient
 from offbeat.services.reward.kinds.judge_verdicts import Question, build_verdict
-from offbeat.services.reward.sample import RewardSample, final_text
+from offbeat.services.reward.sample import RewardSample, final_text, images_of
+
+
+class JudgeClient(Protocol):
+    async def start(self) -> object: ...
+
+    async def check(self) -> None:
+        """Raise if it can't answer any more."""
+        ...
+
+    async def complete(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return a whole answer; raises RewardError."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 class LlmJudge:
     def __init__(self, config: LlmJudgeConfig) -> None:
-        """Raises ValueError without the key's variable."""
+        """Raises ValueError without the key's variable, or a usable model."""
         self._config = config
         self._verdict = build_verdict(config)
-        self._client = JsonClient(config.timeout_s, 2 * config.max_concurrent, config.api_key_env)
+        self._client = _open_client(config)
+
+    async def start(self) -> None:
+        """Load the model, if it has one."""
+        await self._client.start()
+
+    async def check(self) -> None:
+        await self._client.check()
 
     async def score(self, sample: RewardSample) -> float:
         questions = self._verdict.ask(sample)
@@ -28,18 +50,53 @@ class LlmJudge:
     async def _answer(self, question: Question, sample: RewardSample) -> float:
         c = self._config
         system = [] if c.system_prompt is None else [{"role": "system", "content": c.system_prompt}]
+        images = images_of(sample.prompt) if c.sees_images else []
+        content: Any = [*images, {"type": "text", "text": question.prompt}] if images else question.prompt
+        answer = await self._client.complete([*system, {"role": "user", "content": content}])
+        if not answer.strip():
+            raise RewardError(Failure.MALFORMED, "the judge answered nothing")
+        return self._verdict.read(final_text(answer), question, sample)
+
+
+class RemoteJudge:
+    """`JudgeClient` of an OpenAI-compatible API."""
+
+    def __init__(self, config: LlmJudgeConfig, url: str) -> None:
+        """Raises ValueError without the key's variable."""
+        self._config = config
+        self._url = f"{url.rstrip('/')}/chat/completions"
+        self._client = JsonClient(config.timeout_s, 2 * config.max_concurrent, config.api_key_env)
+
+    async def start(self) -> None: ...
+
+    async def check(self) -> None: ...
+
+    async def complete(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        c = self._config
         body = {
             "model": c.model,
-            "messages": [*system, {"role": "user", "content": question.prompt}],
+            "messages": messages,
             "temperature": c.temperature,
             "max_tokens": c.max_tokens,
             **c.extra_body,
         }
-        reply = await self._client.post(f"{c.url.rstrip('/')}/chat/completions", body)
-        return self._verdict.read(final_text(_content(reply)), question, sample)
+        return _text_of(await self._client.post(self._url, body))
+
+    async def close(self) -> None:
+        await self._client.close()
 
 
-def _content(reply: Any) -> str:
+def _open_client(config: LlmJudgeConfig) -> JudgeClient:
+    if config.model_name_or_path is None:
+        assert config.url is not None, "the configuration has one of both"
+        return RemoteJudge(config, config.url)
+    # vLLM's dependencies take seconds, which env workers without a judge's model spare
+    from offbeat.services.reward.kinds.judge_model import JudgeModel  # noqa: PLC0415
+
+    return JudgeModel(config, config.model_name_or_path)
+
+
+def _text_of(reply: Any) -> str:
     """Return the answer's text; raises RewardError if missing or cut."""
     try:
         choice = reply["choices"][0]
@@ -48,6 +105,6 @@ def _content(reply: Any) -> str:
         raise RewardError(Failure.MALFORMED, f"the judge's reply has no message: {str(reply)[:200]}") from None
     if reason == "length":
         raise RewardError(Failure.MALFORMED, "the judge's answer reached max_tokens: raise it")
-    if not isinstance(content, str) or not content.strip():
+    if not isinstance(content, str):
         raise RewardError(Failure.MALFORMED, "the judge answered nothing")
     return content

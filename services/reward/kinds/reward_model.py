@@ -6,7 +6,7 @@ Invariant: a conversation's score does not depend on its batch, up to rounding.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from offbeat.services.reward.errors import Failure, RewardError
 from offbeat.services.reward.kinds.config import RewardModelConfig
-from offbeat.services.reward.sample import RewardSample, final_text
+from offbeat.services.reward.sample import RewardSample, final_text, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class ConversationScorer:
     def tokenize(self, sample: RewardSample) -> list[int]:
         """Raises RewardError if the template refuses the conversation."""
         response = sample.response if self._includes_thoughts else final_text(sample.response)
-        messages = [*(dict(message) for message in sample.prompt), {"role": "assistant", "content": response}]
+        messages = [*map(_without_images, sample.prompt), {"role": "assistant", "content": response}]
         try:
             tokens = self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
         except (TemplateError, TypeError, ValueError, KeyError) as error:
@@ -123,6 +123,11 @@ class ConversationScorer:
         backbone = getattr(self._model, self._model.base_model_prefix)
         hidden = backbone(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         return head(hidden[torch.arange(len(ids), device=hidden.device), lengths - 1])
+
+
+def _without_images(message: Mapping[str, Any]) -> dict[str, Any]:
+    content: Any = message.get("content")
+    return {**message, "content": text_of(content)} if isinstance(content, list | tuple) else dict(message)
 
 
 def _load_model(config: RewardModelConfig) -> Any:

@@ -8,6 +8,8 @@ from offbeat.envs.config import Config
 Pipeline = Literal["agentic", "online_dpo", "rlvr", "sft", "dpo", "distill", "reward_model"]
 GROUP_SIZES: dict[str, int] = {"sft": 1, "dpo": 2, "distill": 1, "reward_model": 2}
 """Trajectories per row."""
+PLAYING_PROMPTS = ("rlvr", "online_dpo")
+"""Pipelines whose episodes may answer the prompts of `data`."""
 
 
 class DataConfig(Config):
@@ -31,7 +33,7 @@ class DataConfig(Config):
     margin_key: str = "margin"
     """Column of the margin by which the chosen reward should exceed the rejected one, for `reward_model`, if it exists."""
     images_key: str = "images"
-    """Optional column of images for the parts `{"type": "image"}`: paths from the file's folder, or bytes."""
+    """Optional column of images for the parts `{"type": "image"}`: paths from the file's folder, data URLs, or bytes."""
     completion_key: str = "completion"
     """Column of a single response, for `dpo.loss_type: kto`: text, or messages."""
     label_key: str = "label"

@@ -4,24 +4,30 @@ Invariants: a group's number determines its domain and row; the domains' shares 
 than one group; each domain traverses its rows once per epoch, an evaluation the validation rows once.
 """
 
+import asyncio
 import zlib
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from offbeat.envs.dataset.files import DatasetRows, Row, RowError, open_rows
 from offbeat.envs.dataset.prompt import PromptError, RowPrompt, read_prompt
+from offbeat.services.chat.assistant_tokens import ConversationError
 from offbeat.services.errors import EpisodeError
 from offbeat.services.messages.types import EpisodeKind
 from offbeat.services.rollout.config import WorkerSettings
-from offbeat.services.rollout.data.config import DataConfig
+from offbeat.services.rollout.data.config import PLAYING_PROMPTS, DataConfig
+from offbeat.services.rollout.data.images import read_images
 from offbeat.services.rollout.data.rows import row_of_group
 from offbeat.services.rollout.data.source import BAD_ROW
 from offbeat.services.rollout.tasks import Task
 
 SHARE_ERROR = 1e-6
+MAX_CACHED_ROWS = 32
+"""With images, of up to 1 MB each."""
 
 
 class Interleaving:
@@ -102,6 +108,7 @@ class PromptSource:
         )
         probs = config.domain_interleave_probs
         self._interleaving = Interleaving({tag: probs[tag] for tag in tags}) if probs else None
+        self._images = lru_cache(MAX_CACHED_ROWS)(self._read_images)
 
     def train_task(self, number: int) -> Task:
         if self._interleaving is None:
@@ -129,12 +136,25 @@ class PromptSource:
         except RowError as error:
             raise EpisodeError(BAD_ROW, str(error)) from error
 
+    async def read(self, kind: EpisodeKind, row: int) -> RowPrompt:
+        """Return a row's prompt and images; raises EpisodeError, naming file and line."""
+        prompt = self.prompt(kind, row)
+        return prompt._replace(images=await asyncio.to_thread(self._images, kind, row)) if prompt.num_images else prompt
+
     def prompt(self, kind: EpisodeKind, row: int) -> RowPrompt:
-        """Raises EpisodeError, naming file and line."""
+        """Return a row's prompt without its images; raises EpisodeError, naming file and line."""
+        config = self._config
         try:
-            return read_prompt(self.row(kind, row), self._config.messages_key, self._config.prompt_key)
+            return read_prompt(self.row(kind, row), config.messages_key, config.prompt_key, config.images_key)
         except PromptError as error:
             raise EpisodeError(BAD_ROW, f"{self._rows(kind).name(row)}: {error}") from error
+
+    def _read_images(self, kind: EpisodeKind, row: int) -> tuple[bytes, ...]:
+        rows = self._rows(kind)
+        try:
+            return read_images(self.row(kind, row).get(self._config.images_key), rows.folder)
+        except ConversationError as error:
+            raise EpisodeError(BAD_ROW, f"{rows.name(row)}: {error}") from error
 
     def _rows(self, kind: EpisodeKind) -> DatasetRows:
         domains = self.train if kind is EpisodeKind.TRAIN else self.validation
@@ -144,7 +164,7 @@ class PromptSource:
 
 def open_prompts(settings: WorkerSettings) -> PromptSource | None:
     """Open a worker's rows; None unless it plays prompts. Raises ValueError."""
-    if settings.pipeline != "rlvr" or settings.data is None:
+    if settings.pipeline not in PLAYING_PROMPTS or settings.data is None:
         return None
     return PromptSource(
         settings.data,

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Protocol
 
 from offbeat.envs.dataset.prompt import RowPrompt
-from offbeat.envs.prompts import IMAGE, fill_template
+from offbeat.envs.prompts import IMAGE, ROW_IMAGE, fill_template
 from offbeat.services.chat.append_only import ChatFormat
-from offbeat.services.errors import EpisodeError
+from offbeat.services.errors import EpisodeError, RolloutError
 from offbeat.services.messages.types import (
     Completion,
     EpisodeTask,
@@ -77,7 +77,8 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
     """
     began, rules = time.monotonic(), plan.env
     system = plan.system_prompt(traits.system_prompt)
-    make = partial(make_recorder, chat, rules, system, tuple(traits.functions), plan.opening)
+    messages = [show_images(text, plan, chat) for text in plan.opening]
+    make = partial(make_recorder, chat, rules, system, tuple(traits.functions), messages)
     conversations = Conversations(make, rules, traits.seats)
     episode = _Episode(plan, env, sample, chat, conversations, EpisodeMetrics(traits.metrics_agg_mode), [system])
     await conversations.of(traits.seats[0] if traits.seats else "")  # a template that can't be used is told first
@@ -138,7 +139,7 @@ class _Episode:
         )
         answer = recorder.add_completion(completion)
         result = await self._step(answer)
-        self.conversations.add_step(seat, result, hash_state(observation, message.png))
+        self.conversations.add_step(seat, result, hash_state(observation, b"".join(message.images)))
         self.metrics.add(seat_metrics(result))
         history.add(observation, answer)
         if plan.keep_text:
@@ -164,9 +165,21 @@ class _Episode:
             history=history.render_history(),
             image=self.chat.image_tokens.mark if rules.shows_images else IMAGE,
         )
-        if not rules.shows_images:
+        if rules.shows_images:
+            return TurnMessage(words, (await self.env.image(),) * rules.agent_template.count(IMAGE), observation)
+        if step > 1 or self.plan.prompt is None or not self.plan.prompt.images:
             return TurnMessage(words, observation=observation)
-        return TurnMessage(words, await self.env.image(), rules.agent_template.count(IMAGE), observation)
+        return TurnMessage(show_images(words, self.plan, self.chat), self.plan.prompt.images, observation)
+
+
+def show_images(text: str, plan: EpisodePlan, chat: ChatFormat) -> str:
+    """Put the chat template's placeholder where a row's images are."""
+    if plan.prompt is None or not plan.prompt.images:
+        return text
+    try:
+        return text.replace(ROW_IMAGE, chat.image_tokens.mark)
+    except RolloutError as error:
+        raise EpisodeError("bad_image", str(error)) from error
 
 
 def _stop_reason(result: StepResult, step: int, max_steps: int) -> StopReason | None:

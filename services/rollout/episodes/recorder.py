@@ -33,11 +33,11 @@ from offbeat.services.rollout.config import CustomEnv
 
 
 class TurnMessage(NamedTuple):
-    """Message with `num_images` image placeholders."""
+    """Message with a placeholder for each image, or of an episode's first turn for those of the opening, too."""
 
     words: str
-    png: bytes = b""
-    num_images: int = 0
+    images: tuple[bytes, ...] = ()
+    """PNG."""
     observation: str = ""
     """Without the template."""
 
@@ -99,8 +99,8 @@ class AppendOnlyRecorder:
         words = message.words
         ids = self._chat.next_prompt(words) if self._turns else self._first_prompt(words)
         images: tuple[PromptImage, ...] = ()
-        if message.num_images:
-            ids, images = self._chat.image_tokens.place(ids, message.png, message.num_images)
+        if message.images:
+            ids, images = self._chat.image_tokens.place(ids, message.images)
         before = len(self._tokens)
         self._images += [structs.replace(image, start=before + image.start) for image in images]
         self._tokens.extend(ids)
@@ -193,7 +193,7 @@ class RerenderedRecorder:
         self.messages += [ChatMessage(("user", "assistant")[i % 2], text) for i, text in enumerate(self.opening)]
 
     def ask(self, message: TurnMessage) -> Sent:
-        if message.num_images:
+        if message.images:
             raise EpisodeError("bad_conversation", "re-rendered conversations do not support images")
         calls = self.messages[-1].tool_calls if self.messages else ()
         if calls:

@@ -65,6 +65,20 @@ NAMING: dict[str, tuple[dict[str, Any], str]] = {
         {"pipeline": "rlvr", "rewards": [{"name": "r", "kind": "function", "path": "evil:score"}]},
         "rewards.0.path",
     ),
+    "rewards.strategy_config": (
+        {
+            "pipeline": "rlvr",
+            "rewards": [
+                {
+                    "name": "r",
+                    "kind": "llm_judge",
+                    "model_name_or_path": "judge",
+                    "strategy_config": {"worker_cls": "evil.Worker"},
+                }
+            ],
+        },
+        "rewards.0.strategy_config.worker_cls",
+    ),
     "rewards.api_key_env": (
         {"pipeline": "rlvr", "rewards": [{"name": "r", "kind": "http", "url": "http://x", "api_key_env": "SECRET"}]},
         "rewards.0.api_key_env",

@@ -12,8 +12,10 @@ from offbeat.envs.contract import check_contract
 from offbeat.envs.dataset.arithmetic import DOMAINS, box, careless_answers, problems, write_problems
 from offbeat.envs.dataset.files import open_rows
 from offbeat.envs.dataset.prompt import PromptConfig, PromptEnv, PromptError, RowPrompt, read_prompt
+from offbeat.envs.prompts import ROW_IMAGE
 
 USER, ANSWER, SYSTEM = ({"role": role, "content": role} for role in ("user", "assistant", "system"))
+SHOWN = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]}]
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,10 @@ USER, ANSWER, SYSTEM = ({"role": role, "content": role} for role in ("user", "as
         ({"prompt": "[1, 2]"}, RowPrompt(None, ("[1, 2]",))),
         ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
          RowPrompt(None, ("ab",))),
+        ({"messages": SHOWN, "images": ["x.png"]}, RowPrompt(None, (f"a{ROW_IMAGE}b",))),
+        ({"prompt": "a", "images": [b"x", b"y"]}, RowPrompt(None, (f"{ROW_IMAGE}{ROW_IMAGE}a",))),
+        ({"messages": [SYSTEM, USER, ANSWER, USER], "images": "x.png"},
+         RowPrompt("system", (f"{ROW_IMAGE}user", "assistant", "user"))),
     ],
 )  # fmt: skip
 def test_a_prompt_is_a_text_or_messages(row: dict[str, Any], expected: RowPrompt):
@@ -41,14 +47,35 @@ def test_a_prompt_is_a_text_or_messages(row: dict[str, Any], expected: RowPrompt
         ({"messages": [SYSTEM]}, "the last message must be the user's"),
         ({"messages": [USER, USER]}, "user and assistant must alternate, got user, user"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
             r"messages\[0\]: expected an object with role",
         ),
+        ({"messages": SHOWN}, "images: 0 images for 1 image parts of messages"),
+        ({"messages": SHOWN, "images": ["a", "b"]}, "images: 2 images for 1 image parts of messages"),
+        ({"prompt": "p", "images": 3}, "images: expected an image or a list of them, got int"),
+        (
+            {"messages": [{**SHOWN[0], "role": "system"}, USER], "images": ["a"]},
+            "images are the user's, not of the role system",
+        ),
+        ({"prompt": f"p{ROW_IMAGE}"}, "prompt: has U.FDD0, which is no character"),
     ],
 )
 def test_a_row_without_a_prompt_is_refused(row: dict[str, Any], problem: str):
     with pytest.raises(PromptError, match=problem):
         read_prompt(row, "messages", "prompt")
+
+
+def test_a_prompt_is_a_conversation_with_its_images_as_data_urls():
+    prompt = RowPrompt("s", (f"{ROW_IMAGE}a", "b", f"c{ROW_IMAGE}"), (b"1", b"2"))
+    one, two = (
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}} for data in ("MQ==", "Mg==")
+    )
+    assert prompt.messages() == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [one, {"type": "text", "text": "a"}]},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": [{"type": "text", "text": "c"}, two]},
+    ]
 
 
 def test_the_seed_is_the_row_and_evaluation_has_its_own(tmp_path: Path):

@@ -45,6 +45,7 @@ async def test_attempts_are_repeated_until_one_gives_a_score():
     caller = caller_of(function)
     assert await caller.score(sample("a")) == 0.5
     assert function.num_calls == 3
+    assert caller.failures == {"reward_malformed": 1, "reward_unavailable": 1}
 
 
 async def test_the_last_attempts_failure_names_the_reward():

@@ -138,7 +138,7 @@ async def test_an_env_that_renders_no_image_fails_the_episode_by_name() -> None:
 def test_a_placeholder_in_an_observations_own_words_is_refused(chat: ChatFormat) -> None:
     ids = chat.first_prompt("", f"{chat.image_tokens.mark} {IMAGE}")
     with pytest.raises(EpisodeError, match="2 placeholders for 1 images"):
-        chat.image_tokens.place(ids, PNG, 1)
+        chat.image_tokens.place(ids, (PNG,))
 
 
 def test_requests_keep_their_images_and_refuse_large_and_misplaced_ones() -> None:

@@ -62,7 +62,7 @@ def test_unsupported_training_strategy_is_rejected_with_alternative(name: str):
         StrategyArgs.model_validate({"strategy_name": name})
 
 
-@pytest.mark.parametrize("name", ["megatron_infer", "fsdp2_infer", "vllm"])
+@pytest.mark.parametrize("name", ["megatron_infer", "fsdp2_infer", "sglang"])
 def test_unsupported_inference_strategy_is_rejected_with_alternative(name: str):
     with pytest.raises(ValidationError, match="take hf_infer or deepspeed_infer"):
         InferStrategyArgs.model_validate({"strategy_name": name})

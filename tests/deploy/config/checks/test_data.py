@@ -158,6 +158,33 @@ def test_only_sampled_rows_need_an_engine(tmp_path: Path):
     assert "no distributions of what the policy samples" in issues[PLACEMENT]
 
 
+VLLM = "strategy_args={strategy_name: vllm, placement: service}"
+BY_VLLM = (f"teacher.lake.{VLLM}", "data.val_dataset_name=null", "distill.logits_topk=5")
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("distill.logits_topk=0", "set distill.logits_topk above 0"),
+        ("distill.teacher_temperature=2", "at distill.teacher_temperature 1"),
+        ("actor_train.model_args.shared_prefix=true", "leave shared_prefix out"),
+    ],
+)
+def test_a_teacher_by_vllm_gives_probable_tokens_of_text(override: str, problem: str, tmp_path: Path):
+    assert load(tmp_path, "distill", *BY_VLLM).teacher["lake"].strategy_args.strategy_name == "vllm"
+    assert problem in refused(tmp_path, "distill", *BY_VLLM, override)["teacher.lake.strategy_args.strategy_name"]
+    path = "teacher.lake.strategy_args"
+    assert "take service" in refused(tmp_path, "distill", *BY_VLLM, f"{path}.placement=learner")[path]
+
+
+def test_only_a_teachers_distributions_are_vllms():
+    with pytest.raises(ConfigError, match=r"vllm is for teachers of pipeline: distill"):
+        load_run(
+            CONFIGS / "quickstart.yaml",
+            ["use_kl_loss=true", f"reference.{VLLM}"],
+        )
+
+
 def test_a_tiny_policy_takes_its_teachers_token_ids(tmp_path: Path):
     words = collect_words(load(tmp_path, "distill"))
     assert words[len(ROLES) : len(ROLES) + len(TEACHERS_WORDS)] == TEACHERS_WORDS

@@ -1,8 +1,10 @@
 """Checks of `pipeline: rlvr` before the start."""
 
+import base64
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from offbeat.deploy.config.errors import ConfigError
@@ -10,8 +12,11 @@ from offbeat.deploy.config.loader import load_run, read_document, read_run
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import collect_words
 from offbeat.envs.dataset.arithmetic import write_problems
+from offbeat.services.chat.vision import encode_png
 from tests.paths import CONFIGS, QUICKSTART
 
+MIXED = "custom_envs.mixed"
+SEES = "tiny.vision={}"
 LEVELS = "offbeat.envs.task_samplers:Levels"
 
 
@@ -112,3 +117,47 @@ def test_a_reward_models_folder_is_relative_to_the_services(tmp_path: Path):
     rewards = [{"name": "a", "kind": "reward_model", "model_name_or_path": "models/a"}]
     config = read_document({"pipeline": "rlvr", "rewards": rewards}, working_dir=tmp_path)
     assert config.rewards[0].model_dump()["model_name_or_path"] == tmp_path / "models/a"
+
+
+def write_shown(folder: Path, side: int = 64) -> None:
+    png = base64.b64encode(encode_png(np.zeros((side, side, 3), dtype=np.uint8))).decode()
+    for name in ("rows", "val"):
+        rows = [{"prompt": "what", "ground_truth": "red", "tag": tag, "images": [f"data:image/png;base64,{png}"]}
+                for tag in ("addition", "mixed")]  # fmt: skip
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_prompts_with_images_are_valid_for_a_policy_that_sees(tmp_path: Path):
+    write_shown(tmp_path)
+    config = load(tmp_path, SEES, "~warm_start", "data.images_key=images")
+    assert config.custom_envs["mixed"].env_config["images_key"] == "images"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "message"),
+    [
+        ((), "data.dataset_name", "its rows have images, and the policy has no image input: set tiny.vision"),
+        ((SEES, "warm_start.steps=1"), "warm_start", "demonstrations have no images of rows"),
+        ((SEES, f"{MIXED}.agent_template='{{image}} {{observation}}'"), f"{MIXED}.agent_template", "leave {image} out"),
+        ((SEES, f"{MIXED}.env_manager_cls=StepEnvManager"), f"{MIXED}.env_manager_cls", "take TrajEnvManager"),
+        ((SEES, f"{MIXED}={{env_type: frozen_lake, max_steps: 1, max_tokens_per_step: 1}}"), f"{MIXED}.env_type",
+         "frozen_lake does not show the rows' images: take prompt"),
+        ((SEES, "data.prompt_length=4"), "data.dataset_name", "of mixed take at least 4 tokens, and prompts have 4"),
+    ],
+)  # fmt: skip
+def test_prompts_with_images_that_can_not_be_shown_are_refused(
+    overrides: tuple[str, ...], path: str, message: str, tmp_path: Path
+):
+    write_shown(tmp_path)
+    warm = () if any("warm_start" in each for each in overrides) else ("~warm_start",)
+    issues = refused(tmp_path, *overrides, *warm)
+    assert message in issues[path], issues
+
+
+def test_an_image_that_can_not_be_read_is_told_by_its_line(tmp_path: Path):
+    write_shown(tmp_path)
+    line = {"prompt": "what", "tag": "mixed", "images": ["none.png"]}
+    with (tmp_path / "val.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    issues = refused(tmp_path, SEES, "~warm_start")
+    assert "val.jsonl:3: images[0]: " in issues["data.val_dataset_name"]

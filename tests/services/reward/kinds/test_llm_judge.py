@@ -1,5 +1,6 @@
 """Judges behind a real HTTP server that answers as told."""
 
+import asyncio
 import json
 import re
 from typing import Any
@@ -8,9 +9,11 @@ import pytest
 from pydantic import ValidationError
 
 from offbeat.services.reward.errors import Failure, RewardError
+from offbeat.services.reward.factory import build_function
 from offbeat.services.reward.kinds.judge_verdicts import fill
+from offbeat.services.reward.sample import RewardSample
 from tests.services.reward.kinds.conftest import Service
-from tests.services.reward.samples import config_of, score
+from tests.services.reward.samples import ADAPTER, config_of, score, score_once
 
 
 def chat(content: Any, finish_reason: str = "stop") -> tuple[int, bytes]:
@@ -81,6 +84,42 @@ def test_a_reply_of_another_api_is_a_failure(service: Service, reply: bytes):
 def test_an_answer_that_was_cut_is_a_failure(service: Service):
     with pytest.raises(RewardError, match="max_tokens"):
         judge(service, chat("Score: 1", "length"))
+
+
+def test_a_judge_that_sees_is_shown_the_prompts_images(service: Service):
+    service.reply = lambda: chat("Score: 5")
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    prompt = [{"role": "user", "content": [image, {"type": "text", "text": "Which colour?"}]}]
+    settings = {"url": service.url.removesuffix("/score"), "model": "judge"}
+    for sees in (False, True):
+        judge = build_function(config_of("llm_judge", sees_images=sees, **settings))
+        assert asyncio.run(score_once(judge, RewardSample(prompt, "red"))) == 0.5
+    blind, shown = (request["messages"][0]["content"] for request in service.requests)
+    assert "Which colour?" in blind
+    assert shown == [image, {"type": "text", "text": blind}]
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({}, "either url and model, or model_name_or_path"),
+        ({"url": "http://a", "model": "m", "model_name_or_path": "f"}, "either url and model, or model_name_or_path"),
+        ({"url": "http://a"}, "model: name the model"),
+        ({"url": "http://a", "model": "m", "dtype": "float32"}, "dtype has no effect with an API at url"),
+        ({"model_name_or_path": "f", "extra_body": {"a": 1}}, "extra_body has no effect with a judge with"),
+        ({"model_name_or_path": "f", "num_replicas": 0}, "num_replicas: a judge with model_name_or_path needs at least 1"),
+    ],
+)  # fmt: skip
+def test_a_judge_is_an_api_or_a_model(settings: dict[str, Any], problem: str):
+    with pytest.raises(ValidationError, match=problem):
+        config_of("llm_judge", **settings)
+
+
+def test_a_judge_with_a_model_is_an_application():
+    given = {"name": "r", "kind": "llm_judge", "model_name_or_path": "f", "tags": ["a"]}
+    judge = ADAPTER.validate_json(json.dumps(given))
+    assert judge.num_replicas == 1
+    assert ADAPTER.validate_json(judge.model_dump_json()) == judge
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Rows with images: their tokens are a rollout's, and the policy learns from the pixels."""
 
+import base64
 import io
 import json
 from pathlib import Path
@@ -66,7 +67,7 @@ def test_the_tokens_of_a_row_are_those_of_a_rollout(policy: Path, folder: Path) 
     trajectory = read(policy, folder, {"messages": [ASK, ANSWER], "images": ["one.png"]})
     chat = load_chat_format(policy)
     prompt = chat.first_prompt("", f"{chat.image_tokens.mark}where is it")
-    ids, images = chat.image_tokens.place(prompt, picture(1), 1)
+    ids, images = chat.image_tokens.place(prompt, (picture(1),))
     (segment,) = trajectory.segments
     assert tuple(segment.tokens[: len(ids)]) == ids
     assert segment.images == images
@@ -92,13 +93,15 @@ def test_images_of_several_turns_are_in_the_columns_order(policy: Path, folder: 
     encode_trajectory(cut)
 
 
-def test_a_jpeg_and_stored_bytes_are_images(policy: Path, folder: Path) -> None:
+def test_an_image_is_a_path_bytes_or_a_data_url(policy: Path, folder: Path) -> None:
     out = io.BytesIO()
     Image.open(io.BytesIO(picture(1))).save(out, format="JPEG")
     (folder / "one.jpg").write_bytes(out.getvalue())
-    for value in ("one.jpg", {"path": "one.jpg", "bytes": None}):
-        (image,) = read(policy, folder, {"messages": [ASK, ANSWER], "images": [value]}).segments[0].images
+    url = f"data:image/png;base64,{base64.b64encode(picture(1)).decode()}"
+    for value in (["one.jpg"], [{"path": "one.jpg", "bytes": None}], [url], "one.png"):
+        (image,) = read(policy, folder, {"messages": [ASK, ANSWER], "images": value}).segments[0].images
         assert image.count == 4
+    assert image.png == picture(1)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +112,12 @@ def test_a_jpeg_and_stored_bytes_are_images(policy: Path, folder: Path) -> None:
         ({"messages": [ASK, ANSWER], "images": ["three.png"]}, "three.png can't be read: No such file"),
         ({"messages": [ASK, ANSWER], "images": ["../secret.png"]}, "outside the dataset's folder"),
         ({"messages": [ASK, ANSWER], "images": ["rows.jsonl"]}, "cannot identify image"),
-        ({"messages": [ASK, ANSWER], "images": "one.png"}, "expected a list, got str"),
+        ({"messages": [ASK, ANSWER], "images": 1}, "expected an image or a list of them, got int"),
+        (
+            {"messages": [ASK, ANSWER], "images": ["data:image/png;base64,A?"]},
+            "a data URL (data:image/png;base64) can't be read",
+        ),
+        ({"messages": [ASK, ANSWER], "images": ["data:image/png,A"]}, "is not in base64"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}, ANSWER]}, "a part of a content is"),
     ],
 )
