@@ -14,6 +14,7 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 EXTRA ?= cpu
 CONFIG ?= deploy/configs/quickstart.yaml
+HARBOR_PYTHON ?= python3.12
 ARGS ?=
 STAMP := $(VENV)/.installed-$(EXTRA)
 
@@ -31,7 +32,7 @@ $(eval $(call pass-on,SSL_CERT_FILE,PIP_CERT))
 ifeq ($(EXTRA)$(UV_FIND_LINKS),cpu)
 TORCH_BACKEND := --torch-backend cpu
 endif
-.PHONY: help setup browser monitoring train rlvr test test-fast test-alone test-others check bench simulate docs site animation clean
+.PHONY: help setup browser monitoring train rlvr test test-fast test-alone test-others check test-harbor bench simulate docs site animation clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -85,12 +86,20 @@ test-fast: $(STAMP) ## run the tests that need neither Ray, vLLM nor a training 
 # Tests that start Ray Serve with vLLM mostly wait and check timings, so they run one at a time; the others run in
 # parallel on the remaining CPU and print their output at the end.
 test-alone: $(STAMP)
-	@$(BIN)/python -m pytest -q -m alone tests/integration
+	@$(BIN)/python -m pytest -q --durations=20 -m alone tests/integration
 
 test-others: $(STAMP)
 	@output=$$(mktemp); failed=0; \
-	nice $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not alone' >$$output 2>&1 || failed=$$?; \
+	nice $(BIN)/python -m pytest -q --durations=20 -n 2 --dist loadfile -m 'not alone' >$$output 2>&1 || failed=$$?; \
 	echo; cat $$output; rm $$output; exit $$failed
+
+# Harbor needs Python 3.12; of Offbeat's own requirements, those of its envs suffice there.
+test-harbor: ## test Harbor's trials on the sandbox, in an environment of their own (HARBOR_PYTHON=python3.12)
+	@"$(HARBOR_PYTHON)" -m venv $(VENV)/harbor
+	@$(VENV)/harbor/bin/python -m pip install --quiet --disable-pip-version-check harbor==0.25.0 gymnasium msgspec \
+		psutil pytest pytest-asyncio pytest-timeout
+	@$(VENV)/harbor/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-warn-conflicts -e .
+	@$(VENV)/harbor/bin/python -m pytest -q --noconftest -p no:cacheprovider tests/deploy/sandboxes/test_harbor.py $(ARGS)
 
 check: $(STAMP) ## what CI runs: format, lint, types, import contracts, tests
 	@$(BIN)/ruff format --quiet --check .

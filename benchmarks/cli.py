@@ -6,6 +6,7 @@ Invariant: commands import heavy modules.
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -288,6 +289,38 @@ def bench_trees(
 
     options = trees.TreeOptions(size.value, groups, group_size, budget, rounds, threads)
     _run("trees", trees.run, replace(options, groups=1, group_size=4, rounds=1) if quick else options, json)
+
+
+@bench_app.command("tenants")
+def bench_tenants(
+    tenants: Annotated[
+        list[int] | None, typer.Option(min=1, help="LoRA models at a time; may be repeated. Default: 1, 2, 4 and 8.")
+    ] = None,
+    size: Annotated[Size, typer.Option(help="Parameters of the base model.")] = Size.m1,
+    steps: Annotated[int, typer.Option(min=1, help="Of each tenant.")] = 5,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 8,
+    samples: Annotated[int, typer.Option(min=1, help="Answers that a tenant samples in a step.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="Of both sides.")] = 3,
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Compare LoRA tenants of Tinker's API together with the same runs one after the other."""
+    from offbeat.benchmarks.tinker import tenants as bench
+
+    if find_spec("tinker") is None:
+        typer.echo("offbeat: bench tenants calls by Tinker's SDK: pip install 'offbeat[tinker]'", err=True)
+        raise typer.Exit(2)
+    options = bench.TenantsOptions(
+        size=size.value,
+        tenants=tuple(tenants or bench.TenantsOptions().tenants),
+        steps=steps,
+        batch=batch,
+        samples=samples,
+        rounds=rounds,
+    )
+    if quick:
+        options = replace(options, tenants=(1, 2), steps=2, batch=2, samples=2, answer=4, tokens=16, rounds=1)
+    _run("tenants", bench.run, options, json)
 
 
 @bench_app.command("weights")

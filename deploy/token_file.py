@@ -3,7 +3,7 @@
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from offbeat.services.control.auth import LOOPBACK_NAMES
+from offbeat.services.ports import LOOPBACK_NAMES
 
 TOKEN_FILE = Path("runs") / "control" / "token"
 """`token_file` of `deploy/deploy.yaml`, from the folder of `ray start`."""

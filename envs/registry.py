@@ -43,6 +43,7 @@ BUILT_IN = {
     "code": "offbeat.envs.dataset:CodeEnv",
     "prompt": "offbeat.envs.dataset:PromptEnv",
     "tools": "offbeat.envs.tools:ToolEnv",
+    "harbor": "offbeat.envs.harbor:HarborEnv",
     "gymnasium": "offbeat.envs.adapters.gymnasium_env:GymnasiumEnv",
     "textarena": "offbeat.envs.adapters.textarena:TextArenaEnv",
     "reasoning_gym": "offbeat.envs.adapters.reasoning_gym:ReasoningGymEnv",

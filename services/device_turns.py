@@ -130,7 +130,7 @@ class LearnerTurns:
 
 class Sleeper(Protocol):
     async def sleep(self) -> None:
-        """Leave the devices; requests wait."""
+        """Return running requests and leave the devices."""
         ...
 
     async def wake(self) -> None: ...

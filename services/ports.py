@@ -3,6 +3,8 @@ import socket
 
 import psutil
 
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
+
 
 def find_port_problem(host: str, port: int) -> str:
     """Return why a server can't listen, or ""."""

@@ -13,6 +13,7 @@ from typing import Any
 import gymnasium
 from gymnasium.spaces import Text
 
+from offbeat.services.awake_clock import AwakeClock
 from offbeat.services.buffer.api import ClaimLimits, SubmitResult, WorkerOrders
 from offbeat.services.errors import RetryableError
 from offbeat.services.messages.types import (
@@ -167,6 +168,7 @@ class FakeGeneration:
         self.calls: list[list[GenerateRequest]] = []
         self.aborted: list[str] = []
         self.version = 3
+        self.clock = AwakeClock()
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
         self.calls.append(list(requests))

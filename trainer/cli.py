@@ -28,6 +28,7 @@ from offbeat.services.telemetry import configure_logging
 if TYPE_CHECKING:
     from redis import Redis
 
+    from offbeat.trainer.engines.node_ranks import NodeRanks
     from offbeat.trainer.learner.progress_view import LearnerView
     from offbeat.trainer.process.learner_process import LearnerResult
     from offbeat.trainer.run import LearnerRun
@@ -59,12 +60,14 @@ def attach(run_id: str, redis_url: str, *, num_processes: int | None = None, res
             if state is not None:
                 return _fail(OVER, f"run {run_id} is {state}: {_REMEDIES.get(state, _RESUME)}")
             sizes = _ranks_per_node(run, num_processes)
-            _check_host(run, int(os.environ.get("LOCAL_WORLD_SIZE", sizes[0])))
+            _check_host(run, int(os.environ.get("LOCAL_WORLD_SIZE", sizes[0].total)))
             check_reach(redis, run_id, run.config.weights)
         except (ControlError, WeightsError) as error:
             return _fail(UNUSABLE, str(error))
     _prepare_process(run)
-    os.environ[REDIS_VARIABLE] = redis_url  # for the other ranks
+    from offbeat.trainer.engines.node_ranks import RANKS_PER_NODE, encode_ranks
+
+    os.environ.update({REDIS_VARIABLE: redis_url, RANKS_PER_NODE: encode_ranks(sizes)})  # for the other ranks
     return _train(run, redis_url, sizes, resume_command, started)
 
 
@@ -72,14 +75,22 @@ _RESUME = "start it with resume_from_checkpoint=true, then attach"
 _REMEDIES = {"finished": "all steps are trained; the policy is in its checkpoints/"}
 
 
-def _ranks_per_node(run: "LearnerRun", num_processes: int | None) -> tuple[int, ...]:
-    """Return the number of ranks by node, this one first."""
-    from offbeat.trainer.process.remote_ranks import RANKS_PER_NODE, split_ranks
+def _ranks_per_node(run: "LearnerRun", num_processes: int | None) -> "tuple[NodeRanks, ...]":
+    """Return the ranks by node, rank 0's first."""
+    from offbeat.trainer.engines.node_ranks import RANKS_PER_NODE, NodeRanks, decode_ranks, split_ranks
 
     if placed := os.environ.get(RANKS_PER_NODE):
-        return tuple(map(int, placed.split(",")))
-    train = run.config.actor_train
-    return split_ranks(num_processes or train.num_processes, run.config.num_gpus_per_node, train.device_mapping)
+        return decode_ranks(placed)
+    train, num_critics = run.config.actor_train, run.config.num_critic_processes
+    if "WORLD_SIZE" in os.environ:  # torchrun
+        return (NodeRanks(int(os.environ["WORLD_SIZE"]) - num_critics, num_critics),)
+    return split_ranks(
+        num_processes or train.num_processes,
+        run.config.num_gpus_per_node,
+        train.device_mapping,
+        num_critics,
+        run.config.critic.device_mapping if num_critics else None,
+    )
 
 
 def follow(run_id: str, redis_url: str, node: int) -> int:
@@ -101,7 +112,7 @@ def follow(run_id: str, redis_url: str, node: int) -> int:
                     f"the learner of {run_id} has {len(sizes)} node(s), numbered from 0: set num_gpus_per_node to "
                     "divide its processes"
                 )
-            _check_host(run, sizes[node])
+            _check_host(run, sizes[node].total)
         except ControlError as error:
             return _fail(UNUSABLE, str(error))
         os.environ[REDIS_VARIABLE] = redis_url  # for the ranks
@@ -109,7 +120,7 @@ def follow(run_id: str, redis_url: str, node: int) -> int:
         timeout_s = HEARTBEAT_TIMEOUTS * run.config.buffer.learner_timeout_s
         host = FollowerHost(run_id, redis_url, node, timeout_s=timeout_s)
         sys.stderr.write(
-            f"Node {node} of {len(sizes)} of {run_id}: {sizes[node]} process(es) on {socket.gethostname()}\n"
+            f"Node {node} of {len(sizes)} of {run_id}: {sizes[node].total} process(es) on {socket.gethostname()}\n"
         )
         with stop_on_signals(ended.set):
             host.start()
@@ -149,7 +160,7 @@ def _check_host(run: "LearnerRun", num_processes: int) -> None:
 
 
 def _train(
-    run: "LearnerRun", redis_url: str, ranks_per_node: tuple[int, ...], resume_command: str, started: float
+    run: "LearnerRun", redis_url: str, ranks_per_node: "tuple[NodeRanks, ...]", resume_command: str, started: float
 ) -> int:
     from redis.exceptions import ConnectionError as RedisConnectionError
 
@@ -158,7 +169,7 @@ def _train(
     from offbeat.trainer.training.checkpoint import CheckpointError
 
     follower = [sys.executable, "-m", "offbeat.trainer.cli", run.run_id]
-    count = sum(ranks_per_node)
+    count = sum(node.total for node in ranks_per_node)
     view = open_view(run.config.max_steps, logging_steps=run.config.logging_steps) if _is_leader() else SilentView()
     nodes = f" and {len(ranks_per_node) - 1} more node(s)" if len(ranks_per_node) > 1 else ""
     view.print(f"Learner of {run.run_id}: {count} process(es) on {socket.gethostname()}{nodes}, log in {_log_dir(run)}")
@@ -244,7 +255,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="offbeat.trainer.cli", description="Train a run of the mesh.")
     parser.add_argument("run", help="id of the run")
     parser.add_argument("--redis", help=f"URL of the run's Redis; default: {REDIS_VARIABLE}")
-    parser.add_argument("--nproc", type=int, help="data-parallel processes; default: actor_train.num_processes")
+    parser.add_argument("--nproc", type=int, help="processes of the policy; default: actor_train.num_processes")
     arguments = parser.parse_args()
     if arguments.nproc is not None and arguments.nproc < 1:
         parser.error(f"--nproc {arguments.nproc}: must be at least 1")

@@ -232,7 +232,7 @@ def learner_attach(
     ] = None,
     nproc: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Data-parallel processes.", show_default="actor_train.num_processes"),
+        typer.Option(min=1, metavar="N", help="Processes of the policy.", show_default="actor_train.num_processes"),
     ] = None,
     node: Annotated[
         int,

@@ -66,6 +66,33 @@ def check(
     typer.secho(f"{env} holds the contract", fg=typer.colors.GREEN)
 
 
+@env_app.command("tasks")
+def list_tasks(
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[FOLDER]", help="Task folders; Offbeat's own.", show_default=False)
+    ] = None,
+    solve: Annotated[bool, typer.Option("--solve", help="Run each task's solution, and its verifier before.")] = False,
+) -> None:
+    """List tasks in Harbor's format, and which need a container. Exit code 1 if there are such, or --solve fails."""
+    from offbeat.envs.harbor.report import describe_task
+    from offbeat.envs.harbor.task import find_tasks
+    from offbeat.envs.harbor.task_set import OWN_TASKS
+
+    try:
+        tasks = find_tasks(folder or OWN_TASKS)
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(EXIT_USAGE) from None
+    num_bad = 0
+    for task in tasks:
+        ok, text = describe_task(task, solve=solve)
+        num_bad += not ok
+        typer.secho(f"{task.name}: {text}", fg=None if ok else typer.colors.YELLOW)
+    typer.echo(f"{len(tasks) - num_bad} of {len(tasks)} tasks {'hold' if solve else 'run here'}")
+    if num_bad:
+        raise typer.Exit(EXIT_FOUND)
+
+
 @env_app.command("new")
 def new(name: Annotated[str, typer.Argument(metavar="NAME", help="snake_case, such as `word_game`.")]) -> None:
     """Create an env (`NAME.py`), its test and a configuration."""

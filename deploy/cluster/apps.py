@@ -17,6 +17,7 @@ from offbeat.deploy.config.errors import ConfigError, collect_issues
 from offbeat.deploy.config.loader import canonical_tree, compose_tree, validate_tree
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_setup import LOGS, model_folder, prepare_folder
+from offbeat.deploy.tinker import serve_app as tinker_app
 from offbeat.envs.config import Config
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.control import app as control_app
@@ -27,6 +28,7 @@ from offbeat.services.generation import app as generation_app
 from offbeat.services.redis import serve_app as redis_app
 from offbeat.services.redis.url import address_problem
 from offbeat.services.redis.url_file import create_url_file, read_url_file
+from offbeat.services.tinker.owners import read_keys
 from offbeat.trainer.config.issue import ConfigIssue
 
 RUN_FACTORY_PATH = "offbeat.deploy.cluster.ray_run_factory:RayRunFactory"
@@ -76,13 +78,15 @@ class RedisArguments(RedisAddress):
     appendfsync: Literal["everysec", "always"] = "everysec"
 
 
-class GenerationArguments(RedisAddress):
+class ModelArguments(RedisAddress):
+    """Application with a run's policy."""
+
     folder: Path
     """Folder of logs, and of the tiny policy with `pretrain: tiny`."""
     run: str | None = None
     """YAML file of a run like those to serve, or its name in `deploy/configs`."""
     config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """Overrides of `run`: `pretrain`, `sequence_length`, `actor_infer`, `weights`, ..."""
+    """Overrides of `run`: `pretrain`, `sequence_length`, `actor_infer`, `weights`, `tinker`, ..."""
 
 
 class ControlAppArgs(RightsConfig, RedisAddress):
@@ -115,7 +119,7 @@ def redis(args: dict[str, Any]) -> Application:
 
 
 def generation(args: dict[str, Any]) -> Application:
-    arguments = parse_arguments(GenerationArguments, args)
+    arguments = parse_arguments(ModelArguments, args)
     folder = arguments.folder.resolve()
     config = choose_devices(_load_run_config(arguments), _count_gpus()).model_copy(update={"output_dir": folder})
     if issues := list(check_hf_infer(config)):
@@ -145,6 +149,16 @@ def _plan_engines(config: RunConfig) -> DevicePlan:
     if plan.issues:
         raise ConfigError(list(plan.issues))
     return plan
+
+
+def tinker(args: dict[str, Any]) -> Application:
+    arguments = parse_arguments(ModelArguments, args)
+    config = _load_run_config(arguments).model_copy(update={"output_dir": arguments.folder.resolve()})
+    try:
+        read_keys(config.tinker.keys_file)
+    except MeshError as error:
+        raise ConfigError([ConfigIssue("config.tinker.keys_file", str(error))]) from None
+    return tinker_app.build(tinker_app.TinkerSettings(arguments.resolve(), config))
 
 
 def control(args: dict[str, Any]) -> Application:
@@ -177,7 +191,7 @@ def _count_gpus() -> float:
     return ray.cluster_resources().get("GPU", 0.0) if ray.is_initialized() else count_gpus()
 
 
-def _load_run_config(arguments: GenerationArguments) -> RunConfig:
+def _load_run_config(arguments: ModelArguments) -> RunConfig:
     from omegaconf import OmegaConf  # noqa: PLC0415
 
     tree: dict[str, Any] = {"custom_envs": {}}

@@ -29,8 +29,9 @@ from offbeat.services.errors import ControlError, RetryableError
 from offbeat.services.keys import ENDING, RunKeys
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.trainer.cli import REDIS_VARIABLE
+from offbeat.trainer.engines.node_ranks import RANKS_PER_NODE, encode_ranks
 from offbeat.trainer.process.heartbeat import HEARTBEAT_TIMEOUTS
-from offbeat.trainer.process.remote_ranks import RANKS_PER_NODE, FollowerHost
+from offbeat.trainer.process.remote_ranks import FollowerHost
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class LearnerHostActor:
         self._output_dir = output_dir
         environment = _rank_environment(nodes[0]) if nodes else {}
         if len(nodes) > 1:
-            environment[RANKS_PER_NODE] = ",".join(str(node.num_ranks) for node in nodes)
+            environment[RANKS_PER_NODE] = encode_ranks(node.ranks for node in nodes)
         self._host = LearnerHost(
             run_id, redis_url, output_dir, uid=uid, threads=threads, standby=standby, environment=environment
         )
@@ -165,11 +166,15 @@ class ManagedLearner:
             self._kill_followers()
             kill_and_wait(self._actor_name)
             return _actor_options(self._actor_name, nodes[0])
-        train = self._config.actor_train
-        return _actor_options(self._actor_name) | {"num_gpus": train.num_processes if train.device == "cuda" else 0}
+        num_gpus = self._num_ranks if self._config.actor_train.device == "cuda" else 0
+        return _actor_options(self._actor_name) | {"num_gpus": num_gpus}
+
+    @property
+    def _num_ranks(self) -> int:
+        return self._config.actor_train.num_processes + self._config.num_critic_processes
 
     def _kill_followers(self) -> None:
-        for position in range(1, self._config.actor_train.num_processes):
+        for position in range(1, self._num_ranks):
             kill_and_wait(ray_actors.follower_host_name(self._run_id, position))
 
     async def stop(self, *, now: bool) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from offbeat.deploy.config.device_roles import CRITIC, role_mappings, roles_with_own_devices
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.devices import EngineDevices
 from offbeat.trainer.config.issue import ConfigIssue
-from offbeat.trainer.config.scored_roles import ScoredRole, scored_roles
+from offbeat.trainer.engines.node_ranks import NodeRanks, split_ranks
 
 
 class ClusterNode(NamedTuple):
@@ -30,6 +31,12 @@ class LearnerNode(NamedTuple):
     """Numbers on the node; empty on a CPU."""
     num_exclusive: int = 0
     """Devices without an engine."""
+    num_critics: int = 0
+    """The last of `num_ranks`, of a critic with processes of its own."""
+
+    @property
+    def ranks(self) -> NodeRanks:
+        return NodeRanks(self.num_ranks - self.num_critics, self.num_critics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +93,9 @@ def plan_devices(config: RunConfig, nodes: Sequence[ClusterNode], *, owns_engine
     numbering = _Numbering(nodes, config.num_gpus_per_node)
     needs_engines = owns_engines and infer.device == "cuda"
     is_managed = config.control.learner == "managed"
-    scorers = _scorer_numbers(config, numbering)
+    scorers = _own_numbers(config, numbering)
     issues = [
-        *_check_scorers(config, numbering, needs_engines),
+        *_check_own(config, numbering, needs_engines),
         *_check_engines(config, numbering, needs_engines),
         *_check_mappings(config, numbering, needs_engines),
     ]
@@ -97,11 +104,15 @@ def plan_devices(config: RunConfig, nodes: Sequence[ClusterNode], *, owns_engine
         return DevicePlan(issues=tuple(dict.fromkeys(issues)))
     numbering.reserve([number for numbers in scorers.values() for number in numbers])
     engines, learner = _numbers(config, numbering, needs_engines)
-    learner = learner if is_managed else []
+    learner, critic = learner if is_managed else [], scorers.pop(CRITIC, [])
     common = sorted(set(engines) & set(learner))
-    is_mapped = any(mapping is not None for _, mapping in _mappings(config))
-    if not is_mapped and not common and (train.device == "cpu" or train.num_processes <= numbering.largest):
-        engines, learner, scorers = [], [], {}  # Ray counts the devices of several runs
+    is_mapped = any(mapping is not None for _, mapping in role_mappings(config))
+    if (
+        not is_mapped
+        and not common
+        and (train.device == "cpu" or train.num_processes + len(critic) <= numbering.largest)
+    ):
+        engines, learner, critic, scorers = [], [], [], {}  # Ray counts the devices of several runs
     size = infer.engine.world_size
     groups = [engines[start : start + size] for start in range(0, len(engines), size)]
     for position, group in enumerate(groups):
@@ -115,15 +126,7 @@ def plan_devices(config: RunConfig, nodes: Sequence[ClusterNode], *, owns_engine
     elif train.device == "cpu":
         parts = _cpu_nodes(config, nodes)
     else:
-        parts = tuple(
-            LearnerNode(
-                node_id,
-                len(numbers),
-                tuple(numbering.devices[number][1] for number in numbers),
-                len(set(numbers) - set(common)),
-            )
-            for node_id, numbers in numbering.split(learner).items()
-        )
+        parts = _gpu_nodes(numbering, learner, critic, common)
     return DevicePlan(slots, parts, scoring, bool(common), tuple(issues))
 
 
@@ -152,34 +155,44 @@ def _numbers(config: RunConfig, numbering: _Numbering, needs_engines: bool) -> t
     return engines, learner
 
 
-def _scored_roles(config: RunConfig) -> list[ScoredRole]:
-    return scored_roles(config, config.reference) if config.actor_train.device == "cuda" else []
-
-
-def _scorer_numbers(config: RunConfig, numbering: _Numbering) -> dict[str, list[int]]:
-    """Return the devices of scoring services, by default the last free ones."""
-    roles = _scored_roles(config)
-    mapped = {number for _, mapping in _mappings(config) for number in mapping or ()}
+def _own_numbers(config: RunConfig, numbering: _Numbering) -> dict[str, list[int]]:
+    """Return the devices of roles with their own, by default the last free ones."""
+    mapped = {number for _, mapping in role_mappings(config) for number in mapping or ()}
     free = numbering.free(sorted(mapped))
     numbers: dict[str, list[int]] = {}
-    for role in roles:
-        if role.config.device_mapping is not None:
-            numbers[role.name] = list(role.config.device_mapping)
+    for role in roles_with_own_devices(config):
+        if role.mapping is not None:
+            numbers[role.name] = list(role.mapping)
             continue
-        cut = max(0, len(free) - role.num_replicas)
+        cut = max(0, len(free) - role.count)
         numbers[role.name], free = free[cut:], free[:cut]
     return numbers
 
 
 def _cpu_nodes(config: RunConfig, nodes: Sequence[ClusterNode]) -> tuple[LearnerNode, ...]:
     """Place processes on CPUs: `num_gpus_per_node` per node, or all on any."""
-    total, per_node = config.actor_train.num_processes, config.num_gpus_per_node
-    if per_node is None or total <= per_node:
+    train = config.actor_train
+    parts = split_ranks(train.num_processes, config.num_gpus_per_node, num_critics=config.num_critic_processes)
+    if len(parts) == 1:
         return ()
-    starts = range(0, total, per_node)
     hosts = sorted(nodes, key=lambda each: each[1::-1])
     return tuple(
-        LearnerNode(host.node_id, min(per_node, total - start)) for host, start in zip(hosts, starts, strict=False)
+        LearnerNode(host.node_id, part.total, num_critics=part.critic) for host, part in zip(hosts, parts, strict=False)
+    )
+
+
+def _gpu_nodes(
+    numbering: _Numbering, learner: Sequence[int], critic: Sequence[int], common: Sequence[int]
+) -> tuple[LearnerNode, ...]:
+    return tuple(
+        LearnerNode(
+            node_id,
+            len(numbers),
+            tuple(numbering.devices[number][1] for number in numbers),
+            len(set(numbers) - set(common)),
+            len(set(numbers) & set(critic)),
+        )
+        for node_id, numbers in numbering.split([*learner, *critic]).items()
     )
 
 
@@ -203,45 +216,47 @@ def _check_engines(config: RunConfig, numbering: _Numbering, needs_engines: bool
 
 def _check_learner(config: RunConfig, nodes: Sequence[ClusterNode], numbering: _Numbering) -> Iterator[ConfigIssue]:
     train, per_node = config.actor_train, config.num_gpus_per_node
+    total = train.num_processes + config.num_critic_processes
     if train.device == "cuda" and not numbering.devices:
         yield _explain_none(config, numbering, "actor_train")
     elif train.device == "cuda" and train.num_processes > len(numbering.devices):
         yield ConfigIssue(
             "actor_train.num_processes", f"{train.num_processes} process(es) need a device each, there are {numbering}"
         )
-    elif train.device == "cpu" and per_node is not None and -(-train.num_processes // per_node) > len(nodes):
+    elif train.device == "cpu" and per_node is not None and -(-total // per_node) > len(nodes):
         yield ConfigIssue(
             "actor_train.num_processes",
-            f"{train.num_processes} process(es), {per_node} to a node (num_gpus_per_node), need "
-            f"{-(-train.num_processes // per_node)} nodes, there are {len(nodes)}",
+            f"{total} process(es), {per_node} to a node (num_gpus_per_node), need {-(-total // per_node)} nodes, there are "
+            f"{len(nodes)}",
         )
 
 
-def _check_scorers(config: RunConfig, numbering: _Numbering, needs_engines: bool) -> Iterator[ConfigIssue]:
-    """Yield services that leave too few devices."""
+def _check_own(config: RunConfig, numbering: _Numbering, needs_engines: bool) -> Iterator[ConfigIssue]:
+    """Yield roles with devices of their own that leave too few."""
     infer, train, total = config.actor_infer, config.actor_train, len(numbering.devices)
-    roles = _scored_roles(config)
-    count = sum(role.num_replicas for role in roles)
+    roles = roles_with_own_devices(config)
+    count = sum(role.count for role in roles)
     others = max(
         infer.num_replicas * infer.engine.world_size if needs_engines else 0,
         train.num_processes if config.control.learner == "managed" else 0,
     )
     if total >= others and count + others > total > 0:
         yield ConfigIssue(
-            f"{roles[0].name}.strategy_args.num_replicas",
-            f"{count} scoring process(es) need a GPU each, beside {others} of engines and learner; there are {numbering}",
+            f"{roles[0].name}.{roles[0].count_key}",
+            f"{count} process(es) of {', '.join(role.name for role in roles)} need a GPU each, beside {others} of engines "
+            f"and learner; there are {numbering}",
         )
     for role in roles:
-        mapping = role.config.device_mapping
-        others_devices = {number for path, each in _mappings(config) if path != role.name for number in each or ()}
-        if mapping is not None and len(mapping) != role.num_replicas:
+        others_devices = {number for path, each in role_mappings(config) if path != role.name for number in each or ()}
+        if role.mapping is not None and len(role.mapping) != role.count:
             yield ConfigIssue(
                 f"{role.name}.device_mapping",
-                f"{len(mapping)} device(s) disagree with strategy_args.num_replicas {role.num_replicas}, of one device each",
+                f"{len(role.mapping)} device(s) disagree with {role.count_key} {role.count}, of one device each",
             )
-        elif shared := sorted(others_devices.intersection(mapping or ())):
+        elif shared := sorted(others_devices.intersection(role.mapping or ())):
             yield ConfigIssue(
-                f"{role.name}.device_mapping", f"device {shared[0]} has another role, and a scoring service shares none"
+                f"{role.name}.device_mapping",
+                f"device {shared[0]} has another role, and {role.name} shares none of its own",
             )
 
 
@@ -256,36 +271,11 @@ def _explain_none(config: RunConfig, numbering: _Numbering, role: str) -> Config
 def _check_mappings(config: RunConfig, numbering: _Numbering, needs_engines: bool) -> Iterator[ConfigIssue]:
     """Yield mappings with missing devices."""
     total, is_managed = len(numbering.devices), config.control.learner == "managed"
-    for path, mapping in _mappings(config):
+    for path, mapping in role_mappings(config):
         if mapping is None or not (needs_engines if path == "actor_infer" else is_managed):
             continue
         if mapping[-1] >= total > 0:
             yield ConfigIssue(
                 f"{path}.device_mapping",
                 f"device {mapping[-1]} does not exist: there are {numbering}, numbered from 0 to {total - 1}",
-            )
-
-
-def _mappings(config: RunConfig) -> Iterator[tuple[str, tuple[int, ...] | None]]:
-    yield "actor_train", config.actor_train.device_mapping
-    yield "actor_infer", config.actor_infer.device_mapping
-    yield "critic", config.critic.device_mapping
-    yield "reference", config.reference.device_mapping
-    for name, teacher in config.teacher.items():
-        yield f"teacher.{name}", teacher.device_mapping
-
-
-def check_mappings(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield mappings of roles that can't have one."""
-    scored = {role.name for role in scored_roles(config, config.reference)}
-    for path, mapping in _mappings(config):
-        if mapping is None:
-            continue
-        role = config.actor_infer if path == "actor_infer" else config.actor_train
-        if role.device == "cpu":
-            yield ConfigIssue(f"{path}.device_mapping", "has no effect on a CPU: leave it out, or take device cuda")
-        elif path not in ("actor_train", "actor_infer", *scored) and mapping != config.actor_train.device_mapping:
-            yield ConfigIssue(
-                f"{path}.device_mapping",
-                "the learner's processes compute this model: leave it out, or take the devices of actor_train",
             )

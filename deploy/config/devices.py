@@ -32,7 +32,7 @@ def choose_devices(config: RunConfig, gpus: float) -> RunConfig:
         infer = infer.model_copy(update={"device": "cuda"})
     engines = infer.num_replicas * infer.engine.world_size if infer.device == "cuda" else 0
     scorers = sum(role.num_replicas for role in scored_roles(config, config.reference))
-    suffice = has_gpus and max(engines, train.num_processes) + scorers <= gpus
+    suffice = has_gpus and max(engines, train.num_processes) + scorers + config.num_critic_processes <= gpus
     if "device" not in train.model_fields_set and suffice:
         train = train.model_copy(update={"device": "cuda"})
     config = config.model_copy(update={"actor_infer": _without_utilization(infer), "actor_train": train})

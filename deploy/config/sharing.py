@@ -27,12 +27,15 @@ def engine_utilization(config: RunConfig, plan: DevicePlan) -> float:
 
 
 def choose_turns(config: RunConfig, nodes: Sequence[ClusterNode]) -> RunConfig:
-    """Return the run with `enable_sleep_mode` set where it is left out: in synchronous runs that share devices."""
+    """Return the run with `enable_sleep_mode` set where it is left out: if engines are on the learner's devices, and the run
+    is synchronous or other engines sample meanwhile.
+    """
     infer = config.actor_infer
-    is_asynchronous = config.max_staleness > 0 or not config.uses_engine
-    if infer.engine.enable_sleep_mode is not None or is_asynchronous or offload_problem(config):
+    if infer.engine.enable_sleep_mode is not None or not config.uses_engine or offload_problem(config):
         return config
-    if not plan_devices(config, nodes, owns_engines=infer.app in (None, app_name(config.exp_name))).is_shared:
+    plan = plan_devices(config, nodes, owns_engines=infer.app in (None, app_name(config.exp_name)))
+    has_others = any(not slot.is_shared for slot in plan.engines)
+    if not plan.is_shared or not (has_others or config.max_staleness == 0):
         return config
     return config.model_copy(update={"actor_infer": _with_engine(infer, enable_sleep_mode=True)})
 

@@ -31,8 +31,8 @@ def _words(config: RunConfig) -> Iterator[str]:
     for env in config.custom_envs.values():
         factory = registry.find_factory(env.env_type)
         module = sys.modules[factory.__module__]
-        words: tuple[str, ...] | None = getattr(factory, "words", None) or getattr(module, "WORDS", None)
-        if words is None:
+        words: tuple[str, ...] | property | None = getattr(factory, "words", None) or getattr(module, "WORDS", None)
+        if words is None or isinstance(words, property):
             words = _words_of_instance(env)
         if words is None:
             raise MissingWordsError(

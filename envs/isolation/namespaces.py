@@ -7,7 +7,7 @@ import ctypes
 import os
 import stat
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from offbeat.envs.isolation import syscalls
@@ -58,24 +58,36 @@ def enter() -> int:
     return PROGRAM_ID if status == 0 else 0
 
 
-def new_root(folder: Path, readable: Iterable[str], *, program_id: int, disk_mib: int, max_files: int) -> None:
+def new_root(
+    folder: Path,
+    readable: Iterable[str],
+    *,
+    writable: Sequence[str] = (),
+    program_id: int,
+    disk_mib: int,
+    max_files: int,
+) -> None:
     """Switch to a new root: read-only `readable`, four devices, and an empty, bounded `/sandbox`.
 
-    Raises OSError if a mount is refused.
+    writable: more empty folders, within the bounds of `/sandbox`. Raises OSError if a mount is refused.
     """
     syscalls.unshare(NEW_NS)
     syscalls.mount("none", "/", "none", RECURSIVE | PRIVATE)
     root = folder / "root"
     root.mkdir()
     syscalls.mount("none", str(root), "tmpfs", NOSUID | NODEV, "mode=755,size=1m,nr_inodes=1k")
-    for path in readable:
-        _bind_read_only(Path(path), root)
-    for path in DEVICES:
-        _bind(Path(path), root)
     work = root / WORK.lstrip("/")
     work.mkdir()
     options = f"mode=700,uid={program_id},gid={program_id},size={disk_mib}m,nr_inodes={max_files}"
     syscalls.mount("none", str(work), "tmpfs", NOSUID | NODEV, options)
+    for path in writable:
+        _make_folder(path, root, work, program_id)
+    if writable:  # over the others' parent, so that each has one path
+        _make_folder(WORK, root, work, program_id)
+    for path in readable:
+        _bind_read_only(Path(path), root)
+    for path in DEVICES:
+        _bind(Path(path), root)
     for path in (root / "tmp", root / "dev/shm"):
         if not path.exists():
             path.symlink_to(WORK)
@@ -125,6 +137,16 @@ def _bind_read_only(path: Path, root: Path) -> None:
     elif path.exists():
         _bind(path, root)
         _make_read_only(str(target), recursive=True)
+
+
+def _make_folder(path: str, root: Path, work: Path, program_id: int) -> None:
+    """Mount an empty folder of `work` at `path`."""
+    source = work / f".{path.strip('/').replace('/', '.')}"
+    source.mkdir()
+    os.chown(source, program_id, program_id)
+    target = root / path.strip("/")
+    target.mkdir(parents=True, exist_ok=True)
+    syscalls.mount(str(source), str(target), "none", BIND)
 
 
 def _bind(path: Path, root: Path) -> None:

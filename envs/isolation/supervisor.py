@@ -24,6 +24,7 @@ from offbeat.envs.isolation.guarantees import missing_guarantees
 
 BLOCKED_EVENTS = ("socket.", "subprocess.", "os.fork", "os.exec", "os.posix_spawn", "os.system", "pty.", "ctypes.")
 MAX_THREADS = 64
+KILL_POLL_S = 0.002
 
 
 def main() -> None:
@@ -69,12 +70,12 @@ def _enter_namespaces(request: dict[str, Any], layers: list[str]) -> int:
 def _confine(folder: Path, request: dict[str, Any], layers: list[str], program_id: int) -> None:
     """Apply requested layers that the kernel offers, outermost first."""
     requested, work = request["layers"], str(folder / "work")
-    readable, one_process = _readable_paths(), request["max_processes"] == 1
+    readable, one_process = [*_readable_paths(), *request["readable"]], request["max_processes"] == 1
     own_pid = None if "namespaces" in layers else os.getpid()
 
     def new_root() -> None:
         sizes = {"disk_mib": request["disk_mib"], "max_files": request["max_files"]}
-        namespaces.new_root(folder, readable, program_id=program_id, **sizes)
+        namespaces.new_root(folder, readable, writable=request["writable"], program_id=program_id, **sizes)
 
     if "mounts" in requested and "namespaces" in layers and _apply(new_root):
         layers.append("mounts")
@@ -86,7 +87,7 @@ def _confine(folder: Path, request: dict[str, Any], layers: list[str], program_i
         namespaces.switch_user(program_id)
     syscalls.drop_capabilities()
     _set_limits(request)
-    allowed = [work, *namespaces.DEVICES]
+    allowed = [work, *namespaces.DEVICES, *(request["writable"] if "mounts" in layers else ())]
     files = seccomp.Files(metadata="mounts" in layers, truncation="mounts" in layers)
 
     def restrict_files() -> None:
@@ -134,14 +135,16 @@ def _set_limits(request: dict[str, Any]) -> None:
 def _supervise(program: int, folder: Path, read_end: int, deadline: float) -> None:
     """Wait for the program or kill it at the deadline, then exit."""
     status, timed_out = None, False
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     while status is None:
         done, status = os.waitpid(program, os.WNOHANG)
         if not done:
             status = None
-            if time.monotonic() > deadline and not timed_out:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0 and not timed_out:
                 timed_out = True
                 os.kill(program, signal.SIGKILL)
-            time.sleep(0.002)
+            signal.sigtimedwait({signal.SIGCHLD}, max(remaining_s, KILL_POLL_S))
     isolation = json.loads(os.read(read_end, 1 << 16) or b'{"layers": [], "started": true}')
     outcome = {"exit_code": os.waitstatus_to_exitcode(status), "timed_out": timed_out, **isolation}
     (folder / "outcome.json").write_text(json.dumps(outcome))

@@ -179,8 +179,31 @@ def _run(
     stop: threading.Event | None,
     max_landlock_abi: int | None,
 ) -> None:
+    process = start_supervisor(folder, limits, layers, pass_fds, max_landlock_abi=max_landlock_abi)
+    try:
+        _wait(process, limits.timeout_s + STARTUP_TIMEOUT_S, stop)
+    finally:
+        # The supervisor, whose death kills the program, whose death kills all in its namespace.
+        process.kill()
+        process.wait()
+
+
+def start_supervisor(
+    folder: Path,
+    limits: Limits,
+    layers: tuple[Layer, ...],
+    pass_fds: tuple[int, ...],
+    *,
+    writable: tuple[str, ...] = (),
+    readable: tuple[str, ...] = (),
+    max_landlock_abi: int | None = None,
+) -> "subprocess.Popen[bytes]":
+    """Start `folder`'s `main.py`, which ends with the calling thread; close `pass_fds` here.
+
+    writable: empty folders at absolute paths; needs mounts. readable: files and folders besides the system's.
+    """
     request = limits.model_dump() | {"layers": layers, "parent": os.getpid(), "required": limits.isolation == "require"}
-    request["max_landlock_abi"] = max_landlock_abi
+    request |= {"max_landlock_abi": max_landlock_abi, "writable": writable, "readable": readable}
     command = [sys.executable, "-I", "-c", SUPERVISOR_CODE, str(folder), json.dumps(request)]
     environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with (
@@ -189,7 +212,7 @@ def _run(
         (folder / "stderr").open("wb") as err,
     ):
         try:
-            process = subprocess.Popen(
+            return subprocess.Popen(
                 command,
                 stdin=program_input,
                 stdout=out,
@@ -202,12 +225,6 @@ def _run(
         finally:
             for descriptor in pass_fds:
                 os.close(descriptor)
-        try:
-            _wait(process, limits.timeout_s + STARTUP_TIMEOUT_S, stop)
-        finally:
-            # The supervisor, whose death kills the program, whose death kills all in its namespace.
-            process.kill()
-            process.wait()
 
 
 def _wait(process: "subprocess.Popen[bytes]", timeout_s: float, stop: threading.Event | None) -> None:

@@ -13,10 +13,8 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
-from ray.serve.context import _get_global_client
 
 from offbeat.services.control.api import create_api
-from offbeat.services.control.auth import LOOPBACK_NAMES
 from offbeat.services.control.config import ControlTuning
 from offbeat.services.control.reconciler import Reconciler
 from offbeat.services.control.restart_policy import RestartPolicy
@@ -26,10 +24,10 @@ from offbeat.services.control.store import RunStore
 from offbeat.services.errors import ControlError
 from offbeat.services.process import freeze_started
 from offbeat.services.redis.connection import connect_async
+from offbeat.services.serve_proxy import refuse_other_hosts
 from offbeat.services.telemetry import configure_logging
 
 DEPLOYMENT = "control"
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,7 @@ class ControlDeployment:
         self._settings = settings
         self._reconciler: Reconciler | None = None
         if not settings.tokens.grants:
-            _refuse_other_hosts()
+            refuse_other_hosts(ControlError, "set token_file of the control application")
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Apply `ControlTuning`."""
@@ -92,16 +90,6 @@ class ControlDeployment:
                 await redis.aclose()
 
         return create_api(service, tokens=settings.tokens, lifespan=lifespan)
-
-
-def _refuse_other_hosts() -> None:
-    client = _get_global_client()
-    host = client.http_config.host if client else LOOPBACK
-    if host and host not in LOOPBACK_NAMES:
-        raise ControlError(
-            f"http_options.host is {host}, which other machines can reach: set token_file of the control application, "
-            f"or use {LOOPBACK}"
-        )
 
 
 def build(settings: ControlSettings) -> Application:

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from offbeat.services.control.http_errors import HttpError, error_response
 from offbeat.services.control.rights import RIGHTS, Tokens
 from offbeat.services.control.sessions import find_session, is_same_origin
+from offbeat.services.ports import LOOPBACK_NAMES
 
 
 class TokenBucket:
@@ -39,7 +40,6 @@ class TokenBucket:
         return 0.0
 
 
-LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 OPEN_PATHS = ("/healthz",)
 DOCS_PATHS = ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
 """Without token: a browser can't send one before the page loads."""

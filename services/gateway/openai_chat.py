@@ -108,10 +108,14 @@ def write_chat(body: Body, replies: Sequence[ModelReply], answer_id: str, model:
             },
             "logprobs": _chat_logprobs(reply) if body.get("logprobs") else None,
             "finish_reason": reply.finish_reason,
+            **({"token_ids": list(reply.token_ids)} if body.get("return_token_ids") else {}),
         }
         for i, reply in enumerate(replies)
     ]
-    return {**_head("chat.completion", answer_id, model), "choices": choices, "usage": usage(replies)}
+    head = _head("chat.completion", answer_id, model)
+    if body.get("return_token_ids"):  # vLLM's name and places
+        head["prompt_token_ids"] = list(replies[0].prompt_ids)
+    return {**head, "choices": choices, "usage": usage(replies)}
 
 
 def stream_chat(body: Body, replies: Sequence[ModelReply], answer_id: str, model: str) -> Iterator[str]:

@@ -7,6 +7,7 @@ from collections.abc import Generator
 
 import uvicorn
 
+from offbeat.services.embedded_server import EmbeddedServer
 from offbeat.services.gateway.app import Sessions, build
 from offbeat.services.gateway.session import EpisodeSession
 
@@ -15,18 +16,10 @@ KEEP_ALIVE_S = 120
 """Idle timeout, s; exceeds clients' (httpx: 5 s)."""
 
 
-class _Server(uvicorn.Server):
-    """Leaves signals to the process."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-
 class Gateway:
     def __init__(self) -> None:
         self._sessions: Sessions = {}
-        self._server: _Server | None = None
+        self._server: EmbeddedServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self.origin = ""
         """`http://host:port`, Anthropic's base URL; OpenAI's adds `/v1`."""
@@ -48,7 +41,7 @@ class Gateway:
                 loop="asyncio",
                 timeout_keep_alive=KEEP_ALIVE_S,
             )
-            self._server = server = _Server(config)
+            self._server = server = EmbeddedServer(config)
             # earlier calls wait in the socket's backlog
             self._serving = asyncio.create_task(server.serve(sockets=[listening]))
             self.origin = f"http://{HOST}:{listening.getsockname()[1]}"

@@ -70,7 +70,11 @@ class ModelReply:
     finish_reason: str
     """`stop`, `length` or `tool_calls`."""
     stop_word: str
-    prompt_tokens: int
+    prompt_ids: tuple[int, ...]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
 
 
 class EpisodeEnv(Protocol):
@@ -209,7 +213,7 @@ class EpisodeSession:
             texts,
             reason,
             stop_word,
-            prompt_tokens=len(prompt.tokens),
+            prompt_ids=prompt.tokens,
         )
 
     def _until_stop(self, completion: Completion, stop: tuple[str, ...]) -> tuple[int, str, str]:

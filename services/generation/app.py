@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import TenantEngine
 from offbeat.services.generation.placement import claim_devices, deployment_options
 from offbeat.services.generation.replica import ReplicaStatus
+from offbeat.services.generation.request_router import AwakeReplicaRouter
 from offbeat.services.generation.tenancy import (
     EngineOffer,
     Tenancy,
@@ -89,8 +90,9 @@ class GenerationDeployment:
         freeze_started()
         self._watching = None if s.tenant else asyncio.create_task(self._serve_whoever_claims())
 
-    async def generate(self, blob: bytes) -> AsyncIterator[bytes]:
-        """Yield encoded completions as they finish."""
+    async def generate(self, blob: bytes, asleep: Sequence[str] = ()) -> AsyncIterator[bytes]:
+        """Yield encoded completions as they finish. asleep: replicas to which the router prefers others."""
+        del asleep
         tenancy = self._tenancy or await self._wait_for_tenant()
         async for completions in tenancy.replica.generate(decode_requests(blob)):
             yield encode_completions(completions)
@@ -223,6 +225,7 @@ def deploy(settings: ReplicaSettings) -> Application:
         health_check_timeout_s=30.0,
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=2.0,
+        request_router_config={"request_router_class": AwakeReplicaRouter},
         logging_config=LoggingConfig(enable_access_log=False),  # a line per call would cost more than the call says
         **deployment_options(config, settings.slots),
     )(GenerationDeployment)

@@ -50,7 +50,8 @@ class VllmConfig(Config):
     """Share of a GPU's memory. None: 0.85, and 0.45 beside the learner on the same GPU."""
     enable_sleep_mode: bool | None = None
     """Whether engines on the learner's devices sleep during its steps, and it leaves the devices between them; on a CPU, all
-    engines. None: in synchronous runs (`max_staleness` 0) whose engines and learner share GPUs.
+    engines. None: if engines and learner share GPUs, and the run is synchronous (`max_staleness` 0) or other engines have
+    GPUs of their own.
     """
     enforce_eager: bool = True
     enable_prefix_caching: bool = True

@@ -1,8 +1,9 @@
 """Interface of engines."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from offbeat.services.messages.types import Completion, GenerateRequest
 
@@ -14,6 +15,27 @@ class LoadTimes:
     pause_s: float
     """From the pause request until the engine runs again."""
     load_s: float
+
+
+class TopTokens(NamedTuple):
+    """Most likely tokens of a position, best first."""
+
+    ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+
+
+class TopCompletion(NamedTuple):
+    """top: by sampled token, under the sampled distribution."""
+
+    completion: Completion
+    top: Sequence[TopTokens] = ()
+
+
+class PromptScores(NamedTuple):
+    """Logprobs of a prompt's tokens but the first, and the most likely tokens in their places."""
+
+    logprobs: Sequence[float]
+    top: Sequence[TopTokens] = ()
 
 
 class PolicyEngine(Protocol):
@@ -31,6 +53,10 @@ class PolicyEngine(Protocol):
 
     async def load(self, path: Path, version: int) -> LoadTimes:
         """Switch to the staged version; any error leaves the engine unusable."""
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Let `generate` return the tokens so far, with `FinishReason.ABORT`; ignore unknown ids."""
         ...
 
     async def sleep(self) -> None:

@@ -1,14 +1,16 @@
 """Replica that holds requests until it serves the version that they need.
 
 Invariants: requests enter the engine only under committed weights of at least `min_version`; the version of a
-completion's first token holds for its prompt's KV cache; nothing is served after a failed update. While the engine sleeps,
-requests wait, and their time limits do not count.
+completion's first token holds for its prompt's KV cache; nothing is served after a failed update. No request waits for an
+engine that sleeps: what is sampled of it is returned at once.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
 
@@ -17,7 +19,7 @@ from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import PolicyEngine
 from offbeat.services.generation.metrics import Counts
 from offbeat.services.log_format import set_process_log_fields
-from offbeat.services.messages.types import Completion, GenerateRequest, Manifest
+from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, Manifest
 from offbeat.services.telemetry import MetricRecord
 from offbeat.services.weights.api import WeightSubscriber
 from offbeat.services.weights.replica_reports import ReplicaLoad
@@ -28,8 +30,8 @@ FOLLOW_TIMEOUT_S = 30.0
 """Longest wait per call."""
 RETRY_INTERVAL_S = 1.0
 """After failed fetches or calls."""
-KEEP_ALIVE_S = 5.0
-"""Longest time between signs of life to callers while the engine sleeps; a third of a call's limit, if that is less."""
+ABORT_INTERVAL_S = 0.05
+"""Between attempts to abort requests, some of which may not have reached the engine before."""
 
 
 class ReplicaStatus(TypedDict):
@@ -40,10 +42,6 @@ class ReplicaStatus(TypedDict):
     waiting: int
     broken: str
     """Empty if healthy."""
-
-
-class _Done(asyncio.Queue["asyncio.Task[Completion] | None"]):
-    """Finished requests of a call, and None as a sign of life."""
 
 
 class GenerationReplica:
@@ -63,8 +61,6 @@ class GenerationReplica:
         """Held during updates and sleep."""
         self._num_sampling = 0
         self._drained = asyncio.Event()
-        self._streams: set[_Done] = set()
-        self._keeping_alive: asyncio.Task[None] | None = None
         self._broken = ""
         self._loading: tuple[int, float] | None = None
         self._waiting = 0
@@ -78,15 +74,19 @@ class GenerationReplica:
         Raises:
             GenerationError: loading failed.
         """
+        async with self._engine_free:
+            await self._load_newest("starting without weights")
+
+    async def _load_newest(self, otherwise: str) -> None:
         try:
             manifest = await self._subscriber.newest()
             if manifest is not None:
                 await self._take(manifest)
         except WeightsError as error:
             self._counts.refused_weights()
-            logger.warning("starting without weights: %s", error)
+            logger.warning("%s: %s", otherwise, error)
         except RetryableError as error:
-            logger.warning("starting without weights: %s", error)
+            logger.warning("%s: %s", otherwise, error)
 
     async def follow(self) -> None:
         """Load versions as announced, until cancelled.
@@ -98,7 +98,8 @@ class GenerationReplica:
             try:
                 manifest = await self._subscriber.wait_newer(self._version, FOLLOW_TIMEOUT_S)
                 if manifest is not None:
-                    await self._take(manifest)
+                    async with self._engine_free:
+                        await self._take(manifest)
             except WeightsError as error:
                 # Nothing was touched: the old weights are whole and go on serving until newer ones can be read.
                 self._counts.refused_weights()
@@ -109,7 +110,10 @@ class GenerationReplica:
                 await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _take(self, manifest: Manifest) -> None:
-        async with self._engine_free, self._subscriber.fetch(manifest) as path:
+        """Load a version, unless a newer one was loaded while the engine was not free."""
+        if manifest.version <= self._version:
+            return
+        async with self._subscriber.fetch(manifest) as path:
             self._loading = (manifest.version, time.time())
             await self.report()
             await self._load(path, manifest.version)
@@ -149,27 +153,31 @@ class GenerationReplica:
         await self.retire(reason)
 
     async def sleep(self) -> None:
-        """Free the engine's devices once running requests are answered; later ones wait.
+        """Return all requests with the tokens so far, then free the engine's devices.
 
         Raises:
             GenerationError: the engine failed; the replica is broken.
         """
         await self._engine_free.acquire()
-        self._drained.clear()
         async with self._changed:
             self._asleep = True
             self._changed.notify_all()
-        self._keeping_alive = asyncio.create_task(self._keep_alive())
-        if self._num_sampling:
-            await self._drained.wait()
-        await self._call_engine(self._engine.sleep(), "sleep")
+        await self._call_engine(self._leave_devices(), "sleep")
         logger.info("asleep: the learner has its devices")
 
+    async def _leave_devices(self) -> None:
+        while self._num_sampling:
+            self._drained.clear()
+            await self._engine.abort(list(self._running))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ABORT_INTERVAL_S):
+                    await self._drained.wait()
+        await self._engine.sleep()
+
     async def wake(self) -> None:
-        """Sample again. Raises `GenerationError` as `sleep`."""
+        """Sample again, under the newest weights if they can be fetched. Raises `GenerationError` as `sleep`."""
         await self._call_engine(self._engine.wake(), "wake up")
-        if self._keeping_alive is not None:
-            self._keeping_alive.cancel()
+        await self._load_newest(f"awake with version {self._version}")
         async with self._changed:
             self._asleep = False
             self._changed.notify_all()
@@ -184,12 +192,6 @@ class GenerationReplica:
             await self._take_out_of_service(f"the engine did not {name}: {str(error) or type(error).__name__}")
             raise GenerationError(self._broken) from error
 
-    async def _keep_alive(self) -> None:
-        while True:
-            await asyncio.sleep(min(KEEP_ALIVE_S, self._timeout_s / 3))
-            for stream in self._streams:
-                stream.put_nowait(None)
-
     async def settle(self) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: self._broken or not self._updating)
@@ -203,29 +205,33 @@ class GenerationReplica:
             task.cancel()
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
-        """Yield completions as they finish, and nothing at times while the engine sleeps.
+        """Yield completions as they finish, aborted ones when the engine goes to sleep; then end when it wakes.
 
         Raises:
             RetryableError: this replica no longer serves.
         """
-        done = _Done()
+        done: asyncio.Queue[asyncio.Task[Completion]] = asyncio.Queue()
         tasks = {self._start(request, done): request for request in requests}
-        left = len(tasks)
-        self._streams.add(done)
+        left, is_aborted = len(tasks), False
         try:
             while left:
                 finished = [await done.get()]
                 while not done.empty():
                     finished.append(done.get_nowait())
-                completions = [self._result(task, tasks[task].request_id) for task in finished if task is not None]
+                completions = [self._result(task, tasks[task].request_id) for task in finished]
                 left -= len(completions)
+                is_aborted |= any(each.finish_reason is FinishReason.ABORT for each in completions)
                 yield completions
+            if is_aborted:
+                async with self._changed:
+                    await self._changed.wait_for(lambda: self._broken or not self._asleep)
         finally:
-            self._streams.discard(done)
             for task in tasks:
                 task.cancel()
 
-    def _start(self, request: GenerateRequest, done: "_Done") -> asyncio.Task[Completion]:
+    def _start(
+        self, request: GenerateRequest, done: "asyncio.Queue[asyncio.Task[Completion]]"
+    ) -> asyncio.Task[Completion]:
         task = asyncio.create_task(self._sample(request))
         self._running[request.request_id] = task
 
@@ -248,13 +254,19 @@ class GenerationReplica:
 
     async def _sample(self, request: GenerateRequest) -> Completion:
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
-                while True:
-                    version = await self._serving(request.min_version, limit)
+            async with asyncio.timeout(self._timeout_s):
+                while await self._serves(request.min_version):
+                    version = self._version
                     completion = await self._call_generate(request, version)
-                    if not self._spans_update(completion, version):
+                    if self._spans_update(completion, version):
+                        self._counts.resampled()
+                    elif completion.finish_reason is not FinishReason.ABORT:
                         return completion
-                    self._counts.resampled()
+                    elif self._asleep:
+                        return replace(completion, replica_id=self._replica_id)
+                    else:
+                        raise RetryableError(f"request {request.request_id} was aborted")
+                return Completion(request.request_id, finish_reason=FinishReason.ABORT, replica_id=self._replica_id)
         except TimeoutError:
             return Completion(request.request_id, error=f"no answer within {self._timeout_s} s")
 
@@ -273,29 +285,18 @@ class GenerationReplica:
         """
         return self._keeps_cache and bool(completion.versions) and completion.versions[0].version != version
 
-    async def _serving(self, min_version: int, limit: asyncio.Timeout) -> int:
-        """Wait for `min_version` and the end of an update or sleep; return the version."""
+    async def _serves(self, min_version: int) -> bool:
+        """Wait for `min_version` and the end of an update; return False if the engine sleeps."""
         if not self._ready(min_version):
             self._waiting += 1
             try:
-                await self._wait_until_ready(min_version, limit)
+                async with self._changed:
+                    await self._changed.wait_for(lambda: self._broken or self._asleep or self._ready(min_version))
             finally:
                 self._waiting -= 1
         if self._broken:
             raise RetryableError(self._broken)
-        return self._version
-
-    async def _wait_until_ready(self, min_version: int, limit: asyncio.Timeout) -> None:
-        now = asyncio.get_running_loop().time
-        async with self._changed:
-            while not self._broken and not self._ready(min_version):
-                if self._asleep:
-                    left_s = (limit.when() or now()) - now()
-                    limit.reschedule(None)
-                    await self._changed.wait_for(lambda: self._broken or not self._asleep)
-                    limit.reschedule(now() + left_s)
-                else:
-                    await self._changed.wait_for(lambda: self._broken or self._asleep or self._ready(min_version))
+        return not self._asleep
 
     def _ready(self, min_version: int) -> bool:
         is_busy = self._updating or self._asleep

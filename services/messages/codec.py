@@ -125,6 +125,7 @@ class PackedCompletion(Message, frozen=True):
     versions: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     error: str
+    replica_id: str
 
 
 REQUESTS = MessageFormat("requests", list[PackedRequest])
@@ -179,6 +180,7 @@ def encode_completions(completions: Sequence[Completion]) -> bytes:
             c.versions,
             c.finish_reason,
             c.error,
+            c.replica_id,
         )
         for c in completions
     ]
@@ -199,7 +201,7 @@ def _decode_completion(row: PackedCompletion) -> Completion:
     if len(logprobs) != len(token_ids):
         raise ValueError(f"{len(token_ids)} tokens and {len(logprobs)} logprobs")
     check_spans(row.versions, len(token_ids))
-    return Completion(row.request_id, token_ids, logprobs, row.versions, row.finish_reason, row.error)
+    return Completion(row.request_id, token_ids, logprobs, row.versions, row.finish_reason, row.error, row.replica_id)
 
 
 MANIFEST = MessageFormat("manifest", Manifest)

@@ -47,6 +47,8 @@ class StopReason(StrEnum):
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
+    ABORT = "abort"
+    """The engine went to sleep; the rest is to be sampled elsewhere."""
 
 
 class VersionSpan(NamedTuple):
@@ -106,6 +108,8 @@ class Completion:
     """Spans over `token_ids`."""
     finish_reason: FinishReason = FinishReason.STOP
     error: str = ""
+    replica_id: str = ""
+    """Replica that aborted it."""
 
 
 class Turn(NamedTuple):

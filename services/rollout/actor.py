@@ -15,6 +15,7 @@ from ray.serve.exceptions import RayServeException
 from redis import exceptions as redis_errors
 from redis.asyncio import Redis
 
+from offbeat.services.awake_clock import AwakeClock
 from offbeat.services.buffer.worker_client import AsyncRolloutBuffer
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.chat.tool_templates import load_playing_format
@@ -105,7 +106,8 @@ class EnvWorkerActor:
         run_id, uid = self._settings.run_id, self._settings.run_uid
         redis = connect_async(self._settings.redis_url, run_id=run_id)
         try:
-            generation = await self._find_generation()
+            clock = AwakeClock()
+            generation = await self._find_generation(clock)
             prompts = await asyncio.to_thread(open_prompts, self._settings)
             self._worker = EnvWorker(
                 self._settings,
@@ -118,6 +120,7 @@ class EnvWorkerActor:
                 prompts=prompts,
                 rewards=build_rewards(self._settings, prompts, self._chat),
                 board=_WaitStatusWriter(redis, run_id, uid),
+                clock=clock,
             )
             tune_garbage_collector(self._settings.rollout.max_env_num_per_worker)
             logger.info("%s is ready", self._name)
@@ -134,12 +137,12 @@ class EnvWorkerActor:
             os._exit(1)
         logger.info("%s has stopped", self._name)
 
-    async def _find_generation(self) -> GenerationClient:
+    async def _find_generation(self, clock: AwakeClock) -> GenerationClient:
         if not self._settings.generation_app:
             return NoGeneration()
         while True:
             try:
-                return await asyncio.to_thread(ServeGenerationClient, self._settings.generation_app)
+                return await asyncio.to_thread(ServeGenerationClient, self._settings.generation_app, clock)
             except (RayError, RayServeException, KeyError) as error:  # KeyError: Serve runs, the application does not
                 logger.info("generation is unavailable: %s; retrying", error)
                 await asyncio.sleep(POLL_INTERVAL_S)

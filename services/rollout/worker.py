@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
+from offbeat.services.awake_clock import AwakeClock
 from offbeat.services.buffer.api import ClaimLimits, RolloutBuffer
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.errors import EpisodeError, MeshError
@@ -79,9 +80,10 @@ class EnvWorker:
         data: DataSource | None = None,
         prompts: PromptSource | None = None,
         rewards: EpisodeRewards | None = None,
+        clock: AwakeClock | None = None,
     ) -> None:
         """board: None publishes no wait status. data: rows of training groups; None: episodes. prompts: rows that
-        episodes answer, scored by `rewards`.
+        episodes answer, scored by `rewards`. clock: of `generation`.
         """
         self._settings = settings
         self._worker_id = worker_id
@@ -93,7 +95,9 @@ class EnvWorker:
         self._prompts = prompts
         self._rewards = rewards
         self._waits = Waits()
-        self._batcher = TurnBatcher(generation, settings.rollout.coalesce_s, settings.request_timeout_s)
+        self._clock = clock or AwakeClock()
+        rollout = settings.rollout
+        self._batcher = TurnBatcher(generation, rollout.coalesce_s, settings.request_timeout_s, self._clock)
         self._envs = EnvPool(settings.custom_envs, settings.rollout.num_threads, settings.rollout.num_workers)
         self._agents = runtime_for(settings.custom_envs, settings.model_folder)
         self._reporter = WorkerMetrics(worker_id)
@@ -358,22 +362,26 @@ class EnvWorker:
 
     async def _play(self, task: EpisodeTask, env_task: Task, waiting: Waiting) -> Trajectory:
         rules = self._settings.custom_envs[env_task.tag]
-        limit = asyncio.timeout(rules.episode_timeout_s)
+        limit = asyncio.timeout(None)
         try:
             async with limit:
-                leased = await self._envs.take(env_task.tag, task.kind)
-                finished = False
-                try:
-                    trajectory = await self._play_in(leased, task, env_task, waiting)
-                    finished = True
-                finally:
-                    if not (finished and self._envs.keep(leased)):  # the env may be in any state
-                        await asyncio.shield(leased.runner.close())
-                return trajectory
+                with self._clock.limited(limit, rules.episode_timeout_s):
+                    return await self._play_once(task, env_task, waiting)
         except TimeoutError:
             if limit.expired():
                 raise EpisodeError("episode_timeout", f"not over in {rules.episode_timeout_s:g} s") from None
             raise
+
+    async def _play_once(self, task: EpisodeTask, env_task: Task, waiting: Waiting) -> Trajectory:
+        leased = await self._envs.take(env_task.tag, task.kind)
+        finished = False
+        try:
+            trajectory = await self._play_in(leased, task, env_task, waiting)
+            finished = True
+        finally:
+            if not (finished and self._envs.keep(leased)):  # the env may be in any state
+                await asyncio.shield(leased.runner.close())
+        return trajectory
 
     async def _play_in(self, leased: LeasedEnv, task: EpisodeTask, env_task: Task, waiting: Waiting) -> Trajectory:
         settings, prompts = self._settings, self._prompts

@@ -3,8 +3,7 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from offbeat.envs.config import Config
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+from offbeat.services.ports import LOOPBACK_NAMES
 
 
 class TinkerConfig(Config):
@@ -29,9 +28,15 @@ class TinkerConfig(Config):
     """Memory of a key's unapplied commands."""
     max_samples: int = Field(default=1024, ge=1)
     """Sequences of a key in progress."""
+    max_models_per_key: int = Field(default=64, ge=1)
+    """Models of a key's sessions that have not ended."""
+    max_saved_gib: float = Field(default=64.0, gt=0)
+    """Disk space of a key's checkpoints; further ones are refused."""
+    session_timeout_s: float = Field(default=86400.0, gt=0)
+    """Time without a heartbeat after which a session ends. Its models are deleted, their checkpoints stay."""
 
     @model_validator(mode="after")
     def _is_private(self) -> "TinkerConfig":
-        if self.host not in LOOPBACK and self.keys_file is None:
+        if self.host not in LOOPBACK_NAMES and self.keys_file is None:
             raise ValueError(f"host {self.host} is for other machines, too: set keys_file, or take 127.0.0.1")
         return self

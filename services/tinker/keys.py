@@ -21,6 +21,21 @@ class TinkerKeys:
         return self.key("sessions")
 
     @property
+    def heartbeats(self) -> str:
+        """Hash: id of a session that has not ended -> Unix time of its last heartbeat."""
+        return self.key("heartbeats")
+
+    @property
+    def ended(self) -> str:
+        """Set: ended sessions with models that are not closed."""
+        return self.key("ended")
+
+    @property
+    def closed(self) -> str:
+        """Set: ids of models that take no more commands."""
+        return self.key("closed")
+
+    @property
     def models(self) -> str:
         """Hash: model id -> `ModelRecord`."""
         return self.key("models")

@@ -35,6 +35,7 @@ class CommandLog:
         self.keys = TinkerKeys(name)
         self._redis: Any = redis
         self._commit: Any = redis.register_script((SCRIPTS / "commit.lua").read_text())
+        self._close: Any = redis.register_script((SCRIPTS / "close.lua").read_text())
         self._epoch = 0
 
     def take_over(self) -> None:
@@ -77,6 +78,32 @@ class CommandLog:
         )
         if int(status) < 0:
             raise FencedError("another learner serves this Tinker server")
+
+    def ended(self) -> dict[str, list[str]]:
+        """Return the models of ended sessions, by session."""
+        ended = {each.decode(): list[str]() for each in self._redis.smembers(self.keys.ended)}
+        for model_id in self.model_ids() if ended else ():
+            if (models := ended.get(self.model(model_id).session_id)) is not None:
+                models.append(model_id)
+        return ended
+
+    def close(self, model_id: str) -> bool:
+        """Let a model take no more commands, unless its next one is there."""
+        keys, owner = self.keys, self.model(model_id).owner
+        hashes = (keys.applied, keys.closed, keys.inflight, keys.queued_bytes)
+        return bool(self._close(keys=[keys.log(model_id), *hashes], args=[model_id, owner]))
+
+    def closed(self) -> set[str]:
+        return {each.decode() for each in self._redis.smembers(self.keys.closed)}
+
+    def forget_session(self, session_id: str) -> None:
+        """Remove the samplers of an ended session whose models are closed."""
+        samplers = [
+            each for each in self._redis.hkeys(self.keys.samplers) if each.startswith(f"{session_id}:".encode())
+        ]
+        if samplers:
+            self._redis.hdel(self.keys.samplers, *samplers)
+        self._redis.srem(self.keys.ended, session_id)
 
     def truncate(self, model_id: str, seq_ids: Iterable[int]) -> None:
         """Remove commands that a state on disk contains."""

@@ -23,6 +23,7 @@ class OwnedRecords:
     async def create_session(self, owner: str) -> str:
         session_id = str(uuid.uuid4())
         await self._store.put(self._store.keys.sessions, session_id, Session(owner=owner, created_at=time.time()))
+        await self._store.beat(session_id)
         return session_id
 
     async def session(self, owner: str, session_id: str) -> Session:
@@ -30,14 +31,38 @@ class OwnedRecords:
         session = await self._store.find(self._store.keys.sessions, session_id, Session)
         return _owned(session, owner, f"session {session_id}")
 
-    async def heartbeat(self, owner: str, session_id: str) -> None:
-        """Renew a session; raises GoneError once it has ended."""
+    async def check_session(self, owner: str, session_id: str) -> None:
+        """Raise GoneError if a session has ended."""
         if (await self.session(owner, session_id)).is_finished:
             raise GoneError(f"session {session_id} has ended")
 
+    async def heartbeat(self, owner: str, session_id: str) -> None:
+        """Renew a session; raises GoneError once it has ended."""
+        await self.check_session(owner, session_id)
+        await self._store.beat(session_id)
+
     async def finish_session(self, owner: str, session_id: str) -> None:
+        """End a session; its models are closed when their commands are applied."""
         session = await self.session(owner, session_id)
-        await self._store.put(self._store.keys.sessions, session_id, msgspec.structs.replace(session, is_finished=True))
+        await self._store.end_session(session_id, msgspec.structs.replace(session, is_finished=True))
+
+    async def end_idle_sessions(self, before: float) -> None:
+        """End sessions whose last heartbeat was before a Unix time."""
+        for session_id, at in (await self._store.heartbeats()).items():
+            session = await self._store.find(self._store.keys.sessions, session_id, Session)
+            if at < before and session is not None:
+                await self.finish_session(session.owner, session_id)
+
+    async def open_models(self, owner: str) -> set[str]:
+        """Return the owner's models that take commands."""
+        models = await self._store.all(self._store.keys.models, ModelRecord)
+        return {name for name, each in models.items() if each.owner == owner} - await self._store.closed_models()
+
+    async def saved_bytes(self, owner: str) -> int:
+        """Return the size of the owner's checkpoints."""
+        models = await self._store.all(self._store.keys.models, ModelRecord)
+        saved = await self._store.all(self._store.keys.checkpoints, CheckpointRecord)
+        return sum(each.size_bytes for each in saved.values() if models[each.model_id].owner == owner)
 
     async def model(self, owner: str, model_id: str) -> ModelRecord:
         """Raises NotFoundError."""

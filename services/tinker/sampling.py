@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from offbeat.services.errors import WeightsError
-from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
+from offbeat.services.generation.engine import PromptScores, TopCompletion, TopTokens
+from offbeat.services.messages.types import GenerateRequest, Sampling
 from offbeat.services.tinker.errors import TinkerError
 from offbeat.services.tinker.records import AdapterVersion
 from offbeat.services.tinker.schemas import SampleBody
@@ -26,9 +27,9 @@ BASE_VERSION = 0
 class AdapterEngine(Protocol):
     """Engine that samples the base model, or an adapter by name."""
 
-    async def generate(self, request: GenerateRequest, version: int, adapter: str = "") -> Completion: ...
+    async def generate_with_top(self, request: GenerateRequest, adapter: str, num_top: int) -> TopCompletion: ...
 
-    async def score(self, prompt: Sequence[int], adapter: str = "") -> list[float]: ...
+    async def score(self, prompt: Sequence[int], adapter: str = "", num_top: int = 0) -> PromptScores: ...
 
     async def put_adapter(self, name: str, folder: Path, version: int) -> None: ...
 
@@ -38,10 +39,11 @@ class AdapterEngine(Protocol):
 
 
 class SampleAnswer(NamedTuple):
-    """prompt_logprobs: per token, NaN without one."""
+    """prompt_logprobs, prompt_top: per token; NaN and nothing without a score."""
 
     sequences: list[SampledSequence]
     prompt_logprobs: list[float] | None = None
+    prompt_top: list[TopTokens] | None = None
 
 
 @dataclass(slots=True)
@@ -135,13 +137,17 @@ class Sampler:
             stop_token_ids=rules.token_ids,
         )
         requests = [GenerateRequest(f"{request_id}:{i}", prompt, sampling) for i in range(body.num_samples)]
-        answers = await asyncio.gather(*(self._engine.generate(each, BASE_VERSION, adapter) for each in requests))
+        num_top = body.topk_sample_logprobs
+        answers = await asyncio.gather(*(self._engine.generate_with_top(each, adapter, num_top) for each in requests))
         sequences = [_cut(answer, rules) for answer in answers]
-        if not body.prompt_logprobs:
+        num_top = body.topk_prompt_logprobs
+        if not body.prompt_logprobs and not num_top:
             return SampleAnswer(sequences)
-        scores = [math.nan, *await self._engine.score(prompt, adapter)]
-        skipped = len(scores) - min(body.prompt_logprobs_last_n or len(scores), len(scores))
-        return SampleAnswer(sequences, [math.nan] * skipped + scores[skipped:])
+        scores = await self._engine.score(prompt, adapter, num_top)
+        skipped = len(prompt) - min(body.prompt_logprobs_last_n or len(prompt), len(prompt))
+        logprobs = [math.nan] * skipped + [math.nan, *scores.logprobs][skipped:]
+        top = [TopTokens()] * skipped + [TopTokens(), *scores.top][skipped:]
+        return SampleAnswer(sequences, logprobs if body.prompt_logprobs else None, top if num_top else None)
 
 
 def prompt_tokens(body: SampleBody) -> tuple[int, ...]:
@@ -154,10 +160,12 @@ def prompt_tokens(body: SampleBody) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def _cut(completion: Completion, rules: StopRules) -> SampledSequence:
+def _cut(answer: TopCompletion, rules: StopRules) -> SampledSequence:
+    completion = answer.completion
     if completion.error:
         raise TinkerError(completion.error)
     versions = [span.version for span in completion.versions for _ in range(span.start, span.end)]
     end = rules.find_end(completion.token_ids)
     reason = completion.finish_reason.value if end is None else "stop"
-    return SampledSequence(completion.token_ids[:end], completion.logprobs[:end], versions[:end], reason)
+    top = answer.top[:end] or None
+    return SampledSequence(completion.token_ids[:end], completion.logprobs[:end], versions[:end], reason, top)

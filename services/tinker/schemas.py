@@ -11,6 +11,7 @@ Id = Annotated[str, Field(min_length=1, max_length=256)]
 SeqId = Annotated[int, Field(ge=0, lt=1 << 53)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 MAX_SEED = (1 << 63) - 1
+MAX_TOP = 1000
 
 
 class Body(BaseModel):
@@ -119,8 +120,8 @@ class SampleBody(Body):
     num_samples: int = Field(default=1, ge=1, le=1024)
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: int | None = Field(default=None, ge=1)
-    topk_prompt_logprobs: int = 0
-    topk_sample_logprobs: int = 0
+    topk_prompt_logprobs: int = Field(default=0, ge=0, le=MAX_TOP)
+    topk_sample_logprobs: int = Field(default=0, ge=0, le=MAX_TOP)
     target_prompt_logprobs: dict[str, object] | None = None
     prompt_alt_tokens_k: int = 0
 

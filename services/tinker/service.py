@@ -73,7 +73,7 @@ class TinkerService:
 
     async def create_model(self, owner: str, body: CreateModelBody) -> tuple[str, str]:
         """Return the request's and the model's id; raises TinkerError."""
-        await self.records.session(owner, body.session_id)
+        await self.records.check_session(owner, body.session_id)
         self._check_base(body.base_model)
         if body.optimizer_config.type != "adamw":
             raise TinkerError(f"optimizer {body.optimizer_config.type!r} is not available: take adamw")
@@ -102,13 +102,13 @@ class TinkerService:
 
     async def save_weights(self, owner: str, body: SaveWeightsBody) -> tuple[str, str]:
         name = body.path or f"seq-{body.seq_id}"
-        command = refuse_name(name) or SaveWeights(name, "training", body.overwrite, body.user_metadata)
+        command = await self._save(owner, SaveWeights(name, "training", body.overwrite, body.user_metadata))
         return await self._submit(owner, body.model_id, body.seq_id, command)
 
     async def save_weights_for_sampler(self, owner: str, body: SamplerWeightsBody) -> tuple[str, str]:
         if body.path is not None or body.sampling_session_seq_id is None:
             name = body.path or f"seq-{body.seq_id}"
-            command = refuse_name(name) or SaveWeights(name, "sampler", body.overwrite, body.user_metadata)
+            command = await self._save(owner, SaveWeights(name, "sampler", body.overwrite, body.user_metadata))
         else:
             record = await self.records.model(owner, body.model_id)
             sampler_id = _sampler_id(record.session_id, body.sampling_session_seq_id)
@@ -124,7 +124,7 @@ class TinkerService:
             raise TinkerError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
         if isinstance(start, RefusedCommand):
             raise NotFoundError(start.error)
-        await self.records.session(owner, body.session_id)
+        await self.records.check_session(owner, body.session_id)
         checkpoint = await self.records.checkpoint(owner, body.path)
         return await self._create(
             owner, body.session_id, body.model_seq_id, checkpoint.lora, body.user_metadata, CreateModel(start)
@@ -132,7 +132,7 @@ class TinkerService:
 
     async def create_sampler(self, owner: str, body: CreateSamplerBody) -> str:
         """Open a sampling session of a checkpoint or the base model; raises TinkerError."""
-        await self.records.session(owner, body.session_id)
+        await self.records.check_session(owner, body.session_id)
         adapter: AdapterVersion | None = None
         if body.model_path is not None:
             adapter = (await self.records.checkpoint(owner, body.model_path)).adapter
@@ -187,12 +187,31 @@ class TinkerService:
         command: CreateModel,
     ) -> tuple[str, str]:
         model_id = f"{session_id}:train:{number}"
+        await self._check_models(owner, model_id)
         record = ModelRecord(
             owner=owner, session_id=session_id, created_at=time.time(), lora=lora, user_metadata=metadata
         )
         await self.store.put_once(self.store.keys.models, model_id, record)
         await self.store.submit(model_id, owner, 0, command)
+        if (session := await self.records.session(owner, session_id)).is_finished:  # meanwhile: close this model, too
+            await self.store.end_session(session_id, session)
         return request_id_of(model_id, 0), model_id
+
+    async def _check_models(self, owner: str, model_id: str) -> None:
+        """Raise TinkerError if the owner may have no further model."""
+        others = await self.records.open_models(owner) - {model_id}
+        if len(others) >= self._config.max_models_per_key:
+            raise TinkerError(
+                f"this key has {len(others)} models (tinker.max_models_per_key): end a session, by ServiceClient.close()"
+            )
+
+    async def _save(self, owner: str, command: SaveWeights) -> SaveWeights | RefusedCommand:
+        """Refuse a bad name, and a checkpoint beyond the owner's disk space."""
+        saved = (await self.records.saved_bytes(owner)) / (1 << 30)
+        if saved >= self._config.max_saved_gib:
+            advice = "delete some, by RestClient.delete_checkpoint"
+            return RefusedCommand(f"checkpoints of this key take {saved:.3g} GiB (tinker.max_saved_gib): {advice}")
+        return refuse_name(command.name) or command
 
     async def _submit(self, owner: str, model_id: str, seq_id: int, command: Command) -> tuple[str, str]:
         await self.records.model(owner, model_id)
@@ -217,7 +236,7 @@ class TinkerService:
             answer = await self._sampler.sample(body, request_id, name, adapter)
         except TinkerError as error:
             return Result.of_error(str(error))
-        return Result(encode_sample_response(answer.sequences, answer.prompt_logprobs), is_protobuf=True)
+        return Result(encode_sample_response(*answer), is_protobuf=True)
 
     async def _find_adapter(self, record: SamplerRecord) -> tuple[str, AdapterVersion | None]:
         if record.inflight_model_id is not None:
@@ -228,8 +247,6 @@ class TinkerService:
     def _check_sample(self, body: SampleBody) -> None:
         """Refuse unsupported requests by TinkerError."""
         unsupported = {
-            "topk_prompt_logprobs": body.topk_prompt_logprobs,
-            "topk_sample_logprobs": body.topk_sample_logprobs,
             "target_prompt_logprobs": body.target_prompt_logprobs,
             "prompt_alt_tokens_k": body.prompt_alt_tokens_k,
         }

@@ -1,6 +1,7 @@
 """State of a Tinker server in Redis."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar, cast
@@ -10,10 +11,10 @@ from redis import exceptions as redis_errors
 from redis.asyncio import Redis
 
 from offbeat.services.tinker.config import TinkerConfig
-from offbeat.services.tinker.errors import QueueFullError
+from offbeat.services.tinker.errors import GoneError, QueueFullError
 from offbeat.services.tinker.keys import TinkerKeys
 from offbeat.services.tinker.log import SCRIPTS
-from offbeat.services.tinker.records import Command, Result, StoredRecord, encode_command
+from offbeat.services.tinker.records import Command, Result, Session, StoredRecord, encode_command
 
 MIB = 1 << 20
 RECONNECT_S = 0.2
@@ -48,15 +49,33 @@ class TinkerStore:
     async def remove(self, key: str, field: str) -> bool:
         return bool(await self._redis.hdel(key, field))
 
+    async def closed_models(self) -> set[str]:
+        return {each.decode() for each in await self._redis.smembers(self.keys.closed)}
+
+    async def beat(self, session_id: str) -> None:
+        await self._redis.hset(self.keys.heartbeats, session_id, time.time())
+
+    async def heartbeats(self) -> dict[str, float]:
+        return {name.decode(): float(at) for name, at in (await self._redis.hgetall(self.keys.heartbeats)).items()}
+
+    async def end_session(self, session_id: str, session: Session) -> None:
+        """Store an ended session, and let the learner close its models."""
+        async with self._redis.pipeline(transaction=True) as transaction:
+            transaction.hset(self.keys.sessions, session_id, session.encode())
+            transaction.hdel(self.keys.heartbeats, session_id)
+            transaction.sadd(self.keys.ended, session_id)
+            await transaction.execute()
+
     async def submit(self, model_id: str, owner: str, seq_id: int, command: Command) -> None:
         """Append a command to its model's log, once.
 
         Raises:
             QueueFullError: too much is queued.
+            GoneError: the model's session has ended.
         """
         config, keys = self._config, self.keys
         status = await self._submit(
-            keys=[keys.log(model_id), keys.applied, keys.queued_bytes, keys.wakeups],
+            keys=[keys.log(model_id), keys.applied, keys.queued_bytes, keys.wakeups, keys.closed],
             args=[
                 *(model_id, seq_id, encode_command(command), owner),
                 *(config.max_queued_commands, config.max_queued_mib * MIB),
@@ -66,6 +85,8 @@ class TinkerStore:
             raise QueueFullError(f"the model has {config.max_queued_commands} commands that are not applied")
         if int(status) == -2:
             raise QueueFullError(f"commands of {config.max_queued_mib} MiB under this key are not applied")
+        if int(status) == -3:
+            raise GoneError(f"the session of model {model_id} has ended: go on in another one, from a checkpoint")
 
     async def result(self, request_id: str) -> Result | None:
         data = await self._redis.get(self.keys.result(request_id))

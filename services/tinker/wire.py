@@ -17,20 +17,24 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from offbeat.services.errors import CodecError
+from offbeat.services.generation.engine import TopTokens
 
 PACKAGE = "offbeat.tinker"
 MESSAGES: dict[str, tuple[str, ...]] = {
     "SampleResponse": (
         "1 sequences SampledSequence*",
         "2 prompt_logprobs bytes",
+        "3 topk_prompt_logprobs TopkLogprobs",
         "4 prompt_cache_hit_tokens int32",
     ),
     "SampledSequence": (
         "1 stop_reason int32",
         "2 tokens bytes",
         "3 logprobs bytes",
+        "4 topk_sampled_logprobs TopkLogprobs",
         "1000 token_versions bytes",  # Offbeat's own: the SDK skips it
     ),
+    "TopkLogprobs": ("1 token_ids bytes", "2 logprobs bytes", "3 k uint32", "4 length uint32"),
     "ForwardBackwardRequest": (
         "1 model_id string",
         "2 seq_id int32",
@@ -63,6 +67,8 @@ MESSAGES: dict[str, tuple[str, ...]] = {
 FLOAT32, INT64 = 1, 2
 DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), 3: np.dtype("<i4")}
 """By `DType`."""
+NO_LOGPROB = -99999.0
+"""Of places in `TopkLogprobs` without a token, whose id is 0."""
 STOP_REASONS = {"stop": 0, "length": 1}
 MAX_ELEMENTS = 1 << 26
 """Per tensor, also sparse."""
@@ -217,23 +223,38 @@ class SampledSequence:
     logprobs: Sequence[float]
     versions: Sequence[int]
     stop_reason: str
+    top: Sequence[TopTokens] | None = None
 
 
 def encode_sample_response(
-    sequences: Sequence[SampledSequence], prompt_logprobs: Sequence[float] | None = None
+    sequences: Sequence[SampledSequence],
+    prompt_logprobs: Sequence[float] | None = None,
+    prompt_top: Sequence[TopTokens] | None = None,
 ) -> bytes:
     """prompt_logprobs: per token, NaN without one."""
     message = CLASSES["SampleResponse"]()
     if prompt_logprobs is not None:
         message.prompt_logprobs = np.asarray(prompt_logprobs, "<f4").tobytes()
+    if prompt_top is not None:
+        _write_top(message.topk_prompt_logprobs, prompt_top)
     for sequence in sequences:
-        message.sequences.add(
+        added = message.sequences.add(
             stop_reason=STOP_REASONS[sequence.stop_reason],
             tokens=np.asarray(sequence.tokens, "<i4").tobytes(),
             logprobs=np.asarray(sequence.logprobs, "<f4").tobytes(),
             token_versions=np.asarray(sequence.versions, "<i4").tobytes(),
         )
+        if sequence.top is not None:
+            _write_top(added.topk_sampled_logprobs, sequence.top)
     return message.SerializeToString()
+
+
+def _write_top(field: Any, top: Sequence[TopTokens]) -> None:
+    k = max((len(each.ids) for each in top), default=0)
+    ids, logprobs = np.zeros((len(top), k), "<i4"), np.full((len(top), k), NO_LOGPROB, "<f4")
+    for i, each in enumerate(top):
+        ids[i, : len(each.ids)], logprobs[i, : len(each.ids)] = each.ids, each.logprobs
+    field.token_ids, field.logprobs, field.k, field.length = ids.tobytes(), logprobs.tobytes(), k, len(top)
 
 
 def decode_sample_response(body: bytes) -> list[SampledSequence]:
@@ -246,6 +267,18 @@ def decode_sample_response(body: bytes) -> list[SampledSequence]:
             np.frombuffer(sequence.logprobs, "<f4").tolist(),
             np.frombuffer(sequence.token_versions, "<i4").tolist(),
             reasons[sequence.stop_reason],
+            _read_top(sequence.topk_sampled_logprobs) if sequence.HasField("topk_sampled_logprobs") else None,
         )
         for sequence in message.sequences
+    ]
+
+
+def _read_top(field: Any) -> list[TopTokens]:
+    shape = field.length, field.k
+    ids = np.frombuffer(field.token_ids, "<i4").reshape(shape)
+    logprobs = np.frombuffer(field.logprobs, "<f4").reshape(shape)
+    kept = [row != NO_LOGPROB for row in logprobs]
+    return [
+        TopTokens(tokens[places].tolist(), values[places].tolist())
+        for tokens, values, places in zip(ids, logprobs, kept, strict=True)
     ]

@@ -1,4 +1,6 @@
-"""Tensor and pipeline parallelism over two GPUs learn what one learns, and so does each from the other's checkpoint."""
+"""Tensor and pipeline parallelism over GPUs learn what one learns, between turns of an engine, after a killed rank, and from
+each other's checkpoints: `pytest tests/gpu/test_layouts_gpu.py`.
+"""
 
 import os
 import subprocess
@@ -15,6 +17,7 @@ from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.engines.process_group import process_group, ranks_of_environment
 from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.integration.layout_rank import STEPS, Layout, engine_of, learn
+from tests.integration.test_stage_kill import LAYOUTS, check_killed_rank, undisturbed_run
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
@@ -43,6 +46,19 @@ def test_two_gpus_learn_what_one_learns(tmp_path: Path) -> None:
             torch.testing.assert_close(
                 tensor, alone[key], rtol=1e-3, atol=1e-4, msg=lambda m, n=name, k=key: f"{n} {k}: {m}"
             )
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_killed_rank_ends_all_and_the_run_ends_as_if_undisturbed(
+    redis_server: str, tmp_path: Path, name: str
+) -> None:
+    """With a split reference, and states that leave the GPUs between steps."""
+    if torch.cuda.device_count() < LAYOUTS[name].num_processes:
+        pytest.skip(f"needs {LAYOUTS[name].num_processes} GPUs")
+    cuda = ("actor_train.device=cuda", "actor_infer.device=cpu")
+    with undisturbed_run(redis_server, tmp_path, *cuda) as undisturbed:
+        check_killed_rank(redis_server, tmp_path, name, undisturbed, *cuda, atol=1e-3)
 
 
 def train(model: Path, out: Path) -> None:

@@ -1,4 +1,4 @@
-"""Engine and learner on one GPU by default, synchronous ones in turns: `pytest tests/gpu/test_shared_gpu.py` on a GPU."""
+"""Engines and learner on the same GPUs, side by side and in turns: `pytest tests/gpu/test_shared_gpu.py` on one or two."""
 
 import json
 import os
@@ -16,18 +16,43 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("transport", ["shm", "ipc"])
-@pytest.mark.parametrize("max_staleness", [0, 1])
-def test_engine_and_learner_train_on_one_gpu(transport: str, max_staleness: int, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def train(run: Path, visible: str, *settings: str) -> list[int]:
+    """Train three steps; return how often each engine slept, in order."""
     command = [
         str(ROOT / ".venv/bin/offbeat"),
         *("train", "quickstart", f"output_dir={run}", "max_steps=3", "final_val_batch_size=8", "warm_start.steps=5"),
-        *("actor_train.device=cuda", "actor_infer.device=cuda"),
-        *(f"weights.transport={transport}", f"max_staleness={max_staleness}"),
+        *("actor_train.device=cuda", "actor_infer.device=cuda", *settings),
     ]
-    subprocess.run(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": "0"}, check=True, timeout=800)
+    subprocess.run(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": visible}, check=True, timeout=800)
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert max(line.get("step", 0) for line in steps) >= 3
-    logs = "".join(log.read_text() for log in (run / "logs").glob("generation-*.log"))
-    assert ("asleep: the learner has its devices" in logs) == (max_staleness == 0)
+    logs = [log.read_text() for log in (run / "logs").glob("generation-*.log")]
+    return sorted(log.count("asleep: the learner has its devices") for log in logs)
+
+
+@pytest.mark.parametrize("transport", ["shm", "ipc"])
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_engine_and_learner_train_on_one_gpu(transport: str, max_staleness: int, tmp_path: Path) -> None:
+    (sleeps,) = train(tmp_path / "run", "0", f"weights.transport={transport}", f"max_staleness={max_staleness}")
+    assert (sleeps >= 3) == (max_staleness == 0)
+
+
+@needs_two
+def test_an_engine_on_the_learners_gpu_sleeps_while_the_other_samples(tmp_path: Path) -> None:
+    mappings = ("actor_train.device_mapping=[1]", "actor_infer.device_mapping=[0,1]")
+    sleeps = train(tmp_path / "run", "0,1", *mappings, "max_staleness=1")
+    assert len(sleeps) == 2
+    assert sleeps[0] == 0
+    assert sleeps[1] >= 3
+
+
+@needs_two
+def test_engines_take_turns_with_the_stages_of_a_learner(tmp_path: Path) -> None:
+    stages = ("actor_train.strategy_args.strategy_name=fsdp2_train", "actor_train.strategy_args.pp_size=2")
+    mappings = ("actor_train.device_mapping=[0,1]", "actor_infer.device_mapping=[0,1]", "tiny.num_hidden_layers=2")
+    sleeps = train(tmp_path / "run", "0,1", *stages, *mappings, "max_staleness=0", "use_kl_loss=true")
+    assert len(sleeps) == 2
+    assert sleeps[0] >= 3

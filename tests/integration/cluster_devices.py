@@ -1,4 +1,4 @@
-"""Program on a cluster of two nodes with two logical GPUs each: writes which devices engines and learner get."""
+"""Program on a cluster of two nodes with two and three logical GPUs: writes which devices engines and learner get."""
 
 import json
 import os
@@ -21,7 +21,8 @@ from offbeat.services.devices import VISIBLE, EngineDevices
 from offbeat.services.generation.placement import claim_devices, deployment_options
 from offbeat.services.keys import RunKeys
 from offbeat.services.redis.connection import connect_async
-from offbeat.trainer.process.remote_ranks import RANKS_PER_NODE, RemoteRanks
+from offbeat.trainer.engines.node_ranks import RANKS_PER_NODE, NodeRanks
+from offbeat.trainer.process.remote_ranks import RemoteRanks
 from tests.waiting import wait_until_sync
 
 RUN = "mapped"
@@ -44,6 +45,9 @@ def make_config(folder: Path, url: str) -> RunConfig:
         "redis": {"url": url},
         "actor_train": {"device": "cuda", "device_mapping": "list(range(1, 3))"},
         "actor_infer": {"device": "cuda", "device_mapping": [0, 1, 3], "cpus_per_replica": 0.1},
+        "critic": {"device_mapping": [4]},
+        "adv_estimator": "gae",
+        "reward_normalization": {"method": "identity"},
     }
     return validate_tree(canonical_tree(tree))
 
@@ -65,12 +69,12 @@ def ranks(config: RunConfig, redis: Redis, url: str) -> dict[str, dict[str, str]
     assert isinstance(uid, bytes)
     learner = ManagedLearner(config, redis, url, uid.decode())
     learner._start()
-    world = RemoteRanks(url, RUN, (1, 1))
+    world = RemoteRanks(url, RUN, (NodeRanks(1), NodeRanks(1, 1)))
     world.open(1)
     names = (VISIBLE, RANKS_PER_NODE, "RANK", "LOCAL_RANK", "WORLD_SIZE")
     found: dict[str, dict[str, str]] = {}
     deadline = time.monotonic() + 60
-    while len(found) < 2 and time.monotonic() < deadline:
+    while len(found) < 3 and time.monotonic() < deadline:
         for process in psutil.process_iter():
             try:
                 if "offbeat.trainer.cli" in process.cmdline() and RUN in process.cmdline():

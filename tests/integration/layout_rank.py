@@ -1,6 +1,7 @@
 """One of four ranks that train small models in layouts of tensor, pipeline and data parallelism; see `test_layouts`."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from offbeat.trainer.config.actor_train import ModelArgs
-from offbeat.trainer.engines.base import Hyperparameters
+from offbeat.trainer.engines.base import Hyperparameters, StepOutcome
 from offbeat.trainer.engines.fsdp2 import FSDP2Engine
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
 from offbeat.trainer.losses.policy_loss import all_of, values_of
+from offbeat.trainer.models.distillation import TopQuery
 from offbeat.trainer.models.loading import load_critic, load_policy
 from tests.integration.learner_rank import SMOOTH, fixed_batch
 
@@ -40,10 +42,23 @@ def learn(engine: FSDP2Engine, steps: int) -> dict[str, Tensor]:
     def loss(_: int, said: Any) -> Tensor:
         return ((values_of(said) - 1.0) ** 2).sum() / 6 - said.logprobs.sum() / 6
 
-    outcomes = [engine.train(batch, loss, HYPER) for _ in range(steps)]
+    outcomes: list[StepOutcome] = []
+    for _ in range(steps):
+        outcomes.append(engine.train(batch, loss, HYPER))
+        leave_and_return(engine)
     weights = {name: tensor.clone() for name, tensor in engine.tensors()}
     norms = torch.tensor([outcome.grad_norm for outcome in outcomes])
-    return weights | {"norms": norms, "said": torch.cat(engine.infer(batch, all_of), -1)}
+    top = [replace(x, top=TopQuery(3, 1.0, 11)) for x in batch]
+    said = {"said": torch.cat(engine.infer(batch, all_of), -1), "top": torch.cat(engine.infer(top), -1)}
+    return weights | said | {"norms": norms}
+
+
+def leave_and_return(engine: FSDP2Engine) -> None:
+    """Take turns with an engine on the same devices; on a CPU, copies stand for another device's memory."""
+    engine.offload_states()
+    if engine.device.type == "cpu":
+        engine._module._apply(torch.clone)
+    engine.load_states()
 
 
 def critic_learned(model: Path, ranks: Ranks, layout: Layout) -> dict[str, Tensor]:

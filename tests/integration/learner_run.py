@@ -108,9 +108,15 @@ class Run:
 
 
 @contextmanager
-def a_run(url: str, folder: Path, name: str, overrides: Sequence[str] = ()) -> Iterator[Run]:
-    settings = [f"output_dir={folder / name}", f"exp_name={name}", *SMALL, *overrides]
-    with prepared_run(url, load_run(QUICKSTART, settings)) as run, _players(run), killed_at_exit(run.learners):
+def a_run(
+    url: str, folder: Path, name: str, overrides: Sequence[str] = (), *, num_processes: int | None = None
+) -> Iterator[Run]:
+    """num_processes: of the learner, more than there are CPUs."""
+    config = load_run(QUICKSTART, [f"output_dir={folder / name}", f"exp_name={name}", *SMALL, *overrides])
+    if num_processes is not None:
+        train = config.actor_train.model_copy(update={"num_processes": num_processes})
+        config = config.model_copy(update={"actor_train": train})
+    with prepared_run(url, config) as run, _players(run), killed_at_exit(run.learners):
         yield run
 
 

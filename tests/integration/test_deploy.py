@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import tinker
 import yaml
 
 from offbeat.deploy.run_folder import newest_checkpoint
@@ -16,6 +17,7 @@ from offbeat.services.redis.serve_app import HEAD_NODE
 from offbeat.services.redis.url_file import read_url_file
 from offbeat.services.weights.transports.base import owner_of
 from tests.integration.ray_cluster import RayCluster
+from tests.integration.tinker_client import adapter, are_equal, create, sample, train
 from tests.paths import ROOT
 from tests.waiting import wait_until_sync
 
@@ -80,7 +82,8 @@ rollout: {{num_workers: 2, cpus_per_worker: 0.5}}
 """
 STEPS = 40
 GROUPS_PER_STEP = 4
-OURS = ("EnvWorker", "LearnerHost", "Reaper", "offbeat.trainer.cli", "ServeReplica", "ServeController", "redis-server")
+TINKER = ("ServeReplica:tinker", "offbeat.trainer.tinker.process")
+OURS = ("EnvWorker", "LearnerHost", "Reaper", "offbeat.trainer", "ServeReplica", "ServeController", "redis-server")
 
 
 @pytest.fixture
@@ -103,13 +106,16 @@ def shared_memory(cluster: RayCluster) -> list[str]:
 
 def test_deploy_file_works_as_it_is(cluster: RayCluster):
     """The commands of its header in a new folder, with other ports; a second deployment changes nothing."""
-    cluster.start(num_cpus=2)
+    cluster.start(num_cpus=3)
     cluster.deploy(DEPLOY)
     wait_until_sync(lambda: set(cluster.status().values()) == {"RUNNING"}, timeout_s=120, every_s=0.5)
     token = cluster.folder / TOKEN_FILE
     assert (token.stat().st_mode & 0o777, token.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     assert httpx.get(f"{cluster.url}/runs", trust_env=False).status_code == 401
     assert cluster.living(token.read_text().strip()) == []
+
+    assert cluster.living(*TINKER) == [], "nobody has asked for its model"
+    train_by_tinker(cluster)
 
     overrides = ("max_steps=200", "warm_start.steps=20", "eval_steps=0", "final_val_batch_size=8", "save_steps=1000")
     assert cluster.offbeat("runs", "start", "quickstart", "--url", cluster.url, *overrides) == "quickstart\n"
@@ -139,7 +145,9 @@ def test_runs_survive_deployments_and_kills_and_shutdown_is_clean(cluster: RayCl
 
     # The run has the application that it asked for, and holds it.
     wait_until_sync(lambda: step(cluster) >= 2, timeout_s=240, every_s=0.2)
-    assert cluster.status() == dict.fromkeys(("redis", "generation-local", "control", "weights-one"), "RUNNING")
+    assert cluster.status() == dict.fromkeys(
+        ("redis", "generation-local", "control", "tinker", "weights-one"), "RUNNING"
+    )
     refused = post(cluster, my_run("two", app="generation-local"))
     assert refused.status_code == 409
     assert "'one'" in refused.json()["error"]["message"]
@@ -206,6 +214,25 @@ def test_runs_survive_deployments_and_kills_and_shutdown_is_clean(cluster: RayCl
     saved = newest_checkpoint(cluster.folder / "runs/two")
     assert saved is not None, "its learner saves what it has come to before Redis ends"
     assert saved[0] >= reached
+
+
+def train_by_tinker(cluster: RayCluster) -> None:
+    """Train and sample by the unmodified SDK; a replica that dies is replaced, and repeats what it had not saved."""
+    with tinker.ServiceClient(base_url=f"{cluster.url}/tinker", api_key="tml-one") as service:
+        undisturbed, client = create(service), create(service)
+        losses = train(undisturbed, 6)
+        assert losses[-1] < losses[0]
+        assert train(client, 3) == losses[:3]
+        for process in cluster.living("ServeReplica:tinker"):
+            process.kill()
+        assert train(client, 3) == losses[3:]
+        sampler = client.save_weights_and_get_sampling_client().result()
+        assert len(sample(sampler, 2).sequences) == 2
+        ends = [
+            adapter(cluster.folder / "runs/tinker", each.save_state("end").result().path)
+            for each in (undisturbed, client)
+        ]
+        assert are_equal(*ends)
 
 
 def started(cluster: RayCluster) -> bool:

@@ -19,10 +19,11 @@ import torch
 from ray import serve
 from redis.asyncio import Redis as AsyncRedis
 
+from offbeat.services.device_turns import LearnerTurns
 from offbeat.services.errors import RetryableError
 from offbeat.services.generation.app import build
 from offbeat.services.generation.client import DEPLOYMENT, ServeGenerationClient
-from offbeat.services.generation.config import EngineModelArgs, GenerationConfig, app_name
+from offbeat.services.generation.config import EngineModelArgs, EngineStrategy, GenerationConfig, VllmConfig, app_name
 from offbeat.services.generation.replica import ReplicaStatus
 from offbeat.services.keys import RunKeys
 from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
@@ -45,7 +46,12 @@ pytestmark = [pytest.mark.alone, pytest.mark.asyncio(loop_scope="module"), pytes
 
 RUN = f"serve-{os.getpid()}"
 FLOAT_NOISE = 5e-5
-CONFIG = GenerationConfig(model_args=EngineModelArgs(dtype="float32"), kv_cache_gib=0.25, request_timeout_s=120)
+CONFIG = GenerationConfig(
+    model_args=EngineModelArgs(dtype="float32"),
+    kv_cache_gib=0.25,
+    request_timeout_s=120,
+    strategy_args=EngineStrategy(strategy_config=VllmConfig(enable_sleep_mode=True)),
+)
 WEIGHTS = WeightsConfig()
 RESTART_S = 120.0
 
@@ -82,9 +88,9 @@ class Mesh:
         prompt = tuple((self._requests * 5 + 3 * i) % 28 + 4 for i in range(length))
         return GenerateRequest(f"q{self._requests}", prompt, Sampling(max_new_tokens=max_new_tokens), min_version)
 
-    def mismatch(self, request: GenerateRequest, completion: Completion) -> torch.Tensor:
-        """[tokens of the first span] against the weights of that version."""
-        start, end, version = completion.versions[0]
+    def mismatch(self, request: GenerateRequest, completion: Completion, span: int = 0) -> torch.Tensor:
+        """[tokens of a span] against the weights of its version."""
+        start, end, version = completion.versions[span]
         self.policy.load_state_dict(self.published[version], strict=False)
         try:
             return mismatch(self.policy, request, completion)[start:end]
@@ -198,6 +204,37 @@ async def test_every_token_is_of_its_policy_version_under_load(mesh: Mesh, clien
         assert not completion.error
         assert mesh.mismatch(request, completion).max() < FLOAT_NOISE
     assert any(len(completion.versions) > 1 for _, completion in seen), "no update met a running request"
+
+
+async def test_a_turn_of_the_learner_interrupts_answers_whose_tokens_are_kept(
+    mesh: Mesh, client: ServeGenerationClient
+) -> None:
+    """They end under the weights that were published in the turn, computed anew for the tokens of before."""
+    await wait_until(lambda: serves(mesh.version))
+    before, requests = mesh.version, [mesh.request(max_new_tokens=400) for _ in range(8)]
+    answers = asyncio.create_task(generate(client, *requests))
+    await wait_until(lambda: is_running(8))
+    await generate(client, mesh.request())
+    turns = LearnerTurns(mesh.redis, RUN, "", 1, lease_s=2 * RESTART_S)
+    assert await asyncio.to_thread(turns.begin, lambda: False)
+    late = asyncio.create_task(generate(client, mesh.request()))
+    assert await is_running(0)
+    version = mesh.publish()
+    assert not answers.done()
+    turns.end()
+    assert [span.version for span in (await late)[0].versions] == [version]
+    completions = {completion.request_id: completion for completion in await answers}
+    assert len(completions) == 8
+    for request in requests:
+        completion = completions[request.request_id]
+        assert len(completion.token_ids) == len(completion.logprobs) == 400
+        assert [span.version for span in completion.versions] == [before, version]
+        assert [span.end for span in completion.versions][-1] == 400
+        assert max(mesh.mismatch(request, completion, span).max() for span in (0, 1)) < FLOAT_NOISE
+
+
+async def is_running(count: int) -> bool:
+    return (await status())["running"] == count
 
 
 async def test_the_replica_tells_what_it_did_and_the_broker_how_far_it_lags(

@@ -1,4 +1,5 @@
-"""Two Ray nodes with logical GPUs: devices of each role, a learner over both, scorers beside it, checkpoints in S3."""
+"""Two Ray nodes with logical GPUs: devices of each role, a learner and its critic over both, scorers beside it, checkpoints
+in S3."""
 
 import json
 import os
@@ -47,7 +48,9 @@ actor_infer: {generating_args: {max_new_tokens: 2}}
 rollout: {num_workers: 1, cpus_per_worker: 0.5}
 """
 STORE = f"s3://{BUCKET}/copies"
-SCORED_RUN = f"""{SPREAD_RUN}
+SCORED_RUN = f"""{SPREAD_RUN.replace("actor_train: {num_processes: 2}", "critic: {num_processes: 1}")}
+adv_estimator: gae
+reward_normalization: {{method: identity}}
 use_kl_loss: true
 kl_loss_coef: 0.05
 reference: {{strategy_args: {{placement: service, num_replicas: 2}}}}
@@ -103,21 +106,23 @@ def check_against(cluster: RayCluster) -> None:
 @pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_roles_get_exactly_their_devices(cluster: RayCluster, redis_url: str) -> None:
-    """Device 1 is shared by an engine and the learner, device 2 is the learner's alone."""
+    """Device 1 is shared by an engine and the learner, device 2 is the learner's alone, device 4 the critic's."""
     cluster.start(num_cpus=2, num_gpus=2)
-    cluster.join(num_cpus=1, num_gpus=2)
+    cluster.join(num_cpus=1, num_gpus=3)
     cluster.python(HERE / "cluster_devices.py", str(cluster.folder), redis_url)
     check_against(cluster)
     found: dict[str, Any] = json.loads((cluster.folder / "devices.json").read_text())
     first, second = found["nodes"]
     assert sorted(map(tuple, found["engines"])) == sorted([(first, "0"), (first, "1"), (second, "1")])
-    assert found["ranks"]["0"] == {"CUDA_VISIBLE_DEVICES": "1", "OFFBEAT_RANKS_PER_NODE": "1,1"}
-    assert found["ranks"]["1"] == {
-        "CUDA_VISIBLE_DEVICES": "0",
-        "RANK": "1",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-    }
+    assert found["ranks"]["0"] == {"CUDA_VISIBLE_DEVICES": "1", "OFFBEAT_RANKS_PER_NODE": "1,1+1"}
+    for rank in (1, 2):
+        assert found["ranks"][str(rank)] == {
+            "CUDA_VISIBLE_DEVICES": "0,2",
+            "OFFBEAT_RANKS_PER_NODE": "1,1+1",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank - 1),
+            "WORLD_SIZE": "3",
+        }
     assert found["free"] == 0
 
 
@@ -161,7 +166,8 @@ def s3() -> Iterator[None]:
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("s3")  # before the cluster, which takes the environment
 def test_a_learner_of_two_nodes_dies_and_returns_as_one(request: pytest.FixtureRequest) -> None:
-    """Beside a reference of two replicas; an attached learner of two ranks resumes from the store what the folder lost."""
+    """Rank 1 is the critic, beside a reference of two replicas; an attached learner of two policy ranks and a critic resumes
+    from the store what the folder lost."""
     cluster: RayCluster = request.getfixturevalue("cluster")
     cluster.start(num_cpus=3)
     cluster.join(num_cpus=1)
@@ -208,7 +214,7 @@ def resume_elsewhere(cluster: RayCluster, reached: int) -> None:
         document = document.replace(old, new)
     post(cluster, f'{document}\ncontrol: {{learner: external}}\nresume_from_checkpoint: "{STORE}"')
     said = cluster.offbeat("learner", "attach", "again", "--redis", "runs/redis/url", "--nproc", "2")
-    assert "Learner of again: 2 process(es)" in said
+    assert "Learner of again: 3 process(es)" in said
     assert f"Resuming from step {reached}" in said
     assert f"step {end}/{end}" in said
     wait_until_sync(lambda: cluster.run("again").get("state") == "finished", timeout_s=60, every_s=0.2)

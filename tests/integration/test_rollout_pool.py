@@ -5,6 +5,7 @@ One Ray; the tests run in order, and each plays a run of its own.
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -27,13 +28,14 @@ from offbeat.services.generation.config import app_name
 from offbeat.services.keys import RunKeys
 from offbeat.services.messages.types import Group
 from offbeat.services.rollout.actor import build, stop_worker, worker_name
-from offbeat.services.rollout.config import RolloutConfig, WorkerSettings
+from offbeat.services.rollout.config import CustomEnv, RolloutConfig, WorkerSettings
 from offbeat.services.rollout.tasks import train_task
 from offbeat.services.telemetry import RedisMetrics, merge_all
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.fakes_rollout import worker_settings
 from tests.integration.rollout_replica import build_walker
+from tests.integration.shared_engines import SharedEngines, shared_engines
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -56,7 +58,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir="/tmp/offbeat-rp")
+    ray.init(
+        address="local",
+        num_cpus=2,
+        num_gpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        _temp_dir="/tmp/offbeat-rp",
+    )
     try:
         yield
     finally:
@@ -207,6 +216,47 @@ async def test_a_killed_replica_costs_no_episode(begin):
         await run.train(17)
         assert_whole(run, 20)
         assert {t.attempt for group in run.groups for t in group.trajectories} == {0}
+
+
+async def test_engines_on_the_learners_devices_leave_routing_in_its_turns(begin, redis_url: str):
+    """One of two engines sleeps in each turn, while the other one samples; it returns with the weights of that turn."""
+    lake = CustomEnv(env_type="frozen_lake", max_steps=3, max_tokens_per_step=40, execution="inline")
+    async with begin("pool-turns", total_groups=24, custom_envs={"Lake": lake}, request_timeout_s=60.0) as run:
+        folder, output_dir = run.settings.model_folder, run.settings.output_dir
+        with shared_engines(run.run_id, run.redis, redis_url, folder, output_dir) as engines:
+            run.learner = RedisLearnerBuffer(run.redis, run.run_id, engines.epoch)
+            run.start_worker()
+            await run.train(3)
+            (shared,) = engines.sleeping
+            (other,) = set(await engines.status()) - {shared}
+            for version in (1, 2, 3):
+                await engines.begin()
+                assert engines.sleeping[shared]
+                await run.train(3)
+                for _ in range(5):
+                    statuses = await engines.status()
+                    assert (statuses[shared]["running"], statuses[shared]["version"]) == (0, version - 1)
+                engines.publish(version)
+                await wait_until(lambda v=version: serves(engines, other, v))
+                engines.turns.end()
+                await wait_until(lambda: samples(engines, shared))
+                assert (await engines.status())[shared]["version"] == version
+            await run.train(12)
+        assert_whole(run, 24)
+        trajectories = [trajectory for group in run.groups for trajectory in group.trajectories]
+        assert {trajectory.attempt for trajectory in trajectories} == {0}
+        assert max(map(engines.mismatch, trajectories)) < 5e-5
+        logs = {path.stem: path.read_text() for path in (output_dir / "logs").glob("generation-*.log")}
+        states = {name: re.findall(r"asleep|awake", log) for name, log in logs.items()}
+        assert states == {f"generation-{shared}": ["asleep", "awake"] * 3, f"generation-{other}": []}
+
+
+async def serves(engines: SharedEngines, replica_id: str, version: int) -> bool:
+    return (await engines.status())[replica_id]["version"] == version
+
+
+async def samples(engines: SharedEngines, replica_id: str) -> bool:
+    return (await engines.status())[replica_id]["running"] > 0
 
 
 async def stop_by_itself(run: Run) -> None:

@@ -1,6 +1,6 @@
 """Tinker's API: the unmodified SDK trains, samples, saves and loads against real processes, which may be killed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import tinker
 import torch
-from safetensors.torch import load_file
 from tinker import types
 
-from tests.integration.tinker_server import HTTP, LEARNER, REDIS, RunningServer, running_server
+from offbeat.benchmarks.tinker.server import HTTP, LEARNER, REDIS, RunningServer, running_server
+from tests.integration.tinker_client import ADAM, SENTENCE, adapter, are_equal, create, datum, sample, train
+from tests.waiting import wait_until_sync
 
 KEY, OTHER_KEY = "tml-one", "tml-other"
-SENTENCE = [4, 9, 5, 8, 6, 7, 10, 4]
-ADAM = types.AdamParams(learning_rate=5e-3)
 FLOAT_NOISE = 2e-5
 
 
@@ -32,52 +31,16 @@ def service(server: RunningServer) -> Iterator[tinker.ServiceClient]:
         yield client
 
 
-def datum(tokens: Sequence[int] = SENTENCE, **inputs: Any) -> types.Datum:
-    given = inputs or {"weights": np.ones(len(tokens) - 1, np.float32)}
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(list(tokens[:-1])),
-        loss_fn_inputs={"target_tokens": np.array(tokens[1:]), **given},
-    )
-
-
-def create(service: tinker.ServiceClient, seed: int = 1, **settings: Any) -> tinker.TrainingClient:
-    return service.create_lora_training_client("tiny", rank=4, seed=seed, **settings).result()
-
-
-def train(client: tinker.TrainingClient, steps: int) -> list[float]:
-    """Return the losses."""
-    losses: list[float] = []
-    for _ in range(steps):
-        forward = client.forward_backward([datum(), datum(SENTENCE[2:])], "cross_entropy")
-        step = client.optim_step(ADAM)
-        losses.append(forward.result().metrics["loss:sum"])
-        step.result()
-    return losses
-
-
-def sample(sampler: tinker.SamplingClient, num_samples: int = 1, **settings: Any) -> types.SampleResponse:
-    prompt = types.ModelInput.from_ints(SENTENCE[:1])
-    return sampler.sample(prompt, num_samples, types.SamplingParams(max_tokens=7, **settings)).result()
-
-
-def adapter(server: RunningServer, path: str) -> dict[str, torch.Tensor]:
-    """Return the weights behind a `tinker://` path."""
-    model_id, kind, name = path.removeprefix("tinker://").split("/")
-    (folder,) = (server.folder / "tinker" / "checkpoints" / model_id / kind).glob(f"{name}@*")
-    return load_file(folder / "adapter_model.safetensors")
-
-
-def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 def test_a_model_learns_and_its_samples_have_the_trained_logprobs(service: tinker.ServiceClient) -> None:
     client = create(service)
     losses = train(client, 20)
     assert losses[-1] < 0.2 * losses[0]
     sampler = client.save_weights_and_get_sampling_client().result()
-    (greedy,) = sample(sampler, temperature=0.0).sequences
+    prompt, params = types.ModelInput.from_ints(SENTENCE[:1]), types.SamplingParams(max_tokens=7, temperature=0.0)
+    (greedy,) = sampler.sample(prompt, 1, params, topk_sample_logprobs=3).result().sequences
     assert list(greedy.tokens) == SENTENCE[1:]
+    best = [place[0] for place in greedy.topk_logprobs or () if place]
+    assert best == list(zip(greedy.tokens, greedy.logprobs or (), strict=True))
     assert greedy.stop_reason == "length"
     scores = client.forward([datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
     np.testing.assert_allclose(greedy.logprobs, scores.data, atol=FLOAT_NOISE)
@@ -129,6 +92,18 @@ def test_every_sampled_token_has_its_version(server: RunningServer, service: tin
     ]
 
 
+def test_an_ended_session_leaves_its_checkpoints_alone(server: RunningServer, service: tinker.ServiceClient) -> None:
+    with tinker.ServiceClient(base_url=server.url, api_key=KEY) as ending:
+        client = create(ending)
+        train(client, 1)
+        client.save_weights_and_get_sampling_client().result()
+        path = client.save_state("kept").result().path
+        published = server.folder / "tinker" / "samplers" / client.model_id
+        assert published.exists()
+    wait_until_sync(lambda: not published.exists())
+    assert train(service.create_training_client_from_state(path).result(), 1)
+
+
 @pytest.mark.parametrize("with_optimizer", [True, False])
 def test_a_saved_state_goes_on_bit_for_bit(
     server: RunningServer, service: tinker.ServiceClient, with_optimizer: bool
@@ -142,9 +117,9 @@ def test_a_saved_state_goes_on_bit_for_bit(
         else service.create_training_client_from_state
     )
     other = restore(path).result()
-    assert are_equal(adapter(server, path), adapter(server, other.save_state("same").result().path))
+    assert are_equal(adapter(server.folder, path), adapter(server.folder, other.save_state("same").result().path))
     assert train(client, 2)[0] == train(other, 2)[0]
-    ends = [adapter(server, each.save_state("end").result().path) for each in (client, other)]
+    ends = [adapter(server.folder, each.save_state("end").result().path) for each in (client, other)]
     assert are_equal(*ends) is with_optimizer
 
 
@@ -174,7 +149,7 @@ def test_chunks_of_a_call_add_up(server: RunningServer, service: tinker.ServiceC
     ends: list[dict[str, torch.Tensor]] = []
     for client in (one, several):
         client.optim_step(types.AdamParams(learning_rate=1e-2, eps=1e-3)).result()
-        ends.append(adapter(server, client.save_state("end").result().path))
+        ends.append(adapter(server.folder, client.save_state("end").result().path))
     for name, tensor in ends[0].items():
         torch.testing.assert_close(ends[1][name], tensor, rtol=1e-3, atol=1e-5)
 
@@ -205,7 +180,7 @@ def test_a_custom_loss_has_the_gradient_of_the_same_built_in_one(
     assert metrics["own"] == 1.0
     for client in (built_in, custom):
         client.optim_step(ADAM).result()
-    ends = [adapter(server, each.save_state("end").result().path) for each in (built_in, custom)]
+    ends = [adapter(server.folder, each.save_state("end").result().path) for each in (built_in, custom)]
     assert are_equal(*ends)
 
 
@@ -226,7 +201,7 @@ def test_what_is_refused_says_what_to_do_and_the_model_goes_on(service: tinker.S
     sampler = client.save_weights_and_get_sampling_client().result()
     prompt, one_token = types.ModelInput.from_ints([4, 5]), types.SamplingParams(max_tokens=1)
     with pytest.raises(tinker.RequestFailedError, match=r"TrainingClient\.forward"):
-        sampler.sample(prompt, 1, one_token, include_prompt_logprobs=True, topk_prompt_logprobs=2).result()
+        sampler.sample(prompt, 1, one_token, prompt_alt_tokens_k=2).result()
     assert train(client, 1)
 
 
@@ -275,7 +250,7 @@ def test_a_run_with_kills_ends_with_the_weights_of_an_undisturbed_one(
     """Every part dies while commands and samples are in progress; the client only waits."""
     undisturbed = create(service)
     expected_losses = train(undisturbed, 15)
-    expected = adapter(server, undisturbed.save_state("end").result().path)
+    expected = adapter(server.folder, undisturbed.save_state("end").result().path)
     client = create(service)
     sampler = client.save_weights_and_get_sampling_client().result()
     losses: list[float] = []
@@ -292,6 +267,6 @@ def test_a_run_with_kills_ends_with_the_weights_of_an_undisturbed_one(
         losses += [each.result().metrics["loss:sum"] for each in futures[2::2]]
         futures[-1].result()
     assert losses == expected_losses
-    assert are_equal(adapter(server, client.save_state("end").result().path), expected)
+    assert are_equal(adapter(server.folder, client.save_state("end").result().path), expected)
     lengths = [len(each.tokens) for answer in samples for each in answer.result().sequences]
     assert lengths == [100] * 24

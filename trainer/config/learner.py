@@ -110,7 +110,7 @@ class LearnerConfig(AlgorithmConfig):
     GPUs; on a CPU, one node has all processes.
     """
     actor_train: ActorTrainConfig = Field(default=ActorTrainConfig(), validate_default=True)
-    critic: CriticConfig = CriticConfig()
+    critic: CriticConfig = Field(default=CriticConfig(), validate_default=True)
     reference: ReferenceConfig = Field(default=ReferenceConfig(), validate_default=True)
 
     @field_validator("actor_train")
@@ -124,6 +124,12 @@ class LearnerConfig(AlgorithmConfig):
         if "rollout_batch_size" not in info.data or "sequence_length" not in info.data:  # rejected already
             return value
         return value.with_batch_sizes(info.data["rollout_batch_size"], info.data["sequence_length"])
+
+    @field_validator("critic")
+    @classmethod
+    def _has_processes(cls, value: CriticConfig, info: ValidationInfo) -> CriticConfig:
+        train = info.data.get("actor_train")
+        return value.with_mapped_processes(train.device_mapping) if isinstance(train, ActorTrainConfig) else value
 
     @field_validator("chat_template")
     @classmethod
@@ -232,3 +238,8 @@ class LearnerConfig(AlgorithmConfig):
     @property
     def has_own_critic(self) -> bool:
         return self.adv_estimator == "gae" and self.critic.backbone == "own"
+
+    @property
+    def num_critic_processes(self) -> int:
+        """Return the critic's own processes; 0: the policy's have it, or there is none."""
+        return (self.critic.num_processes or 0) if self.has_own_critic else 0

@@ -51,12 +51,28 @@ class CriticConfig(ConditionalConfig):
     """`own`: a separate model. `policy`: a linear head on the policy's last hidden states, trained with it."""
     model_args: Annotated[CriticModelArgs, OnlyWith(backbone=("own",))] = CriticModelArgs()
     training_args: CriticTrainingArgs = CriticTrainingArgs()
+    num_processes: Annotated[int | None, OnlyWith(backbone=("own",))] = Field(default=None, ge=1)
+    """Processes of its own, which compute values and train beside the policy; `device_mapping` implies it. None: the
+    learner's processes compute this model.
+    """
     device_mapping: Annotated[DeviceMapping | None, OnlyWith(backbone=("own",))] = None
-    """Devices of `actor_train`, whose processes compute this model."""
+    """Devices of its own, one per process and shared with no role, or those of `actor_train`."""
     infer_batch_size: Annotated[int | None, OnlyWith(backbone=("own",))] = Field(default=None, ge=1)
     """As `actor_train.infer_batch_size`."""
     vf_coef: Annotated[float, OnlyWith(backbone=("policy",))] = Field(default=0.1, gt=0)
     """Coefficient of the value loss."""
+
+    def with_mapped_processes(self, policy_devices: DeviceMapping | None) -> "CriticConfig":
+        """Return a copy with a process per device of its own; raises `ValueError` if `num_processes` disagrees."""
+        if self.device_mapping is None:
+            return self
+        number = None if self.device_mapping == policy_devices else len(self.device_mapping)
+        if self.num_processes not in (None, number):
+            of = "the devices of actor_train" if number is None else f"device_mapping of {number} device(s)"
+            raise ValueError(
+                f"num_processes: {self.num_processes} process(es) disagree with {of}: leave one of them out"
+            )
+        return self.model_copy(update={"num_processes": number})
 
 
 class InferStrategyArgs(ConditionalConfig):

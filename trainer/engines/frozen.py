@@ -26,8 +26,17 @@ class Reference(LogprobModel, Protocol):
     def hidden_states(self, batch: Sequence[PackedInput]) -> list[ReferenceStates]: ...
 
 
+@runtime_checkable
+class MovableModel(LogprobModel, Protocol):
+    """Model that can leave the devices."""
+
+    def offload_states(self) -> None: ...
+
+    def load_states(self) -> None: ...
+
+
 class FrozenModel(OnRanks):
-    """`hf_infer`: a transformers model on every rank."""
+    """`hf_infer`: a whole transformers model on every rank."""
 
     def __init__(self, model: PackedPolicy, ranks: Ranks) -> None:
         super().__init__(ranks)

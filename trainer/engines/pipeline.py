@@ -76,9 +76,12 @@ class Pipeline:
     def share_rows(self, outputs: Sequence[Tensor]) -> Tensor:
         """Return an empty tensor like all outputs, [*rows, 0]. outputs: of the last stage."""
         shape = outputs[0].shape[:-1] if outputs else torch.Size()
-        rows = torch.tensor([len(shape), *shape, 0][:2], device=self.device)
-        dist.broadcast(rows, src=self._rank_of(self._ranks.pp_size - 1), group=self._group)
-        return torch.empty(*rows.tolist()[1:][: int(rows[0])], 0, device=self.device)
+        is_double = bool(outputs) and outputs[0].dtype == torch.float64
+        shared = torch.tensor([is_double, len(shape), *shape, 0][:3], device=self.device)
+        dist.broadcast(shared, src=self._rank_of(self._ranks.pp_size - 1), group=self._group)
+        is_double, num_dimensions, *rows = shared.tolist()
+        dtype = torch.float64 if is_double else torch.float32
+        return torch.empty(*rows[:num_dimensions], 0, dtype=dtype, device=self.device)
 
     def sum_tied_gradients(self) -> None:
         """Add the gradients of parameters that the first and the last stage hold, on both."""

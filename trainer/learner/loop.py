@@ -76,8 +76,16 @@ class LearnerComponents:
 
 
 class Learner:
-    def __init__(self, run: LearnerRun, components: LearnerComponents, *, num_processes: int = 1) -> None:
+    def __init__(
+        self,
+        run: LearnerRun,
+        components: LearnerComponents,
+        *,
+        num_processes: int = 1,
+        num_critic_processes: int = 0,
+    ) -> None:
         self._num_processes = num_processes
+        self._num_critic_processes = num_critic_processes
         self._lineage = run.lineage
         self._config = run.config
         self._buffer = components.buffer
@@ -104,7 +112,7 @@ class Learner:
             components.ledger,
             components.reporter,
             run.config.save_steps,
-            tolerant=num_processes == 1,
+            tolerant=num_processes + num_critic_processes == 1,
             on_durable=self._upload,
         )
         self._step = 0
@@ -330,6 +338,7 @@ class Learner:
             next_number=self._next_number,
             kl_coef=self._trainer.kl_coef,
             num_processes=self._num_processes,
+            num_critic_processes=self._num_critic_processes,
             config=self._config.model_dump(mode="json"),
         )
 

@@ -31,7 +31,7 @@ from offbeat.trainer.data.batch import MicroBatch
 from offbeat.trainer.data.user_functions import compute_loss
 from offbeat.trainer.losses.corrections import correct
 from offbeat.trainer.losses.metrics import correction_gauges, loss_gauges, policy_gauges
-from offbeat.trainer.losses.targets import Targets
+from offbeat.trainer.losses.targets import Targets, ValueTargets
 from offbeat.trainer.models.policy import Sampled
 
 
@@ -211,7 +211,9 @@ def _apply_correction(
     return pg_loss, correction_gauges(correction.weight, correction.cut, correction.kept, targets.advantages)
 
 
-def critic_loss(config: AlgorithmConfig, values: Tensor, targets: Targets) -> tuple[Tensor, dict[str, Partial]]:
+def critic_loss(
+    config: AlgorithmConfig, values: Tensor, targets: Targets | ValueTargets
+) -> tuple[Tensor, dict[str, Partial]]:
     """Return a micro-batch's value loss, a mean over tokens (turns with `gae_level: turn`), and gauges. values: [m]
 
     Raises:
@@ -250,12 +252,10 @@ class StepLosses:
         return loss + self.of_head(i, output) if self.config.has_value_head else loss
 
     def of_head(self, i: int, output: Sampled) -> Tensor:
-        return self.config.critic.vf_coef * self.of_critic(i, values_of(output))
-
-    def of_critic(self, i: int, values: Tensor) -> Tensor:
-        loss, gauges = critic_loss(self.config, values, self.targets.at(self.micro[i].index, self.device))
+        targets = self.targets.at(self.micro[i].index, self.device)
+        loss, gauges = critic_loss(self.config, values_of(output), targets)
         self.gauges.append(dict(gauges))
-        return loss
+        return self.config.critic.vf_coef * loss
 
 
 def values_of(output: Sampled) -> Tensor:

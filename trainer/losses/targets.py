@@ -71,6 +71,21 @@ class Targets:
         return replace(self, **selected)
 
 
+@dataclass(frozen=True, slots=True)
+class ValueTargets:
+    """Those of `Targets` that the critic's loss needs."""
+
+    returns: Tensor
+    old_values: Tensor
+    critic_weights: Tensor
+    token_share: float
+
+    def at(self, index: Tensor, device: torch.device) -> "ValueTargets":
+        parts = (self.returns, self.old_values, self.critic_weights)
+        returns, old_values, weights = (part[index].to(device) for part in parts)
+        return ValueTargets(returns, old_values, weights, self.token_share)
+
+
 def build_targets(
     batch: Batch,
     config: AlgorithmConfig,

@@ -1,6 +1,6 @@
 """Causal attention over packed tokens, registered with transformers.
 
-Invariant: a token attends only to its own sequence, never to padding (used on CPUs).
+Invariant: a token attends only to its own sequence, never to padding. On CPUs sequences of similar lengths are padded.
 """
 
 from typing import Any
@@ -76,33 +76,36 @@ def _padded(
     dropout: float,
     window: int | None,
 ) -> Tensor:
-    q, k, v = (_pad(states, packing) for states in (query, key, value))
-    mask = (
-        None
-        if window is None or window >= packing.max_len
-        else _sliding_window_mask(packing.max_len, window, query.device)
-    )
-    out = scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        dropout_p=dropout,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, packing.slots)[None]
+    buckets = zip(*(_pad(states, packing) for states in (query, key, value)), strict=True)
+    rows: list[Tensor] = []
+    for q, k, v in buckets:
+        length = q.shape[2]
+        mask = None if window is None or window >= length else _sliding_window_mask(length, window, query.device)
+        out = scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        rows.append(out.transpose(1, 2).flatten(0, 1))
+    out = rows[0] if len(rows) == 1 else torch.cat(rows)
+    return (out if packing.slots is None else out.index_select(0, packing.slots))[None]
 
 
-def _pad(states: Tensor, packing: Packing) -> Tensor:
-    """Right-pad with zeros: [1, H, N, D] -> [B, H, L, D]."""
+def _pad(states: Tensor, packing: Packing) -> list[Tensor]:
+    """Right-pad with zeros: [1, H, N, D] -> [B, H, L, D] of each bucket."""
     rows = states[0].transpose(0, 1)
-    if packing.num_sequences == 1:
-        return states
-    out = rows.new_zeros(packing.num_sequences * packing.max_len, *rows.shape[1:])
-    out = out.index_copy(0, packing.slots, rows)
-    return out.view(packing.num_sequences, packing.max_len, *rows.shape[1:]).transpose(1, 2)
+    sizes = [count * length for count, length in packing.buckets]
+    if packing.slots is not None:
+        rows = rows.new_zeros(sum(sizes), *rows.shape[1:]).index_copy(0, packing.slots, rows)
+    return [
+        part.view(*bucket, *rows.shape[1:]).transpose(1, 2)
+        for part, bucket in zip(rows.split(sizes), packing.buckets, strict=True)
+    ]
 
 
 def _sliding_window_mask(length: int, window: int, device: torch.device) -> Tensor:

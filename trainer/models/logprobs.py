@@ -27,20 +27,20 @@ class _TokenLogprobs(torch.autograd.Function):
         parts = [
             _forward(chunk, t, row_temperature) for chunk, t, row_temperature in _chunks(logits, targets, temperature)
         ]
-        logprobs, entropies, normalizers = (torch.cat(part) for part in zip(*parts, strict=True))
-        ctx.save_for_backward(logits, targets, entropies, normalizers)
+        logprobs, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(logits, targets, entropies)
         ctx.temperature = temperature
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
         logprob_grad, entropy_grad = grads
-        logits, targets, entropies, normalizers = ctx.saved_tensors
+        logits, targets, entropies = ctx.saved_tensors
         out = torch.empty_like(logits)
         start = 0
         for chunk, target, temperature in _chunks(logits, targets, ctx.temperature):
             rows = slice(start, start := start + len(chunk))
-            logp = _scale(chunk, temperature).sub_(normalizers[rows, None])
+            logp = _log_softmax(chunk, temperature)
             probs = logp.exp()
             # d logprob = onehot - p;  d entropy = -p (log p + entropy)
             grad = torch.zeros_like(logp[:, :1])
@@ -62,26 +62,25 @@ def _chunks(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> Any
     return zip(chunks, chosen, temperatures, strict=True)
 
 
-def _scale(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    return _divide_(logits.to(dtype, copy=True), temperature)
+def _log_softmax(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return torch.log_softmax(values if _is_one(temperature) else values / temperature, 1)
 
 
 def _divide_(values: Tensor, temperature: float | Tensor) -> Tensor:
-    return values if isinstance(temperature, float) and temperature == 1.0 else values.div_(temperature)
+    return values if _is_one(temperature) else values.div_(temperature)
 
 
-def _forward(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    scaled = _scale(logits, temperature)
-    highest = scaled.amax(1, keepdim=True)
-    shares = (scaled - highest).exp_()
-    total = shares.sum(1)
-    normalizer = total.log() + highest[:, 0]
-    chosen = scaled.gather(1, targets[:, None])[:, 0] - normalizer
+def _is_one(temperature: float | Tensor) -> bool:
+    return isinstance(temperature, float) and temperature == 1.0
+
+
+def _forward(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
+    logp = _log_softmax(logits, temperature)
+    chosen = logp.gather(1, targets[:, None])[:, 0]
+    probs = logp.exp()
     # A logit of -inf has probability zero and adds nothing to the mean
-    scaled.clamp_(min=torch.finfo(scaled.dtype).min)
-    expected = torch.linalg.vecdot(shares, scaled) / total
-    return chosen, normalizer - expected, normalizer
+    return chosen, torch.linalg.vecdot(probs, logp.clamp_(min=MIN_LOGPROB)).neg_()
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:

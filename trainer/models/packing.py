@@ -1,4 +1,6 @@
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,24 +10,31 @@ from offbeat.trainer.models.distillation import Distillation, TopQuery
 from offbeat.trainer.models.divergence import ReferenceStates
 from offbeat.trainer.models.tree_attention import TreeLayout
 
+MAX_PADDED_PAIRS = 8192
+"""Pairs of tokens that a bucket computes for padding; another bucket's calls cost about as much as these."""
+
+
+class Bucket(NamedTuple):
+    """Sequences that are padded to one length."""
+
+    count: int
+    length: int
+
 
 @dataclass(frozen=True, slots=True)
 class Packing:
     """B sequences (with `tree`, blocks) concatenated into N tokens.
 
     cu_seqlens: [B + 1] int32, from 0 to N; position_ids: [1, N] int64, from 0 in each sequence; slots: [N] int64, token
-    indices in a right-padded [B, max_len].
+    indices in the concatenated buckets, or None if these are the tokens in order.
     """
 
     cu_seqlens: Tensor
     position_ids: Tensor
-    slots: Tensor
+    slots: Tensor | None
+    buckets: tuple[Bucket, ...]
     max_len: int
     tree: TreeLayout | None = None
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.cu_seqlens) - 1
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, parents: Tensor | None = None) -> "Packing":
@@ -38,14 +47,32 @@ class Packing:
         lengths = starts.diff()
         if len(starts) < 2 or int(starts[0]) != 0 or int(lengths.min()) < 1:
             raise ValueError(f"invalid borders of packed sequences: {starts.tolist()}")
-        num_tokens, max_len = int(starts[-1]), int(lengths.max())
-        positions = torch.arange(num_tokens, device=starts.device) - starts[:-1].repeat_interleave(lengths)
-        rows = torch.arange(len(lengths), device=starts.device).repeat_interleave(lengths)
-        slots = rows * max_len + positions
-        if parents is None:
-            return cls(starts.to(torch.int32), positions[None], slots, max_len)
-        tree = TreeLayout.of(starts, parents)
-        return cls(starts.to(torch.int32), tree.position_ids[None], slots, max_len, tree)
+        borders, max_len = starts.to(torch.int32), int(lengths.max())
+        if parents is not None:
+            tree = TreeLayout.of(starts, parents)
+            return cls(borders, tree.position_ids[None], None, (), max_len, tree)
+        positions = torch.arange(int(starts[-1]), device=starts.device) - starts[:-1].repeat_interleave(lengths)
+        order = lengths.argsort(descending=True, stable=True)
+        buckets = _bucket(lengths[order].tolist())
+        if len(buckets) == 1 and int(lengths.min()) == max_len:
+            return cls(borders, positions[None], None, buckets, max_len)
+        padded = torch.tensor([length for count, length in buckets for _ in range(count)], device=starts.device)
+        first = torch.empty_like(lengths)
+        first[order] = padded.cumsum(0) - padded
+        slots = first.repeat_interleave(lengths) + positions
+        return cls(borders, positions[None], slots, buckets, max_len)
+
+
+def _bucket(lengths: Sequence[int]) -> tuple[Bucket, ...]:
+    """Divide descending lengths, so that padding costs little beside attention itself."""
+    buckets: list[Bucket] = []
+    start, padding = 0, 0
+    for end, length in enumerate(lengths):
+        padding += lengths[start] ** 2 - length**2
+        if padding > MAX_PADDED_PAIRS:
+            buckets.append(Bucket(end - start, lengths[start]))
+            start, padding = end, 0
+    return (*buckets, Bucket(len(lengths) - start, lengths[start]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +136,8 @@ class PackedInput:
         packing = Packing(
             self.packing.cu_seqlens.to(device),
             self.packing.position_ids.to(device),
-            self.packing.slots.to(device),
+            None if self.packing.slots is None else self.packing.slots.to(device),
+            self.packing.buckets,
             self.packing.max_len,
             None if self.packing.tree is None else self.packing.tree.to(device),
         )

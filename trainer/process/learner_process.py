@@ -27,6 +27,7 @@ from offbeat.services.redis.run_writes import RunWrites
 from offbeat.services.telemetry import RedisMetrics
 from offbeat.services.weights.locality import check_reach
 from offbeat.services.weights.publisher import RedisWeightPublisher
+from offbeat.trainer.engines.node_ranks import NodeRanks
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
 from offbeat.trainer.learner.components import build_components
 from offbeat.trainer.learner.evaluations import RedisEvaluationLog
@@ -49,6 +50,7 @@ from offbeat.trainer.trackers.base import LoggedSteps
 from offbeat.trainer.trackers.metrics_writer import MetricsWriter
 from offbeat.trainer.trackers.supervisor import TrackerProcesses, make_start_messages
 from offbeat.trainer.training.checkpoint import Checkpoint, CheckpointStore, read_epoch
+from offbeat.trainer.training.critic_trainer import CriticTrainer
 from offbeat.trainer.training.policy_trainer import PolicyTrainer, Trainer
 from offbeat.trainer.training.score_keys import start_key
 from offbeat.trainer.watchdog import Watchdog, kill_if_hung
@@ -83,7 +85,7 @@ class LearnerProcess:
         follower: Sequence[str],
         view: LearnerView | None = None,
         started: float,
-        ranks_per_node: Sequence[int] = (),
+        ranks_per_node: Sequence[NodeRanks] = (),
     ) -> None:
         """follower: other ranks' command line. started: monotonic time. ranks_per_node: of several nodes, this one
         first."""
@@ -129,7 +131,8 @@ class LearnerProcess:
             die_with_rank_zero()
             start_heartbeats(self._heartbeat_timeout_s)
             with process_group(ranks_of_environment(config.device), config.backend_timeout) as ranks:
-                follow_rank_zero(PolicyTrainer(self._run, ranks), ranks, self._run.config)
+                trainer = CriticTrainer(self._run, ranks) if ranks.is_critic else PolicyTrainer(self._run, ranks)
+                follow_rank_zero(trainer, ranks, self._run.config)
             return LearnerResult()
         with (
             self._redis,
@@ -259,13 +262,20 @@ class LearnerProcess:
 
     def _resume(self, learner: Learner, checkpoint: Checkpoint, ranks: Ranks) -> None:
         self._view.print(f"Resuming from step {checkpoint.state.step}: {checkpoint.path}")
-        written_by, train = checkpoint.state.num_processes, self._run.config.actor_train
+        state, train = checkpoint.state, self._run.config.actor_train
         zero = train.strategy_args.strategy_name == "deepspeed_train"
         sharded = zero and (train.strategy_args.zero_stage > 0 or train.model_args.dtype != "float32")
-        if sharded and written_by != ranks.world_size:
+        if sharded and state.num_processes != ranks.world_size:
             raise ControlError(
-                f"{checkpoint.path} was written by {written_by} process(es), and its optimizer shards can't be "
-                f"redistributed to {ranks.world_size}: use {written_by} (--nproc or actor_train.num_processes)"
+                f"{checkpoint.path} was written by {state.num_processes} process(es), and its optimizer shards can't be "
+                f"redistributed to {ranks.world_size}: use {state.num_processes} (--nproc or actor_train.num_processes)"
+            )
+        before, now = state.num_critic_processes, len(ranks.critics)
+        if sharded and (before or state.num_processes) != (now or ranks.world_size) and self._run.config.has_own_critic:
+            raise ControlError(
+                f"the critic in {checkpoint.path} was written by {before or state.num_processes} process(es), and its "
+                f"optimizer shards can't be redistributed to {now or ranks.world_size}: set critic.num_processes to "
+                f"{before or state.num_processes}"
             )
         with _as_control_error(f"{checkpoint.path} can't be loaded"):
             learner.resume(checkpoint)
@@ -324,7 +334,7 @@ class LearnerProcess:
             turns=self._turns,
             should_stop=self._should_stop,
         )
-        return Learner(run, components, num_processes=ranks.world_size)
+        return Learner(run, components, num_processes=ranks.world_size, num_critic_processes=len(ranks.critics))
 
     def _should_stop(self) -> bool:
         self._watchdog.kick()

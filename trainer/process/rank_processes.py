@@ -1,6 +1,7 @@
 """Processes of a learner's ranks."""
 
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -71,14 +72,17 @@ class FollowerRanks:
     def check(self) -> None:
         if self._others is not None and not self._stopping:
             self._others.check()
-        for rank, process in enumerate(self._processes, start=self._first_rank):
-            code = None if self._stopping else process.poll()
-            if code:  # 0: it was stopped
-                how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-                raise RankDiedError(
-                    f"rank {rank} (pid {process.pid}) {how}: all {self._world_size} processes exit. "
-                    f"Its log is logs/learner-{rank}.log"
-                )
+        codes = [process.poll() or 0 for process in self._processes]  # 0: it runs, or was stopped
+        code = min(codes, key=lambda each: each or math.inf, default=0)  # killed, before those that then lost a peer
+        if code and not self._stopping:
+            index = codes.index(code)
+            rank, how = index + self._first_rank, f"exited with code {code}"
+            if code < 0:
+                how = f"was killed by {signal.Signals(-code).name}"
+            raise RankDiedError(
+                f"rank {rank} (pid {self._processes[index].pid}) {how}: all {self._world_size} processes exit. "
+                f"Its log is logs/learner-{rank}.log"
+            )
 
     def kill_hung(self) -> None:
         pairs = zip(self._processes, self._heartbeats, strict=True)

@@ -16,16 +16,13 @@ from offbeat.services.messages.types import Group
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.data.group_codec import pack_group, unpack_group
 from offbeat.trainer.data.step_batch import StepBatch
-from offbeat.trainer.engines.process_group import Ranks, broadcast
+from offbeat.trainer.engines.process_group import CONTINUE, STOP, Ranks, broadcast
 from offbeat.trainer.training.optimizer_step import Gauges
 from offbeat.trainer.training.policy_trainer import Trainer
 from offbeat.trainer.training.step_tokens import StepTokens
 from offbeat.trainer.warm_start.train import Progress
 
 logger = logging.getLogger(__name__)
-
-STOP, CONTINUE = b"1", b"0"
-"""Broadcast values of `should_stop`."""
 
 
 class RankZeroTrainer:
@@ -91,7 +88,7 @@ class RankZeroTrainer:
 @contextmanager
 def lead(trainer: Trainer, ranks: Ranks) -> Iterator[Trainer]:
     """Yield a broadcasting trainer; stop the followers on success."""
-    if ranks.world_size == 1:
+    if ranks.is_alone:
         yield trainer
         return
     leader = RankZeroTrainer(trainer, ranks)

@@ -4,7 +4,6 @@ Invariants: a world is one start of rank 0 with all of its ranks, which end toge
 within `ABSENCE_TIMEOUT_S`.
 """
 
-import json
 import logging
 import os
 import socket
@@ -23,13 +22,12 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from offbeat.services.keys import RunKeys
+from offbeat.trainer.engines.node_ranks import RANKS_PER_NODE, NodeRanks, decode_ranks, encode_ranks
 from offbeat.trainer.process.heartbeat import Heartbeat
 from offbeat.trainer.process.rank_processes import FollowerRanks, RankDiedError, start_rank
 
 logger = logging.getLogger(__name__)
 
-RANKS_PER_NODE = "OFFBEAT_RANKS_PER_NODE"
-"""Environment variable of rank 0: number of ranks by node, its own first (`2,2`)."""
 WORLD_TTL_S = 6.0
 """Time until a world without rank 0 is removed."""
 ABSENCE_TIMEOUT_S = 6.0
@@ -45,16 +43,6 @@ def worlds_key(run_id: str) -> str:
 
 def world_key(run_id: str, world: str) -> str:
     return RunKeys(run_id).key("learner", "world", world)
-
-
-def split_ranks(num_processes: int, per_node: int | None, mapping: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the number of ranks by node, from `num_gpus_per_node` and devices."""
-    if per_node is None:
-        return (num_processes,)
-    if mapping is None or len(mapping) != num_processes:
-        return tuple(min(per_node, num_processes - start) for start in range(0, num_processes, per_node))
-    nodes = [device // per_node for device in mapping]
-    return tuple(nodes.count(node) for node in sorted(set(nodes)))
 
 
 def local_address(redis_url: str) -> str:
@@ -78,13 +66,13 @@ def _connect(redis_url: str) -> Redis:
 class RemoteRanks:
     """Rank 0's side of a world."""
 
-    def __init__(self, redis_url: str, run_id: str, ranks_per_node: Sequence[int]) -> None:
-        self.num_local = ranks_per_node[0]
+    def __init__(self, redis_url: str, run_id: str, ranks_per_node: Sequence[NodeRanks]) -> None:
+        self.num_local = ranks_per_node[0].total
         self.address = local_address(redis_url)
         self._redis = _connect(redis_url)
         self._worlds, self._id = worlds_key(run_id), uuid.uuid4().hex
         self._key = world_key(run_id, self._id)
-        self._fields: dict[str, str | int] = {SIZES: json.dumps(list(ranks_per_node))}
+        self._fields: dict[str, str | int] = {SIZES: encode_ranks(ranks_per_node)}
         self._failure = ""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._keep_open, name="remote-ranks", daemon=True)
@@ -214,17 +202,18 @@ class FollowerHost:
                 del self._joined[world]
 
     def _join(self, world: str, fields: Mapping[str, str]) -> None:
-        sizes = cast(list[int], json.loads(fields[SIZES]))
+        sizes = [node.total for node in decode_ranks(fields[SIZES])]
         if self._node >= len(sizes):
             return
         first = sum(sizes[: self._node])
         address = {"MASTER_ADDR": fields[ADDRESS], "MASTER_PORT": fields[PORT], "WORLD_SIZE": str(sum(sizes))}
-        environment = {**os.environ, **self._environment, **address, "LOCAL_WORLD_SIZE": str(sizes[self._node])}
+        local = {"LOCAL_WORLD_SIZE": str(sizes[self._node]), RANKS_PER_NODE: fields[SIZES]}
+        environment = {**os.environ, **self._environment, **address, **local}
         logger.info("node %d: ranks %d to %d of %d", self._node, first, first + sizes[self._node] - 1, sum(sizes))
         heartbeats = [Heartbeat(self._timeout_s) for _ in range(sizes[self._node])]
         processes: list[subprocess.Popen[bytes]] = []
-        for local, heartbeat in enumerate(heartbeats):
-            processes.append(start_rank(self._command, first + local, local, heartbeat, environment, self._log))
+        for number, heartbeat in enumerate(heartbeats):
+            processes.append(start_rank(self._command, first + number, number, heartbeat, environment, self._log))
         self._joined[world] = _Joined(FollowerRanks(processes, heartbeats, first_rank=first, world_size=sum(sizes)))
 
     def _report(self, redis: Redis, world: str, joined: _Joined) -> None:

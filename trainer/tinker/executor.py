@@ -7,6 +7,7 @@ import logging
 import shutil
 import time
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,6 +91,14 @@ class Executor:
         if model_id in self._models:
             self._models[model_id].save(path)
         return self._contained[model_id] if path.exists() else -1
+
+    def discard(self, model_ids: Collection[str]) -> None:
+        """Forget models that take no more commands; their checkpoints stay."""
+        for model_id in model_ids:
+            if model_id in self._models:
+                self._models.pop(model_id).close()
+            self._contained.pop(model_id, None)
+            self._folder.discard(model_id)
 
     def _apply(self, model_id: str, record: ModelRecord, seq_id: int, command: Command) -> CommandOutcome:
         match command:

@@ -26,6 +26,11 @@ class TinkerFolder:
         """Return a model's state file."""
         return self.root / "states" / f"{model_id}.safetensors"
 
+    def discard(self, model_id: str) -> None:
+        """Delete a model's state and published adapters."""
+        self.state(model_id).unlink(missing_ok=True)
+        shutil.rmtree(self.root / "samplers" / model_id, ignore_errors=True)
+
     def checkpoint(self, model_id: str, kind: CheckpointKind, name: str, seq_id: int) -> Path:
         """Return the folder of a command's checkpoint; overwriting uses another, as a load may read the first."""
         return self.root / "checkpoints" / model_id / SEGMENTS[kind] / f"{name}@{seq_id}"

@@ -13,6 +13,7 @@ from offbeat.trainer.tinker.executor import Executor
 logger = logging.getLogger(__name__)
 
 WAIT_S = 0.5
+CLOSE_INTERVAL_S = 5.0
 SAVE_INTERVAL_S = 20.0
 """Interval between states of a busy model; a successor repeats later commands."""
 
@@ -26,6 +27,7 @@ class TinkerLearner:
         self._unsaved: dict[str, float] = {}
         """Models with unsaved commands, and since when."""
         self._is_stopped = False
+        self._closed_at = 0.0
 
     def stop(self) -> None:
         self._is_stopped = True
@@ -33,6 +35,7 @@ class TinkerLearner:
     def run(self) -> None:
         """Apply commands until stopped, then save; raises FencedError after a takeover."""
         self._log.take_over()
+        self._executor.discard(self._log.closed())
         self._busy = OrderedDict.fromkeys(each for each in self._log.model_ids() if self._log.logged(each))
         while not self._is_stopped:
             if not self._busy:
@@ -44,6 +47,7 @@ class TinkerLearner:
                 if self._apply_next(model_id):
                     self._busy[model_id] = None
             self._save_due()
+            self._close_ended()
         for model_id in list(self._unsaved):
             self._save(model_id)
 
@@ -63,6 +67,20 @@ class TinkerLearner:
         for model_id, since in list(self._unsaved.items()):
             if now - since >= SAVE_INTERVAL_S:
                 self._save(model_id)
+
+    def _close_ended(self) -> None:
+        """Close the models of ended sessions, once their commands are applied, and delete what is theirs."""
+        if time.monotonic() - self._closed_at < CLOSE_INTERVAL_S:
+            return
+        self._closed_at = time.monotonic()
+        for session_id, model_ids in self._log.ended().items():
+            closed = [model_id for model_id in model_ids if self._log.close(model_id)]
+            for model_id in closed:
+                self._unsaved.pop(model_id, None)
+                self._busy.pop(model_id, None)
+            self._executor.discard(closed)
+            if len(closed) == len(model_ids):
+                self._log.forget_session(session_id)
 
     def _save(self, model_id: str) -> None:
         contained = self._executor.save(model_id)

@@ -68,6 +68,9 @@ class LearnerState:
     """One past the highest consumed group."""
     kl_coef: float = 0.0
     num_processes: int = 1
+    """Of the policy."""
+    num_critic_processes: int = 0
+    """Of a critic with processes of its own."""
     config: dict[str, Any] = field(default_factory=dict[str, Any])
     serial: int = field(default=0, compare=False)
     """Order of writing, not always that of steps."""

@@ -18,6 +18,7 @@ from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.base import Hyperparameters
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.policy import Sampled
+from offbeat.trainer.training.critic_steps import configured_rate
 from offbeat.trainer.training.data_objectives import (
     Objective,
     PreferenceObjective,
@@ -65,7 +66,7 @@ class DataTrainer(BatchTrainer):
         batch = objective.batch
         if not batch.num_sampled:
             return {}
-        rate = self._rate(step, self.learning_rate, self._args.warmup_steps)
+        rate = configured_rate(self._config, step, self.learning_rate, self._args.warmup_steps)
         pieces: list[Gauges] = []
         parts: list[list[MicroBatch]] = []
         for sequences in group_minibatches(batch, self._args.num_minibatches):

@@ -48,6 +48,8 @@ from offbeat.trainer.losses.targets import (
 from offbeat.trainer.models.divergence import ReferenceStates
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import Sampled
+from offbeat.trainer.training.critic_exchange import RemoteCritic
+from offbeat.trainer.training.critic_steps import CriticSteps, configured_rate, critic_rate, outcome_gauges
 from offbeat.trainer.training.group_scorer import (
     GroupScorer,
     cut,
@@ -65,6 +67,7 @@ Gauges = dict[str, Partial]
 class StepModels:
     policy: TrainEngine[Sampled]
     critic: TrainEngine[Tensor] | None = None
+    """None: there is none, or it has processes of its own."""
     reference: LogprobModel | None = None
     teachers: Sequence[LogprobModel | None] = ()
     """In the order of `teacher`; None: scored by its service."""
@@ -85,10 +88,10 @@ class StepPreview:
 class InitialOutputs(NamedTuple):
     """Outputs before a step, [M] each; None if not needed."""
 
-    logprobs: Tensor | None
-    values: Tensor | None
-    next_values: Tensor | None
-    divergences: Tensor | None
+    logprobs: Tensor | None = None
+    values: Tensor | None = None
+    next_values: Tensor | None = None
+    divergences: Tensor | None = None
 
 
 class BatchTrainer:
@@ -99,6 +102,8 @@ class BatchTrainer:
         self._args = config.actor_train.training_args
         self._models = models
         self._ranks = ranks
+        self._critic = None if models.critic is None else CriticSteps(config, models.critic, ranks)
+        self._remote_critic = RemoteCritic(ranks) if ranks.critics else None
         self.kl = KLController(config.init_kl_coef or 0.0, config.target_kl, config.kl_horizon)
         self._running = RunningMoments()
         self.learning_rate = self._args.learning_rate
@@ -125,6 +130,8 @@ class BatchTrainer:
         states = self._reference_states(batch, micro_batches)
         targets, values = self._targets(selected, batch, micro_batches, step, masked, states)
         targets = apply_group_weights(targets, batch, _group_weights(step_batch, selected))
+        if self._remote_critic is not None:
+            self._remote_critic.send(targets)
         parts = [self._cut(batch, part) for part in minibatches(batch, self._args.num_minibatches)]
         pieces: list[Gauges] = []
         seen = torch.full((batch.num_sampled,), math.nan) if self._config.console.keep_steps else None
@@ -197,16 +204,18 @@ class BatchTrainer:
 
         full = self._config.kl_in_reward_is_full
         policy_inputs = [to_input(micro, states) for micro in micro_batches] if full else inputs
-        initial = self._infer_initial(batch, policy_inputs, scatter)
+        initial = self._infer_initial(policy_inputs, scatter)
+        ref_logprobs, teacher_logprobs = self._ref_logprobs(groups), self._teacher_logprobs(groups, batch)
+        initial = self._add_values(initial, batch)
         targets = build_targets(
             batch,
             self._config,
             kl_coef=self.kl.coef,
             old_logprobs=initial.logprobs,
             old_is_present=self._trains_on_initial_pass,
-            ref_logprobs=self._ref_logprobs(groups),
+            ref_logprobs=ref_logprobs,
             divergences=initial.divergences,
-            teacher_logprobs=self._teacher_logprobs(groups, batch),
+            teacher_logprobs=teacher_logprobs,
             values=initial.values,
             next_values=initial.next_values,
             version=step,
@@ -224,34 +233,30 @@ class BatchTrainer:
         return config.old_logprobs == "recompute" and one_step and no_other_use
 
     def _infer_initial(
-        self, batch: Batch, inputs: Sequence[PackedInput], scatter: Callable[[Sequence[Tensor]], Tensor]
+        self, inputs: Sequence[PackedInput], scatter: Callable[[Sequence[Tensor]], Tensor]
     ) -> InitialOutputs:
-        policy, critic = self._models.policy, self._models.critic
+        policy = self._models.policy
         recompute = self._config.old_logprobs == "recompute" and not self._trains_on_initial_pass
         has_head, full = self._config.has_value_head, self._config.kl_in_reward_is_full
         bootstraps = self._config.bootstrap_truncated
         valued = [replace(x, with_next=True) for x in inputs] if bootstraps else inputs
-        values, next_values = (None, None) if critic is None else self._infer_values(critic, batch)
         if not recompute and not has_head:
-            return InitialOutputs(None, values, next_values, None)
+            return InitialOutputs()
         outputs = policy.infer(valued if has_head else inputs, all_of)
         return InitialOutputs(
             _row(outputs, 0, scatter) if recompute else None,
-            _row(outputs, -2 if bootstraps else -1, scatter) if has_head else values,
-            _row(outputs, -1, scatter) if has_head and bootstraps else next_values,
+            _row(outputs, -2 if bootstraps else -1, scatter) if has_head else None,
+            _row(outputs, -1, scatter) if has_head and bootstraps else None,
             _row(outputs, 1, scatter) if full else None,
         )
 
-    def _infer_values(self, critic: TrainEngine[Tensor], batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Return values, [M], and with `bootstrap_truncated` those after each token."""
-        micro_batches = self._cut_for_inference(batch, self._config.critic.infer_batch_size)
-        bootstraps = self._config.bootstrap_truncated
-        outputs = critic.infer([replace(to_input(micro), with_next=bootstraps) for micro in micro_batches])
-
-        def scatter(parts: Sequence[Tensor]) -> Tensor:
-            return scatter_outputs(batch, micro_batches, parts)
-
-        return (_row(outputs, 0, scatter), _row(outputs, 1, scatter)) if bootstraps else (scatter(outputs), None)
+    def _add_values(self, initial: InitialOutputs, batch: Batch) -> InitialOutputs:
+        """Add the critic's values; one with processes of its own has computed them meanwhile."""
+        if self._remote_critic is not None:
+            return initial._replace(**self._remote_critic.values()._asdict())
+        if self._critic is not None:
+            return initial._replace(**self._critic.values(batch)._asdict())
+        return initial
 
     def _ref_logprobs(self, groups: Sequence[Group]) -> Tensor | None:
         if not self._config.needs_ref_logprobs:
@@ -316,54 +321,31 @@ class BatchTrainer:
             total_steps=self._config.max_steps,
         )
         losses = StepLosses(self._config, micro_batches, targets, entropy_coef, self._ranks.device, seen=seen)
-        policy, critic, decay = self._models.policy, self._models.critic, self._args.weight_decay
-        rate = self._rate(step, self.learning_rate, self._args.warmup_steps)
-        critic_args = self._config.critic.training_args
-        critic_rate = self._rate(step, critic_args.learning_rate, critic_args.warmup_steps)
+        policy, decay, head_rate = self._models.policy, self._args.weight_decay, critic_rate(self._config, step)
+        rate = configured_rate(self._config, step, self.learning_rate, self._args.warmup_steps)
         learns = self._config.has_value_head or any(bool(targets.weights[micro.index].any()) for micro in micro_batches)
         outcomes: list[Gauges] = []
-        if critic is not None:
-            trained = critic.train(inputs, losses.of_critic, Hyperparameters(critic_rate, decay))
-            outcomes.append(self._outcome("critic", trained, critic_rate))
+        if self._critic is not None:
+            outcomes += self._critic.optimize(micro_batches, targets, step)
         if warming and self._config.has_value_head:
-            trained = policy.train(inputs, losses.of_head, Hyperparameters(0.0, decay, critic_rate, head_alone=True))
-            outcomes.append(self._outcome("critic", trained, critic_rate))
+            trained = policy.train(inputs, losses.of_head, Hyperparameters(0.0, decay, head_rate, head_alone=True))
+            outcomes.append(self._outcome("critic", trained, head_rate))
         elif not warming and learns:
-            trained = policy.train(inputs, losses.of_policy, Hyperparameters(rate, decay, critic_rate))
+            trained = policy.train(inputs, losses.of_policy, Hyperparameters(rate, decay, head_rate))
             outcomes.append(self._outcome("actor", trained, rate))
             if self._config.has_value_head and self._ranks.rank == 0:
-                outcomes.append({"critic/lr": Partial("last", critic_rate)})
+                outcomes.append({"critic/lr": Partial("last", head_rate)})
         return [*losses.gauges, *outcomes]
 
     def _outcome(self, model: str, outcome: StepOutcome, rate: float) -> Gauges:
-        if self._ranks.rank > 0:
-            return {}
-        norm = {f"{model}/grad_norm": Partial("last", outcome.grad_norm)} if outcome.applied else {}
-        skipped = {f"{model}/skipped_steps": Partial("sum", float(not outcome.applied))}
-        scaled = {}
-        if outcome.loss_scale is not None:
-            scaled = {
-                f"{model}/loss_scale": Partial("last", outcome.loss_scale),
-                f"{model}/overflow_steps": Partial("sum", float(outcome.overflowed)),
-            }
-        return {f"{model}/lr": Partial("last", rate), **norm, **skipped, **scaled}
-
-    def _rate(self, step: int, peak: float, warmup_steps: int) -> float:
-        return scheduled_rate(
-            step,
-            peak=peak,
-            scheduler=self._args.lr_scheduler_type,
-            settings=self._args.lr_scheduler_kwargs,
-            warmup_steps=warmup_steps,
-            total_steps=self._config.max_steps,
-        )
+        return {} if self._ranks.rank > 0 else outcome_gauges(model, outcome, rate)
 
     def _merge(self, pieces: Sequence[Gauges]) -> Gauges:
         own = merge_all(pieces)
-        if self._ranks.world_size == 1:
-            return with_effective_sample_size(own)
-        blobs = gather(self._ranks, encode_record(MetricRecord("rank", own)))
-        return with_effective_sample_size(merge_all(decode_record(blob).values for blob in blobs))
+        blobs = gather(self._ranks, encode_record(MetricRecord("rank", own))) if self._ranks.world_size > 1 else []
+        merged = merge_all(decode_record(blob).values for blob in blobs) if blobs else own
+        of_critic = {} if self._remote_critic is None else self._remote_critic.gauges()
+        return with_effective_sample_size({**merged, **of_critic})
 
 
 def shared_tokens(batch: Batch, parts: Sequence[Sequence[MicroBatch]]) -> Partial:

@@ -25,17 +25,19 @@ from offbeat.trainer.config.scored_roles import REFERENCE as REFERENCE_ROLE
 from offbeat.trainer.config.scored_roles import TEACHER_PREFIX, scored_roles
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.base import TrainEngine
-from offbeat.trainer.engines.deepspeed import DeepSpeedEngine, DeepSpeedLogprobModel
-from offbeat.trainer.engines.frozen import AdapterFreeReference, FrozenModel, LogprobModel
-from offbeat.trainer.engines.process_group import Ranks, gather
+from offbeat.trainer.engines.deepspeed import DeepSpeedLogprobModel
+from offbeat.trainer.engines.factory import make_engine
+from offbeat.trainer.engines.frozen import AdapterFreeReference, FrozenModel, LogprobModel, MovableModel
+from offbeat.trainer.engines.process_group import READY, Ranks, barrier, broadcast, gather
 from offbeat.trainer.engines.state_files import load_tensors
 from offbeat.trainer.models.export import copy_model_files, export_weights
-from offbeat.trainer.models.loading import load_critic, load_policy, load_reward_model
+from offbeat.trainer.models.loading import load_policy, load_reward_model
 from offbeat.trainer.models.lora import FACTORS, save_adapter
 from offbeat.trainer.models.policy import PackedCritic, PackedPolicy
 from offbeat.trainer.models.reward_model import PackedRewardModel
 from offbeat.trainer.models.tokenizer_check import check_same_tokens
 from offbeat.trainer.run import START, LearnerRun
+from offbeat.trainer.training.critic_trainer import CRITIC_STATE, load_first_critic
 from offbeat.trainer.training.data_step import DataTrainer, make_trainer
 from offbeat.trainer.training.group_scorer import GroupScorer
 from offbeat.trainer.training.optimizer_step import (
@@ -121,9 +123,9 @@ class PolicyTrainer:
         self.vocab_size = int(self._model.model.config.get_text_config().vocab_size)
         self._policy = self._engine(self._model)
         self._critic: TrainEngine[Tensor] | None = None
-        self._reference: FrozenModel | None = None
-        """Separate, unsharded reference, if any."""
-        self._teacher_models: list[FrozenModel | DeepSpeedLogprobModel | None] = []
+        self._reference: LogprobModel | None = None
+        """Separate reference, if any."""
+        self._teacher_models: list[LogprobModel | None] = []
         self._steps: BatchTrainer | None = None
 
     @property
@@ -154,6 +156,8 @@ class PolicyTrainer:
             if self._uses_adapters:
                 self._model = self._load_trained(self._run.output_dir / START)
                 self._policy = self._engine(self._model)
+        if self._ranks.critics:
+            broadcast(self._ranks, READY)
         self._build_companions()
         return True
 
@@ -164,12 +168,13 @@ class PolicyTrainer:
             RuntimeError, OSError: another model or set-up, or missing first weights.
         """
         self._find_start(folder)
+        barrier(self._ranks)
         self._build_companions()
         self._batches.load_state_dict(json.loads((folder / ALGORITHM).read_text()))
         self._policy.load(folder / "state" / "policy")
         if self._critic is not None:
-            self._critic.load(folder / "state" / "critic")
-        if self._reference is not None and (folder / REFERENCE).is_file():
+            self._critic.load(folder / CRITIC_STATE)
+        if isinstance(self._reference, FrozenModel) and (folder / REFERENCE).is_file():
             self._reference.follow(load_tensors(folder / REFERENCE).items(), 1.0)
         if self._rng_file(folder).is_file():  # there is none for a rank that the checkpoint's writer did not have
             states = load_tensors(self._rng_file(folder))
@@ -209,8 +214,8 @@ class PolicyTrainer:
             model.load_states()
 
     @property
-    def _movable(self) -> list[TrainEngine[Any] | FrozenModel]:
-        frozen = [each for each in (self._reference, *self._teacher_models) if isinstance(each, FrozenModel)]
+    def _movable(self) -> list[TrainEngine[Any] | MovableModel]:
+        frozen = [each for each in (self._reference, *self._teacher_models) if isinstance(each, MovableModel)]
         return [self._policy, *([] if self._critic is None else [self._critic]), *frozen]
 
     def save(self, folder: Path) -> None:
@@ -219,13 +224,13 @@ class PolicyTrainer:
             self._save_adapter(folder / "adapter")
         self._policy.save(folder / "state" / "policy")
         if self._critic is not None:
-            self._critic.save(folder / "state" / "critic")
+            self._critic.save(folder / CRITIC_STATE)
         if self._ranks.rank == 0:
-            if self._reference is not None and self._config.ref_model_sync_steps is not None:
+            if isinstance(self._reference, FrozenModel) and self._config.ref_model_sync_steps is not None:
                 save_file({name: tensor.cpu() for name, tensor in self._reference.tensors()}, folder / REFERENCE)
             (folder / ALGORITHM).write_text(json.dumps(self._batches.state_dict()))
         save_file({"cpu": torch.get_rng_state(), **_cuda_rng()}, self._rng_file(folder))
-        gather(self._ranks, b"")  # barrier: rank 0 counts the files next
+        barrier(self._ranks)  # rank 0 counts the files next
 
     @property
     def _batches(self) -> BatchTrainer:
@@ -244,12 +249,9 @@ class PolicyTrainer:
 
     def _build_companions(self) -> None:
         folder, keys = self._run.first_weights, score_keys(self._run)
-        args, seed = self._train.model_args, self._config.seed
         is_precomputed = self._config.reads_data and self._config.dpo.precompute_ref_log_probs
-        if self._config.has_own_critic:
-            role = self._config.critic.model_args
-            weights = Path(self._config.critic_folder or folder)
-            self._critic = self._engine(self._kick_watchdog(load_critic(weights, args.of_role(role), seed)))
+        if self._config.has_own_critic and not self._ranks.critics:
+            self._critic = self._engine(self._kick_watchdog(load_first_critic(self._run)))
         is_served = REFERENCE_ROLE in keys and not is_precomputed
         reference = None if is_served else self._build_reference(folder)
         if is_precomputed and reference is not None:
@@ -267,9 +269,10 @@ class PolicyTrainer:
             return None
         role = self._config.reference
         self._check_tokens(REFERENCE_ROLE, role.model_args)
-        reference = self._frozen(self._load_role(role.model_args, folder), role.strategy_args)
-        self._reference = reference if isinstance(reference, FrozenModel) else None
-        return reference
+        model = self._load_role(role.model_args, folder)
+        is_read = bool(self._config.full_kls) or self._config.ref_model_sync_steps is not None
+        self._reference = self._frozen(REFERENCE_ROLE, model, role.strategy_args, is_read=is_read)
+        return self._reference
 
     def _precompute(self, reference: LogprobModel, key: str) -> None:
         (role,) = scored_roles(self._config, self._config.reference, "files")
@@ -278,13 +281,29 @@ class PolicyTrainer:
         num_scored = prepare_scores(sources, role, key, scorer, self._ranks)
         logger.info("the reference has scored %d rows; %s", num_scored, key)
 
-    def _frozen(self, model: PackedPolicy, strategy: InferStrategyArgs) -> FrozenModel | DeepSpeedLogprobModel:
+    def _frozen(
+        self, role: str, model: PackedPolicy, strategy: InferStrategyArgs, *, is_read: bool = False
+    ) -> LogprobModel:
+        """Return a frozen model, split as the policy is. is_read: more than logprobs is read of it, so each rank holds it.
+
+        Raises:
+            ValueError: it can't be split so.
+        """
+        split = self._train.strategy_args
         if strategy.strategy_name == "deepspeed_infer":
             return DeepSpeedLogprobModel(model, self._ranks)
-        return FrozenModel(model, self._ranks)
+        if split.copy_size == 1 or is_read:
+            return FrozenModel(model, self._ranks)
+        try:
+            engine = self._engine(model)
+        except ValueError as error:
+            advice = "a frozen model is split as the policy is, or needs strategy_args.placement: service"
+            raise ValueError(f"{role}: {error} ({advice})") from error
+        logger.info("%s is split over %d processes", role, split.copy_size)
+        return engine
 
-    def _teachers(self, served: Container[str]) -> list[FrozenModel | DeepSpeedLogprobModel | None]:
-        teachers: list[FrozenModel | DeepSpeedLogprobModel | None] = []
+    def _teachers(self, served: Container[str]) -> list[LogprobModel | None]:
+        teachers: list[LogprobModel | None] = []
         for name, teacher in self._config.teacher.items():
             role = f"{TEACHER_PREFIX}{name}"
             if role in served:
@@ -292,7 +311,7 @@ class PolicyTrainer:
                 continue
             self._check_tokens(role, teacher.model_args)
             model = self._load_role(teacher.model_args, self._run.model_folder)
-            teachers.append(self._frozen(model, teacher.strategy_args))
+            teachers.append(self._frozen(role, model, teacher.strategy_args))
         return teachers
 
     @property
@@ -330,13 +349,7 @@ class PolicyTrainer:
         return model
 
     def _engine(self, module: nn.Module) -> TrainEngine[Any]:
-        strategy = self._train.strategy_args
-        if strategy.strategy_name == "fsdp2_train":
-            from offbeat.trainer.engines.fsdp2 import FSDP2Engine  # takes a second to import  # noqa: PLC0415
-
-            tp_size, pp_size = strategy.tp_size, strategy.pp_size
-            return FSDP2Engine(module, self._train.training_args, self._ranks, tp_size=tp_size, pp_size=pp_size)
-        return DeepSpeedEngine(module, self._train.training_args, strategy, self._ranks)
+        return make_engine(module, self._train, self._ranks)
 
     def _save_start(self, engine: TrainEngine[Any]) -> None:
         staging = self._start_staging()

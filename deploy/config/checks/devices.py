@@ -6,7 +6,8 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from offbeat.deploy.config.device_plan import ClusterNode, DevicePlan, check_mappings, plan_devices
+from offbeat.deploy.config.device_plan import ClusterNode, DevicePlan, plan_devices
+from offbeat.deploy.config.device_roles import check_mappings
 from offbeat.deploy.config.devices import count_gpus
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.sharing import engine_utilization, offload_problem

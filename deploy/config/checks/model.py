@@ -51,8 +51,14 @@ def check_model_split(config: RunConfig) -> Iterator[ConfigIssue]:
     sizes = {key: size for key, (size, _) in splits.items() if size > 1}
     if not sizes:
         return
+    product = " x ".join(f"{key} {size}" for key, size in sizes.items())
+    if config.num_critic_processes % strategy.copy_size:
+        yield ConfigIssue(
+            "critic.num_processes",
+            f"{product} of actor_train, which holds for the critic too, does not divide its {config.num_critic_processes} "
+            "process(es)",
+        )
     if train.num_processes % strategy.copy_size:
-        product = " x ".join(f"{key} {size}" for key, size in sizes.items())
         yield ConfigIssue(
             f"{table}.{next(iter(sizes))}",
             f"{product} does not divide the {train.num_processes} process(es) (actor_train.num_processes)",

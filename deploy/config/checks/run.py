@@ -21,6 +21,7 @@ from offbeat.deploy.config.checks.sampling import check_sampling
 from offbeat.deploy.config.checks.teachers import check_teachers
 from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.run import RunConfig
+from offbeat.services.ports import LOOPBACK_NAMES
 from offbeat.services.redis.url import address_problem
 from offbeat.services.rollout.config import EnvManagerConfig
 from offbeat.trainer.checks.algorithm import check_algorithm
@@ -30,7 +31,6 @@ from offbeat.trainer.checks.learner import check_learner, check_staleness_contro
 from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_NAME_BYTES = 255
 """Longest path component."""
 MIN_CPU_HEAD_DIM = 32
@@ -207,11 +207,12 @@ def _check_cpu(config: RunConfig, cores: float, whose: str) -> Iterator[ConfigIs
             f"{infer.num_replicas} engine(s) with {infer.cpus_per_replica:g} CPUs and {rollout.num_workers} worker(s) with "
             f"{rollout.cpus_per_worker:g}{more} need {engines + workers + rewards:g} CPUs, {whose} has {cores:g}: {advice}",
         )
-    threads = train.num_processes * train.num_threads
+    processes = train.num_processes + config.num_critic_processes
+    threads = processes * train.num_threads
     if train.device == "cpu" and threads > cores:
         yield ConfigIssue(
             "actor_train.num_processes",
-            f"{train.num_processes} learner process(es) of {train.num_threads} thread(s) need {threads} CPUs, {whose} "
+            f"{processes} learner process(es) of {train.num_threads} thread(s) need {threads} CPUs, {whose} "
             f"has {cores:g}: their product must not exceed {int(cores)}",
         )
 
@@ -311,7 +312,7 @@ def _check_paths_and_addresses(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue(
             "control.read_token", "has no effect without control.token, the token of operators: set it too"
         )
-    if config.control.host not in LOOPBACK and config.control.token is None:
+    if config.control.host not in LOOPBACK_NAMES and config.control.token is None:
         yield ConfigIssue(
             "control.host",
             f"{config.control.host} is reachable from other machines: set control.token, or take 127.0.0.1",

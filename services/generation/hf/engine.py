@@ -11,21 +11,23 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from offbeat.services.errors import GenerationError, RetryableError
 from offbeat.services.generation.config import GenerationConfig
-from offbeat.services.generation.engine import LoadTimes
+from offbeat.services.generation.engine import LoadTimes, PromptScores, TopCompletion, TopTokens
 from offbeat.services.generation.hf.attention import KvCache
 from offbeat.services.generation.hf.layout import Chunk, StepLayout
 from offbeat.services.generation.hf.limits import cache_problem
 from offbeat.services.generation.hf.model import Adapter, PolicyModel, Route, Version
 from offbeat.services.generation.hf.rows import RowStore
-from offbeat.services.generation.hf.sampler import sample
+from offbeat.services.generation.hf.sampler import find_top, sample
 from offbeat.services.generation.hf.scheduler import PlannedChunk, RunningSequence, Scheduler
-from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
+from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, Sampling
 
 MAX_PASSES_BEFORE_LOAD = 2
 """Passes before weights change, so that submitted requests reach their first token."""
@@ -35,6 +37,14 @@ MAX_PASSES_BEFORE_LOAD = 2
 class LoadedAdapter:
     version: int
     layers: dict[str, Adapter]
+
+
+class SampledToken(NamedTuple):
+    """top: one entry if asked for."""
+
+    token: int
+    logprob: float
+    top: list[TopTokens]
 
 
 class HfEngine:
@@ -88,16 +98,20 @@ class HfEngine:
     async def generate(self, request: GenerateRequest, version: int, adapter: str = "") -> Completion:
         """adapter: name in `put_adapter`; empty samples the base model."""
         del version  # that of a token is known from the pass that sampled it
+        return (await self.generate_with_top(request, adapter, 0)).completion
+
+    async def generate_with_top(self, request: GenerateRequest, adapter: str, num_top: int) -> TopCompletion:
+        """Sample as `generate`, with the most likely tokens in each sampled one's place."""
         if problem := self._problem(request, adapter):
-            return Completion(request.request_id, error=problem)
+            return TopCompletion(Completion(request.request_id, error=problem))
         self._raise_if_dead()
         limit = min(request.sampling.max_new_tokens, self._context - len(request.prompt))
-        sequence = RunningSequence(request, limit, list(request.prompt), adapter)
+        sequence = RunningSequence(request, limit, list(request.prompt), adapter, num_top=num_top)
         answer = self._answers[sequence] = asyncio.get_running_loop().create_future()
         self._scheduler.add(sequence)
         self._submitted.set()
         try:
-            return await answer
+            return TopCompletion(await answer, sequence.top)
         finally:
             self._answers.pop(sequence, None)
 
@@ -143,8 +157,8 @@ class HfEngine:
             self._adapters.pop(name, None)
             self._scheduler.change_weights(recompute=False, adapter=name)
 
-    async def score(self, prompt: Sequence[int], adapter: str = "") -> list[float]:
-        """Return the logprobs of a prompt's tokens but the first, at temperature 1.
+    async def score(self, prompt: Sequence[int], adapter: str = "", num_top: int = 0) -> PromptScores:
+        """Score a prompt's tokens but the first, at temperature 1. num_top: most likely tokens by place.
 
         Raises:
             GenerationError: the prompt is refused.
@@ -155,7 +169,14 @@ class HfEngine:
         layers = self._adapters[adapter].layers if adapter else {}
         async with self._between_passes:
             self._raise_if_dead()
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._model.score, prompt, layers)
+            score = partial(self._model.score, prompt, layers, num_top)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, score)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        async with self._between_passes:
+            for sequence in self._scheduler.sequences():
+                if sequence.request.request_id in request_ids:
+                    self._answer(sequence, sequence.completion(FinishReason.ABORT))
 
     async def sleep(self) -> None:
         """Do nothing: it has no devices."""
@@ -210,17 +231,22 @@ class HfEngine:
                     answer.set_exception(RetryableError(f"the engine failed: {error}"))
             raise
 
-    def _compute(self, chunks: list[PlannedChunk]) -> dict[int, tuple[int, float]]:
-        """Compute passes while there are requests; an error ends the engine."""
+    def _compute(self, chunks: list[PlannedChunk]) -> dict[int, SampledToken]:
+        """Compute a pass; return the sampled tokens by row."""
         layout = StepLayout([Chunk(each.row.number, each.row.computed, each.tokens) for each in chunks], self._context)
         logits = self._model.logits(layout, self._cache, self._routes(chunks, layout))
-        sampling = {each.row.number: each.sequence.request.sampling for each in chunks if each.is_last}
-        places = [place for place, row in enumerate(layout.rows) if row in sampling]
+        sequences = {each.row.number: each.sequence for each in chunks if each.is_last}
+        places = [place for place, row in enumerate(layout.rows) if row in sequences]
         rows = [layout.rows[place] for place in places]
         if not rows:
             return {}
-        ids, logprobs = sample(logits[places], [sampling[row] for row in rows], self._generator)
-        return dict(zip(rows, zip(ids, logprobs, strict=True), strict=True))
+        parameters = [sequences[row].request.sampling for row in rows]
+        ids, logprobs, distributions = sample(logits[places], parameters, self._generator)
+        result: dict[int, SampledToken] = {}
+        for i, row in enumerate(rows):
+            top = find_top(distributions[i : i + 1], sequences[row].num_top)
+            result[row] = SampledToken(ids[i], logprobs[i], top)
+        return result
 
     def _routes(self, chunks: list[PlannedChunk], layout: StepLayout) -> list[Route]:
         rows: dict[str, set[int]] = {}
@@ -229,12 +255,12 @@ class HfEngine:
                 rows.setdefault(chunk.sequence.adapter, set()).add(chunk.row.number)
         return [Route(self._adapters[name].layers, *layout.select(each)) for name, each in rows.items()]
 
-    def _record(self, chunks: list[PlannedChunk], sampled: dict[int, tuple[int, float]]) -> None:
+    def _record(self, chunks: list[PlannedChunk], sampled: dict[int, SampledToken]) -> None:
         for chunk in chunks:
             chunk.row.computed += chunk.count
             if (result := sampled.get(chunk.row.number)) is None:
                 continue
-            token, logprob = result
+            token, logprob, top = result
             if math.isnan(logprob):
                 self._cache.clear(chunk.row.number)  # a masked key that is no number spoils every later output
                 chunk.row.computed = 0
@@ -243,6 +269,7 @@ class HfEngine:
                 continue
             adapter = self._adapters.get(chunk.sequence.adapter)
             chunk.sequence.add(token, logprob, self._version if adapter is None else adapter.version)
+            chunk.sequence.top += top
             if reason := chunk.sequence.finish_reason():
                 self._answer(chunk.sequence, chunk.sequence.completion(reason))
 

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offbeat.services.errors import GenerationError, WeightsError
+from offbeat.services.generation.engine import PromptScores
 from offbeat.services.generation.hf.attention import ROW_ATTENTION, KvCache
 from offbeat.services.generation.hf.layout import Chunk, StepLayout
 from offbeat.services.generation.hf.limits import architecture_problem, bytes_per_token, text_config
+from offbeat.services.generation.hf.sampler import find_top
 from offbeat.services.generation.tensor_file import TensorFile
 
 SETTINGS, ADAPTER, BASE = "adapter_config.json", "adapter_model.safetensors", "model.safetensors"
@@ -88,11 +90,13 @@ class PolicyModel:
         return self._forward(layout, cache, routes, layout.last)
 
     @torch.inference_mode()
-    def score(self, tokens: Sequence[int], layers: Mapping[str, Adapter]) -> list[float]:
-        """Return the logprobs of a sequence's tokens but the first, in a cache of its own."""
+    def score(self, tokens: Sequence[int], layers: Mapping[str, Adapter], num_top: int = 0) -> PromptScores:
+        """Score a sequence's tokens but the first, in a cache of its own."""
         layout, rows = StepLayout([Chunk(0, 0, tokens)], len(tokens)), torch.arange(len(tokens))
         logits = self._forward(layout, KvCache(1, len(tokens)), [Route(layers, rows, rows[:-1])], rows[:-1])
-        return logits.float().log_softmax(-1).gather(-1, layout.token_ids[0, 1:, None])[:, 0].tolist()
+        logprobs = logits.float().log_softmax(-1)
+        scores = logprobs.gather(-1, layout.token_ids[0, 1:, None])[:, 0].tolist()
+        return PromptScores(scores, find_top(logprobs, num_top))
 
     def _forward(self, layout: StepLayout, cache: KvCache, routes: Sequence[Route], kept: Tensor) -> Tensor:
         """Return the logits after tokens `kept`, [n, V]."""

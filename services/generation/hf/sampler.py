@@ -1,15 +1,25 @@
 # pyright: basic
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
+from offbeat.services.generation.engine import TopTokens
 from offbeat.services.messages.types import Sampling
 
 
-def sample(logits: Tensor, parameters: Sequence[Sampling], generator: Generator) -> tuple[list[int], list[float]]:
-    """Sample from logits [n, V] -> ids and their logprobs under the sampled distribution; greedy ones under the
-    model's."""
+class SampledTokens(NamedTuple):
+    """logprobs: of the ids; distributions: [n, V] logprobs."""
+
+    ids: list[int]
+    logprobs: list[float]
+    distributions: Tensor
+
+
+def sample(logits: Tensor, parameters: Sequence[Sampling], generator: Generator) -> SampledTokens:
+    """Sample from logits [n, V]; logprobs are of the sampled distribution, of greedy rows the model's."""
     temperature = torch.tensor([each.temperature for each in parameters])[:, None]
     is_greedy = temperature == 0
     scaled = logits.float() / torch.where(is_greedy, 1.0, temperature)
@@ -21,7 +31,17 @@ def sample(logits: Tensor, parameters: Sequence[Sampling], generator: Generator)
     # the exponential race: argmax of p / Exp(1) is a sample of p
     noise = torch.empty_like(logprobs).exponential_(generator=generator)
     ids = torch.where(is_greedy[:, 0], scaled.argmax(-1), (logprobs.exp() / noise).argmax(-1))
-    return ids.tolist(), logprobs.gather(-1, ids[:, None])[:, 0].tolist()
+    return SampledTokens(ids.tolist(), logprobs.gather(-1, ids[:, None])[:, 0].tolist(), logprobs)
+
+
+def find_top(logprobs: Tensor, count: int) -> list[TopTokens]:
+    """Return the `count` most likely tokens of each row, [n, V], fewer if others can't be sampled."""
+    if not count:
+        return []
+    best, ids = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
+    possible = (best > -math.inf).sum(-1).tolist()
+    rows = zip(ids.tolist(), best.tolist(), possible, strict=True)
+    return [TopTokens(tokens[:n], values[:n]) for tokens, values, n in rows]
 
 
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from offbeat.services.generation.engine import TopTokens
 from offbeat.services.generation.hf.rows import CHUNK, CacheRow, RowStore
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, VersionSpan
 
@@ -30,6 +31,9 @@ class RunningSequence:
     """Its row is of older weights."""
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[VersionSpan] = field(default_factory=list[VersionSpan])
+    num_top: int = 0
+    """Most likely tokens to report by sampled token."""
+    top: list[TopTokens] = field(default_factory=list[TopTokens])
 
     @property
     def num_sampled(self) -> int:

@@ -5,6 +5,7 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
@@ -34,6 +35,8 @@ MAX_CACHED_SAMPLING_PARAMS = 1024
 CPU_BLOCK_SIZE = 32
 """Tokens of a cache block on a CPU, or a multiple."""
 SHUTDOWN_TIMEOUT_S = 0.5
+FINISH_REASONS = {"stop": FinishReason.STOP, "abort": FinishReason.ABORT}
+"""Of vLLM; others leave an answer incomplete."""
 
 
 def engine_environment(config: GenerationConfig) -> dict[str, str]:
@@ -47,6 +50,10 @@ def engine_environment(config: GenerationConfig) -> dict[str, str]:
     if config.device == "cpu":
         environment |= {"OMP_NUM_THREADS": str(max(1, round(config.cpus_per_replica)))}
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(PRIMITIVES)}
+        if config.engine.enforce_eager:
+            # vLLM compiles the rank of sampled tokens even then, for 1 s of CPU at each start and 20 s of g++ at a machine's
+            # first, and is no faster with it at 64 sequences.
+            environment |= {"TORCH_COMPILE_DISABLE": "1"}
         if config.engine.world_size == 1:
             # The model then runs in the scheduler's own process: one import of torch and vLLM less when the engine starts,
             # and no message between processes in every step.
@@ -173,8 +180,6 @@ class VllmEngine:
         except (EngineDeadError, EngineGenerateError) as error:
             raise RetryableError(f"the engine failed: {error}") from error
         (answer,) = outputs[-1].outputs
-        if answer.finish_reason == "abort":
-            raise RetryableError(f"request {request.request_id} was aborted")
         return _completion(request.request_id, answer)
 
     def _prompt(self, request: GenerateRequest, salt: str) -> Any:
@@ -238,6 +243,9 @@ class VllmEngine:
         for _ in range(2):
             await self.llm.is_paused()
 
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self.llm.abort(request_ids)
+
     async def sleep(self) -> None:
         """Move the weights to the host's memory and drop the KV cache; without devices, only pause."""
         await self.llm.sleep(level=1 if self._on_gpu else 0, mode="wait")
@@ -291,6 +299,8 @@ def _parameters(sampling: Sampling) -> Any:
 
 
 def _completion(request_id: str, output: Any) -> Completion:
+    if not output.token_ids:  # aborted before its first token
+        return Completion(request_id, finish_reason=FinishReason.ABORT)
     spans = tuple(VersionSpan(span.start, span.end, int(span.version)) for span in output.weight_versions)
-    reason = FinishReason.STOP if output.finish_reason == "stop" else FinishReason.LENGTH
+    reason = FINISH_REASONS.get(output.finish_reason, FinishReason.LENGTH)
     return Completion(request_id, tuple(output.token_ids), tuple(output.logprobs.logprobs), spans, reason)

@@ -1,7 +1,6 @@
 """Sampling of turns; retries resend the prompt."""
 
 import asyncio
-import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -58,7 +57,8 @@ class EpisodeSampler:
         Raises:
             EpisodeError: `generation_refused`; `generation_unavailable` or `generation_timeout` after `retry_s`.
         """
-        began, wait_s = time.monotonic(), INITIAL_RETRY_WAIT_S
+        now = self._batcher.clock.time
+        began, wait_s = now(), INITIAL_RETRY_WAIT_S
         while True:
             try:
                 return await self._batcher.sample(self._request(prompt, max_new_tokens, images))
@@ -68,7 +68,7 @@ class EpisodeSampler:
                 failure = EpisodeError("generation_unavailable", str(error))
             except MeshError as error:
                 raise EpisodeError("generation_refused", str(error)) from error
-            if time.monotonic() - began + wait_s > self._retry_s:
+            if now() - began + wait_s > self._retry_s:
                 raise failure
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, MAX_RETRY_WAIT_S)

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
 
+from offbeat.services.awake_clock import AwakeClock
 from offbeat.services.errors import GenerationError, MeshError, RetryableError
 from offbeat.services.generation.client import GenerationClient
 from offbeat.services.messages.types import Completion, GenerateRequest
@@ -18,9 +19,16 @@ logger = logging.getLogger(__name__)
 class TurnBatcher:
     """Sender of turns, at most one call per `coalesce_s`."""
 
-    def __init__(self, client: GenerationClient, coalesce_s: float, timeout_s: float | None = None) -> None:
-        """timeout_s: of a call, whose turns are then aborted; None: unlimited."""
+    def __init__(
+        self,
+        client: GenerationClient,
+        coalesce_s: float,
+        timeout_s: float | None = None,
+        clock: AwakeClock | None = None,
+    ) -> None:
+        """timeout_s: of a call, whose turns are then aborted; None: unlimited. clock: of the client."""
         self._client = client
+        self.clock = clock or AwakeClock()
         self._coalesce_s = coalesce_s
         self._timeout_s = timeout_s
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
@@ -92,7 +100,7 @@ class TurnBatcher:
         try:
             async with limit:
                 async for completions in self._client.generate(requests):
-                    if not completions and self._timeout_s is not None:  # the engine sleeps: its time does not count
+                    if not completions and self._timeout_s is not None:  # its engine sleeps: another limit begins
                         limit.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
                     for completion in completions:
                         answer = self._waiting.get(completion.request_id)

@@ -7,6 +7,7 @@ from typer.testing import CliRunner, Result
 
 from offbeat.deploy.cli.app import app
 from offbeat.deploy.config.loader import load_run
+from tests.envs.harbor.task_folder import TaskFolder, needs_shell
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +27,26 @@ def test_check_tells_times_and_that_all_is_well():
     assert done.exit_code == 0, done.output
     assert "sokoban holds the contract" in done.output
     assert "execution: inline fits" in done.output
+
+
+def test_tasks_that_need_a_container_are_listed_with_the_reason(tmp_path: Path):
+    example = TaskFolder(tmp_path / "set/example")
+    assert offbeat("env", "tasks", str(example.path)).output == "example: runs in a shell\n1 of 1 tasks run here\n"
+    TaskFolder(tmp_path / "set/other").write("environment/Dockerfile", "FROM postgres\n")
+    done = offbeat("env", "tasks", str(tmp_path))
+    assert (done.exit_code, "other: needs a container: its Dockerfile: its image postgres" in done.output) == (1, True)
+    assert offbeat("env", "tasks", str(tmp_path / "nowhere")).exit_code == 2
+
+
+@needs_shell
+def test_solutions_are_run_and_one_that_fails_is_told(tmp_path: Path):
+    example = TaskFolder(tmp_path / "example")
+    example.write("solution/solve.sh", "echo 1 > answer\n")
+    TaskFolder(tmp_path / "broken").write("solution/solve.sh", "exit 1\n")
+    done = offbeat("env", "tasks", str(tmp_path), "--solve")
+    assert done.exit_code == 1
+    assert "example: the solution earns 1, doing nothing 0" in done.output
+    assert "broken: reward.txt: could not convert" in done.output
 
 
 @pytest.mark.parametrize(

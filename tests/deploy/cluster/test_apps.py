@@ -8,6 +8,7 @@ from ray.serve.schema import ServeDeploySchema
 from offbeat.deploy.cluster import apps
 from offbeat.deploy.config import devices
 from offbeat.deploy.config.errors import ConfigError
+from offbeat.deploy.tinker.serve_app import TinkerSettings
 from offbeat.deploy.token_file import TOKEN_FILE
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.control.app import ControlSettings
@@ -45,7 +46,7 @@ def test_file_of_one_machine_builds_and_protects_redis_and_api(tmp_path: Path):
     schema = read("deploy.yaml", tmp_path)
     built = settings(schema)
     assert schema.http_options.host == "127.0.0.1"
-    assert [type(value) for value in built.values()] == [RedisSettings, ControlSettings]
+    assert [type(value) for value in built.values()] == [RedisSettings, ControlSettings, TinkerSettings]
     assert built["redis"].port == 6390
     url = f"redis://:{built['redis'].password}@127.0.0.1:6390/0"
     assert {value.redis_url for name, value in built.items() if name != "redis"} == {url}
@@ -58,9 +59,11 @@ def test_file_of_one_machine_builds_and_protects_redis_and_api(tmp_path: Path):
 
 def test_cluster_file_builds_and_requires_a_token(tmp_path: Path):
     (tmp_path / "token").write_text("secret\n")
+    (tmp_path / "tinker-keys").write_text("tml-one\n")
     schema = read("cluster.yaml", tmp_path)
     built = settings(schema)
     assert built["control"].tokens.operate == "secret"
+    assert built["tinker"].config.tinker.keys_file == tmp_path / "tinker-keys"
     big = built["generation-8b"]
     assert (big.tenant, big.config.engine.tensor_parallel_size, big.transport) == (None, 2, "nccl")
     override = next(app for app in schema.applications if app.name == "generation-8b").deployments[0]
@@ -72,6 +75,18 @@ def test_cluster_file_builds_and_requires_a_token(tmp_path: Path):
 def test_unknown_argument_is_rejected_with_the_nearest_name():
     with pytest.raises(ConfigError, match="did you mean `working_dir`"):
         apps.control({"redis_url": URL, "workingdir": "/tmp"})
+
+
+def test_tinker_loads_no_model_before_it_is_called():
+    deployment = apps.tinker({"redis_url": URL, "folder": "t", "run": "quickstart.yaml"})._bound_deployment
+    assert deployment._deployment_config.autoscaling_config.min_replicas == 0
+    assert not Path("t").exists()
+
+
+def test_missing_file_of_tinker_keys_is_rejected():
+    args = {"redis_url": URL, "folder": "t", "run": "quickstart.yaml", "config": {"tinker": {"keys_file": "none"}}}
+    with pytest.raises(ConfigError, match=r"tinker.keys_file: none can't be read"):
+        apps.tinker(args)
 
 
 def test_invalid_key_of_a_run_is_rejected_with_its_path():

@@ -11,6 +11,7 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.sharing import choose_turns, with_utilization
 from offbeat.services.devices import EngineDevices
 from offbeat.services.generation.config import app_name
+from offbeat.trainer.engines.node_ranks import encode_ranks
 
 ONE_GPU = [ClusterNode("a", "10.0.0.1", 1)]
 TWO_NODES = [ClusterNode("b", "10.0.0.2", 4), ClusterNode("a", "10.0.0.1", 4)]
@@ -38,7 +39,7 @@ def test_engine_and_learner_share_the_only_gpu() -> None:
     assert with_utilization(config(), plan).engine.gpu_memory_utilization == 0.45
 
 
-def test_only_synchronous_runs_on_shared_devices_take_turns() -> None:
+def test_synchronous_runs_on_shared_devices_take_turns() -> None:
     synchronous = config(max_staleness=0)
     shared = choose_turns(synchronous, ONE_GPU)
     assert shared.takes_turns
@@ -49,10 +50,20 @@ def test_only_synchronous_runs_on_shared_devices_take_turns() -> None:
     assert choose_turns(refused, ONE_GPU) == refused
 
 
-def test_of_several_engines_those_on_the_learners_devices_sleep() -> None:
-    run = config({"device_mapping": [1]}, {"device_mapping": [0, 1]}, max_staleness=0)
-    plan = plan_devices(choose_turns(run, TWO_NODES), TWO_NODES)
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_of_several_engines_those_on_the_learners_devices_sleep(max_staleness: int) -> None:
+    run = choose_turns(
+        config({"device_mapping": [1]}, {"device_mapping": [0, 1]}, max_staleness=max_staleness), TWO_NODES
+    )
+    plan = plan_devices(run, TWO_NODES)
     assert [(slot.devices, slot.is_shared) for slot in plan.engines] == [((0,), False), ((1,), True)]
+    assert run.takes_turns
+    assert with_utilization(run, plan).engine.gpu_memory_utilization == 0.85
+
+
+def test_asynchronous_runs_without_other_engines_stay_in_memory() -> None:
+    both = config({"device_mapping": [0, 1]}, {"device_mapping": [0, 1]}, max_staleness=1)
+    assert choose_turns(both, TWO_NODES) == both
 
 
 def test_separate_devices_are_left_to_ray_and_keep_the_memory() -> None:
@@ -92,10 +103,8 @@ def test_a_scoring_service_shares_no_device() -> None:
     assert plan.scorers == {"reference": (EngineDevices("a", (1,)),)}
     assert plan_devices(config(**scored()), TWO_NODES) == DevicePlan()
     message = issues(config(**scored()), ONE_GPU)["reference.strategy_args.num_replicas"]
-    assert (
-        message
-        == "1 scoring process(es) need a GPU each, beside 1 of engines and learner; there are 1 device(s) (1 on 1 nodes)"
-    )
+    needed = "1 process(es) of reference need a GPU each, beside 1 of engines and learner"
+    assert message == f"{needed}; there are 1 device(s) (1 on 1 nodes)"
 
 
 def test_a_scoring_service_has_devices_of_its_own() -> None:
@@ -166,6 +175,47 @@ def test_a_learner_that_users_attach_is_not_placed() -> None:
 def test_an_engine_of_the_deploy_file_needs_no_device_of_the_run() -> None:
     run = config(infer={"app": "generation-8b", "num_replicas": 9})
     assert plan_devices(run, ONE_GPU, owns_engines=run.actor_infer.app == app_name(run.exp_name)) == DevicePlan()
+
+
+def critic(**keys: Any) -> dict[str, Any]:
+    return {"adv_estimator": "gae", "reward_normalization": {"method": "identity"}, "critic": keys}
+
+
+def test_a_critic_has_devices_of_its_own_among_the_learners_ranks() -> None:
+    """Device 1 of each node; the learner has device 0 of each, the engine the others."""
+    run = config({"device_mapping": [0, 4]}, {"device_mapping": [2, 3]}, **critic(device_mapping=[1, 5]))
+    assert (run.critic.num_processes, run.num_critic_processes) == (2, 2)
+    nodes = (LearnerNode("a", 2, (0, 1), 2, 1), LearnerNode("b", 2, (0, 1), 2, 1))
+    assert plan_devices(run, TWO_NODES).learner == nodes
+    assert encode_ranks(node.ranks for node in nodes) == "1+1,1+1"
+    assert RunConfig.model_validate_json(run.model_dump_json()) == run
+    in_learner = config({"device_mapping": [0, 4]}, {"device_mapping": [2, 3]}, **critic(device_mapping=[0, 4]))
+    assert in_learner.num_critic_processes == 0
+
+
+def test_a_critic_without_mapping_takes_free_devices() -> None:
+    run = config({}, {"device_mapping": [0, 1]}, **critic(num_processes=1))
+    plan = plan_devices(run, [ClusterNode("a", "10.0.0.1", 4)])
+    assert plan.learner == (LearnerNode("a", 2, (2, 3), 2, 1),)
+    assert plan_devices(config(**critic(num_processes=1)), TWO_NODES) == DevicePlan()
+    on_cpu = config({"device": "cpu"}, {"device": "cpu"}, num_gpus_per_node=1, **critic(num_processes=1))
+    nodes = plan_devices(on_cpu, TWO_NODES).learner
+    assert nodes == (LearnerNode("a", 1), LearnerNode("b", 1, num_critics=1))
+    assert "2 process(es), 1 to a node" in issues(on_cpu, ONE_GPU)["actor_train.num_processes"]
+
+
+def test_a_critic_shares_none_of_its_devices() -> None:
+    told = issues(config(**critic(num_processes=1)), ONE_GPU)["critic.num_processes"]
+    assert told.startswith("1 process(es) of critic need a GPU each, beside 1 of engines and learner")
+    run = config({"device_mapping": [0, 1]}, {"device_mapping": [2]}, **critic(device_mapping=[1]))
+    assert (
+        issues(run, TWO_NODES)["critic.device_mapping"]
+        == "device 1 has another role, and critic shares none of its own"
+    )
+    with pytest.raises(ConfigError, match=r"2 process\(es\) disagree with device_mapping of 1 device"):
+        config(**critic(device_mapping=[1], num_processes=2))
+    with pytest.raises(ConfigError, match=r"1 process\(es\) disagree with the devices of actor_train"):
+        config({"device_mapping": [1]}, **critic(device_mapping=[1], num_processes=1))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from offbeat.deploy.report.baselines import run_baselines
 from tests.paths import CONFIGS
 
 
-@pytest.mark.parametrize("name", ["sokoban", "webshop"])
+@pytest.mark.parametrize("name", ["sokoban", "webshop", "terminal"])
 def test_the_configuration_of_an_env_is_valid(name: str):
     assert load_run(CONFIGS / f"{name}.yaml").exp_name == name
 

@@ -55,8 +55,10 @@ async def test_chat_completions_with_tools_are_one_sequence(hermes: ChatTemplate
     async with served(session) as (client, _):
         messages: list = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Ulm?"}]
         how = {"model": "any", "tools": [FUNCTION], "logprobs": True}
-        first = await client.chat.completions.create(messages=messages, **how)
+        first = await client.chat.completions.create(messages=messages, **how, extra_body={"return_token_ids": True})
         choice = first.choices[0]
+        assert tuple(first.model_extra["prompt_token_ids"]) == policy.sent[0]
+        assert tuple(choice.model_extra["token_ids"]) == policy.made[0].token_ids
         assert choice.finish_reason == "tool_calls"
         (call,) = choice.message.tool_calls
         assert json.loads(call.function.arguments) == {"city": "Ulm"}
@@ -66,6 +68,7 @@ async def test_chat_completions_with_tools_are_one_sequence(hermes: ChatTemplate
         messages += [{"role": "tool", "tool_call_id": call.id, "content": "rain"}]
         second = await client.chat.completions.create(messages=messages, **how)
         assert second.choices[0].message.content == "Rain."
+        assert "token_ids" not in second.choices[0].model_extra
         messages += [second.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "Thanks."}]
         await client.chat.completions.create(messages=messages, **how)
     in_one_sequence(policy, session)

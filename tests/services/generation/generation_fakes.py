@@ -1,7 +1,7 @@
 """An engine and a broker that do what a test says, when it says so."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from offbeat.services.errors import RetryableError, WeightsError
 from offbeat.services.generation.engine import LoadTimes
 from offbeat.services.messages.types import (
     Completion,
+    FinishReason,
     GenerateRequest,
     Manifest,
     VersionSpan,
@@ -29,7 +30,11 @@ class FakeEngine:
         self.loads: list[int] = []
         self.paths: list[Path] = []
         self.handed_in: list[tuple[str, int]] = []
-        self.asked: dict[str, asyncio.Future[VersionSpan]] = {}
+        self.asked: dict[str, asyncio.Future[VersionSpan | None]] = {}
+        self.sampled: dict[str, tuple[int, ...]] = {}
+        """Tokens so far of requests that are aborted."""
+        self.num_deaf = 0
+        """Calls of `abort` that find no request yet."""
         self.given_up: list[str] = []
         self.staged: list[Path] = []
         self.may_stage = asyncio.Event()
@@ -55,7 +60,11 @@ class FakeEngine:
         except asyncio.CancelledError:
             self.given_up.append(request.request_id)
             raise
-        return Completion(request.request_id, (7,), (-0.5,), (span,))
+        tokens = self.sampled.pop(request.request_id, ())
+        if span is not None:
+            return Completion(request.request_id, (7,), (-0.5,), (span,))
+        spans = (VersionSpan(0, len(tokens), self.version),) if tokens else ()
+        return Completion(request.request_id, tokens, (-0.5,) * len(tokens), spans, FinishReason.ABORT)
 
     def finish(self, *request_ids: str, version: int | None = None) -> None:
         for request_id in request_ids:
@@ -76,6 +85,12 @@ class FakeEngine:
         self.loads.append(version)
         self.paths.append(path)
         return LoadTimes(pause_s=0.02, load_s=0.01)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self.num_deaf -= 1
+        if self.num_deaf < 0:
+            for request_id in self.asked.keys() & set(request_ids):
+                self.asked.pop(request_id).set_result(None)
 
     async def sleep(self) -> None:
         assert not self.asked, "no request runs"

@@ -17,10 +17,10 @@ from tests.waiting import wait_until
 class Stage:
     """A replica that follows a broker, and what came of the calls to it."""
 
-    def __init__(self, config: GenerationConfig | None = None) -> None:
+    def __init__(self, config: GenerationConfig | None = None, replica_id: str = "r") -> None:
         self.engine = FakeEngine()
         self.broker = FakeBroker()
-        self.replica = GenerationReplica("r", self.engine, self.broker, config or GenerationConfig())
+        self.replica = GenerationReplica(replica_id, self.engine, self.broker, config or GenerationConfig())
         self.following = asyncio.create_task(self.replica.follow())
         self.calls: list[asyncio.Task[list[list[Completion]]]] = []
 

@@ -7,70 +7,98 @@ import pytest
 
 from offbeat.services.errors import GenerationError, RetryableError
 from offbeat.services.generation.config import GenerationConfig
-from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
+from offbeat.services.messages.types import Completion, FinishReason, VersionSpan
 from tests.services.generation.test_replica import Stage, settle
-from tests.services.rollout.episodes.test_turn_batcher import request
-from tests.waiting import wait_until
-
-LIMIT_S = 1.5
 
 
 @pytest.fixture
 async def stage() -> AsyncIterator[Stage]:
-    stage = Stage(GenerationConfig(request_timeout_s=LIMIT_S))
+    stage = Stage(GenerationConfig(request_timeout_s=60.0))
     await stage.publish(0)
     yield stage
     await stage.close()
 
 
-async def test_running_requests_end_before_the_engine_sleeps(stage: Stage) -> None:
+def aborted(request_id: str, *tokens: int) -> Completion:
+    spans = (VersionSpan(0, len(tokens), 0),) if tokens else ()
+    logprobs = (-0.5,) * len(tokens)
+    return Completion(request_id, tokens, logprobs, spans, FinishReason.ABORT, replica_id="r")
+
+
+async def test_requests_return_with_their_tokens_when_the_engine_sleeps(stage: Stage) -> None:
+    """One that samples, one that waits for a version, and one that comes during the sleep; then the calls stay open."""
+    calls = [stage.call("running"), stage.call("waiting", min_version=1)]
+    await stage.asked("running")
+    stage.engine.sampled["running"] = (5, 6)
+    await stage.replica.sleep()
+    assert stage.engine.is_asleep
+    calls.append(stage.call("late"))
+    await settle()
+    assert stage.engine.handed_in == [("running", 0)]
+    assert not any(call.done() for call in calls)
+    await stage.replica.wake()
+    assert [await call for call in calls] == [
+        [[aborted("running", 5, 6)]],
+        [[aborted("waiting")]],
+        [[aborted("late")]],
+    ]
+
+
+async def test_a_request_that_reaches_the_engine_late_is_aborted_too(stage: Stage) -> None:
+    stage.engine.num_deaf = 2
     call = stage.call("running")
     await stage.asked("running")
-    sleeping = asyncio.create_task(stage.replica.sleep())
-    await settle()
-    late = stage.call("late")
-    await settle()
-    assert "late" not in stage.engine.asked
-    assert not sleeping.done()
-    stage.engine.finish("running")
-    await sleeping
-    assert stage.engine.is_asleep
-    assert [completion.error for batch in await call for completion in batch] == [""]
-    await stage.replica.wake()
-    await stage.asked("late")
-    stage.engine.finish("late")
-    assert [completion.error for batch in await late for completion in batch] == [""]
-
-
-async def test_requests_outlive_a_sleep_longer_than_their_limit(stage: Stage) -> None:
-    """Also one that waits for a version when the engine falls asleep, and the worker's call that carries it."""
-    early = stage.call("early", min_version=1)
-    await settle()
     await stage.replica.sleep()
-    batcher = TurnBatcher(stage.replica, 0.0, LIMIT_S)
-    sampling = asyncio.create_task(batcher.sample(request("late")))
-    began = asyncio.get_running_loop().time()
-    await wait_until(lambda: asyncio.get_running_loop().time() > began + 1.3 * LIMIT_S)
+    await stage.replica.wake()
+    assert await call == [[aborted("running")]]
+
+
+async def test_tokens_on_a_prompt_of_older_weights_are_not_kept(stage: Stage) -> None:
+    call = stage.call("running")
+    await stage.asked("running")
+    stage.engine.sampled["running"] = (5,)
+    await stage.publish(1)
+    await stage.replica.sleep()
+    await stage.replica.wake()
+    assert await call == [[aborted("running")]]
+
+
+async def test_an_engine_wakes_with_the_newest_weights(stage: Stage) -> None:
+    """A sleeping engine loads nothing, and serves nothing of before when it wakes."""
+    await stage.replica.sleep()
     await stage.broker.publish(1)
     await settle()
-    assert stage.engine.loads == [0], "a sleeping engine loads nothing"
-    assert not sampling.done()
-    await stage.replica.wake()
-    await stage.asked("early", "late")
-    stage.engine.finish("late", version=0)
-    stage.engine.finish("early", version=1)
-    assert not (await sampling).error
-    assert [completion.error for batch in await early for completion in batch] == [""]
-    await batcher.close()
-
-
-async def test_the_limit_counts_again_after_the_sleep(stage: Stage) -> None:
-    await stage.replica.sleep()
-    call = stage.call("late", min_version=9)
+    await stage.broker.publish(2)
     await settle()
+    assert stage.engine.loads == [0]
+    stage.engine.may_load.clear()
+    waking = asyncio.create_task(stage.replica.wake())
+    await settle()
+    early = stage.call("early")
+    await settle()
+    assert stage.engine.handed_in == []
+    stage.engine.may_load.set()
+    await waking
+    assert await early == [[aborted("early")]]
+    call = stage.call("awake")
+    await stage.asked("awake")
+    stage.engine.finish("awake")
+    (((completion,),)) = await call
+    assert completion.versions[0].version == 2
+    await settle()
+    assert stage.engine.loads == [0, 2], "a version that waited for the engine does not replace a newer one"
+
+
+async def test_an_engine_wakes_with_its_weights_if_newer_ones_are_damaged(stage: Stage) -> None:
+    stage.broker.damaged.add(1)
+    await stage.replica.sleep()
+    await stage.broker.publish(1)
     await stage.replica.wake()
-    (completion,) = [completion for batch in await call for completion in batch]
-    assert "no answer within" in completion.error
+    call = stage.call("awake")
+    await stage.asked("awake")
+    stage.engine.finish("awake")
+    ((completion,),) = await call
+    assert completion.versions[0].version == 0
 
 
 async def test_an_engine_that_can_not_sleep_is_replaced(stage: Stage) -> None:

@@ -322,4 +322,4 @@ def test_messages_have_the_bytes_of_schema_3() -> None:
         codec.encode_completions([completion]),
     )
     digests = [hashlib.sha256(blob).hexdigest()[:16] for blob in blobs]
-    assert digests == ["0a034130519fc581", "7f641e814f5b9638", "2d4bcfd81299a4cf", "62fee3ecc931481a"]
+    assert digests == ["0a034130519fc581", "7f641e814f5b9638", "2d4bcfd81299a4cf", "5b90c48c3de230d0"]

@@ -36,7 +36,8 @@ def bench(policy_folder: Path, chat: ChatFormat, tokenizer: Tokenizer):
         prompts = open_prompts(settings)
         services: dict[str, Any] = {"buffer": buffer, "generation": client, "metrics": metrics, "chat": chat}
         sources: dict[str, Any] = {"data": open_data(settings), "prompts": prompts}
-        worker = EnvWorker(settings, worker_id, **services, **sources, rewards=build_rewards(settings, prompts, chat))
+        rewards = build_rewards(settings, prompts, chat)
+        worker = EnvWorker(settings, worker_id, **services, **sources, rewards=rewards, clock=client.clock)
         made = Bench(worker, buffer, client, metrics)
         try:
             yield made

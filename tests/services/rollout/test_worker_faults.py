@@ -96,6 +96,21 @@ async def test_an_episode_timeout_fails_it_and_aborts_its_turn(bench, tokenizer:
     assert b.buffer.failed == [(train_episode(0), "episode_timeout")]
 
 
+async def test_an_episode_outlives_a_sleep_longer_than_its_limit(bench, tokenizer: Tokenizer):
+    class Sleeping(FakeGeneration):
+        async def generate(self, requests):
+            with self.clock.stopped():
+                await asyncio.sleep(3.0)
+            async for completions in super().generate(requests):
+                yield completions
+
+    env = custom("CountingEnv", episode_timeout_s=2.0, max_steps=1)
+    async with bench(train_episode(0), generation=Sleeping(walker(tokenizer)), custom_envs={"Slow": env}) as b:
+        await b.until_done(1)
+    assert b.buffer.failed == []
+    assert b.buffer.submitted[train_episode(0)].duration_s > 2.0
+
+
 async def test_only_the_turn_in_flight_is_lost_when_a_replica_dies(bench, tokenizer: Tokenizer):
     """The replica dies at every third call; each episode goes on from its tokens."""
 

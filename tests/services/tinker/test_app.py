@@ -1,6 +1,7 @@
 """Routes over a real Redis: retries change nothing, keys are apart, and no body is answered with a 5xx."""
 
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import quote
@@ -14,16 +15,16 @@ from fastapi.routing import APIRoute
 from offbeat.services.redis.connection import connect, connect_async
 from offbeat.services.tinker.app import PROTOBUF, create_app, router
 from offbeat.services.tinker.config import TinkerConfig
-from offbeat.services.tinker.log import CommandLog
+from offbeat.services.tinker.log import CommandLog, Write
 from offbeat.services.tinker.owners import Keys
-from offbeat.services.tinker.records import Result, decode_command
+from offbeat.services.tinker.records import AdapterVersion, CheckpointRecord, RefusedCommand, Result, decode_command
 from offbeat.services.tinker.sampling import Sampler
 from offbeat.services.tinker.service import BaseModelInfo, TinkerService
 from offbeat.services.tinker.store import TinkerStore
 from tests.services.tinker.test_sampling import FakeEngine, FakeTokenizer
 from tests.services.tinker.test_wire import request as forward_backward_body
 
-CONFIG = TinkerConfig(max_queued_commands=100)
+CONFIG = TinkerConfig(max_queued_commands=100, max_models_per_key=3, max_saved_gib=1.5)
 KEY, OTHER_KEY = {"X-API-Key": "tml-one"}, {"X-API-Key": "tml-other"}
 NUM_HOSTILE = 2000
 ANSWERED = {200, 400, 401, 404, 405, 408, 410, 413, 422, 429}
@@ -32,8 +33,8 @@ ANSWERED = {200, 400, 401, 404, 405, 408, 410, 413, 422, 429}
 class Server:
     """App, the log that a learner would read, and a client."""
 
-    def __init__(self, client: httpx.AsyncClient, log: CommandLog) -> None:
-        self.client, self.log = client, log
+    def __init__(self, client: httpx.AsyncClient, log: CommandLog, service: TinkerService) -> None:
+        self.client, self.log, self.service = client, log, service
 
     async def post(self, path: str, body: Any, status: int = 200, key: dict[str, str] = KEY) -> Any:
         answer = await self.client.post(path, json=body, headers=key)
@@ -58,7 +59,7 @@ async def server(redis_url: str) -> AsyncIterator[Server]:
         log = CommandLog(learner, "test")
         log.take_over()
         async with store.listening(), httpx.AsyncClient(transport=transport, base_url="http://t/api/v1") as client:
-            yield Server(client, log)
+            yield Server(client, log, service)
     service.close()
     await redis.aclose()
 
@@ -104,6 +105,66 @@ async def test_a_finished_session_beats_no_more(server: Server) -> None:
     await server.post(f"/sessions/{session}/finish", {}, 404, OTHER_KEY)
     await server.post(f"/sessions/{session}/finish", {"reason": {"type": "success"}})
     await server.post("/session_heartbeat", {"session_id": session}, 410)
+
+
+async def test_an_idle_session_ends_and_its_models_close_when_their_commands_are_applied(server: Server) -> None:
+    """A command whose predecessor never came does not keep a model open."""
+    session, model = await server.create_model()
+    _, other = await server.create_model()
+    sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "base"}
+    await server.post("/create_sampling_session", sampler)
+    late = {"model_id": model, "seq_id": 5, "adam_params": {}}
+    await server.post("/optim_step", late)
+    await server.service.records.end_idle_sessions(time.time() - 1000)
+    assert server.log.ended() == {}
+    await server.service.records.end_idle_sessions(time.time())
+    await server.post("/session_heartbeat", {"session_id": session}, 410)
+    assert model in server.log.ended()[session]
+    assert not server.log.close(model), "its first command is not applied"
+    owner = server.log.model(model).owner
+    server.log.commit(model, owner, 0, Result.of_json({"model_id": model}))
+    assert server.log.close(model)
+    assert server.log.logged(model) == []
+    server.log.forget_session(session)
+    assert [each for each in server.log.ended() if each == session] == []
+    assert "ended" in (await server.post("/optim_step", {**late, "seq_id": 1}, 410))["detail"]
+    assert "ended" in (await server.post("/create_sampling_session", sampler, 410))["detail"]
+    assert await server.post("/retrieve_future", {"request_id": f"{model}:0"}) == {"model_id": model}
+    assert server.log.logged(other) == [0]
+
+
+async def test_a_key_has_a_limited_number_of_models(server: Server) -> None:
+    session, _ = await server.create_model()
+    body = {"session_id": session, "model_seq_id": 1, "base_model": "base", "lora_config": {"rank": 2}}
+    for number in (1, 2):
+        await server.post("/create_model", {**body, "model_seq_id": number})
+    refused = await server.post("/create_model", {**body, "model_seq_id": 3}, 400)
+    assert "tinker.max_models_per_key" in refused["detail"]
+    await server.post("/create_model", {**body, "model_seq_id": 2})
+    await server.post(f"/sessions/{session}/finish", {})
+    for model in server.log.ended()[session]:
+        server.log.commit(model, server.log.model(model).owner, 0, Result.of_json({}))
+        assert server.log.close(model)
+    await server.create_model()
+
+
+async def test_checkpoints_of_a_key_take_a_limited_space(server: Server) -> None:
+    """A refused command keeps its place; another key is not concerned."""
+    _, model = await server.create_model()
+    owner, lora = server.log.model(model).owner, server.log.model(model).lora
+    adapter = AdapterVersion(folder="/a", version=0)
+    saved = CheckpointRecord(
+        model_id=model, kind="training", created_at=0.0, adapter=adapter, lora=lora, size_bytes=2 << 30
+    )
+    writes = [Write(server.log.keys.checkpoints, f"tinker://{model}/weights/a", saved)]
+    server.log.commit(model, owner, 0, Result.of_json({}), writes)
+    for seq_id, path in enumerate(("/save_weights", "/save_weights_for_sampler"), 1):
+        await server.post(path, {"model_id": model, "seq_id": seq_id, "path": "b"})
+        data = server.log.command(model, seq_id)
+        assert data is not None
+        command = decode_command(data)
+        assert isinstance(command, RefusedCommand)
+        assert "2 GiB (tinker.max_saved_gib)" in command.error
 
 
 async def test_a_command_of_another_key_is_refused(server: Server) -> None:

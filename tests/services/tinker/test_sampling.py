@@ -9,6 +9,7 @@ import pytest
 from tinker.proto.response_conv import deserialize_sample_response
 
 from offbeat.services.errors import MeshError, WeightsError
+from offbeat.services.generation.engine import PromptScores, TopCompletion, TopTokens
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, VersionSpan
 from offbeat.services.tinker.errors import QueueFullError, TinkerError, UnauthorizedError
 from offbeat.services.tinker.futures import SampleFutures
@@ -28,17 +29,18 @@ class FakeEngine:
         self.calls: list[tuple[str, str]] = []
         self.requests: list[GenerateRequest] = []
 
-    async def generate(self, request: GenerateRequest, version: int, adapter: str = "") -> Completion:
-        del version, adapter
+    async def generate_with_top(self, request: GenerateRequest, adapter: str, num_top: int) -> TopCompletion:
+        del adapter
         self.requests.append(request)
         count = request.sampling.max_new_tokens
         tokens = tuple(range(1, count + 1))
         spans = (VersionSpan(0, 2, 7), VersionSpan(2, count, 8))
-        return Completion(request.request_id, tokens, (-0.5,) * count, spans, FinishReason.LENGTH)
+        completion = Completion(request.request_id, tokens, (-0.5,) * count, spans, FinishReason.LENGTH)
+        return TopCompletion(completion, _top(tokens, num_top))
 
-    async def score(self, prompt: Sequence[int], adapter: str = "") -> list[float]:
+    async def score(self, prompt: Sequence[int], adapter: str = "", num_top: int = 0) -> PromptScores:
         del adapter
-        return [-float(token) for token in prompt[1:]]
+        return PromptScores([-float(token) for token in prompt[1:]], _top(prompt[1:], num_top))
 
     async def put_adapter(self, name: str, folder: Path, version: int) -> None:
         del folder
@@ -49,6 +51,12 @@ class FakeEngine:
         self.calls.append(("drop", name))
 
     async def check(self) -> None: ...
+
+
+def _top(tokens: Sequence[int], count: int) -> list[TopTokens]:
+    """Return each token and those after it."""
+    first = range(count)
+    return [TopTokens([token + i for i in first], [-float(i) for i in first]) for token in tokens] if count else []
 
 
 class FakeTokenizer:
@@ -161,6 +169,24 @@ async def test_the_prompt_is_scored_or_its_last_tokens(last_n: int | None, expec
     asked = body(prompt=prompt, prompt_logprobs=True, prompt_logprobs_last_n=last_n)
     answer = await make_sampler(FakeEngine()).sample(asked, "r", "", None)
     assert deserialize_sample_response(encode_sample_response(*answer)).prompt_logprobs == expected
+
+
+async def test_top_tokens_are_read_by_the_sdk() -> None:
+    """Of the scored part of a prompt and of an answer, up to its stop."""
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+    asked = body(
+        prompt=prompt,
+        prompt_logprobs_last_n=1,
+        topk_prompt_logprobs=2,
+        topk_sample_logprobs=1,
+        sampling={"stop": ["<2>"]},
+    )
+    answer = deserialize_sample_response(
+        encode_sample_response(*await make_sampler(FakeEngine()).sample(asked, "r", "", None))
+    )
+    assert answer.prompt_logprobs is None
+    assert answer.topk_prompt_logprobs == [None, None, [(3, 0.0), (4, -1.0)]]
+    assert answer.sequences[0].topk_logprobs == [[(1, 0.0)], [(2, 0.0)]]
 
 
 async def test_a_prompt_that_is_no_text_is_refused() -> None:

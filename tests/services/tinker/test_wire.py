@@ -13,6 +13,7 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
 from offbeat.services.errors import CodecError
+from offbeat.services.generation.engine import TopTokens
 from offbeat.services.tinker.wire import (
     CLASSES,
     MESSAGES,
@@ -84,12 +85,14 @@ def test_an_output_is_read_by_the_sdk() -> None:
 
 
 def test_samples_are_read_by_the_sdk_which_skips_the_versions() -> None:
-    sequences = [SampledSequence([5, 6], [-0.5, -1.0], [3, 4], "stop"), SampledSequence([], [], [], "length")]
+    top = [TopTokens([5, 9], [-0.5, -2.0]), TopTokens([7], [-0.25])]
+    sequences = [SampledSequence([5, 6], [-0.5, -1.0], [3, 4], "stop", top), SampledSequence([], [], [], "length")]
     body = encode_sample_response(sequences)
     read = deserialize_sample_response(body).sequences
     assert [list(each.tokens) for each in read] == [[5, 6], []]
     assert [each.stop_reason for each in read] == ["stop", "length"]
     assert list(read[0].logprobs or ()) == [-0.5, -1.0]
+    assert [each.topk_logprobs for each in read] == [[[(5, -0.5), (9, -2.0)], [(7, -0.25)]], None]
     assert decode_sample_response(body) == sequences
 
 

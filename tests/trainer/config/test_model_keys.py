@@ -110,6 +110,7 @@ def test_every_key_of_a_critic_and_a_model_has_an_effect_that_is_shown():
     elsewhere = {
         "infer_batch_size",
         "device_mapping",
+        "num_processes",
     }  # training/test_batch_sizes.py, deploy/config/test_device_plan.py
     assert set(CriticConfig.model_fields) == shown | elsewhere
     assert set(ModelArgs.model_fields) == set(OF_THE_MODEL)

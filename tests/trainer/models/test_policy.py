@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
+from offbeat.trainer.models import packing as packing_module
 from offbeat.trainer.models.loading import disable_dropout, load_critic, load_policy
-from offbeat.trainer.models.packing import PackedInput, Packing
+from offbeat.trainer.models.packing import Bucket, PackedInput, Packing
 from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tiny import write_tiny_policy
 
@@ -54,8 +55,13 @@ def eager_twin(policy: PackedPolicy) -> torch.nn.Module:
     return twin.double()
 
 
-@pytest.mark.parametrize("attention", ["auto", "sdpa", "eager"])
-def test_packed_logprobs_and_gradients_are_those_of_single_sequences(folder: Path, attention: str) -> None:
+@pytest.mark.parametrize(
+    ("attention", "padding"), [("auto", 8192), ("auto", 0), ("auto", 100), ("sdpa", 0), ("eager", 0)]
+)
+def test_packed_logprobs_and_gradients_are_those_of_single_sequences(
+    folder: Path, attention: str, padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing_module, "MAX_PADDED_PAIRS", padding)
     policy = load_policy(folder, ModelArgs(attn_implementation=attention), seed=3).double()  # pyright: ignore[reportArgumentType]
     twin = eager_twin(policy)
     tokens, packing, positions = packed_batch()
@@ -73,6 +79,20 @@ def test_packed_logprobs_and_gradients_are_those_of_single_sequences(folder: Pat
         torch.testing.assert_close(parameter.grad, grads[name].grad, rtol=1e-5, atol=ATOL)
 
 
+def test_sequences_of_similar_lengths_share_a_bucket() -> None:
+    packing = Packing.of(torch.tensor([0, 20, 300, 20, 290, 200]).cumsum(0))
+    assert packing.buckets == (Bucket(2, 300), Bucket(1, 200), Bucket(2, 20))
+    assert packing.slots is not None
+    firsts = packing.slots[packing.cu_seqlens[:-1].long()].tolist()
+    assert firsts == [800, 0, 820, 300, 600]
+
+
+def test_equal_lengths_are_not_copied() -> None:
+    packing = Packing.of(torch.tensor([0, 5, 10, 15]))
+    assert packing.slots is None
+    assert packing.buckets == (Bucket(3, 5),)
+
+
 def test_a_sequence_does_not_attend_to_its_neighbours(folder: Path) -> None:
     policy = load_policy(folder, ModelArgs(), seed=3)
     tokens, packing, positions = packed_batch()
@@ -86,7 +106,9 @@ def test_a_sequence_does_not_attend_to_its_neighbours(folder: Path) -> None:
     assert not torch.allclose(before[~own], after[~own])
 
 
-def test_a_sliding_window_bounds_packed_attention() -> None:
+@pytest.mark.parametrize("padding", [0, 8192])
+def test_a_sliding_window_bounds_packed_attention(padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing_module, "MAX_PADDED_PAIRS", padding)
     config = Qwen2Config(
         vocab_size=11, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, use_sliding_window=True, sliding_window=4, max_window_layers=0, initializer_range=0.1,

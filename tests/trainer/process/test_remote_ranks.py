@@ -11,9 +11,10 @@ import pytest
 import redis
 
 from offbeat.services.process import free_port
+from offbeat.trainer.engines.node_ranks import NodeRanks
 from offbeat.trainer.process import remote_ranks
 from offbeat.trainer.process.rank_processes import RankDiedError
-from offbeat.trainer.process.remote_ranks import FollowerHost, RemoteRanks, local_address, split_ranks, worlds_key
+from offbeat.trainer.process.remote_ranks import FollowerHost, RemoteRanks, local_address, worlds_key
 from tests.waiting import wait_until_sync
 
 RUN = "hosts"
@@ -48,7 +49,7 @@ def hosts(redis_url: str, tmp_path: Path) -> Iterator[list[FollowerHost]]:
 
 
 def open_world(redis_url: str, sizes: tuple[int, ...] = (1, 2, 1)) -> RemoteRanks:
-    world = RemoteRanks(redis_url, RUN, sizes)
+    world = RemoteRanks(redis_url, RUN, [NodeRanks(size) for size in sizes])
     world.open(free_port())
     return world
 
@@ -60,7 +61,7 @@ def are_gone(pids: list[int]) -> bool:
 def test_each_node_starts_its_ranks_at_one_rendezvous(
     redis_url: str, hosts: list[FollowerHost], tmp_path: Path
 ) -> None:
-    world = RemoteRanks(redis_url, RUN, (1, 2, 1))
+    world = RemoteRanks(redis_url, RUN, [NodeRanks(1), NodeRanks(1, 1), NodeRanks(1)])
     port = free_port()
     world.open(port)
     address = f"127.0.0.1 {port}"
@@ -130,24 +131,6 @@ def test_standby_and_active_learner_have_a_world_each(redis_url: str, hosts: lis
     active.close()
     wait_until_sync(lambda: [len(host.pids) for host in hosts] == [2, 1])
     standby.close()
-
-
-@pytest.mark.parametrize(
-    ("num_processes", "per_node", "mapping", "sizes"),
-    [
-        (4, None, None, (4,)),
-        (4, 2, None, (2, 2)),
-        (5, 2, None, (2, 2, 1)),
-        (2, 2, (1, 2), (1, 1)),
-        (3, 4, (2, 3, 8), (2, 1)),
-        (2, 4, (2, 3, 8), (2,)),
-    ],
-)
-def test_ranks_are_split_by_node(
-    num_processes: int, per_node: int | None, mapping: tuple[int, ...] | None, sizes: tuple[int, ...]
-) -> None:
-    """The last case is `--nproc`, which overrides a mapping."""
-    assert split_ranks(num_processes, per_node, mapping) == sizes
 
 
 def test_rank_zero_is_met_at_its_address_on_the_way_to_redis() -> None:

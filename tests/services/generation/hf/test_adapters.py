@@ -66,6 +66,20 @@ async def test_sequences_of_a_pass_have_the_logprobs_of_their_adapters(engine: H
     assert engine.reused_tokens >= 3 * len(models) * 64
 
 
+async def test_sampled_tokens_have_the_top_tokens_of_their_places(engine: HfEngine, tmp_path: Path) -> None:
+    model = make_adapter(tmp_path, tmp_path / "a", ["q_proj", "lm_head"], 1)
+    await engine.put_adapter("a", tmp_path / "a", 1)
+    request = GenerateRequest("r", PROMPT, Sampling(max_new_tokens=6, temperature=0.5))
+    (completion, top), _ = await asyncio.gather(
+        engine.generate_with_top(request, "a", 4), generate(engine, "a", max_new_tokens=6)
+    )
+    with torch.no_grad():
+        logits = model(torch.tensor([[*PROMPT, *completion.token_ids]])).logits[0, len(PROMPT) - 1 : -1]
+    best, ids = (logits / 0.5).log_softmax(-1).topk(4)
+    assert [list(each.ids) for each in top] == ids.tolist()
+    torch.testing.assert_close(torch.tensor([each.logprobs for each in top]), best, rtol=0, atol=FLOAT_NOISE)
+
+
 async def test_an_adapter_is_replaced_under_running_requests(engine: HfEngine, tmp_path: Path) -> None:
     """Tokens know their version, and later requests reuse nothing of the older one."""
     models = [make_adapter(tmp_path, tmp_path / f"v{i}", ["q_proj", "v_proj"], i) for i in range(2)]
@@ -90,7 +104,12 @@ async def test_a_prompt_is_scored_under_its_adapter_beside_running_requests(engi
         with torch.no_grad():
             rows = model(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
         expected = rows.gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(await engine.score(PROMPT, name)), expected, rtol=0, atol=FLOAT_NOISE)
+        scores = await engine.score(PROMPT, name, num_top=3)
+        torch.testing.assert_close(torch.tensor(scores.logprobs), expected, rtol=0, atol=FLOAT_NOISE)
+        best = torch.tensor([each.logprobs for each in scores.top])
+        torch.testing.assert_close(best, rows.topk(3).values, rtol=0, atol=FLOAT_NOISE)
+        ids = torch.tensor([each.ids for each in scores.top])
+        torch.testing.assert_close(rows.gather(-1, ids), best, rtol=0, atol=FLOAT_NOISE)
     request, completion = await running
     assert mismatch(models["a0"], request, completion).max() < FLOAT_NOISE
     with pytest.raises(GenerationError, match="not loaded"):

@@ -22,17 +22,31 @@ logging.getLogger("ray.serve").addHandler(handler)
 import vllm.logger
 print(handler.target is target)
 """
+COMPILED_FRAMES = """
+import torch
+from torch._dynamo.utils import counters
+from vllm.v1.sample.ops.logprobs import batched_count_greater_than
+batched_count_greater_than(torch.zeros(2, 3), torch.zeros(2, 1))
+print(counters["frames"]["total"])
+"""
+
+
+def last_word(code: str, environment: dict[str, str]) -> str:
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
+    return done.stdout.split()[-1]
 
 
 def test_vllm_leaves_the_handlers_of_serve_alone():
     """Closed ones made Serve's controller take every engine for broken once it had been restarted."""
 
-    def survive(environment: dict[str, str]) -> str:
-        command = [sys.executable, "-c", HANDLERS_SURVIVE]
-        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
-        return done.stdout.split()[-1]
+    assert last_word(HANDLERS_SURVIVE, engine_environment(GenerationConfig())) == "True"
 
-    assert survive(engine_environment(GenerationConfig())) == "True"
+
+def test_an_eager_engine_on_a_cpu_compiles_nothing():
+    assert last_word(COMPILED_FRAMES, engine_environment(GenerationConfig(device="cpu"))) == "0"
+    compiled = EngineStrategy(strategy_config=VllmConfig(enforce_eager=False))
+    assert "TORCH_COMPILE_DISABLE" not in engine_environment(GenerationConfig(device="cpu", strategy_args=compiled))
 
 
 @pytest.mark.parametrize(

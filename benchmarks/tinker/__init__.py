@@ -1,0 +1,1 @@
+"""Benchmarks of Tinker's API, by the unmodified SDK."""

@@ -1,0 +1,1 @@
+"""The kernel sandbox behind other libraries' interfaces."""

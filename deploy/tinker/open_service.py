@@ -1,0 +1,86 @@
+"""Tinker's service with its engine, in the process that answers HTTP."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from fastapi import FastAPI
+
+from offbeat.services.chat.tokenizer import find_end_ids, load_tokenizer
+from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.hf.engine import HfEngine
+from offbeat.services.generation.tenancy import read_architecture
+from offbeat.services.redis.connection import connect_async
+from offbeat.services.tinker.app import create_app
+from offbeat.services.tinker.config import TinkerConfig
+from offbeat.services.tinker.owners import read_keys
+from offbeat.services.tinker.sampling import BASE_VERSION, Sampler
+from offbeat.services.tinker.service import BaseModelInfo, TinkerService
+from offbeat.services.tinker.store import TinkerStore
+
+POLL_S = 0.1
+REDIS_CONNECTIONS = 256
+"""Waiting fetches hold none."""
+
+
+class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """weights: file of the base model, written by the learner; generation, tinker: JSON of configs."""
+
+    name: str
+    redis_url: str
+    model: str
+    model_name: str
+    weights: str
+    generation: str
+    tinker: str
+    context: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenService:
+    app: FastAPI
+    engine: HfEngine
+
+
+@asynccontextmanager
+async def open_service(settings: ServiceSettings) -> AsyncIterator[OpenService]:
+    """Start the engine on the learner's weights, for as long as the context is open."""
+    config = TinkerConfig.model_validate_json(settings.tinker)
+    model = Path(settings.model)
+    engine = await _start_engine(settings)
+    redis = connect_async(settings.redis_url, max_connections=REDIS_CONNECTIONS)
+    try:
+        tokenizer = load_tokenizer(model)
+        sampler = Sampler(
+            engine,
+            tokenizer,
+            find_end_ids(model, tokenizer),
+            context=settings.context,
+            max_adapters=config.max_adapters,
+        )
+        architecture = str(read_architecture(model).get("model_type", ""))
+        base = BaseModelInfo(settings.model_name, str(model), architecture, settings.context)
+        service = TinkerService(TinkerStore(redis, settings.name, config), sampler, base, config)
+        yield OpenService(create_app(service, read_keys(config.keys_file), config), engine)
+    finally:
+        engine.close()
+        await redis.aclose()
+
+
+async def _start_engine(settings: ServiceSettings) -> HfEngine:
+    config = GenerationConfig.model_validate_json(settings.generation)
+    engine = await HfEngine.start(config, Path(settings.model), sequence_length=settings.context, seed=settings.seed)
+    weights = Path(settings.weights)
+    await asyncio.to_thread(_wait_for_file, weights)
+    await engine.load(weights, BASE_VERSION)
+    return engine
+
+
+def _wait_for_file(path: Path) -> None:
+    while not path.exists():
+        time.sleep(POLL_S)

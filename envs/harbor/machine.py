@@ -1,0 +1,110 @@
+"""A shell in place of a task's container: its folders, variables and files.
+
+Invariant of `protect`: what the policy started is dead, and what it put or linked at the verifier's paths is gone.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from offbeat.envs.harbor.dockerfile import Build, BuildCommand, BuildCopy
+from offbeat.envs.harbor.task import read_files
+from offbeat.envs.sandbox.shell import HOME, CommandResult, Shell, ShellError, ShellLimits, UploadedFile, command_env
+
+TESTS, SOLUTION, LOGS = "/tests", "/solution", "/logs"
+VERIFIER_LOGS = "/logs/verifier"
+FOLDERS = (
+    "/app",
+    "/data",
+    "/home",
+    LOGS,
+    "/mnt",
+    "/opt",
+    "/root",
+    SOLUTION,
+    "/srv",
+    TESTS,
+    "/tmp",
+    "/var",
+    "/workspace",
+)
+"""Writable ones of each task, besides those of its Dockerfile."""
+SETUP_TIMEOUT_S = 60.0
+"""Of one command of a Dockerfile, or of a step's `setup.sh`."""
+
+
+class TaskError(RuntimeError):
+    """A task whose set-up fails here."""
+
+
+class TaskMachine:
+    def __init__(self, build: Build, limits: ShellLimits, *, workdir: str | None, env: Mapping[str, str]) -> None:
+        """workdir: in place of the build's. env: of commands, besides the build's.
+
+        Raises:
+            TaskError: a command of the Dockerfile fails.
+            IsolationError: this machine can't isolate a shell.
+        """
+        self._build = build
+        self.workdir = workdir or build.workdir
+        self.env = command_env() | {"HOME": "/root"} | build.env | dict(env)
+        own = () if self.workdir == "/" else (f"/{Path(self.workdir).parts[1]}",)
+        self._folders = tuple(dict.fromkeys((*FOLDERS, *build.folders, *own)))
+        self.shell = Shell(self._folders, limits)
+        try:
+            self._set_up()
+        except (OSError, ShellError, TaskError) as error:
+            self.shell.close()
+            raise TaskError(str(error)) from error
+
+    def run(
+        self,
+        words: Sequence[str],
+        timeout_s: float,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> CommandResult:
+        """Run a command; raises ShellError. env: besides the machine's."""
+        variables = self.env | dict(env or {})
+        return self.shell.run(words, cwd=cwd or self.workdir, env=variables, timeout_s=timeout_s)
+
+    def run_or_fail(
+        self, words: Sequence[str], name: str, *, cwd: str | None = None, env: Mapping[str, str] | None = None
+    ) -> None:
+        """Run a command of the task's; raises TaskError unless it exits with 0."""
+        self.shell.upload(cwd or self.workdir, {})
+        result = self.run(words, SETUP_TIMEOUT_S, cwd=cwd, env=env)
+        if result.exit_code:
+            raise TaskError(f"{name} failed here with exit code {result.exit_code}: {result.output.strip()[-500:]}")
+
+    def protect(self) -> None:
+        """Make the verifier's place safe for its files; raises ShellError."""
+        self.shell.kill_processes()
+        for folder in (TESTS, SOLUTION, VERIFIER_LOGS, HOME):
+            self.shell.clear(folder)
+        self.shell.unlink_to(self._folders, (TESTS, VERIFIER_LOGS))
+
+    def _set_up(self) -> None:
+        self.shell.upload(self.workdir, {})
+        for folder in (VERIFIER_LOGS, "/logs/agent", "/logs/artifacts"):
+            self.shell.clear(folder)
+        for action in self._build.actions:
+            if isinstance(action, BuildCommand):
+                self.run_or_fail(action.command, f"RUN {action.command[-1]}", cwd=action.workdir, env=action.env)
+            else:
+                self._copy(action)
+
+    def _copy(self, action: BuildCopy) -> None:
+        for source in action.sources:
+            if source.is_dir():
+                self.shell.upload(action.target.rstrip("/") or "/", _with_mode(read_files(source), action.mode))
+                continue
+            target = Path(action.target) / source.name if action.target.endswith("/") else Path(action.target)
+            file = UploadedFile(source.read_bytes(), source.stat().st_mode & 0o777)
+            self.shell.upload(str(target.parent), _with_mode({target.name: file}, action.mode))
+
+
+def _with_mode(files: Mapping[str, UploadedFile], mode: int | None) -> dict[str, UploadedFile]:
+    return {
+        name: file if mode is None or file.content is None else file._replace(mode=mode) for name, file in files.items()
+    }

@@ -1,0 +1,95 @@
+"""What of a task only a container, a network or another machine can do."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from functools import lru_cache
+
+from offbeat.envs.harbor.dockerfile import NETWORK, read_dockerfile
+from offbeat.envs.harbor.task import EnvironmentSection, HarborTask, TaskStep
+from offbeat.envs.sandbox.shell import command_env
+
+TEMPLATE = re.compile(r"\$\{([^}:]+)(:-.*)?\}")
+PROGRAMS = re.compile(
+    r"(?:^|[\s;&|(`])(pytest|node|gcc|g\+\+|clang|make|cmake|java|javac|go|rustc|ruby|php|git|sqlite3|psql|jq|tmux)\s"
+)
+"""Programs that a verifier may call and a machine may lack."""
+
+
+@lru_cache(maxsize=4096)
+def find_obstacles(task: HarborTask) -> tuple[str, ...]:
+    """Return why a task can't run in a shell of the sandbox; empty if it can."""
+    return tuple(dict.fromkeys((*_of_environment(task), *_of_verifiers(task))))
+
+
+def _of_environment(task: HarborTask) -> Iterator[str]:
+    folder, section = task.folder / "environment", task.file.environment
+    yield from _of_section(section)
+    if section.docker_image and not task.dockerfile.is_file():
+        yield f"the image {section.docker_image}"
+    others = [
+        path.name for path in folder.glob("*") if re.fullmatch(r"(docker-|singularity-)?compose\.ya?ml", path.name)
+    ]
+    yield from (f"environment/{name}: several services" for name in sorted(others))
+    yield from (f"its Dockerfile: {obstacle}" for obstacle in read_dockerfile(task.dockerfile).obstacles)
+    if section.workdir and not section.workdir.startswith("/"):
+        yield f"workdir {section.workdir}: not an absolute path"
+    users = {
+        str(user) for user in (task.file.agent.user, task.file.verifier.user) if user not in (None, "root", 0, "0")
+    }
+    if users:
+        yield f"the user {', '.join(sorted(users))}: a shell has one user"
+
+
+def _of_section(section: EnvironmentSection) -> Iterator[str]:
+    if section.os.lower() != "linux":
+        yield f"the system {section.os}"
+    if section.gpus or section.tpu:
+        yield "a GPU" if section.gpus else "a TPU"
+    if section.network_mode == "allowlist":
+        yield "network_mode allowlist: a shell has no network"
+    if section.mcp_servers:
+        yield "MCP servers"
+    if section.healthcheck:
+        yield "a healthcheck, so a service"
+    yield from _templates("environment.env", section.env)
+
+
+def _of_verifiers(task: HarborTask) -> Iterator[str]:
+    sections = [task.file.verifier, *(step.verifier for step in task.file.steps or ())]
+    if any(section.mode == "separate" for section in sections):
+        yield "a verifier in an environment of its own"
+    if any(section.collect for section in sections):
+        yield "commands that collect files from services"
+    if any(step.healthcheck for step in task.file.steps or ()):
+        yield "a healthcheck, so a service"
+    for step in task.steps:
+        yield from _templates("verifier.env", step.verifier_env)
+        yield from _of_scripts(step)
+
+
+def _of_scripts(step: TaskStep) -> Iterator[str]:
+    for path in (script for tests in step.tests for script in sorted(tests.glob("*.sh"))):
+        text = "\n".join(line for line in path.read_text().splitlines() if not line.lstrip().startswith("#"))
+        if match := NETWORK.search(text):
+            yield f"its verifier calls {match[1]} (tests/{path.name}): needs the network"
+        for program in sorted(set(PROGRAMS.findall(text))):
+            if shutil.which(program, path=command_env()["PATH"]) is None:
+                yield f"its verifier calls {program} (tests/{path.name}), which is not installed here"
+
+
+def _templates(key: str, variables: dict[str, str]) -> Iterator[str]:
+    """Yield variables from the worker's own environment, which a sandbox never sees."""
+    for name, value in variables.items():
+        if (match := TEMPLATE.fullmatch(value)) and match[2] is None:
+            yield f"{key}.{name}: ${{{match[1]}}} of the host"
+
+
+def resolve(variables: dict[str, str]) -> dict[str, str]:
+    """Replace templates by their defaults."""
+    return {name: _default(value) for name, value in variables.items()}
+
+
+def _default(value: str) -> str:
+    match = TEMPLATE.fullmatch(value)
+    return (match[2] or "").removeprefix(":-") if match else value

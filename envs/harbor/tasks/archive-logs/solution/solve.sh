@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+tar -czf logs.tar.gz logs

@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+cut -d, -f2 people.csv > cities.txt

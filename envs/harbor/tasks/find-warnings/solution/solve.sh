@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+grep WARN app.log > warnings.txt

@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+join -t, prices.csv stock.csv > joined.csv

@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+ls -S data | head -n 1 > largest.txt

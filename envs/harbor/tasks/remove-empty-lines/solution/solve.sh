@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+sed -i /^$/d poem.txt

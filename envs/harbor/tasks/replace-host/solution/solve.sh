@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+sed -i s/localhost/db.internal/g config.ini

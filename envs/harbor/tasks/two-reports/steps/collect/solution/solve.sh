@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+grep alice sales.txt > alice.txt

@@ -1,0 +1,98 @@
+"""A task played on its machine: commands, then verification.
+
+Invariant: the verifier's files arrive on a protected machine, and it gets none of the policy's variables or home.
+"""
+
+import json
+import math
+from typing import Any, NamedTuple
+
+from offbeat.envs.harbor.dockerfile import read_dockerfile
+from offbeat.envs.harbor.machine import SOLUTION, TESTS, VERIFIER_LOGS, TaskError, TaskMachine
+from offbeat.envs.harbor.obstacles import resolve
+from offbeat.envs.harbor.task import HarborTask, TaskStep, read_files
+from offbeat.envs.sandbox.shell import CommandResult, Shell, ShellError, ShellLimits, command_env
+
+
+class TaskVerdict(NamedTuple):
+    rewards: dict[str, float]
+    error: str = ""
+    """Why the verifier left no reward."""
+
+
+class TaskTrial:
+    def __init__(self, task: HarborTask, limits: ShellLimits) -> None:
+        """Raises TaskError, and IsolationError, as `TaskMachine`."""
+        self.task = task
+        section = task.file.environment
+        try:
+            build = read_dockerfile(task.dockerfile)
+            self.machine = TaskMachine(build, limits, workdir=section.workdir, env=resolve(section.env))
+        except TaskError as error:
+            raise TaskError(f"{task.folder}: {error}") from error
+
+    def begin_step(self, step: TaskStep) -> None:
+        """Remove the last verifier, add the step's files; raises TaskError, ShellError."""
+        for folder in (TESTS, VERIFIER_LOGS):
+            self.machine.shell.clear(folder)
+        if step.workdir is not None:
+            self.machine.shell.upload(self.machine.workdir, read_files(step.workdir))
+            if (step.workdir / "setup.sh").is_file():
+                self.machine.run_or_fail(("bash", f"{self.machine.workdir}/setup.sh"), f"{step.name}/setup.sh")
+
+    def run(self, command: str, timeout_s: float) -> CommandResult:
+        """Run a command of the policy's in bash; raises ShellError."""
+        return self.machine.run(("bash", "-c", command), timeout_s)
+
+    def solve(self, step: TaskStep, timeout_s: float) -> CommandResult:
+        """Run the task's own solution, which is removed again; raises ShellError."""
+        self.machine.shell.upload(SOLUTION, read_files(step.solution))
+        try:
+            env = resolve(self.task.file.solution.env)
+            return self.machine.run(("bash", f"{SOLUTION}/solve.sh"), timeout_s, env=env)
+        finally:
+            self.machine.shell.clear(SOLUTION)
+
+    def verify(self, step: TaskStep, timeout_s: float) -> TaskVerdict:
+        """Run the verifier; a failure, which the policy may have caused, is part of the verdict."""
+        shell = self.machine.shell
+        env = command_env() | resolve(self.task.file.environment.env | step.verifier_env)
+        try:
+            self.machine.protect()
+            for folder in step.tests:
+                shell.upload(TESTS, read_files(folder))
+            script = ("bash", f"{TESTS}/test.sh")
+            result = shell.run(script, cwd=self.machine.workdir, env=env, timeout_s=timeout_s)
+            shell.kill_processes()
+            return read_verdict(shell, result)
+        except ShellError as error:
+            return TaskVerdict({}, str(error))
+
+    def close(self) -> None:
+        self.machine.shell.close()
+
+
+def read_verdict(shell: Shell, result: CommandResult) -> TaskVerdict:
+    """Read the verifier's reward.json, else its reward.txt, by Harbor's rules; raises ShellError."""
+    if result.timed_out:
+        return TaskVerdict({}, "the verifier took too long")
+    text, name = shell.read(f"{VERIFIER_LOGS}/reward.json"), "reward.json"
+    if text is None:
+        text, name = shell.read(f"{VERIFIER_LOGS}/reward.txt"), "reward.txt"
+    if text is None:
+        end = f"exit code {result.exit_code}: {result.output.strip()[-500:]}"
+        return TaskVerdict({}, f"the verifier wrote neither reward.txt nor reward.json ({end})")
+    try:
+        return TaskVerdict(parse_rewards(text.decode(), is_json=name == "reward.json"))
+    except ValueError as error:
+        return TaskVerdict({}, f"{name}: {error}")
+
+
+def parse_rewards(text: str, *, is_json: bool) -> dict[str, float]:
+    """Raises ValueError unless all rewards are finite numbers."""
+    values: Any = json.loads(text) if is_json else float(text)
+    rewards: dict[Any, Any] = values if isinstance(values, dict) else {"reward": values}
+    for name, value in rewards.items():
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{name} is {value!r}, not a finite number")
+    return {str(name): float(value) for name, value in rewards.items()}

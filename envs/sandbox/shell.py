@@ -1,0 +1,234 @@
+"""A policy's shell: a sandbox that lives for an episode, with folders at absolute paths.
+
+Invariants: commands share files and background processes, never the worker's; all end with the shell.
+"""
+
+import base64
+import functools
+import json
+import os
+import select
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from offbeat.envs.sandbox.run import (
+    LAYERS,
+    STARTUP_TIMEOUT_S,
+    IsolationError,
+    Limits,
+    check_isolation,
+    platform_isolation,
+    start_supervisor,
+)
+
+HOME = "/sandbox"
+READABLE = ("/etc/alternatives",)
+"""Debian's commands are links into it."""
+REPLY_TIMEOUT_S = 30.0
+"""Beyond a command's own timeout."""
+HEADER = struct.Struct("!I")
+UPLOAD_BYTES = 1 << 20
+"""Per request."""
+
+
+class ShellLimits(Limits):
+    timeout_s: float = Field(default=86_400.0, gt=0)
+    """Life of a shell."""
+    cpu_s: int = Field(default=60, ge=1)
+    """CPU time per process."""
+    memory_mib: int = Field(default=8192, ge=64)
+    file_mib: int = Field(default=64, ge=1)
+    disk_mib: int = Field(default=256, ge=1)
+    max_files: int = Field(default=20_000, ge=10)
+    max_processes: int = Field(default=32, ge=4)
+
+
+class ShellError(RuntimeError):
+    """A lost shell, or a refused request."""
+
+
+class CommandResult(NamedTuple):
+    output: str
+    """stdout and stderr; the middle is cut."""
+    exit_code: int
+    timed_out: bool
+    wall_s: float = 0.0
+
+
+class UploadedFile(NamedTuple):
+    content: bytes | None
+    """None: a folder."""
+    mode: int = 0o644
+
+
+def check_shell(limits: ShellLimits) -> None:
+    """Raise `IsolationError` if this machine can't isolate a shell."""
+    check_isolation(limits.model_copy(update={"isolation": "require"}))
+    if "mounts" not in platform_isolation():
+        raise IsolationError("a shell needs mounts in a user namespace, which this machine's kernel or container lacks")
+
+
+class Shell:
+    """Shell of one episode; concurrent calls wait for each other."""
+
+    def __init__(self, folders: Sequence[str], limits: ShellLimits) -> None:
+        """folders: writable, besides `HOME`.
+
+        Raises:
+            IsolationError: the machine can't isolate a shell.
+            ShellError: it did not start.
+        """
+        check_shell(limits)
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._folder = Path(tempfile.mkdtemp(prefix="offbeat-shell-"))
+        (self._folder / "work").mkdir()
+        their_read, self._write_fd = os.pipe()
+        self._read_fd, their_write = os.pipe()
+        source = Path(__file__).with_name("shell_runner.py").read_text()
+        (self._folder / "main.py").write_text(f"{source}\nserve({their_read}, {their_write})")
+        (self._folder / "stdin").touch()
+        self._process: subprocess.Popen[bytes] | None = (
+            _spawner(os.getpid())
+            .submit(
+                start_supervisor,
+                self._folder,
+                limits,
+                LAYERS,
+                (their_read, their_write),
+                writable=tuple(folders),
+                readable=READABLE,
+            )
+            .result()
+        )
+        self._receive(STARTUP_TIMEOUT_S)
+
+    def run(self, command: Sequence[str], *, cwd: str, env: Mapping[str, str], timeout_s: float) -> CommandResult:
+        """Run a command in `env` alone; raises ShellError as `call`."""
+        start = time.monotonic()
+        reply = self._call(
+            "run",
+            timeout_s,
+            command=list(command),
+            cwd=cwd,
+            env=dict(env),
+            timeout_s=timeout_s,
+            max_bytes=4 * self._limits.max_output_chars,
+        )
+        head, tail = (base64.b64decode(part) for part in reply["output"])
+        output = _join(head, tail, reply["num_dropped"], self._limits.max_output_chars)
+        return CommandResult(output, reply["exit_code"], reply["timed_out"], time.monotonic() - start)
+
+    def upload(self, folder: str, files: Mapping[str, UploadedFile]) -> None:
+        """Write files below `folder`, replacing others."""
+        batch: dict[str, tuple[int, str | None]] = {}
+        num_bytes = 0
+        for name, file in files.items():
+            content = None if file.content is None else base64.b64encode(file.content).decode()
+            batch[name] = (file.mode, content)
+            num_bytes += len(content or "")
+            if num_bytes >= UPLOAD_BYTES:
+                self._call("upload", folder=folder, files=batch)
+                batch, num_bytes = {}, 0
+        self._call("upload", folder=folder, files=batch)
+
+    def clear(self, folder: str) -> None:
+        self._call("clear", folder=folder)
+
+    def unlink_to(self, folders: Sequence[str], targets: Sequence[str]) -> None:
+        """Remove symbolic links below `folders` that lead into `targets`, or above them."""
+        self._call("unlink_to", folders=list(folders), targets=list(targets))
+
+    def read(self, path: str, max_bytes: int = 1 << 16) -> bytes | None:
+        """Read a regular file, or return None."""
+        content = self._call("read", path=path, max_bytes=max_bytes)["content"]
+        return None if content is None else base64.b64decode(content)
+
+    def kill_processes(self) -> None:
+        self._call("kill")
+
+    def close(self) -> None:
+        """Kill all processes and drop all files."""
+        if self._process is None:
+            return
+        # The supervisor, whose death kills all in the sandbox
+        self._process.kill()
+        self._process.wait()
+        self._process = None
+        os.close(self._read_fd)
+        os.close(self._write_fd)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _call(self, operation: str, wait_s: float = 0.0, **arguments: Any) -> dict[str, Any]:
+        data = json.dumps({"operation": operation, **arguments}).encode()
+        with self._lock:
+            self._send(HEADER.pack(len(data)) + data)
+            reply = self._receive(wait_s + REPLY_TIMEOUT_S)
+        if "error" in reply:
+            raise ShellError(f"{operation}: {reply['error']}")
+        return reply
+
+    def _send(self, data: bytes) -> None:
+        if self._process is None:
+            raise ShellError("the shell is closed")
+        try:
+            while data:
+                data = data[os.write(self._write_fd, data) :]
+        except BrokenPipeError:
+            raise self._lost() from None
+
+    def _receive(self, timeout_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        (num_bytes,) = HEADER.unpack(self._read(HEADER.size, deadline))
+        return json.loads(self._read(num_bytes, deadline))
+
+    def _read(self, num_bytes: int, deadline: float) -> bytes:
+        data = b""
+        while len(data) < num_bytes:
+            ready = select.select([self._read_fd], [], [], max(0.0, deadline - time.monotonic()))[0]
+            part = os.read(self._read_fd, num_bytes - len(data)) if ready else b""
+            if not part:
+                raise self._lost()
+            data += part
+        return data
+
+    def _lost(self) -> ShellError:
+        stderr = self._folder / "stderr"
+        lines = stderr.read_text(errors="replace").strip().splitlines() if stderr.is_file() else []
+        self.close()
+        return ShellError(f"the shell ended{f': {lines[-1]}' if lines else ''}")
+
+
+def command_env() -> dict[str, str]:
+    """Return a command's variables: the system's commands and Python, nothing of the worker's."""
+    path = f"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:{sys.base_prefix}/bin"
+    return {"PATH": path, "HOME": HOME, "TMPDIR": "/tmp", "LANG": "C.UTF-8", "TERM": "dumb"}
+
+
+@functools.cache
+def _spawner(pid: int) -> ThreadPoolExecutor:  # noqa: ARG001
+    """Return the process's thread that starts shells, which end with it."""
+    return ThreadPoolExecutor(1, "shells")
+
+
+def _join(head: bytes, tail: bytes, num_dropped: int, max_chars: int) -> str:
+    if not num_dropped:
+        text = (head + tail).decode(errors="replace")
+        if len(text) <= max_chars:
+            return text
+        half = max_chars // 2
+        return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+    half = max_chars // 2
+    first, last = head.decode(errors="replace")[:half], tail.decode(errors="replace")[-half:]
+    return f"{first}\n... more than {num_dropped} bytes left out ...\n{last}"

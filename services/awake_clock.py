@@ -1,0 +1,51 @@
+"""Time without that in which all engines sleep, for limits that must not count it."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class AwakeClock:
+    """Clock that stands still while stopped, with the limits that it governs."""
+
+    def __init__(self) -> None:
+        self._num_stops = 0
+        self._stopped_at = 0.0
+        self._lost_s = 0.0
+        self._deadlines: dict[asyncio.Timeout, float] = {}
+        """On this clock."""
+
+    def time(self) -> float:
+        return (self._stopped_at if self._num_stops else time.monotonic()) - self._lost_s
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop the clock; of overlapping stops, the first begins and the last ends it."""
+        if not self._num_stops:
+            self._stopped_at = time.monotonic()
+        self._num_stops += 1
+        self._reschedule()
+        try:
+            yield
+        finally:
+            self._num_stops -= 1
+            if not self._num_stops:
+                self._lost_s += time.monotonic() - self._stopped_at
+                self._reschedule()
+
+    @contextmanager
+    def limited(self, limit: asyncio.Timeout, seconds: float) -> Iterator[None]:
+        """Let an entered limit expire after `seconds` of this clock."""
+        self._deadlines[limit] = self.time() + seconds
+        self._reschedule()
+        try:
+            yield
+        finally:
+            del self._deadlines[limit]
+
+    def _reschedule(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for limit, deadline in self._deadlines.items():
+            if not limit.expired():
+                limit.reschedule(None if self._num_stops else now + deadline - self.time())

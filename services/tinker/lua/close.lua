@@ -1,0 +1,17 @@
+-- Closes a model, so that it takes no more commands, unless its next one is there. Later ones, whose predecessor never came,
+-- are dropped.
+-- KEYS: log, applied, closed, inflight, queued_bytes
+-- ARGV: model id, owner
+-- Returns 1 if it is closed, 0 if its next command is to be applied.
+local applied = tonumber(redis.call('HGET', KEYS[2], ARGV[1]) or -1)
+if redis.call('HEXISTS', KEYS[1], applied + 1) == 1 then return 0 end
+for _, seq in ipairs(redis.call('HKEYS', KEYS[1])) do
+  if tonumber(seq) > applied then
+    local size = redis.call('HSTRLEN', KEYS[1], seq)
+    if redis.call('HINCRBY', KEYS[5], ARGV[2], -size) <= 0 then redis.call('HDEL', KEYS[5], ARGV[2]) end
+  end
+end
+redis.call('SADD', KEYS[3], ARGV[1])
+redis.call('DEL', KEYS[1])
+redis.call('HDEL', KEYS[4], ARGV[1])
+return 1

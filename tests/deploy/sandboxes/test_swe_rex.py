@@ -1,0 +1,99 @@
+"""SWE-ReX's requests on the kernel sandbox, and where they can be compared, on its LocalDeployment."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from swerex.deployment.local import LocalDeployment
+from swerex.exceptions import (
+    CommandTimeoutError,
+    DeploymentNotStartedError,
+    NonZeroExitCodeError,
+    SessionDoesNotExistError,
+    SessionExistsError,
+)
+from swerex.runtime.abstract import (
+    BashAction,
+    BashInterruptAction,
+    CloseBashSessionRequest,
+    Command,
+    CreateBashSessionRequest,
+    ReadFileRequest,
+    UploadRequest,
+    WriteFileRequest,
+)
+
+from offbeat.deploy.sandboxes.swe_rex import SandboxDeployment, SandboxRuntime
+from tests.envs.sandbox.test_shell import needs_shell
+
+pytestmark = needs_shell
+
+
+@pytest.fixture
+async def runtime() -> AsyncIterator[SandboxRuntime]:
+    deployment = SandboxDeployment()
+    await deployment.start()
+    assert await deployment.is_alive()
+    yield deployment.runtime
+    await deployment.stop()
+    assert not await deployment.is_alive()
+    with pytest.raises(DeploymentNotStartedError):
+        _ = deployment.runtime
+
+
+async def test_a_session_answers_as_swe_rexs_own(runtime: SandboxRuntime, tmp_path: Path):
+    """The same actions on LocalDeployment, in a folder of the test's."""
+    local = LocalDeployment()
+    await local.start()
+    actions = [
+        "X=1; export Y=two; f() { echo f$1; }",
+        "echo $X $Y; f 3",
+        "mkdir -p d && cd d && touch file",
+        "ls; basename $PWD",
+        "printf 'no newline'",
+        "echo out; echo err >&2",
+    ]
+    seen: list[list[tuple[str, int | None]]] = []
+    for own, folder in ((runtime, "/tmp"), (local.runtime, str(tmp_path))):
+        await own.create_session(CreateBashSessionRequest())
+        await own.run_in_session(BashAction(command=f"cd {folder}"))
+        # LocalDeployment's terminal adds empty lines
+        results = [await own.run_in_session(BashAction(command=command)) for command in actions]
+        seen.append([(result.output.replace("\r", "").strip("\n"), result.exit_code) for result in results])
+        with pytest.raises(NonZeroExitCodeError):
+            await own.run_in_session(BashAction(command="false"))
+        assert (await own.run_in_session(BashAction(command="(exit 3)", check="silent"))).exit_code == 3
+        with pytest.raises(SessionExistsError):
+            await own.create_session(CreateBashSessionRequest())
+        await own.close_session(CloseBashSessionRequest())
+        with pytest.raises(SessionDoesNotExistError):
+            await own.run_in_session(BashAction(command="true"))
+    await local.stop()
+    assert seen[0] == seen[1]
+
+
+async def test_commands_and_files(runtime: SandboxRuntime, tmp_path: Path):
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given/a.txt").write_text("text")
+    await runtime.upload(UploadRequest(source_path=str(tmp_path / "given"), target_path="/data/given"))
+    await runtime.write_file(WriteFileRequest(path="/app/b.txt", content="übung"))
+    assert (await runtime.read_file(ReadFileRequest(path="/data/given/a.txt"))).content == "text"
+    assert (await runtime.read_file(ReadFileRequest(path="/app/b.txt", encoding="utf-8"))).content == "übung"
+    with pytest.raises(FileNotFoundError):
+        await runtime.read_file(ReadFileRequest(path="/app/c.txt"))
+    done = await runtime.execute(Command(command=["sh", "-c", "pwd; echo wrong >&2; exit 2"], cwd="/data"))
+    assert (done.stdout, done.stderr, done.exit_code) == ("/data\n", "wrong\n", 2)
+    done = await runtime.execute(Command(command="echo $A", shell=True, env={"A": "b"}, merge_output_streams=True))
+    assert (done.stdout, done.stderr, done.exit_code) == ("b\n", "", 0)
+    with pytest.raises(NonZeroExitCodeError, match="no such"):
+        await runtime.execute(Command(command=["false"], check=True, error_msg="no such"))
+
+
+async def test_what_takes_too_long_is_killed_and_the_session_goes_on(runtime: SandboxRuntime):
+    await runtime.create_session(CreateBashSessionRequest())
+    with pytest.raises(CommandTimeoutError):
+        await runtime.run_in_session(BashAction(command="sleep 600", timeout=0.3))
+    await runtime.run_in_session(BashInterruptAction())
+    assert (await runtime.run_in_session(BashAction(command="echo on"))).output == "on"
+    with pytest.raises(NotImplementedError, match="no terminal"):
+        await runtime.run_in_session(BashAction(command="python3", is_interactive_command=True))

@@ -1,0 +1,19 @@
+from typing import Any
+
+from torch import nn
+
+from offbeat.trainer.config.actor_train import ActorTrainConfig
+from offbeat.trainer.engines.base import TrainEngine
+from offbeat.trainer.engines.deepspeed import DeepSpeedEngine
+from offbeat.trainer.engines.process_group import Ranks
+
+
+def make_engine(module: nn.Module, train: ActorTrainConfig, ranks: Ranks) -> TrainEngine[Any]:
+    """Return the configured engine of a trained model."""
+    strategy = train.strategy_args
+    if strategy.strategy_name == "fsdp2_train":
+        from offbeat.trainer.engines.fsdp2 import FSDP2Engine  # takes a second to import  # noqa: PLC0415
+
+        tp_size, pp_size = strategy.tp_size, strategy.pp_size
+        return FSDP2Engine(module, train.training_args, ranks, tp_size=tp_size, pp_size=pp_size)
+    return DeepSpeedEngine(module, train.training_args, strategy, ranks)
