@@ -160,7 +160,8 @@ def test_online_pairs_of_answers_survive_the_kills_of_judge_and_learner(cluster:
         assert each.metrics["reward/judge"] == pytest.approx(0.7)
         assert each.reward == pytest.approx(each.metrics["reward/answer"] + 0.07)
         assert len(each.segments[0].images) == 1
-    trajectory = cluster.api.get(f"/runs/pairs/trajectories/{groups[-1].number}/0").json()
+    path, plain = f"/runs/pairs/trajectories/{groups[-1].number}/0", {"accept": "application/json"}
+    trajectory = cluster.api.get(path, headers=plain).json()
     assert trajectory["segments"][0]["images"], trajectory
     wait_until_sync(lambda: not cluster.living("ServeReplica:reward-pairs-judge"), timeout_s=60, every_s=0.2)
 
