@@ -116,6 +116,10 @@ class GenerationConfig(Config):
     on_weight_update: Literal["keep", "recompute"] = "keep"
     """Whether running requests keep or recompute their KV cache under new weights; new requests reuse no older
     entries."""
+    keep_sessions: bool | None = None
+    """Whether an episode stays in vLLM between its turns, so that a turn computes its new tokens alone; until the next
+    version, within `max_num_seqs` and the KV cache. None: on a CPU, with `on_weight_update: keep` and prefix caching.
+    """
     request_timeout_s: float = Field(default=60.0, gt=0)
     """Time until a turn is aborted and its episode retried."""
     update_timeout_s: float = Field(default=120.0, gt=0)
@@ -141,6 +145,10 @@ class GenerationConfig(Config):
                 f"which implies {number // size}: leave one of them out"
             )
         return self.model_copy(update={"num_replicas": number // size})
+
+    @property
+    def has_sessions(self) -> bool:
+        return self.device == "cpu" if self.keep_sessions is None else self.keep_sessions
 
     @property
     def engine(self) -> VllmConfig:
