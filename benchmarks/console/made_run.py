@@ -21,7 +21,7 @@ from offbeat.services.metric_registry import METRICS
 from offbeat.services.telemetry import MetricRecord, Partial
 from offbeat.trainer.data.batch import pack
 from offbeat.trainer.data.step_batch import StepBatch
-from offbeat.trainer.learner.group_intake import StepGroups
+from offbeat.trainer.learner.step_groups import StepGroups
 from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.losses.targets import build_targets
 from offbeat.trainer.trackers.metrics_file import METRICS_FILE, MetricsFile

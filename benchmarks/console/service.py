@@ -11,7 +11,7 @@ from offbeat.deploy.cluster.run_factory import MeshRunFactory
 from offbeat.services.control.api import create_api
 from offbeat.services.control.service import ControlService
 from offbeat.services.control.store import RunStore
-from offbeat.services.process import free_port
+from offbeat.services.process import free_port, freeze_started
 from offbeat.services.redis.connection import connect_async
 
 HOST = "127.0.0.1"
@@ -44,6 +44,7 @@ async def _serve(pipe: Connection, redis_url: str, port: int) -> None:
     redis = connect_async(redis_url)
     service = ControlService(RunStore(redis), MeshRunFactory(redis, redis_url, None), wake=lambda: None)
     server = _AnnouncingServer(uvicorn.Config(create_api(service), host=HOST, port=port, log_level="warning"), pipe)
+    freeze_started()
     serving = asyncio.create_task(server.serve())
     await asyncio.to_thread(pipe.recv)
     server.should_exit = True

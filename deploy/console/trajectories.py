@@ -25,9 +25,8 @@ from offbeat.services.control.console.schemas import (
 from offbeat.services.control.schemas import finite
 from offbeat.services.errors import CodecError, RolloutError
 from offbeat.services.messages.types import Segment, Trajectory
-from offbeat.trainer.losses.token_outcomes import TokenOutcome
-from offbeat.trainer.training.batch_log import BatchLog
-from offbeat.trainer.training.step_tokens import TrajectoryTokens
+from offbeat.trainer.data.token_outcome import TokenOutcome
+from offbeat.trainer.training.recorded_steps import RecordedSteps, TrajectoryTokens
 
 OUTCOMES = [outcome.name.lower() for outcome in TokenOutcome]
 LEFT_OUT = (
@@ -39,7 +38,7 @@ MAX_CACHED_STEPS = 64
 
 class RecordedTrajectories:
     def __init__(self, folder: Path, model_folder: Callable[[], Path]) -> None:
-        self._log = BatchLog(folder)
+        self._log = RecordedSteps(folder)
         self._model_folder = model_folder
         self._tokens: dict[int, list[TrajectoryTokens]] = {}
         self.steps: frozenset[int] = frozenset()

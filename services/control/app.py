@@ -24,6 +24,7 @@ from offbeat.services.control.rights import NO_TOKENS, Tokens
 from offbeat.services.control.service import ControlService
 from offbeat.services.control.store import RunStore
 from offbeat.services.errors import ControlError
+from offbeat.services.process import freeze_started
 from offbeat.services.redis.connection import connect_async
 from offbeat.services.telemetry import configure_logging
 
@@ -82,6 +83,7 @@ class ControlDeployment:
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             task = asyncio.create_task(reconciler.run(), name="reconciler")
+            freeze_started()
             try:
                 yield
             finally:

@@ -1,7 +1,6 @@
 """The generation service as a Ray Serve application."""
 
 import asyncio
-import gc
 import logging
 import os
 from collections.abc import AsyncIterator, Mapping
@@ -32,6 +31,7 @@ from offbeat.services.generation.tenancy import (
 )
 from offbeat.services.log_format import set_process_log_fields
 from offbeat.services.messages.codec import decode_requests, encode_completions
+from offbeat.services.process import freeze_started
 from offbeat.services.redis.connection import connect, connect_async
 from offbeat.services.redis.errors import complaint
 from offbeat.services.telemetry import configure_logging
@@ -86,9 +86,7 @@ class GenerationDeployment:
         self._taking_turns: asyncio.Task[None] | None = None
         if self._turns is not None and self._tenancy is not None:
             self._taking_turns = asyncio.create_task(self._turns.take(self._tenancy.replica))
-        # A million objects of torch and vLLM stay for good: without this the collector walks them between requests.
-        gc.collect()
-        gc.freeze()
+        freeze_started()
         self._watching = None if s.tenant else asyncio.create_task(self._serve_whoever_claims())
 
     async def generate(self, blob: bytes) -> AsyncIterator[bytes]:

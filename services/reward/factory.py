@@ -1,7 +1,6 @@
 from collections.abc import Callable
 
 from offbeat.services.reward.caller import RewardCaller
-from offbeat.services.reward.client import ServedReward, app_name
 from offbeat.services.reward.config import AnyReward, RewardsConfig
 from offbeat.services.reward.function import RewardFunction, ThreadedFunction
 from offbeat.services.reward.kinds.code_sandbox import CodeSandbox
@@ -46,6 +45,9 @@ def make_scorer(config: RewardsConfig, *, run_id: str = "", local: bool = False)
 def _make_caller(config: AnyReward, run_id: str, *, local: bool) -> RewardCaller:
     if local or not config.num_replicas:
         return RewardCaller(config, build_function(config))
+    # Ray Serve takes a second of CPU, which the command line spares
+    from offbeat.services.reward.client import ServedReward, app_name  # noqa: PLC0415
+
     timeout_s = config.timeout_s + config.queue_timeout_s
     return RewardCaller(config, ServedReward(app_name(run_id, config.name)), timeout_s)
 

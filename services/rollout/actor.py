@@ -21,6 +21,7 @@ from offbeat.services.errors import ForeignRunError
 from offbeat.services.generation.client import GenerationClient, NoGeneration, ServeGenerationClient
 from offbeat.services.keys import RunKeys
 from offbeat.services.log_format import set_process_log_fields
+from offbeat.services.process import freeze_started
 from offbeat.services.redis.connection import connect_async
 from offbeat.services.redis.errors import retryable
 from offbeat.services.redis.run_writes import AsyncRunWrites
@@ -40,8 +41,7 @@ YOUNG_PER_MIDDLE, MIDDLE_PER_OLD = 20, 20
 
 
 def tune_garbage_collector(episodes: int) -> None:
-    gc.collect()
-    gc.freeze()
+    freeze_started()
     gc.set_threshold(max(LEAST_YOUNG_OBJECTS, OBJECTS_PER_EPISODE * episodes), YOUNG_PER_MIDDLE, MIDDLE_PER_OLD)
 
 

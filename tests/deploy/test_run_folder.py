@@ -11,7 +11,7 @@ from offbeat.deploy.run_folder import Endpoints, hold_run_files, locked, remove_
 from offbeat.deploy.run_marker import MARKER, FolderInUseError, identify, mark
 from offbeat.services.buffer.group_ledger import LEDGER_FILE
 from offbeat.trainer.learner.step_ledger import STEPS_FILE
-from offbeat.trainer.training.batch_log import FOLDER as BATCHES
+from offbeat.trainer.training.recorded_steps import FOLDER as BATCHES
 
 
 def earlier_run(folder: Path, text: str = "old") -> None:

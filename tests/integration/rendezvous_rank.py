@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from offbeat.trainer.process.ranks import start_followers
+from offbeat.trainer.process.rank_processes import start_followers
 from offbeat.trainer.process.remote_ranks import RemoteRanks
 from tests.integration.algorithm_rank import main
 

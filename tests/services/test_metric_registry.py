@@ -16,8 +16,8 @@ from offbeat.services.telemetry import MetricRecord, Partial, decode_record, enc
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.corrections import ImportanceWeight, MismatchFilter, TrainInferCorrection
 from offbeat.trainer.data.replay_buffer import ReplayedGroups
-from offbeat.trainer.learner.group_intake import StepGroups
 from offbeat.trainer.learner.reporter import replay_values, step_values
+from offbeat.trainer.learner.step_groups import StepGroups
 from offbeat.trainer.losses.metrics import batch_gauges, with_effective_sample_size
 from tests.paths import ROOT
 from tests.trainer.config.key_effects import EFFECTS, NESTED

@@ -11,7 +11,7 @@ from offbeat.services.errors import FencedError, ReconcileError
 from offbeat.services.keys import RunKeys
 from offbeat.services.messages.types import Group
 from offbeat.services.redis.lease import LearnerLease, LeaseHeldError, free_lease_of
-from offbeat.trainer.learner.group_intake import StepGroups
+from offbeat.trainer.learner.step_groups import StepGroups
 from tests.copying import replace
 from tests.services.buffer.buffer_play import RUN
 from tests.simulation.actors import (

@@ -6,7 +6,7 @@ Invariants: every group is trained, masked or dropped with a reason; only the gr
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from offbeat.trainer.data.selection import carries_signal, masked_counts
 from offbeat.trainer.data.step_batch import StepBatch, collect_rewards
 from offbeat.trainer.learner.file_scores import FileScores
 from offbeat.trainer.learner.score_intake import ScoreIntake
+from offbeat.trainer.learner.step_groups import StepGroups
 
 logger = logging.getLogger(__name__)
 
@@ -28,32 +29,6 @@ POLL_S = 0.5
 STALE, NO_SIGNAL, MALFORMED, UNPUBLISHED = "stale", "no_signal", "malformed", "unpublished_version"
 TOO_LONG = "too_long"
 """Row without learned tokens within `sequence_length`, or longer; or a prompt of more than `prompt_length`."""
-
-
-@dataclass
-class StepGroups:
-    groups: list[Group] = field(default_factory=list[Group])
-    """Trained and masked, in stream order."""
-    trained: list[Group] = field(default_factory=list[Group])
-    masked: list[Group] = field(default_factory=list[Group])
-    """Without signal; counted only in loss denominators."""
-    refilled: list[Group] = field(default_factory=list[Group])
-    """Zero-signal groups replaced by fresh ones."""
-    num_stale: int = 0
-    """Kept beyond `max_staleness` (`stale_policy: train`)."""
-    dropped: dict[str, int] = field(default_factory=dict[str, int])
-    wait_s: float = 0.0
-    score_wait_s: float = 0.0
-    """Part of `wait_s`."""
-    newest_version: int = 0
-    """Groups of later versions are dropped."""
-    shaped: dict[int, Group] = field(default_factory=dict[int, Group])
-    """`groups` with shaped rewards, by number."""
-    are_rows: bool = False
-
-    @property
-    def entry_ids(self) -> tuple[str, ...]:
-        return tuple(group.entry_id for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)

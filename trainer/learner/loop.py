@@ -21,7 +21,7 @@ from offbeat.services.weights.api import WeightPublisher
 from offbeat.trainer.data.replay_buffer import ReplayBuffer, ReplayedGroups
 from offbeat.trainer.learner.checkpointing import Checkpointer
 from offbeat.trainer.learner.evaluations import Evaluation, Evaluations, When
-from offbeat.trainer.learner.group_intake import GroupIntake, StepGroups
+from offbeat.trainer.learner.group_intake import GroupIntake
 from offbeat.trainer.learner.reporter import (
     LearnerReporter,
     is_overflow,
@@ -31,6 +31,7 @@ from offbeat.trainer.learner.reporter import (
 )
 from offbeat.trainer.learner.shared_devices import SharedDevices, Turns
 from offbeat.trainer.learner.staleness_controller import StalenessController
+from offbeat.trainer.learner.step_groups import StepGroups
 from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.learner.task_sampler import Curriculum
 from offbeat.trainer.learner.trajectory_samples import TrajectorySampler

@@ -25,8 +25,8 @@ from offbeat.services.telemetry import (
 from offbeat.services.text_samples import TextSample
 from offbeat.trainer.data.replay_buffer import ReplayedGroups
 from offbeat.trainer.learner.episode_success import success_values
-from offbeat.trainer.learner.group_intake import StepGroups
 from offbeat.trainer.learner.progress_view import LearnerView, SilentView
+from offbeat.trainer.learner.step_groups import StepGroups
 from offbeat.trainer.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from offbeat.services.errors import FencedError
 from offbeat.services.jsonl import LinesFile, last_lines, read_lines
 from offbeat.services.messages.types import Group
 from offbeat.trainer.data.replay_buffer import NO_REPLAY, ReplayedGroups
-from offbeat.trainer.learner.group_intake import StepGroups
+from offbeat.trainer.learner.step_groups import StepGroups
 
 STEPS_FILE = Path("ledger", "steps.jsonl")
 

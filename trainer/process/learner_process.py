@@ -38,13 +38,8 @@ from offbeat.trainer.learner.uploads import CheckpointUploads
 from offbeat.trainer.process import redis_outage
 from offbeat.trainer.process.heartbeat import HEARTBEAT_TIMEOUTS, start_heartbeats
 from offbeat.trainer.process.lease_wait import wait_for_lease
-from offbeat.trainer.process.ranks import (
-    FollowerRanks,
-    die_with_rank_zero,
-    follow_rank_zero,
-    lead,
-    start_followers,
-)
+from offbeat.trainer.process.rank_processes import FollowerRanks, die_with_rank_zero, start_followers
+from offbeat.trainer.process.ranks import follow_rank_zero, lead
 from offbeat.trainer.process.remote_ranks import RemoteRanks
 from offbeat.trainer.process.run_checkpoints import RunCheckpoints
 from offbeat.trainer.process.signals import stop_on_signals

@@ -24,7 +24,7 @@ from redis.exceptions import RedisError
 
 from offbeat.services.keys import RunKeys
 from offbeat.trainer.process.heartbeat import Heartbeat
-from offbeat.trainer.process.ranks import FollowerRanks, RankDiedError, start_rank
+from offbeat.trainer.process.rank_processes import FollowerRanks, RankDiedError, start_rank
 
 logger = logging.getLogger(__name__)
 

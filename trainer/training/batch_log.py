@@ -5,31 +5,26 @@ any.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import msgpack
 
 from offbeat.services.errors import CodecError, FencedError
-from offbeat.services.messages.types import Trajectory
 from offbeat.trainer.config.algorithm import AlgorithmConfig
-from offbeat.trainer.data.group_codec import unpack_group
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.training.fenced_folder import FencedFolder
-from offbeat.trainer.training.step_tokens import StepTokens, TrajectoryTokens, decode_tokens
+from offbeat.trainer.training.recorded_steps import PREFIX, SCHEMA, SUFFIX, TOKENS, RecordedSteps
+from offbeat.trainer.training.step_tokens import StepTokens
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "batches"
-PREFIX, SKIPPED, TOKENS, SUFFIX = "step-", "skipped-", "tokens-", ".msgpack"
+SKIPPED = "skipped-"
 MAX_SKIPPED = 16
-SCHEMA = 1
-GROUPS, NUMBER = 3, 2
-"""Indices in an unpacked batch, and in a packed group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +33,12 @@ class RecordedBatch:
     learning_rate: float
 
 
-class BatchLog:
+class BatchLog(RecordedSteps):
     def __init__(self, output_dir: Path, max_kept: int = 0, epoch: int = 0, num_shown: int = 0) -> None:
         """max_kept: newest batches, besides those with a non-finite gradient. epoch: the writer's lease. num_shown:
         newest steps for the console.
         """
-        self._folder = output_dir / FOLDER
+        super().__init__(output_dir)
         self._epoch = epoch
         self._files: FencedFolder | None = None
         self._max_kept = max(max_kept, num_shown)
@@ -83,51 +78,17 @@ class BatchLog:
         if errors:
             raise errors[0]
 
-    def steps(self) -> list[int]:
-        names = (
-            path.name.removeprefix(PREFIX).removesuffix(SUFFIX) for path in self._folder.glob(f"{PREFIX}*{SUFFIX}")
-        )
-        return sorted(int(name) for name in names if name.isdigit())
-
-    def read_members(self, version: int, number: int) -> tuple[Trajectory, ...]:
-        """Read a group's trajectories in a version's batch, if there; raises `CodecError`."""
-        packed = next((group for group in self._unpack(version)[GROUPS] if group[NUMBER] == number), None)
-        return () if packed is None else unpack_group(packed).trajectories
-
-    def read_tokens(self, version: int) -> list[TrajectoryTokens]:
-        """Read the token outcomes of a version's batch, if kept; raises `CodecError`."""
-        path = self._folder / f"{TOKENS}{version:06d}{SUFFIX}"
-        try:
-            return list(decode_tokens(path.read_bytes()))
-        except FileNotFoundError:
-            return []
-        except (OSError, CodecError) as error:
-            raise CodecError(f"{path} can't be read: {error}") from error
-
     def read(self, version: int, config: AlgorithmConfig) -> RecordedBatch:
         """Read a version's batch.
 
         Raises:
             CodecError: unreadable file.
         """
-        learning_rate, *body = self._unpack(version)
+        learning_rate, *body = self.unpack(version)
         try:
             return RecordedBatch(StepBatch.unpack([version - 1, *body], config), float(learning_rate))
         except (ValueError, TypeError, CodecError) as error:
-            raise CodecError(f"{self._path(version)} is no recorded batch: {error}") from error
-
-    def _path(self, version: int) -> Path:
-        return self._folder / f"{PREFIX}{version:06d}{SUFFIX}"
-
-    def _unpack(self, version: int) -> Sequence[Any]:
-        path = self._path(version)
-        try:
-            schema, recorded, *rest = msgpack.unpackb(path.read_bytes())
-            if (schema, recorded) != (SCHEMA, version):
-                raise CodecError(f"schema {schema}, step {recorded}")
-            return rest
-        except (OSError, ValueError, TypeError, msgpack.UnpackException, CodecError) as error:
-            raise CodecError(f"{path} is no recorded batch: {error}") from error
+            raise CodecError(f"{self.path(version)} is no recorded batch: {error}") from error
 
     def _submit(self, write: Callable[[], None]) -> None:
         self._pending = [entry for entry in self._pending if not _is_written(entry[1])]  # releases their batches

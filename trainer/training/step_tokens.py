@@ -4,27 +4,21 @@ Tokens are in the order of their trajectory's turns, as in `Batch`.
 """
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import cast
 
 import msgpack
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offbeat.services.errors import CodecError
 from offbeat.services.messages.types import Group
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.data.batch import Batch
 from offbeat.trainer.engines.process_group import Ranks, gather
 from offbeat.trainer.losses.targets import Targets
 from offbeat.trainer.losses.token_outcomes import token_outcomes
-
-SCHEMA = 1
-Floats = npt.NDArray[np.float32]
+from offbeat.trainer.training.recorded_steps import TOKENS_SCHEMA
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,41 +41,7 @@ class StepTokens:
             [number, index, *(column[start:end].numpy().tobytes() for column in columns)]
             for (number, index), (start, end) in zip(members, pairwise(borders), strict=True)
         ]
-        return cast(bytes, msgpack.packb([SCHEMA, self.version, rows]))
-
-
-@dataclass(frozen=True, slots=True)
-class TrajectoryTokens:
-    """`TokenOutcomes` of a trajectory."""
-
-    group: int
-    index: int
-    logprobs: Floats
-    ratio: Floats
-    advantages: Floats
-    outcome: npt.NDArray[np.uint8]
-
-    @property
-    def max_ratio(self) -> float:
-        ratios = self.ratio[np.isfinite(self.ratio)]
-        return float(ratios.max()) if len(ratios) else math.nan
-
-
-def decode_tokens(content: bytes) -> Iterator[TrajectoryTokens]:
-    """Yield a step's trajectories; raises `CodecError`."""
-    try:
-        schema, _, rows = msgpack.unpackb(content)
-        if schema != SCHEMA:
-            raise CodecError(f"schema {schema}")
-        yield from (_decode_row(row) for row in rows)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise CodecError(f"malformed: {error}") from error
-
-
-def _decode_row(row: Sequence[Any]) -> TrajectoryTokens:
-    number, index, *floats, outcome = row
-    logprobs, ratio, advantages = (np.frombuffer(column, dtype="<f4") for column in floats)
-    return TrajectoryTokens(number, index, logprobs, ratio, advantages, np.frombuffer(outcome, dtype=np.uint8))
+        return cast(bytes, msgpack.packb([TOKENS_SCHEMA, self.version, rows]))
 
 
 def merge_seen(seen: Tensor, ranks: Ranks) -> Tensor | None:

@@ -12,7 +12,7 @@ from offbeat.deploy.cli.audit import examine
 from offbeat.deploy.config.loader import dump_yaml, load_run
 from offbeat.services.buffer.api import Counters
 from offbeat.services.buffer.group_ledger import LedgerFile, LifeEvent
-from offbeat.trainer.learner.group_intake import StepGroups
+from offbeat.trainer.learner.step_groups import StepGroups
 from offbeat.trainer.learner.step_ledger import (
     ReconciledLine,
     ResumedLine,

@@ -23,7 +23,7 @@ from offbeat.services.redis.connection import connect, connect_async
 from offbeat.services.redis.incarnation import KnownIncarnation
 from offbeat.services.redis.lease import LearnerLease
 from offbeat.services.redis.server import EmbeddedRedis
-from offbeat.trainer.learner.group_intake import StepGroups
+from offbeat.trainer.learner.step_groups import StepGroups
 from offbeat.trainer.learner.step_ledger import StepLedger, newest_epoch
 from offbeat.trainer.training.checkpoint import CheckpointStore, LearnerState, last_written
 from tests.paths import QUICKSTART

@@ -37,6 +37,16 @@ def test_help_imports_nothing_heavy():
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize(
+    "module",
+    ["deploy.cli.train", "deploy.cluster.ray_run_factory", "deploy.config.validation_main", "services.rollout.actor"],
+)
+def test_a_process_without_a_model_starts_without_torch(module: str):
+    code = f"import sys, offbeat.{module}; print({{'torch', 'transformers', 'vllm'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
 def test_validate_says_valid():
     done = offbeat("config", "validate", QUICKSTART, "seed=2")
     assert (done.returncode, done.stdout, done.stderr) == (0, "valid\n", "")

@@ -16,7 +16,7 @@ from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.process_group import Ranks
-from offbeat.trainer.learner.group_intake import StepGroups
+from offbeat.trainer.learner.step_groups import StepGroups
 from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.trackers.metrics_file import METRICS_FILE, MetricsFile

@@ -26,7 +26,7 @@ from offbeat.services.redis.lease import LearnerLease, free_lease_of
 from offbeat.services.redis.server import EmbeddedRedis
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.publisher import RedisWeightPublisher
-from offbeat.trainer.learner.group_intake import StepGroups
+from offbeat.trainer.learner.step_groups import StepGroups
 from offbeat.trainer.learner.step_ledger import StepLedger, newest_epoch
 from tests.services.buffer.buffer_play import RUN, limits, publish, trajectory_for
 from tests.waiting import wait_until

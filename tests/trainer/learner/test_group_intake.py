@@ -15,8 +15,9 @@ from offbeat.trainer.config.roles import InferStrategyArgs, ReferenceConfig, Tea
 from offbeat.trainer.config.scored_roles import ScoredRole
 from offbeat.trainer.data.replay_buffer import ReplayBuffer, ReplayedGroups
 from offbeat.trainer.data.step_batch import StepBatch
-from offbeat.trainer.learner.group_intake import GroupIntake, StepGroups
+from offbeat.trainer.learner.group_intake import GroupIntake
 from offbeat.trainer.learner.score_intake import ScoreIntake
+from offbeat.trainer.learner.step_groups import StepGroups
 from tests.copying import replace
 from tests.fakes import FakeLearnerBuffer, make_group
 

@@ -5,9 +5,9 @@ import pytest
 
 from offbeat.services.diagnosis import DiagnosisLimits
 from offbeat.services.telemetry import Partial
-from offbeat.trainer.learner.group_intake import StepGroups
 from offbeat.trainer.learner.progress_view import SilentView
 from offbeat.trainer.learner.reporter import LearnerReporter, step_values
+from offbeat.trainer.learner.step_groups import StepGroups
 from tests.copying import replace
 from tests.fakes import DictBoard, ListSink
 from tests.trainer.trajectories import group, trajectory

@@ -12,7 +12,7 @@ import redis
 
 from offbeat.services.process import free_port
 from offbeat.trainer.process import remote_ranks
-from offbeat.trainer.process.ranks import RankDiedError
+from offbeat.trainer.process.rank_processes import RankDiedError
 from offbeat.trainer.process.remote_ranks import FollowerHost, RemoteRanks, local_address, split_ranks, worlds_key
 from tests.waiting import wait_until_sync
 

@@ -10,10 +10,11 @@ import torch
 from offbeat.services.errors import CodecError
 from offbeat.services.messages.types import StopReason
 from offbeat.trainer.config.actor_train import ModelArgs
-from offbeat.trainer.losses.token_outcomes import TokenOutcome
+from offbeat.trainer.data.token_outcome import TokenOutcome
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.training.batch_log import BatchLog
-from offbeat.trainer.training.step_tokens import StepTokens, TrajectoryTokens, decode_tokens
+from offbeat.trainer.training.recorded_steps import TrajectoryTokens, decode_tokens
+from offbeat.trainer.training.step_tokens import StepTokens
 from tests.copying import replace
 from tests.fakes import make_group, train_on
 from tests.trainer.training.test_optimizer_step import GROUPS, _sampled, config, trainer, training
