@@ -4,13 +4,12 @@ Invariant: commands import heavy modules.
 """
 
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from offbeat.benchmarks.cli_options import JsonFile, Quick, run_bench
+from offbeat.benchmarks.cli_options import Distribution, JsonFile, PlanPart, Quick, Size, Work, run_bench
 from offbeat.deploy.local.signals import raise_interrupt_on_signals
 
 bench_app = typer.Typer(help="Measure: medians and ratios from one call, on the real components.", no_args_is_help=True)
@@ -19,29 +18,6 @@ bench_app = typer.Typer(help="Measure: medians and ratios from one call, on the 
 @bench_app.callback()
 def before_each() -> None:
     raise_interrupt_on_signals()
-
-
-class Distribution(StrEnum):
-    normal = "normal"
-    lognormal = "lognormal"
-
-
-class Size(StrEnum):
-    """Parameters of a model."""
-
-    m1 = "1M"
-    m16 = "16M"
-    m135 = "135M"
-
-
-class Work(StrEnum):
-    real = "real"
-    emulated = "emulated"
-
-
-class PlanPart(StrEnum):
-    training = "async"
-    redundancy = "redundancy"
 
 
 @bench_app.command("async")
@@ -240,6 +216,7 @@ def bench_turn(
         list[int] | None, typer.Option(min=1, help="Episodes at a time; may be repeated. Default: 1 to 1024.")
     ] = None,
     coalesce_s: Annotated[float, typer.Option(metavar="S", help="That turns wait for company.")] = 0.0,
+    sessions: Annotated[bool, typer.Option(help="Episodes stay in the engine between their turns.")] = True,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     json: JsonFile = None,
     quick: Quick = False,
@@ -252,6 +229,7 @@ def bench_turn(
         smollm2=smollm2,
         concurrency=tuple(concurrency or bench.TurnOptions().concurrency),
         coalesce_s=coalesce_s,
+        sessions=sessions,
         rounds=rounds,
     )
     if quick:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,29 @@ JsonFile = Annotated[
 Quick = Annotated[
     bool, typer.Option("--quick", help="Seconds instead of minutes: shows that it works, measures little.")
 ]
+
+
+class Distribution(StrEnum):
+    normal = "normal"
+    lognormal = "lognormal"
+
+
+class Size(StrEnum):
+    """Parameters of a model."""
+
+    m1 = "1M"
+    m16 = "16M"
+    m135 = "135M"
+
+
+class Work(StrEnum):
+    real = "real"
+    emulated = "emulated"
+
+
+class PlanPart(StrEnum):
+    training = "async"
+    redundancy = "redundancy"
 
 
 def run_bench(name: str, bench: Callable[[Any], dict[str, Any]], options: Any, file: Path | None) -> None:

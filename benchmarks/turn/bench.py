@@ -49,6 +49,8 @@ class TurnOptions:
     """In which nothing is played, to see who works all the same."""
     rounds: int = 3
     coalesce_s: float = 0.0
+    sessions: bool = True
+    """`actor_infer.keep_sessions`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,11 @@ def _run_config(base: BenchEnvironment, options: TurnOptions, model: Path | None
     engine = first.actor_infer.engine.model_copy(update={"worker_extension_cls": EXTENSION})
     strategy = EngineStrategy.model_construct(strategy_name="vllm", strategy_config=engine)
     infer = first.actor_infer.model_copy(
-        update={"model_args": EngineModelArgs(dtype=options.dtype), "strategy_args": strategy}
+        update={
+            "model_args": EngineModelArgs(dtype=options.dtype),
+            "strategy_args": strategy,
+            "keep_sessions": options.sessions,
+        }
     )
     config = first.model_copy(update={"actor_infer": infer})
     base.prepare(config)
