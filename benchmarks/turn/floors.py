@@ -113,7 +113,7 @@ class ForwardAlone:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.set_num_threads(self._threads)
-        config = AutoConfig.from_pretrained(self._model)
+        config = AutoConfig.from_pretrained(self._model, trust_remote_code=False)
         policy = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, self._dtype)
         )  # any weights cost the same

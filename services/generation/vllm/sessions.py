@@ -60,7 +60,7 @@ class SessionTurn:
         return self.request.request_id.partition(NAME_END)[0]
 
 
-class Session:
+class EngineSession:
     """An episode's request in the engine.
 
     kept: tokens whose keys and values the engine holds; the last sampled one has none yet.
@@ -124,7 +124,7 @@ class Sessions:
         self._llm = llm
         self._block_size: int = cache.block_size
         self.capacity = Capacity(max_num_seqs, cache.num_gpu_blocks * cache.block_size)
-        self._waiting: OrderedDict[str, Session] = OrderedDict()
+        self._waiting: OrderedDict[str, EngineSession] = OrderedDict()
         """By episode, the least recently used first."""
         self._is_open = True
         self.num_continued = 0
@@ -158,7 +158,7 @@ class Sessions:
         await self.make_room(turn.request)
         with self.running(turn.request):
             self.num_continued += session is not None
-            session = session or Session(self._llm, turn)
+            session = session or EngineSession(self._llm, turn)
             completion = await session.sample(turn)
         await self._keep(turn.episode, session)
         return completion
@@ -172,7 +172,7 @@ class Sessions:
     def reopen(self) -> None:
         self._is_open = True
 
-    async def _keep(self, episode: str, session: Session) -> None:
+    async def _keep(self, episode: str, session: EngineSession) -> None:
         tokens = self._whole_blocks(len(session.kept))
         if not self._is_open or episode in self._waiting or not self.capacity.has_room(tokens):
             await session.close()
@@ -180,7 +180,7 @@ class Sessions:
         self.capacity.add(tokens)
         self._waiting[episode] = session
 
-    def _take(self, episode: str) -> Session:
+    def _take(self, episode: str) -> EngineSession:
         session = self._waiting.pop(episode)
         self.capacity.remove(self._whole_blocks(len(session.kept)))
         return session
