@@ -114,9 +114,9 @@ class ForwardAlone:
 
         torch.set_num_threads(self._threads)
         config = AutoConfig.from_pretrained(self._model, trust_remote_code=False)
-        policy = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, self._dtype)
-        )  # any weights cost the same
+        dtype = getattr(torch, self._dtype)
+        # any weights cost the same
+        policy = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         self._policy: Any = policy.eval()
         self._draw = random.Random(0)
 
