@@ -3,15 +3,14 @@
 Invariant: commands import heavy modules.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict, replace
-from enum import StrEnum
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
+from offbeat.benchmarks.cli_options import Distribution, JsonFile, PlanPart, Quick, Size, Work, run_bench
 from offbeat.deploy.local.signals import raise_interrupt_on_signals
 
 bench_app = typer.Typer(help="Measure: medians and ratios from one call, on the real components.", no_args_is_help=True)
@@ -20,37 +19,6 @@ bench_app = typer.Typer(help="Measure: medians and ratios from one call, on the 
 @bench_app.callback()
 def before_each() -> None:
     raise_interrupt_on_signals()
-
-
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there.", show_default=False)
-]
-Quick = Annotated[
-    bool, typer.Option("--quick", help="Seconds instead of minutes: shows that it works, measures little.")
-]
-
-
-class Distribution(StrEnum):
-    normal = "normal"
-    lognormal = "lognormal"
-
-
-class Size(StrEnum):
-    """Parameters of a model."""
-
-    m1 = "1M"
-    m16 = "16M"
-    m135 = "135M"
-
-
-class Work(StrEnum):
-    real = "real"
-    emulated = "emulated"
-
-
-class PlanPart(StrEnum):
-    training = "async"
-    redundancy = "redundancy"
 
 
 @bench_app.command("async")
@@ -92,7 +60,7 @@ def bench_async(
             work="emulated", distributions=("lognormal",), mean_s=0.01, std_s=0.02, staleness=(1.0,),
             steps=4, batch=16, env_groups=4, train_s=0.05, answer_s=0.002,
         )  # fmt: skip
-    _run("async", async_training.run, options, json)
+    run_bench("async", async_training.run, options, json)
 
 
 @bench_app.command("redundancy")
@@ -122,7 +90,7 @@ def bench_redundancy(
             distributions=("lognormal",), mean_s=0.01, lognormal_std_s=0.05, num_groups=4, group_size=2, over=((5, 3),),
             rounds=1,
         )  # fmt: skip
-    _run("redundancy", redundancy.run, options, json)
+    run_bench("redundancy", redundancy.run, options, json)
 
 
 @bench_app.command("plan")
@@ -145,7 +113,7 @@ def bench_plan(
         parts=tuple(member.value for member in part or PlanPart),
         distributions=tuple(member.value for member in distribution or ()) or options.distributions,
     )
-    _run("plan", plan_accuracy.run, options, json)
+    run_bench("plan", plan_accuracy.run, options, json)
 
 
 @bench_app.command("buffer")
@@ -176,7 +144,7 @@ def bench_buffer(
     )
     if quick:
         options = comparison.BufferOptions(tokens=(256,), batches=2, rounds=1, reverb=False, fsync=fsync)
-    _run("buffer", comparison.run, options, json)
+    run_bench("buffer", comparison.run, options, json)
 
 
 @bench_app.command("scale")
@@ -203,7 +171,7 @@ def bench_scale(
     )
     if quick:
         options = scale.ScaleOptions(concurrency=(16, 64), window_s=1.0, rounds=1)
-    _run("scale", scale.run, options, json)
+    run_bench("scale", scale.run, options, json)
 
 
 @bench_app.command("generation")
@@ -236,7 +204,38 @@ def bench_generation(
     )
     if quick:
         options = replace(options, concurrency=(1, 8), tokens=8, per_client=2, rounds=1)
-    _run("generation", generation.run, options, json)
+    run_bench("generation", generation.run, options, json)
+
+
+@bench_app.command("turn")
+def bench_turn(
+    model: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A Hugging Face folder. Default: the tiny policy.")
+    ] = None,
+    smollm2: Annotated[bool, typer.Option("--smollm2", help="Random weights of SmolLM2-135M's shape.")] = False,
+    concurrency: Annotated[
+        list[int] | None, typer.Option(min=1, help="Episodes at a time; may be repeated. Default: 1 to 1024.")
+    ] = None,
+    coalesce_s: Annotated[float, typer.Option(metavar="S", help="That turns wait for company.")] = 0.0,
+    sessions: Annotated[bool, typer.Option(help="Episodes stay in the engine between their turns.")] = True,
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Measure a turn's CPU and wall time by part, and bare AsyncLLM, the forward pass and the env alone."""
+    from offbeat.benchmarks.turn import bench
+
+    options = bench.TurnOptions(
+        model=model,
+        smollm2=smollm2,
+        concurrency=tuple(concurrency or bench.TurnOptions().concurrency),
+        coalesce_s=coalesce_s,
+        sessions=sessions,
+        rounds=rounds,
+    )
+    if quick:
+        options = replace(options, concurrency=(1, 16), window_s=1.0, idle_s=1.0, rounds=1)
+    run_bench("turn", bench.run, options, json)
 
 
 @bench_app.command("learner")
@@ -267,7 +266,7 @@ def bench_learner(
     try:
         if complaint := learner.check(options):
             raise PacedSideError(complaint)
-        _run("learner", learner.run, options, json)
+        run_bench("learner", learner.run, options, json)
     except PacedSideError as error:
         typer.echo(f"offbeat: {error}", err=True)
         raise typer.Exit(2) from None
@@ -288,7 +287,7 @@ def bench_trees(
     from offbeat.benchmarks import trees
 
     options = trees.TreeOptions(size.value, groups, group_size, budget, rounds, threads)
-    _run("trees", trees.run, replace(options, groups=1, group_size=4, rounds=1) if quick else options, json)
+    run_bench("trees", trees.run, replace(options, groups=1, group_size=4, rounds=1) if quick else options, json)
 
 
 @bench_app.command("tenants")
@@ -320,7 +319,7 @@ def bench_tenants(
     )
     if quick:
         options = replace(options, tenants=(1, 2), steps=2, batch=2, samples=2, answer=4, tokens=16, rounds=1)
-    _run("tenants", bench.run, options, json)
+    run_bench("tenants", bench.run, options, json)
 
 
 @bench_app.command("weights")
@@ -351,7 +350,7 @@ def bench_weights(
     if quick:
         deltas = DeltaOptions(learning_rates=(1e-6,), steps=3)
         options = replace(options, sizes=("1M",), replicas=(1,), rounds=2, deltas=deltas)
-    _run("weights", weights.run, options, json)
+    run_bench("weights", weights.run, options, json)
 
 
 @bench_app.command("console")
@@ -369,7 +368,7 @@ def bench_console(
     options = bench.ConsoleOptions(steps=steps, tokens=tokens, rounds=rounds, watch_s=watch)
     if quick:
         options = replace(options, steps=64, rounds=1, watch_s=1)
-    _run("console", bench.run, options, json)
+    run_bench("console", bench.run, options, json)
 
 
 @bench_app.command("peer")
@@ -411,7 +410,7 @@ def bench_peer(
             settings=settings, seeds=seeds, sides=sides, steps=steps, folder=folder, venv=venv, smollm2=smollm2,
             plot=plot, together=together, fresh=fresh, overrides=tuple(set_ or ()),
         )  # fmt: skip
-        _run("peer", comparison.run, chosen, json)
+        run_bench("peer", comparison.run, chosen, json)
     except (options.PeerError, PacedSideError, VenvError, ConfigError) as error:
         typer.echo(f"offbeat: {error}", err=True)
         raise typer.Exit(2) from None
@@ -430,15 +429,3 @@ def bench_plot(
     except ValueError as error:
         typer.echo(f"offbeat: {error}", err=True)
         raise typer.Exit(1) from None
-
-
-def _run(name: str, bench: Callable[[Any], dict[str, Any]], options: Any, file: Path | None) -> None:
-    from offbeat.benchmarks.harness.result import write_json
-
-    try:
-        result = bench(options)
-    except KeyboardInterrupt:
-        typer.echo("offbeat: interrupted; what was started has ended", err=True)
-        raise
-    if file is not None:
-        write_json(file, name, asdict(options), result)

@@ -5,11 +5,12 @@ Invariant: equal prompts, new to the prefix cache; exactly `tokens` sampled toke
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.status import Status
@@ -112,10 +113,10 @@ def run(options: GenerationOptions) -> dict[str, Any]:
     with console().status("starting") as status, bench_environment() as base:
         config = _run_config(base, options)
         model = options.model or config.output_dir / "policy"
-        vocab_size = _publish_start(base, config, model)
+        vocab_size = publish_start(base, config, model)
         with ProcessActor(BareEngine(config.actor_infer, model, options.tokens), base.folder / "bare.log") as bare:
             status.update("starting the service")
-            with _service(base, config, model) as address, ExitStack() as stack:
+            with running_service(base, config, model) as address, ExitStack() as stack:
                 service = Service(config.exp_name, options, vocab_size)
                 sides: dict[str, RoundMeasure] = {"bare": partial(_remotely, bare), "handle": service.measure}
                 if options.http:
@@ -144,8 +145,8 @@ def _run_config(base: BenchEnvironment, options: GenerationOptions) -> RunConfig
     return config
 
 
-def _publish_start(base: BenchEnvironment, config: RunConfig, model: Path) -> int:
-    """Return the vocabulary size."""
+def publish_start(base: BenchEnvironment, config: RunConfig, model: Path) -> int:
+    """Publish a model's weights as version 0; return the vocabulary size."""
     from offbeat.services.weights.publisher import RedisWeightPublisher
     from offbeat.trainer.config.actor_train import ModelArgs
     from offbeat.trainer.models.loading import load_policy
@@ -159,7 +160,10 @@ def _publish_start(base: BenchEnvironment, config: RunConfig, model: Path) -> in
 
 
 @contextmanager
-def _service(base: BenchEnvironment, config: RunConfig, model: Path) -> Iterator[str]:
+def running_service(
+    base: BenchEnvironment, config: RunConfig, model: Path, environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[str]:
+    """Start Ray and the service; yield Ray's address. environment: of the replica."""
     import ray
     from ray import serve
 
@@ -173,10 +177,11 @@ def _service(base: BenchEnvironment, config: RunConfig, model: Path) -> Iterator
             config.actor_infer,
             config.weights,
             model=model,
-            sequence_length=SEQUENCE_LENGTH,
+            sequence_length=config.sequence_length,
             redis_url=base.redis_url,
             output_dir=config.output_dir,
             seed=0,
+            environment=environment,
         )
         serve.run(application, name=app_name(config.exp_name), route_prefix=None)
         yield ray.get_runtime_context().gcs_address

@@ -25,11 +25,15 @@ SAMPLE_INTERVAL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class PolicySpec:
-    kind: Literal["vllm", "engine", "client"]
+    kind: Literal["vllm", "engine", "client", "service"]
     """`vllm`: real engine and replica. `engine`: scripted engine in a real replica. `client`: scripted policy, no
-    replica.
+    replica. `service`: the run's generation service.
     """
     delay_s: float = 0.0
+    ray_address: str = ""
+    """Of `service`."""
+    parts: Path | None = None
+    """File for the times of a turn's parts (`benchmarks.turn`)."""
     config: GenerationConfig = field(default_factory=GenerationConfig)
 
 
@@ -96,7 +100,18 @@ class _Host:
             return await VllmEngine.start(
                 self._policy.config, self._model, sequence_length=self._sequence_length, seed=0
             )
+        if self._policy.kind == "service":
+            self._connect_service()
         return ScriptedEngine(ScriptedPolicy(self._chat, seed=0), self._policy.delay_s)
+
+    def _connect_service(self) -> None:
+        import ray
+
+        from offbeat.benchmarks.turn.worker_parts import measure_worker
+
+        ray.init(address=self._policy.ray_address, log_to_driver=False)
+        if self._policy.parts is not None:
+            measure_worker(self._policy.parts)
 
     @asynccontextmanager
     async def _playing(self, settings: WorkerSettings, engine: Any) -> AsyncIterator["_Meter"]:
@@ -145,12 +160,15 @@ class _Host:
 
     def _client(self, settings: WorkerSettings, engine: Any, redis: Any) -> Any:
         from offbeat.benchmarks.harness.scripted_policy import ReplicaGeneration, ScriptedGeneration, ScriptedPolicy
+        from offbeat.services.generation.client import ServeGenerationClient
         from offbeat.services.generation.replica import GenerationReplica
         from offbeat.services.weights.config import WeightsConfig
         from offbeat.services.weights.subscriber import RedisWeightSubscriber
 
         if self._policy.kind == "client":
             return ScriptedGeneration(ScriptedPolicy(self._chat, seed=0), self._policy.delay_s), None
+        if self._policy.kind == "service":
+            return ServeGenerationClient(settings.generation_app), None
         if self._policy.kind == "vllm":  # the next run has other weights of the same versions
             engine = engine.salted(secrets.token_hex(4))
         subscriber = RedisWeightSubscriber(redis, settings.run_id, WeightsConfig(), settings.output_dir)

@@ -24,7 +24,8 @@ from ray import serve
 
 from offbeat.services.generation.config import EngineModelArgs, GenerationConfig
 from offbeat.services.generation.replica import GenerationReplica
-from offbeat.services.generation.vllm.engine import VllmEngine, engine_arguments, engine_environment
+from offbeat.services.generation.vllm.arguments import engine_arguments, engine_environment
+from offbeat.services.generation.vllm.engine import VllmEngine
 from offbeat.services.messages.codec import (
     decode_completions,
     decode_requests,

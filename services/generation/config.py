@@ -117,6 +117,9 @@ class GenerationConfig(Config):
     on_weight_update: Literal["keep", "recompute"] = "keep"
     """Whether running requests keep or recompute their KV cache under new weights; new requests reuse no older
     entries."""
+    keep_sessions: bool = False
+    """Whether an episode stays in vLLM between its turns, so that a turn computes its new tokens alone; until the next
+    version, within `max_num_seqs` and the KV cache, with `on_weight_update: keep` and prefix caching."""
     request_timeout_s: float = Field(default=60.0, gt=0)
     """Time until a turn is aborted and its episode retried."""
     update_timeout_s: float = Field(default=120.0, gt=0)

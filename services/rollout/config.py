@@ -137,6 +137,11 @@ class CustomEnv(Config):
             raise ValueError("history_length and {history} in agent_template go together: set both or neither")
         return self
 
+    @property
+    def continues_prompts(self) -> bool:
+        """Return whether a turn's prompt continues the one before it, if the chat template is append-only."""
+        return self.env_manager_cls == "TrajEnvManager" and self.max_steps > 1
+
     def system_prompt(self, default: str) -> str:
         """Return the system prompt. default: the env's."""
         if self.env_instruction is None:

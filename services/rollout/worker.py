@@ -355,7 +355,13 @@ class EnvWorker:
         sampling = self._samplings[task.sampling_name]
         return await sample_response(
             trajectory,
-            EpisodeSampler(self._batcher, sampling, task.min_version, retry_s=settings.rollout.max_generation_retry_s),
+            EpisodeSampler(
+                self._batcher,
+                sampling,
+                task.min_version,
+                retry_s=settings.rollout.max_generation_retry_s,
+                continues=False,
+            ),
             max_new_tokens=sampling.max_new_tokens,
             max_tokens=settings.sequence_length,
         )
@@ -415,7 +421,11 @@ class EnvWorker:
             env=leased.runner,
             step_limiter=self._envs.step_limiter(plan.tag),
             sampler=EpisodeSampler(
-                self._batcher, plan.sampling, task.min_version, retry_s=settings.rollout.max_generation_retry_s
+                self._batcher,
+                plan.sampling,
+                task.min_version,
+                retry_s=settings.rollout.max_generation_retry_s,
+                continues=plan.env.continues_prompts and self._chat.rewriting is None,
             ),
             waiting=waiting,
             reporter=self._reporter,

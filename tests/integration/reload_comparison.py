@@ -16,7 +16,7 @@ import torch
 
 from offbeat.services.generation.config import EngineModelArgs, GenerationConfig
 from offbeat.services.generation.tensor_file import TensorFile
-from offbeat.services.generation.vllm.engine import engine_arguments, engine_environment
+from offbeat.services.generation.vllm.arguments import engine_arguments, engine_environment
 
 
 class OneDiffers:

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from offbeat.services.gateway.server import Gateway
 from offbeat.services.gateway.session import EpisodeSession, SessionLimits
 from offbeat.services.generation.config import EngineModelArgs, GenerationConfig
 from offbeat.services.generation.vllm.engine import VllmEngine
+from offbeat.services.generation.vllm.sessions import Sessions
 from offbeat.services.messages.types import (
     Completion,
     EpisodeKind,
@@ -96,6 +98,7 @@ async def policies(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Po
     try:
         yield policies
     finally:
+        await engine.sessions.close_all()
         engine.close()
         vars(policies).clear()
         del engine
@@ -203,6 +206,109 @@ async def test_a_new_request_never_finds_what_older_weights_cached(policies: Pol
     assert mismatch(policies.models[1], request, await policies.generate(request)).max() < FLOAT_NOISE
     with_old_salt = await policies.engine.generate(policies.request(PROMPT, max_new_tokens=32), old)
     assert mismatch(policies.models[1], request, with_old_salt).max() > 1e-3, "the cache was not there to be found"
+
+
+class SessionEpisode:
+    """An episode whose turns name it, as those of an env worker do."""
+
+    def __init__(self, policies: Policies, name: str, engine: VllmEngine | None = None) -> None:
+        self._policies = policies
+        self._engine = engine or policies.engine
+        self._name = name
+        self._num_turns = 0
+        self.prompt = (*PROMPT[: 40 + len(name)], *range(len(name), len(name) + 3))
+
+    def request(self, **sampling: Any) -> GenerateRequest:
+        self._num_turns += 1
+        return GenerateRequest(f"{self._name}/{self._num_turns}", self.prompt, Sampling(**sampling))
+
+    async def turn(self, **sampling: Any) -> tuple[GenerateRequest, Completion]:
+        """Sample a turn; the next prompt continues it by three tokens."""
+        request = self.request(**{"max_new_tokens": 5, **sampling})
+        completion = await self._engine.generate(request, self._policies.version)
+        self.prompt = (*self.prompt, *completion.token_ids, 3 + self._num_turns, 7, 5)
+        return request, completion
+
+
+async def test_an_episode_goes_on_in_its_session_with_exact_logprobs(policies: Policies) -> None:
+    """Whether a turn is cut or stops; under new weights, or with another prompt, it begins anew."""
+    version = await policies.load(0)
+    episode, sessions = SessionEpisode(policies, "goes on"), policies.engine.sessions
+    continued = sessions.num_continued
+    stops = {"max_new_tokens": 60, "stop_token_ids": tuple(range(4, 12))}
+    for sampling in ({}, {"max_new_tokens": 1}, stops, {"temperature": 0.7}, {"max_new_tokens": 40}):
+        request, completion = await episode.turn(**sampling)
+        assert [tuple(span) for span in completion.versions] == [(0, len(completion.token_ids), version)]
+        assert (completion.finish_reason is FinishReason.STOP) == (sampling is stops)
+        assert mismatch(policies.models[0], request, completion).max() < FLOAT_NOISE
+    assert sessions.num_continued == continued + 4
+
+    version = await policies.load(1)
+    assert sessions.num_waiting == 0
+    request, completion = await episode.turn()
+    assert [tuple(span) for span in completion.versions] == [(0, 5, version)]
+    assert mismatch(policies.models[1], request, completion).max() < FLOAT_NOISE
+
+    episode.prompt = (9, *episode.prompt[1:])
+    request, completion = await episode.turn()
+    assert mismatch(policies.models[1], request, completion).max() < FLOAT_NOISE
+    assert sessions.num_continued == continued + 4
+
+
+async def test_a_session_that_lives_through_an_update_says_so_and_begins_anew(policies: Policies) -> None:
+    old = await policies.load(0)
+    episode, sessions = SessionEpisode(policies, "through an update"), policies.engine.sessions
+    await episode.turn()
+    running = asyncio.create_task(episode.turn(max_new_tokens=300))
+    await policies.engine.generate(policies.request((5, 6, 7), max_new_tokens=40), old)
+    new = await policies.load(1)
+    request, completion = await running
+    assert [(span.version, span.start) for span in completion.versions] == [(old, 0), (new, completion.versions[0].end)]
+    assert completion.versions[-1].end == len(completion.token_ids) == 300
+    before = completion.versions[0].end
+    assert mismatch(policies.models[0], request, completion)[:before].max() < FLOAT_NOISE
+    continued = sessions.num_continued
+    request, completion = await episode.turn()
+    assert mismatch(policies.models[1], request, completion).max() < FLOAT_NOISE
+    assert sessions.num_continued == continued
+
+
+async def test_sessions_make_room_for_whoever_runs(policies: Policies) -> None:
+    """By number and by tokens: the least recently used close, and episodes go on all the same."""
+    await policies.load(0)
+    for few in ({"max_requests": 3}, {"max_tokens": 6 * 32}):
+        engine = policies.engine.salted(f"few {few}")
+        engine.sessions = Sessions(engine.llm, 256)
+        engine.sessions.capacity = replace(engine.sessions.capacity, **few)
+        episodes = [SessionEpisode(policies, "e" * (i + 1), engine) for i in range(6)]
+        for _ in range(3):
+            for request, completion in await asyncio.gather(*(episode.turn() for episode in episodes)):
+                assert mismatch(policies.models[0], request, completion).max() < FLOAT_NOISE
+            assert 0 < engine.sessions.num_waiting <= 3
+        await episodes[0].turn()
+        continued = engine.sessions.num_continued
+        for _ in range(2):
+            await episodes[0].turn()
+        assert engine.sessions.num_continued == continued + 2
+        await engine.sessions.close_all()
+        assert (engine.sessions.capacity.requests, engine.sessions.capacity.tokens) == (0, 0)
+
+
+async def test_an_aborted_turn_ends_its_session_and_no_other(policies: Policies) -> None:
+    await policies.load(0)
+    episode, other = SessionEpisode(policies, "aborted"), SessionEpisode(policies, "other")
+    await episode.turn()
+    await other.turn()
+    continued = policies.engine.sessions.num_continued
+    running = asyncio.create_task(policies.engine.generate(episode.request(max_new_tokens=400), policies.version))
+    await policies.engine.generate(policies.request((5, 6, 7), max_new_tokens=20), policies.version)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    for each in (episode, other):
+        request, completion = await each.turn()
+        assert mismatch(policies.models[0], request, completion).max() < FLOAT_NOISE
+    assert policies.engine.sessions.num_continued == continued + 2  # the aborted turn and the other episode's
 
 
 async def test_agent_calls_are_captured_with_the_weights_that_answered(policies: Policies, tmp_path: Path) -> None:

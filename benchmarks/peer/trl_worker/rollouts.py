@@ -102,7 +102,7 @@ class EpisodeRunner:
         for place in range(self._play.max_new_tokens):
             if place:
                 logits = self._read(speaking)
-            for episode, token in zip(speaking, _sample(logits), strict=True):
+            for episode, token in zip(speaking, sample_tokens(logits), strict=True):
                 episode.append_sampled(token)
             speaking = [episode for episode in speaking if episode.answer[-1] not in self._chat.stop_ids]
             if not speaking:
@@ -155,6 +155,6 @@ class EpisodeRunner:
         episode.slot = -1
 
 
-def _sample(logits: Tensor) -> list[int]:
+def sample_tokens(logits: Tensor) -> list[int]:
     """Sample at temperature 1, [n, vocabulary] -> n tokens."""
     return torch.softmax(logits, -1).div_(torch.empty_like(logits).exponential_()).argmax(-1).tolist()

@@ -8,12 +8,14 @@ import time
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from offbeat.services.chat.vision import model_family
 from offbeat.services.errors import RetryableError
-from offbeat.services.generation.config import UTILIZATION, GenerationConfig
+from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import LoadTimes
+from offbeat.services.generation.vllm.arguments import engine_arguments, engine_environment
+from offbeat.services.generation.vllm.sessions import AbortedError, Sessions, SessionTurn, is_of_session
 from offbeat.services.generation.vllm.update_request import TAKE_ADAPTER, is_whole, update_request_of
 from offbeat.services.messages.types import (
     Completion,
@@ -23,99 +25,35 @@ from offbeat.services.messages.types import (
     VersionSpan,
 )
 
-WORKER_EXTENSION = "offbeat.services.generation.vllm.worker.WorkerExtension"
 BACKENDS = {"shm": "offbeat_file", "fs": "offbeat_file", "ipc": "offbeat_ipc", "nccl": "offbeat_nccl"}
 """Weight transport -> vLLM weight-transfer engine."""
-PRIMITIVES = 512
-"""Matrix products that oneDNN keeps compiled, 256 KiB each. Its default, 1024, doubles memory; 128 doubled the time of
-small batches.
-"""
 MAX_CACHED_SAMPLING_PARAMS = 1024
 """Turns differ in their maximum tokens."""
-CPU_BLOCK_SIZE = 32
-"""Tokens of a cache block on a CPU, or a multiple."""
 SHUTDOWN_TIMEOUT_S = 0.5
 FINISH_REASONS = {"stop": FinishReason.STOP, "abort": FinishReason.ABORT}
 """Of vLLM; others leave an answer incomplete."""
 
 
-def engine_environment(config: GenerationConfig) -> dict[str, str]:
-    environment = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        # Setting its log up, vLLM closes every handler of the process, those of Serve too; when Serve's controller came back
-        # after its death, it then took each replica for broken and replaced it.
-        "VLLM_CONFIGURE_LOGGING": "0",
-    }
-    if config.device == "cpu":
-        environment |= {"OMP_NUM_THREADS": str(max(1, round(config.cpus_per_replica)))}
-        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(PRIMITIVES)}
-        if config.engine.enforce_eager:
-            # vLLM compiles the rank of sampled tokens even then, for 1 s of CPU at each start and 20 s of g++ at a machine's
-            # first, and is no faster with it at 64 sequences.
-            environment |= {"TORCH_COMPILE_DISABLE": "1"}
-        if config.engine.world_size == 1:
-            # The model then runs in the scheduler's own process: one import of torch and vLLM less when the engine starts,
-            # and no message between processes in every step.
-            environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    return environment
-
-
-def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int, seed: int) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "model": str(model),
-        "dtype": config.model_args.dtype or "auto",
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",
-        "seed": seed,
-        "max_model_len": config.engine.max_model_len or sequence_length,
-        "max_num_seqs": config.engine.max_num_seqs,
-        "tensor_parallel_size": config.engine.tensor_parallel_size,
-        "pipeline_parallel_size": config.engine.pipeline_parallel_size,
-        "enforce_eager": config.engine.enforce_eager,
-        "enable_prefix_caching": config.engine.enable_prefix_caching,
-        "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": True,
-        "worker_extension_cls": WORKER_EXTENSION,
-    }
-    if model_family(model) is not None:
-        # pixels come normalised: vLLM would do it again for a folder that names a mean, as those of real models do
-        arguments |= {"skip_mm_profiling": True, "mm_processor_cache_gb": 0, "mm_device_do_normalize": False}
-    if config.engine.max_lora_rank is not None:
-        from vllm.config.lora import MaxLoRARanks
-
-        room = min(rank for rank in get_args(MaxLoRARanks) if rank >= config.engine.max_lora_rank)
-        arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room}
-    given = config.engine.model_extra or {}
-    if config.device == "cpu":
-        size = given.get("block_size")
-        blocks = -(-size // CPU_BLOCK_SIZE) if isinstance(size, int) and size > 0 else 1
-        given = {**given, "block_size": blocks * CPU_BLOCK_SIZE}
-        arguments |= {
-            "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
-            "distributed_executor_backend": "uni" if config.engine.world_size == 1 else "mp",
-        }
-    else:
-        # In a placement group vLLM would take Ray's executor
-        arguments |= {
-            "gpu_memory_utilization": config.engine.gpu_memory_utilization or UTILIZATION,
-            "distributed_executor_backend": "uni" if config.engine.world_size == 1 else "mp",
-            "enable_sleep_mode": bool(config.engine.enable_sleep_mode),
-        }
-    return arguments | given
-
-
 class VllmEngine:
-    def __init__(self, llm: Any, config: GenerationConfig, salt: str = "", image_prompts: Any = None) -> None:
-        """image_prompts: `vision.PromptMaker`, if the model reads images."""
+    def __init__(
+        self,
+        llm: Any,
+        config: GenerationConfig,
+        salt: str = "",
+        image_prompts: Any = None,
+        sessions: Sessions | None = None,
+    ) -> None:
+        """image_prompts: `vision.PromptMaker`, if the model reads images. sessions: those of all that share `llm`."""
         self.llm = llm
+        self.sessions = sessions or Sessions(llm, config.engine.max_num_seqs)
         self._config = config
         self._image_prompts = image_prompts
+        self._max_length: int = llm.model_config.max_model_len
         self._parameters = lru_cache(MAX_CACHED_SAMPLING_PARAMS)(_parameters)
         self._salt = salt
         self._vocab_size: int = llm.model_config.get_vocab_size()
         self._salted = config.engine.enable_prefix_caching and config.on_weight_update == "keep"
+        self._has_sessions = self._salted and config.keep_sessions
         self._recompute = config.on_weight_update == "recompute"
         self._steps_ahead = bool(llm.vllm_config.scheduler_config.async_scheduling)
         self._adapter: Any = None
@@ -151,7 +89,7 @@ class VllmEngine:
         return engine
 
     def salted(self, salt: str) -> "VllmEngine":
-        return VllmEngine(self.llm, self._config, salt, self._image_prompts)
+        return VllmEngine(self.llm, self._config, salt, self._image_prompts, self.sessions)
 
     async def warm_up(self) -> None:
         """Sample two tokens, since vLLM's first request takes seconds."""
@@ -167,20 +105,34 @@ class VllmEngine:
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        if not all(0 <= token < self._vocab_size for token in request.prompt):
+        if request.prompt and not 0 <= min(request.prompt) <= max(request.prompt) < self._vocab_size:
             # vLLM would die of it: without a tokenizer it does not look.
             return Completion(request.request_id, error=f"a token id is outside the vocabulary of {self._vocab_size}")
         try:
-            prompt = self._prompt(request, f"{self._salt}v{version}")
-            parameters = self._parameters(request.sampling)
-            sampling = self.llm.generate(prompt, parameters, request.request_id, lora_request=self._adapter)
-            outputs = [out async for out in sampling]
+            return await self._sample(request, f"{self._salt}v{version}")
         except (VLLMClientError, ValueError) as error:
             return Completion(request.request_id, error=str(error))
         except (EngineDeadError, EngineGenerateError) as error:
             raise RetryableError(f"the engine failed: {error}") from error
+        except AbortedError as error:
+            raise RetryableError(f"request {request.request_id} was aborted") from error
+
+    async def _sample(self, request: GenerateRequest, salt: str) -> Completion:
+        if self._has_sessions and self._stays(request):
+            turn = SessionTurn(request, salt, self._parameters(request.sampling, is_session=True), self._adapter)
+            return await self.sessions.generate(turn)
+        await self.sessions.make_room(request)
+        with self.sessions.running(request):
+            prompt, parameters = self._prompt(request, salt), self._parameters(request.sampling)
+            sampling = self.llm.generate(prompt, parameters, request.request_id, lora_request=self._adapter)
+            outputs = [out async for out in sampling]
         (answer,) = outputs[-1].outputs
         return _completion(request.request_id, answer)
+
+    def _stays(self, request: GenerateRequest) -> bool:
+        """Return whether the request is of an episode that stays in the engine."""
+        # of a session, vLLM checks the new tokens alone
+        return is_of_session(request) and not request.images and 0 < len(request.prompt) < self._max_length
 
     def _prompt(self, request: GenerateRequest, salt: str) -> Any:
         from vllm.inputs import tokens_input
@@ -207,6 +159,7 @@ class VllmEngine:
         if ticket.init is not None:
             await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=ticket.init))
         await self._start_waiting_requests()
+        await self.sessions.close_all()
         asked = time.monotonic()
         await self._pause()
         paused = time.monotonic()
@@ -215,6 +168,7 @@ class VllmEngine:
         loaded = time.monotonic()
         self._adapter = _adapter_request() if ticket.method == TAKE_ADAPTER else None
         await self.llm.resume_generation()
+        self.sessions.reopen()
         running = time.monotonic()
         if ticket.init is not None:
             await self.llm.shutdown_weight_transfer_engine()
@@ -248,10 +202,12 @@ class VllmEngine:
 
     async def sleep(self) -> None:
         """Move the weights to the host's memory and drop the KV cache; without devices, only pause."""
+        await self.sessions.close_all()
         await self.llm.sleep(level=1 if self._on_gpu else 0, mode="wait")
 
     async def wake(self) -> None:
         await self.llm.wake_up(None if self._on_gpu else ["scheduling"])
+        self.sessions.reopen()
 
     @property
     def _on_gpu(self) -> bool:
@@ -280,7 +236,7 @@ def _adapter_request() -> Any:
     return lora.request()
 
 
-def _parameters(sampling: Sampling) -> Any:
+def _parameters(sampling: Sampling, *, is_session: bool = False) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
@@ -293,7 +249,7 @@ def _parameters(sampling: Sampling) -> Any:
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.DELTA if is_session else RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # a copy is made for each request all the same; they share what one engine fills in alike
     )
 

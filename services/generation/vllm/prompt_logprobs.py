@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offbeat.services.generation.config import Dtype, EngineModelArgs, GenerationConfig
-from offbeat.services.generation.vllm.engine import engine_arguments, engine_environment
+from offbeat.services.generation.vllm.arguments import engine_arguments, engine_environment
 
 
 class TopLogprobs(NamedTuple):

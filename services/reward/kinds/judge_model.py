@@ -14,7 +14,8 @@ from jinja2 import TemplateError
 from offbeat.services.chat.tokenizer import find_end_ids, load_tokenizer, require_template
 from offbeat.services.errors import RolloutError
 from offbeat.services.generation.config import EngineModelArgs, EngineStrategy, GenerationConfig
-from offbeat.services.generation.vllm.engine import SHUTDOWN_TIMEOUT_S, engine_arguments, engine_environment
+from offbeat.services.generation.vllm.arguments import engine_arguments, engine_environment
+from offbeat.services.generation.vllm.engine import SHUTDOWN_TIMEOUT_S
 from offbeat.services.reward.errors import Failure, RewardError
 from offbeat.services.reward.kinds.config import LlmJudgeConfig
 

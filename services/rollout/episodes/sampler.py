@@ -40,13 +40,22 @@ def limit_new_tokens(sampling: Sampling, max_new_tokens: int) -> Sampling:
 class EpisodeSampler:
     __slots__ = ("_batcher", "_min_version", "_name", "_num_requests", "_retry_s", "_sampling")
 
-    def __init__(self, batcher: TurnBatcher, sampling: Sampling, min_version: int, *, retry_s: float) -> None:
+    def __init__(
+        self,
+        batcher: TurnBatcher,
+        sampling: Sampling,
+        min_version: int,
+        *,
+        retry_s: float,
+        continues: bool = True,
+    ) -> None:
+        """continues: whether a turn's prompt continues the prompt and answer before it, as a rule."""
         self._batcher = batcher
         self._sampling = sampling
         self._min_version = min_version
         self._retry_s = retry_s
-        # The part before the slash names the episode: requests that share it share their prefix.
-        self._name = uuid.uuid4().hex[:16]
+        # The part before a slash names an episode whose prompts continue each other
+        self._name = uuid.uuid4().hex[:16] + ("/" if continues else "-")
         self._num_requests = 0
 
     async def __call__(
@@ -76,6 +85,6 @@ class EpisodeSampler:
     def _request(self, prompt: Sequence[int], max_new_tokens: int, images: tuple[PromptImage, ...]) -> GenerateRequest:
         if self._sampling.max_new_tokens != max_new_tokens:
             self._sampling = limit_new_tokens(self._sampling, max_new_tokens)
-        name = f"{self._name}/{self._num_requests}"
+        name = f"{self._name}{self._num_requests}"
         self._num_requests += 1
         return GenerateRequest(name, prompt, self._sampling, self._min_version, images)

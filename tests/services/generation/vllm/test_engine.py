@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from offbeat.services.generation.config import EngineStrategy, GenerationConfig, VllmConfig
-from offbeat.services.generation.vllm.engine import engine_arguments, engine_environment
+from offbeat.services.generation.vllm.arguments import engine_arguments, engine_environment
 from offbeat.trainer.config.aliases import canonicalize
 
 pytestmark = pytest.mark.slow

@@ -1,0 +1,1 @@
+"""`offbeat bench turn`: what a turn costs, by part."""

@@ -1,0 +1,11 @@
+"""Worker extension that times the engine's steps; vLLM imports it in the engine's process alone."""
+
+from offbeat.benchmarks.turn.engine_parts import measure_engine
+from offbeat.services.generation.vllm.worker import WorkerExtension
+
+
+class MeasuredWorker(WorkerExtension):
+    """The service's own, with timed steps."""
+
+
+measure_engine()

@@ -1,0 +1,18 @@
+"""glibc's allocator in processes that compute on a CPU.
+
+By default it returns the memory of freed activations to the kernel, which zeroes and maps it again in the next step.
+"""
+
+import os
+from collections.abc import Mapping
+
+KEEP_FREED_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # the largest that mallopt(3) allows
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+
+
+def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return variables for a process to start, without those that `environment` sets."""
+    return {name: value for name, value in KEEP_FREED_MEMORY.items() if name not in environment}
