@@ -12,7 +12,7 @@ from offbeat.trainer.config.roles import TrainDtype
 from offbeat.trainer.models.packing import PackedInput
 
 
-class TopTokens(Protocol):
+class PromptDistributions(Protocol):
     """Arrays [N - 1, K] of the tokens after a sequence's first, most probable first."""
 
     @property
@@ -24,7 +24,7 @@ class TopTokens(Protocol):
 class PromptEngine(Protocol):
     """Interface of `services.generation.vllm.prompt_logprobs`, which a learner does not import."""
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> Sequence[TopTokens]: ...
+    def score(self, sequences: Sequence[Sequence[int]]) -> Sequence[PromptDistributions]: ...
 
 
 OpenPromptEngine = Callable[[Path, int, int, TrainDtype, str, int], PromptEngine]
@@ -45,7 +45,7 @@ class PromptModel:
         return [_rows(x.positions, [(start, next(scored)) for start, _ in r]) for x, r in zip(batch, cuts, strict=True)]
 
 
-def _rows(positions: Tensor, scored: Sequence[tuple[int, TopTokens]]) -> Tensor:
+def _rows(positions: Tensor, scored: Sequence[tuple[int, PromptDistributions]]) -> Tensor:
     """positions: [M], of predicted tokens. scored: first position and top tokens of each sequence."""
     at = torch.cat([torch.arange(start + 1, start + 1 + len(_tensor(top.ids))) for start, top in scored])
     ids = torch.cat([_tensor(top.ids) for _, top in scored])
