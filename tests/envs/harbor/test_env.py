@@ -20,10 +20,10 @@ name = "two"
 
 def play(env, *answers: str):
     env.reset(seed=0)
-    for answer in answers:
-        result = env.step(answer)
-    env.close()
-    return result
+    try:
+        return [env.step(answer) for answer in answers][-1]
+    finally:
+        env.close()
 
 
 def test_commands_are_answered_and_the_verifier_has_the_last_word(task_folder: TaskFolder):
