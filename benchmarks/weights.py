@@ -129,7 +129,7 @@ class _Timed:
         self._engine = engine
         self._loads = loads
         self.generate, self.stage = engine.generate, engine.stage
-        self.sleep, self.wake = engine.sleep, engine.wake
+        self.abort, self.sleep, self.wake = engine.abort, engine.sleep, engine.wake
         self.check, self.close = engine.check, engine.close
 
     async def load(self, path: Path, version: int) -> Any:

@@ -172,10 +172,8 @@ def _slowest_to_fastest(side: Side) -> float:
 def _datum(tokens: Any) -> Any:
     from tinker import types
 
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
-        loss_fn_inputs={"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)},
-    )
+    inputs: Any = {"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)}
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs)
 
 
 def _show(rows: Sequence[dict[str, Any]], options: TenantsOptions) -> None:

@@ -164,7 +164,7 @@ def _own_numbers(config: RunConfig, numbering: _Numbering) -> dict[str, list[int
         if role.mapping is not None:
             numbers[role.name] = list(role.mapping)
             continue
-        cut = max(0, len(free) - role.count)
+        cut = max(0, len(free) - role.num_devices)
         numbers[role.name], free = free[cut:], free[:cut]
     return numbers
 
@@ -235,7 +235,7 @@ def _check_own(config: RunConfig, numbering: _Numbering, needs_engines: bool) ->
     """Yield roles with devices of their own that leave too few."""
     infer, train, total = config.actor_infer, config.actor_train, len(numbering.devices)
     roles = roles_with_own_devices(config)
-    count = sum(role.count for role in roles)
+    count = sum(role.num_devices for role in roles)
     others = max(
         infer.num_replicas * infer.engine.world_size if needs_engines else 0,
         train.num_processes if config.control.learner == "managed" else 0,
@@ -248,10 +248,10 @@ def _check_own(config: RunConfig, numbering: _Numbering, needs_engines: bool) ->
         )
     for role in roles:
         others_devices = {number for path, each in role_mappings(config) if path != role.name for number in each or ()}
-        if role.mapping is not None and len(role.mapping) != role.count:
+        if role.mapping is not None and len(role.mapping) != role.num_devices:
             yield ConfigIssue(
                 f"{role.name}.device_mapping",
-                f"{len(role.mapping)} device(s) disagree with {role.count_key} {role.count}, of one device each",
+                f"{len(role.mapping)} device(s) disagree with {role.count_key} {role.num_devices}, of one device each",
             )
         elif shared := sorted(others_devices.intersection(role.mapping or ())):
             yield ConfigIssue(

@@ -14,7 +14,7 @@ class OwnDevices(NamedTuple):
     """Role whose processes take a device each, shared with no role."""
 
     name: str
-    count: int
+    num_devices: int
     count_key: str
     mapping: tuple[int, ...] | None
 

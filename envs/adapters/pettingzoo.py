@@ -98,7 +98,7 @@ class PettingZooEnv(TextEnv):
         """Raises RuntimeError if `MAX_OPENINGS` games are over before the policy moves."""
         super().reset(seed=seed, options=options)
         for _ in range(MAX_OPENINGS):
-            self._game.reset(seed=int(self.np_random.integers(2**31)))
+            self._game.reset(seed=int(cast(Any, self.np_random).integers(2**31)))
             self._totals = dict.fromkeys(self._played, 0.0)
             if not self._play_opponents():
                 return self._observe(), self._to_move()

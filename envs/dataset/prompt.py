@@ -82,7 +82,7 @@ def list_images(value: Any) -> Sequence[Any]:
     if value is None:
         return ()
     if isinstance(value, str | bytes | Mapping):
-        return (value,)
+        return (cast(Any, value),)
     if not isinstance(value, Sequence):
         raise PromptError(f"images: expected an image or a list of them, got {type(value).__name__}")
     return cast(Sequence[Any], value)

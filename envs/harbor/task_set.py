@@ -37,7 +37,7 @@ def _load(
         if not any(fnmatch(task.name, pattern) for task in tasks):
             raise ValueError(f"tasks: {root} has no task {pattern!r}; it has {_list([task.name for task in tasks])}")
     tasks = tuple(task for task in tasks if not names or any(fnmatch(task.name, pattern) for pattern in names))
-    obstacles = {task.name: found for task in tasks if unsupported != "run" and (found := find_obstacles(task))}
+    obstacles = {task.name: found for task in tasks if (found := find_obstacles(task))}
     if obstacles and unsupported == "refuse":
         lines = [f"{name} ({'; '.join(found)})" for name, found in obstacles.items()]
         raise ValueError(

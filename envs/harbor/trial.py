@@ -5,7 +5,7 @@ Invariant: the verifier's files arrive on a protected machine, and it gets none 
 
 import json
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from offbeat.envs.harbor.dockerfile import read_dockerfile
 from offbeat.envs.harbor.machine import SOLUTION, TESTS, VERIFIER_LOGS, TaskError, TaskMachine
@@ -91,7 +91,7 @@ def read_verdict(shell: Shell, result: CommandResult) -> TaskVerdict:
 def parse_rewards(text: str, *, is_json: bool) -> dict[str, float]:
     """Raises ValueError unless all rewards are finite numbers."""
     values: Any = json.loads(text) if is_json else float(text)
-    rewards: dict[Any, Any] = values if isinstance(values, dict) else {"reward": values}
+    rewards = cast(dict[Any, Any], values) if isinstance(values, dict) else {"reward": values}
     for name, value in rewards.items():
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"{name} is {value!r}, not a finite number")

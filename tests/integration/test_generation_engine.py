@@ -53,7 +53,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 logger = logging.getLogger(__name__)
 
 FLOAT_NOISE = 5e-5
-CONFIG = GenerationConfig(model_args=EngineModelArgs(dtype="float32"), kv_cache_gib=0.25)
+CONFIG = GenerationConfig(model_args=EngineModelArgs(dtype="float32"), kv_cache_gib=0.25, keep_sessions=True)
 
 
 class Policies:

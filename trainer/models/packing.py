@@ -17,7 +17,7 @@ MAX_PADDED_PAIRS = 8192
 class LengthBucket(NamedTuple):
     """Sequences that are padded to one length."""
 
-    count: int
+    num_sequences: int
     length: int
 
 
