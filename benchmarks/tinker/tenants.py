@@ -53,7 +53,7 @@ class TenantRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class Arrangement:
     """Runs of all tenants, together or one after the other."""
 
     runs: tuple[TenantRun, ...]
@@ -116,7 +116,7 @@ def run(options: TenantsOptions) -> dict[str, Any]:
         run_side(server, 1, options, together=True)  # warms the server up
         rows: list[dict[str, Any]] = []
         for k in options.tenants:
-            rounds: list[tuple[Side, Side]] = []
+            rounds: list[tuple[Arrangement, Arrangement]] = []
             for number in range(options.rounds):
                 status.update(f"{k} tenants, round {number + 1}/{options.rounds}")
                 apart = run_side(server, k, options, together=False)
@@ -126,19 +126,19 @@ def run(options: TenantsOptions) -> dict[str, Any]:
     return {"settings": rows}
 
 
-def run_side(server: RunningServer, k: int, options: TenantsOptions, *, together: bool) -> Side:
+def run_side(server: RunningServer, k: int, options: TenantsOptions, *, together: bool) -> Arrangement:
     tenants = [TenantClient(server.url, number, options) for number in range(k)]
     try:
         server.reset_peaks()
         with ThreadPoolExecutor(k if together else 1) as threads:
             runs = tuple(threads.map(TenantClient.run, tenants))
-        return Side(runs, server.peak_mib())
+        return Arrangement(runs, server.peak_mib())
     finally:
         for tenant in tenants:
             tenant.close()
 
 
-def summarize(k: int, rounds: Sequence[tuple[Side, Side]], options: TenantsOptions) -> dict[str, Any]:
+def summarize(k: int, rounds: Sequence[tuple[Arrangement, Arrangement]], options: TenantsOptions) -> dict[str, Any]:
     """rounds: together, and one after the other."""
     return {
         "tenants": k,
@@ -160,11 +160,11 @@ def jain_index(rates: Sequence[float]) -> float:
     return sum(rates) ** 2 / (len(rates) * sum(rate**2 for rate in rates))
 
 
-def _pairs(one: Side, other: Side) -> list[tuple[TenantRun, TenantRun]]:
+def _pairs(one: Arrangement, other: Arrangement) -> list[tuple[TenantRun, TenantRun]]:
     return list(zip(one.runs, other.runs, strict=True))
 
 
-def _slowest_to_fastest(side: Side) -> float:
+def _slowest_to_fastest(side: Arrangement) -> float:
     seconds = [run.seconds for run in side.runs]
     return max(seconds) / min(seconds)
 

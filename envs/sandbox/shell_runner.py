@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import signal
 import stat
 import struct
@@ -124,21 +123,34 @@ def upload(folder, files):
 
 
 def clear(folder):
-    """Remove a folder's content; create it if missing."""
+    """Remove a folder's content, except mounts of the system; create it if missing."""
     if os.path.islink(folder) or os.path.isfile(folder):
         os.unlink(folder)
     os.makedirs(folder, exist_ok=True)
     os.chmod(folder, 0o755)
-    for parent, names, _ in os.walk(folder):
-        for name in names:
-            if not os.path.islink(path := os.path.join(parent, name)):
+    device, seen, with_mounts = os.stat(folder).st_dev, [], set()
+    for parent, names, others in os.walk(folder):
+        links = [name for name in names if os.path.islink(os.path.join(parent, name))]
+        for name in (name for name in names if name not in links):
+            if os.stat(path := os.path.join(parent, name)).st_dev == device:
                 os.chmod(path, 0o700)
-    for entry in list(os.scandir(folder)):
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
-        else:
-            os.unlink(entry.path)
+            else:
+                with_mounts |= _with_parents(path, folder)
+        names[:] = [name for name in names if name not in links and os.path.join(parent, name) not in with_mounts]
+        seen.append((parent, [*others, *links]))
+    for parent, others in reversed(seen):
+        for name in others:
+            os.unlink(os.path.join(parent, name))
+        if parent != folder and parent not in with_mounts:
+            os.rmdir(parent)
     return {}
+
+
+def _with_parents(path, folder):
+    found = {path}
+    while (path := os.path.dirname(path)) != folder:
+        found.add(path)
+    return found
 
 
 def unlink_to(folders, targets):

@@ -1,6 +1,6 @@
 import pytest
 
-from offbeat.benchmarks.tinker.tenants import Side, TenantRun, TenantsOptions, jain_index, summarize
+from offbeat.benchmarks.tinker.tenants import Arrangement, TenantRun, TenantsOptions, jain_index, summarize
 
 OPTIONS = TenantsOptions(steps=2, batch=3, tokens=10)
 
@@ -15,12 +15,12 @@ def test_fairness_is_one_over_k_if_one_tenant_has_all() -> None:
 
 
 def test_a_row_compares_wall_time_tokens_and_losses() -> None:
-    together = Side((run(0, 4), run(1, 5)), 100.0)
-    apart = Side((run(0, 4), run(4, 10)), 90.0)
+    together = Arrangement((run(0, 4), run(1, 5)), 100.0)
+    apart = Arrangement((run(0, 4), run(4, 10)), 90.0)
     row = summarize(2, [(together, apart)], OPTIONS)
     assert (row["together_s"].median, row["apart_s"].median, row["ratio"].median) == (5, 10, 2)
     assert row["together_tokens_per_s"].median == (2 * 2 * 3 * 10 + 80) / 5
     assert (row["together_peak_mib"], row["apart_peak_mib"]) == (100, 90)
     assert row["equal_losses"]
-    other = Side((run(0, 4), run(4, 10, loss=1.1)), 90.0)
+    other = Arrangement((run(0, 4), run(4, 10, loss=1.1)), 90.0)
     assert not summarize(2, [(together, other)], OPTIONS)["equal_losses"]

@@ -62,16 +62,18 @@ async def test_an_env_of_ones_own_that_prints_is_accepted():
 
 @pytest.mark.usefixtures("modules")
 @pytest.mark.parametrize(
-    ("env_type", "message"),
+    ("env_type", "message", "timeout_s"),
     [
-        ("own_envs:HangingReset", "making and resetting own_envs:HangingReset did not end within 6 s"),
-        ("hanging_import:Env", "import of hanging_import:Env did not end within 6 s"),
-        ("own_envs:Crashing", r"making and resetting own_envs:Crashing failed \(.*exit status 3"),
+        ("own_envs:HangingReset", "making and resetting own_envs:HangingReset did not end within 6 s", 6.0),
+        ("hanging_import:Env", "import of hanging_import:Env did not end within 6 s", 6.0),
+        ("own_envs:Crashing", r"making and resetting own_envs:Crashing failed \(.*exit status 3", 60.0),
     ],
 )
-async def test_an_env_that_hangs_or_crashes_is_named_with_its_key_and_killed(env_type: str, message: str):
+async def test_an_env_that_hangs_or_crashes_is_named_with_its_key_and_killed(
+    env_type: str, message: str, timeout_s: float
+):
     with pytest.raises(ConfigError, match=rf"^custom_envs\.Own\.env_type: {message}"):
-        await check_in_process(with_env(env_type), timeout_s=6.0)
+        await check_in_process(with_env(env_type), timeout_s=timeout_s)
     lines = [each.info["cmdline"] or [] for each in psutil.process_iter(["cmdline"])]  # of zombies: none
     assert ["sleep", "1013"] not in lines
     ours = {child.pid for child in psutil.Process(os.getpid()).children(recursive=True)}
