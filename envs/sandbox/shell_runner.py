@@ -132,9 +132,10 @@ def clear(folder):
     for parent, names, others in os.walk(folder):
         links = [name for name in names if os.path.islink(os.path.join(parent, name))]
         for name in (name for name in names if name not in links):
-            if os.stat(path := os.path.join(parent, name)).st_dev == device:
+            status = os.stat(path := os.path.join(parent, name))
+            if status.st_dev == device and status.st_uid == os.geteuid():
                 os.chmod(path, 0o700)
-            else:
+            else:  # a mount, or a folder that was made for one
                 with_mounts |= _with_parents(path, folder)
         names[:] = [name for name in names if name not in links and os.path.join(parent, name) not in with_mounts]
         seen.append((parent, [*others, *links]))
