@@ -22,6 +22,7 @@ from offbeat.services.messages.types import Trajectory
 from offbeat.services.redis.lease import LearnerLease
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.publisher import RedisWeightPublisher
+from offbeat.services.weights.transports.factory import cleanup
 from tests.integration.policy_weights import named_tensors, random_policy
 from tests.services.weights.publishing import give_lease
 
@@ -102,5 +103,8 @@ def shared_engines(
             seed=1,
             slots=slots,
         )
-        serve.run(app, name=app_name(run_id), route_prefix=None)
-        yield engines
+        try:
+            serve.run(app, name=app_name(run_id), route_prefix=None)
+            yield engines
+        finally:
+            cleanup(run_id, WeightsConfig(), output_dir)
