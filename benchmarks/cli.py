@@ -10,7 +10,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from offbeat.benchmarks.cli_options import Distribution, JsonFile, PlanPart, Quick, Size, Work, run_bench
+from offbeat.benchmarks.cli_options import (
+    CoalesceS,
+    Distribution,
+    JsonFile,
+    ModelFolder,
+    PlanPart,
+    Quick,
+    Size,
+    Work,
+    run_bench,
+)
 from offbeat.deploy.local.signals import raise_interrupt_on_signals
 
 bench_app = typer.Typer(help="Measure: medians and ratios from one call, on the real components.", no_args_is_help=True)
@@ -153,7 +163,7 @@ def bench_scale(
         list[int] | None, typer.Option(min=8, help="Episodes at a time; may be repeated. Default: 16 to 4096.")
     ] = None,
     answer_s: Annotated[float, typer.Option(metavar="S", help="Of the scripted policy for a turn.")] = 0.0,
-    coalesce_s: Annotated[float, typer.Option(metavar="S", help="That turns wait for company.")] = 0.0,
+    coalesce_s: CoalesceS = 0.0,
     rounds: Annotated[int, typer.Option(min=1, help="Windows of each setting.")] = 5,
     json: JsonFile = None,
     quick: Quick = False,
@@ -176,9 +186,7 @@ def bench_scale(
 
 @bench_app.command("generation")
 def bench_generation(
-    model: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="A Hugging Face folder. Default: the tiny policy.")
-    ] = None,
+    model: ModelFolder = None,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the engine.")] = "float32",
     concurrency: Annotated[
         list[int] | None, typer.Option(min=1, help="Requests at a time; may be repeated. Default: 1 to 256.")
@@ -209,15 +217,13 @@ def bench_generation(
 
 @bench_app.command("turn")
 def bench_turn(
-    model: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="A Hugging Face folder. Default: the tiny policy.")
-    ] = None,
+    model: ModelFolder = None,
     smollm2: Annotated[bool, typer.Option("--smollm2", help="Random weights of SmolLM2-135M's shape.")] = False,
     concurrency: Annotated[
         list[int] | None, typer.Option(min=1, help="Episodes at a time; may be repeated. Default: 1 to 1024.")
     ] = None,
-    coalesce_s: Annotated[float, typer.Option(metavar="S", help="That turns wait for company.")] = 0.0,
-    sessions: Annotated[bool, typer.Option(help="Episodes stay in the engine between their turns.")] = True,
+    coalesce_s: CoalesceS = 0.0,
+    sessions: Annotated[bool, typer.Option(help="Keep episodes in the engine between their turns.")] = True,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     json: JsonFile = None,
     quick: Quick = False,
@@ -307,7 +313,7 @@ def bench_tenants(
     from offbeat.benchmarks.tinker import tenants as bench
 
     if find_spec("tinker") is None:
-        typer.echo("offbeat: bench tenants calls by Tinker's SDK: pip install 'offbeat[tinker]'", err=True)
+        typer.echo("offbeat: bench tenants needs Tinker's SDK: pip install 'offbeat[tinker]'", err=True)
         raise typer.Exit(2)
     options = bench.TenantsOptions(
         size=size.value,

@@ -1,4 +1,4 @@
-"""Options that the commands of `offbeat bench` share, and how they run."""
+"""Options and run of the commands of `offbeat bench`."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,6 +14,10 @@ JsonFile = Annotated[
 Quick = Annotated[
     bool, typer.Option("--quick", help="Seconds instead of minutes: shows that it works, measures little.")
 ]
+ModelFolder = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="A Hugging Face folder. Default: the tiny policy.")
+]
+CoalesceS = Annotated[float, typer.Option(metavar="S", help="Window for batching turns into a call.")]
 
 
 class Distribution(StrEnum):

@@ -3,7 +3,7 @@
 IMAGE = "{image}"
 """Placeholder for the env's image."""
 ROW_IMAGE = "\ufdd0"
-"""Place of an image in the text of a dataset's row: a noncharacter of Unicode, which no text has."""
+"""Placeholder of an image in the text of a dataset's row: a Unicode noncharacter, which no text may contain."""
 
 
 def fill_template(

@@ -1,4 +1,4 @@
-"""Time without that in which all engines sleep, for limits that must not count it."""
+"""Clock that excludes the time in which all engines sleep, for timeouts that must not count it."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ class AwakeClock:
         self._stopped_at = 0.0
         self._lost_s = 0.0
         self._deadlines: dict[asyncio.Timeout, float] = {}
-        """On this clock."""
+        """Of entered limits, on this clock."""
 
     def time(self) -> float:
         return (self._stopped_at if self._num_stops else time.monotonic()) - self._lost_s

@@ -1,4 +1,4 @@
-"""HTTP server in an event loop of ours."""
+"""HTTP server in an event loop that is already running."""
 
 import contextlib
 from collections.abc import Generator
@@ -7,7 +7,7 @@ import uvicorn
 
 
 class EmbeddedServer(uvicorn.Server):
-    """Leaves signals to the process."""
+    """Server that installs no signal handlers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

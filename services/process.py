@@ -28,7 +28,7 @@ if os.getppid() == int(sys.argv[1]):
 def freeze_started() -> None:
     """Collect garbage, and exempt what is left from later collections.
 
-    Call when a service has started: a full collection walks the objects of torch, Ray and vLLM for .4 s.
+    Call when a service has started: a full collection walks the objects of torch, Ray and vLLM for 0.4 s.
     """
     gc.collect()
     gc.freeze()

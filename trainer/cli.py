@@ -24,11 +24,11 @@ from offbeat.services.errors import (
 )
 from offbeat.services.log_format import set_process_log_fields
 from offbeat.services.telemetry import configure_logging
+from offbeat.trainer.engines.node_ranks import RANKS_PER_NODE, NodeRanks, decode_ranks, encode_ranks, split_ranks
 
 if TYPE_CHECKING:
     from redis import Redis
 
-    from offbeat.trainer.engines.node_ranks import NodeRanks
     from offbeat.trainer.learner.progress_view import LearnerView
     from offbeat.trainer.process.learner_process import LearnerResult
     from offbeat.trainer.run import LearnerRun
@@ -65,8 +65,6 @@ def attach(run_id: str, redis_url: str, *, num_processes: int | None = None, res
         except (ControlError, WeightsError) as error:
             return _fail(UNUSABLE, str(error))
     _prepare_process(run)
-    from offbeat.trainer.engines.node_ranks import RANKS_PER_NODE, encode_ranks
-
     os.environ.update({REDIS_VARIABLE: redis_url, RANKS_PER_NODE: encode_ranks(sizes)})  # for the other ranks
     return _train(run, redis_url, sizes, resume_command, started)
 
@@ -75,10 +73,8 @@ _RESUME = "start it with resume_from_checkpoint=true, then attach"
 _REMEDIES = {"finished": "all steps are trained; the policy is in its checkpoints/"}
 
 
-def _ranks_per_node(run: "LearnerRun", num_processes: int | None) -> "tuple[NodeRanks, ...]":
+def _ranks_per_node(run: "LearnerRun", num_processes: int | None) -> tuple[NodeRanks, ...]:
     """Return the ranks by node, rank 0's first."""
-    from offbeat.trainer.engines.node_ranks import RANKS_PER_NODE, NodeRanks, decode_ranks, split_ranks
-
     if placed := os.environ.get(RANKS_PER_NODE):
         return decode_ranks(placed)
     train, num_critics = run.config.actor_train, run.config.num_critic_processes
@@ -160,7 +156,7 @@ def _check_host(run: "LearnerRun", num_processes: int) -> None:
 
 
 def _train(
-    run: "LearnerRun", redis_url: str, ranks_per_node: "tuple[NodeRanks, ...]", resume_command: str, started: float
+    run: "LearnerRun", redis_url: str, ranks_per_node: tuple[NodeRanks, ...], resume_command: str, started: float
 ) -> int:
     from redis.exceptions import ConnectionError as RedisConnectionError
 

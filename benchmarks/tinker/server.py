@@ -31,9 +31,9 @@ class RunningServer:
     def url(self) -> str:
         """Address, once it is printed; raises RuntimeError if the server ends before."""
         self._has_address.wait()
-        if (found := re.search(r"http://[0-9.:]+", "".join(self.output))) is None:
+        if (match := re.search(r"http://[0-9.:]+", "".join(self.output))) is None:
             raise RuntimeError(f"offbeat tinker has ended: {''.join(self.output)}")
-        return found.group()
+        return match.group()
 
     def pid_of(self, part: str) -> int:
         """Return the process that runs a part of the server; raises ProcessLookupError while there is none."""

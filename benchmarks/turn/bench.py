@@ -46,7 +46,7 @@ class TurnOptions:
     window_s: float = 5.0
     """Of a side in a round."""
     idle_s: float = 5.0
-    """In which nothing is played, to see who works all the same."""
+    """Time without episodes, in which the idle processes' CPU time is measured."""
     rounds: int = 3
     coalesce_s: float = 0.0
     sessions: bool = True
@@ -167,11 +167,11 @@ class Mesh:
     def _take_group(self, *, wait: bool = True) -> tuple[Trajectory, ...]:
         while True:
             self._rollouts.check()
-            group = self._buffer.take(0.1)
-            if group is not None:
+            if (group := self._buffer.take(0.1)) is not None:
                 self._buffer.ack([group.entry_id], 1)
-            if group is not None or not wait:
-                return group.trajectories if group is not None else ()
+                return group.trajectories
+            if not wait:
+                return ()
 
     def _cpu(self) -> dict[str, float]:
         return cpu_by_part(self._rollouts.pid, self._floors)
@@ -188,12 +188,15 @@ class Floor:
     def play(self, shape: EpisodeShape, count: int, seconds: float) -> Side:
         mine, *children = family(self._actor.pid)
         before = cpu_s([mine]), cpu_s(children)
-        parts = self._engine.read() if self._engine else {}
+        parts = self._parts()
         turns, wall_s = self._actor.call("play", shape, count, seconds)
         after = cpu_s([mine]), cpu_s(children)
-        passed = {name: part.since(parts[name]) for name, part in (self._engine.read() if self._engine else {}).items()}
+        passed = {name: part.since(parts[name]) for name, part in self._parts().items()}
         used = [1e3 * (now - then) / turns for now, then in zip(after, before, strict=True)]
         return Side(turns / wall_s, dict(zip(("caller", "engine"), used, strict=True)), _per_turn(passed, turns))
+
+    def _parts(self) -> dict[str, PartTime]:
+        return self._engine.read() if self._engine else {}
 
 
 def _per_turn(parts: dict[str, PartTime], turns: float) -> dict[str, PartTime]:

@@ -5,7 +5,7 @@ from offbeat.services.generation.vllm.worker import WorkerExtension
 
 
 class MeasuredWorker(WorkerExtension):
-    """The service's own, with timed steps."""
+    """Worker extension of the generation service, with timed steps."""
 
 
 measure_engine()

@@ -48,9 +48,8 @@ def _rows(mesh: dict[str, Any]) -> list[tuple[str, str, str]]:
     rows: list[tuple[str, str, str]] = []
     for process in mesh["process_cpu_ms"]:
         rows.append((process, process, ""))
-        rows += [(f"  {part}", process, part) for part in (*PROCESS_PARTS.get(process, ()), "rest")]
-        if process not in PROCESS_PARTS:
-            rows.pop()
+        if parts := PROCESS_PARTS.get(process):
+            rows += [(f"  {part}", process, part) for part in (*parts, "rest")]
     return rows
 
 

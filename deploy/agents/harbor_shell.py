@@ -1,13 +1,16 @@
-"""Small agent for Harbor (0.25, Python 3.12), outside of the environment: a fenced command per answer, until `submit`.
+"""Agent for Harbor (0.25, Python 3.12) that runs outside the environment: a fenced command per answer, until `submit`.
 
 It records the policy's tokens as Harbor's `RolloutDetail`, from an endpoint that returns token ids, as Offbeat's and
 vLLM's do.
 """
 
-import re
 from typing import Any
 
+from offbeat.envs.harbor.config import FENCED
+from offbeat.envs.harbor.env import NO_COMMAND, SUBMIT, format_output
 from offbeat.envs.optional_imports import require
+from offbeat.envs.parsing import WHOLE_PATTERN, compile_pattern
+from offbeat.envs.sandbox.shell import CommandResult
 
 base: Any = require("harbor.agents.base", "harbor")
 llms: Any = require("harbor.llms.lite_llm", "harbor")
@@ -17,8 +20,6 @@ PROMPT = (
     "Solve the task in a Linux terminal. Answer with one command in a fenced block (```bash); each runs in a new bash. "
     "When the task is done, answer with the command submit .\n\n"
 )
-FENCED = re.compile(r"```(?:bash|sh|shell)?[ \t]*\n(.*?)```", re.DOTALL)
-WHOLE = re.compile(r"\A(.*)\Z", re.DOTALL)
 COMMAND_TIMEOUT_S = 60
 MAX_OUTPUT_CHARS = 10_000
 
@@ -30,7 +31,8 @@ class ShellAgent(base.BaseAgent):
         """whole_answer: an answer is a command, without a fence or the explaining prompt."""
         super().__init__(*args, **kwargs)
         self._max_turns = max_turns
-        self._pattern, self._prompt = (WHOLE, "") if whole_answer else (FENCED, PROMPT)
+        pattern, self._prompt = (WHOLE_PATTERN, "") if whole_answer else (FENCED, PROMPT)
+        self._pattern = compile_pattern(pattern)
 
     @staticmethod
     def name() -> str:
@@ -56,10 +58,10 @@ class ShellAgent(base.BaseAgent):
             context.n_input_tokens, context.n_output_tokens = chat.total_input_tokens, chat.total_output_tokens
             commands = self._pattern.findall(answer)
             if not commands:
-                message = "(no command)"
+                message = NO_COMMAND
                 continue
             command = commands[-1].strip()
-            if command == "submit":
+            if command == SUBMIT:
                 return
             message = await _execute(environment, command)
 
@@ -70,7 +72,4 @@ async def _execute(environment: Any, command: str) -> str:
     except RuntimeError as error:
         return f"[{error}]"
     text = ((result.stdout or "") + (result.stderr or "")).rstrip()[-MAX_OUTPUT_CHARS:]
-    lines = [text] if text else []
-    if result.return_code:
-        lines.append(f"[exit code {result.return_code}]")
-    return "\n".join(lines) or "(no output)"
+    return format_output(CommandResult(text, result.return_code, timed_out=False), COMMAND_TIMEOUT_S)

@@ -69,11 +69,13 @@ def check(
 @env_app.command("tasks")
 def list_tasks(
     folder: Annotated[
-        Path | None, typer.Argument(metavar="[FOLDER]", help="Task folders; Offbeat's own.", show_default=False)
+        Path | None, typer.Argument(metavar="[FOLDER]", help="Folder of tasks.", show_default="Offbeat's own")
     ] = None,
-    solve: Annotated[bool, typer.Option("--solve", help="Run each task's solution, and its verifier before.")] = False,
+    solve: Annotated[
+        bool, typer.Option("--solve", help="Run each task's verifier before and after its solution.")
+    ] = False,
 ) -> None:
-    """List tasks in Harbor's format, and which need a container. Exit code 1 if there are such, or --solve fails."""
+    """List tasks in Harbor's format and which need a container. Exit code 1 if any does, or fails --solve."""
     from offbeat.envs.harbor.report import describe_task
     from offbeat.envs.harbor.task import find_tasks
     from offbeat.envs.harbor.task_set import OWN_TASKS

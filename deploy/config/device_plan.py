@@ -93,7 +93,7 @@ def plan_devices(config: RunConfig, nodes: Sequence[ClusterNode], *, owns_engine
     numbering = _Numbering(nodes, config.num_gpus_per_node)
     needs_engines = owns_engines and infer.device == "cuda"
     is_managed = config.control.learner == "managed"
-    scorers = _own_numbers(config, numbering)
+    own = _own_numbers(config, numbering)
     issues = [
         *_check_own(config, numbering, needs_engines),
         *_check_engines(config, numbering, needs_engines),
@@ -102,9 +102,9 @@ def plan_devices(config: RunConfig, nodes: Sequence[ClusterNode], *, owns_engine
     issues += _check_learner(config, nodes, numbering) if is_managed else ()
     if issues:
         return DevicePlan(issues=tuple(dict.fromkeys(issues)))
-    numbering.reserve([number for numbers in scorers.values() for number in numbers])
+    numbering.reserve([number for numbers in own.values() for number in numbers])
     engines, learner = _numbers(config, numbering, needs_engines)
-    learner, critic = learner if is_managed else [], scorers.pop(CRITIC, [])
+    learner, critic = learner if is_managed else [], own.pop(CRITIC, [])
     common = sorted(set(engines) & set(learner))
     is_mapped = any(mapping is not None for _, mapping in role_mappings(config))
     if (
@@ -112,7 +112,7 @@ def plan_devices(config: RunConfig, nodes: Sequence[ClusterNode], *, owns_engine
         and not common
         and (train.device == "cpu" or train.num_processes + len(critic) <= numbering.largest)
     ):
-        engines, learner, critic, scorers = [], [], [], {}  # Ray counts the devices of several runs
+        engines, learner, critic, own = [], [], [], {}  # Ray counts the devices of several runs
     size = infer.engine.world_size
     groups = [engines[start : start + size] for start in range(0, len(engines), size)]
     for position, group in enumerate(groups):
@@ -120,7 +120,7 @@ def plan_devices(config: RunConfig, nodes: Sequence[ClusterNode], *, owns_engine
             message = f"engine {position} takes devices {group} of several nodes: an engine's devices are on one node"
             issues.append(ConfigIssue("actor_infer.device_mapping", message))
     slots = tuple(numbering.place(group)._replace(is_shared=bool(set(group) & set(common))) for group in groups)
-    scoring = {name: tuple(numbering.place([number]) for number in numbers) for name, numbers in scorers.items()}
+    scoring = {name: tuple(numbering.place([number]) for number in numbers) for name, numbers in own.items()}
     if not is_managed:
         parts = ()
     elif train.device == "cpu":

@@ -18,8 +18,7 @@ from offbeat.envs.sandbox.shell import ShellLimits, UploadedFile
 base: Any = require("harbor.environments.base", "harbor")
 capabilities: Any = require("harbor.environments.capabilities", "harbor")
 
-NO_TIMEOUT_S = 3600.0
-"""Of commands without one."""
+DEFAULT_TIMEOUT_S = 3600.0
 MAX_FILE_BYTES = 256 << 20
 MAX_OUTPUT_CHARS = 1_000_000
 
@@ -97,7 +96,7 @@ class SandboxEnvironment(base.BaseEnvironment):
         result = await asyncio.to_thread(
             self._started().run,
             ("bash", "-c", command),
-            timeout_sec or NO_TIMEOUT_S,
+            timeout_sec or DEFAULT_TIMEOUT_S,
             cwd=cwd,
             env=self._merge_env(env),
         )
@@ -115,8 +114,7 @@ class SandboxEnvironment(base.BaseEnvironment):
         return self._machine
 
     def _upload_file(self, source: Path, target: PurePosixPath) -> None:
-        file = UploadedFile(source.read_bytes(), source.stat().st_mode & 0o777)
-        self._started().shell.upload(str(target.parent), {target.name: file})
+        self._started().shell.upload(str(target.parent), {target.name: UploadedFile.of(source)})
 
     def _upload_dir(self, source: Path, target: str) -> None:
         machine = self._started()
@@ -136,7 +134,7 @@ class SandboxEnvironment(base.BaseEnvironment):
         script = (
             'cd "$1" && find . -mindepth 1 \\( -type d -printf "d%p\\0" -o -type f -printf "f%p\\0" \\) | base64 -w 0'
         )
-        result = machine.run(("bash", "-o", "pipefail", "-c", script, "bash", source), NO_TIMEOUT_S)
+        result = machine.run(("bash", "-o", "pipefail", "-c", script, "bash", source), DEFAULT_TIMEOUT_S)
         if result.exit_code:
             raise FileNotFoundError(f"{source}: {result.output.strip()}")
         target.mkdir(parents=True, exist_ok=True)

@@ -21,8 +21,7 @@ hooks: Any = require("swerex.deployment.hooks.abstract", "swe-rex")
 abstract: Any = require("swerex.runtime.abstract", "swe-rex")
 exceptions: Any = require("swerex.exceptions", "swe-rex")
 
-NO_TIMEOUT_S = 3600.0
-"""Of commands without one."""
+DEFAULT_TIMEOUT_S = 3600.0
 MAX_FILE_BYTES = 64 << 20
 SESSION = """
 trap 'code=$?; pwd > {state}.cwd; {{ declare -p; declare -f; }} > {state}.vars; exit $code' EXIT
@@ -161,7 +160,7 @@ class SandboxRuntime(abstract.AbstractRuntime):
     ) -> CommandResult:
         variables = command_env() | {"HOME": "/root"} if env is None else env
         return await asyncio.to_thread(
-            self._shell.run, words, cwd=cwd, env=variables, timeout_s=timeout_s or NO_TIMEOUT_S
+            self._shell.run, words, cwd=cwd, env=variables, timeout_s=timeout_s or DEFAULT_TIMEOUT_S
         )
 
     def _read(self, path: str) -> bytes:
@@ -174,8 +173,7 @@ class SandboxRuntime(abstract.AbstractRuntime):
         if source.is_dir():
             self._shell.upload(str(target), read_files(source))
         else:
-            file = UploadedFile(source.read_bytes(), source.stat().st_mode & 0o777)
-            self._shell.upload(str(target.parent), {target.name: file})
+            self._shell.upload(str(target.parent), {target.name: UploadedFile.of(source)})
 
     def _check_session(self, session: str) -> None:
         if session not in self._sessions:

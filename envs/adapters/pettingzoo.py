@@ -101,7 +101,7 @@ class PettingZooEnv(TextEnv):
             self._game.reset(seed=int(cast(Any, self.np_random).integers(2**31)))
             self._totals = dict.fromkeys(self._played, 0.0)
             if not self._play_opponents():
-                return self._observe(), self._to_move()
+                return self._observe(), self._seat_info()
         raise RuntimeError(f"{MAX_OPENINGS} games of {self.config.id} were over before the policy moved")
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -118,7 +118,7 @@ class PettingZooEnv(TextEnv):
             result = results[mover]
             return text, result.pop("reward"), is_over, False, result
         seats = {name: result for name, result in results.items() if name == mover or result["reward"] or is_over}
-        info = {"seats": seats, "action_is_valid": is_legal, **({} if is_over else self._to_move())}
+        info = {"seats": seats, "action_is_valid": is_legal, **({} if is_over else self._seat_info())}
         return text, sum(gained.values()), is_over, False, info
 
     def random_answer(self, rng: np.random.Generator) -> str:
@@ -132,7 +132,7 @@ class PettingZooEnv(TextEnv):
     def close(self) -> None:
         self._game.close()
 
-    def _to_move(self) -> dict[str, Any]:
+    def _seat_info(self) -> dict[str, Any]:
         return {"seat": str(self._game.agent_selection)} if self.seats else {}
 
     def _move(self, answer: str) -> bool:
@@ -167,10 +167,10 @@ class PettingZooEnv(TextEnv):
             elif seat in self._totals:
                 return False
             else:
-                self._move(self._answer_of(seat))
+                self._move(self._ask_opponent(seat))
         return True
 
-    def _answer_of(self, seat: str) -> str:
+    def _ask_opponent(self, seat: str) -> str:
         opponent = self._opponents[seat]
         if opponent is None:
             return self.random_answer(self.np_random)

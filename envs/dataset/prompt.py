@@ -24,13 +24,13 @@ class RowPrompt(NamedTuple):
     system: str | None
     """None: no system message."""
     turns: tuple[str, ...]
-    """User and assistant alternately, ending with the user; `ROW_IMAGE` where an image is."""
+    """User and assistant alternately, ending with the user; `ROW_IMAGE` in place of each image."""
     images: tuple[bytes, ...] = ()
-    """PNG, in the order of their places."""
+    """PNG, in the order of their placeholders."""
 
     @property
     def num_images(self) -> int:
-        """Number of places."""
+        """Number of image placeholders."""
         return sum(text.count(ROW_IMAGE) for text in self.turns)
 
     def messages(self) -> list[dict[str, Any]]:
@@ -41,7 +41,7 @@ class RowPrompt(NamedTuple):
 
 
 def _content(text: str, images: Iterator[bytes]) -> str | list[dict[str, Any]]:
-    """Return a text, or its parts if it has places of images."""
+    """Return a text, or its parts if it has image placeholders."""
     first, *others = text.split(ROW_IMAGE)
     if not others:
         return text
@@ -78,7 +78,7 @@ def read_prompt(row: Row, messages_key: str, prompt_key: str, images_key: str = 
 
 
 def list_images(value: Any) -> Sequence[Any]:
-    """Return a column's images; what is no list is a single one. Raises PromptError."""
+    """Return a column's images, a list or a single one; raises PromptError."""
     if value is None:
         return ()
     if isinstance(value, str | bytes | Mapping):

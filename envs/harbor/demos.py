@@ -12,7 +12,7 @@ from offbeat.envs.prompts import fill_template
 CARE = 0.4
 """Probability of the right commands for a step."""
 NUM_WRONG = 3
-"""Other tasks' commands that a task is confused with: few, so that episodes recur and are run once."""
+"""Other tasks whose commands are the wrong ones; few, so that equal episodes recur and are cached."""
 
 Message = tuple[str, str]
 
@@ -27,9 +27,8 @@ def careless_solving(
 ) -> list[dict[str, str]]:
     """Return an episode as a rollout's chat messages, determined by `rng`: one command per answer, then `submit`."""
     seed = _first_seed(env, env.task_id(int(rng.integers(2**31))))
-    plan: list[str] = []
+    wrong, plan = _wrong_commands(env, seed), list[str]()
     for step in _task(env, seed).steps:
-        wrong = _wrong_commands(env, seed)
         right = solution_commands(step)
         plan += [*(right if rng.random() < CARE else [wrong[int(rng.integers(len(wrong)))]]), SUBMIT]
     prompt = env.system_prompt if system_prompt is None else system_prompt

@@ -78,7 +78,7 @@ class TaskMachine:
             raise TaskError(f"{name} failed here with exit code {result.exit_code}: {result.output.strip()[-500:]}")
 
     def protect(self) -> None:
-        """Make the verifier's place safe for its files; raises ShellError."""
+        """Kill the policy's processes, clear the verifier's folders and remove links to them; raises ShellError."""
         self.shell.kill_processes()
         for folder in (TESTS, SOLUTION, VERIFIER_LOGS, HOME):
             self.shell.clear(folder)
@@ -100,8 +100,7 @@ class TaskMachine:
                 self.shell.upload(action.target.rstrip("/") or "/", _with_mode(read_files(source), action.mode))
                 continue
             target = Path(action.target) / source.name if action.target.endswith("/") else Path(action.target)
-            file = UploadedFile(source.read_bytes(), source.stat().st_mode & 0o777)
-            self.shell.upload(str(target.parent), _with_mode({target.name: file}, action.mode))
+            self.shell.upload(str(target.parent), _with_mode({target.name: UploadedFile.of(source)}, action.mode))
 
 
 def _with_mode(files: Mapping[str, UploadedFile], mode: int | None) -> dict[str, UploadedFile]:

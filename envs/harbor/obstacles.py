@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from offbeat.envs.harbor.dockerfile import NETWORK, read_dockerfile
-from offbeat.envs.harbor.task import EnvironmentSection, HarborTask, TaskStep
+from offbeat.envs.harbor.task import EnvironmentSection, HarborTask, TaskFile, TaskStep
 from offbeat.envs.sandbox.shell import command_env
 
 TEMPLATE = re.compile(r"\$\{([^}:]+)(:-.*)?\}")
@@ -19,7 +19,7 @@ PROGRAMS = re.compile(
 @lru_cache(maxsize=4096)
 def find_obstacles(task: HarborTask) -> tuple[str, ...]:
     """Return why a task can't run in a shell of the sandbox; empty if it can."""
-    return tuple(dict.fromkeys((*_of_environment(task), *_of_verifiers(task))))
+    return tuple(dict.fromkeys((*_of_environment(task), *_of_network(task.file), *_of_verifiers(task))))
 
 
 def _of_environment(task: HarborTask) -> Iterator[str]:
@@ -46,13 +46,17 @@ def _of_section(section: EnvironmentSection) -> Iterator[str]:
         yield f"the system {section.os}"
     if section.gpus or section.tpu:
         yield "a GPU" if section.gpus else "a TPU"
-    if section.network_mode == "allowlist":
-        yield "network_mode allowlist: a shell has no network"
     if section.mcp_servers:
         yield "MCP servers"
     if section.healthcheck:
         yield "a healthcheck, so a service"
     yield from _templates("environment.env", section.env)
+
+
+def _of_network(file: TaskFile) -> Iterator[str]:
+    steps = [section for step in file.steps or () for section in (step.agent, step.verifier)]
+    if any(section.network_mode == "allowlist" for section in (file.environment, file.agent, file.verifier, *steps)):
+        yield "network_mode allowlist: a shell has no network"
 
 
 def _of_verifiers(task: HarborTask) -> Iterator[str]:

@@ -5,6 +5,7 @@ Keys that do not change what runs here are ignored, as Harbor ignores unknown on
 
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,12 +125,12 @@ def find_tasks(root: Path) -> tuple[HarborTask, ...]:
     """
     if not root.is_dir():
         raise ValueError(f"no such folder: {root}")
-    folders = [path.parent for path in sorted(root.rglob("task.toml"))]
-    outermost = [folder for folder in folders if not any(other in folder.parents for other in folders)]
+    folders = dict.fromkeys(path.parent for path in sorted(root.rglob("task.toml")))
+    outermost = [folder for folder in folders if folders.keys().isdisjoint(folder.parents)]
     if not outermost:
         raise ValueError(f"{root} has no task: a task is a folder with task.toml, instruction.md and tests/test.sh")
-    names = [folder.name for folder in outermost]
-    if duplicates := sorted({name for name in names if names.count(name) > 1}):
+    counts = Counter(folder.name for folder in outermost)
+    if duplicates := sorted(name for name, count in counts.items() if count > 1):
         raise ValueError(f"{root} has several tasks named {', '.join(duplicates)}")
     return tuple(load_task(folder) for folder in outermost)
 
@@ -163,7 +164,7 @@ def read_files(folder: Path) -> dict[str, UploadedFile]:
         if path.is_dir():
             files[name] = UploadedFile(None)
         elif path.name not in IGNORED_FILES:
-            files[name] = UploadedFile(path.read_bytes(), path.stat().st_mode & 0o777)
+            files[name] = UploadedFile.of(path)
     return files
 
 

@@ -89,7 +89,7 @@ def read_verdict(shell: Shell, result: CommandResult) -> TaskVerdict:
 
 
 def parse_rewards(text: str, *, is_json: bool) -> dict[str, float]:
-    """Raises ValueError unless all rewards are finite numbers."""
+    """Parse a reward file; raises ValueError unless all rewards are finite numbers."""
     values: Any = json.loads(text) if is_json else float(text)
     rewards = cast(dict[Any, Any], values) if isinstance(values, dict) else {"reward": values}
     for name, value in rewards.items():

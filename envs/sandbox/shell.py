@@ -71,6 +71,11 @@ class UploadedFile(NamedTuple):
     """None: a folder."""
     mode: int = 0o644
 
+    @classmethod
+    def of(cls, path: Path) -> "UploadedFile":
+        """Read a file with its mode."""
+        return cls(path.read_bytes(), path.stat().st_mode & 0o777)
+
 
 def check_shell(limits: ShellLimits) -> None:
     """Raise `IsolationError` if this machine can't isolate a shell."""
@@ -115,7 +120,7 @@ class Shell:
         self._receive(STARTUP_TIMEOUT_S)
 
     def run(self, command: Sequence[str], *, cwd: str, env: Mapping[str, str], timeout_s: float) -> CommandResult:
-        """Run a command in `env` alone; raises ShellError as `call`."""
+        """Run a command in `env` alone; raises ShellError if the shell has ended or refuses it."""
         start = time.monotonic()
         reply = self._call(
             "run",
@@ -194,10 +199,12 @@ class Shell:
         return json.loads(self._read(num_bytes, deadline))
 
     def _read(self, num_bytes: int, deadline: float) -> bytes:
+        poll = select.poll()  # `select.select` refuses descriptors above 1023
+        poll.register(self._read_fd, select.POLLIN)
         data = b""
         while len(data) < num_bytes:
-            ready = select.select([self._read_fd], [], [], max(0.0, deadline - time.monotonic()))[0]
-            part = os.read(self._read_fd, num_bytes - len(data)) if ready else b""
+            is_ready = poll.poll(1000 * max(0.0, deadline - time.monotonic()))
+            part = os.read(self._read_fd, num_bytes - len(data)) if is_ready else b""
             if not part:
                 raise self._lost()
             data += part
@@ -218,7 +225,7 @@ def command_env() -> dict[str, str]:
 
 @functools.cache
 def _spawner(pid: int) -> ThreadPoolExecutor:  # noqa: ARG001
-    """Return the process's thread that starts shells, which end with it."""
+    """Return the process's one thread that starts shells: a supervisor dies with the thread that started it."""
     return ThreadPoolExecutor(1, "shells")
 
 

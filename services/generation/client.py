@@ -20,7 +20,7 @@ class GenerationClient(Protocol):
     """Token ids in, token ids out."""
 
     def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
-        """Sample requests; yield each completion once, as they finish, with `error` if refused. An empty list says that
+        """Sample requests; yield each completion once, as they finish, with `error` if refused. An empty list means that
         requests go to another replica, or wait until one wakes.
 
         Raises:

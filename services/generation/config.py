@@ -119,7 +119,8 @@ class GenerationConfig(Config):
     entries."""
     keep_sessions: bool = False
     """Whether an episode stays in vLLM between its turns, so that a turn computes its new tokens alone; until the next
-    version, within `max_num_seqs` and the KV cache, with `on_weight_update: keep` and prefix caching."""
+    version, within `max_num_seqs` and the KV cache, with `on_weight_update: keep` and prefix caching, without
+    `enable_sleep_mode`."""
     request_timeout_s: float = Field(default=60.0, gt=0)
     """Time until a turn is aborted and its episode retried."""
     update_timeout_s: float = Field(default=120.0, gt=0)

@@ -40,8 +40,9 @@ class ResumedCalls:
         self._open = call
         self._clock = clock
         self._asleep: dict[str, asyncio.Task[None]] = {}
-        """By replica, what ends when it wakes."""
+        """By replica id, a task that ends when the replica wakes."""
         self._between_calls: set[str] = set()
+        """Ids of aborted requests, until they are sent again."""
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
         left = {request.request_id: request for request in requests}

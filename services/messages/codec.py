@@ -68,7 +68,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
         )
     except MALFORMED as error:
         TRAJECTORY.refuse(error)
-    # without seats, builds that do not know them read it
+    # Without seats the field is left out, so that older builds can read it
     return TRAJECTORY.pack(packed if t.seats else structs.astuple(packed)[:-1])
 
 
@@ -111,9 +111,12 @@ def _check_turns(turns: Sequence[Turn], segments: Sequence[Segment]) -> None:
 
 
 def _check_seats(seats: Sequence[str], turns: Sequence[Turn]) -> None:
-    if seats and len(seats) != len(turns):
-        raise ValueError(f"seats of {len(seats)} turns, of {len(turns)}")
-    if len({(turn.segment, seat) for turn, seat in zip(turns, seats, strict=False)}) > len({t.segment for t in turns}):
+    if not seats:
+        return
+    if len(seats) != len(turns):
+        raise ValueError(f"{len(seats)} seats for {len(turns)} turns")
+    owners = {(turn.segment, seat) for turn, seat in zip(turns, seats, strict=True)}
+    if len(owners) > len({turn.segment for turn in turns}):
         raise ValueError("a segment of several seats")
 
 

@@ -1,4 +1,4 @@
-"""End of sessions whose client has gone."""
+"""End of sessions whose clients send no heartbeat."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ class SessionExpiry:
         self._timeout_s = timeout_s
 
     async def run(self) -> None:
-        """Look at the sessions until cancelled."""
+        """End idle sessions until cancelled."""
         started_at = time.time()
         while True:
             await asyncio.sleep(min(self._timeout_s / 4, MAX_INTERVAL_S))
@@ -30,4 +30,4 @@ class SessionExpiry:
             try:
                 await self._records.end_idle_sessions(before)
             except redis_errors.RedisError as error:
-                logger.warning("sessions are not looked at now: %s", error)
+                logger.warning("Redis unavailable: %s; idle sessions are ended when it is back", error)

@@ -15,6 +15,7 @@ class TinkerListings:
     def __init__(self, service: TinkerService) -> None:
         self._service = service
         self._store = service.store
+        self._records = service.records
 
     async def sessions(self, owner: str, offset: int, limit: int) -> Json:
         sessions = await self._store.all(self._store.keys.sessions, Session)
@@ -22,7 +23,7 @@ class TinkerListings:
         return {"sessions": [name for _, name in own][offset : offset + limit]}
 
     async def session(self, owner: str, session_id: str) -> Json:
-        await self._service.records.session(owner, session_id)
+        await self._records.session(owner, session_id)
         models = await self._store.all(self._store.keys.models, ModelRecord)
         samplers = await self._store.all(self._store.keys.samplers, SamplerRecord)
         return {
@@ -31,8 +32,8 @@ class TinkerListings:
         }
 
     async def training_runs(self, owner: str, offset: int, limit: int) -> Json:
-        models = await self._models(owner)
-        checkpoints = await self._checkpoints(owner)
+        models = await self._records.models(owner)
+        checkpoints = await self._records.checkpoints(owner)
         newest = sorted(models, key=lambda name: -models[name].created_at)
         chosen = newest[offset : offset + limit]
         return {
@@ -41,20 +42,20 @@ class TinkerListings:
         }
 
     async def training_run(self, owner: str, model_id: str) -> Json:
-        record = await self._service.records.model(owner, model_id)
-        return self._training_run(model_id, record, await self._checkpoints(owner))
+        record = await self._records.model(owner, model_id)
+        return self._training_run(model_id, record, await self._records.checkpoints(owner))
 
     async def checkpoints(self, owner: str, offset: int, limit: int) -> Json:
-        found = _newest_first(await self._checkpoints(owner))
+        found = _newest_first(await self._records.checkpoints(owner))
         return {"checkpoints": found[offset : offset + limit], "cursor": _cursor(offset, limit, len(found))}
 
     async def checkpoints_of(self, owner: str, model_id: str) -> Json:
-        await self._service.records.model(owner, model_id)
-        checkpoints = await self._checkpoints(owner)
+        await self._records.model(owner, model_id)
+        checkpoints = await self._records.checkpoints(owner)
         return {"checkpoints": _newest_first({k: v for k, v in checkpoints.items() if v.model_id == model_id})}
 
     async def weights_info(self, owner: str, path: str) -> Json:
-        lora = (await self._service.records.checkpoint(owner, path)).lora
+        lora = (await self._records.checkpoint(owner, path)).lora
         return {
             "base_model": self._service.base.name,
             "is_lora": True,
@@ -67,19 +68,10 @@ class TinkerListings:
     async def delete_checkpoint(self, owner: str, model_id: str, checkpoint_id: str) -> None:
         """Delete a checkpoint; commands that would load it fail. Raises NotFoundError."""
         path = f"tinker://{model_id}/{checkpoint_id}"
-        record = await self._service.records.checkpoint(owner, path)
+        record = await self._records.checkpoint(owner, path)
         if not await self._store.remove(self._store.keys.checkpoints, path):
             raise NotFoundError(f"there is no checkpoint {path}")
         shutil.rmtree(Path(record.adapter.folder), ignore_errors=True)
-
-    async def _models(self, owner: str) -> dict[str, ModelRecord]:
-        models = await self._store.all(self._store.keys.models, ModelRecord)
-        return {name: each for name, each in models.items() if each.owner == owner}
-
-    async def _checkpoints(self, owner: str) -> dict[str, CheckpointRecord]:
-        own = await self._models(owner)
-        found = await self._store.all(self._store.keys.checkpoints, CheckpointRecord)
-        return {path: each for path, each in found.items() if each.model_id in own}
 
     def _training_run(self, model_id: str, record: ModelRecord, checkpoints: Mapping[str, CheckpointRecord]) -> Json:
         of_model = {path: each for path, each in checkpoints.items() if each.model_id == model_id}

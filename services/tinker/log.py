@@ -88,7 +88,7 @@ class CommandLog:
         return ended
 
     def close(self, model_id: str) -> bool:
-        """Let a model take no more commands, unless its next one is there."""
+        """Close a model to further commands, unless its next one is queued; return whether it is closed."""
         keys, owner = self.keys, self.model(model_id).owner
         hashes = (keys.applied, keys.closed, keys.inflight, keys.queued_bytes)
         return bool(self._close(keys=[keys.log(model_id), *hashes], args=[model_id, owner]))

@@ -48,21 +48,29 @@ class OwnedRecords:
 
     async def end_idle_sessions(self, before: float) -> None:
         """End sessions whose last heartbeat was before a Unix time."""
-        for session_id, at in (await self._store.heartbeats()).items():
+        idle = [session_id for session_id, at in (await self._store.heartbeats()).items() if at < before]
+        for session_id in idle:
             session = await self._store.find(self._store.keys.sessions, session_id, Session)
-            if at < before and session is not None:
+            if session is not None:
                 await self.finish_session(session.owner, session_id)
+
+    async def models(self, owner: str) -> dict[str, ModelRecord]:
+        models = await self._store.all(self._store.keys.models, ModelRecord)
+        return {name: each for name, each in models.items() if each.owner == owner}
 
     async def open_models(self, owner: str) -> set[str]:
         """Return the owner's models that take commands."""
-        models = await self._store.all(self._store.keys.models, ModelRecord)
-        return {name for name, each in models.items() if each.owner == owner} - await self._store.closed_models()
+        return set(await self.models(owner)) - await self._store.closed_models()
+
+    async def checkpoints(self, owner: str) -> dict[str, CheckpointRecord]:
+        """Return the owner's checkpoints, by path."""
+        own = await self.models(owner)
+        checkpoints = await self._store.all(self._store.keys.checkpoints, CheckpointRecord)
+        return {path: each for path, each in checkpoints.items() if each.model_id in own}
 
     async def saved_bytes(self, owner: str) -> int:
         """Return the size of the owner's checkpoints."""
-        models = await self._store.all(self._store.keys.models, ModelRecord)
-        saved = await self._store.all(self._store.keys.checkpoints, CheckpointRecord)
-        return sum(each.size_bytes for each in saved.values() if models[each.model_id].owner == owner)
+        return sum(each.size_bytes for each in (await self.checkpoints(owner)).values())
 
     async def model(self, owner: str, model_id: str) -> ModelRecord:
         """Raises NotFoundError."""

@@ -86,7 +86,7 @@ class TinkerStore:
         if int(status) == -2:
             raise QueueFullError(f"commands of {config.max_queued_mib} MiB under this key are not applied")
         if int(status) == -3:
-            raise GoneError(f"the session of model {model_id} has ended: go on in another one, from a checkpoint")
+            raise GoneError(f"the session of model {model_id} has ended: load a checkpoint in a new session")
 
     async def result(self, request_id: str) -> Result | None:
         data = await self._redis.get(self.keys.result(request_id))

@@ -277,8 +277,7 @@ def _read_top(field: Any) -> list[MostLikely]:
     shape = field.length, field.k
     ids = np.frombuffer(field.token_ids, "<i4").reshape(shape)
     logprobs = np.frombuffer(field.logprobs, "<f4").reshape(shape)
-    kept = [row != NO_LOGPROB for row in logprobs]
     return [
-        MostLikely(tokens[places].tolist(), values[places].tolist())
-        for tokens, values, places in zip(ids, logprobs, kept, strict=True)
+        MostLikely(tokens[kept].tolist(), values[kept].tolist())
+        for tokens, values, kept in zip(ids, logprobs, logprobs != NO_LOGPROB, strict=True)
     ]

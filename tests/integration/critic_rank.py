@@ -40,7 +40,7 @@ GROUPS = [make_group(n, rewards=(0.0, 1.0, 0.5)) for n in range(3)]
 
 
 def train(out: Path, device: str, overrides: tuple[str, ...]) -> None:
-    """Train, save, and go on from the checkpoint; rank 0 writes gauges and weights."""
+    """Train, save, and continue from the checkpoint; rank 0 writes gauges and weights."""
     torch.set_num_threads(1)
     world = ranks_of_environment(device)
     config = load_run(CONFIGS / "quickstart.yaml", [f"output_dir={out}", f"actor_train.device={device}", *overrides])

@@ -24,7 +24,7 @@ from offbeat.services.chat.append_only import load_chat_format
 from offbeat.services.chat.template import load_chat_template
 from offbeat.services.gateway.server import Gateway
 from offbeat.services.gateway.session import EpisodeSession, SessionLimits
-from offbeat.services.generation.config import EngineModelArgs, GenerationConfig
+from offbeat.services.generation.config import EngineModelArgs, EngineStrategy, GenerationConfig, VllmConfig
 from offbeat.services.generation.vllm.engine import VllmEngine
 from offbeat.services.generation.vllm.sessions import Sessions
 from offbeat.services.messages.types import (
@@ -230,7 +230,7 @@ class SessionEpisode:
         return request, completion
 
 
-async def test_an_episode_goes_on_in_its_session_with_exact_logprobs(policies: Policies) -> None:
+async def test_an_episode_continues_in_its_session_with_exact_logprobs(policies: Policies) -> None:
     """Whether a turn is cut or stops; under new weights, or with another prompt, it begins anew."""
     version = await policies.load(0)
     episode, sessions = SessionEpisode(policies, "goes on"), policies.engine.sessions
@@ -255,7 +255,7 @@ async def test_an_episode_goes_on_in_its_session_with_exact_logprobs(policies: P
     assert sessions.num_continued == continued + 4
 
 
-async def test_a_session_that_lives_through_an_update_says_so_and_begins_anew(policies: Policies) -> None:
+async def test_a_turn_that_spans_an_update_reports_both_versions_and_ends_its_session(policies: Policies) -> None:
     old = await policies.load(0)
     episode, sessions = SessionEpisode(policies, "through an update"), policies.engine.sessions
     await episode.turn()
@@ -273,8 +273,8 @@ async def test_a_session_that_lives_through_an_update_says_so_and_begins_anew(po
     assert sessions.num_continued == continued
 
 
-async def test_sessions_make_room_for_whoever_runs(policies: Policies) -> None:
-    """By number and by tokens: the least recently used close, and episodes go on all the same."""
+async def test_waiting_sessions_are_closed_to_make_room_for_running_requests(policies: Policies) -> None:
+    """By number and by tokens: the least recently used are closed, and their episodes start new ones."""
     await policies.load(0)
     for few in ({"max_requests": 3}, {"max_tokens": 6 * 32}):
         engine = policies.engine.salted(f"few {few}")
@@ -309,6 +309,23 @@ async def test_an_aborted_turn_ends_its_session_and_no_other(policies: Policies)
         request, completion = await each.turn()
         assert mismatch(policies.models[0], request, completion).max() < FLOAT_NOISE
     assert policies.engine.sessions.num_continued == continued + 2  # the aborted turn and the other episode's
+
+
+async def test_an_engine_that_may_sleep_returns_the_tokens_of_an_aborted_turn(policies: Policies) -> None:
+    """Also of an episode's second turn: it keeps no sessions, whose turns vLLM does not know by their ids."""
+    await policies.load(0)
+    may_sleep = EngineStrategy(strategy_config=VllmConfig(enable_sleep_mode=True))
+    engine = VllmEngine(policies.engine.llm, CONFIG.model_copy(update={"strategy_args": may_sleep}), "may sleep")
+    episode = SessionEpisode(policies, "interrupted", engine)
+    await episode.turn()
+    request = episode.request(max_new_tokens=400)
+    running = asyncio.create_task(engine.generate(request, policies.version))
+    await policies.engine.generate(policies.request((5, 6, 7), max_new_tokens=20), policies.version)
+    await engine.abort([request.request_id])
+    completion = await running
+    assert completion.finish_reason is FinishReason.ABORT
+    assert 0 < len(completion.token_ids) < 400
+    assert mismatch(policies.models[0], request, completion).max() < FLOAT_NOISE
 
 
 async def test_agent_calls_are_captured_with_the_weights_that_answered(policies: Policies, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ LAYOUTS = {
 
 @contextmanager
 def undisturbed_run(redis_url: str, folder: Path, *settings: str) -> Iterator[Run]:
-    """A run of one process that nobody disturbs."""
+    """A finished run of one process, without a kill."""
     with a_run(redis_url, folder, "alone", (*SETTINGS, *settings)) as run:
         assert run.start().wait(timeout=START_TIMEOUT_S) == 0, run.complaint()
         yield run

@@ -241,5 +241,5 @@ class LearnerConfig(AlgorithmConfig):
 
     @property
     def num_critic_processes(self) -> int:
-        """Return the critic's own processes; 0: the policy's have it, or there is none."""
+        """Return the number of the critic's own processes; 0: the policy's compute it, or there is none."""
         return (self.critic.num_processes or 0) if self.has_own_critic else 0

@@ -146,7 +146,7 @@ def gather(ranks: Ranks, message: bytes) -> list[bytes]:
 
 @contextmanager
 def process_group(ranks: Ranks, timeout_min: float = 30.0) -> Iterator[Ranks]:
-    """Join the process group; yield the ranks with their command group.
+    """Join the process groups of the role and of the world; yield the ranks with the latter.
 
     timeout_min: `ActorTrainConfig.backend_timeout`.
     """

@@ -270,12 +270,12 @@ class LearnerProcess:
                 f"{checkpoint.path} was written by {state.num_processes} process(es), and its optimizer shards can't be "
                 f"redistributed to {ranks.world_size}: use {state.num_processes} (--nproc or actor_train.num_processes)"
             )
-        before, now = state.num_critic_processes, len(ranks.critics)
-        if sharded and (before or state.num_processes) != (now or ranks.world_size) and self._run.config.has_own_critic:
+        written_by = state.num_critic_processes or state.num_processes
+        number = len(ranks.critics) or ranks.world_size
+        if sharded and self._run.config.has_own_critic and written_by != number:
             raise ControlError(
-                f"the critic in {checkpoint.path} was written by {before or state.num_processes} process(es), and its "
-                f"optimizer shards can't be redistributed to {now or ranks.world_size}: set critic.num_processes to "
-                f"{before or state.num_processes}"
+                f"the critic in {checkpoint.path} was written by {written_by} process(es), and its optimizer shards can't "
+                f"be redistributed to {number}: set critic.num_processes to {written_by}"
             )
         with _as_control_error(f"{checkpoint.path} can't be loaded"):
             learner.resume(checkpoint)

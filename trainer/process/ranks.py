@@ -3,7 +3,6 @@
 Invariant: all ranks repeat the trainer calls of rank 0, in order.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +20,6 @@ from offbeat.trainer.training.optimizer_step import Gauges
 from offbeat.trainer.training.policy_trainer import Trainer
 from offbeat.trainer.training.step_tokens import StepTokens
 from offbeat.trainer.warm_start.train import Progress
-
-logger = logging.getLogger(__name__)
 
 
 class RankZeroTrainer:

@@ -7,14 +7,13 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from offbeat.services.telemetry import MetricRecord, Partial, decode_record, encode_record
+from offbeat.services.telemetry import MetricRecord, decode_record, encode_record
 from offbeat.trainer.engines.process_group import Ranks, broadcast
 from offbeat.trainer.losses.targets import Targets, ValueTargets
-from offbeat.trainer.training.critic_steps import CriticValues
+from offbeat.trainer.training.critic_steps import CriticValues, Gauges
 
 VALUES, NEXT_VALUES = "values", "next_values"
 RETURNS, WEIGHTS, SHARE = "returns", "weights", "share"
-Gauges = dict[str, Partial]
 
 
 class RemoteCritic:

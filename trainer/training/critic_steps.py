@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from offbeat.services.telemetry import Partial
+from offbeat.services.telemetry import MetricRecord, Partial, decode_record, encode_record, merge_all
 from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.data.batch import Batch, MicroBatch
 from offbeat.trainer.engines.base import Hyperparameters, StepOutcome, TrainEngine
-from offbeat.trainer.engines.process_group import Ranks
+from offbeat.trainer.engines.process_group import Ranks, gather
 from offbeat.trainer.engines.schedule import scheduled_rate
 from offbeat.trainer.losses.policy_loss import critic_loss
 from offbeat.trainer.losses.targets import Targets, ValueTargets
@@ -36,7 +36,6 @@ class CriticSteps:
 
     def values(self, batch: Batch) -> CriticValues:
         budget = inference_budget(self._config, self._config.critic.infer_batch_size)
-        budget = budget or self._config.actor_train.training_args.max_tokens_per_microbatch
         sequences = range(batch.num_sequences)
         micro_batches = cut(self._config, batch, sequences, budget, multiple_of=self._ranks.world_size)
         bootstraps = self._config.bootstrap_truncated
@@ -78,6 +77,15 @@ def configured_rate(config: LearnerConfig, step: int, peak: float, warmup_steps:
         warmup_steps=warmup_steps,
         total_steps=config.max_steps,
     )
+
+
+def merge_over_ranks(ranks: Ranks, pieces: Sequence[Gauges]) -> Gauges:
+    """Return the merged gauges of a role's ranks; collective."""
+    own = merge_all(pieces)
+    if ranks.world_size == 1:
+        return own
+    blobs = gather(ranks, encode_record(MetricRecord("rank", own)))
+    return merge_all(decode_record(blob).values for blob in blobs)
 
 
 def outcome_gauges(model: str, outcome: StepOutcome, rate: float) -> Gauges:

@@ -10,18 +10,17 @@ from pathlib import Path
 from torch import Tensor
 
 from offbeat.services.messages.types import Group
-from offbeat.services.telemetry import MetricRecord, decode_record, encode_record, merge_all
 from offbeat.trainer.data.batch import Batch, minibatches, pack
 from offbeat.trainer.data.selection import select_most_varied
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.base import TrainEngine
 from offbeat.trainer.engines.factory import make_engine
-from offbeat.trainer.engines.process_group import READY, STOP, Ranks, barrier, broadcast, gather
+from offbeat.trainer.engines.process_group import READY, STOP, Ranks, barrier, broadcast
 from offbeat.trainer.models.loading import load_critic
 from offbeat.trainer.models.policy import PackedCritic
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.critic_exchange import CriticPeer
-from offbeat.trainer.training.critic_steps import CriticSteps, Gauges
+from offbeat.trainer.training.critic_steps import CriticSteps, Gauges, merge_over_ranks
 from offbeat.trainer.training.group_scorer import cut
 from offbeat.trainer.training.step_tokens import StepTokens
 from offbeat.trainer.warm_start.train import Progress
@@ -37,7 +36,7 @@ def load_first_critic(run: LearnerRun) -> PackedCritic:
 
 
 class CriticTrainer:
-    """`Trainer` on a rank of the critic's; collective with the policy's ranks."""
+    """`Trainer` of a critic's rank; collective with the policy's ranks."""
 
     last_step: StepTokens | None = None
     kl_coef = 0.0
@@ -84,8 +83,7 @@ class CriticTrainer:
         for _ in range(self._config.ppo_epochs):
             for part in parts:
                 pieces += critic.optimize(part, targets, step)
-        blobs = gather(self._ranks, encode_record(MetricRecord("rank", merge_all(pieces))))
-        self._peer.send_gauges(merge_all(decode_record(blob).values for blob in blobs))
+        self._peer.send_gauges(merge_over_ranks(self._ranks, pieces))
 
     def save(self, folder: Path) -> None:
         self._built.save(folder / CRITIC_STATE)

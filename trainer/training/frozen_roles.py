@@ -47,7 +47,7 @@ def load_scorer(
 def _open_teacher(
     run: LearnerRun, role: ScoredRole, policy_folder: Path, folder: Path, open_engine: OpenPromptEngine | None
 ) -> TeacherScorer:
-    """Raises ValueError: no engine, or another number of logits than the policy's."""
+    """Return a scorer by vLLM; raises ValueError without an engine, or if the vocabulary does not suit it."""
     config, train = run.config, run.config.actor_train
     if open_engine is None:
         raise ValueError("vllm is not available in this process")

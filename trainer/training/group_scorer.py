@@ -39,8 +39,7 @@ class GroupScorer:
     def __init__(self, model: LogprobModel, config: LearnerConfig, infer_batch_size: int | None) -> None:
         self._model = model
         self._config = config
-        budget = inference_budget(config, infer_batch_size)
-        self._budget = budget or config.actor_train.training_args.max_tokens_per_microbatch
+        self._budget = inference_budget(config, infer_batch_size)
 
     def score(self, groups: Sequence[Group]) -> list[Tensor]:
         """Return logprobs per group, [M] float32 on the CPU, in the order of `pack([group])`."""
@@ -73,10 +72,10 @@ def cut(
     return pack_sequences(batch, sequences, budget, multiple_of=multiple_of)
 
 
-def inference_budget(config: LearnerConfig, infer_batch_size: int | None = None) -> int | None:
-    """Return the tokens of a pass without gradient; None: as in training."""
+def inference_budget(config: LearnerConfig, infer_batch_size: int | None = None) -> int:
+    """Return the maximum tokens of a pass without gradient, by default as in training."""
     size = infer_batch_size or config.actor_train.infer_batch_size
-    return None if size is None else size * config.sequence_length
+    return config.actor_train.training_args.max_tokens_per_microbatch if size is None else size * config.sequence_length
 
 
 def to_input(micro: MicroBatch, states: ReferenceStates | None = None, *, head_alone: bool = False) -> PackedInput:

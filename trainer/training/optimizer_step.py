@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from offbeat.services.messages.types import Group
-from offbeat.services.telemetry import (
-    MetricRecord,
-    Partial,
-    decode_record,
-    encode_record,
-    merge_all,
-)
+from offbeat.services.telemetry import Partial
 from offbeat.trainer.algorithms.aggregation import MaskedCounts
 from offbeat.trainer.algorithms.kl import KLController
 from offbeat.trainer.algorithms.normalization import RunningMoments
@@ -35,7 +29,7 @@ from offbeat.trainer.data.selection import select_most_varied
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.base import Hyperparameters, StepOutcome, TrainEngine
 from offbeat.trainer.engines.frozen import FrozenModel, LogprobModel, Reference
-from offbeat.trainer.engines.process_group import Ranks, gather
+from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.engines.schedule import scheduled_rate
 from offbeat.trainer.losses.metrics import batch_gauges, with_effective_sample_size
 from offbeat.trainer.losses.policy_loss import StepLosses, all_of
@@ -50,7 +44,13 @@ from offbeat.trainer.models.divergence import ReferenceStates
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import Sampled
 from offbeat.trainer.training.critic_exchange import RemoteCritic
-from offbeat.trainer.training.critic_steps import CriticSteps, configured_rate, critic_rate, outcome_gauges
+from offbeat.trainer.training.critic_steps import (
+    CriticSteps,
+    configured_rate,
+    critic_rate,
+    merge_over_ranks,
+    outcome_gauges,
+)
 from offbeat.trainer.training.group_scorer import (
     GroupScorer,
     cut,
@@ -185,9 +185,8 @@ class BatchTrainer:
         budget = max_tokens or self._args.max_tokens_per_microbatch
         return cut(self._config, batch, sequences, budget, multiple_of=self._ranks.world_size)
 
-    def _cut_for_inference(self, batch: Batch, infer_batch_size: int | None = None) -> list[MicroBatch]:
-        budget = inference_budget(self._config, infer_batch_size)
-        return self._cut(batch, range(batch.num_sequences), budget)
+    def _cut_for_inference(self, batch: Batch) -> list[MicroBatch]:
+        return self._cut(batch, range(batch.num_sequences), inference_budget(self._config))
 
     def _targets(
         self,
@@ -342,9 +341,7 @@ class BatchTrainer:
         return {} if self._ranks.rank > 0 else outcome_gauges(model, outcome, rate)
 
     def _merge(self, pieces: Sequence[Gauges]) -> Gauges:
-        own = merge_all(pieces)
-        blobs = gather(self._ranks, encode_record(MetricRecord("rank", own))) if self._ranks.world_size > 1 else []
-        merged = merge_all(decode_record(blob).values for blob in blobs) if blobs else own
+        merged = merge_over_ranks(self._ranks, pieces)
         of_critic = {} if self._remote_critic is None else self._remote_critic.gauges()
         return with_effective_sample_size({**merged, **of_critic})
 

@@ -44,7 +44,7 @@ def decode_tokens(content: bytes) -> Iterator[TrajectoryTokens]:
     """Yield a step's trajectories; raises `CodecError`."""
     try:
         schema, _, rows = msgpack.unpackb(content)
-        if schema != SCHEMA:
+        if schema != TOKENS_SCHEMA:
             raise CodecError(f"schema {schema}")
         yield from (_decode_row(row) for row in rows)
     except (ValueError, TypeError, msgpack.UnpackException) as error:

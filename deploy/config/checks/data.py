@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from offbeat.deploy.config.checks.model import has_vision
 from offbeat.deploy.config.checks.prompts import OnStep
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import MissingWordsError, collect_words
 from offbeat.envs.dataset.files import DatasetRows, RowError, open_rows
 from offbeat.services.chat.assistant_tokens import ConversationError
-from offbeat.services.chat.vision import model_family
 from offbeat.services.errors import EpisodeError, RolloutError
 from offbeat.services.rollout.data.config import GROUP_SIZES, DataConfig
 from offbeat.services.rollout.data.prompts import DomainRows
@@ -115,8 +115,7 @@ def _check_reward_model(config: RunConfig) -> Iterator[ConfigIssue]:
             yield ConfigIssue(f"actor_train.strategy_args.{key}", "a reward model's layers are not split: leave it out")
     if config.custom_envs:
         yield ConfigIssue("custom_envs", "a reward model samples nothing: leave it out")
-    has_images = config.pretrain == "tiny" and config.tiny.vision is not None
-    if has_images or (config.pretrain != "tiny" and model_family(Path(config.pretrain)) is not None):
+    if has_vision(config):
         yield ConfigIssue("pretrain", "a reward model reads text: take a language model without image input")
     if data is not None and data.train_on != "all":
         yield ConfigIssue("data.train_on", "a reward model scores the last token: leave it out")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from offbeat.deploy.config.checks.model import has_vision
 from offbeat.deploy.config.checks.prompts import OnStep
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.chat.vision import FAMILIES, model_family
@@ -33,14 +34,12 @@ def _check_sampler(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
 
 
 def _check_vision(config: RunConfig) -> Iterator[ConfigIssue]:
-    has_vision = (
-        config.tiny.vision is not None if config.pretrain == "tiny" else model_family(Path(config.pretrain)) is not None
-    )
+    sees_images = has_vision(config)
     for tag, env in config.custom_envs.items():
         if not env.shows_images:
             continue
         key = f"custom_envs.{tag}"
-        if not has_vision:
+        if not sees_images:
             yield ConfigIssue(
                 f"{key}.agent_template",
                 "{image} needs a policy with image input: set tiny.vision to {}, or pretrain to a "
@@ -48,7 +47,7 @@ def _check_vision(config: RunConfig) -> Iterator[ConfigIssue]:
             )
         if env.agent_runner:
             yield ConfigIssue(f"{key}.agent_runner", "agents receive text only: leave {image} out of agent_template")
-    if has_vision:
+    if sees_images:
         yield from _check_training(config)
 
 

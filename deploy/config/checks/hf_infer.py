@@ -1,12 +1,11 @@
 """Checks of the engine by transformers (`hf_infer`)."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
+from offbeat.deploy.config.checks.model import has_vision
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import MissingWordsError
 from offbeat.deploy.run_setup import load_architecture
-from offbeat.services.chat.vision import model_family
 from offbeat.services.generation.config import HF_ARGUMENTS
 from offbeat.services.generation.hf.limits import architecture_problem, bytes_per_token, cache_problem
 from offbeat.trainer.config.aliases import ENGINE
@@ -32,10 +31,7 @@ def check_hf_infer(config: RunConfig) -> Iterator[ConfigIssue]:
         )
     if infer.device == "cuda":
         yield ConfigIssue("actor_infer.device", "hf_infer computes on a CPU: take cpu, or vllm on GPUs")
-    has_vision = (
-        config.tiny.vision is not None if config.pretrain == "tiny" else model_family(Path(config.pretrain)) is not None
-    )
-    if has_vision:
+    if has_vision(config):
         yield ConfigIssue(NAME, "the policy has image input, and hf_infer reads none: take vllm")
     yield from _check_model(config)
 

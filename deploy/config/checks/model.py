@@ -9,6 +9,7 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import MissingWordsError
 from offbeat.deploy.run_folder import newest_checkpoint
 from offbeat.deploy.run_setup import load_architecture
+from offbeat.services.chat.vision import model_family
 from offbeat.services.generation.tenancy import read_architecture
 from offbeat.services.generation.vllm.engine_arguments import engine_argument_names
 from offbeat.trainer.config.aliases import ENGINE
@@ -27,6 +28,13 @@ SHAPE_KEYS = (
     "head_dim",
 )
 """`config.json` keys that determine a checkpoint's weights."""
+
+
+def has_vision(config: RunConfig) -> bool:
+    """Return whether the policy has image input."""
+    if config.pretrain == "tiny":
+        return config.tiny.vision is not None
+    return model_family(Path(config.pretrain)) is not None
 
 
 def check_engine_arguments(config: RunConfig) -> Iterator[ConfigIssue]:

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from offbeat.deploy.config.checks.model import has_vision
 from offbeat.deploy.config.checks.prompts import count_tiny_image_tokens
 from offbeat.deploy.config.run import RunConfig
 from offbeat.envs.dataset.prompt import PromptError, read_prompt
 from offbeat.services.chat.assistant_tokens import ConversationError
-from offbeat.services.chat.vision import FAMILIES, ImageProcessor, model_family
+from offbeat.services.chat.vision import FAMILIES, ImageProcessor
 from offbeat.services.errors import RolloutError
 from offbeat.services.rollout.config import PROMPT_ENV, TOOL_ENV, CustomEnv
 from offbeat.services.rollout.data.config import DataConfig
@@ -38,7 +39,7 @@ def check_images(config: RunConfig, images: Images, key: str) -> Iterator[Config
     """Yield what keeps the policy from seeing a file's images. key: of the file."""
     if not images:
         return
-    if not _has_vision(config):
+    if not has_vision(config):
         advice = f"set tiny.vision to {{}}, or pretrain to a folder of {', '.join(FAMILIES)}"
         yield ConfigIssue(key, f"its rows have images, and the policy has no image input: {advice}")
         return
@@ -102,9 +103,3 @@ def _token_counter(config: RunConfig) -> Callable[[bytes], int]:
     vision = config.tiny.vision
     assert vision is not None, "a policy without image input is refused before"
     return lambda png: count_tiny_image_tokens(png, vision.patch_size)
-
-
-def _has_vision(config: RunConfig) -> bool:
-    if config.pretrain == "tiny":
-        return config.tiny.vision is not None
-    return model_family(Path(config.pretrain)) is not None

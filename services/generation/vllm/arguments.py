@@ -57,6 +57,8 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "worker_extension_cls": WORKER_EXTENSION,
+        # In a placement group vLLM would take Ray's executor
+        "distributed_executor_backend": "uni" if config.engine.world_size == 1 else "mp",
     }
     if model_family(model) is not None:
         # pixels come normalised: vLLM would do it again for a folder that names a mean, as those of real models do
@@ -71,15 +73,10 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
         size = given.get("block_size")
         blocks = -(-size // CPU_BLOCK_SIZE) if isinstance(size, int) and size > 0 else 1
         given = {**given, "block_size": blocks * CPU_BLOCK_SIZE}
-        arguments |= {
-            "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
-            "distributed_executor_backend": "uni" if config.engine.world_size == 1 else "mp",
-        }
+        arguments |= {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30)}
     else:
-        # In a placement group vLLM would take Ray's executor
         arguments |= {
             "gpu_memory_utilization": config.engine.gpu_memory_utilization or UTILIZATION,
-            "distributed_executor_backend": "uni" if config.engine.world_size == 1 else "mp",
             "enable_sleep_mode": bool(config.engine.enable_sleep_mode),
         }
     return arguments | given

@@ -53,7 +53,8 @@ class VllmEngine:
         self._salt = salt
         self._vocab_size: int = llm.model_config.get_vocab_size()
         self._salted = config.engine.enable_prefix_caching and config.on_weight_update == "keep"
-        self._has_sessions = self._salted and config.keep_sessions
+        # An engine that goes to sleep aborts turns by their ids, which vLLM knows of a session's first turn alone
+        self._has_sessions = self._salted and config.keep_sessions and not config.engine.enable_sleep_mode
         self._recompute = config.on_weight_update == "recompute"
         self._steps_ahead = bool(llm.vllm_config.scheduler_config.async_scheduling)
         self._adapter: Any = None
@@ -202,12 +203,10 @@ class VllmEngine:
 
     async def sleep(self) -> None:
         """Move the weights to the host's memory and drop the KV cache; without devices, only pause."""
-        await self.sessions.close_all()
         await self.llm.sleep(level=1 if self._on_gpu else 0, mode="wait")
 
     async def wake(self) -> None:
         await self.llm.wake_up(None if self._on_gpu else ["scheduling"])
-        self.sessions.reopen()
 
     @property
     def _on_gpu(self) -> bool:

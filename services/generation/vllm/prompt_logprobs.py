@@ -34,9 +34,12 @@ class PromptLogprobs:
         from vllm import LLM, SamplingParams
 
         arguments = engine_arguments(config, folder, max_tokens, 0)
-        arguments |= {"load_format": "auto", "max_logprobs": k, "logprobs_mode": "raw_logprobs"}
-        # Cached positions have no logits
-        arguments |= {"enable_prefix_caching": False}
+        arguments |= {
+            "load_format": "auto",
+            "max_logprobs": k,
+            "logprobs_mode": "raw_logprobs",
+            "enable_prefix_caching": False,  # cached positions have no logits
+        }
         del arguments["worker_extension_cls"]
         self._k = k
         self._llm = LLM(**arguments)

@@ -245,26 +245,20 @@ class LlmJudgeConfig(RewardConfig):
         return self
 
     @model_validator(mode="after")
-    def _is_somewhere(self) -> "LlmJudgeConfig":
+    def _has_one_source(self) -> "LlmJudgeConfig":
         if (self.url is None) == (self.model_name_or_path is None):
             raise ValueError("a judge needs either url and model, or model_name_or_path")
-        given = {
-            key
-            for key in type(self).model_fields
-            if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True)
-        }
         if self.url is not None:
             if self.model is None:
                 raise ValueError("model: name the model that the API at url serves")
-            unused = [key for key in _ENGINE_KEYS if key in given]
-            where = "an API at url"
+            unused, where = _ENGINE_KEYS, "an API at url"
         else:
             if not self.num_replicas:
                 raise ValueError("num_replicas: a judge with model_name_or_path needs at least 1")
-            unused = [key for key in _API_KEYS if key in given]
-            where = "a judge with model_name_or_path"
-        if unused:
-            raise ValueError(f"{unused[0]} has no effect with {where}: leave it out")
+            unused, where = _API_KEYS, "a judge with model_name_or_path"
+        for key in unused:
+            if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
+                raise ValueError(f"{key} has no effect with {where}: leave it out")
         return self
 
     @model_validator(mode="after")

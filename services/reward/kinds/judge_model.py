@@ -1,7 +1,6 @@
 """A judge's own model: vLLM with the weights of a folder, in the replica's process."""
 
 # pyright: basic
-import asyncio
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -36,14 +35,12 @@ class JudgeModel:
             raise ValueError(f"reward {config.name!r}: {error}") from error
         self._end_ids = list(find_end_ids(folder, self._tokenizer))
         self._numbers = count()
-        self._starting = asyncio.Lock()
         self._llm: Any = None
 
     async def start(self) -> Any:
-        """Return the engine; vLLM's errors pass."""
-        async with self._starting:
-            if self._llm is None:
-                self._llm = _start_engine(self._config, self._folder)
+        """Return the engine, started if it is not; blocks the event loop meanwhile. vLLM's errors propagate."""
+        if self._llm is None:
+            self._llm = _start_engine(self._config, self._folder)
         return self._llm
 
     async def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Judges: language models behind an OpenAI-compatible API, or of the mesh."""
+"""Judges: language models behind an OpenAI-compatible API, or in replicas of the mesh."""
 
 import asyncio
 from collections.abc import Mapping, Sequence

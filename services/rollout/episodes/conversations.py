@@ -4,8 +4,7 @@ Invariants: each seat has a context of its own; a reward is on its seat's last t
 """
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
-from itertools import accumulate
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from offbeat.services.errors import EpisodeError
@@ -76,19 +75,15 @@ class Conversations:
         records = {seat: conversation.recorder.record() for seat, conversation in self._by_seat.items()}
         if not any(self._movers):
             return EpisodeRecord(*list(records.values())[-1], ())
-        records = {seat: record for seat, record in records.items() if record.turns}
-        starts = accumulate((len(record.segments) for record in records.values()), initial=0)
-        turns = {
-            seat: iter(
-                [
-                    turn._replace(segment=start + turn.segment, reward=reward)
-                    for turn, reward in zip(record.turns, self._rewards[seat], strict=True)
-                ]
-            )
-            for start, (seat, record) in zip(starts, records.items(), strict=False)
-        }
-        segments = tuple(segment for record in records.values() for segment in record.segments)
-        return EpisodeRecord(tuple(next(turns[seat]) for seat in self._movers), segments, tuple(self._movers))
+        turns: dict[str, Iterator[Turn]] = {}
+        segments: list[Segment] = []
+        for seat, record in records.items():
+            if record.turns:
+                start, rewards = len(segments), self._rewards[seat]
+                own = zip(record.turns, rewards, strict=True)
+                turns[seat] = iter([t._replace(segment=start + t.segment, reward=reward) for t, reward in own])
+                segments += record.segments
+        return EpisodeRecord(tuple(next(turns[seat]) for seat in self._movers), tuple(segments), tuple(self._movers))
 
 
 def seat_metrics(result: StepResult) -> dict[str, float]:

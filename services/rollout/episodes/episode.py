@@ -77,11 +77,11 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
     """
     began, rules = time.monotonic(), plan.env
     system = plan.system_prompt(traits.system_prompt)
-    texts = [show_images(text, plan, chat) for text in plan.opening]
+    texts = [_show_images(text, plan, chat) for text in plan.opening]
     make = partial(make_recorder, chat, rules, system, tuple(traits.functions), texts)
     conversations = Conversations(make, rules, traits.seats)
     episode = _Episode(plan, env, sample, chat, conversations, EpisodeMetrics(traits.metrics_agg_mode), [system])
-    await conversations.of(traits.seats[0] if traits.seats else "")  # a template that can't be used is told first
+    await conversations.of(traits.seats[0] if traits.seats else "")  # an unusable template fails before the reset
     opening, step, stop = await env.reset(plan.seed), 0, None
     while stop is None:
         step += 1
@@ -169,11 +169,11 @@ class _Episode:
             return TurnMessage(words, (await self.env.image(),) * rules.agent_template.count(IMAGE), observation)
         if step > 1 or self.plan.prompt is None or not self.plan.prompt.images:
             return TurnMessage(words, observation=observation)
-        return TurnMessage(show_images(words, self.plan, self.chat), self.plan.prompt.images, observation)
+        return TurnMessage(_show_images(words, self.plan, self.chat), self.plan.prompt.images, observation)
 
 
-def show_images(text: str, plan: EpisodePlan, chat: ChatFormat) -> str:
-    """Put the chat template's placeholder where a row's images are."""
+def _show_images(text: str, plan: EpisodePlan, chat: ChatFormat) -> str:
+    """Replace the marks of a row's images by the chat template's placeholder."""
     if plan.prompt is None or not plan.prompt.images:
         return text
     try:
@@ -243,5 +243,7 @@ class EpisodeMetrics:
         }
 
     def _mode(self, name: str) -> str:
+        if name in self._modes:
+            return self._modes[name]
         name = name.rpartition("/")[2]  # of a seat
         return self._modes.get(name, "last" if name == "success" else "mean")

@@ -100,7 +100,7 @@ class TurnBatcher:
         try:
             async with limit:
                 async for completions in self._client.generate(requests):
-                    if not completions and self._timeout_s is not None:  # its engine sleeps: another limit begins
+                    if not completions and self._timeout_s is not None:  # its engine sleeps: the limit starts again
                         limit.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
                     for completion in completions:
                         answer = self._waiting.get(completion.request_id)

@@ -1,5 +1,4 @@
--- Closes a model, so that it takes no more commands, unless its next one is there. Later ones, whose predecessor never came,
--- are dropped.
+-- Closes a model to further commands, unless its next one is queued. Drops later ones, whose predecessor never came.
 -- KEYS: log, applied, closed, inflight, queued_bytes
 -- ARGV: model id, owner
 -- Returns 1 if it is closed, 0 if its next command is to be applied.

@@ -83,7 +83,7 @@ async def test_commands_and_files(runtime: SandboxRuntime, tmp_path: Path):
         await runtime.execute(Command(command=["false"], check=True, error_msg="no such"))
 
 
-async def test_what_takes_too_long_is_killed_and_the_session_goes_on(runtime: SandboxRuntime):
+async def test_a_command_over_its_timeout_is_killed_and_the_session_survives(runtime: SandboxRuntime):
     await runtime.create_session(CreateBashSessionRequest())
     with pytest.raises(CommandTimeoutError):
         await runtime.run_in_session(BashAction(command="sleep 600", timeout=0.3))

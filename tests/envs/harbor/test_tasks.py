@@ -96,6 +96,7 @@ def test_a_dockerfile_beyond_a_shell_is_named(task_folder: TaskFolder, lines: st
             '[environment]\nnetwork_mode = "allowlist"\nallowed_hosts = ["x.org"]',
             "network_mode allowlist: a shell has no network",
         ),
+        ('[agent]\nnetwork_mode = "allowlist"', "network_mode allowlist: a shell has no network"),
         ('[[environment.mcp_servers]]\nname = "x"\nurl = "http://x"', "MCP servers"),
         ('[environment.env]\nKEY = "${KEY}"', "environment.env.KEY: ${KEY} of the host"),
         ('[verifier]\nenvironment_mode = "separate"', "a verifier in an environment of its own"),

@@ -1,5 +1,7 @@
 """A shell's commands, its limits, and attacks on its verifier's paths and its first process."""
 
+import os
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -45,7 +47,7 @@ def bash(shell: Shell, command: str, timeout_s: float = 20.0) -> CommandResult:
     return shell.run(("bash", "-c", command), cwd="/app", env=command_env(), timeout_s=timeout_s)
 
 
-def test_files_stay_between_commands_and_errors_are_told(shell: Shell):
+def test_files_stay_between_commands_and_errors_are_reported(shell: Shell):
     assert bash(shell, "pwd; echo one > a; exit 3")[:3] == ("/app\n", 3, False)
     assert bash(shell, "cat a; ls /nowhere")[1] == 2
     assert bash(shell, "awk '{ print $1 }' a | sort | sed s/one/two/").output == "two\n"
@@ -138,6 +140,23 @@ def test_a_shell_outlives_the_thread_that_started_it():
     thread.join()
     assert bash(made[0], "echo alive").output == "alive\n"
     made[0].close()
+
+
+def test_a_worker_with_many_open_files_has_shells():
+    """`select.select` refuses descriptors above 1023."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] < 2048:
+        pytest.skip("this machine allows fewer than 2048 open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2048), limits[1]))
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        shell = Shell(FOLDERS, ShellLimits())
+        assert bash(shell, "echo alive").output == "alive\n"
+        shell.close()
+    finally:
+        for fd in others:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_closing_leaves_no_process_and_ends_further_calls():

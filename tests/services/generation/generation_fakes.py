@@ -33,8 +33,8 @@ class FakeEngine:
         self.asked: dict[str, asyncio.Future[VersionSpan | None]] = {}
         self.sampled: dict[str, tuple[int, ...]] = {}
         """Tokens so far of requests that are aborted."""
-        self.num_deaf = 0
-        """Calls of `abort` that find no request yet."""
+        self.num_early_aborts = 0
+        """Calls of `abort` to come that find no request yet."""
         self.given_up: list[str] = []
         self.staged: list[Path] = []
         self.may_stage = asyncio.Event()
@@ -87,8 +87,8 @@ class FakeEngine:
         return LoadTimes(pause_s=0.02, load_s=0.01)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        self.num_deaf -= 1
-        if self.num_deaf < 0:
+        self.num_early_aborts -= 1
+        if self.num_early_aborts < 0:
             for request_id in self.asked.keys() & set(request_ids):
                 self.asked.pop(request_id).set_result(None)
 

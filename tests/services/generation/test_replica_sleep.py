@@ -45,7 +45,7 @@ async def test_requests_return_with_their_tokens_when_the_engine_sleeps(stage: S
 
 
 async def test_a_request_that_reaches_the_engine_late_is_aborted_too(stage: Stage) -> None:
-    stage.engine.num_deaf = 2
+    stage.engine.num_early_aborts = 2
     call = stage.call("running")
     await stage.asked("running")
     await stage.replica.sleep()

@@ -146,9 +146,8 @@ async def test_images_of_earlier_messages_keep_their_places(chat: ChatFormat, tm
     tokens, start = segment.tokens.tolist(), segment.images[2].start
     assert [chat.token_text(token) for token in tokens[start - 2 : start]] == ["user", "<|vision_start|>"]
     sample = SEEN.pop()
-    shown = [part["image_url"]["url"] for m in sample.prompt if not isinstance(m["content"], str) for part in m["content"]
-             if part["type"] == "image_url"]  # fmt: skip
-    assert shown == images
+    parts = [part for message in (sample.prompt[0], sample.prompt[2]) for part in message["content"]]
+    assert [part["image_url"]["url"] for part in parts if part["type"] == "image_url"] == images
     assert sample.prompt[1] == {"role": "assistant", "content": "ok"}
 
 
@@ -160,7 +159,7 @@ async def test_an_images_tokens_count_in_the_prompts_length(chat: ChatFormat, tm
     assert (long.turns, long.stop_reason, long.reward) == ((), StopReason.MAX_LENGTH, 0.0)
 
 
-async def test_unusable_images_are_told_by_the_line(chat: ChatFormat, tmp_path: Path) -> None:
+async def test_an_unusable_image_is_reported_with_its_file_and_line(chat: ChatFormat, tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", {"prompt": "which", "images": ["none.png"]}, {"prompt": "which"})
     with pytest.raises(EpisodeError, match=r"rows.jsonl:1: images\[0\]: .*none.png can't be read") as caught:
         await answer(path, chat)

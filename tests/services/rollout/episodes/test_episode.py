@@ -267,3 +267,11 @@ async def test_metrics_are_put_together_by_the_envs_rules(chat: ChatFormat, toke
 def test_an_aggregation_that_does_not_exist_is_named():
     with pytest.raises(EpisodeError, match="'median' of 'speed' is none of mean, sum, first"):
         EpisodeMetrics({"speed": "median"})
+
+
+def test_a_metric_with_a_slash_in_its_own_name_keeps_its_aggregation():
+    """A seat's metric has the aggregation of the name after the slash."""
+    metrics = EpisodeMetrics({"tool/calls": "sum", "moves": "max"})
+    for value in (1.0, 2.0):
+        metrics.add({"tool/calls": value, "white/moves": value, "white/success": value})
+    assert metrics.values() == {"tool/calls": 3.0, "white/moves": 2.0, "white/success": 2.0}
