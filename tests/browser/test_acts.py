@@ -10,7 +10,7 @@ from redis import Redis
 from offbeat.services.control.rights import Tokens
 from offbeat.services.control.sessions import COOKIE
 from offbeat.services.keys import RunKeys
-from tests.browser.conftest import find_violations
+from tests.browser.conftest import find_violations, sync_api
 
 pytestmark = pytest.mark.slow
 
@@ -43,6 +43,30 @@ def test_a_cancelled_act_does_nothing(control_url: str, page: Any) -> None:
     page.get_by_role("button", name="Cancel").click()
     page.get_by_role("button", name="Pause", exact=True).click()
     page.keyboard.press("Escape")
+    assert page.request.get(f"{control_url}/runs/lake").json()["wanted"] == "running"
+
+
+def test_what_the_page_leaves_is_no_longer_acted_on(control_url: str, page: Any) -> None:
+    open_acts(page, control_url)
+    stop = page.get_by_role("button", name="Stop now", exact=True)
+    stop.first.click()
+    page.get_by_role("dialog").wait_for()
+    held: list[Any] = []
+
+    def hold(route: Any) -> None:
+        held.append(route)
+
+    page.route("**/runs?limit=*", hold)
+    page.goto(f"{control_url}/ui/#/acts/pond")
+    page.locator("main[inert]").wait_for()
+    assert page.get_by_role("dialog").count() == 0
+    with pytest.raises(sync_api.TimeoutError):
+        stop.first.click(timeout=500)
+    page.get_by_role("heading", name="Run lake", exact=True).wait_for()  # the view that was left
+    held.pop().continue_()
+    page.get_by_role("heading", name="Run pond", exact=True).wait_for()
+    assert act(page, "Pause") == "run 'pond' is finished: it can't pause"
+    page.problems.clear()  # Chromium reports the 409 itself
     assert page.request.get(f"{control_url}/runs/lake").json()["wanted"] == "running"
 
 

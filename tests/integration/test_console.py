@@ -56,12 +56,13 @@ class Person:
         page.get_by_role("button", name="Log in").click()
         page.get_by_role("navigation").wait_for()
 
-    def open(self, view: str, run: str, text: str) -> None:
+    def open(self, view: str, run: str, seen: Any) -> None:
+        """Go to a view and see what the view before it does not have."""
         self._page.goto(f"{self._cluster.url}/ui/#/{view}/{run}")
-        self._page.get_by_text(text).first.wait_for()
+        seen.first.wait_for()
 
     def open_acts(self, run: str) -> None:
-        self.open("acts", run, "From a checkpoint")
+        self.open("acts", run, self._page.get_by_role("heading", name=f"Run {run}", exact=True))
 
     def act(self, name: str, answer: str) -> None:
         """Press an act, agree, and see its answer."""
@@ -162,12 +163,12 @@ def damage_complete_groups(cluster: RayCluster, run: str) -> None:
 
 def see_what_is_live(person: Person, page: Any) -> None:
     """Look at a running mesh: what waits is lit, curves are marked, a group's tokens are explained."""
-    person.open("mesh", "live", "Groups and metrics")
+    person.open("mesh", "live", page.get_by_text("Groups and metrics"))
     page.locator(".mesh .lit").first.wait_for()
     page.locator("main ol li", has_text="state running").wait_for()
-    person.open("curves", "live", "learner/reward")
+    person.open("curves", "live", page.get_by_text("learner/reward"))
     page.locator(".uplot canvas").first.wait_for()
-    person.open("groups", "live", "until its checkpoint")
+    person.open("groups", "live", page.get_by_text("until its checkpoint"))
     page.get_by_label("State").select_option("trained")
     # The rows of before are shown until those of the state are read
     row = page.locator("tbody tr").filter(has=page.get_by_role("cell", name="trained", exact=True))

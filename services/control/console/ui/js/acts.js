@@ -10,17 +10,17 @@ const PASSING = [429, 503];
 const SETTINGS = ["num_workers", "num_replicas", "learning_rate", "temperature", "max_staleness", "num_env_groups"];
 
 /**
- * Ask, then act; resolve to whether it was done.
+ * Ask for consent; resolve to false if the question is cancelled or its view is left.
  * @param {string} question
  * @param {string} verb
  */
 function ask(question, verb) {
   const dialog = /** @type {HTMLDialogElement} */ (byId("dialog"));
   return new Promise((resolve) => {
-    const close = (/** @type {boolean} */ answer) => { dialog.close(); resolve(answer); };
+    const close = (/** @type {boolean} */ answer) => { resolve(answer); dialog.close(); };
     dialog.replaceChildren(h("h2", { id: "dialog-title" }, question), h("p", { class: "bar" },
       h("button", { onclick: () => close(true), autofocus: true }, verb), h("button", { onclick: () => close(false) }, "Cancel")));
-    dialog.oncancel = () => resolve(false);
+    dialog.onclose = () => resolve(false);
     dialog.showModal();
   });
 }

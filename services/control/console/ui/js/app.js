@@ -54,10 +54,17 @@ async function render() {
   leave();
   leave = () => {};
   const main = /** @type {HTMLElement} */ (byId("main"));
+  const fill = (/** @type {HTMLElement} */ content) => {
+    main.replaceChildren(content);
+    main.inert = false;
+  };
+  // Until the next view is there, nothing is asked and nothing is done on what the last one shows
+  main.inert = true;
+  byId("dialog").close();
   try {
     const session = await get("/session");
     byId("logout").hidden = !session.needs_token || session.access === "none";
-    if (session.access === "none") return void main.replaceChildren(loginForm());
+    if (session.access === "none") return void fill(loginForm());
     const { runs } = await get("/runs?limit=200");
     if (mine !== turn) return;
     const { view, run: wanted, params } = readAddress();
@@ -71,15 +78,15 @@ async function render() {
     };
     showFrame(context, view);
     if (!run && view !== "acts") {
-      return void main.replaceChildren(h("p", {}, "There is no run yet. ", h("a", { href: context.link("acts") }, "Start one")));
+      return void fill(h("p", {}, "There is no run yet. ", h("a", { href: context.link("acts") }, "Start one")));
     }
     const body = h("div");
-    main.replaceChildren(body);
+    fill(body);
     const done = await VIEWS[view].show(context, body);
     if (mine !== turn) return void done?.();
     leave = done ?? leave;
   } catch (error) {
-    if (mine === turn) main.replaceChildren(problem(error));
+    if (mine === turn) fill(problem(error));
   }
 }
 
