@@ -80,17 +80,17 @@ else
 endif
 
 test-fast: $(STAMP) ## run the tests that need neither Ray, vLLM nor a training engine: under two minutes
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not alone and not slow' \
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not alone and not slow' \
 		--ignore tests/integration --ignore tests/gpu $(ARGS)
 
 # Tests that start Ray Serve with vLLM mostly wait and check timings, so they run one at a time; the others run in
-# parallel on the remaining CPU and print their output at the end.
+# parallel on the remaining CPU, torch with one thread in each, and print their output at the end.
 test-alone: $(STAMP)
 	@$(BIN)/python -m pytest -q --durations=20 -m alone tests/integration
 
 test-others: $(STAMP)
 	@output=$$(mktemp); failed=0; \
-	nice $(BIN)/python -m pytest -q --durations=20 -n 2 --dist loadfile -m 'not alone' >$$output 2>&1 || failed=$$?; \
+	OMP_NUM_THREADS=1 nice $(BIN)/python -m pytest -q --durations=20 -n 2 --dist loadfile -m 'not alone' >$$output 2>&1 || failed=$$?; \
 	echo; cat $$output; rm $$output; exit $$failed
 
 # Harbor needs Python 3.12; of Offbeat's own requirements, those of its envs suffice there.
