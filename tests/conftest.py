@@ -3,18 +3,25 @@
 import logging
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 import redis
 from hypothesis import settings
 
-from offbeat.services.process import free_port
+from offbeat.services.process import free_port, uncollected_imports
 from tests.waiting import wait_until_sync
 
 settings.register_profile("shared-cores", deadline=None)  # a slow machine is not a failure
 settings.load_profile("shared-cores")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import the tests' modules, and with them torch, Ray and vLLM, without collecting garbage."""
+    with uncollected_imports():
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

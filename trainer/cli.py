@@ -23,6 +23,7 @@ from offbeat.services.errors import (
     WeightsError,
 )
 from offbeat.services.log_format import set_process_log_fields
+from offbeat.services.process import uncollected_imports
 from offbeat.services.telemetry import configure_logging
 from offbeat.trainer.engines.node_ranks import RANKS_PER_NODE, NodeRanks, decode_ranks, encode_ranks, split_ranks
 
@@ -158,11 +159,12 @@ def _check_host(run: "LearnerRun", num_processes: int) -> None:
 def _train(
     run: "LearnerRun", redis_url: str, ranks_per_node: tuple[NodeRanks, ...], resume_command: str, started: float
 ) -> int:
-    from redis.exceptions import ConnectionError as RedisConnectionError
+    with uncollected_imports():
+        from redis.exceptions import ConnectionError as RedisConnectionError
 
-    from offbeat.trainer.learner.progress_view import SilentView, open_view
-    from offbeat.trainer.process.learner_process import LearnerProcess
-    from offbeat.trainer.training.checkpoint import CheckpointError
+        from offbeat.trainer.learner.progress_view import SilentView, open_view
+        from offbeat.trainer.process.learner_process import LearnerProcess
+        from offbeat.trainer.training.checkpoint import CheckpointError
 
     follower = [sys.executable, "-m", "offbeat.trainer.cli", run.run_id]
     count = sum(node.total for node in ranks_per_node)

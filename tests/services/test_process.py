@@ -40,6 +40,24 @@ def test_free_port_can_be_bound(host: str):
         server.bind((host, free_port(host)))
 
 
+def test_imports_are_exempt_from_collections_and_what_runs_later_is_not():
+    program = """
+import gc
+from offbeat.services.process import uncollected_imports
+before = gc.get_freeze_count()
+with uncollected_imports():
+    assert not gc.isenabled()
+    import asyncio
+frozen = gc.get_freeze_count()
+assert frozen > before and gc.isenabled()
+later = [[]]
+with uncollected_imports():
+    import asyncio
+assert gc.get_freeze_count() == frozen, "nothing was imported"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_process_imports_the_standard_library_alone():
     code = "import sys, offbeat.services.process; print(*{'psutil', 'redis', 'numpy', 'msgspec'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""

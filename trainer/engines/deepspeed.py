@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor, nn
 
+from offbeat.services.process import uncollected_imports
 from offbeat.trainer.config.actor_train import StrategyArgs, TrainingArgs
 from offbeat.trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
 from offbeat.trainer.engines.offload import move_moments
@@ -281,6 +283,7 @@ def merge_settings(defaults: Mapping[str, Any], overrides: Mapping[str, JsonValu
     return out
 
 
+@cache
 def _deepspeed() -> Any:
     """Import DeepSpeed with reduced logging and, on a CPU, without compiled operators.
 
@@ -288,8 +291,9 @@ def _deepspeed() -> Any:
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed  # noqa: PLC0415
-    import deepspeed.ops  # noqa: PLC0415
+    with uncollected_imports():
+        import deepspeed  # noqa: PLC0415
+        import deepspeed.ops  # noqa: PLC0415
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if not torch.cuda.is_available():

@@ -24,6 +24,7 @@ from offbeat.services.messages.types import (
     Sampling,
     VersionSpan,
 )
+from offbeat.services.process import uncollected_imports
 
 BACKENDS = {"shm": "offbeat_file", "fs": "offbeat_file", "ipc": "offbeat_ipc", "nccl": "offbeat_nccl"}
 """Weight transport -> vLLM weight-transfer engine."""
@@ -69,9 +70,10 @@ class VllmEngine:
     ) -> "VllmEngine":
         os.environ.update(engine_environment(config))
         logging.getLogger("vllm").setLevel(logging.WARNING)
-        from vllm.config import WeightTransferConfig
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
+        with uncollected_imports():
+            from vllm.config import WeightTransferConfig
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
 
         arguments = engine_arguments(config, model, sequence_length, seed)
         arguments["weight_transfer_config"] = WeightTransferConfig(backend=BACKENDS[transport])
