@@ -1,5 +1,6 @@
 """Child processes. Standard library only, as children import it at startup."""
 
+import atexit
 import ctypes
 import gc
 import json
@@ -38,6 +39,7 @@ def uncollected_imports() -> Iterator[None]:
     finally:
         if len(sys.modules) > count:  # else all that is new is what other threads made
             gc.freeze()
+            atexit.register(gc.unfreeze)  # else Triton's bindings complain of leaks when the process ends
         if enabled:
             gc.enable()
 
