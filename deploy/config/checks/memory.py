@@ -49,7 +49,7 @@ def _check_shared(config: RunConfig, plan: DevicePlan, memory_gib: float | None)
     if memory_gib is None or needed_gib is None:
         return
     if config.takes_turns:
-        yield from _check_turns(config, share, needed_gib, memory_gib)
+        yield from _check_turns(config, share, memory_gib)
     elif share * memory_gib + needed_gib > memory_gib:
         room = max(0.0, 1 - needed_gib / memory_gib)
         advice = f"take at most {room:.2f}, or" if room > 0.05 else "take"
@@ -60,7 +60,7 @@ def _check_shared(config: RunConfig, plan: DevicePlan, memory_gib: float | None)
         )
 
 
-def _check_turns(config: RunConfig, share: float, needed_gib: float, memory_gib: float) -> Iterator[ConfigIssue]:
+def _check_turns(config: RunConfig, share: float, memory_gib: float) -> Iterator[ConfigIssue]:
     """Yield a memory that can't hold the learner alone, or the engine with the versions that GPU transports keep."""
     yield from _check_learner(config, memory_gib, "also while the engine sleeps")
     weights = config.weights
@@ -115,8 +115,8 @@ def _check_own(config: RunConfig, memory_gib: float) -> Iterator[ConfigIssue]:
         if frozen_gib > memory_gib:
             yield ConfigIssue(
                 f"{role.name}.strategy_args.placement",
-                f"a process of the service holds the whole model, {frozen_gib:.1f} GiB, and the GPU has {memory_gib:.1f} GiB: "
-                "take placement learner with deepspeed_infer, or a smaller model",
+                f"a process of the service holds the whole model, {frozen_gib:.1f} GiB, and the GPU has {memory_gib:.1f} "
+                "GiB: take placement learner with deepspeed_infer, or a smaller model",
             )
 
 
@@ -127,7 +127,7 @@ def weights_gib(config: RunConfig) -> float:
 
 
 def learner_gib(config: RunConfig) -> float | None:
-    """Return the least memory of a learner's process, with the critic and the frozen models in it; None for a tiny policy."""
+    """Return the least memory of a learner's process, critic and frozen models in it included; None for a tiny policy."""
     num_weights = count_weights(config.pretrain)
     if not num_weights:
         return None
