@@ -148,7 +148,7 @@ def critic_gib(config: RunConfig, num_processes: int) -> float:
 def _trained_gib(config: RunConfig, num_weights: int, args: ModelArgs, num_processes: int) -> float:
     strategy = config.actor_train.strategy_args
     zero = strategy.strategy_config.get("zero_optimization")
-    offloads = zero if isinstance(zero, dict) else {}
+    offloads = zero if isinstance(zero, dict) else ()
     stage = 3 if strategy.strategy_name == "fsdp2_train" else strategy.zero_stage
     moments = 8 if args.dtype == "float32" else 12  # with the float32 copy
     is_full = args.lora_target is None  # else gradients and moments are those of adapters
