@@ -107,7 +107,7 @@ class DeviceClaim:
                 self.slot = slot
                 return
         held = ", ".join(str(list(slot.devices)) for slot in here) or "none"
-        raise NoDeviceError(f"no free device for an {role} on this node; its slots are {held}")
+        raise NoDeviceError(f"no free device for the role {role} on this node; its slots are {held}")
 
     def _lock(self, names: Sequence[str]) -> bool:
         for name in names:

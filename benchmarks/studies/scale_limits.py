@@ -169,7 +169,7 @@ def _row(setup: Setup, outcome: SimulatedRun, costs: Costs, options: argparse.Na
     beats = HEARTBEATS_PER_S * setup.num_workers * costs.heartbeat_us / 1e6
     return ScaleRow(
         replicas=setup.num_replicas,
-        episodes=setup.places,
+        episodes=setup.slots,
         trajectories_per_s=rate,
         groups_per_s=rate / GROUP_SIZE,
         step_s=outcome.step_s,

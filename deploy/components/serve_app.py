@@ -13,6 +13,7 @@ from ray.serve.schema import ApplicationStatus
 from offbeat.deploy.components.placement import place
 from offbeat.deploy.components.ray_actors import last_line
 from offbeat.deploy.components.serve_status import ServeStatus, count_replicas
+from offbeat.deploy.config.device_roles import reward_role
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.sharing import with_utilization
 from offbeat.deploy.run_setup import LOGS
@@ -118,13 +119,18 @@ def generation_component(config: RunConfig, redis_url: str, model: Path, status:
 def reward_components(config: RunConfig, status: ServeStatus) -> list[ServeApp]:
     """Return the applications of rewards with replicas."""
 
-    def component(reward: AnyReward) -> ServeApp:
+    def component(index: int, reward: AnyReward) -> ServeApp:
         def build() -> Application:
-            return reward_service.build(reward, output_dir=config.output_dir.resolve(), environment=config.environment)
+            return reward_service.build(
+                reward,
+                output_dir=config.output_dir.resolve(),
+                environment=config.environment,
+                slots=place(config).scorers.get(reward_role(index), ()),
+            )
 
         return ServeApp(f"reward-{reward.name}", reward_app_name(config.exp_name, reward.name), build, status)
 
-    return [component(reward) for reward in config.rewards if reward.num_replicas]
+    return [component(index, reward) for index, reward in enumerate(config.rewards) if reward.num_replicas]
 
 
 def broker_component(config: RunConfig, redis_url: str, status: ServeStatus, uid: str) -> ServeApp:

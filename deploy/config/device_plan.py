@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from offbeat.deploy.config.device_roles import CRITIC, role_mappings, roles_with_own_devices
+from offbeat.deploy.config.device_roles import CRITIC, REWARDS, role_mappings, roles_with_own_devices
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.devices import EngineDevices
 from offbeat.trainer.config.issue import ConfigIssue
@@ -46,7 +46,7 @@ class DevicePlan:
     learner: tuple[LearnerNode, ...] = ()
     """Rank 0's node first; empty: Ray chooses."""
     scorers: Mapping[str, tuple[EngineDevices, ...]] = field(default_factory=dict[str, tuple[EngineDevices, ...]])
-    """Devices of scoring services by role, one per replica; without: Ray chooses."""
+    """Devices of scoring services and rewards by role, an item per replica; without: Ray chooses."""
     is_shared: bool = False
     """Whether an engine and the learner share a device."""
     issues: tuple[ConfigIssue, ...] = field(default=())
@@ -83,6 +83,14 @@ class _Numbering:
             by_node.setdefault(self.devices[number][0], []).append(number)
         return by_node
 
+    def split_whole(self, numbers: Sequence[int], size: int) -> list[list[int]]:
+        """Return groups of `size` devices of one node."""
+        return [
+            group[start : start + size]
+            for group in self.split(numbers).values()
+            for start in range(0, len(group) - size + 1, size)
+        ]
+
 
 def plan_devices(config: RunConfig, nodes: Sequence[ClusterNode], *, owns_engines: bool = True) -> DevicePlan:
     """Place engines and learner. owns_engines: False for an engine of the deploy file.
@@ -93,7 +101,6 @@ def plan_devices(config: RunConfig, nodes: Sequence[ClusterNode], *, owns_engine
     numbering = _Numbering(nodes, config.num_gpus_per_node)
     needs_engines = owns_engines and infer.device == "cuda"
     is_managed = config.control.learner == "managed"
-    own = _own_numbers(config, numbering)
     issues = [
         *_check_own(config, numbering, needs_engines),
         *_check_engines(config, numbering, needs_engines),
@@ -102,6 +109,7 @@ def plan_devices(config: RunConfig, nodes: Sequence[ClusterNode], *, owns_engine
     issues += _check_learner(config, nodes, numbering) if is_managed else ()
     if issues:
         return DevicePlan(issues=tuple(dict.fromkeys(issues)))
+    own = _own_numbers(config, numbering)
     numbering.reserve([number for numbers in own.values() for number in numbers])
     engines, learner = _numbers(config, numbering, needs_engines)
     learner, critic = learner if is_managed else [], own.pop(CRITIC, [])
@@ -114,13 +122,19 @@ def plan_devices(config: RunConfig, nodes: Sequence[ClusterNode], *, owns_engine
     ):
         engines, learner, critic, own = [], [], [], {}  # Ray counts the devices of several runs
     size = infer.engine.world_size
-    groups = [engines[start : start + size] for start in range(0, len(engines), size)]
-    for position, group in enumerate(groups):
-        if len(numbering.split(group)) > 1:
-            message = f"engine {position} takes devices {group} of several nodes: an engine's devices are on one node"
-            issues.append(ConfigIssue("actor_infer.device_mapping", message))
+    groups = _split(engines, size)
+    own_groups = {
+        role.name: _split(own[role.name], role.per_process)
+        for role in roles_with_own_devices(config)
+        if role.name in own
+    }
+    for name, of_role in {"actor_infer": groups, **own_groups}.items():
+        for position, group in enumerate(of_role):
+            if len(numbering.split(group)) > 1:
+                message = f"replica {position} takes devices {group} of several nodes: its devices are on one node"
+                issues.append(ConfigIssue(f"{name}.device_mapping", message))
     slots = tuple(numbering.place(group)._replace(is_shared=bool(set(group) & set(common))) for group in groups)
-    scoring = {name: tuple(numbering.place([number]) for number in numbers) for name, numbers in own.items()}
+    scoring = {name: tuple(map(numbering.place, of_role)) for name, of_role in own_groups.items()}
     if not is_managed:
         parts = ()
     elif train.device == "cpu":
@@ -128,6 +142,10 @@ def plan_devices(config: RunConfig, nodes: Sequence[ClusterNode], *, owns_engine
     else:
         parts = _gpu_nodes(numbering, learner, critic, common)
     return DevicePlan(slots, parts, scoring, bool(common), tuple(issues))
+
+
+def _split(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 
 
 def _numbers(config: RunConfig, numbering: _Numbering, needs_engines: bool) -> tuple[list[int], list[int]]:
@@ -138,11 +156,7 @@ def _numbers(config: RunConfig, numbering: _Numbering, needs_engines: bool) -> t
     if needs_engines and not engines:
         size, count = infer.engine.world_size, infer.num_replicas
         for candidates in (numbering.free(learner), numbering.free(())):
-            whole = [
-                group[start : start + size]
-                for group in numbering.split(candidates).values()
-                for start in range(0, len(group) - size + 1, size)
-            ]
+            whole = numbering.split_whole(candidates, size)
             engines = [number for group in whole[:count] for number in group]
             if len(whole) >= count:
                 break
@@ -164,8 +178,10 @@ def _own_numbers(config: RunConfig, numbering: _Numbering) -> dict[str, list[int
         if role.mapping is not None:
             numbers[role.name] = list(role.mapping)
             continue
-        cut = max(0, len(free) - role.num_devices)
-        numbers[role.name], free = free[cut:], free[:cut]
+        whole = numbering.split_whole(free, role.per_process)
+        chosen = whole[max(0, len(whole) - role.num_devices // role.per_process) :]
+        numbers[role.name] = [number for group in chosen for number in group]
+        free = [number for number in free if number not in numbers[role.name]]
     return numbers
 
 
@@ -238,13 +254,19 @@ def _check_own(config: RunConfig, numbering: _Numbering, needs_engines: bool) ->
     count = sum(role.num_devices for role in roles)
     others = max(
         infer.num_replicas * infer.engine.world_size if needs_engines else 0,
-        train.num_processes if config.control.learner == "managed" else 0,
+        train.num_processes if config.control.learner == "managed" and train.device == "cuda" else 0,
     )
+    for role in roles:
+        if not total and role.name.startswith(REWARDS):
+            yield _explain_none(config, numbering, role.name)
+        elif role.per_process > numbering.largest > 0:
+            message = f"a replica of {role.per_process} devices fits no node: the largest has {numbering.largest}"
+            yield ConfigIssue(f"{role.name}.strategy_config.tensor_parallel_size", message)
     if total >= others and count + others > total > 0:
         yield ConfigIssue(
             f"{roles[0].name}.{roles[0].count_key}",
-            f"{count} process(es) of {', '.join(role.name for role in roles)} need a GPU each, beside {others} of engines "
-            f"and learner; there are {numbering}",
+            f"{', '.join(role.name for role in roles)} need {count} GPU(s) of their own, beside {others} of engines and "
+            f"learner; there are {numbering}",
         )
     for role in roles:
         others_devices = {number for path, each in role_mappings(config) if path != role.name for number in each or ()}
@@ -272,7 +294,8 @@ def _check_mappings(config: RunConfig, numbering: _Numbering, needs_engines: boo
     """Yield mappings with missing devices."""
     total, is_managed = len(numbering.devices), config.control.learner == "managed"
     for path, mapping in role_mappings(config):
-        if mapping is None or not (needs_engines if path == "actor_infer" else is_managed):
+        is_placed = path.startswith(REWARDS) or (needs_engines if path == "actor_infer" else is_managed)
+        if mapping is None or not is_placed:
             continue
         if mapping[-1] >= total > 0:
             yield ConfigIssue(

@@ -26,6 +26,7 @@ def choose_devices(config: RunConfig, gpus: float) -> RunConfig:
     gpus: of the machine or cluster. Without CUDA's vLLM all stay on CPUs.
     """
     infer, train = config.actor_infer, config.actor_train
+    gpus -= sum(reward.num_replicas * reward.gpus_per_replica for reward in config.rewards)
     has_gpus = gpus >= 1 and is_installed(GPU_ENGINE)
     suffice = has_gpus and infer.num_replicas * infer.engine.world_size <= gpus
     if "device" not in infer.model_fields_set and suffice and infer.strategy_args.strategy_name == "vllm":

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from offbeat.trainer.config.aliases import find_alias
+from offbeat.trainer.config.aliases import find_aliases, find_reason
 from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.user_function import FUNCTION_PATTERN
 
@@ -54,8 +54,9 @@ def _issue(
         if nearest_of_kind := _nearest_of_kind(model, details["loc"]):
             near = f"{path.rpartition('.')[0]}.{nearest_of_kind}"
             return ConfigIssue(path, f"unknown key of this kind; did you mean `{near}`?", near)
-        alias = find_alias(path)
-        nearest = (alias,) if alias else nearest_keys(path, model)
+        if reason := find_reason(path):
+            return ConfigIssue(path, f"this role has no use for it ({reason}): leave it out")
+        nearest = find_aliases(path) or nearest_keys(path, model)
         return ConfigIssue(path, f"unknown key; did you mean {' or '.join(f'`{key}`' for key in nearest)}?", nearest[0])
     if details["type"] in ("union_tag_invalid", "union_tag_not_found"):
         key, kinds = "kind", str(details.get("ctx", {}).get("expected_tags", ""))

@@ -28,10 +28,10 @@ def single_changes(setup: Setup, measures: Measures, per_worker: int) -> Iterato
     yield _of(setup, measures, f"max_staleness={staleness:g}", max_staleness=staleness)
     groups = max(round(limits.max_groups_in_flight * GROUP_FACTOR), limits.max_groups_in_flight + 1)
     yield with_groups(setup, measures, groups, per_worker)
-    if setup.places < limits.max_groups_in_flight * members:
-        places = limits.max_groups_in_flight * members
-        workers = -(-places // per_worker)
-        more = replace(setup, places=workers * per_worker, num_workers=workers)
+    if setup.slots < limits.max_groups_in_flight * members:
+        slots = limits.max_groups_in_flight * members
+        workers = -(-slots // per_worker)
+        more = replace(setup, slots=workers * per_worker, num_workers=workers)
         yield SettingChange(f"rollout.num_workers={workers}", more, measures)
     if setup.order == "admission":
         yield SettingChange("buffer.order=completion", replace(setup, order="completion"), measures)
@@ -56,7 +56,7 @@ def with_groups(setup: Setup, measures: Measures, groups: int, per_worker: int) 
     workers = max(-(-groups * (limits.group_size + limits.redundancy) // per_worker), setup.num_workers)
     if workers > setup.num_workers:
         text += f" rollout.num_workers={workers}"
-    changed = replace(setup, limits=limits, num_workers=workers, places=workers * per_worker)
+    changed = replace(setup, limits=limits, num_workers=workers, slots=workers * per_worker)
     return SettingChange(text, changed, measures)
 
 

@@ -20,8 +20,8 @@ class ClosedForms:
     group_s: float
     """Mean of a group's slowest needed member."""
     train_s: float
-    places_step_s: float
-    """batch x mean episode / places."""
+    slots_step_s: float
+    """batch x mean episode / slots."""
     groups_step_s: float
     """groups per step x mean group / groups in flight, as slots of early members stay empty."""
     engine_step_s: float
@@ -31,13 +31,13 @@ class ClosedForms:
 
     @property
     def ideal_step_s(self) -> float:
-        """Return max(train, batch x mean episode / places), without limits by groups and staleness."""
-        return max(self.train_s, self.places_step_s)
+        """Return max(train, batch x mean episode / slots), without limits by groups and staleness."""
+        return max(self.train_s, self.slots_step_s)
 
     @property
     def rollout_step_s(self) -> float:
         """Rollouts alone, with groups."""
-        return max(self.places_step_s, self.groups_step_s, self.engine_step_s)
+        return max(self.slots_step_s, self.groups_step_s, self.engine_step_s)
 
 
 def closed_forms(setup: Setup, measures: Measures, seed: int = 0) -> ClosedForms:
@@ -45,7 +45,7 @@ def closed_forms(setup: Setup, measures: Measures, seed: int = 0) -> ClosedForms
     members = limits.group_size + limits.redundancy
     drawn = np.array([measures.workload.draw_group(rng, members) for _ in range(NUM_DRAWN)])
     turns, env_s = drawn[..., 0], drawn[..., 1]
-    count = float(min(setup.places, limits.max_groups_in_flight * members))
+    count = float(min(setup.slots, limits.max_groups_in_flight * members))
     times, busy = turns, count
     for _ in range(8):  # members that have ended leave the engines to the others of their group
         times = turns * _turn_s(busy, measures, float(env_s.sum() / turns.sum()), setup) + env_s
@@ -60,7 +60,7 @@ def closed_forms(setup: Setup, measures: Measures, seed: int = 0) -> ClosedForms
         episode_s=float(times.mean()),
         group_s=float(slowest.mean()),
         train_s=train_s,
-        places_step_s=played * float(times.mean()) / setup.places,
+        slots_step_s=played * float(times.mean()) / setup.slots,
         groups_step_s=played / members * float(slowest.mean()) / limits.max_groups_in_flight,
         engine_step_s=played * float(turns.mean()) / (setup.num_replicas * measures.turn_s.max_rate),
         sync_step_s=float(sync_s) + train_s + measures.announce_s + measures.serve_s,

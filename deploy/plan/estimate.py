@@ -37,7 +37,7 @@ class Estimate:
     lags: dict[int, float]
     """Share of trained groups."""
     learner_idle: float
-    places_empty: float
+    slots_empty: float
     dropped: dict[str, float]
     """Groups per trained group, by reason."""
     cancelled: float
@@ -74,7 +74,7 @@ def estimate(setup: Setup, measures: Measures, effort: Effort | None = None, *, 
         lag=mean("lag"),
         lags={lag: count / lags.total() for lag, count in sorted(lags.items())},
         learner_idle=mean("learner_idle"),
-        places_empty=mean("places_empty"),
+        slots_empty=mean("slots_empty"),
         dropped={reason: count / trained for reason, count in sorted(dropped.items())},
         cancelled=mean("cancelled") / (trained * setup.limits.group_size / size.seeds),
         playing_groups=mean("playing_groups"),

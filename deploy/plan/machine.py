@@ -1,4 +1,7 @@
-"""Machine of a plan, divided between engines, workers and learner."""
+"""Machine of a plan, divided between engines, workers and learner.
+
+Invariant: critic, scoring services and rewards stay as configured.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -6,6 +9,7 @@ from dataclasses import dataclass, replace
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.plan.outcome import Setup
 from offbeat.deploy.plan.workload import Measures
+from offbeat.trainer.config.scored_roles import scored_roles
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,29 +31,43 @@ class PartSizes:
     cpus_per_worker: float
     learner_processes: int
     cpus_per_process: float
+    critic_processes: int = 0
+    """Of a critic with processes of its own."""
+    other_gpus: int = 0
+    """Of scoring services and rewards."""
+    other_cpus: float = 0.0
+    """Of rewards."""
 
     @classmethod
     def of(cls, config: RunConfig, machine: Machine) -> "PartSizes":
         infer, train = config.actor_infer, config.actor_train
         chooses = machine.gpus is not None and "device" not in infer.model_fields_set
+        on_gpus = chooses or infer.device == "cuda"
+        rewards = [reward for reward in config.rewards if reward.num_replicas]
+        scorers = sum(role.num_replicas for role in scored_roles(config, config.reference))
         return cls(
-            chooses or infer.device == "cuda",
+            on_gpus,
             infer.engine.world_size,
             infer.cpus_per_replica,
             config.rollout.cpus_per_worker,
             train.num_processes,
             train.num_threads if train.device == "cpu" else 1.0,
+            config.num_critic_processes,
+            sum(reward.num_replicas * reward.gpus_per_replica for reward in rewards) + (scorers if on_gpus else 0),
+            sum(reward.num_replicas * reward.cpus_per_replica for reward in rewards),
         )
 
     def cpus(self, setup: Setup, learner_processes: int) -> float:
         return (
             setup.num_replicas * self.cpus_per_engine
             + setup.num_workers * self.cpus_per_worker
-            + learner_processes * self.cpus_per_process
+            + (learner_processes + self.critic_processes) * self.cpus_per_process
+            + self.other_cpus
         )
 
     def gpus(self, setup: Setup, learner_processes: int) -> int:
-        return setup.num_replicas * self.per_engine + learner_processes if self.on_gpus else 0
+        own = setup.num_replicas * self.per_engine + learner_processes + self.critic_processes
+        return self.other_gpus + (own if self.on_gpus else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +84,7 @@ def divisions(machine: Machine, sizes: PartSizes, setup: Setup, measures: Measur
     if machine.gpus is None and machine.cpus is None:
         yield Division(setup, measures, sizes.learner_processes)
         return
-    for replicas in _counts(machine, sizes):
+    for replicas in _counts(machine, sizes, setup):
         changed = replace(setup, num_replicas=replicas)
         processes = _learner_processes(machine, sizes, changed)
         if processes >= 1:
@@ -79,13 +97,14 @@ def divisions(machine: Machine, sizes: PartSizes, setup: Setup, measures: Measur
             yield Division(changed, scaled, processes)
 
 
-def _counts(machine: Machine, sizes: PartSizes) -> list[int]:
+def _counts(machine: Machine, sizes: PartSizes, setup: Setup) -> list[int]:
     """Return up to 8 evenly spaced numbers of engines."""
     rooms: list[int] = []
+    without = replace(setup, num_replicas=0)
     if machine.gpus is not None and sizes.on_gpus:
-        rooms.append((machine.gpus - 1) // sizes.per_engine)
+        rooms.append((machine.gpus - sizes.gpus(without, 1)) // sizes.per_engine)
     if machine.cpus is not None:
-        rooms.append(int((machine.cpus - sizes.cpus_per_process) / sizes.cpus_per_engine))
+        rooms.append(int((machine.cpus - sizes.cpus(replace(without, num_workers=0), 1)) / sizes.cpus_per_engine))
     most = min(rooms, default=1)
     return sorted({max(round(most * part / 8), 1) for part in range(1, 9)}) if most >= 1 else []
 

@@ -25,7 +25,7 @@ def memory_of(
 ) -> Memory:
     groups = estimate.playing_groups + estimate.waiting_groups + save_steps * setup.limits.groups_per_step
     stored = groups * setup.limits.group_size * (BYTES_PER_TOKEN * tokens + BYTES_PER_TRAJECTORY)
-    kv_tokens = (1 - estimate.places_empty) * setup.places / setup.num_replicas * tokens
+    kv_tokens = (1 - estimate.slots_empty) * setup.slots / setup.num_replicas * tokens
     per_token = kv_bytes_per_token(architecture) if architecture else None
     kv_gib = None if per_token is None else kv_tokens * per_token / 2**30
     return Memory(stored / 2**20, kv_tokens, kv_gib)

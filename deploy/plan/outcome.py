@@ -12,7 +12,7 @@ from offbeat.services.buffer.config import Order
 class Setup:
     limits: BufferLimits
     order: Order
-    places: int
+    slots: int
     """Concurrent episodes."""
     num_workers: int = 1
     num_replicas: int = 1
@@ -35,7 +35,7 @@ class SimulatedRun:
     lags: Counter[int]
     """Trained groups by lag."""
     learner_idle: float
-    places_empty: float
+    slots_empty: float
     dropped: Counter[str]
     """Groups by reason."""
     cancelled: int

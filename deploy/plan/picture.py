@@ -26,7 +26,7 @@ def draw_plan(path: Path, plan: Plan, title: str) -> None:
         label="configured",
     )
     ideal = at.trajectories_per_s * at.step_s / at.closed.ideal_step_s
-    rates.axhline(ideal, color=LIMIT, linestyle="--", label="max(train, batch x episode / places)")
+    rates.axhline(ideal, color=LIMIT, linestyle="--", label="max(train, batch x episode / slots)")
     rates.set(xlabel="max_staleness", ylabel="trained trajectories/s", ylim=(0, None))
     rates.legend(frameon=False, fontsize=8)
     bars = lags.bar([str(lag) for lag in at.lags], list(at.lags.values()), color=CONFIGURED)

@@ -38,10 +38,12 @@ class Tried:
 @dataclass(frozen=True, slots=True)
 class Setting:
     num_workers: int
-    places: int
+    slots: int
     num_env_groups: int
     num_replicas: int
     learner_processes: int
+    critic_processes: int
+    """Of its own."""
     max_staleness: float
     gpus: int
     cpus: float
@@ -78,7 +80,7 @@ def setup_of(config: RunConfig) -> Setup:
     return Setup(
         limits=replace(limits, group_size=limits.group_size + limits.baselines, baselines=0),
         order=config.buffer.order,
-        places=rollout.num_workers * per_worker_of(config),
+        slots=rollout.num_workers * per_worker_of(config),
         num_workers=rollout.num_workers,
         num_replicas=config.actor_infer.num_replicas,
         heartbeat_s=min(0.5, config.buffer.worker_timeout_s / 5),
@@ -115,10 +117,11 @@ def make_plan(
         cost = price_per_hour / 3.6 / at.trajectories_per_s if price_per_hour is not None else None
         return Setting(
             num_workers=used.num_workers,
-            places=used.places,
+            slots=used.slots,
             num_env_groups=used.limits.max_groups_in_flight,
             num_replicas=used.num_replicas,
             learner_processes=division.learner_processes,
+            critic_processes=sizes.critic_processes,
             max_staleness=used.limits.max_staleness,
             gpus=sizes.gpus(used, division.learner_processes),
             cpus=sizes.cpus(used, division.learner_processes),

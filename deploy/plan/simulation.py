@@ -54,7 +54,7 @@ class Simulation:
         self._batch = 0
         """0-based; filled or trained."""
         self._standing = self._next = 0
-        self._free = setup.places
+        self._free = setup.slots
         self._queue: deque[_Member] = deque()
         self._assembling: dict[int, _Group] = {}
         """In order of admission."""
@@ -81,7 +81,7 @@ class Simulation:
         while len(self._statistics.ends) < steps:
             if not self._events:
                 raise ValueError(
-                    "no group can ever start: max_groups_in_flight, places and groups_per_step leave no room"
+                    "no group can ever start: max_groups_in_flight, slots and groups_per_step leave no room"
                 )
             self._now, _, act, argument = heapq.heappop(self._events)
             act(argument)
@@ -257,7 +257,7 @@ class Simulation:
 
     def _observe(self) -> None:
         waiting = len(self._ready) + (len(self._taken) if self._taken else 0)
-        values = (len(self._assembling), self._setup.places - self._free, waiting, self._generating)
+        values = (len(self._assembling), self._setup.slots - self._free, waiting, self._generating)
         for average, value in zip(self._averages.values(), values, strict=True):
             average.observe(self._now, value)
 
@@ -277,7 +277,7 @@ class Simulation:
             steps,
             span_s,
             trajectories=steps * self._setup.batch,
-            places_empty=1 - means["held"] / self._setup.places,
+            slots_empty=1 - means["held"] / self._setup.slots,
             playing_groups=means["playing"],
             waiting_groups=means["waiting"],
             generating=means["generating"],

@@ -151,7 +151,7 @@ async def _play(
     async def run(env: PlayableEnv, traits: EnvTraits, answers: Sample) -> Trajectory:
         try:
             async with asyncio.timeout(target.env.episode_timeout_s):
-                if sample is not None and runtime is not None and plan.env.agent_runner is not None:
+                if runtime is not None and plan.env.agent_runner is not None:
                     return await play_with_agent(plan, plan.env.agent_runner, env, traits, answers, runtime)
                 return await play(plan, env, traits, answers, chat)
         except TimeoutError:

@@ -17,7 +17,7 @@ from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.chat.template_override import write_policy_folder
 from offbeat.services.chat.vision import model_family
 from offbeat.services.messages.types import Trajectory
-from offbeat.services.rollout.agents.episode import runtime_for
+from offbeat.services.rollout.agents.episode import AgentRuntime, runtime_for
 
 RANDOM = "random"
 
@@ -59,8 +59,14 @@ async def collect(
         check_rendering(env, chat)
     target = build_target(config, next(iter(config.custom_envs)))
     sample = None if folder is None else load_sampler(folder, chat, target, request.seed)
-    runtime = None if folder is None else runtime_for(config.custom_envs, folder)
+    runtime = _random_runtime(config, chat) if folder is None else runtime_for(config.custom_envs, folder)
     return CollectedEpisodes(await run_episodes(config, request, chat, sample, progress, runtime), chat)
+
+
+def _random_runtime(config: RunConfig, chat: ChatFormat) -> AgentRuntime | None:
+    """Return the runtime of agents whose model answers at random; None without agents."""
+    parsers = {env.agent_runner.tool_call_parser for env in config.custom_envs.values() if env.agent_runner}
+    return AgentRuntime({name: chat.calling(None) for name in parsers}) if parsers else None
 
 
 def find_policy(config: RunConfig, agent: str | Path | None = None) -> Path:

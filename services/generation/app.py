@@ -19,7 +19,6 @@ from offbeat.services.errors import RetryableError
 from offbeat.services.generation.client import DEPLOYMENT
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import TenantEngine
-from offbeat.services.generation.placement import claim_devices, deployment_options
 from offbeat.services.generation.replica import ReplicaStatus
 from offbeat.services.generation.request_router import AwakeReplicaRouter
 from offbeat.services.generation.tenancy import (
@@ -32,6 +31,7 @@ from offbeat.services.generation.tenancy import (
 )
 from offbeat.services.log_format import set_process_log_fields
 from offbeat.services.messages.codec import decode_requests, encode_completions
+from offbeat.services.placement import claim_devices, deployment_options
 from offbeat.services.process import freeze_started
 from offbeat.services.redis.connection import connect, connect_async
 from offbeat.services.redis.errors import complaint
@@ -72,7 +72,7 @@ class GenerationDeployment:
         self._app, self._replica_id = context.app_name, context.replica_tag
         os.environ.update(s.environment)
         configure_logging(f"generation-{self._replica_id}", s.log_dir)
-        self._devices = claim_devices(s.slots)
+        self._devices = claim_devices(s.slots, "engine")
         self._redis = connect_async(s.redis_url)
         if s.tenant is None:
             await self._make_offer()
@@ -227,6 +227,10 @@ def deploy(settings: ReplicaSettings) -> Application:
         graceful_shutdown_timeout_s=2.0,
         request_router_config={"request_router_class": AwakeReplicaRouter},
         logging_config=LoggingConfig(enable_access_log=False),  # a line per call would cost more than the call says
-        **deployment_options(config, settings.slots),
+        **deployment_options(
+            cpus=config.cpus_per_replica,
+            gpus=config.engine.world_size if config.device == "cuda" else 0,
+            slots=settings.slots,
+        ),
     )(GenerationDeployment)
     return deployment.bind(settings)

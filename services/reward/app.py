@@ -10,12 +10,13 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.schema import LoggingConfig
 
+from offbeat.services.devices import EngineDevices
+from offbeat.services.placement import claim_devices, deployment_options
 from offbeat.services.reward.caller import run_attempt
 from offbeat.services.reward.client import DEPLOYMENT
 from offbeat.services.reward.config import AnyReward
 from offbeat.services.reward.errors import RewardError
 from offbeat.services.reward.factory import build_function
-from offbeat.services.reward.kinds.config import LlmJudgeConfig, RewardModelConfig
 from offbeat.services.reward.kinds.llm_judge import LlmJudge
 from offbeat.services.reward.reply import encode_failure, encode_score
 from offbeat.services.reward.sample import decode_sample
@@ -27,6 +28,7 @@ class RewardReplicaSettings:
     reward_json: str
     log_dir: Path
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    slots: tuple[EngineDevices, ...] = ()
 
 
 class RewardDeployment:
@@ -35,6 +37,7 @@ class RewardDeployment:
     async def __init__(self, settings: RewardReplicaSettings) -> None:
         configure_logging(f"reward-{serve.get_replica_context().replica_tag}", settings.log_dir)
         os.environ.update(settings.environment)
+        self._devices = claim_devices(settings.slots, "reward")
         self._config: AnyReward = TypeAdapter(AnyReward).validate_json(settings.reward_json)
         self._function = build_function(self._config)
         if isinstance(self._function, LlmJudge):
@@ -53,19 +56,14 @@ class RewardDeployment:
             await self._function.check()
 
 
-def count_gpus(reward: AnyReward) -> int:
-    """Return the GPUs of a replica."""
-    match reward:
-        case RewardModelConfig(device="cuda"):
-            return 1
-        case LlmJudgeConfig(device="cuda"):
-            return reward.strategy_config.world_size
-        case _:
-            return 0
-
-
-def build(reward: AnyReward, *, output_dir: Path, environment: Mapping[str, str]) -> Application:
-    """Build a reward's application."""
+def build(
+    reward: AnyReward,
+    *,
+    output_dir: Path,
+    environment: Mapping[str, str],
+    slots: tuple[EngineDevices, ...] = (),
+) -> Application:
+    """Build a reward's application. slots: devices of the replicas; empty: Ray chooses."""
     deployment = serve.deployment(
         name=DEPLOYMENT,
         num_replicas=reward.num_replicas,
@@ -75,6 +73,7 @@ def build(reward: AnyReward, *, output_dir: Path, environment: Mapping[str, str]
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=2.0,
         logging_config=LoggingConfig(enable_access_log=False),
-        ray_actor_options={"num_cpus": reward.cpus_per_replica, "num_gpus": count_gpus(reward)},
+        **deployment_options(cpus=reward.cpus_per_replica, gpus=reward.gpus_per_replica, slots=slots),
     )(RewardDeployment)
-    return deployment.bind(RewardReplicaSettings(reward.model_dump_json(), output_dir / "logs", dict(environment)))
+    settings = RewardReplicaSettings(reward.model_dump_json(), output_dir / "logs", dict(environment), slots)
+    return deployment.bind(settings)

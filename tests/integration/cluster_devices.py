@@ -18,8 +18,8 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_setup import run_spec
 from offbeat.services.control.store import RunStore
 from offbeat.services.devices import VISIBLE, EngineDevices
-from offbeat.services.generation.placement import claim_devices, deployment_options
 from offbeat.services.keys import RunKeys
+from offbeat.services.placement import claim_devices, deployment_options
 from offbeat.services.redis.connection import connect_async
 from offbeat.trainer.engines.node_ranks import RANKS_PER_NODE, NodeRanks
 from offbeat.trainer.process.remote_ranks import RemoteRanks
@@ -31,7 +31,7 @@ RESULT = "devices.json"
 
 class Engine:
     def __init__(self, slots: tuple[EngineDevices, ...]) -> None:
-        self._claim = claim_devices(slots)
+        self._claim = claim_devices(slots, "engine")
 
     async def where(self) -> tuple[str, str]:
         return ray.get_runtime_context().get_node_id(), os.environ[VISIBLE]
@@ -54,7 +54,8 @@ def make_config(folder: Path, url: str) -> RunConfig:
 
 def engines(config: RunConfig) -> list[tuple[str, str]]:
     slots = place(config).engines
-    deployment = serve.deployment(name="engine", num_replicas=3, **deployment_options(config.actor_infer, slots))
+    options = deployment_options(cpus=config.actor_infer.cpus_per_replica, gpus=1, slots=slots)
+    deployment = serve.deployment(name="engine", num_replicas=3, **options)
     handle = serve.run(deployment(Engine).bind(slots), name="engines", route_prefix=None)
     found: set[tuple[str, str]] = set()
     deadline = time.monotonic() + 60

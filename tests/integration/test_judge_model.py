@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 
+from offbeat.services.generation.config import EngineStrategy, GenerationConfig
 from offbeat.services.reward.errors import Failure, RewardError
 from offbeat.services.reward.kinds.config import LlmJudgeConfig
+from offbeat.services.reward.kinds.judge_model import judge_arguments
 from offbeat.services.reward.kinds.judge_verdicts import build_verdict
 from offbeat.services.reward.kinds.llm_judge import LlmJudge
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
+from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.services.reward.judge_models import Lesson, write_judge
 from tests.services.reward.samples import config_of, sample
 
@@ -32,6 +36,14 @@ def judge_config(folder: Path, **settings: Any) -> LlmJudgeConfig:
 
 def questions(config: LlmJudgeConfig) -> list[str]:
     return [question.prompt for question in build_verdict(config).ask(SAMPLE)]
+
+
+def test_an_engines_arguments_are_the_users(tmp_path: Path) -> None:
+    write_tiny_policy(tmp_path, TinyPolicyConfig(num_hidden_layers=1), ["a"])
+    for given, expected in (({}, "auto"), ({"load_format": "runai_streamer", "max_model_len": 64}, "runai_streamer")):
+        strategy = EngineStrategy.model_validate({"strategy_config": given})
+        arguments = judge_arguments(GenerationConfig(strategy_args=strategy), tmp_path)
+        assert (arguments["load_format"], arguments.get("max_model_len")) == (expected, given.get("max_model_len"))
 
 
 async def test_a_judge_reads_its_own_models_answers(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from offbeat.trainer.config.learner import LearnerConfig
 
 RATIO_FREE_LOSSES = ("vanilla", "gpg", "kimi15")
 """Losses that treat tokens as on-policy."""
+UNUSED_REFERENCE = "the reference is not used without use_kl_loss or add_token_level_kl: leave it out"
 
 
 def check_learner(config: LearnerConfig) -> Iterator[ConfigIssue]:
@@ -92,7 +93,7 @@ def _check_models(config: LearnerConfig) -> Iterator[ConfigIssue]:
         for key in _leaves(config.reference.model_args.model_dump(exclude_none=True)):
             yield ConfigIssue(
                 f"reference.model_args.{key}",
-                "the reference is not used without use_kl_loss or add_token_level_kl: leave it out",
+                UNUSED_REFERENCE,
             )
     elif config.actor_train.model_args.lora_target is not None and not config.reference.model_args.model_name_or_path:
         for key in _leaves(config.reference.model_args.overrides):
@@ -109,11 +110,14 @@ def _is_switched_off(config: LearnerConfig) -> bool:
 
 
 def _check_reference(config: LearnerConfig) -> Iterator[ConfigIssue]:
+    is_unused = not config.needs_reference and not _is_switched_off(config)
+    if is_unused and not config.reads_data and config.reference.infer_batch_size is not None:
+        yield ConfigIssue("reference.infer_batch_size", UNUSED_REFERENCE)
     key, name = "reference.strategy_args.strategy_name", config.reference.strategy_args.strategy_name
     if name == "hf_infer":
         return
-    if not config.needs_reference and not _is_switched_off(config):
-        yield ConfigIssue(key, "the reference is not used without use_kl_loss or add_token_level_kl: leave it out")
+    if is_unused:
+        yield ConfigIssue(key, UNUSED_REFERENCE)
     own_model = config.reference.model_args.model_name_or_path is not None
     if config.actor_train.model_args.lora_target is not None and not own_model:
         yield ConfigIssue(key, "with lora_target the reference is the policy without its adapters: leave it out")
@@ -129,7 +133,7 @@ def _check_service(config: LearnerConfig) -> Iterator[ConfigIssue]:
         return
     key = "reference.strategy_args.placement"
     if not config.needs_reference and not _is_switched_off(config):
-        yield ConfigIssue(key, "the reference is not used without use_kl_loss or add_token_level_kl: leave it out")
+        yield ConfigIssue(key, UNUSED_REFERENCE)
     for full in config.full_kls:
         yield ConfigIssue(
             key, f"service gives logprobs of sampled tokens, and {full} full needs all of the vocabulary: take k3"

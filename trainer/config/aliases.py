@@ -93,6 +93,17 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
 }
 """Key -> values without effect, which are dropped, and why others are refused (empty: they are valid)."""
 
+SAMPLING_ONLY = "only engines sample: set actor_infer.generating_args, or of evaluation val_env_manager.generating_args"
+UNUSED_PARTS: dict[str, str] = {
+    "actor_infer.training_args": "engines do not train: set actor_train.training_args",
+    **{f"{role}.training_args": "a frozen model is not trained" for role in ("reference", "teacher.*")},
+    **{f"{role}.generating_args": SAMPLING_ONLY for role in ROLES if role != "actor_infer"},
+    "critic.strategy_args": "the critic is trained by actor_train.strategy_args",
+    **{f"{role}.model_args.model_name_or_path": "the policy's folder is pretrain" for role in ROLES[:2]},
+    "actor_infer.infer_batch_size": f"an engine batches up to {ENGINE}.max_num_seqs turns",
+}
+"""Part that a role has no use for -> reason."""
+
 
 def canonicalize(tree: Tree) -> tuple[Tree, list[ConfigIssue]]:
     """Return the canonical tree, and keys set in two spellings."""
@@ -135,15 +146,23 @@ def canonical_json(text: str | bytes) -> str:
     return json.dumps(canonicalize(json.loads(text))[0])
 
 
-def find_alias(path: str) -> str | None:
-    """Return the canonical key of a misplaced spelling."""
+def find_aliases(path: str) -> tuple[str, ...]:
+    """Return the canonical keys of a misplaced spelling."""
     leaf = path.rpartition(".")[2]
     targets = {
-        target
+        target: None
         for key, target in KEYS.items()
         if key.rpartition(".")[2] == leaf != target.rpartition(".")[2]  # else the leaf is right and its table is not
     }
-    return targets.pop() if len(targets) == 1 else None
+    return tuple(targets) if len({target.rpartition(".")[2] for target in targets}) == 1 else ()
+
+
+def find_reason(path: str) -> str | None:
+    """Return why a role has no use for a part."""
+    parts = path.split(".")
+    if parts[0] == "teacher" and len(parts) > 1:
+        parts[1] = "*"
+    return UNUSED_PARTS.get(".".join(parts))
 
 
 def find_keys(tree: Tree, pattern: str) -> Iterator[tuple[Path, Tree]]:

@@ -9,6 +9,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from offbeat.envs.config import Config
 from offbeat.envs.parsing import compile_pattern
 from offbeat.envs.sandbox import Limits
+from offbeat.services.devices import DeviceMapping
 from offbeat.services.generation.config import Dtype, VllmConfig
 
 
@@ -42,6 +43,36 @@ class RewardConfig(Config):
     """Wait for a replica, s, besides `timeout_s`."""
     cpus_per_replica: float = Field(default=1.0, ge=0)
     """Logical CPUs reserved in Ray per replica."""
+
+    @property
+    def gpus_per_replica(self) -> int:
+        return 0
+
+
+class ModelRewardConfig(RewardConfig):
+    """Reward with a model, on CPUs or GPUs."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    device_mapping: DeviceMapping | None = None
+    """Devices of its own, as many for each replica as its engine takes, shared with no role; `num_replicas` follows."""
+
+    @model_validator(mode="after")
+    def _has_a_replica_per_device(self) -> "ModelRewardConfig":
+        if self.device_mapping is None:
+            return self
+        if self.device == "cpu":
+            raise ValueError("device_mapping has no effect on a CPU: leave it out, or take device cuda")
+        number, size = len(self.device_mapping), self.gpus_per_replica
+        if number % size:
+            raise ValueError(f"device_mapping of {number} device(s) is no multiple of the {size} of each replica")
+        if self.num_replicas != number // size and "num_replicas" in self.model_fields_set:
+            raise ValueError(
+                f"num_replicas: {self.num_replicas} of {size} device(s) disagree with device_mapping of {number}: leave one "
+                "of them out"
+            )
+        # A validator before the fields would see a JSON list as Python's, which a strict tuple refuses
+        object.__setattr__(self, "num_replicas", number // size)
+        return self
 
 
 class _PatternConfig(RewardConfig):
@@ -187,11 +218,11 @@ class CodeSandboxConfig(_PatternConfig):
         return self
 
 
-_ENGINE_KEYS = ("strategy_config", "dtype", "device", "kv_cache_gib")
+_ENGINE_KEYS = ("strategy_config", "dtype", "device", "device_mapping", "kv_cache_gib")
 _API_KEYS = ("model", "api_key_env", "extra_body", "sees_images")
 
 
-class LlmJudgeConfig(RewardConfig):
+class LlmJudgeConfig(ModelRewardConfig):
     """Language model that judges the response, behind an OpenAI-compatible API or in replicas of the mesh."""
 
     kind: Literal["llm_judge"]
@@ -205,7 +236,6 @@ class LlmJudgeConfig(RewardConfig):
     """Arguments of that engine; `max_model_len` None: the model's."""
     dtype: Dtype | None = None
     """Of the engine; None: the model's."""
-    device: Literal["cpu", "cuda"] = "cpu"
     kv_cache_gib: float = Field(default=1.0, gt=0)
     """KV cache of the engine on a CPU, GiB."""
     api_key_env: str | None = None
@@ -237,10 +267,14 @@ class LlmJudgeConfig(RewardConfig):
     timeout_s: float = Field(default=120.0, gt=0)
     cache_size: int = Field(default=4096, ge=0)
 
+    @property
+    def gpus_per_replica(self) -> int:
+        return self.strategy_config.world_size if self.device == "cuda" else 0
+
     @model_validator(mode="after")
     def _serves_its_model(self) -> "LlmJudgeConfig":
-        if self.model_name_or_path is not None and "num_replicas" not in self.model_fields_set:
-            # A validator before the fields would see a JSON list as Python's, which a strict tuple refuses
+        is_implied = "num_replicas" not in self.model_fields_set and self.device_mapping is None
+        if self.model_name_or_path is not None and is_implied:
             object.__setattr__(self, "num_replicas", 1)
         return self
 
@@ -274,7 +308,7 @@ class LlmJudgeConfig(RewardConfig):
         return self
 
 
-class RewardModelConfig(RewardConfig):
+class RewardModelConfig(ModelRewardConfig):
     """Logit of a sequence-classification model over the conversation, in the model's chat template."""
 
     is_share: ClassVar[bool] = False
@@ -288,10 +322,19 @@ class RewardModelConfig(RewardConfig):
     max_batch_tokens: int = Field(default=16_384, ge=1)
     """Tokens of a forward pass, padding included."""
     dtype: Dtype = "float32"
-    device: Literal["cpu", "cuda"] = "cpu"
     includes_thoughts: bool = False
     """Whether the model reads the response's thoughts."""
     num_replicas: int = Field(default=1, ge=0)
     max_concurrent: int = Field(default=64, ge=1)
     timeout_s: float = Field(default=120.0, gt=0)
     cache_size: int = Field(default=4096, ge=0)
+
+    @property
+    def gpus_per_replica(self) -> int:
+        return 1 if self.device == "cuda" else 0
+
+    @model_validator(mode="after")
+    def _has_a_process_with_a_gpu(self) -> "RewardModelConfig":
+        if self.device == "cuda" and not self.num_replicas:
+            raise ValueError("num_replicas: env workers have no GPU: take at least 1, or device cpu")
+        return self

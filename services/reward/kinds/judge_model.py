@@ -107,11 +107,16 @@ def _start_engine(config: LlmJudgeConfig, folder: Path) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments = engine_arguments(generation, folder, 0, 0)
-    arguments["load_format"] = "auto"
-    del arguments["worker_extension_cls"]
-    if config.strategy_config.max_model_len is None:
-        del arguments["max_model_len"]  # the model's own
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**judge_arguments(generation, folder)))
     logger.info("judge %s: %s is loaded", config.name, folder)
     return llm
+
+
+def judge_arguments(generation: GenerationConfig, folder: Path) -> dict[str, Any]:
+    """Return the arguments of an engine that reads its weights from a folder itself."""
+    arguments = engine_arguments(generation, folder, 0, 0)
+    arguments["load_format"] = (generation.engine.model_extra or {}).get("load_format", "auto")
+    del arguments["worker_extension_cls"]
+    if generation.engine.max_model_len is None:
+        del arguments["max_model_len"]  # the model's own
+    return arguments

@@ -80,7 +80,9 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
     texts = [_show_images(text, plan, chat) for text in plan.opening]
     make = partial(make_recorder, chat, rules, system, tuple(traits.functions), texts)
     conversations = Conversations(make, rules, traits.seats)
-    episode = _Episode(plan, env, sample, chat, conversations, EpisodeMetrics(traits.metrics_agg_mode), [system])
+    episode = _Episode(
+        plan, env, sample, chat, conversations, EpisodeMetrics(traits.metrics_agg_mode, traits.seats), [system]
+    )
     await conversations.of(traits.seats[0] if traits.seats else "")  # an unusable template fails before the reset
     opening, step, stop = await env.reset(plan.seed), 0, None
     while stop is None:
@@ -215,11 +217,11 @@ REDUCTIONS: Mapping[str, Callable[[float, float], float]] = {
 
 
 class EpisodeMetrics:
-    """Env metrics, aggregated as declared; by default `success` last, others mean."""
+    """Env metrics, aggregated as declared, a seat's (`SEAT/NAME`) as `NAME`; by default `success` last, others mean."""
 
-    __slots__ = ("_counts", "_modes", "_values")
+    __slots__ = ("_counts", "_modes", "_seats", "_values")
 
-    def __init__(self, modes: Mapping[str, str]) -> None:
+    def __init__(self, modes: Mapping[str, str], seats: Sequence[str] = ()) -> None:
         """Raises EpisodeError for an unknown mode."""
         for name, mode in modes.items():
             if mode not in REDUCTIONS:
@@ -227,6 +229,7 @@ class EpisodeMetrics:
                     "bad_metric", f"metrics_agg_mode {mode!r} of {name!r} is none of {', '.join(REDUCTIONS)}"
                 )
         self._modes = modes
+        self._seats = seats
         self._values: dict[str, float] = {}
         self._counts: dict[str, int] = {}
 
@@ -245,5 +248,6 @@ class EpisodeMetrics:
     def _mode(self, name: str) -> str:
         if name in self._modes:
             return self._modes[name]
-        name = name.rpartition("/")[2]  # of a seat
+        seat, _, rest = name.rpartition("/")
+        name = rest if seat in self._seats else name
         return self._modes.get(name, "last" if name == "success" else "mean")

@@ -1,5 +1,6 @@
 """Devices of engines and learner on a cluster."""
 
+import re
 from typing import Any
 
 import pytest
@@ -103,7 +104,7 @@ def test_a_scoring_service_shares_no_device() -> None:
     assert plan.scorers == {"reference": (EngineDevices("a", (1,)),)}
     assert plan_devices(config(**scored()), TWO_NODES) == DevicePlan()
     message = issues(config(**scored()), ONE_GPU)["reference.strategy_args.num_replicas"]
-    needed = "1 process(es) of reference need a GPU each, beside 1 of engines and learner"
+    needed = "reference need 1 GPU(s) of their own, beside 1 of engines and learner"
     assert message == f"{needed}; there are 1 device(s) (1 on 1 nodes)"
 
 
@@ -155,7 +156,11 @@ def test_a_learner_on_cpus_is_spread_by_num_gpus_per_node() -> None:
         (config(infer=engine(8)), "actor_infer.strategy_args.strategy_config.tensor_parallel_size", "largest has 4"),
         (config(infer=engine(3, num_replicas=3)), "actor_infer.num_replicas", "3 engine(s) of 3 device(s) need 9"),
         (config({"device_mapping": [7, 8]}), "actor_train.device_mapping", "device 8 does not exist"),
-        (config(infer=engine(2, device_mapping=[3, 4])), "actor_infer.device_mapping", "engine 0 takes devices [3, 4]"),
+        (
+            config(infer=engine(2, device_mapping=[3, 4])),
+            "actor_infer.device_mapping",
+            "replica 0 takes devices [3, 4]",
+        ),
         (config(reference={"device_mapping": [9]}), "reference.device_mapping", "device 9 does not exist"),
     ],
 )
@@ -206,7 +211,7 @@ def test_a_critic_without_mapping_takes_free_devices() -> None:
 
 def test_a_critic_shares_none_of_its_devices() -> None:
     told = issues(config(**critic(num_processes=1)), ONE_GPU)["critic.num_processes"]
-    assert told.startswith("1 process(es) of critic need a GPU each, beside 1 of engines and learner")
+    assert told.startswith("critic need 1 GPU(s) of their own, beside 1 of engines and learner")
     run = config({"device_mapping": [0, 1]}, {"device_mapping": [2]}, **critic(device_mapping=[1]))
     assert (
         issues(run, TWO_NODES)["critic.device_mapping"]
@@ -237,3 +242,52 @@ def test_counts_must_agree_with_the_mapping(
 def test_a_saved_configuration_keeps_its_meaning() -> None:
     run = config({"device_mapping": "list(range(0,2))"}, engine(2, device_mapping=[0, 1]))
     assert RunConfig.model_validate_json(run.model_dump_json()) == run
+
+
+def rewarded(size: int = 2, **keys: Any) -> dict[str, Any]:
+    """Keys of a run with a judge of `size` devices, after a reward without a device."""
+    judge = {"name": "judge", "kind": "llm_judge", "model_name_or_path": "judge", "device": "cuda", **keys}
+    judge |= {"strategy_config": {"tensor_parallel_size": size}}
+    return {"pipeline": "rlvr", "rewards": [{"name": "answer", "kind": "math_rule"}, judge]}
+
+
+def test_rewards_have_devices_of_their_own() -> None:
+    plan = plan_devices(config(**rewarded(device_mapping=[2, 3, 4, 5])), TWO_NODES)
+    assert plan.scorers == {"rewards.1": (EngineDevices("a", (2, 3)), EngineDevices("b", (0, 1)))}
+    beside = plan_devices(config(infer={"device_mapping": [0]}, **rewarded(num_replicas=2)), [TWO_NODES[0], *ONE_GPU])
+    assert beside.scorers == {"rewards.1": (EngineDevices("b", (0, 1)), EngineDevices("b", (2, 3)))}
+    assert plan_devices(config(**rewarded()), TWO_NODES) == DevicePlan()
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "says"),
+    [
+        (rewarded(8), "rewards.1.strategy_config.tensor_parallel_size", "8 devices fits no node: the largest has 4"),
+        (rewarded(4, num_replicas=2), "rewards.1.num_replicas", "need 8 GPU(s) of their own, beside 1"),
+        (rewarded(device_mapping=[3, 4]), "rewards.1.device_mapping", "replica 0 takes devices [3, 4] of several"),
+        (rewarded(device_mapping=[6, 8]), "rewards.1.device_mapping", "device 8 does not exist"),
+        (rewarded(device_mapping=[0, 1]) | {"actor_infer": {"device_mapping": [1]}}, "rewards.1.device_mapping",
+         "device 1 has another role"),
+    ],
+)  # fmt: skip
+def test_rewards_that_fit_nowhere_are_reported_with_numbers(keys: dict[str, Any], key: str, says: str) -> None:
+    keys = dict(keys)
+    assert says in issues(config(infer=keys.pop("actor_infer", None), **keys), TWO_NODES)[key]
+
+
+def test_a_reward_on_a_gpu_asks_for_cpu_on_a_machine_without() -> None:
+    run = config({"device": "cpu"}, {"device": "cpu"}, **rewarded())
+    assert issues(run, [ClusterNode("a", "10.0.0.1", 0)]).keys() == {"rewards.1.device"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"device": "cpu", "device_mapping": [0]}, "has no effect on a CPU"),
+        ({"device_mapping": [0, 1, 2]}, "3 device(s) is no multiple of the 2 of each replica"),
+        ({"device_mapping": [0, 1], "num_replicas": 2}, "num_replicas: 2 of 2 device(s) disagree"),
+    ],
+)
+def test_a_mapping_of_a_reward_agrees_with_its_replicas(keys: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        config(**rewarded(**keys))

@@ -19,7 +19,8 @@ MINUTES = 480
 SCRAPED = {"instance": "127.0.0.1:8000", "job": "offbeat"}
 HELD = 'offbeat_buffer_admission{limit="staleness_bound"}'
 MOVING = {
-    HELD: "0+0x480",
+    HELD: "1+0x480",  # as in a run whose learner is the slower part, between whose steps episodes are played
+    "offbeat_worker_episodes": "64+0x240 0+0x2 64+0x240",
     "offbeat_run_step": "1+1x480",
     "offbeat_run_reconciled_timestamp_seconds": "0+60x480",
     "offbeat_groups_admitted_total": "0+8x480",
@@ -39,7 +40,7 @@ FAULTS: dict[str, dict[str, str]] = {
     },
     "OffbeatRunUnattended": {"offbeat_run_reconciled_timestamp_seconds": "0+60x470 28200+0x10"},
     "OffbeatLearnerStalled": {"offbeat_run_step": "1+1x460 461+0x20"},
-    "OffbeatLagAtBound": {HELD: "0+0x460 1+0x20"},
+    "OffbeatLagAtBound": {"offbeat_worker_episodes": "64+0x460 0+0x20"},
     "OffbeatGroupsDroppedAsStale": {'offbeat_groups_dropped_total{reason="stale"}': "0+0x440 0+2x40"},
     "OffbeatReplicaWithoutWeights": {"offbeat_replica_version": "5+0x470 -1+0x10"},
     "OffbeatComponentRestarts": {'offbeat_component_restarts_total{component="learner"}': "0+0x470 1+1x10"},

@@ -82,6 +82,30 @@ def test_a_machine_is_divided_between_engines_and_learner():
     assert all(sizes.cpus(division.setup, division.learner_processes) <= 8 for division in found)
 
 
+def test_what_has_devices_of_its_own_leaves_fewer_to_engines_and_learner():
+    own = ("adv_estimator=gae", "reward_normalization.method=identity", "critic.num_processes=2")
+    scored = ("use_kl_loss=true", "kl_loss_coef=0.1", "reference.strategy_args.placement=service")
+    reward = (
+        "pipeline=rlvr",
+        "rewards=[{name: judge, kind: reward_model, model_name_or_path: judge, device: cuda, cpus_per_replica: 3}]",
+    )
+    sizes = PartSizes.of(read_run(QUICKSTART, [*own, *scored, *reward]), Machine(gpus=8))
+    assert (sizes.critic_processes, sizes.other_gpus, sizes.other_cpus) == (2, 2, 3.0)
+    setup, measures = setup_of(read_run(QUICKSTART)), measures_of(train_s=1.0)
+    found = {d.setup.num_replicas: d.learner_processes for d in divisions(Machine(gpus=8), sizes, setup, measures)}
+    assert found == {1: 3, 2: 2, 3: 1}
+    assert not list(divisions(Machine(gpus=5), sizes, setup, measures))
+    assert sizes.cpus(setup, 1) - PartSizes.of(read_run(QUICKSTART), Machine(gpus=8)).cpus(setup, 1) == 2 + 3
+
+
+def test_the_table_names_a_critics_processes():
+    own = ("adv_estimator=gae", "reward_normalization.method=identity", "critic.num_processes=1")
+    result = plan(*TIMES, *own, "--json")
+    assert result.exit_code == 0, result.output
+    tree = json.loads(result.stdout)["configured"]
+    assert (tree["critic_processes"], tree["cpus"]) == (1, 1 + 0.5 + 1 + 1)
+
+
 def test_learner_processes_train_faster_on_more_gpus():
     sizes = PartSizes(True, 2, 1.0, 1.0, 2, 1.0)
     found = list(divisions(Machine(gpus=8), sizes, setup_of(read_run(QUICKSTART)), measures_of(train_s=1.0)))

@@ -32,15 +32,15 @@ def test_a_slow_learner_sets_the_pace_and_never_waits():
     assert outcome.lag == 1.0
 
 
-def test_slow_rollouts_take_batch_times_episode_over_places():
-    """Groups of one on full places: neither groups nor the bound are in the way."""
-    setup = setup_with(group_size=1, groups_per_step=16, max_groups_in_flight=64, places=32, max_staleness=20.0)
+def test_slow_rollouts_take_batch_times_episode_over_slots():
+    """Groups of one on full slots: neither groups nor the bound are in the way."""
+    setup = setup_with(group_size=1, groups_per_step=16, max_groups_in_flight=64, slots=32, max_staleness=20.0)
     measures = measures_of(env_s=LONG, train_s=0.01)
     closed = closed_forms(setup, measures)
     outcome = simulate(setup, measures, steps=600, warm_up=100)
-    assert closed.ideal_step_s == pytest.approx(closed.places_step_s)
+    assert closed.ideal_step_s == pytest.approx(closed.slots_step_s)
     assert outcome.step_s == pytest.approx(closed.ideal_step_s, rel=0.03)
-    assert outcome.places_empty < 0.01
+    assert outcome.slots_empty < 0.01
 
 
 def test_groups_in_flight_limit_rollouts_by_their_slowest_member():
@@ -80,15 +80,15 @@ def test_a_tight_bound_leads_to_less_lag_than_littles_law():
     order=st.sampled_from(["completion", "admission"]),
     redundancy=st.integers(0, 2),
     policy=st.sampled_from(["drop", "train"]),
-    places=st.integers(3, 80),
+    slots=st.integers(3, 80),
     groups=st.integers(4, 20),
     seed=st.integers(0, 99),
 )
 def test_the_bound_holds_and_runs_repeat(
-    bound: float, order: str, redundancy: int, policy: str, places: int, groups: int, seed: int
+    bound: float, order: str, redundancy: int, policy: str, slots: int, groups: int, seed: int
 ):
     setup = setup_with(
-        order=order, places=places, max_groups_in_flight=groups, max_staleness=bound, redundancy=redundancy,
+        order=order, slots=slots, max_groups_in_flight=groups, max_staleness=bound, redundancy=redundancy,
         stale_policy=policy,
     )  # fmt: skip
     measures = measures_of(env_s=LONG, turn_s="1:0.01,32:0.05", train_s=0.3, serve_s=0.05, refilled=0.1)
@@ -97,7 +97,7 @@ def test_the_bound_holds_and_runs_repeat(
     assert outcome.lags.total() == 20 * 4
     assert policy == "train" or max(outcome.lags) <= math.ceil(bound)
     assert 0 <= outcome.learner_idle <= 1
-    assert -1e-9 <= outcome.places_empty <= 1
+    assert -1e-9 <= outcome.slots_empty <= 1
     assert (outcome.cancelled > 0) <= (redundancy > 0 or policy == "drop")
     assert policy == "drop" or not outcome.dropped.keys() & {"stale", "expired"}
 
@@ -112,8 +112,8 @@ def test_order_of_admission_drops_no_group_at_a_whole_bound():
 
 def test_redundancy_cancels_the_slowest_and_shortens_steps():
     measures = measures_of(env_s="lognormal:0.25:1.5", train_s=0.05)
-    plain = simulate(setup_with(max_staleness=0.0, places=160), measures, steps=200)
-    redundant = simulate(setup_with(max_staleness=0.0, places=160, redundancy=2), measures, steps=200)
+    plain = simulate(setup_with(max_staleness=0.0, slots=160), measures, steps=200)
+    redundant = simulate(setup_with(max_staleness=0.0, slots=160, redundancy=2), measures, steps=200)
     assert redundant.step_s < 0.8 * plain.step_s
     assert redundant.cancelled > plain.cancelled == 0
 
@@ -128,4 +128,4 @@ def test_a_saturated_redis_and_worker_are_seen():
 
 def test_a_setting_in_which_nothing_can_start_is_an_error():
     with pytest.raises(ValueError, match="no group can ever start"):
-        simulate(setup_with(places=0), measures_of())
+        simulate(setup_with(slots=0), measures_of())

@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from offbeat.deploy.cli.app import app
 from offbeat.deploy.play.agent_check import AgentReport, check_agent, try_agents
+from offbeat.deploy.play.parquet import read_parquet
 from offbeat.services.rollout.config import AgentRunner, CustomEnv
 from tests.paths import QUICKSTART
 
@@ -126,3 +127,15 @@ def test_findings_that_depend_on_random_answers_do_not_refuse_a_run(caplog: pyte
     agent = "+custom_envs.FrozenLake.agent_runner={path: 'tests.played_agents:raises'}"
     assert try_agents(load_run(QUICKSTART, [agent, "warm_start=null"])) == []
     assert "lost the thread" in caplog.text
+
+
+def test_random_answers_go_to_the_tags_agent(tmp_path: Path):
+    """As those of a policy do in `offbeat rollout`."""
+    out = tmp_path / "episodes.parquet"
+    agent = "+custom_envs.FrozenLake.agent_runner={path: 'tests.played_agents:plays'}"
+    command = ["rollout", str(QUICKSTART), agent, "--agent", "random", "--episodes", "2", "--out", str(out)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    played = read_parquet(out)
+    assert len(played) == 2
+    assert all(row.metrics["agent_calls"] >= 1 for row in played), played

@@ -91,7 +91,7 @@ class Player:
 
 @pytest.mark.parametrize("order", ["completion", "admission"])
 @pytest.mark.parametrize(
-    ("max_staleness", "redundancy", "stale_policy", "places"),
+    ("max_staleness", "redundancy", "stale_policy", "slots"),
     [(0.0, 0, "drop", 64), (1.0, 1, "drop", 23), (1.5, 0, "drop", 80), (1.0, 2, "train", 40), (3.0, 1, "drop", 9)],
 )
 async def test_the_simulated_buffer_does_what_the_real_one_does(
@@ -101,10 +101,10 @@ async def test_the_simulated_buffer_does_what_the_real_one_does(
     max_staleness: float,
     redundancy: int,
     stale_policy: str,
-    places: int,
+    slots: int,
 ):
     setup = setup_with(
-        order=order, places=places, max_staleness=max_staleness, redundancy=redundancy, stale_policy=stale_policy,
+        order=order, slots=slots, max_staleness=max_staleness, redundancy=redundancy, stale_policy=stale_policy,
         total_groups=100_000,
     )  # fmt: skip
     simulated = Traced(setup, measures_of(env_s="lognormal:0.25:0.6", train_s=0.3, announce_s=0.02), 1)

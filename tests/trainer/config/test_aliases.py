@@ -5,10 +5,20 @@ from typing import Any
 
 import pytest
 
-from offbeat.deploy.config.errors import nearest_keys
+from offbeat.deploy.config.errors import ConfigError, all_keys, nearest_keys
+from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.config.run import RunConfig
-from offbeat.trainer.config.aliases import ENGINE, KEYS, VALUES, canonical_json, canonicalize, find_alias
-from tests.paths import ROOT
+from offbeat.trainer.config.aliases import (
+    ENGINE,
+    KEYS,
+    ROLES,
+    UNUSED_PARTS,
+    VALUES,
+    canonical_json,
+    canonicalize,
+    find_aliases,
+)
+from tests.paths import QUICKSTART, ROOT
 
 ENVS: dict[str, Any] = {"custom_envs": {"a": {"env_type": "frozen_lake"}}}
 
@@ -94,10 +104,32 @@ def test_a_stored_configuration_of_an_earlier_build_is_read():
 def test_a_spelling_at_the_wrong_place_is_answered_with_the_right_key():
     tree = {**ENVS, "n_groups": 4}
     assert canonicalize(tree) == (tree, [])
-    assert find_alias("tp_size") == f"{ENGINE}.tensor_parallel_size"
-    assert find_alias("actor_train.learning_rate") is None, (
+    assert find_aliases("tp_size") == (f"{ENGINE}.tensor_parallel_size",)
+    managers = ("train_env_manager", "val_env_manager")
+    assert find_aliases("n_groups") == tuple(f"{manager}.num_groups_partition" for manager in managers)
+    assert find_aliases("actor_train.learning_rate") == (), (
         "a right name in a wrong table: the nearest key, not the critic's"
     )
+
+
+PARTS = ("model_args", "training_args", "generating_args", "strategy_args", "device_mapping")
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_has_each_part_or_a_reason(role: str):
+    keys = {".".join(key) for key in all_keys(RunConfig)}
+    assert [part for part in PARTS if (f"{role}.{part}" in keys) == (f"{role}.{part}" in UNUSED_PARTS)] == []
+
+
+def test_a_part_without_a_use_is_refused_with_the_reason():
+    values = ["+reference.training_args.learning_rate=1.0", "+actor_infer.infer_batch_size=4"]
+    values += ["+teacher.big={model_args: {model_name_or_path: big}, generating_args: {temperature: 1.0}}"]
+    with pytest.raises(ConfigError) as refused:
+        load_run(QUICKSTART, values)
+    found = {issue.path: issue.message for issue in refused.value.issues}
+    assert "(a frozen model is not trained)" in found["reference.training_args"]
+    assert "max_num_seqs" in found["actor_infer.infer_batch_size"]
+    assert "only engines sample" in found["teacher.big.generating_args"]
 
 
 def test_the_training_managers_sampling_is_the_policys():

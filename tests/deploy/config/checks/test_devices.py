@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from offbeat.deploy.config.checks import devices
-from offbeat.deploy.config.checks.devices import check_devices, learner_gib
+from offbeat.deploy.config.checks.devices import check_devices
+from offbeat.deploy.config.checks.memory import critic_gib, learner_gib
 from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.sharing import choose_turns
@@ -62,10 +63,54 @@ def test_a_model_too_large_for_engine_and_learner_is_refused(tmp_path: Path, mon
         ({"num_processes": 4, "strategy_args": {"zero_stage": 3}}, 4.0),
         ({"num_processes": 4, "strategy_args": {"strategy_name": "fsdp2_train"}}, 4.0),
         ({"model_args": {"lora_target": "q_proj"}}, 4.0),
+        ({"num_processes": 4, "model_args": {"lora_target": "q_proj"}, "strategy_args": {"zero_stage": 3}}, 1.0),
+        ({"strategy_args": {"strategy_config": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}}}, 8.0),
     ],
 )
 def test_a_learners_memory_counts_what_its_strategy_shards(train: dict[str, Any], gib: float, tmp_path: Path) -> None:
     assert learner_gib(config(train, pretrain=write_model(tmp_path, 2**30))) == gib
+
+
+PPO = {"adv_estimator": "gae", "reward_normalization": {"method": "identity"}}
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
+OWN = {"strategy_args": {"placement": "service"}}
+
+
+@pytest.mark.parametrize(
+    ("train", "keys", "gib", "critic"),
+    [
+        ({}, PPO, 32.0, 0.0),  # policy and critic
+        ({}, PPO | {"critic": {"num_processes": 1}}, 16.0, 16.0),
+        ({"strategy_args": {"zero_stage": 2}}, PPO | {"critic": {"num_processes": 2}}, 16.0, 10.0),
+        ({"model_args": {"lora_target": "q_proj"}}, PPO | {"critic": {"num_processes": 2}}, 4.0, 16.0),
+        ({}, PPO | {"critic": {"backbone": "policy"}}, 16.0, 0.0),
+        ({}, KL, 20.0, 0.0),
+        ({}, KL | {"reference": OWN}, 16.0, 0.0),
+        ({"model_args": {"lora_target": "q_proj"}}, KL, 4.0, 0.0),  # the policy without adapters
+    ],
+)
+def test_the_memory_of_each_role_is_where_it_is_computed(
+    train: dict[str, Any], keys: dict[str, Any], gib: float, critic: float, tmp_path: Path
+) -> None:
+    run = config(train, pretrain=write_model(tmp_path, 2**30), **keys)
+    assert (learner_gib(run), critic_gib(run, run.num_critic_processes)) == (gib, critic)
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "keys", "key", "says"),
+    [
+        (12.0, {}, "actor_train.strategy_args.zero_stage", "at least 16.0 GiB"),
+        (12.0, PPO | {"critic": {"num_processes": 1}}, "critic.num_processes", "at least 16.0 GiB of the critic's"),
+        (3.0, KL | {"reference": OWN}, "reference.strategy_args.placement", "the whole model, 4.0 GiB"),
+        (4.0, {}, KEY.replace("gpu_memory_utilization", "tensor_parallel_size"), "take 4.0 GiB of each of its 1"),
+    ],
+)
+def test_a_role_that_no_gpu_holds_is_refused_with_the_numbers(
+    memory_gib: float, keys: dict[str, Any], key: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "read_memory_gib", lambda: memory_gib)
+    run = config(pretrain=write_model(tmp_path, 2**30), **keys)
+    assert says in issues(run, TWO_NODES)[key]
 
 
 def test_a_tiny_policy_is_not_weighed() -> None:

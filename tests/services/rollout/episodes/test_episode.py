@@ -270,8 +270,8 @@ def test_an_aggregation_that_does_not_exist_is_named():
 
 
 def test_a_metric_with_a_slash_in_its_own_name_keeps_its_aggregation():
-    """A seat's metric has the aggregation of the name after the slash."""
-    metrics = EpisodeMetrics({"tool/calls": "sum", "moves": "max"})
+    """A seat's metric has the aggregation of the name after the slash, another one the default."""
+    metrics = EpisodeMetrics({"tool/calls": "sum", "moves": "max"}, ("white",))
     for value in (1.0, 2.0):
-        metrics.add({"tool/calls": value, "white/moves": value, "white/success": value})
-    assert metrics.values() == {"tool/calls": 3.0, "white/moves": 2.0, "white/success": 2.0}
+        metrics.add({"tool/calls": value, "white/moves": value, "white/success": value, "search/success": value})
+    assert metrics.values() == {"tool/calls": 3.0, "white/moves": 2.0, "white/success": 2.0, "search/success": 1.5}

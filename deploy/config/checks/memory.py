@@ -1,0 +1,197 @@
+"""Least memory of a run's processes on GPUs: weights, gradients and AdamW's moments, without activations."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from offbeat.deploy.config.device_plan import DevicePlan
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.sharing import engine_utilization
+from offbeat.services.generation.config import UTILIZATION
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.aliases import ENGINE
+from offbeat.trainer.config.issue import ConfigIssue
+from offbeat.trainer.config.roles import ReferenceConfig, TeacherConfig
+from offbeat.trainer.config.scored_roles import scored_roles
+
+UTILIZATION_KEY = f"{ENGINE}.gpu_memory_utilization"
+MAX_SHARED_UTILIZATION = 0.9
+"""Of an engine beside a learner."""
+GIB = 2**30
+
+
+def check_memory(config: RunConfig, plan: DevicePlan, memory_gib: float | None) -> Iterator[ConfigIssue]:
+    """Yield roles that the memory of a GPU can't hold. memory_gib: None if unknown."""
+    if plan.is_shared:
+        yield from _check_shared(config, plan, memory_gib)
+    elif memory_gib is not None and config.actor_train.device == "cuda":
+        yield from _check_learner(config, memory_gib)
+    if memory_gib is None:
+        return
+    if config.uses_engine and config.actor_infer.device == "cuda":
+        yield from _check_engine(config, memory_gib)
+    if config.actor_train.device == "cuda":
+        yield from _check_own(config, memory_gib)
+
+
+def _check_shared(config: RunConfig, plan: DevicePlan, memory_gib: float | None) -> Iterator[ConfigIssue]:
+    """Yield a memory too small for engine and learner."""
+    share = engine_utilization(config, plan)
+    if share > MAX_SHARED_UTILIZATION:
+        yield ConfigIssue(
+            UTILIZATION_KEY,
+            f"{share:g} leaves {1 - share:.0%} of a GPU to the learner on it: take at most {MAX_SHARED_UTILIZATION:g}, or "
+            "another device_mapping",
+        )
+        return
+    needed_gib = learner_gib(config)
+    if memory_gib is None or needed_gib is None:
+        return
+    if config.takes_turns:
+        yield from _check_turns(config, share, memory_gib)
+    elif share * memory_gib + needed_gib > memory_gib:
+        room = max(0.0, 1 - needed_gib / memory_gib)
+        advice = f"take at most {room:.2f}, or" if room > 0.05 else "take"
+        yield ConfigIssue(
+            UTILIZATION_KEY,
+            f"the engine's {share * memory_gib:.1f} GiB ({share:g}) and {_say_learner(needed_gib)} exceed the GPU's "
+            f"{memory_gib:.1f} GiB: {advice} more devices, zero_stage or lora_target",
+        )
+
+
+def _check_turns(config: RunConfig, share: float, memory_gib: float) -> Iterator[ConfigIssue]:
+    """Yield a memory that can't hold the learner alone, or the engine with the versions that GPU transports keep."""
+    yield from _check_learner(config, memory_gib, "also while the engine sleeps")
+    weights = config.weights
+    held_gib = weights.keep_versions * weights_gib(config) if weights.transport in ("ipc", "nccl") else 0.0
+    if share * memory_gib + held_gib > memory_gib:
+        yield ConfigIssue(
+            UTILIZATION_KEY,
+            f"the engine's {share * memory_gib:.1f} GiB ({share:g}) and {held_gib:.1f} GiB of {weights.keep_versions} "
+            f"published version(s) exceed the GPU's {memory_gib:.1f} GiB: take less, weights.keep_versions: 1, or "
+            "weights.transport: shm",
+        )
+
+
+def _check_learner(config: RunConfig, memory_gib: float, when: str = "") -> Iterator[ConfigIssue]:
+    needed_gib = learner_gib(config)
+    if needed_gib is not None and needed_gib > memory_gib:
+        yield ConfigIssue(
+            "actor_train.strategy_args.zero_stage",
+            f"{_say_learner(needed_gib)} exceed the GPU's {memory_gib:.1f} GiB{', ' if when else ''}{when}: take more "
+            "devices, zero_stage or lora_target",
+        )
+
+
+def _say_learner(needed_gib: float) -> str:
+    return f"at least {needed_gib:.1f} GiB of the learner's weights, gradients and moments"
+
+
+def _check_engine(config: RunConfig, memory_gib: float) -> Iterator[ConfigIssue]:
+    """Yield an engine whose weights exceed its share of its devices."""
+    engine = config.actor_infer.engine
+    share = engine.gpu_memory_utilization or UTILIZATION
+    needed_gib = weights_gib(config) / engine.world_size
+    if needed_gib >= share * memory_gib:
+        yield ConfigIssue(
+            f"{ENGINE}.tensor_parallel_size",
+            f"the engine's weights take {needed_gib:.1f} GiB of each of its {engine.world_size} device(s), and its share "
+            f"({share:g}) of {memory_gib:.1f} GiB is {share * memory_gib:.1f} GiB: take more devices per engine",
+        )
+
+
+def _check_own(config: RunConfig, memory_gib: float) -> Iterator[ConfigIssue]:
+    """Yield roles too large for devices of their own."""
+    needed_gib = critic_gib(config, config.num_critic_processes)
+    if needed_gib > memory_gib:
+        yield ConfigIssue(
+            "critic.num_processes",
+            f"at least {needed_gib:.1f} GiB of the critic's weights, gradients and moments exceed the GPU's "
+            f"{memory_gib:.1f} GiB: take more processes with zero_stage or fsdp2_train, or a smaller model",
+        )
+    for role in scored_roles(config, config.reference):
+        frozen_gib = _frozen_gib(config, role.config)
+        if frozen_gib > memory_gib:
+            yield ConfigIssue(
+                f"{role.name}.strategy_args.placement",
+                f"a process of the service holds the whole model, {frozen_gib:.1f} GiB, and the GPU has {memory_gib:.1f} "
+                "GiB: take placement learner with deepspeed_infer, or a smaller model",
+            )
+
+
+def weights_gib(config: RunConfig) -> float:
+    """Return the memory of a published version; 0 for a tiny or unreadable policy."""
+    is_wide = config.actor_train.model_args.dtype == "float32" and config.weights.dtype == "as_trained"
+    return count_weights(config.pretrain) * (4 if is_wide else 2) / GIB
+
+
+def learner_gib(config: RunConfig) -> float | None:
+    """Return the least memory of a learner's process, critic and frozen models in it included; None for a tiny policy."""
+    num_weights = count_weights(config.pretrain)
+    if not num_weights:
+        return None
+    args, num_processes = config.actor_train.model_args, config.actor_train.num_processes
+    policy = _trained_gib(config, num_weights, args, num_processes)
+    critic = critic_gib(config, num_processes) if not config.num_critic_processes else 0.0
+    return policy + critic + sum(_frozen_gib(config, role) for role in _frozen_roles(config))
+
+
+def critic_gib(config: RunConfig, num_processes: int) -> float:
+    """Return the least memory of a process with a critic that is a model of its own; 0 without one."""
+    if not config.has_own_critic or not num_processes:
+        return 0.0
+    args = config.actor_train.model_args.of_role(config.critic.model_args)
+    return _trained_gib(config, count_weights(config.critic_folder or config.pretrain), args, num_processes)
+
+
+def _trained_gib(config: RunConfig, num_weights: int, args: ModelArgs, num_processes: int) -> float:
+    strategy = config.actor_train.strategy_args
+    zero = strategy.strategy_config.get("zero_optimization")
+    offloads = zero if isinstance(zero, dict) else ()
+    stage = 3 if strategy.strategy_name == "fsdp2_train" else strategy.zero_stage
+    moments = 8 if args.dtype == "float32" else 12  # with the float32 copy
+    is_full = args.lora_target is None  # else gradients and moments are those of adapters
+    parts = [  # by the ZeRO stage that shards them
+        (moments if is_full and "offload_optimizer" not in offloads else 0, 1),
+        (_width(args) if is_full else 0, 2),
+        (_width(args) if "offload_param" not in offloads else 0, 3),
+    ]
+    return num_weights * sum(size / (num_processes if stage >= at else 1) for size, at in parts) / GIB
+
+
+def _frozen_roles(config: RunConfig) -> Iterator[ReferenceConfig | TeacherConfig]:
+    """Yield roles whose weights the learner's processes hold beside the policy's."""
+    reference = config.reference
+    is_policy = reference.model_args.model_name_or_path is None and config.actor_train.model_args.lora_target
+    roles: list[ReferenceConfig | TeacherConfig] = [reference] if config.needs_reference and not is_policy else []
+    roles += config.teacher.values() if config.distills else ()
+    yield from (role for role in roles if role.strategy_args.placement == "learner")
+
+
+def _frozen_gib(config: RunConfig, role: ReferenceConfig | TeacherConfig) -> float:
+    """Return the memory of a process's part of a frozen model."""
+    strategy, train = role.strategy_args, config.actor_train
+    args = train.model_args.of_role(role.model_args)
+    whole_gib = count_weights(role.model_args.model_name_or_path or config.pretrain) * _width(args) / GIB
+    is_split = strategy.strategy_name == "deepspeed_infer" or train.strategy_args.copy_size > 1
+    return whole_gib / train.num_processes if is_split and strategy.placement == "learner" else whole_gib
+
+
+def _width(args: ModelArgs) -> int:
+    """Return the bytes of a weight."""
+    return 4 if args.dtype == "float32" else 2
+
+
+def count_weights(model: str) -> int:
+    """Return the weights of a model's folder; 0 for a tiny or unreadable one, which has its own error."""
+    try:
+        return 0 if model == "tiny" else sum(map(_count_in_file, Path(model).glob("*.safetensors")))
+    except (OSError, ValueError):
+        return 0
+
+
+def _count_in_file(file: Path) -> int:
+    with file.open("rb") as opened:
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
