@@ -23,6 +23,7 @@ mkdir -p /tmp/ray
 mount --bind "$2" /tmp/ray
 mount -t tmpfs shm /dev/shm
 mount --bind "$3" /etc/hosts
+mount --bind /dev/null /etc/resolv.conf
 echo ready
 while read -r _; do :; done
 """
@@ -53,9 +54,14 @@ class Host:
             timeout=60,
         )
 
-    def ip(self, *arguments: str) -> None:
-        done = self.run("ip", *arguments)
-        assert done.returncode == 0, done.stderr
+    def plug(self) -> None:
+        """Connect the host; its default route leads to the other one."""
+        self._ip("address", "replace", f"{self.address}/24", "dev", "cable")
+        self._ip("link", "set", "cable", "up")
+        self._ip("route", "add", "default", "dev", "cable")
+
+    def unplug(self) -> None:
+        self._ip("link", "set", "cable", "down")
 
     def living(self, mark: str) -> list[psutil.Process]:
         """Return this host's processes whose command line holds `mark`."""
@@ -67,6 +73,10 @@ class Host:
             except (psutil.Error, OSError):
                 continue
         return found
+
+    def _ip(self, *arguments: str) -> None:
+        done = self.run("ip", *arguments)
+        assert done.returncode == 0, done.stderr
 
     def _enter(self, *command: object) -> list[str]:
         return ["nsenter", "-t", str(self.pid), "-a", f"--wd={self.folder}", *map(str, command)]
@@ -84,10 +94,7 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
         ends = ("name", "cable", "netns", first.pid, "type", "veth", "peer", "name", "cable", "netns", second.pid)
         _run_or_skip("ip", "link", "add", *ends)
         for host in (first, second):
-            host.ip("address", "add", f"{host.address}/24", "dev", "cable")
-            host.ip("link", "set", "cable", "up")
-        first.ip("route", "add", "default", "via", second.address)
-        second.ip("route", "add", "default", "via", first.address)
+            host.plug()
         yield first, second
     finally:
         for process in processes:
