@@ -4,6 +4,7 @@ Commands are repeated for about `patience_s`, so they must be idempotent.
 """
 
 import asyncio
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar, cast
@@ -32,6 +33,18 @@ MAX_RETRIES = 200
 """Bound for calls that fail at once."""
 MAX_BLOCK_S = 5.0
 """Longest blocking read."""
+
+
+def local_address(redis: Redis) -> str:
+    """Return this host's address on the way to Redis."""
+    options = redis.connection_pool.connection_kwargs
+    try:
+        family, _, _, _, target = socket.getaddrinfo(options["host"], options["port"], type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing
+            return str(probe.getsockname()[0])
+    except (KeyError, OSError):  # a Unix socket, or no way
+        return "127.0.0.1"
 
 
 def _raise_first_error(answer: T) -> T:

@@ -1,5 +1,5 @@
 """ROLL's own agentic example trains without the importer, by ROLL's command, with a small model of its architecture; its
-distillation example trains after its import, with model, devices, sizes and rows replaced.
+RLVR and distillation examples train after their import, with model, devices, sizes and rows replaced.
 """
 
 import json
@@ -111,9 +111,49 @@ def import_trial(kind: str, rows: Sequence[object], folder: Path) -> Path:
     tree["data"] |= {"dataset_name": str(data), "val_dataset_name": str(data)}
     tree |= {"exp_name": "imported", "output_dir": str(folder / "run"), "logging_dir": str(folder / "run" / "logs")}
     tree |= {"max_steps": 2, "save_steps": 2, "eval_steps": 0, "rollout_batch_size": 8}
+    if kind == "rlvr":
+        # a judge and a sandbox are no part of this test
+        kept = ("math_rule", "crossthinkqa", "ifeval")
+        tree["custom_envs"] = {tag: {**tree["custom_envs"][tag], "max_tokens_per_step": 6} for tag in kept}
+        tree["rewards"] = [reward for reward in tree["rewards"] if reward["name"] in kept]
+        for key in ("domain_interleave_probs", "tag_included"):
+            tree["data"][key] = {tag: tree["data"][key][tag] for tag in kept}
+        tree["data"]["domain_interleave_probs"] = {"math_rule": 0.5, "crossthinkqa": 0.25, "ifeval": 0.25}
+        tree["data"]["prompt_length"] = 32
+        tree |= {"sequence_length": 64, "train_env_manager": {"group_size": 2, "num_env_groups": 4}}
+        tree["tracker_kwargs"] = {"tensorboard": {"log_dir": str(folder / "run" / "tensorboard")}}
+        tree["actor_infer"]["generating_args"]["max_new_tokens"] = 6
+        tree["actor_infer"]["strategy_args"] = {"strategy_name": "hf_infer"}
+        tree["actor_train"]["training_args"]["num_minibatches"] = 2
+        tree["zero_variance"] = "train"
+        for key in ("mask", "low_threshold", "high_threshold"):  # it would leave out what a random policy answers
+            del tree[f"difficulty_{key}"]
     path = folder / "imported.yaml"
     path.write_text(yaml.safe_dump(tree, allow_unicode=True))
     return path
+
+
+@pytest.mark.alone
+@pytest.mark.timeout(300)
+def test_rolls_rlvr_file_trains_after_its_import(tmp_path: Path):
+    short = {"instruction_id_list": ["length_constraints:number_words"]}
+    short |= {"kwargs": [{"relation": "less than", "num_words": 3}]}
+    rows = [
+        *({"prompt": f"{n} + 2 =", "ground_truth": str(n + 2), "tag": "deepmath_103k"} for n in range(4)),
+        *({"prompt": f"<answer> {n} </answer>", "ground_truth": str(n), "tag": "crossthinkqa"} for n in range(2)),
+        *({"prompt": f"say {n}", "ground_truth": "", "tag": "ifeval", **short} for n in range(2)),
+    ]
+    file = import_trial("rlvr", rows, tmp_path)
+    command = [sys.executable, "-m", "offbeat.deploy.cli.app", "train", str(file)]
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert (report["pipeline"], report["steps"], report["groups_trained"]) == ("rlvr", 2, 8)
+    assert report["tokens_trained"] > 0
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    names = {name for record in records if record["source"] == "learner" for name in record["values"]}
+    assert {f"env/{tag}/reward/{tag}" for tag in ("math_rule", "crossthinkqa", "ifeval")} <= names
 
 
 @pytest.mark.slow

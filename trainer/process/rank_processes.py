@@ -12,6 +12,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
+import psutil
+
 from offbeat.services.errors import MeshError
 from offbeat.services.process import die_with_parent, free_port
 from offbeat.trainer.process.heartbeat import HEARTBEAT_FD, Heartbeat
@@ -111,6 +113,15 @@ class FollowerRanks:
                 process.wait()
 
 
+def gloo_interface(address: str) -> dict[str, str]:
+    """Return the environment in which gloo takes the network interface of `address`; by default it takes that of the host
+    name, on Debian loopback.
+    """
+    addresses = psutil.net_if_addrs().items()
+    names = [name for name, entries in addresses if address in {entry.address for entry in entries}]
+    return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
+
+
 @contextmanager
 def start_followers(
     num_processes: int, command: Sequence[str], timeout_s: float, others: OtherNodes | None = None
@@ -125,6 +136,8 @@ def start_followers(
     num_local, host = (others.num_local, others.address) if others is not None else (num_processes, "127.0.0.1")
     port = free_port()
     address = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(num_processes)}
+    if others is not None:
+        address = {**gloo_interface(host), **os.environ, **address}
     os.environ.update(address, RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(num_local))
     heartbeats = [Heartbeat(timeout_s) for _ in range(1, num_local)]
     processes = [

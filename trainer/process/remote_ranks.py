@@ -16,15 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
-from urllib.parse import urlsplit
 
 from redis import Redis
 from redis.exceptions import RedisError
 
 from offbeat.services.keys import RunKeys
+from offbeat.services.redis.connection import local_address
 from offbeat.trainer.engines.node_ranks import RANKS_PER_NODE, NodeRanks, decode_ranks, encode_ranks
 from offbeat.trainer.process.heartbeat import Heartbeat
-from offbeat.trainer.process.rank_processes import FollowerRanks, RankDiedError, start_rank
+from offbeat.trainer.process.rank_processes import FollowerRanks, RankDiedError, gloo_interface, start_rank
 
 logger = logging.getLogger(__name__)
 
@@ -45,20 +45,6 @@ def world_key(run_id: str, world: str) -> str:
     return RunKeys(run_id).key("learner", "world", world)
 
 
-def local_address(redis_url: str) -> str:
-    """Return this host's address on the way to Redis."""
-    parts = urlsplit(redis_url)
-    if not parts.hostname:
-        return "127.0.0.1"
-    try:
-        family, _, _, _, target = socket.getaddrinfo(parts.hostname, parts.port or 6379, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"
-
-
 def _connect(redis_url: str) -> Redis:
     return Redis.from_url(redis_url, socket_timeout=SOCKET_TIMEOUT_S, socket_connect_timeout=SOCKET_TIMEOUT_S)
 
@@ -68,8 +54,8 @@ class RemoteRanks:
 
     def __init__(self, redis_url: str, run_id: str, ranks_per_node: Sequence[NodeRanks]) -> None:
         self.num_local = ranks_per_node[0].total
-        self.address = local_address(redis_url)
         self._redis = _connect(redis_url)
+        self.address = local_address(self._redis)
         self._worlds, self._id = worlds_key(run_id), uuid.uuid4().hex
         self._key = world_key(run_id, self._id)
         self._fields: dict[str, str | int] = {SIZES: encode_ranks(ranks_per_node)}
@@ -189,7 +175,7 @@ class FollowerHost:
         joined = self._joined.get(world)
         if PORT in fields and CLOSED not in fields:
             if joined is None:
-                self._join(world, fields)
+                self._join(world, fields, local_address(redis))
             else:
                 joined.absent_since = None
                 self._report(redis, world, joined)
@@ -201,14 +187,14 @@ class FollowerHost:
                 joined.ranks.kill()
                 del self._joined[world]
 
-    def _join(self, world: str, fields: Mapping[str, str]) -> None:
+    def _join(self, world: str, fields: Mapping[str, str], own_address: str) -> None:
         sizes = [node.total for node in decode_ranks(fields[SIZES])]
         if self._node >= len(sizes):
             return
         first = sum(sizes[: self._node])
         address = {"MASTER_ADDR": fields[ADDRESS], "MASTER_PORT": fields[PORT], "WORLD_SIZE": str(sum(sizes))}
         local = {"LOCAL_WORLD_SIZE": str(sizes[self._node]), RANKS_PER_NODE: fields[SIZES]}
-        environment = {**os.environ, **self._environment, **address, **local}
+        environment = {**gloo_interface(own_address), **os.environ, **self._environment, **address, **local}
         logger.info("node %d: ranks %d to %d of %d", self._node, first, first + sizes[self._node] - 1, sum(sizes))
         heartbeats = [Heartbeat(self._timeout_s) for _ in range(sizes[self._node])]
         processes: list[subprocess.Popen[bytes]] = []

@@ -17,6 +17,7 @@ from redis import exceptions as redis_errors
 
 from offbeat.services.errors import WeightsError
 from offbeat.services.keys import RunKeys
+from offbeat.services.redis.connection import local_address
 from offbeat.services.redis.errors import retryable
 
 PullParameters = dict[str, Any]
@@ -46,6 +47,11 @@ class PullServer:
         self._redis = redis
         self._keys = RunKeys(run_id)
         self._token = token
+
+    @property
+    def address(self) -> str:
+        """This host's address for the replicas."""
+        return local_address(self._redis)
 
     def take(self, timeout_s: float) -> TensorPull | None:
         """Return the next unexpired request; renews the heartbeat."""

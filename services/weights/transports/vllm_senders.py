@@ -5,7 +5,6 @@ themselves.
 """
 
 # pyright: basic
-import socket
 from base64 import b64encode
 from collections.abc import Iterator
 from typing import Any, cast
@@ -107,8 +106,8 @@ def send_ipc(held: dict[str, torch.Tensor], pull: TensorPull, server: PullServer
 
 def send_nccl(held: dict[str, torch.Tensor], pull: TensorPull, server: PullServer) -> None:
     source = HeldSource(held)
-    address = socket.gethostbyname(socket.gethostname())
-    info = NCCLTrainerInitInfo(rank=0, master_address=address, master_port=free_port(""), world_size=1 + pull.workers)
+    port = free_port("")
+    info = NCCLTrainerInitInfo(rank=0, master_address=server.address, master_port=port, world_size=1 + pull.workers)
     client = PullServerClient(pull, server, source, rendezvous=True)
     with torch.cuda.device(next(iter(held.values())).device):
         engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)

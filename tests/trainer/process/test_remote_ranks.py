@@ -11,10 +11,11 @@ import pytest
 import redis
 
 from offbeat.services.process import free_port
+from offbeat.services.redis.connection import local_address
 from offbeat.trainer.engines.node_ranks import NodeRanks
 from offbeat.trainer.process import remote_ranks
-from offbeat.trainer.process.rank_processes import RankDiedError
-from offbeat.trainer.process.remote_ranks import FollowerHost, RemoteRanks, local_address, worlds_key
+from offbeat.trainer.process.rank_processes import RankDiedError, gloo_interface
+from offbeat.trainer.process.remote_ranks import FollowerHost, RemoteRanks, worlds_key
 from tests.waiting import wait_until_sync
 
 RUN = "hosts"
@@ -134,5 +135,8 @@ def test_standby_and_active_learner_have_a_world_each(redis_url: str, hosts: lis
 
 
 def test_rank_zero_is_met_at_its_address_on_the_way_to_redis() -> None:
-    assert local_address("redis://127.0.0.1:6379/0") == "127.0.0.1"
-    assert local_address("unix:///run/redis.sock") == "127.0.0.1"
+    for url in ("redis://127.0.0.1:6379/0", "unix:///run/redis.sock"):
+        with redis.Redis.from_url(url) as server:
+            assert local_address(server) == "127.0.0.1"
+    assert gloo_interface("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert gloo_interface("192.0.2.254") == {}, "none of this host"
