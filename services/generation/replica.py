@@ -324,5 +324,9 @@ class GenerationReplica:
 
     def take_metrics(self) -> MetricRecord:
         return self._counts.take(
-            replica_id=self._replica_id, version=self._version, running=len(self._running), waiting=self._waiting
+            self._engine.session_counts(),
+            replica_id=self._replica_id,
+            version=self._version,
+            running=len(self._running),
+            waiting=self._waiting,
         )

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from offbeat.services.errors import RetryableError, WeightsError
-from offbeat.services.generation.engine import LoadTimes
+from offbeat.services.generation.engine import LoadTimes, SessionCounts
 from offbeat.services.messages.types import (
     Completion,
     FinishReason,
@@ -102,6 +102,9 @@ class FakeEngine:
     async def wake(self) -> None:
         self.is_asleep = False
         self.note("wake")
+
+    def session_counts(self) -> SessionCounts:
+        return SessionCounts()
 
     async def check(self) -> None:
         if self.dead:
