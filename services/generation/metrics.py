@@ -4,10 +4,11 @@ from offbeat.services.telemetry import MetricRecord, Partial, mean
 
 
 class Counts:
-    def __init__(self) -> None:
+    def __init__(self, continued: int = 0) -> None:
+        """continued: turns that the engine continued for earlier runs."""
         self._sums = dict.fromkeys(("tokens", "requests", "errors", "resampled", "refused_weights"), 0)
         self._loads: list[LoadTimes] = []
-        self._continued = 0
+        self._continued = continued
 
     def completed(self, completion: Completion) -> None:
         self._sums["requests"] += 1

@@ -66,7 +66,7 @@ class GenerationReplica:
         self._waiting = 0
         self._changed = asyncio.Condition()
         self._running: dict[str, asyncio.Task[Completion]] = {}
-        self._counts = Counts()
+        self._counts = Counts(engine.session_counts().continued)
 
     async def catch_up(self) -> None:
         """Load the newest version, if fetchable.

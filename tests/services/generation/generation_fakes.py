@@ -41,6 +41,7 @@ class FakeEngine:
         self.may_stage.set()
         self.may_load = asyncio.Event()
         self.may_load.set()
+        self.sessions = SessionCounts()
         self.load_error: Exception | None = None
         self.dead = False
         self.is_asleep = False
@@ -104,7 +105,7 @@ class FakeEngine:
         self.note("wake")
 
     def session_counts(self) -> SessionCounts:
-        return SessionCounts()
+        return self.sessions
 
     async def check(self) -> None:
         if self.dead:
