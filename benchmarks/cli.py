@@ -223,7 +223,7 @@ def bench_turn(
         list[int] | None, typer.Option(min=1, help="Episodes at a time; may be repeated. Default: 1 to 1024.")
     ] = None,
     coalesce_s: CoalesceS = 0.0,
-    sessions: Annotated[bool, typer.Option(help="Keep episodes in the engine between their turns.")] = False,
+    sessions: Annotated[bool, typer.Option(help="Keep episodes in the engine between their turns.")] = True,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     json: JsonFile = None,
     quick: Quick = False,

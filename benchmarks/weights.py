@@ -130,7 +130,7 @@ class _Timed:
         self._loads = loads
         self.generate, self.stage = engine.generate, engine.stage
         self.abort, self.sleep, self.wake = engine.abort, engine.sleep, engine.wake
-        self.check, self.close = engine.check, engine.close
+        self.check, self.close, self.session_counts = engine.check, engine.close, engine.session_counts
 
     async def load(self, path: Path, version: int) -> Any:
         times = await self._engine.load(path, version)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from offbeat.envs.frozen_lake.maps import ACTIONS
 from offbeat.services.chat.append_only import ChatFormat
-from offbeat.services.generation.engine import LoadTimes
+from offbeat.services.generation.engine import LoadTimes, SessionCounts
 from offbeat.services.generation.replica import GenerationReplica
 from offbeat.services.messages.types import (
     Completion,
@@ -47,6 +47,9 @@ class ScriptedEngine:
     async def load(self, path: Path, version: int) -> LoadTimes:
         del path, version
         return LoadTimes(0.0, 0.0)
+
+    def session_counts(self) -> SessionCounts:
+        return SessionCounts()
 
     async def check(self) -> None: ...
 

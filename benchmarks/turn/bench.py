@@ -49,7 +49,7 @@ class TurnOptions:
     """Time without episodes, in which the idle processes' CPU time is measured."""
     rounds: int = 3
     coalesce_s: float = 0.0
-    sessions: bool = False
+    sessions: bool = True
     """`actor_infer.keep_sessions`."""
 
 

@@ -1,8 +1,12 @@
 """Interface of the generation service and its Ray Serve client."""
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
+from copy import copy
 from typing import Any, Protocol
 
+from grpc.aio import AioRpcError
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
@@ -14,6 +18,14 @@ from offbeat.services.messages.codec import decode_completions, encode_requests
 from offbeat.services.messages.types import Completion, GenerateRequest
 
 DEPLOYMENT = "generation"
+MAX_MESSAGE_BYTES = 2 << 20
+"""Of a call over gRPC; Serve's limit is 4 MiB unless RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH is set."""
+BYTES_PER_TOKEN = 16
+"""Of an encoded completion at most: id, logprob, and spans of versions."""
+COMPLETION_BYTES = 128
+"""Of an encoded completion without tokens and texts."""
+PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+"""Variables under which gRPC would send calls through a proxy; Ray's own calls ignore them."""
 
 
 class GenerationClient(Protocol):
@@ -45,31 +57,66 @@ class NoGeneration:
 
 
 class ServeGenerationClient:
-    """`GenerationClient` over a Serve handle; a streaming call carries many turns to one replica.
+    """`GenerationClient` over a Serve handle; a streaming call carries many turns to one replica. Used in one event loop.
 
     Calls wait for the deployment. Raises `RayServeException` if Serve is not running.
     """
 
     def __init__(self, app: str, clock: AwakeClock | None = None) -> None:
         """clock: stands still while requests wait because all replicas sleep."""
-        self._handle = serve.get_deployment_handle(DEPLOYMENT, app)
-        self._generate = self._handle.options(method_name="generate", stream=True)
+        # Serve's own is shared by the process, and routed in the loop of whoever uses it first
+        self._handle = copy(serve.get_deployment_handle(DEPLOYMENT, app))
+        self._generate: dict[bool, Any] = {}
+        """By whether arguments travel as Ray's objects."""
         self._calls = ResumedCalls(self._call, clock or AwakeClock())
+        self._has_proxy = any(os.environ.get(name) for name in PROXIES)
 
     def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
         return self._calls.generate(requests)
 
     def _call(self, requests: Sequence[GenerateRequest], asleep: Sequence[str]) -> "_ServeCall":
+        blob = encode_requests(requests)
+        by_reference = self._has_proxy or not fits_message(requests, len(blob))
+        if by_reference not in self._generate:
+            handle = self._routed().options(method_name="generate", stream=True, _by_reference=by_reference)
+            self._generate[by_reference] = handle
         known = {"asleep": asleep} if asleep else {}
-        return _ServeCall(self._generate.remote(encode_requests(requests), **known))
+        return _ServeCall(self._generate[by_reference].remote(blob, **known))
+
+    def _routed(self) -> Any:
+        """Return the handle, routed in this event loop: a thread of its own would cost a call as much CPU as the call."""
+        if not self._handle.is_initialized:
+            self._handle._init(_run_router_in_separate_loop=False)
+        return self._handle
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Abort on every replica."""
         self._calls.withdraw(request_ids)
         try:
-            await self._handle.broadcast("abort", list(request_ids)).results_async()
+            await self._routed().broadcast("abort", list(request_ids)).results_async()
         except (RayError, RayServeException) as error:
-            raise _translate(error) from error
+            raise translate(error) from error
+
+
+def in_messages(completions: Sequence[Completion]) -> Iterator[list[Completion]]:
+    """Split completions into parts that gRPC carries, if each of them fits."""
+    part, size = list[Completion](), 0
+    for completion in completions:
+        texts = len(completion.request_id) + len(completion.error)
+        more = BYTES_PER_TOKEN * len(completion.token_ids) + texts + COMPLETION_BYTES
+        if part and size + more > MAX_MESSAGE_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(completion)
+        size += more
+    if part:
+        yield part
+
+
+def fits_message(requests: Sequence[GenerateRequest], size: int) -> bool:
+    """Return whether a call of `size` bytes and each of its completions may travel by gRPC, and not as Ray's objects."""
+    answer = BYTES_PER_TOKEN * max((each.sampling.max_new_tokens for each in requests), default=0)
+    return max(size, answer) <= MAX_MESSAGE_BYTES
 
 
 class _ServeCall:
@@ -81,16 +128,25 @@ class _ServeCall:
         try:
             async for blob in self._call:
                 yield decode_completions(blob)
-        except (RayError, RayServeException) as error:
-            raise _translate(error) from error
+        except Exception as error:
+            raise translate(error) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise RetryableError("the replica cancelled the call") from None
 
     def cancel(self) -> None:
         self._call.cancel()
 
 
-def _translate(error: Exception) -> MeshError:
-    """Convert Ray's wrapper to the service's error."""
-    if not isinstance(error, RayTaskError):
-        return RetryableError(f"no replica answered: {error}")
-    cause = error.cause
-    return cause if isinstance(cause, MeshError) else GenerationError(f"the replica failed: {cause!r}")
+def translate(error: Exception) -> MeshError:
+    """Convert an error of the replica, or of the way there, to the service's."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, MeshError):
+        return cause
+    if isinstance(cause, AioRpcError):
+        return RetryableError(f"no replica answered: {cause.code().name}: {cause.details()}")
+    if isinstance(cause, (RayError, RayServeException)):
+        return RetryableError(f"no replica answered: {cause}")
+    return GenerationError(f"the replica failed: {cause!r}")

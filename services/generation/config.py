@@ -117,10 +117,11 @@ class GenerationConfig(Config):
     on_weight_update: Literal["keep", "recompute"] = "keep"
     """Whether running requests keep or recompute their KV cache under new weights; new requests reuse no older
     entries."""
-    keep_sessions: bool = False
+    keep_sessions: bool | None = None
     """Whether an episode stays in vLLM between its turns, so that a turn computes its new tokens alone; until the next
-    version, within `max_num_seqs` and the KV cache, with `on_weight_update: keep` and prefix caching, without
-    `enable_sleep_mode`."""
+    version, within `max_num_seqs` and the KV cache. Needs `on_weight_update: keep` and prefix caching, and no
+    `enable_sleep_mode`. None: on a CPU, where all of these hold.
+    """
     request_timeout_s: float = Field(default=60.0, gt=0)
     """Time until a turn is aborted and its episode retried."""
     update_timeout_s: float = Field(default=120.0, gt=0)
@@ -150,6 +151,18 @@ class GenerationConfig(Config):
     @property
     def engine(self) -> VllmConfig:
         return self.strategy_args.strategy_config
+
+    @property
+    def can_keep_sessions(self) -> bool:
+        """Whether keys and values outlast a turn, and turns end by themselves alone."""
+        # An engine that goes to sleep aborts turns by their ids, which vLLM knows of a session's first turn alone
+        engine = self.engine
+        return self.on_weight_update == "keep" and engine.enable_prefix_caching and not engine.enable_sleep_mode
+
+    @property
+    def keeps_sessions(self) -> bool:
+        is_wanted = self.device == "cpu" if self.keep_sessions is None else self.keep_sessions
+        return is_wanted and self.can_keep_sessions
 
 
 def app_name(run_id: str) -> str:

@@ -17,6 +17,15 @@ class LoadTimes:
     load_s: float
 
 
+class SessionCounts(NamedTuple):
+    """Of episodes that stay in the engine between their turns."""
+
+    waiting: int = 0
+    """Episodes whose next turn the engine waits for."""
+    continued: int = 0
+    """Turns since the start that computed their new tokens alone."""
+
+
 class MostLikely(NamedTuple):
     """Most likely tokens of a position, best first."""
 
@@ -66,6 +75,8 @@ class PolicyEngine(Protocol):
     async def wake(self) -> None:
         """Take memory back, with the weights of before and no keys and values."""
         ...
+
+    def session_counts(self) -> SessionCounts: ...
 
     async def check(self) -> None:
         """Raise `RetryableError` if the engine is dead."""

@@ -1,12 +1,14 @@
-from offbeat.services.generation.engine import LoadTimes
+from offbeat.services.generation.engine import LoadTimes, SessionCounts
 from offbeat.services.messages.types import Completion
 from offbeat.services.telemetry import MetricRecord, Partial, mean
 
 
 class Counts:
-    def __init__(self) -> None:
+    def __init__(self, continued: int = 0) -> None:
+        """continued: turns that the engine continued for earlier runs."""
         self._sums = dict.fromkeys(("tokens", "requests", "errors", "resampled", "refused_weights"), 0)
         self._loads: list[LoadTimes] = []
+        self._continued = continued
 
     def completed(self, completion: Completion) -> None:
         self._sums["requests"] += 1
@@ -22,13 +24,17 @@ class Counts:
     def loaded(self, times: LoadTimes) -> None:
         self._loads.append(times)
 
-    def take(self, *, replica_id: str, version: int, running: int, waiting: int) -> MetricRecord:
+    def take(
+        self, sessions: SessionCounts, *, replica_id: str, version: int, running: int, waiting: int
+    ) -> MetricRecord:
         values = {name: Partial("sum", value) for name, value in self._sums.items()}
         values |= {
             "weight_updates": Partial("sum", len(self._loads)),
             "version": Partial("last", version),
             "running": Partial("last", running),
             "waiting": Partial("last", waiting),
+            "sessions": Partial("last", sessions.waiting),
+            "continued": Partial("sum", sessions.continued - self._continued),
         }
         if self._loads:
             values["pause_s"] = mean(times.pause_s for times in self._loads)
@@ -36,4 +42,5 @@ class Counts:
             values["load_s"] = mean(times.load_s for times in self._loads)
         self._sums = dict.fromkeys(self._sums, 0)
         self._loads = []
+        self._continued = sessions.continued
         return MetricRecord("generation", values, labels={"replica": replica_id})

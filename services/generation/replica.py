@@ -66,7 +66,7 @@ class GenerationReplica:
         self._waiting = 0
         self._changed = asyncio.Condition()
         self._running: dict[str, asyncio.Task[Completion]] = {}
-        self._counts = Counts()
+        self._counts = Counts(engine.session_counts().continued)
 
     async def catch_up(self) -> None:
         """Load the newest version, if fetchable.
@@ -324,5 +324,9 @@ class GenerationReplica:
 
     def take_metrics(self) -> MetricRecord:
         return self._counts.take(
-            replica_id=self._replica_id, version=self._version, running=len(self._running), waiting=self._waiting
+            self._engine.session_counts(),
+            replica_id=self._replica_id,
+            version=self._version,
+            running=len(self._running),
+            waiting=self._waiting,
         )

@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import psutil
 
+from offbeat.deploy.audit.lives import Audit
+from offbeat.deploy.cli.audit import examine
 from offbeat.services.weights.transports.base import owner_of
 from tests.paths import QUICKSTART
 
@@ -116,3 +118,20 @@ class TrainProcess:
 def left_behind(train: TrainProcess) -> list[str]:
     """Files of the run in shared memory."""
     return [path.name for path in Path("/dev/shm").glob(f"offbeat-{owner_of('quickstart', train.output_dir)}-*")]
+
+
+def accounted(report: dict[str, Any]) -> bool:
+    lost = sum(report["groups_dropped"].values()) + sum(report["groups_failed"].values())
+    return report["groups_admitted"] == report["groups_trained"] + lost
+
+
+def finished(train: TrainProcess, steps: int) -> tuple[dict[str, Any], Audit]:
+    """Report and audit of a run that has to train all its steps of 8 groups."""
+    assert train.wait() == 0, train.output
+    report = train.report()
+    assert (report["steps"], report["groups_trained"]) == (steps, steps * 8)
+    assert accounted(report)
+    assert left_behind(train) == []
+    found, _ = examine(train.output_dir)
+    assert found.proven, found.findings
+    return report, found

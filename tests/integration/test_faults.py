@@ -5,7 +5,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -13,11 +12,10 @@ from redis import Redis
 
 from offbeat.benchmarks.chaos.failover import fail_over
 from offbeat.benchmarks.chaos.proxy import write_server_script
-from offbeat.deploy.audit.lives import Audit
 from offbeat.deploy.cli.audit import examine
 from offbeat.services.keys import RunKeys
 from offbeat.services.redis.server import server_binary
-from tests.integration.mesh import TrainProcess, left_behind
+from tests.integration.mesh import TrainProcess, accounted, finished, left_behind
 from tests.waiting import wait_until_sync
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
@@ -36,23 +34,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield run
     for process in started:
         process.close()
-
-
-def accounted(report: dict) -> bool:
-    lost = sum(report["groups_dropped"].values()) + sum(report["groups_failed"].values())
-    return report["groups_admitted"] == report["groups_trained"] + lost
-
-
-def finished(train: TrainProcess, steps: int) -> tuple[dict[str, Any], Audit]:
-    """Report and audit of a run that has to train all its steps of 8 groups."""
-    assert train.wait() == 0, train.output
-    report = train.report()
-    assert (report["steps"], report["groups_trained"]) == (steps, steps * 8)
-    assert accounted(report)
-    assert left_behind(train) == []
-    found, _ = examine(train.output_dir)
-    assert found.proven, found.findings
-    return report, found
 
 
 def test_killed_worker_engine_and_learner_lose_no_group(start: Start):

@@ -22,7 +22,13 @@ from redis.asyncio import Redis as AsyncRedis
 from offbeat.services.device_turns import LearnerTurns
 from offbeat.services.errors import RetryableError
 from offbeat.services.generation.app import build
-from offbeat.services.generation.client import DEPLOYMENT, ServeGenerationClient
+from offbeat.services.generation.client import (
+    BYTES_PER_TOKEN,
+    DEPLOYMENT,
+    MAX_MESSAGE_BYTES,
+    ServeGenerationClient,
+    fits_message,
+)
 from offbeat.services.generation.config import EngineModelArgs, EngineStrategy, GenerationConfig, VllmConfig, app_name
 from offbeat.services.generation.replica import ReplicaStatus
 from offbeat.services.keys import RunKeys
@@ -262,8 +268,31 @@ async def serves(version: int) -> bool:
     return (await status())["version"] == version
 
 
-async def test_an_abort_and_a_caller_who_leaves_free_the_engine(mesh: Mesh, client: ServeGenerationClient) -> None:
-    requests = [mesh.request(max_new_tokens=450, min_version=10_000) for _ in range(2)]
+LONG = MAX_MESSAGE_BYTES // BYTES_PER_TOKEN + 1
+"""Tokens of an answer that Ray's object store would carry."""
+
+
+async def test_what_does_not_fit_a_message_travels_as_an_object(mesh: Mesh, client: ServeGenerationClient) -> None:
+    await wait_until(lambda: serves(mesh.version))
+    request = mesh.request(length=500, max_new_tokens=LONG)
+    assert not fits_message([request], 0)
+    (completion,) = await generate(client, request)
+    assert len(completion.token_ids) == 12, "the context's end"
+    assert mesh.mismatch(request, completion).max() < FLOAT_NOISE
+
+
+async def test_a_proxy_for_grpc_takes_no_calls(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which gRPC would send through it, and Serve would repeat without end."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    (completion,) = await generate(ServeGenerationClient(app_name(RUN)), mesh.request())
+    assert len(completion.token_ids) == 8
+
+
+@pytest.mark.parametrize("max_new_tokens", [450, LONG], ids=["message", "object"])
+async def test_an_abort_and_a_caller_who_leaves_free_the_engine(
+    mesh: Mesh, client: ServeGenerationClient, max_new_tokens: int
+) -> None:
+    requests = [mesh.request(max_new_tokens=max_new_tokens, min_version=10_000) for _ in range(2)]
     call = asyncio.create_task(generate(client, *requests))
     await wait_until(lambda: is_waiting(2))
     await client.abort([requests[0].request_id, "unknown"])

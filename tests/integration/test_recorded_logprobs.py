@@ -1,62 +1,136 @@
-"""A run kept whole: each recorded logprob is that of the weights that its version names, whichever engine sampled it."""
+"""Runs kept whole: each recorded logprob is that of the weights that its version names, whichever engine sampled it."""
 
-from collections.abc import Iterator
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from offbeat.deploy.config.loader import compose_tree, validate_tree
 from offbeat.services.messages.types import Segment
 from offbeat.trainer.training.batch_log import BatchLog
-from tests.integration.mesh import TrainProcess
+from tests.integration.mesh import TrainProcess, finished
 from tests.paths import QUICKSTART
+from tests.waiting import wait_until_sync
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(400)]
 
 FLOAT_NOISE = 3e-5
-STEPS = 5
-WHOLE = (f"max_steps={STEPS}", "save_steps=1", "max_ckpt_to_keep=100", "record_batches=100", "zero_variance=train")
+WHOLE = ("save_steps=1", "max_ckpt_to_keep=100", "record_batches=100", "zero_variance=train")
+Start = Callable[..., TrainProcess]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started: list[TrainProcess] = []
+
+    def run(*overrides: str) -> TrainProcess:
+        started.append(TrainProcess(tmp_path / "run", *overrides))
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.close()
 
 
 @pytest.mark.parametrize("engine", ["hf_infer", "vllm"])
-def test_recorded_logprobs_are_those_of_their_versions_weights(engine: str, tmp_path: Path) -> None:
+def test_recorded_logprobs_are_those_of_their_versions_weights(engine: str, start: Start) -> None:
     """Turns within one version; under `keep` a longer one continues on older keys and values, which its spans tell."""
-    overrides = [*WHOLE, f"actor_infer.strategy_args.strategy_name={engine}"]
-    train = TrainProcess(tmp_path / "run", *overrides)
-    try:
-        assert train.wait(300) == 0, train.output
-    finally:
-        train.close()
+    overrides = (*WHOLE, "max_steps=5", f"actor_infer.strategy_args.strategy_name={engine}")
+    train = start(*overrides)
+    finished(train, steps=5)
+    compared = compare(train.output_dir, overrides, steps=5)
+    assert compared.tokens > 1000
+    assert compared.mixed_turns * 10 < compared.tokens
+    assert len(compared.versions) >= 4, "batches lag by one version at most"
+
+
+@pytest.mark.timeout(600)
+def test_kills_with_open_sessions_lose_no_group_and_mix_no_weights(start: Start) -> None:
+    """Replica, worker and engine core die while episodes stay in the engine, through whose lives weights change."""
+    overrides = (*WHOLE, "max_steps=12")
+    train = start(*overrides)
+    for step, victim in ((2, "ray::ServeReplica:generation"), (5, "ray::EnvWorker"), (8, "VLLM::EngineCore")):
+        train.wait_for_step(step)
+        since = time.time()
+        wait_until_sync(lambda: any(values["sessions"] for values in sampled(train, since)))  # noqa: B023 -- at once
+        train.kill(victim)
+    report, _ = finished(train, steps=12)
+    assert report["max_staleness_seen"] <= 1
+    assert sum(values["continued"] for values in sampled(train)) > 1000
+    compared = compare(train.output_dir, overrides, steps=12)
+    assert compared.tokens > 1000
+    assert compared.trajectories_through_updates > 10
+    assert len(compared.versions) >= 8
+
+
+def sampled(train: TrainProcess, since: float = 0.0) -> list[dict[str, float]]:
+    """Metrics that replicas reported."""
+    records = map(json.loads, (train.output_dir / "metrics.jsonl").read_text().splitlines())
+    return [each["values"] for each in records if each["source"] == "generation" and each["time"] > since]
+
+
+class Compared(NamedTuple):
+    tokens: int
+    versions: set[int]
+    mixed_turns: int
+    """Turns of several versions, of whose tokens only the first version's are compared."""
+    trajectories_through_updates: int
+
+
+def compare(run: Path, overrides: tuple[str, ...], steps: int) -> Compared:
+    """Compare each recorded logprob with that of its version's checkpoint."""
 
     @cache
     def model(version: int) -> Any:
-        return AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / f"step-{version:06d}").eval()
+        return AutoModelForCausalLM.from_pretrained(run / "checkpoints" / f"step-{version:06d}").eval()
 
-    config = validate_tree(compose_tree(QUICKSTART, overrides))
-    compared, mixed, versions = 0, 0, set[int]()
-    for step in range(1, STEPS + 1):
-        for segment, start, end in turns(BatchLog(tmp_path / "run").read(step, config).batch):
-            named = set(segment.token_versions()[start:end].tolist())
-            if len(named) > 1:
-                mixed += 1
-                continue
-            with torch.no_grad():
-                logits = model(named.pop())(torch.tensor(segment.tokens[None, :end]).long()).logits[0, start - 1 : -1]
-            expected = logits.log_softmax(-1).gather(-1, torch.tensor(segment.tokens[start:end]).long()[:, None])[:, 0]
-            assert (expected - torch.tensor(segment.logprobs[start:end])).abs().max() < FLOAT_NOISE
-            compared += end - start
-            versions |= set(segment.token_versions()[start:end].tolist())
-    assert compared > 1000
-    assert mixed * 10 < compared
-    assert len(versions) >= STEPS - 1, "batches lag by one version at most"
+    config = validate_tree(compose_tree(QUICKSTART, list(overrides)))
+    tokens, versions, mixed, through = 0, set[int](), 0, 0
+    for step in range(1, steps + 1):
+        batch = BatchLog(run).read(step, config).batch
+        turns = [turn for group in batch.groups for each in group.trajectories for turn in versioned_turns(each)]
+        for version in {turn.version for turn in turns}:
+            own = [turn for turn in turns if turn.version == version]
+            for turn, expected in zip(own, logprobs(model(version), [turn.segment for turn in own]), strict=True):
+                recorded = torch.tensor(turn.segment.logprobs[turn.start : turn.end])
+                assert (expected[turn.start : turn.end] - recorded).abs().max() < FLOAT_NOISE
+                tokens += turn.end - turn.start
+                mixed += turn.is_mixed
+            versions.add(version)
+        by_trajectory = [{t.version for t in versioned_turns(each)} for g in batch.groups for each in g.trajectories]
+        through += sum(len(each) > 1 for each in by_trajectory)
+    return Compared(tokens, versions, mixed, through)
 
 
-def turns(batch: Any) -> Iterator[tuple[Segment, int, int]]:
-    for group in batch.groups:
-        for trajectory in group.trajectories:
-            for turn in trajectory.turns:
-                yield trajectory.segments[turn.segment], turn.start, turn.end
+class VersionedTurn(NamedTuple):
+    """Tokens of a turn that were sampled under the version of its first one."""
+
+    segment: Segment
+    version: int
+    start: int
+    end: int
+    is_mixed: bool
+
+
+def versioned_turns(trajectory: Any) -> Iterator[VersionedTurn]:
+    for turn in trajectory.turns:
+        segment: Segment = trajectory.segments[turn.segment]
+        versions = segment.token_versions()[turn.start : turn.end]
+        end = turn.start + int((versions == versions[0]).sum())
+        yield VersionedTurn(segment, int(versions[0]), turn.start, end, end < turn.end)
+
+
+def logprobs(model: Any, segments: Sequence[Segment]) -> Iterator[torch.Tensor]:
+    """Each token's under the model, 0 for the first."""
+    ids = pad_sequence([torch.tensor(segment.tokens).long() for segment in segments], batch_first=True)
+    with torch.no_grad():
+        logits = model(ids).logits[:, :-1]
+    chosen = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    return iter(torch.cat([torch.zeros(len(ids), 1), chosen], dim=1))

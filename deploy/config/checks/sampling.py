@@ -12,7 +12,13 @@ PROCESSORS = ("logits_processors", "logprobs_mode", "generation_config", "overri
 
 
 def check_sampling(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield settings under which the ratio of equal weights is not 1."""
+    """Yield settings under which the ratio of equal weights is not 1, and sessions that the engine can't keep."""
+    if config.actor_infer.keep_sessions and not config.actor_infer.can_keep_sessions:
+        yield ConfigIssue(
+            "actor_infer.keep_sessions",
+            "needs on_weight_update: keep and prefix caching, and an engine that never sleeps: leave it out, or set "
+            f"{ENGINE}.enable_sleep_mode=false",
+        )
     args = config.actor_infer.generating_args
     if args.temperature == 0:
         yield ConfigIssue(

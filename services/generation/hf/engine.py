@@ -19,7 +19,7 @@ import torch
 
 from offbeat.services.errors import GenerationError, RetryableError
 from offbeat.services.generation.config import GenerationConfig
-from offbeat.services.generation.engine import LoadTimes, MostLikely, PromptScores, TopCompletion
+from offbeat.services.generation.engine import LoadTimes, MostLikely, PromptScores, SessionCounts, TopCompletion
 from offbeat.services.generation.hf.attention import KvCache
 from offbeat.services.generation.hf.layout import Chunk, StepLayout
 from offbeat.services.generation.hf.limits import cache_problem
@@ -183,6 +183,9 @@ class HfEngine:
 
     async def wake(self) -> None:
         """Do nothing: it never slept."""
+
+    def session_counts(self) -> SessionCounts:
+        return SessionCounts()
 
     async def check(self) -> None:
         self._raise_if_dead()

@@ -13,7 +13,7 @@ from typing import Any
 from offbeat.services.chat.vision import model_family
 from offbeat.services.errors import RetryableError
 from offbeat.services.generation.config import GenerationConfig
-from offbeat.services.generation.engine import LoadTimes
+from offbeat.services.generation.engine import LoadTimes, SessionCounts
 from offbeat.services.generation.vllm.arguments import engine_arguments, engine_environment
 from offbeat.services.generation.vllm.sessions import AbortedError, Sessions, SessionTurn, is_of_session
 from offbeat.services.generation.vllm.update_request import TAKE_ADAPTER, is_whole, update_request_of
@@ -54,8 +54,7 @@ class VllmEngine:
         self._salt = salt
         self._vocab_size: int = llm.model_config.get_vocab_size()
         self._salted = config.engine.enable_prefix_caching and config.on_weight_update == "keep"
-        # An engine that goes to sleep aborts turns by their ids, which vLLM knows of a session's first turn alone
-        self._has_sessions = self._salted and config.keep_sessions and not config.engine.enable_sleep_mode
+        self._has_sessions = config.keeps_sessions
         self._recompute = config.on_weight_update == "recompute"
         self._steps_ahead = bool(llm.vllm_config.scheduler_config.async_scheduling)
         self._adapter: Any = None
@@ -213,6 +212,9 @@ class VllmEngine:
     @property
     def _on_gpu(self) -> bool:
         return self._config.device == "cuda"
+
+    def session_counts(self) -> SessionCounts:
+        return SessionCounts(self.sessions.num_waiting, self.sessions.num_continued)
 
     async def check(self) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError

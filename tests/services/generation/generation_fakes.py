@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from offbeat.services.errors import RetryableError, WeightsError
-from offbeat.services.generation.engine import LoadTimes
+from offbeat.services.generation.engine import LoadTimes, SessionCounts
 from offbeat.services.messages.types import (
     Completion,
     FinishReason,
@@ -41,6 +41,7 @@ class FakeEngine:
         self.may_stage.set()
         self.may_load = asyncio.Event()
         self.may_load.set()
+        self.sessions = SessionCounts()
         self.load_error: Exception | None = None
         self.dead = False
         self.is_asleep = False
@@ -102,6 +103,9 @@ class FakeEngine:
     async def wake(self) -> None:
         self.is_asleep = False
         self.note("wake")
+
+    def session_counts(self) -> SessionCounts:
+        return self.sessions
 
     async def check(self) -> None:
         if self.dead:

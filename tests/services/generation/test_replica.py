@@ -8,6 +8,7 @@ import pytest
 from offbeat.services.errors import GenerationError, RetryableError
 from offbeat.services.generation import replica as service
 from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.engine import SessionCounts
 from offbeat.services.generation.replica import GenerationReplica
 from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
 from tests.services.generation.generation_fakes import FakeBroker, FakeEngine
@@ -322,8 +323,11 @@ async def test_metrics_count_everything_once(stage: Stage) -> None:
     assert (values["tokens"], values["requests"], values["errors"]) == (2, 2, 0)
     assert (values["weight_updates"], values["pause_s"], values["load_s"]) == (1, 0.02, 0.01)
     assert (values["version"], values["running"], values["waiting"]) == (0, 0, 0)
+    stage.engine.sessions = SessionCounts(waiting=3, continued=7)
+    values = stage.replica.take_metrics().values
+    assert (values["sessions"].value, values["continued"].value) == (3, 7)
     again = stage.replica.take_metrics().values
-    assert again["tokens"].value == again["weight_updates"].value == 0
+    assert again["tokens"].value == again["weight_updates"].value == again["continued"].value == 0
     assert "pause_s" not in again
 
 

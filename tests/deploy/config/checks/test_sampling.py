@@ -1,7 +1,10 @@
 import pytest
 
+from offbeat.deploy.config.loader import compose_tree, validate_tree
+from offbeat.services.generation.config import GenerationConfig
 from offbeat.trainer.config.aliases import ENGINE
 from tests.deploy.config.checks.test_run import problems
+from tests.paths import QUICKSTART
 
 ARGS = "actor_infer.generating_args"
 CUT = f"{ARGS}.top_p=0.9"
@@ -38,3 +41,32 @@ def test_a_cut_distribution_is_not_trained_on_as_the_whole_one(overrides: list[s
 )
 def test_losses_that_do_not_compare_with_the_cut_distribution_are_accepted(overrides: list[str]):
     assert problems(*overrides) == {}
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        "actor_infer.on_weight_update=recompute",
+        f"+{ENGINE}.enable_prefix_caching=false",
+        f"+{ENGINE}.enable_sleep_mode=true",
+    ],
+)
+def test_sessions_are_refused_where_the_engine_keeps_none_and_left_out_by_default(cause: str):
+    assert "keep_sessions" not in str(problems(cause))
+    assert "leave it out" in problems(cause, "+actor_infer.keep_sessions=true")["actor_infer.keep_sessions"]
+    assert problems(cause, "+actor_infer.keep_sessions=false").keys() == problems(cause).keys()
+    config = engine_config(cause)
+    assert config.can_keep_sessions is config.keeps_sessions is False
+
+
+def test_an_engine_on_a_cpu_keeps_sessions_unless_told_otherwise():
+    assert engine_config().keeps_sessions
+    assert not engine_config("+actor_infer.keep_sessions=false").keeps_sessions
+    on_gpu = engine_config("+actor_infer.device=cuda")
+    assert on_gpu.can_keep_sessions
+    assert not on_gpu.keeps_sessions
+    assert engine_config("+actor_infer.device=cuda", "+actor_infer.keep_sessions=true").keeps_sessions
+
+
+def engine_config(*overrides: str) -> GenerationConfig:
+    return validate_tree(compose_tree(QUICKSTART, overrides)).actor_infer
