@@ -61,10 +61,11 @@ def draw(cells: Arrangement) -> bytes:
     """Return an arrangement as PNG, 96 pixels per side."""
     image = Image.new("RGB", (SIDE * CELL, SIDE * CELL), "white")
     pen = ImageDraw.Draw(image)
-    for at, kind in enumerate(cells):
+    fills = list(COLOURS.values())
+    for at, kind in enumerate(cells.tolist()):
         if kind:
             x, y = (at % SIDE) * CELL + CELL // 2, (at // SIDE) * CELL + CELL // 2
-            pen.ellipse((x - RADIUS, y - RADIUS, x + RADIUS, y + RADIUS), fill=tuple(COLOURS.values())[kind - 1])
+            pen.ellipse((x - RADIUS, y - RADIUS, x + RADIUS, y + RADIUS), fill=fills[int(kind) - 1])
     out = io.BytesIO()
     image.save(out, format="PNG")
     return out.getvalue()
