@@ -13,8 +13,8 @@ from offbeat.trainer.config.scored_roles import scored_roles
 
 Role = TypeVar("Role", ActorTrainConfig, CriticConfig, ReferenceConfig, TeacherConfig)
 
-GPU_ENGINE = "vllm"
-"""vLLM's distribution for CUDA."""
+GPU_ENGINES = {"vllm": "vllm", "sglang": "sglang"}
+"""Strategy of engines on GPUs -> its distribution for CUDA."""
 FLASH = "flash-attn"
 """Distribution of `flash_attention_2`."""
 
@@ -23,13 +23,14 @@ def choose_devices(config: RunConfig, gpus: float) -> RunConfig:
     """Return the run with devices: roles without `device` take GPUs if there are enough for each; engines and learner
     may share them. Settings of GPUs are removed on CPUs.
 
-    gpus: of the machine or cluster. Without CUDA's vLLM all stay on CPUs.
+    gpus: of the machine or cluster. Without CUDA's vLLM, or SGLang for `sglang`, all stay on CPUs.
     """
     infer, train = config.actor_infer, config.actor_train
     gpus -= sum(reward.num_replicas * reward.gpus_per_replica for reward in config.rewards)
-    has_gpus = gpus >= 1 and is_installed(GPU_ENGINE)
+    engine = infer.strategy_args.strategy_name
+    has_gpus = gpus >= 1 and is_installed(GPU_ENGINES.get(engine, "vllm"))
     suffice = has_gpus and infer.num_replicas * infer.engine.world_size <= gpus
-    if "device" not in infer.model_fields_set and suffice and infer.strategy_args.strategy_name == "vllm":
+    if "device" not in infer.model_fields_set and suffice and engine in GPU_ENGINES:
         infer = infer.model_copy(update={"device": "cuda"})
     engines = infer.num_replicas * infer.engine.world_size if infer.device == "cuda" else 0
     scorers = sum(role.num_replicas for role in scored_roles(config, config.reference))

@@ -179,11 +179,15 @@ class GenerationDeployment:
 async def _start_engine(settings: ReplicaSettings, seed: int) -> TenantEngine:
     """Start the configured engine with random weights."""
     s = settings
-    # each imports libraries that take seconds, and that the other does not need
+    # each imports libraries that take seconds, and that the others do not need
     if s.config.strategy_args.strategy_name == "hf_infer":
         from offbeat.services.generation.hf.engine import HfEngine  # noqa: PLC0415
 
         return await HfEngine.start(s.config, s.model, sequence_length=s.sequence_length, seed=seed)
+    if s.config.strategy_args.strategy_name == "sglang":
+        from offbeat.services.generation.sglang.engine import SglangEngine  # noqa: PLC0415
+
+        return await SglangEngine.start(s.config, s.model, sequence_length=s.sequence_length, seed=seed)
     from offbeat.services.generation.vllm.engine import VllmEngine  # noqa: PLC0415
 
     return await VllmEngine.start(

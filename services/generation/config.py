@@ -68,7 +68,6 @@ HF_ARGUMENTS = ("max_model_len", "max_num_seqs", "enable_prefix_caching", "max_l
 """`VllmConfig`'s fields that `hf_infer` has, too."""
 
 UNSUPPORTED = {
-    "sglang": "it can't change weights under running requests here",
     "megatron_infer": "vLLM shards engines by tensor_parallel_size and pipeline_parallel_size",
     **dict.fromkeys(
         ("deepspeed_infer", "fsdp2_infer"),
@@ -80,15 +79,15 @@ UNSUPPORTED = {
 class EngineStrategy(Config):
     """Engine; ROLL's `strategy_args`."""
 
-    strategy_name: Literal["vllm", "hf_infer"] = "vllm"
-    """`hf_infer`: transformers in the replica's process, for small models on a CPU."""
+    strategy_name: Literal["vllm", "hf_infer", "sglang"] = "vllm"
+    """`hf_infer`: transformers in the replica's process, for small models on a CPU. `sglang`: an SGLang server, on GPUs."""
     strategy_config: VllmConfig = VllmConfig()
 
     @field_validator("strategy_name", mode="before")
     @classmethod
     def _is_supported(cls, value: object) -> object:
         if isinstance(value, str) and value in UNSUPPORTED:
-            raise ValueError(f"{value} can't sample ({UNSUPPORTED[value]}): take vllm or hf_infer")
+            raise ValueError(f"{value} can't sample ({UNSUPPORTED[value]}): take vllm, hf_infer or sglang")
         return value
 
 

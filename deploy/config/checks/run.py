@@ -18,6 +18,7 @@ from offbeat.deploy.config.checks.prompts import OnStep, check_first_prompts, ig
 from offbeat.deploy.config.checks.resume import check_resume
 from offbeat.deploy.config.checks.rewards import check_rewards, check_rlvr
 from offbeat.deploy.config.checks.sampling import check_sampling
+from offbeat.deploy.config.checks.sglang import check_sglang
 from offbeat.deploy.config.checks.teachers import check_teachers
 from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.run import RunConfig
@@ -93,6 +94,7 @@ def _check_static(config: RunConfig, cores: float | None, nodes: Sequence[Cluste
         *_check_model(config),
         *check_engine_arguments(config),
         *check_hf_infer(config),
+        *check_sglang(config),
         *check_resumed_model(config),
         *check_model_split(config),
         *check_sampling(config),

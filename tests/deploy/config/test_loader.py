@@ -17,6 +17,7 @@ from offbeat.deploy.config.loader import (
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_marker import mark
 from offbeat.envs.dataset.arithmetic import write_problems
+from offbeat.envs.dataset.dots import write_dots
 from offbeat.envs.frozen_lake.rows import conversations, pairs, write_rows
 from tests.paths import CONFIGS
 
@@ -38,6 +39,8 @@ def test_every_configuration_of_the_project_can_run(path: Path, tmp_path: Path, 
             write_rows(tmp_path / "runs" / "data" / f"{file}.jsonl", make(2))
     for file, held_out in (("arithmetic", False), ("arithmetic_val", True)):
         write_problems(tmp_path / "runs" / "data" / f"{file}.jsonl", held_out=held_out)
+    for file, held_out in (("dots", False), ("dots_val", True)):
+        write_dots(tmp_path / "runs" / "data" / f"{file}.jsonl", 8, held_out=held_out)
     (tmp_path / "runs" / "quickstart" / "checkpoints" / "step-000160").mkdir(parents=True)
     pretrain = compose_tree(path).get("pretrain", "tiny")
     unprepared = pretrain != "tiny" and not Path(pretrain).is_dir()

@@ -68,9 +68,9 @@ def test_unsupported_inference_strategy_is_rejected_with_alternative(name: str):
         InferStrategyArgs.model_validate({"strategy_name": name})
 
 
-@pytest.mark.parametrize("name", ["sglang", "megatron_infer", "deepspeed_infer"])
+@pytest.mark.parametrize("name", ["fsdp2_infer", "megatron_infer", "deepspeed_infer"])
 def test_unsupported_engine_is_rejected_with_alternative(name: str):
-    with pytest.raises(ValidationError, match=rf"{name} can't sample \(.*\): take vllm or hf_infer"):
+    with pytest.raises(ValidationError, match=rf"{name} can't sample \(.*\): take vllm, hf_infer or sglang"):
         EngineStrategy.model_validate({"strategy_name": name})
 
 

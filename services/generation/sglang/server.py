@@ -1,0 +1,105 @@
+"""Process of an SGLang server, and its command line."""
+
+# pyright: basic
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx
+from pydantic import JsonValue
+
+from offbeat.services.errors import GenerationError
+from offbeat.services.generation.config import UTILIZATION, GenerationConfig, VllmConfig
+from offbeat.services.process import bind_to_thread, free_port, terminate
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    # /health would sample a token, which waits for as long as an update pauses the engine
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+}
+PROGRAM = ("-m", "sglang.launch_server")
+POLL_INTERVAL_S = 0.2
+SHUTDOWN_TIMEOUT_S = 5.0
+
+
+def server_arguments(config: GenerationConfig, model: Path, sequence_length: int, seed: int) -> list[str]:
+    """Return the arguments of `sglang.launch_server`; keys of `strategy_config` that vLLM lacks are passed unchanged."""
+    engine = config.engine
+    arguments: dict[str, JsonValue] = {
+        "model-path": str(model),
+        "load-format": "dummy",
+        "weight-version": "-1",
+        "skip-tokenizer-init": True,
+        "dtype": config.model_args.dtype or "auto",
+        "context-length": engine.max_model_len or sequence_length,
+        "max-running-requests": engine.max_num_seqs,
+        "tp-size": engine.tensor_parallel_size,
+        "pp-size": engine.pipeline_parallel_size,
+        "mem-fraction-static": engine.gpu_memory_utilization or UTILIZATION,
+        "random-seed": seed,
+        "device": config.device,
+        "disable-cuda-graph": engine.enforce_eager and "enforce_eager" in engine.model_fields_set,
+        "disable-radix-cache": not engine.enable_prefix_caching,
+        "enable-memory-saver": bool(engine.enable_sleep_mode),
+        "enable-weights-cpu-backup": bool(engine.enable_sleep_mode),
+        "log-level": "warning",
+    }
+    return _command_line(arguments | _named_by_dashes(engine))
+
+
+def _named_by_dashes(engine: VllmConfig) -> dict[str, JsonValue]:
+    return {name.replace("_", "-"): value for name, value in (engine.model_extra or {}).items()}
+
+
+def _command_line(arguments: Mapping[str, JsonValue]) -> list[str]:
+    words: list[str] = []
+    for name, value in arguments.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif isinstance(value, list):
+            words += [f"--{name}", *map(str, value)]
+        elif value is not False and value is not None:
+            words += [f"--{name}", str(value)]
+    return words
+
+
+class SglangServer:
+    """Child process that ends with the thread that started it."""
+
+    def __init__(self, arguments: Sequence[str], program: Sequence[str] = PROGRAM) -> None:
+        """Raises GenerationError if SGLang is not installed."""
+        if program == PROGRAM and find_spec("sglang") is None:
+            raise GenerationError("SGLang is not installed: pip install sglang where engines run, or take vllm")
+        port = free_port()
+        command = [sys.executable, *program, *arguments, "--host", "127.0.0.1", "--port", str(port)]
+        self._process = subprocess.Popen(
+            bind_to_thread(command), env=os.environ | ENVIRONMENT, stdin=subprocess.DEVNULL
+        )
+        self.url = f"http://127.0.0.1:{port}"
+
+    async def wait_ready(self) -> None:
+        """Raise GenerationError if the server ends before it answers."""
+        async with httpx.AsyncClient(base_url=self.url, trust_env=False) as http:
+            while not await _is_ready(http):
+                if self.exit_code is not None:
+                    raise GenerationError(f"SGLang ended with code {self.exit_code} while it started: see its log")
+                await asyncio.sleep(POLL_INTERVAL_S)
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def close(self) -> None:
+        terminate(self._process, SHUTDOWN_TIMEOUT_S)
+
+
+async def _is_ready(http: httpx.AsyncClient) -> bool:
+    try:
+        return (await http.get("/health")).is_success
+    except httpx.TransportError:
+        return False

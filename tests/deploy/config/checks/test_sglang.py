@@ -1,0 +1,44 @@
+"""What `sglang` can't do is found before the start, by the key that asks for it."""
+
+import pytest
+
+from offbeat.deploy.config.checks.run import check_run
+from offbeat.deploy.config.devices import choose_devices
+from offbeat.deploy.config.loader import compose_tree, validate_tree
+from offbeat.trainer.config.aliases import ENGINE
+from tests.paths import QUICKSTART
+
+STRATEGY = "actor_infer.strategy_args.strategy_name"
+
+
+def problems(*overrides: str) -> dict[str, str]:
+    tree = compose_tree(QUICKSTART, [f"{STRATEGY}=sglang", "actor_infer.device=cuda", *overrides])
+    return {issue.path: issue.message for issue in check_run(validate_tree(tree), cores=2)}
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "says"),
+    [
+        ("actor_infer.device=cpu", "actor_infer.device", "sglang samples on GPUs: take cuda"),
+        ("weights.transport=nccl", "weights.transport", "nccl is of vLLM's engines"),
+        (f"+{ENGINE}.max_lora_rank=8", f"{ENGINE}.max_lora_rank", "is given merged weights"),
+        ("actor_infer.keep_sessions=true", "actor_infer.keep_sessions", "sessions stay in vLLM alone"),
+        ("+tiny.vision={}", STRATEGY, "is given text: take vllm"),
+    ],
+)
+def test_what_it_does_not_support_is_refused(override: str, path: str, says: str) -> None:
+    adapters = ["+actor_train.model_args.lora_target=all-linear"] if "lora" in override else []
+    assert says in problems(override, *adapters)[path]
+
+
+def test_other_keys_are_the_servers() -> None:
+    """Its arguments are not those of vLLM."""
+    found = problems(f"+{ENGINE}.schedule_policy=fcfs")
+    assert not [path for path in found if "schedule_policy" in path or path == STRATEGY], found
+
+
+def test_it_takes_gpus_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = validate_tree(compose_tree(QUICKSTART, [f"{STRATEGY}=sglang"]))
+    for installed, device in (("sglang", "cuda"), ("vllm", "cpu")):
+        monkeypatch.setattr("offbeat.deploy.config.devices.is_installed", lambda name, one=installed: name == one)
+        assert choose_devices(config, 4).actor_infer.device == device
