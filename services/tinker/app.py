@@ -3,7 +3,6 @@
 Invariant: a refusal is JSON with the reason; 408 asks to fetch again, 410 to send again, 429 to wait.
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -16,7 +15,6 @@ from fastapi.responses import JSONResponse, Response
 from offbeat.services.errors import RetryableError
 from offbeat.services.tinker.config import TinkerConfig
 from offbeat.services.tinker.errors import TinkerError
-from offbeat.services.tinker.expiry import SessionExpiry
 from offbeat.services.tinker.listings import TinkerListings
 from offbeat.services.tinker.owners import Keys
 from offbeat.services.tinker.schemas import (
@@ -66,12 +64,8 @@ router = APIRouter(prefix="/api/v1")
 def create_app(service: TinkerService, keys: Keys, config: TinkerConfig) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        expiry = asyncio.create_task(SessionExpiry(service.records, config.session_timeout_s).run())
-        async with service.store.listening():
+        async with service.background():
             yield
-        expiry.cancel()
-        await asyncio.gather(expiry, return_exceptions=True)
-        service.close()
 
     app = FastAPI(title="Offbeat: Tinker's API", lifespan=lifespan)
     app.state.service, app.state.keys, app.state.config = service, keys, config

@@ -69,7 +69,7 @@ class TinkerListings:
         """Delete a checkpoint; commands that would load it fail. Raises NotFoundError."""
         path = f"tinker://{model_id}/{checkpoint_id}"
         record = await self._records.checkpoint(owner, path)
-        if not await self._store.remove(self._store.keys.checkpoints, path):
+        if not await self._store.remove_checkpoint(owner, path):
             raise NotFoundError(f"there is no checkpoint {path}")
         shutil.rmtree(Path(record.adapter.folder), ignore_errors=True)
 

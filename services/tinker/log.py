@@ -27,7 +27,11 @@ class Write:
 
     key: str
     field: str
-    record: StoredRecord
+    value: bytes
+
+    @classmethod
+    def of(cls, key: str, field: str, record: StoredRecord) -> "Write":
+        return cls(key, field, record.encode())
 
 
 class CommandLog:
@@ -52,6 +56,11 @@ class CommandLog:
         data = self._redis.hget(self.keys.checkpoints, path)
         return None if data is None else msgspec.json.decode(data, type=CheckpointRecord)
 
+    def checkpoint_writes(self, owner: str, path: str, record: CheckpointRecord) -> tuple[Write, Write]:
+        """Return a checkpoint's entries: its record, and its size among the owner's."""
+        size = Write(self.keys.checkpoint_sizes(owner), path, str(record.size_bytes).encode())
+        return Write.of(self.keys.checkpoints, path, record), size
+
     def command(self, model_id: str, seq_id: int) -> bytes | None:
         return self._redis.hget(self.keys.log(model_id), seq_id)
 
@@ -73,7 +82,7 @@ class CommandLog:
             keys=[keys.epoch, keys.log(model_id), *hashes, *(each.key for each in writes)],
             args=[
                 *(self._epoch, model_id, seq_id, result.encode(), RESULT_EXPIRY_S, owner, request_id),
-                *(part for each in writes for part in (each.field, each.record.encode())),
+                *(part for each in writes for part in (each.field, each.value)),
             ],
         )
         if int(status) < 0:
@@ -90,7 +99,7 @@ class CommandLog:
     def close(self, model_id: str) -> bool:
         """Close a model to further commands, unless its next one is queued; return whether it is closed."""
         keys, owner = self.keys, self.model(model_id).owner
-        hashes = (keys.applied, keys.closed, keys.inflight, keys.queued_bytes)
+        hashes = (keys.applied, keys.closed, keys.inflight, keys.queued_bytes, keys.open_models(owner))
         return bool(self._close(keys=[keys.log(model_id), *hashes], args=[model_id, owner]))
 
     def closed(self) -> set[str]:

@@ -180,7 +180,7 @@ class Executor:
             size_bytes=size_of(folder),
             user_metadata=command.user_metadata,
         )
-        return CommandOutcome(Result.of_json({"path": path}), (Write(self._log.keys.checkpoints, path, saved),))
+        return CommandOutcome(Result.of_json({"path": path}), self._log.checkpoint_writes(record.owner, path, saved))
 
     def _load_weights(self, model_id: str, command: LoadWeights) -> CommandOutcome:
         self._model(model_id).adopt(Path(command.folder) / STATE, with_optimizer=command.with_optimizer)
@@ -191,10 +191,10 @@ class Executor:
         keys, session_id = self._log.keys, command.sampling_session_id
         if command.is_inflight:
             sampler = SamplerRecord(owner=record.owner, inflight_model_id=model_id)
-            writes = (Write(keys.inflight, model_id, adapter), Write(keys.samplers, session_id, sampler))
+            writes = (Write.of(keys.inflight, model_id, adapter), Write.of(keys.samplers, session_id, sampler))
         else:
             sampler = SamplerRecord(owner=record.owner, adapter=adapter)
-            writes = (Write(keys.samplers, session_id, sampler),)
+            writes = (Write.of(keys.samplers, session_id, sampler),)
         return CommandOutcome(Result.of_json({"sampling_session_id": session_id}), writes)
 
     def _write_adapter(self, model: ClientModel, folder: Path, *, with_state: bool) -> AdapterVersion:
