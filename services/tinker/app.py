@@ -258,6 +258,18 @@ async def checkpoints_of(owner: Owner, listings: Listings, model_id: str) -> Jso
     return await listings.checkpoints_of(owner, model_id)
 
 
+@router.get("/training_runs/{model_id}/metrics")
+async def metrics(owner: Owner, listings: Listings, model_id: str) -> Json:
+    """Return a model's optimizer steps; not called by the SDK."""
+    return await listings.metrics(owner, model_id)
+
+
+@router.get("/training_runs/{model_id}/why")
+async def why(owner: Owner, listings: Listings, model_id: str) -> Json:
+    """Return what a model waits for; not called by the SDK."""
+    return await listings.why(owner, model_id)
+
+
 @router.delete("/training_runs/{model_id}/checkpoints/{checkpoint_id:path}")
 async def delete_checkpoint(owner: Owner, listings: Listings, model_id: str, checkpoint_id: str) -> Json:
     await listings.delete_checkpoint(owner, model_id, checkpoint_id)

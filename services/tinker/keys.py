@@ -69,6 +69,15 @@ class TinkerKeys:
         return self.key("applied")
 
     @property
+    def activity(self) -> str:
+        """String: `LearnerActivity`."""
+        return self.key("activity")
+
+    def metrics(self, model_id: str) -> str:
+        """Hash: sequence id of an optimizer step -> `StepMetrics`."""
+        return self.key("metrics", model_id)
+
+    @property
     def queued_bytes(self) -> str:
         """Hash: owner -> bytes of unapplied commands."""
         return self.key("queued_bytes")

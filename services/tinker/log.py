@@ -4,6 +4,7 @@ Invariants: a model's commands are applied in the order of their sequence ids, e
 until a state on disk contains it; a superseded learner commits nothing.
 """
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,14 @@ from redis import Redis
 
 from offbeat.services.errors import FencedError
 from offbeat.services.tinker.keys import TinkerKeys
-from offbeat.services.tinker.records import CheckpointRecord, ModelRecord, Result, StoredRecord, request_id_of
+from offbeat.services.tinker.records import (
+    CheckpointRecord,
+    LearnerActivity,
+    ModelRecord,
+    Result,
+    StoredRecord,
+    request_id_of,
+)
 
 SCRIPTS = Path(__file__).parent / "lua"
 RESULT_EXPIRY_S = 24 * 3600
@@ -60,6 +68,14 @@ class CommandLog:
         """Return a checkpoint's entries: its record, and its size among the owner's."""
         size = Write(self.keys.checkpoint_sizes(owner), path, str(record.size_bytes).encode())
         return Write.of(self.keys.checkpoints, path, record), size
+
+    def take_up(self, model_id: str, seq_id: int) -> bytes | None:
+        """Return a command, if it has come, and let others see that it is applied now."""
+        data = self.command(model_id, seq_id)
+        if data is not None:
+            activity = LearnerActivity(model_id=model_id, seq_id=seq_id, since=time.time())
+            self._redis.set(self.keys.activity, activity.encode())
+        return data
 
     def command(self, model_id: str, seq_id: int) -> bytes | None:
         return self._redis.hget(self.keys.log(model_id), seq_id)

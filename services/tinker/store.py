@@ -13,7 +13,15 @@ from offbeat.services.tinker.config import TinkerConfig
 from offbeat.services.tinker.errors import GoneError, QueueFullError
 from offbeat.services.tinker.keys import TinkerKeys
 from offbeat.services.tinker.log import SCRIPTS
-from offbeat.services.tinker.records import Command, ModelRecord, Result, Session, StoredRecord, encode_command
+from offbeat.services.tinker.records import (
+    Command,
+    LearnerActivity,
+    ModelRecord,
+    Result,
+    Session,
+    StoredRecord,
+    encode_command,
+)
 
 MIB = 1 << 20
 RECONNECT_S = 0.2
@@ -103,6 +111,16 @@ class TinkerStore:
             raise QueueFullError(f"commands of {config.max_queued_mib} MiB under this key are not applied")
         if int(status) == -3:
             raise GoneError(f"the session of model {model_id} has ended: load a checkpoint in a new session")
+
+    async def queued(self, model_id: str) -> tuple[int, list[int]]:
+        """Return the last applied command's sequence id, or -1, and those of unapplied ones, ascending."""
+        applied = int(await self._redis.hget(self.keys.applied, model_id) or -1)
+        logged = sorted(map(int, await self._redis.hkeys(self.keys.log(model_id))))
+        return applied, [each for each in logged if each > applied]
+
+    async def activity(self) -> LearnerActivity | None:
+        data = await self._redis.get(self.keys.activity)
+        return None if data is None else msgspec.json.decode(data, type=LearnerActivity)
 
     async def result(self, request_id: str) -> Result | None:
         data = await self._redis.get(self.keys.result(request_id))

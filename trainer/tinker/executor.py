@@ -27,6 +27,7 @@ from offbeat.services.tinker.records import (
     Result,
     SamplerRecord,
     SaveWeights,
+    StepMetrics,
     decode_command,
     tinker_path,
 )
@@ -107,7 +108,7 @@ class Executor:
             case ForwardBackwardCommand():
                 return CommandOutcome(self._forward_backward(self._model(model_id), command))
             case OptimStep():
-                return CommandOutcome(Result.of_json({"metrics": self._model(model_id).step(command)}))
+                return self._step(model_id, seq_id, command)
             case SaveWeights():
                 return self._save_weights(model_id, record, seq_id, command)
             case LoadWeights():
@@ -163,6 +164,22 @@ class Executor:
         )
         metrics = {"loss:sum": scores.loss, "tokens:sum": float(sum(len(datum.tokens) for datum in data))}
         return Result(encode_forward_backward_output({"logprobs": scores.logprobs}, metrics), is_protobuf=True)
+
+    def _step(self, model_id: str, seq_id: int, command: OptimStep) -> CommandOutcome:
+        model = self._model(model_id)
+        accumulated = model.accumulated
+        metrics = model.step(command)
+        record = StepMetrics(
+            at=time.time(),
+            version=model.version,
+            loss=accumulated.loss,
+            num_sequences=accumulated.num_sequences,
+            num_tokens=accumulated.num_tokens,
+            grad_norm=metrics["grad_norm"],
+            learning_rate=command.learning_rate,
+        )
+        write = Write.of(self._log.keys.metrics(model_id), str(seq_id), record)
+        return CommandOutcome(Result.of_json({"metrics": metrics}), (write,))
 
     def _save_weights(self, model_id: str, record: ModelRecord, seq_id: int, command: SaveWeights) -> CommandOutcome:
         path = tinker_path(model_id, command.kind, command.name)

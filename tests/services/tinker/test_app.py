@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -16,9 +17,17 @@ from redis.asyncio import Redis
 from offbeat.services.redis.connection import connect, connect_async
 from offbeat.services.tinker.app import PROTOBUF, create_app, router
 from offbeat.services.tinker.config import TinkerConfig
-from offbeat.services.tinker.log import CommandLog
+from offbeat.services.tinker.log import CommandLog, Write
 from offbeat.services.tinker.owners import Keys
-from offbeat.services.tinker.records import AdapterVersion, CheckpointRecord, RefusedCommand, Result, decode_command
+from offbeat.services.tinker.records import (
+    AdapterVersion,
+    CheckpointRecord,
+    OptimStep,
+    RefusedCommand,
+    Result,
+    StepMetrics,
+    decode_command,
+)
 from offbeat.services.tinker.sampling import Sampler
 from offbeat.services.tinker.service import BaseModelInfo, TinkerService
 from offbeat.services.tinker.store import TinkerStore
@@ -195,6 +204,45 @@ async def test_a_service_whose_background_task_failed_is_not_healthy(redis_url: 
         await redis.hset(service.store.keys.heartbeats, "s", "spoiled")  # pyright: ignore[reportGeneralTypeIssues]
         await wait_until(has_failed)
     await redis.aclose()
+
+
+async def test_why_says_what_a_model_waits_for(server: Server) -> None:
+    session, model = await server.create_model()
+    _, other = await server.create_model()
+    owner = server.log.model(model).owner
+
+    async def why() -> str:
+        answer = await server.client.get(f"/training_runs/{model}/why", headers=KEY)
+        return answer.json()["waits_for"]
+
+    assert "not taken up" in await why()
+    server.log.take_up(other, 0)
+    assert "a command of another model" in await why()
+    server.log.commit(other, owner, 0, Result.of_json({}))
+    server.log.take_up(model, 0)
+    assert "it has applied command 0 for 0." in await why()
+    server.log.commit(model, owner, 0, Result.of_json({}))
+    assert (await why()).startswith("its client: every command")
+    await server.post("/optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
+    assert await why() == "its client: command 1 has not come, and 1 later ones are held"
+    await server.post(f"/sessions/{session}/finish", {})
+    assert server.log.close(model)
+    assert "ended" in await why()
+    assert (await server.client.get(f"/training_runs/{model}/why", headers=OTHER_KEY)).status_code == 404
+
+
+async def test_optimizer_steps_are_listed_in_order(server: Server) -> None:
+    _, model = await server.create_model()
+    owner, key = server.log.model(model).owner, server.log.keys.metrics(model)
+    step = StepMetrics(at=1.0, version=1, loss=2.0, num_sequences=3, num_tokens=4, grad_norm=5.0, learning_rate=6.0)
+    for seq_id in range(12):
+        await server.service.store.submit(model, owner, seq_id, OptimStep())
+        server.log.commit(model, owner, seq_id, Result.of_json({}), [Write.of(key, str(seq_id), step)])
+    path = f"/training_runs/{model}/metrics"
+    steps = (await server.client.get(path, headers=KEY)).json()["steps"]
+    assert [each["seq_id"] for each in steps] == list(range(12))
+    assert steps[0] == {"seq_id": 0, **msgspec.structs.asdict(step)}
+    assert (await server.client.get(path, headers=OTHER_KEY)).status_code == 404
 
 
 async def test_a_command_of_another_key_is_refused(server: Server) -> None:
