@@ -25,6 +25,8 @@ from offbeat.benchmarks.tinker.server import HTTP, LEARNER, REDIS, RunningServer
 PARTS = LEARNER, HTTP, REDIS
 PROMPT = (4, 9, 5)
 NUM_SAMPLES, ANSWER_TOKENS = 4, 16
+LONG_ANSWER_TOKENS = 64
+"""Of a sample that runs beside a step's commands."""
 SAVE_EVERY, LOAD_EVERY = 4, 10
 MAX_DELAY_S = 1.0
 """Upper bound of the drawn time from a step's begin to a kill."""
@@ -45,8 +47,9 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class KillRun:
-    """versions: by optimizer step. kills: module or program of each killed process."""
+    """kills: module or program of each killed process."""
 
+    model_id: str
     steps: Sequence[StepRecord]
     checkpoint: bytes
     kills: tuple[str, ...] = ()
@@ -118,17 +121,20 @@ class KillClient:
         self._server = server
         self._saved = ""
 
-    def sample(self) -> list[Any]:
-        """Return sampled answers of the current weights as data, rewarded by the number of even tokens."""
-        from tinker import types
+    @property
+    def model_id(self) -> str:
+        return self._client.model_id
 
+    def sampled_step(self, number: int) -> StepRecord:
+        """Train on answers of the current weights, rewarded by the number of even tokens, while others are sampled."""
         sampler = self._client.save_weights_and_get_sampling_client().result()
-        params = types.SamplingParams(max_tokens=ANSWER_TOKENS, stop=[])
-        answers = sampler.sample(types.ModelInput.from_ints(list(PROMPT)), NUM_SAMPLES, params).result().sequences
-        if wrong := [len(each.tokens) for each in answers if len(each.tokens) != ANSWER_TOKENS]:
-            raise ValueError(f"answers of {wrong} tokens, not {ANSWER_TOKENS}")
+        answers = _finish(_start(sampler, ANSWER_TOKENS), ANSWER_TOKENS)
         rewards = np.array([sum(token % 2 == 0 for token in each.tokens) for each in answers], np.float32)
-        return [_datum(*pair) for pair in zip(answers, rewards - rewards.mean(), strict=True)]
+        data = [_datum(*pair) for pair in zip(answers, rewards - rewards.mean(), strict=True)]
+        beside = _start(sampler, LONG_ANSWER_TOKENS)
+        record = self.step(number, data)
+        _finish(beside, LONG_ANSWER_TOKENS)
+        return record
 
     def step(self, number: int, data: Sequence[Any]) -> StepRecord:
         """Send a step's commands, all before the first result."""
@@ -163,17 +169,32 @@ def train_under_kills(service: Any, server: RunningServer, kills: int, seed: int
         while not is_last or len(records) < MIN_STEPS:
             is_last = killer.is_done
             killer.schedule()
-            records.append(client.step(len(records), client.sample()))
+            records.append(client.sampled_step(len(records)))
     finally:
         killer.close()
-    return KillRun(records, client.checkpoint(), tuple(killer.killed))
+    return KillRun(client.model_id, records, client.checkpoint(), tuple(killer.killed))
 
 
 def repeat_undisturbed(service: Any, server: RunningServer, recorded: KillRun) -> KillRun:
     """Send the recorded commands for a new model."""
     client = KillClient(service, server)
     steps = [client.step(number, step.data) for number, step in enumerate(recorded.steps)]
-    return KillRun(steps, client.checkpoint())
+    return KillRun(client.model_id, steps, client.checkpoint())
+
+
+def _start(sampler: Any, num_tokens: int) -> Any:
+    from tinker import types
+
+    params = types.SamplingParams(max_tokens=num_tokens, stop=[])
+    return sampler.sample(types.ModelInput.from_ints(list(PROMPT)), NUM_SAMPLES, params)
+
+
+def _finish(future: Any, num_tokens: int) -> Sequence[Any]:
+    """Return the answers; raises ValueError unless they are complete."""
+    answers = future.result().sequences
+    if (lengths := [len(each.tokens) for each in answers]) != [num_tokens] * NUM_SAMPLES:
+        raise ValueError(f"answers of {lengths} tokens, not {NUM_SAMPLES} of {num_tokens}")
+    return answers
 
 
 def _datum(answer: Any, advantage: float) -> Any:
