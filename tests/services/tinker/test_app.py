@@ -201,7 +201,7 @@ async def test_a_service_whose_background_task_failed_is_not_healthy(redis_url: 
 
     async with service.background():
         await service.check()
-        await redis.hset(service.store.keys.heartbeats, "s", "spoiled")  # pyright: ignore[reportGeneralTypeIssues]
+        await redis.hset(service.store.keys.heartbeats, "s", "spoiled")
         await wait_until(has_failed)
     await redis.aclose()
 
