@@ -1,9 +1,13 @@
-"""The learner on a GPU: the varlen kernel says what padding says."""
+"""The learner on a GPU: it learns what it learns on a CPU, and the varlen kernel agrees with padding."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from offbeat.trainer.config.actor_train import ModelArgs, StrategyArgs, TrainingArgs
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
@@ -16,9 +20,54 @@ from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.packing import Packing
 from offbeat.trainer.models.policy import Sampled
 from offbeat.trainer.models.tiny import write_tiny_policy
+from tests.paths import ROOT
 from tests.trainer.engines.comparing import assert_overflow_is_skipped, assert_steps_agree
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+FULL = (
+    "0",
+    "1",
+    "2",
+    "3",
+    "fsdp2",
+    "0-head",
+    "3-head",
+    "fsdp2-head",
+    "0-lora",
+    "3-lora",
+    "fsdp2-lora",
+    "0-checkpointing",
+)
+HALF = ("1-bf16", "2-bf16", "3-bf16", "fsdp2-bf16")
+
+
+@pytest.mark.timeout(600)
+def test_a_gpu_learns_what_a_cpu_learns(tmp_path: Path) -> None:
+    model, environment = tmp_path / "model", {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    model.mkdir()
+    write_tiny_policy(model, TinyPolicyConfig(num_hidden_layers=2), list("abcdefg"))
+    hidden = {"cpu": {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}, "cuda": {"LEARNER_DEVICE": "cuda"}}
+    running: list[subprocess.Popen[bytes]] = []
+    for device, variables in hidden.items():
+        (tmp_path / device).mkdir()
+        script = str(ROOT / "tests/integration/learner_rank.py")
+        command = [sys.executable, script, str(model), str(tmp_path / device), *FULL, *HALF]
+        running.append(subprocess.Popen(command, env=environment | variables))
+    assert [process.wait(timeout=500) for process in running] == [0, 0]
+    failures: list[str] = []
+    for name in ("hf_infer-0", "deepspeed_infer-0", *FULL, *HALF):
+        atol = 5e-3 if name in HALF else 1e-4
+        said, expected = (load_file(tmp_path / device / f"{name}-of-1.safetensors") for device in ("cuda", "cpu"))
+        assert said.keys() == expected.keys()
+        for key, tensor in expected.items():
+            # the logprobs of two steps in bfloat16 differ by what its forward pass rounds
+            limit = 5e-2 if name in HALF and key == "logprobs" else atol
+            difference = (said[key].float() - tensor.float()).abs().max().item()
+            if not difference <= limit:
+                failures.append(f"{name} {key}: {difference:.3g} > {limit:g}")
+    assert not failures, "\n".join(failures)
 
 
 @pytest.mark.parametrize(("kv_heads", "window"), [(4, None), (2, None), (4, 8)])

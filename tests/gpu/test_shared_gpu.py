@@ -3,12 +3,11 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-from tests.paths import ROOT
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -22,7 +21,7 @@ needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two 
 def train(run: Path, visible: str, *settings: str) -> list[int]:
     """Train three steps; return how often each engine slept, in order."""
     command = [
-        str(ROOT / ".venv/bin/offbeat"),
+        *(sys.executable, "-m", "offbeat.deploy.cli.app"),
         *("train", "quickstart", f"output_dir={run}", "max_steps=3", "final_val_batch_size=8", "warm_start.steps=5"),
         *("actor_train.device=cuda", "actor_infer.device=cuda", *settings),
     ]

@@ -1,9 +1,13 @@
 """One rank of a data-parallel learner: trains two steps on a fixed batch under each ZeRO stage or with FSDP2, writes the
-weights; and what frozen models say of the batch."""
+weights; and what frozen models say of the batch.
 
+LEARNER_DEVICE: `cpu` by default, or `cuda`.
+"""
+
+import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -21,6 +25,7 @@ from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import Sampled
 from tests.copying import replace
 
+DTYPES: dict[str, Literal["float16", "bfloat16"]] = {"half": "float16", "bf16": "bfloat16"}
 SMOOTH = TrainingArgs(adam_epsilon=1e-3, weight_decay=0.1)
 """Adam with its usual epsilon makes full steps of gradients that are mere rounding, such as those of key biases."""
 
@@ -39,9 +44,14 @@ def fixed_batch(micro_batches: int = 3) -> list[PackedInput]:
 
 
 def engine_of(name: str, model: Path, ranks: Ranks) -> TrainEngine[Any]:
-    """name: a ZeRO stage, or `fsdp2`; with `-head`, of a policy with a value head; with `-half`, in float16."""
+    """name: a ZeRO stage, or `fsdp2`; with `-head`, of a policy with a value head; with `-half`, in float16; with `-bf16`,
+    in bfloat16; with `-lora`, of adapters; with `-checkpointing`, activations recomputed."""
     kind, _, variant = name.partition("-")
-    args = ModelArgs(dtype="float16" if variant == "half" else "float32")
+    args = ModelArgs(
+        dtype=DTYPES.get(variant, "float32"),
+        lora_target="all-linear" if variant == "lora" else None,
+        disable_gradient_checkpointing=variant != "checkpointing",
+    )
     policy = load_policy(model, args, seed=1, value_head=variant == "head")
     if kind == "fsdp2":
         return FSDP2Engine(policy, SMOOTH, ranks)
@@ -88,7 +98,7 @@ def half_learned(engine: TrainEngine[Sampled], rank: int) -> dict[str, Tensor]:
 
 def main(model: Path, out: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
-    ranks = ranks_of_environment("cpu")
+    ranks = ranks_of_environment("cuda" if os.environ.get("LEARNER_DEVICE") == "cuda" else "cpu")
     with process_group(ranks):
         for name, kind in (("hf_infer", FrozenModel), ("deepspeed_infer", DeepSpeedLogprobModel)):
             said = torch.cat(kind(load_policy(model, ModelArgs(), seed=1), ranks).infer(fixed_batch()))
@@ -108,8 +118,8 @@ def main(model: Path, out: Path, names: list[str]) -> None:
             batch = fixed_batch()
             for _ in range(2):
                 engine.train(batch, lambda _, said: -said.logprobs.sum() / 6, Hyperparameters(1e-2, 0.1))
-            weights = {name: tensor.clone() for name, tensor in engine.tensors()}
-            weights["logprobs"] = torch.cat(engine.infer(batch))
+            weights = {each: tensor.cpu().clone() for each, tensor in engine.tensors()}
+            weights["logprobs"] = torch.cat(engine.infer(batch)).cpu()
             if ranks.rank == 0:
                 save_file(weights, out / f"{name}-of-{ranks.world_size}.safetensors")
             if name == "fsdp2":  # what one process wrote, two go on from
