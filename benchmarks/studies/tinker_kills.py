@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ MAX_DELAY_S = 1.0
 """Upper bound of the drawn time from a step's begin to a kill."""
 MIN_STEPS = 12
 """Includes a load."""
-POLL_S = 0.05
+POLL_S, RESTART_TIMEOUT_S = 0.05, 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +104,17 @@ class Killer:
 
     def _kill(self, part: str, delay_s: float) -> None:
         time.sleep(delay_s)  # the moment is drawn
+        deadline = time.monotonic() + RESTART_TIMEOUT_S
         while True:
-            with suppress(ProcessLookupError):  # until its successor is there
+            try:
                 self._server.kill(part)
-                break
+            except ProcessLookupError:  # its successor is not there yet
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                self.killed.append(part)
+                return
             time.sleep(POLL_S)
-        self.killed.append(part)
 
 
 class KillClient:
