@@ -101,7 +101,7 @@ test-harbor: ## test Harbor's trials on the sandbox, in an environment of their 
 	@$(VENV)/harbor/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-warn-conflicts -e .
 	@$(VENV)/harbor/bin/python -m pytest -q --noconftest -p no:cacheprovider tests/deploy/sandboxes/test_harbor.py $(ARGS)
 
-# Without its dependency tml-renderers, which PyPI does not have and Hugging Face's tokenizers do not need; the rest is .venv's.
+# Without tml-renderers, which Tinker's own models alone need (0.4.1 is required, PyPI had 0.2.1); other requirements are .venv's.
 COOKBOOK := $(VENV)/cookbook
 $(COOKBOOK)/.installed: $(STAMP)
 	@$(BIN)/python -m venv --clear $(COOKBOOK)
