@@ -190,7 +190,7 @@ class TinkerService:
     async def check(self) -> None:
         """Raise RetryableError if the engine is dead, or what a background task has failed with."""
         for task in self._background:
-            if task.done():
+            if task.done() and not task.cancelled():  # cancelled: the context is being closed
                 task.result()
         await self._sampler.check()
 
