@@ -32,7 +32,7 @@ $(eval $(call pass-on,SSL_CERT_FILE,PIP_CERT))
 ifeq ($(EXTRA)$(UV_FIND_LINKS),cpu)
 TORCH_BACKEND := --torch-backend cpu
 endif
-.PHONY: help setup browser monitoring train rlvr test test-fast test-alone test-others check test-harbor bench simulate docs site animation clean
+.PHONY: help setup browser monitoring train rlvr test test-fast test-alone test-others check test-harbor test-cookbook bench simulate docs site animation clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -100,6 +100,19 @@ test-harbor: ## test Harbor's trials on the sandbox, in an environment of their 
 		psutil pytest pytest-asyncio pytest-timeout
 	@$(VENV)/harbor/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-warn-conflicts -e .
 	@$(VENV)/harbor/bin/python -m pytest -q --noconftest -p no:cacheprovider tests/deploy/sandboxes/test_harbor.py $(ARGS)
+
+# Without tml-renderers, which Tinker's own models alone need (0.4.1 is required, PyPI had 0.2.1); other requirements are .venv's.
+COOKBOOK := $(VENV)/cookbook
+$(COOKBOOK)/.installed: $(STAMP)
+	@$(BIN)/python -m venv --clear $(COOKBOOK)
+	@$(COOKBOOK)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps tinker-cookbook==0.6.1 \
+		'chz>=0.4' 'blobfile>=3' 'tiktoken>=0.12' 'termcolor>=2' 'pyrage>=1.4' lxml pycryptodomex 'pylatexenc>=2'
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(COOKBOOK)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/offbeat_requirements.pth"
+	@touch $@
+
+test-cookbook: $(COOKBOOK)/.installed ## test a recipe of tinker-cookbook against Tinker's API, in an environment of their own
+	@$(BIN)/python -m pytest -q tests/integration/test_cookbook.py $(ARGS)
 
 check: $(STAMP) ## what CI runs: format, lint, types, import contracts, tests
 	@$(BIN)/ruff format --quiet --check .

@@ -119,8 +119,9 @@ def run(options: TenantsOptions) -> dict[str, Any]:
             rounds: list[tuple[Arrangement, Arrangement]] = []
             for number in range(options.rounds):
                 status.update(f"{k} tenants, round {number + 1}/{options.rounds}")
-                apart = run_side(server, k, options, together=False)
-                rounds.append((run_side(server, k, options, together=True), apart))
+                order = (True, False) if number % 2 else (False, True)  # neither side is always the first
+                sides = {together: run_side(server, k, options, together=together) for together in order}
+                rounds.append((sides[True], sides[False]))
             rows.append(summarize(k, rounds, options))
     _show(rows, options)
     return {"settings": rows}

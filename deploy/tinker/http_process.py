@@ -15,9 +15,8 @@ import uvicorn
 
 from offbeat.deploy.tinker.open_service import ServiceSettings, open_service
 from offbeat.services.embedded_server import EmbeddedServer
-from offbeat.services.errors import RetryableError
-from offbeat.services.generation.hf.engine import HfEngine
 from offbeat.services.telemetry import configure_logging
+from offbeat.services.tinker.service import TinkerService
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def serve(settings: HttpSettings) -> None:
-    """Serve until SIGTERM; raises RetryableError if the engine dies."""
+    """Serve until SIGTERM; raises what the engine or a background task has failed with."""
     async with open_service(settings.service) as opened:
         server = EmbeddedServer(
             uvicorn.Config(
@@ -52,7 +51,7 @@ async def serve(settings: HttpSettings) -> None:
             server.should_exit = True
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
-        watch = asyncio.create_task(_watch(opened.engine, stop))
+        watch = asyncio.create_task(_watch(opened.service, stop))
         try:
             await server.serve(sockets=[socket.socket(fileno=settings.descriptor)])
             if watch.done():
@@ -61,14 +60,13 @@ async def serve(settings: HttpSettings) -> None:
             watch.cancel()
 
 
-async def _watch(engine: HfEngine, stop: Callable[[], None]) -> None:
-    while True:
-        await asyncio.sleep(CHECK_INTERVAL_S)
-        try:
-            await engine.check()
-        except RetryableError:
-            stop()
-            raise
+async def _watch(service: TinkerService, stop: Callable[[], None]) -> None:
+    try:
+        while True:
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            await service.check()
+    finally:
+        stop()
 
 
 def main() -> int:

@@ -1,12 +1,12 @@
 """Tinker's service with its engine, in the process that answers HTTP."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import anyio
 import msgspec
 from fastapi import FastAPI
 
@@ -44,7 +44,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(frozen=True, slots=True)
 class OpenService:
     app: FastAPI
-    engine: HfEngine
+    service: TinkerService
 
 
 @asynccontextmanager
@@ -52,9 +52,12 @@ async def open_service(settings: ServiceSettings) -> AsyncIterator[OpenService]:
     """Start the engine on the learner's weights, for as long as the context is open."""
     config = TinkerConfig.model_validate_json(settings.tinker)
     model = Path(settings.model)
-    engine = await _start_engine(settings)
+    generation = GenerationConfig.model_validate_json(settings.generation)
+    engine = await HfEngine.start(generation, model, sequence_length=settings.context, seed=settings.seed)
     redis = connect_async(settings.redis_url, max_connections=REDIS_CONNECTIONS)
     try:
+        await _wait_for_file(anyio.Path(settings.weights))  # of the learner
+        await engine.load(Path(settings.weights), BASE_VERSION)
         tokenizer = load_tokenizer(model)
         sampler = Sampler(
             engine,
@@ -66,21 +69,14 @@ async def open_service(settings: ServiceSettings) -> AsyncIterator[OpenService]:
         architecture = str(read_architecture(model).get("model_type", ""))
         base = BaseModelInfo(settings.model_name, str(model), architecture, settings.context)
         service = TinkerService(TinkerStore(redis, settings.name, config), sampler, base, config)
-        yield OpenService(create_app(service, read_keys(config.keys_file), config), engine)
+        yield OpenService(create_app(service, read_keys(config.keys_file), config), service)
     finally:
         engine.close()
         await redis.aclose()
 
 
-async def _start_engine(settings: ServiceSettings) -> HfEngine:
-    config = GenerationConfig.model_validate_json(settings.generation)
-    engine = await HfEngine.start(config, Path(settings.model), sequence_length=settings.context, seed=settings.seed)
-    weights = Path(settings.weights)
-    await asyncio.to_thread(_wait_for_file, weights)
-    await engine.load(weights, BASE_VERSION)
-    return engine
-
-
-def _wait_for_file(path: Path) -> None:
-    while not path.exists():
-        time.sleep(POLL_S)
+async def _wait_for_file(path: anyio.Path) -> None:
+    while True:
+        if await path.exists():
+            return
+        await asyncio.sleep(POLL_S)

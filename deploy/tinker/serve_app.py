@@ -51,6 +51,8 @@ class TinkerDeployment:
         opening = asyncio.create_task(self._context.enter_async_context(service))
         await asyncio.wait({opening, self._supervisor}, return_when=asyncio.FIRST_COMPLETED)
         if self._supervisor.done():  # the engine would wait for its weights for ever
+            opening.cancel()
+            await asyncio.wait({opening})
             self._supervisor.result()
         self._service = await opening
         freeze_started()
@@ -62,7 +64,7 @@ class TinkerDeployment:
         """Raise if Serve must replace the replica."""
         if self._supervisor.done():
             self._supervisor.result()
-        await self._service.engine.check()
+        await self._service.service.check()
 
     async def __del__(self) -> None:
         if "_supervisor" not in self.__dict__:

@@ -3,7 +3,6 @@
 Invariant: a refusal is JSON with the reason; 408 asks to fetch again, 410 to send again, 429 to wait.
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -16,7 +15,6 @@ from fastapi.responses import JSONResponse, Response
 from offbeat.services.errors import RetryableError
 from offbeat.services.tinker.config import TinkerConfig
 from offbeat.services.tinker.errors import TinkerError
-from offbeat.services.tinker.expiry import SessionExpiry
 from offbeat.services.tinker.listings import TinkerListings
 from offbeat.services.tinker.owners import Keys
 from offbeat.services.tinker.schemas import (
@@ -66,12 +64,8 @@ router = APIRouter(prefix="/api/v1")
 def create_app(service: TinkerService, keys: Keys, config: TinkerConfig) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        expiry = asyncio.create_task(SessionExpiry(service.records, config.session_timeout_s).run())
-        async with service.store.listening():
+        async with service.background():
             yield
-        expiry.cancel()
-        await asyncio.gather(expiry, return_exceptions=True)
-        service.close()
 
     app = FastAPI(title="Offbeat: Tinker's API", lifespan=lifespan)
     app.state.service, app.state.keys, app.state.config = service, keys, config
@@ -262,6 +256,18 @@ async def training_run(owner: Owner, listings: Listings, model_id: str) -> Json:
 @router.get("/training_runs/{model_id}/checkpoints")
 async def checkpoints_of(owner: Owner, listings: Listings, model_id: str) -> Json:
     return await listings.checkpoints_of(owner, model_id)
+
+
+@router.get("/training_runs/{model_id}/metrics")
+async def metrics(owner: Owner, listings: Listings, model_id: str) -> Json:
+    """Return a model's optimizer steps; not called by the SDK."""
+    return await listings.metrics(owner, model_id)
+
+
+@router.get("/training_runs/{model_id}/why")
+async def why(owner: Owner, listings: Listings, model_id: str) -> Json:
+    """Return what a model waits for; not called by the SDK."""
+    return await listings.why(owner, model_id)
 
 
 @router.delete("/training_runs/{model_id}/checkpoints/{checkpoint_id:path}")

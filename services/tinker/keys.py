@@ -45,10 +45,18 @@ class TinkerKeys:
         """Hash: sampling session id -> `SamplerRecord`."""
         return self.key("samplers")
 
+    def open_models(self, owner: str) -> str:
+        """Set: ids of the owner's models that take commands."""
+        return self.key("open_models", owner)
+
     @property
     def checkpoints(self) -> str:
         """Hash: `tinker://` path -> `CheckpointRecord`."""
         return self.key("checkpoints")
+
+    def checkpoint_sizes(self, owner: str) -> str:
+        """Hash: `tinker://` path of the owner's -> bytes."""
+        return self.key("checkpoint_sizes", owner)
 
     @property
     def inflight(self) -> str:
@@ -59,6 +67,15 @@ class TinkerKeys:
     def applied(self) -> str:
         """Hash: model id -> sequence id of the last applied command."""
         return self.key("applied")
+
+    @property
+    def activity(self) -> str:
+        """String: `LearnerActivity`."""
+        return self.key("activity")
+
+    def metrics(self, model_id: str) -> str:
+        """Hash: sequence id of an optimizer step -> `StepMetrics`."""
+        return self.key("metrics", model_id)
 
     @property
     def queued_bytes(self) -> str:

@@ -1,11 +1,14 @@
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from offbeat.services.tinker.errors import NotFoundError
-from offbeat.services.tinker.records import SEGMENTS, CheckpointRecord, ModelRecord, SamplerRecord, Session
+from offbeat.services.tinker.records import SEGMENTS, CheckpointRecord, ModelRecord, SamplerRecord, Session, StepMetrics
 from offbeat.services.tinker.service import TinkerService
 
 Json = dict[str, Any]
@@ -54,6 +57,39 @@ class TinkerListings:
         checkpoints = await self._records.checkpoints(owner)
         return {"checkpoints": _newest_first({k: v for k, v in checkpoints.items() if v.model_id == model_id})}
 
+    async def metrics(self, owner: str, model_id: str) -> Json:
+        """Return a model's optimizer steps; raises NotFoundError."""
+        await self._records.model(owner, model_id)
+        steps = await self._store.all(self._store.keys.metrics(model_id), StepMetrics)
+        return {
+            "steps": [
+                {"seq_id": seq_id, **msgspec.structs.asdict(steps[str(seq_id)])} for seq_id in sorted(map(int, steps))
+            ]
+        }
+
+    async def why(self, owner: str, model_id: str) -> Json:
+        """Return what a model waits for; raises NotFoundError."""
+        await self._records.model(owner, model_id)
+        applied, queued = await self._store.queued(model_id)
+        if model_id not in await self._store.open_models(owner):
+            reason = "nothing: its session has ended"
+        elif not queued:
+            reason = "its client: every command that came is applied"
+        elif queued[0] != applied + 1:
+            reason = f"its client: command {applied + 1} has not come, and {len(queued)} later ones are held"
+        else:
+            reason = f"the learner: {await self._learner_activity(model_id)}"
+        return {"model_id": model_id, "applied": applied, "queued": len(queued), "waits_for": reason}
+
+    async def _learner_activity(self, model_id: str) -> str:
+        activity = await self._store.activity()
+        if activity is None or await self._store.is_applied(activity.model_id, activity.seq_id):
+            return "it has not taken up the next command; if this stays so, it is being started"
+        seconds = time.time() - activity.since
+        if activity.model_id == model_id:
+            return f"it has applied command {activity.seq_id} for {seconds:.1f} s"
+        return f"it has applied a command of another model for {seconds:.1f} s; models take turns"
+
     async def weights_info(self, owner: str, path: str) -> Json:
         lora = (await self._records.checkpoint(owner, path)).lora
         return {
@@ -69,7 +105,7 @@ class TinkerListings:
         """Delete a checkpoint; commands that would load it fail. Raises NotFoundError."""
         path = f"tinker://{model_id}/{checkpoint_id}"
         record = await self._records.checkpoint(owner, path)
-        if not await self._store.remove(self._store.keys.checkpoints, path):
+        if not await self._store.remove_checkpoint(owner, path):
             raise NotFoundError(f"there is no checkpoint {path}")
         shutil.rmtree(Path(record.adapter.folder), ignore_errors=True)
 

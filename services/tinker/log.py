@@ -4,6 +4,7 @@ Invariants: a model's commands are applied in the order of their sequence ids, e
 until a state on disk contains it; a superseded learner commits nothing.
 """
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,14 @@ from redis import Redis
 
 from offbeat.services.errors import FencedError
 from offbeat.services.tinker.keys import TinkerKeys
-from offbeat.services.tinker.records import CheckpointRecord, ModelRecord, Result, StoredRecord, request_id_of
+from offbeat.services.tinker.records import (
+    CheckpointRecord,
+    LearnerActivity,
+    ModelRecord,
+    Result,
+    StoredRecord,
+    request_id_of,
+)
 
 SCRIPTS = Path(__file__).parent / "lua"
 RESULT_EXPIRY_S = 24 * 3600
@@ -27,7 +35,11 @@ class Write:
 
     key: str
     field: str
-    record: StoredRecord
+    value: bytes
+
+    @classmethod
+    def of(cls, key: str, field: str, record: StoredRecord) -> "Write":
+        return cls(key, field, record.encode())
 
 
 class CommandLog:
@@ -52,6 +64,19 @@ class CommandLog:
         data = self._redis.hget(self.keys.checkpoints, path)
         return None if data is None else msgspec.json.decode(data, type=CheckpointRecord)
 
+    def checkpoint_writes(self, owner: str, path: str, record: CheckpointRecord) -> tuple[Write, Write]:
+        """Return a checkpoint's entries: its record, and its size among the owner's."""
+        size = Write(self.keys.checkpoint_sizes(owner), path, str(record.size_bytes).encode())
+        return Write.of(self.keys.checkpoints, path, record), size
+
+    def take_up(self, model_id: str, seq_id: int) -> bytes | None:
+        """Return a command, if it has come, and let others see that it is applied now."""
+        data = self.command(model_id, seq_id)
+        if data is not None:
+            activity = LearnerActivity(model_id=model_id, seq_id=seq_id, since=time.time())
+            self._redis.set(self.keys.activity, activity.encode())
+        return data
+
     def command(self, model_id: str, seq_id: int) -> bytes | None:
         return self._redis.hget(self.keys.log(model_id), seq_id)
 
@@ -73,7 +98,7 @@ class CommandLog:
             keys=[keys.epoch, keys.log(model_id), *hashes, *(each.key for each in writes)],
             args=[
                 *(self._epoch, model_id, seq_id, result.encode(), RESULT_EXPIRY_S, owner, request_id),
-                *(part for each in writes for part in (each.field, each.record.encode())),
+                *(part for each in writes for part in (each.field, each.value)),
             ],
         )
         if int(status) < 0:
@@ -90,7 +115,7 @@ class CommandLog:
     def close(self, model_id: str) -> bool:
         """Close a model to further commands, unless its next one is queued; return whether it is closed."""
         keys, owner = self.keys, self.model(model_id).owner
-        hashes = (keys.applied, keys.closed, keys.inflight, keys.queued_bytes)
+        hashes = (keys.applied, keys.closed, keys.inflight, keys.queued_bytes, keys.open_models(owner))
         return bool(self._close(keys=[keys.log(model_id), *hashes], args=[model_id, owner]))
 
     def closed(self) -> set[str]:

@@ -58,19 +58,11 @@ class OwnedRecords:
         models = await self._store.all(self._store.keys.models, ModelRecord)
         return {name: each for name, each in models.items() if each.owner == owner}
 
-    async def open_models(self, owner: str) -> set[str]:
-        """Return the owner's models that take commands."""
-        return set(await self.models(owner)) - await self._store.closed_models()
-
     async def checkpoints(self, owner: str) -> dict[str, CheckpointRecord]:
         """Return the owner's checkpoints, by path."""
         own = await self.models(owner)
         checkpoints = await self._store.all(self._store.keys.checkpoints, CheckpointRecord)
         return {path: each for path, each in checkpoints.items() if each.model_id in own}
-
-    async def saved_bytes(self, owner: str) -> int:
-        """Return the size of the owner's checkpoints."""
-        return sum(each.size_bytes for each in (await self.checkpoints(owner)).values())
 
     async def model(self, owner: str, model_id: str) -> ModelRecord:
         """Raises NotFoundError."""

@@ -42,6 +42,28 @@ class AdapterVersion(StoredRecord, frozen=True, kw_only=True):
     version: int
 
 
+class StepMetrics(StoredRecord, frozen=True, kw_only=True):
+    """Of an optimizer step. loss: sum over the sequences of its gradient; version: of the weights after it."""
+
+    at: float
+    """Unix time."""
+    version: int
+    loss: float
+    num_sequences: int
+    num_tokens: int
+    grad_norm: float
+    learning_rate: float
+
+
+class LearnerActivity(StoredRecord, frozen=True, kw_only=True):
+    """Command that the learner has taken up last."""
+
+    model_id: str
+    seq_id: int
+    since: float
+    """Unix time."""
+
+
 CheckpointKind = Literal["training", "sampler"]
 SEGMENTS: dict[CheckpointKind, str] = {"training": "weights", "sampler": "sampler_weights"}
 """Of `tinker://` paths."""

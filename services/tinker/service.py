@@ -6,11 +6,14 @@ Invariants: a repeated call changes nothing and gets the same answer; other keys
 import asyncio
 import secrets
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from offbeat.services.errors import CodecError, MeshError
 from offbeat.services.tinker.config import TinkerConfig
 from offbeat.services.tinker.errors import GoneError, NotFoundError, TinkerError
+from offbeat.services.tinker.expiry import SessionExpiry
 from offbeat.services.tinker.futures import SampleFutures
 from offbeat.services.tinker.owned_records import OwnedRecords
 from offbeat.services.tinker.records import (
@@ -67,9 +70,20 @@ class TinkerService:
         self._sampler = sampler
         self._config = config
         self._futures = SampleFutures(config.max_samples)
+        self._background: list[asyncio.Task[None]] = []
 
-    def close(self) -> None:
-        self._futures.close()
+    @asynccontextmanager
+    async def background(self) -> AsyncIterator[None]:
+        """Listen for results and end idle sessions, for as long as the context is open."""
+        expiry = SessionExpiry(self.records, self._config.session_timeout_s)
+        self._background = [asyncio.create_task(self.store.listen()), asyncio.create_task(expiry.run())]
+        try:
+            yield
+        finally:
+            for task in self._background:
+                task.cancel()
+            await asyncio.gather(*self._background, return_exceptions=True)  # `check` has raised what failed before
+            self._futures.close()
 
     async def create_model(self, owner: str, body: CreateModelBody) -> tuple[str, str]:
         """Return the request's and the model's id; raises TinkerError."""
@@ -174,7 +188,10 @@ class TinkerService:
         self._futures.cancel(request_id, owner)
 
     async def check(self) -> None:
-        """Raise RetryableError if the engine is dead."""
+        """Raise RetryableError if the engine is dead, or what a background task has failed with."""
+        for task in self._background:
+            if task.done() and not task.cancelled():  # cancelled: the context is being closed
+                task.result()
         await self._sampler.check()
 
     async def _create(
@@ -191,7 +208,7 @@ class TinkerService:
         record = ModelRecord(
             owner=owner, session_id=session_id, created_at=time.time(), lora=lora, user_metadata=metadata
         )
-        await self.store.put_once(self.store.keys.models, model_id, record)
+        await self.store.add_model(model_id, record)
         await self.store.submit(model_id, owner, 0, command)
         if (session := await self.records.session(owner, session_id)).is_finished:  # meanwhile: close this model, too
             await self.store.end_session(session_id, session)
@@ -199,7 +216,7 @@ class TinkerService:
 
     async def _check_models(self, owner: str, model_id: str) -> None:
         """Raise TinkerError if the owner may have no further model."""
-        others = await self.records.open_models(owner) - {model_id}
+        others = await self.store.open_models(owner) - {model_id}
         if len(others) >= self._config.max_models_per_key:
             raise TinkerError(
                 f"this key has {len(others)} models (tinker.max_models_per_key): end a session by ServiceClient.close"
@@ -207,7 +224,7 @@ class TinkerService:
 
     async def _save(self, owner: str, command: SaveWeights) -> SaveWeights | RefusedCommand:
         """Refuse a bad name, and a checkpoint beyond the owner's disk space."""
-        saved = (await self.records.saved_bytes(owner)) / (1 << 30)
+        saved = await self.store.saved_bytes(owner) / (1 << 30)
         if saved >= self._config.max_saved_gib:
             advice = "delete some, by RestClient.delete_checkpoint"
             return RefusedCommand(f"checkpoints of this key take {saved:.3g} GiB (tinker.max_saved_gib): {advice}")

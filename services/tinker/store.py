@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -14,7 +13,15 @@ from offbeat.services.tinker.config import TinkerConfig
 from offbeat.services.tinker.errors import GoneError, QueueFullError
 from offbeat.services.tinker.keys import TinkerKeys
 from offbeat.services.tinker.log import SCRIPTS
-from offbeat.services.tinker.records import Command, Result, Session, StoredRecord, encode_command
+from offbeat.services.tinker.records import (
+    Command,
+    LearnerActivity,
+    ModelRecord,
+    Result,
+    Session,
+    StoredRecord,
+    encode_command,
+)
 
 MIB = 1 << 20
 RECONNECT_S = 0.2
@@ -46,11 +53,28 @@ class TinkerStore:
     async def put_once(self, key: str, field: str, record: StoredRecord) -> None:
         await self._redis.hsetnx(key, field, record.encode())
 
-    async def remove(self, key: str, field: str) -> bool:
-        return bool(await self._redis.hdel(key, field))
+    async def add_model(self, model_id: str, record: ModelRecord) -> None:
+        """Store a model once, among the owner's that take commands."""
+        async with self._redis.pipeline(transaction=True) as transaction:
+            transaction.hsetnx(self.keys.models, model_id, record.encode())
+            transaction.sadd(self.keys.open_models(record.owner), model_id)
+            await transaction.execute()
 
-    async def closed_models(self) -> set[str]:
-        return {each.decode() for each in await self._redis.smembers(self.keys.closed)}
+    async def open_models(self, owner: str) -> set[str]:
+        """Return the owner's models that take commands."""
+        return {each.decode() for each in await self._redis.smembers(self.keys.open_models(owner))}
+
+    async def remove_checkpoint(self, owner: str, path: str) -> bool:
+        """Return whether there was one."""
+        async with self._redis.pipeline(transaction=True) as transaction:
+            transaction.hdel(self.keys.checkpoints, path)
+            transaction.hdel(self.keys.checkpoint_sizes(owner), path)
+            removed, _ = await transaction.execute()
+        return bool(removed)
+
+    async def saved_bytes(self, owner: str) -> int:
+        """Return the size of the owner's checkpoints."""
+        return sum(map(int, await self._redis.hvals(self.keys.checkpoint_sizes(owner))))
 
     async def beat(self, session_id: str) -> None:
         await self._redis.hset(self.keys.heartbeats, session_id, time.time())
@@ -88,6 +112,16 @@ class TinkerStore:
         if int(status) == -3:
             raise GoneError(f"the session of model {model_id} has ended: load a checkpoint in a new session")
 
+    async def queued(self, model_id: str) -> tuple[int, list[int]]:
+        """Return the last applied command's sequence id, or -1, and those of unapplied ones, ascending."""
+        applied = int(await self._redis.hget(self.keys.applied, model_id) or -1)
+        logged = sorted(map(int, await self._redis.hkeys(self.keys.log(model_id))))
+        return applied, [each for each in logged if each > applied]
+
+    async def activity(self) -> LearnerActivity | None:
+        data = await self._redis.get(self.keys.activity)
+        return None if data is None else msgspec.json.decode(data, type=LearnerActivity)
+
     async def result(self, request_id: str) -> Result | None:
         data = await self._redis.get(self.keys.result(request_id))
         return None if data is None else Result.decode(data)
@@ -111,16 +145,8 @@ class TinkerStore:
         finally:
             self._hints.pop(request_id, None)
 
-    @asynccontextmanager
-    async def listening(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(self._listen())
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    async def _listen(self) -> None:
+    async def listen(self) -> None:
+        """Wake the waiting for results until cancelled."""
         while True:
             try:
                 async with self._redis.pubsub() as channel:

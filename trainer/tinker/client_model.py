@@ -6,7 +6,7 @@ Invariant: saving and loading is exact.
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,15 @@ class Scores:
     loss: float
 
 
+@dataclass(frozen=True, slots=True)
+class Accumulated:
+    """What the gradients are of."""
+
+    loss: float = 0.0
+    num_sequences: int = 0
+    num_tokens: int = 0
+
+
 class ClientModel:
     def __init__(self, pool: AdapterPool, lora: Lora) -> None:
         self.lora = lora
@@ -41,6 +50,7 @@ class ClientModel:
         """Number of optimizer steps and loads."""
         self.seq_id = -1
         """Last contained command."""
+        self.accumulated = Accumulated()
         self._pool = pool
         self._name = pool.add(lora)
         self.parameters = pool.parameters(self._name)
@@ -67,7 +77,13 @@ class ClientModel:
             raise
         for name, gradient in before.items():
             self._add_gradient(self.parameters[name], gradient)
-        return Scores([each for part in parts for each in part.logprobs], sum(part.loss for part in parts))
+        scores = Scores([each for part in parts for each in part.logprobs], sum(part.loss for part in parts))
+        if backward:
+            earlier, num_tokens = self.accumulated, sum(len(datum.tokens) for datum in data)
+            self.accumulated = Accumulated(
+                earlier.loss + scores.loss, earlier.num_sequences + len(data), earlier.num_tokens + num_tokens
+            )
+        return scores
 
     def step(self, command: OptimStep) -> dict[str, float]:
         """Take an optimizer step, clear the gradients and return metrics.
@@ -81,7 +97,7 @@ class ClientModel:
         total_norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
         norm = float(total_norm)
         if not math.isfinite(norm):
-            self._set_gradients({})
+            self._clear_gradients()
             raise CodecError(f"the gradient's norm is {norm}: the step is left out, and the gradients are cleared")
         if command.grad_clip_norm > 0:
             nn.utils.clip_grads_with_norm_(parameters, command.grad_clip_norm, total_norm)
@@ -93,7 +109,7 @@ class ClientModel:
                 weight_decay=command.weight_decay,
             )
         self._optimizer.step()
-        self._set_gradients({})
+        self._clear_gradients()
         self.version += 1
         return {"grad_norm": norm, "version": float(self.version)}
 
@@ -110,7 +126,12 @@ class ClientModel:
             if state := self._optimizer.state.get(parameter):
                 tensors |= {f"{key}.{name}": state[key] for key in MOMENTS}
                 steps[name] = float(state["step"])
-        about = {"version": self.version, "seq_id": self.seq_id, "steps": steps}
+        about = {
+            "version": self.version,
+            "seq_id": self.seq_id,
+            "steps": steps,
+            "accumulated": asdict(self.accumulated),
+        }
         write_tensors(path, tensors, {"about": json.dumps(about)})
 
     def load(self, path: Path) -> None:
@@ -118,6 +139,7 @@ class ClientModel:
         about = self._load_weights(path)
         self.version, self.seq_id = about["version"], about["seq_id"]
         tensors = load_file(path)
+        self.accumulated = Accumulated(**about["accumulated"])
         self._load_moments(tensors, about["steps"])
         self._set_gradients(
             {name.removeprefix("grad."): each for name, each in tensors.items() if name.startswith("grad.")}
@@ -131,7 +153,7 @@ class ClientModel:
         """
         about = self._load_weights(path)
         self._load_moments(load_file(path) if with_optimizer else {}, about["steps"] if with_optimizer else {})
-        self._set_gradients({})
+        self._clear_gradients()
         self.version += 1
 
     def _compute_pass(self, data: Sequence[Datum], loss: Loss, settings: Settings) -> Scores:
@@ -151,6 +173,10 @@ class ClientModel:
     def _add_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         if gradient is not None:
             parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+
+    def _clear_gradients(self) -> None:
+        self._set_gradients({})
+        self.accumulated = Accumulated()
 
     def _set_gradients(self, gradients: dict[str, Any]) -> None:
         for name, parameter in self.parameters.items():

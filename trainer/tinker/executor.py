@@ -27,6 +27,7 @@ from offbeat.services.tinker.records import (
     Result,
     SamplerRecord,
     SaveWeights,
+    StepMetrics,
     decode_command,
     tinker_path,
 )
@@ -107,7 +108,7 @@ class Executor:
             case ForwardBackwardCommand():
                 return CommandOutcome(self._forward_backward(self._model(model_id), command))
             case OptimStep():
-                return CommandOutcome(Result.of_json({"metrics": self._model(model_id).step(command)}))
+                return self._step(model_id, seq_id, command)
             case SaveWeights():
                 return self._save_weights(model_id, record, seq_id, command)
             case LoadWeights():
@@ -164,6 +165,22 @@ class Executor:
         metrics = {"loss:sum": scores.loss, "tokens:sum": float(sum(len(datum.tokens) for datum in data))}
         return Result(encode_forward_backward_output({"logprobs": scores.logprobs}, metrics), is_protobuf=True)
 
+    def _step(self, model_id: str, seq_id: int, command: OptimStep) -> CommandOutcome:
+        model = self._model(model_id)
+        accumulated = model.accumulated
+        metrics = model.step(command)
+        record = StepMetrics(
+            at=time.time(),
+            version=model.version,
+            loss=accumulated.loss,
+            num_sequences=accumulated.num_sequences,
+            num_tokens=accumulated.num_tokens,
+            grad_norm=metrics["grad_norm"],
+            learning_rate=command.learning_rate,
+        )
+        write = Write.of(self._log.keys.metrics(model_id), str(seq_id), record)
+        return CommandOutcome(Result.of_json({"metrics": metrics}), (write,))
+
     def _save_weights(self, model_id: str, record: ModelRecord, seq_id: int, command: SaveWeights) -> CommandOutcome:
         path = tinker_path(model_id, command.kind, command.name)
         folder = self._folder.checkpoint(model_id, command.kind, command.name, seq_id)
@@ -180,7 +197,7 @@ class Executor:
             size_bytes=size_of(folder),
             user_metadata=command.user_metadata,
         )
-        return CommandOutcome(Result.of_json({"path": path}), (Write(self._log.keys.checkpoints, path, saved),))
+        return CommandOutcome(Result.of_json({"path": path}), self._log.checkpoint_writes(record.owner, path, saved))
 
     def _load_weights(self, model_id: str, command: LoadWeights) -> CommandOutcome:
         self._model(model_id).adopt(Path(command.folder) / STATE, with_optimizer=command.with_optimizer)
@@ -191,10 +208,10 @@ class Executor:
         keys, session_id = self._log.keys, command.sampling_session_id
         if command.is_inflight:
             sampler = SamplerRecord(owner=record.owner, inflight_model_id=model_id)
-            writes = (Write(keys.inflight, model_id, adapter), Write(keys.samplers, session_id, sampler))
+            writes = (Write.of(keys.inflight, model_id, adapter), Write.of(keys.samplers, session_id, sampler))
         else:
             sampler = SamplerRecord(owner=record.owner, adapter=adapter)
-            writes = (Write(keys.samplers, session_id, sampler),)
+            writes = (Write.of(keys.samplers, session_id, sampler),)
         return CommandOutcome(Result.of_json({"sampling_session_id": session_id}), writes)
 
     def _write_adapter(self, model: ClientModel, folder: Path, *, with_state: bool) -> AdapterVersion:

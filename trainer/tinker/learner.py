@@ -53,7 +53,7 @@ class TinkerLearner:
 
     def _apply_next(self, model_id: str) -> bool:
         seq_id = self._executor.contained(model_id) + 1
-        data = self._log.command(model_id, seq_id)
+        data = self._log.take_up(model_id, seq_id)
         if data is None:
             return False
         record = self._log.model(model_id)

@@ -7,22 +7,33 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
 from fastapi.routing import APIRoute
+from redis.asyncio import Redis
 
 from offbeat.services.redis.connection import connect, connect_async
 from offbeat.services.tinker.app import PROTOBUF, create_app, router
 from offbeat.services.tinker.config import TinkerConfig
 from offbeat.services.tinker.log import CommandLog, Write
 from offbeat.services.tinker.owners import Keys
-from offbeat.services.tinker.records import AdapterVersion, CheckpointRecord, RefusedCommand, Result, decode_command
+from offbeat.services.tinker.records import (
+    AdapterVersion,
+    CheckpointRecord,
+    OptimStep,
+    RefusedCommand,
+    Result,
+    StepMetrics,
+    decode_command,
+)
 from offbeat.services.tinker.sampling import Sampler
 from offbeat.services.tinker.service import BaseModelInfo, TinkerService
 from offbeat.services.tinker.store import TinkerStore
 from tests.services.tinker.test_sampling import FakeEngine, FakeTokenizer
 from tests.services.tinker.test_wire import request as forward_backward_body
+from tests.waiting import wait_until
 
 CONFIG = TinkerConfig(max_queued_commands=100, max_models_per_key=3, max_saved_gib=1.5)
 KEY, OTHER_KEY = {"X-API-Key": "tml-one"}, {"X-API-Key": "tml-other"}
@@ -48,19 +59,22 @@ class Server:
         return session, (await self.post("/create_model", body))["model_id"]
 
 
+def make_service(redis: Redis, config: TinkerConfig) -> TinkerService:
+    sampler = Sampler(FakeEngine(), FakeTokenizer(), [50], context=100, max_adapters=2)
+    base = BaseModelInfo("base", "/models/base", "qwen2", 100)
+    return TinkerService(TinkerStore(redis, "test", config), sampler, base, config)
+
+
 @pytest_asyncio.fixture
 async def server(redis_url: str) -> AsyncIterator[Server]:
     redis = connect_async(redis_url)
-    store = TinkerStore(redis, "test", CONFIG)
-    sampler = Sampler(FakeEngine(), FakeTokenizer(), [50], context=100, max_adapters=2)
-    service = TinkerService(store, sampler, BaseModelInfo("base", "/models/base", "qwen2", 100), CONFIG)
+    service = make_service(redis, CONFIG)
     transport = httpx.ASGITransport(create_app(service, Keys(None), CONFIG), raise_app_exceptions=False)
     with connect(redis_url) as learner:
         log = CommandLog(learner, "test")
         log.take_over()
-        async with store.listening(), httpx.AsyncClient(transport=transport, base_url="http://t/api/v1") as client:
+        async with service.background(), httpx.AsyncClient(transport=transport, base_url="http://t/api/v1") as client:
             yield Server(client, log, service)
-    service.close()
     await redis.aclose()
 
 
@@ -156,15 +170,79 @@ async def test_checkpoints_of_a_key_take_a_limited_space(server: Server) -> None
     saved = CheckpointRecord(
         model_id=model, kind="training", created_at=0.0, adapter=adapter, lora=lora, size_bytes=2 << 30
     )
-    writes = [Write(server.log.keys.checkpoints, f"tinker://{model}/weights/a", saved)]
-    server.log.commit(model, owner, 0, Result.of_json({}), writes)
-    for seq_id, path in enumerate(("/save_weights", "/save_weights_for_sampler"), 1):
-        await server.post(path, {"model_id": model, "seq_id": seq_id, "path": "b"})
+    path = f"tinker://{model}/weights/a"
+    server.log.commit(model, owner, 0, Result.of_json({}), server.log.checkpoint_writes(owner, path, saved))
+    for seq_id, route in enumerate(("/save_weights", "/save_weights_for_sampler"), 1):
+        await server.post(route, {"model_id": model, "seq_id": seq_id, "path": "b"})
         data = server.log.command(model, seq_id)
         assert data is not None
         command = decode_command(data)
         assert isinstance(command, RefusedCommand)
         assert "2 GiB (tinker.max_saved_gib)" in command.error
+    deletion = f"/training_runs/{model}/checkpoints/weights/a"
+    assert (await server.client.delete(deletion, headers=KEY)).status_code == 200
+    await server.post("/save_weights", {"model_id": model, "seq_id": 3, "path": "b"})
+    data = server.log.command(model, 3)
+    assert data is not None
+    assert not isinstance(decode_command(data), RefusedCommand)
+
+
+async def test_a_service_whose_background_task_failed_is_not_healthy(redis_url: str) -> None:
+    """A heartbeat that is no time ends the expiry of sessions."""
+    redis = connect_async(redis_url)
+    service = make_service(redis, TinkerConfig(session_timeout_s=0.1))
+
+    async def has_failed() -> bool:
+        try:
+            await service.check()
+        except ValueError as error:
+            return "spoiled" in str(error)
+        return False
+
+    async with service.background():
+        await service.check()
+        await redis.hset(service.store.keys.heartbeats, "s", "spoiled")
+        await wait_until(has_failed)
+    await redis.aclose()
+
+
+async def test_why_says_what_a_model_waits_for(server: Server) -> None:
+    session, model = await server.create_model()
+    _, other = await server.create_model()
+    owner = server.log.model(model).owner
+
+    async def why() -> str:
+        answer = await server.client.get(f"/training_runs/{model}/why", headers=KEY)
+        return answer.json()["waits_for"]
+
+    assert "not taken up" in await why()
+    server.log.take_up(other, 0)
+    assert "a command of another model" in await why()
+    server.log.commit(other, owner, 0, Result.of_json({}))
+    server.log.take_up(model, 0)
+    assert "it has applied command 0 for 0." in await why()
+    server.log.commit(model, owner, 0, Result.of_json({}))
+    assert (await why()).startswith("its client: every command")
+    await server.post("/optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
+    assert await why() == "its client: command 1 has not come, and 1 later ones are held"
+    await server.post(f"/sessions/{session}/finish", {})
+    assert server.log.close(model)
+    assert "ended" in await why()
+    assert (await server.client.get(f"/training_runs/{model}/why", headers=OTHER_KEY)).status_code == 404
+
+
+async def test_optimizer_steps_are_listed_in_order(server: Server) -> None:
+    _, model = await server.create_model()
+    owner, key = server.log.model(model).owner, server.log.keys.metrics(model)
+    step = StepMetrics(at=1.0, version=1, loss=2.0, num_sequences=3, num_tokens=4, grad_norm=5.0, learning_rate=6.0)
+    for seq_id in range(12):
+        await server.service.store.submit(model, owner, seq_id, OptimStep())
+        server.log.commit(model, owner, seq_id, Result.of_json({}), [Write.of(key, str(seq_id), step)])
+    path = f"/training_runs/{model}/metrics"
+    steps = (await server.client.get(path, headers=KEY)).json()["steps"]
+    assert [each["seq_id"] for each in steps] == list(range(12))
+    assert steps[0] == {"seq_id": 0, **msgspec.structs.asdict(step)}
+    assert (await server.client.get(path, headers=OTHER_KEY)).status_code == 404
 
 
 async def test_a_command_of_another_key_is_refused(server: Server) -> None:

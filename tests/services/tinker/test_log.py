@@ -1,5 +1,6 @@
 """Command logs in a real Redis: each command once, in order, whoever repeats what."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -46,8 +47,10 @@ async def store(redis_url: str) -> AsyncIterator[TinkerStore]:
     store = TinkerStore(redis, "test", CONFIG)
     record = ModelRecord(owner=OWNER, session_id="session", created_at=0.0, lora=Lora(rank=1, seed=2))
     await store.put(store.keys.models, MODEL, record)
-    async with store.listening():
-        yield store
+    listening = asyncio.create_task(store.listen())
+    yield store
+    listening.cancel()
+    await asyncio.gather(listening, return_exceptions=True)
     await redis.aclose()
 
 
@@ -94,10 +97,11 @@ async def test_a_learner_with_a_successor_commits_nothing(store: TinkerStore, lo
 
 
 async def test_records_are_written_with_the_result(store: TinkerStore, log: CommandLog) -> None:
-    writes = [Write(store.keys.sessions, name, Session(owner=name, created_at=1.0)) for name in ("a", "b")]
+    sessions = {name: Session(owner=name, created_at=1.0) for name in ("a", "b")}
+    writes = [Write.of(store.keys.sessions, name, session) for name, session in sessions.items()]
     await store.submit(MODEL, OWNER, 0, OptimStep())
     log.commit(MODEL, OWNER, 0, result_of(0), writes)
-    assert await store.all(store.keys.sessions, Session) == {each.field: each.record for each in writes}
+    assert await store.all(store.keys.sessions, Session) == sessions
 
 
 async def test_a_client_with_too_much_queued_is_asked_to_wait(store: TinkerStore, log: CommandLog) -> None:

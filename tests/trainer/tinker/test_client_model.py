@@ -10,9 +10,9 @@ from offbeat.services.errors import CodecError
 from offbeat.services.tinker.records import Lora, OptimStep
 from offbeat.services.tinker.wire import Datum
 from offbeat.trainer.tinker.adapters import AdapterPool
-from offbeat.trainer.tinker.client_model import ClientModel, Scores
+from offbeat.trainer.tinker.client_model import Accumulated, ClientModel, Scores
 from offbeat.trainer.tinker.losses import LOSSES
-from tests.trainer.tinker.tiny_base import LORA, make_data, make_pool
+from tests.trainer.tinker.tiny_base import LENGTHS, LORA, make_data, make_pool
 
 CROSS_ENTROPY = LOSSES["cross_entropy"]
 STEP = OptimStep(learning_rate=1e-2, weight_decay=0.1, grad_clip_norm=5.0)
@@ -136,6 +136,20 @@ def test_adopted_weights_have_the_moments_or_none(pool: AdapterPool, tmp_path: P
         train(each, 1)
         each.step(STEP)
     assert are_equal(weights(model), weights(other)) is with_optimizer
+
+
+def test_what_gradients_are_of_is_kept_with_them(pool: AdapterPool, tmp_path: Path) -> None:
+    model = ClientModel(pool, LORA)
+    first, second = train(model, 0), train(model, 1)
+    train(model, 2, backward=False)
+    expected = Accumulated(first.loss + second.loss, 2 * len(LENGTHS), 2 * sum(LENGTHS))
+    assert model.accumulated == expected
+    model.save(tmp_path / "state")
+    restored = ClientModel(pool, LORA)
+    restored.load(tmp_path / "state")
+    assert restored.accumulated == expected
+    restored.step(STEP)
+    assert restored.accumulated == Accumulated()
 
 
 def test_weights_of_another_rank_or_other_layers_are_refused(pool: AdapterPool, tmp_path: Path) -> None:

@@ -1,0 +1,72 @@
+"""The supervised recipe of tinker-cookbook, unchanged, against Tinker's API: `make test-cookbook`."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat.benchmarks.tinker.server import RunningServer, running_server
+from tests.pretrained import write_llama
+
+PYTHON = Path(sys.prefix) / "cookbook" / "bin" / "python"
+COMMON = (
+    "renderer_name=role_colon",
+    "lora_rank=16",
+    "behavior_if_log_dir_exists=raise",
+    "save_every=4",
+    "eval_every=0",
+)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason="needs tinker-cookbook: make test-cookbook"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "llama"
+    write_llama(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("cookbook") / "run"
+    with running_server(folder, f"pretrain={model}", "warm_start=null", "sequence_length=512") as server:
+        yield server
+
+
+def run_recipe(server: RunningServer, model: Path, log: Path, recipe: str, *settings: str) -> None:
+    command = [str(PYTHON), "-m", f"tinker_cookbook.recipes.{recipe}", f"base_url={server.url}", f"model_name={model}"]
+    environment = os.environ | {"TINKER_API_KEY": "tml-cookbook", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
+    done = subprocess.run(
+        [*command, f"log_path={log}", *COMMON, *settings],
+        env=environment, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+def read_metrics(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_supervised_recipe_learns(server: RunningServer, model: Path, tmp_path: Path) -> None:
+    """Sums, in the renderer's format."""
+    data, log = tmp_path / "sums.jsonl", tmp_path / "log"
+    data.write_text("".join(json.dumps({"messages": _sum(a, b)}) + "\n" for a in range(16) for b in range(16)))
+    run_recipe(
+        server, model, log, "chat_sl.train", f"dataset={data}", "batch_size=32", "num_epochs=3", "learning_rate=1e-2"
+    )
+    losses = [step["train_mean_nll"] for step in read_metrics(log) if "train_mean_nll" in step]
+    assert len(losses) == 24
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def _sum(a: int, b: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"What is {a} + {b}?"}, {"role": "assistant", "content": str(a + b)}]
