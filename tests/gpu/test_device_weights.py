@@ -63,6 +63,7 @@ async def replica(
     redis_url: str, transport: Literal["ipc", "nccl"], tmp_path: Path
 ) -> AsyncIterator[GenerationReplica]:
     environment = dict(os.environ)
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # as in Ray's workers: CUDA does not survive a fork
     config = GenerationConfig(
         device="cuda",
         model_args=EngineModelArgs(dtype="float32"),

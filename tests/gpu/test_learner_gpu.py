@@ -58,7 +58,7 @@ def test_a_gpu_learns_what_a_cpu_learns(tmp_path: Path) -> None:
     assert [process.wait(timeout=500) for process in running] == [0, 0]
     failures: list[str] = []
     for name in ("hf_infer-0", "deepspeed_infer-0", *FULL, *HALF):
-        atol = 5e-3 if name in HALF else 1e-4
+        atol = 8e-3 if name in HALF else 1e-4  # a weight of 1 has steps of 2**-7 in bfloat16
         said, expected = (load_file(tmp_path / device / f"{name}-of-1.safetensors") for device in ("cuda", "cpu"))
         assert said.keys() == expected.keys()
         for key, tensor in expected.items():
@@ -79,7 +79,7 @@ def test_the_varlen_kernel_agrees_with_padding(kv_heads: int, window: int | None
     grads: list[list[torch.Tensor]] = []
     outputs: list[torch.Tensor] = []
     for kind in (torch.float32, torch.bfloat16):
-        leaves = [states.to(kind).requires_grad_() for states in (query, key, value)]
+        leaves = [states.to(kind, copy=True).requires_grad_() for states in (query, key, value)]
         out, _ = packed_attention(
             torch.nn.Module(), *leaves, None, packing=packing, scaling=0.125, sliding_window=window
         )

@@ -16,7 +16,7 @@ import httpx
 
 from offbeat.services.errors import GenerationError, RetryableError
 from offbeat.services.generation.config import GenerationConfig
-from offbeat.services.generation.engine import LoadTimes
+from offbeat.services.generation.engine import LoadTimes, SessionCounts
 from offbeat.services.generation.sglang.server import PROGRAM, SglangServer, server_arguments
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, Sampling, VersionSpan
 
@@ -140,6 +140,9 @@ class SglangEngine:
 
     async def wake(self) -> None:
         await self._command("/resume_memory_occupation", {})
+
+    def session_counts(self) -> SessionCounts:
+        return SessionCounts()
 
     async def check(self) -> None:
         if (code := self._server.exit_code) is not None:

@@ -60,7 +60,8 @@ def until_applied(engine: TrainEngine[Sampled]) -> StepOutcome:
 
 def assert_steps_agree(half: TrainEngine[Sampled], full: TrainEngine[Sampled]) -> None:
     """Hold steps in float16 against those in float32, and their weights."""
-    assert until_applied(half).grad_norm == pytest.approx(full.train(fixed_batch(), nll, STEP).grad_norm, rel=1e-2)
+    norm, expected = until_applied(half).grad_norm, full.train(fixed_batch(), nll, STEP).grad_norm
+    assert norm == pytest.approx(expected, rel=1e-2), f"norms of {norm} and {expected}"
     for name, weight in weights_of(half).items():
         assert weight.dtype == torch.float16, name
         torch.testing.assert_close(weight.float(), weights_of(full)[name], rtol=2e-3, atol=2e-3)
