@@ -33,8 +33,8 @@ pytestmark = [
 ]
 
 RUN = "device-weights"
-TOLERANCE = 2e-3
-"""float32 on a GPU: other kernels than transformers' on a CPU."""
+TOLERANCE = 5e-3
+"""vLLM's Triton attention multiplies float32 as TF32, with 10 bits of mantissa; 2.5e-3 on an H200."""
 
 
 @pytest.fixture(params=["ipc", "nccl"])

@@ -97,6 +97,9 @@ def test_float16_trains_with_a_loss_scale(strategy: dict[str, object], tmp_path:
     folder.mkdir()
     state.mkdir()
     write_tiny_policy(folder, TinyPolicyConfig(num_hidden_layers=2), ["a", "b", "c", "d"])
+    load_policy(folder, ModelArgs(), seed=1).model.save_pretrained(
+        folder
+    )  # random weights depend on the type they are drawn in
     args = StrategyArgs.model_validate(strategy)
 
     def build(ranks: Ranks, dtype: str) -> TrainEngine[Sampled]:

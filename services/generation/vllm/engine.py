@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.services.chat.vision import model_family
-from offbeat.services.errors import RetryableError
+from offbeat.services.errors import GenerationError, RetryableError
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import LoadTimes, SessionCounts
 from offbeat.services.generation.vllm.arguments import engine_arguments, engine_environment
@@ -25,6 +25,7 @@ from offbeat.services.messages.types import (
     VersionSpan,
 )
 from offbeat.services.process import uncollected_imports
+from offbeat.services.standard_error import StandardError
 
 BACKENDS = {"shm": "offbeat_file", "fs": "offbeat_file", "ipc": "offbeat_ipc", "nccl": "offbeat_nccl"}
 """Weight transport -> vLLM weight-transfer engine."""
@@ -82,7 +83,13 @@ class VllmEngine:
 
             vision.register()
             image_prompts = vision.PromptMaker(model)
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        printed = StandardError()
+        try:
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        except RuntimeError as error:  # of a process that only printed why
+            if (cause := printed.last_error()) is None:
+                raise
+            raise GenerationError(f"vLLM did not start: {cause}") from error
         await llm.collective_rpc("die_with_parent")
         if config.engine.max_lora_rank is not None:
             await llm.collective_rpc("prepare_adapters")
