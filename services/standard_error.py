@@ -20,9 +20,13 @@ class StandardError:
         """Return the last exception of a traceback that names a cause, in one line."""
         if self._start is None:
             return None
-        with open("/proc/self/fd/2", "rb") as file:
-            file.seek(self._start)
-            errors = [line for line in ERROR.findall(file.read()) if not any(each in line for each in REFERENCES)]
+        try:
+            with open("/proc/self/fd/2", "rb") as file:
+                file.seek(self._start)
+                printed = file.read()
+        except OSError:  # no /proc, or another user's file
+            return None
+        errors = [line for line in ERROR.findall(printed) if not any(each in line for each in REFERENCES)]
         return errors[-1].decode(errors="replace") if errors else None
 
 

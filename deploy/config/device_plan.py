@@ -112,6 +112,7 @@ def plan_devices(config: RunConfig, nodes: Sequence[ClusterNode], *, owns_engine
     own = _own_numbers(config, numbering)
     numbering.reserve([number for numbers in own.values() for number in numbers])
     engines, learner = _numbers(config, numbering, needs_engines)
+    issues += _check_room(config, needs_engines, engines, own)
     learner, critic = learner if is_managed else [], own.pop(CRITIC, [])
     common = sorted(set(engines) & set(learner))
     is_mapped = any(mapping is not None for _, mapping in role_mappings(config))
@@ -120,7 +121,7 @@ def plan_devices(config: RunConfig, nodes: Sequence[ClusterNode], *, owns_engine
         and not common
         and (train.device == "cpu" or train.num_processes + len(critic) <= numbering.largest)
     ):
-        engines, learner, critic, own = [], [], [], {}  # Ray counts the devices of several runs
+        engines, learner, critic, own, issues = [], [], [], {}, []  # Ray counts the devices of several runs
     size = infer.engine.world_size
     groups = _split(engines, size)
     own_groups = {
@@ -183,6 +184,26 @@ def _own_numbers(config: RunConfig, numbering: _Numbering) -> dict[str, list[int
         numbers[role.name] = [number for group in chosen for number in group]
         free = [number for number in free if number not in numbers[role.name]]
     return numbers
+
+
+def _check_room(
+    config: RunConfig, needs_engines: bool, engines: Sequence[int], own: Mapping[str, Sequence[int]]
+) -> Iterator[ConfigIssue]:
+    """Yield roles for which mappings and nodes leave too few devices, or too few on one node."""
+    infer, size = config.actor_infer, config.actor_infer.engine.world_size
+    parts = [
+        (f"{role.name}.{role.count_key}", role.num_devices, role.per_process, own[role.name])
+        for role in roles_with_own_devices(config)
+    ]
+    if needs_engines:
+        parts.append(("actor_infer.num_replicas", infer.num_replicas * size, size, engines))
+    for path, needed, per_process, devices in parts:
+        if len(devices) < needed:
+            yield ConfigIssue(
+                path,
+                f"{needed // per_process} of {per_process} device(s), on one node each, are needed, and the other roles "
+                f"leave {len(devices) // per_process}: take fewer, or another device_mapping",
+            )
 
 
 def _cpu_nodes(config: RunConfig, nodes: Sequence[ClusterNode]) -> tuple[LearnerNode, ...]:

@@ -23,18 +23,19 @@ def choose_devices(config: RunConfig, gpus: float) -> RunConfig:
     """Return the run with devices: roles without `device` take GPUs if there are enough for each; engines and learner
     may share them. Settings of GPUs are removed on CPUs.
 
-    gpus: of the machine or cluster. Without CUDA's vLLM, or SGLang for `sglang`, all stay on CPUs.
+    gpus: of the machine or cluster, those of rewards included. Without CUDA's vLLM, or SGLang for `sglang`, all stay on
+    CPUs.
     """
     infer, train = config.actor_infer, config.actor_train
-    gpus -= sum(reward.num_replicas * reward.gpus_per_replica for reward in config.rewards)
+    free = gpus - sum(reward.num_replicas * reward.gpus_per_replica for reward in config.rewards)
     engine = infer.strategy_args.strategy_name
-    has_gpus = gpus >= 1 and is_installed(GPU_ENGINES.get(engine, "vllm"))
-    suffice = has_gpus and infer.num_replicas * infer.engine.world_size <= gpus
+    has_gpus = free >= 1 and is_installed(GPU_ENGINES.get(engine, "vllm"))
+    suffice = has_gpus and infer.num_replicas * infer.engine.world_size <= free
     if "device" not in infer.model_fields_set and suffice and engine in GPU_ENGINES:
         infer = infer.model_copy(update={"device": "cuda"})
     engines = infer.num_replicas * infer.engine.world_size if infer.device == "cuda" else 0
     scorers = sum(role.num_replicas for role in scored_roles(config, config.reference))
-    suffice = has_gpus and max(engines, train.num_processes) + scorers + config.num_critic_processes <= gpus
+    suffice = has_gpus and max(engines, train.num_processes) + scorers + config.num_critic_processes <= free
     if "device" not in train.model_fields_set and suffice:
         train = train.model_copy(update={"device": "cuda"})
     config = config.model_copy(update={"actor_infer": _without_utilization(infer), "actor_train": train})

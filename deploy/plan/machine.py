@@ -36,7 +36,7 @@ class PartSizes:
     other_gpus: int = 0
     """Of scoring services and rewards."""
     other_cpus: float = 0.0
-    """Of rewards."""
+    """Of rewards, and of scoring services on CPUs."""
 
     @classmethod
     def of(cls, config: RunConfig, machine: Machine) -> "PartSizes":
@@ -45,16 +45,18 @@ class PartSizes:
         on_gpus = chooses or infer.device == "cuda"
         rewards = [reward for reward in config.rewards if reward.num_replicas]
         scorers = sum(role.num_replicas for role in scored_roles(config, config.reference))
+        cpus_per_process = train.num_threads if train.device == "cpu" else 1.0
         return cls(
             on_gpus,
             infer.engine.world_size,
             infer.cpus_per_replica,
             config.rollout.cpus_per_worker,
             train.num_processes,
-            train.num_threads if train.device == "cpu" else 1.0,
+            cpus_per_process,
             config.num_critic_processes,
             sum(reward.num_replicas * reward.gpus_per_replica for reward in rewards) + (scorers if on_gpus else 0),
-            sum(reward.num_replicas * reward.cpus_per_replica for reward in rewards),
+            sum(reward.num_replicas * reward.cpus_per_replica for reward in rewards)
+            + (0.0 if on_gpus else scorers * cpus_per_process),
         )
 
     def cpus(self, setup: Setup, learner_processes: int) -> float:

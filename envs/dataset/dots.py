@@ -26,8 +26,8 @@ RADIUS = 12
 """Of a dot, pixels."""
 COLOURS = {"orange": (230, 110, 30), "blue": (40, 80, 200)}
 """Tag -> RGB."""
-MOST = 3
-"""Dots of a colour."""
+MAX_DOTS = 3
+"""Of a colour in one picture."""
 HELD_OUT_SHARE = 8
 """Inverse share of arrangements."""
 
@@ -42,7 +42,7 @@ def rows(count: int, *, held_out: bool, seed: int = 0) -> Iterator[dict[str, Any
 
 def _rows(rng: np.random.Generator, *, held_out: bool) -> Iterator[dict[str, Any]]:
     while True:
-        counts = rng.integers(MOST + 1, size=len(COLOURS))
+        counts = rng.integers(MAX_DOTS + 1, size=len(COLOURS))
         cells = np.repeat(np.arange(len(COLOURS) + 1), [SIDE**2 - counts.sum(), *counts])
         rng.shuffle(cells)
         if _is_held_out(cells) != held_out:

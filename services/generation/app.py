@@ -16,7 +16,7 @@ from redis import exceptions as redis_errors
 from offbeat.services.device_turns import EngineTurns
 from offbeat.services.devices import EngineDevices
 from offbeat.services.errors import RetryableError
-from offbeat.services.generation.client import DEPLOYMENT, in_messages
+from offbeat.services.generation.client import DEPLOYMENT, split_messages
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import TenantEngine
 from offbeat.services.generation.replica import ReplicaStatus
@@ -95,7 +95,7 @@ class GenerationDeployment:
         del asleep
         tenancy = self._tenancy or await self._wait_for_tenant()
         async for completions in tenancy.replica.generate(decode_requests(blob)):
-            for part in in_messages(completions):
+            for part in split_messages(completions):
                 yield encode_completions(part)
 
     async def abort(self, request_ids: list[str]) -> None:

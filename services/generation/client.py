@@ -21,7 +21,7 @@ DEPLOYMENT = "generation"
 MAX_MESSAGE_BYTES = 2 << 20
 """Of a call over gRPC; Serve's limit is 4 MiB unless RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH is set."""
 BYTES_PER_TOKEN = 16
-"""Of an encoded completion at most: id, logprob, and spans of versions."""
+"""Of an encoded completion: id, logprob, and spans of versions; a span per token takes half as much again."""
 COMPLETION_BYTES = 128
 """Of an encoded completion without tokens and texts."""
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
@@ -98,7 +98,7 @@ class ServeGenerationClient:
             raise translate(error) from error
 
 
-def in_messages(completions: Sequence[Completion]) -> Iterator[list[Completion]]:
+def split_messages(completions: Sequence[Completion]) -> Iterator[list[Completion]]:
     """Split completions into parts that gRPC carries, if each of them fits."""
     part, size = list[Completion](), 0
     for completion in completions:

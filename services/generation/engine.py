@@ -18,7 +18,7 @@ class LoadTimes:
 
 
 class SessionCounts(NamedTuple):
-    """Of episodes that stay in the engine between their turns."""
+    """Counts of episodes that stay in the engine between their turns."""
 
     waiting: int = 0
     """Episodes whose next turn the engine waits for."""

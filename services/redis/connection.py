@@ -24,6 +24,8 @@ T = TypeVar("T")
 ShouldRetry = Callable[[Exception], bool]
 """Called before each retry after `patience_s`; True continues."""
 
+DEFAULT_PORT = 6379
+"""Of URLs without one."""
 SOCKET_TIMEOUT_S = 15.0
 """Exceeds `MAX_BLOCK_S`."""
 CONNECT_TIMEOUT_S = 5.0
@@ -39,7 +41,8 @@ def local_address(redis: Redis) -> str:
     """Return this host's address on the way to Redis."""
     options = redis.connection_pool.connection_kwargs
     try:
-        family, _, _, _, target = socket.getaddrinfo(options["host"], options["port"], type=socket.SOCK_DGRAM)[0]
+        host, port = options["host"], options.get("port", DEFAULT_PORT)
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # sends nothing
             return str(probe.getsockname()[0])

@@ -76,7 +76,7 @@ class TinkerListings:
         elif not queued:
             reason = "its client: every command that came is applied"
         elif queued[0] != applied + 1:
-            reason = f"its client: command {applied + 1} has not come, and {len(queued)} later ones are held"
+            reason = f"its client: command {applied + 1} has not come; later ones are held"
         else:
             reason = f"the learner: {await self._learner_activity(model_id)}"
         return {"model_id": model_id, "applied": applied, "queued": len(queued), "waits_for": reason}
@@ -84,11 +84,11 @@ class TinkerListings:
     async def _learner_activity(self, model_id: str) -> str:
         activity = await self._store.activity()
         if activity is None or await self._store.is_applied(activity.model_id, activity.seq_id):
-            return "it has not taken up the next command; if this stays so, it is being started"
+            return "it has not taken up the next command; if this persists, it is starting"
         seconds = time.time() - activity.since
         if activity.model_id == model_id:
-            return f"it has applied command {activity.seq_id} for {seconds:.1f} s"
-        return f"it has applied a command of another model for {seconds:.1f} s; models take turns"
+            return f"it has been applying command {activity.seq_id} for {seconds:.1f} s"
+        return f"it has been applying a command of another model for {seconds:.1f} s; models take turns"
 
     async def weights_info(self, owner: str, path: str) -> Json:
         lora = (await self._records.checkpoint(owner, path)).lora

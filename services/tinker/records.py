@@ -43,7 +43,7 @@ class AdapterVersion(StoredRecord, frozen=True, kw_only=True):
 
 
 class StepMetrics(StoredRecord, frozen=True, kw_only=True):
-    """Of an optimizer step. loss: sum over the sequences of its gradient; version: of the weights after it."""
+    """Figures of an optimizer step. loss: sum over the sequences of its gradient; version: of the weights after it."""
 
     at: float
     """Unix time."""

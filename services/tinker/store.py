@@ -114,8 +114,9 @@ class TinkerStore:
 
     async def queued(self, model_id: str) -> tuple[int, list[int]]:
         """Return the last applied command's sequence id, or -1, and those of unapplied ones, ascending."""
-        applied = int(await self._redis.hget(self.keys.applied, model_id) or -1)
         logged = sorted(map(int, await self._redis.hkeys(self.keys.log(model_id))))
+        # Read last: a command applied meanwhile is then no gap in the log
+        applied = int(await self._redis.hget(self.keys.applied, model_id) or -1)
         return applied, [each for each in logged if each > applied]
 
     async def activity(self) -> LearnerActivity | None:

@@ -18,7 +18,6 @@ from offbeat.trainer.engines.process_group import process_group, ranks_of_enviro
 from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.integration.layout_rank import STEPS, Layout, engine_of, learn
 from tests.integration.test_stage_kill import LAYOUTS, check_killed_rank, undisturbed_run
-from tests.paths import ROOT
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 
@@ -31,12 +30,10 @@ def test_two_gpus_learn_what_one_learns(tmp_path: Path) -> None:
     write_tiny_policy(model, TinyPolicyConfig(num_hidden_layers=3), list("abcdefg"))
     for world in (1, 2):
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
+        shared = {**os.environ, **address, "PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, __file__, str(model), str(tmp_path)]
         running = [
-            subprocess.Popen(
-                command,
-                env={**os.environ, **address, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(ROOT)},
-            )
+            subprocess.Popen(command, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank in range(world)
         ]
         assert [process.wait(timeout=300) for process in running] == [0] * world

@@ -25,21 +25,11 @@ from tests.trainer.engines.comparing import assert_overflow_is_skipped, assert_s
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-
-FULL = (
-    "0",
-    "1",
-    "2",
-    "3",
-    "fsdp2",
-    "0-head",
-    "3-head",
-    "fsdp2-head",
-    "0-lora",
-    "3-lora",
-    "fsdp2-lora",
-    "0-checkpointing",
+SINGLE = (
+    *("0", "1", "2", "3", "fsdp2", "0-checkpointing"),
+    *("0-head", "3-head", "fsdp2-head", "0-lora", "3-lora", "fsdp2-lora"),
 )
+"""Engines in float32, by their names in `learner_rank.py`."""
 HALF = ("1-bf16", "2-bf16", "3-bf16", "fsdp2-bf16")
 
 
@@ -48,16 +38,20 @@ def test_a_gpu_learns_what_a_cpu_learns(tmp_path: Path) -> None:
     model, environment = tmp_path / "model", {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     model.mkdir()
     write_tiny_policy(model, TinyPolicyConfig(num_hidden_layers=2), list("abcdefg"))
-    hidden = {"cpu": {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}, "cuda": {"LEARNER_DEVICE": "cuda"}}
+    script = str(ROOT / "tests/integration/learner_rank.py")
+    devices = {"cpu": {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}, "cuda": {"LEARNER_DEVICE": "cuda"}}
     running: list[subprocess.Popen[bytes]] = []
-    for device, variables in hidden.items():
-        (tmp_path / device).mkdir()
-        script = str(ROOT / "tests/integration/learner_rank.py")
-        command = [sys.executable, script, str(model), str(tmp_path / device), *FULL, *HALF]
-        running.append(subprocess.Popen(command, env=environment | variables))
-    assert [process.wait(timeout=500) for process in running] == [0, 0]
+    try:
+        for device, variables in devices.items():
+            (tmp_path / device).mkdir()
+            command = [sys.executable, script, str(model), str(tmp_path / device), *SINGLE, *HALF]
+            running.append(subprocess.Popen(command, env=environment | variables))
+        assert [process.wait(timeout=500) for process in running] == [0, 0]
+    finally:
+        for process in running:
+            process.kill()
     failures: list[str] = []
-    for name in ("hf_infer-0", "deepspeed_infer-0", *FULL, *HALF):
+    for name in ("hf_infer-0", "deepspeed_infer-0", *SINGLE, *HALF):
         atol = 8e-3 if name in HALF else 1e-4  # a weight of 1 has steps of 2**-7 in bfloat16
         said, expected = (load_file(tmp_path / device / f"{name}-of-1.safetensors") for device in ("cuda", "cpu"))
         assert said.keys() == expected.keys()
@@ -97,9 +91,8 @@ def test_float16_trains_with_a_loss_scale(strategy: dict[str, object], tmp_path:
     folder.mkdir()
     state.mkdir()
     write_tiny_policy(folder, TinyPolicyConfig(num_hidden_layers=2), ["a", "b", "c", "d"])
-    load_policy(folder, ModelArgs(), seed=1).model.save_pretrained(
-        folder
-    )  # random weights depend on the type they are drawn in
+    # from a file, as random weights depend on the type that they are drawn in
+    load_policy(folder, ModelArgs(), seed=1).model.save_pretrained(folder)
     args = StrategyArgs.model_validate(strategy)
 
     def build(ranks: Ranks, dtype: str) -> TrainEngine[Sampled]:

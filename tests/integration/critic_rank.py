@@ -21,7 +21,7 @@ from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.critic_trainer import CriticTrainer
 from offbeat.trainer.training.policy_trainer import PolicyTrainer
 from tests.fakes import make_group
-from tests.paths import CONFIGS, ROOT
+from tests.paths import CONFIGS
 
 STEPS = 3
 PPO = (
@@ -74,7 +74,7 @@ def run_world(out: Path, device: str, nodes: NodeRanks, overrides: tuple[str, ..
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(nodes.total)}
     sizes = (f"actor_train.num_processes={nodes.policy}", f"critic.num_processes={nodes.critic or 'null'}")
     command = [sys.executable, __file__, str(out), device, *PPO, *sizes, *overrides]
-    shared = {**os.environ, **address, RANKS_PER_NODE: encode_ranks([nodes]), "PYTHONPATH": str(ROOT)}
+    shared = {**os.environ, **address, RANKS_PER_NODE: encode_ranks([nodes]), "PYTHONPATH": os.pathsep.join(sys.path)}
     running = [
         subprocess.Popen(command, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(nodes.total)

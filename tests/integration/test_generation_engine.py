@@ -485,6 +485,19 @@ async def test_a_packed_matrix_that_differs_is_noticed() -> None:
     assert not _probe_agrees(Packed(nudged), wanted)
 
 
+async def test_one_workers_part_of_a_layer_is_not_compared() -> None:
+    """Of two tensor ranks, one has other rows or columns than the file, or rows beyond a small vocabulary's."""
+    from offbeat.services.generation.vllm.loading import _agrees
+
+    class Layer:
+        def __init__(self, tp_size: int) -> None:
+            self.tp_size = tp_size
+
+    file = torch.ones(12, 8)
+    assert _agrees(Layer(2), torch.zeros(32, 8), file)
+    assert not _agrees(Layer(1), torch.zeros(32, 8), file)
+
+
 async def test_the_handle_of_device_memory_survives_json() -> None:
     from offbeat.services.generation.vllm.gpu_transfer import _rebuild_arguments
     from offbeat.services.weights.transports.vllm_senders import _plain

@@ -91,10 +91,7 @@ def _check_models(config: LearnerConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue("reward_pretrain", "there is no critic of its own: leave it out, or take adv_estimator gae")
     if not config.needs_reference and not _is_switched_off(config):
         for key in _leaves(config.reference.model_args.model_dump(exclude_none=True)):
-            yield ConfigIssue(
-                f"reference.model_args.{key}",
-                UNUSED_REFERENCE,
-            )
+            yield ConfigIssue(f"reference.model_args.{key}", UNUSED_REFERENCE)
     elif config.actor_train.model_args.lora_target is not None and not config.reference.model_args.model_name_or_path:
         for key in _leaves(config.reference.model_args.overrides):
             yield ConfigIssue(

@@ -36,7 +36,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Accumulated:
-    """What the gradients are of."""
+    """Summed loss, sequences and tokens of the passes whose gradients have accumulated since the last step."""
 
     loss: float = 0.0
     num_sequences: int = 0
@@ -139,7 +139,7 @@ class ClientModel:
         about = self._load_weights(path)
         self.version, self.seq_id = about["version"], about["seq_id"]
         tensors = load_file(path)
-        self.accumulated = Accumulated(**about["accumulated"])
+        self.accumulated = Accumulated(**about.get("accumulated", {}))  # states of earlier builds lack it
         self._load_moments(tensors, about["steps"])
         self._set_gradients(
             {name.removeprefix("grad."): each for name, each in tensors.items() if name.startswith("grad.")}

@@ -124,6 +124,8 @@ class CheckpointStore:
         self._files = FencedFolder(folder, epoch)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._sequence = itertools.count()
+        self._unfinished: Path | None = None
+        """Checkpoint that is being written: not removed with those that broke off."""
         self._listed = self._adopt()
         self._last_serial = max((each.serial for each in self._listed), default=0)
         self._elsewhere: frozenset[str] = frozenset()
@@ -164,6 +166,7 @@ class CheckpointStore:
         self._last_serial = serial = 1 + self._last_serial
         state = replace(state, serial=serial, epoch=self._files.epoch)
         self._files.check()
+        self._unfinished = temporary
         with self._unsaved_if_failing(temporary):
             temporary.mkdir()
             write(temporary)
@@ -177,6 +180,7 @@ class CheckpointStore:
             write_json(temporary / MANIFEST, digests)
             sync_tree(temporary)
             self._publish(temporary, new.name)
+            self._unfinished = None
             others = [each for each in self._listed if each.name != new.name]
             self._listed = [*others, new]
             retained = self._retained(others, new)
@@ -278,6 +282,8 @@ class CheckpointStore:
     def _remove_unfinished(self) -> None:
         self._files.discard(EPOCH, REMOVED, PREFIX)
         for path in self._folder.glob(f"{TEMPORARY}*"):
+            if path == self._unfinished:
+                continue
             match = re.match(r"(\d+)-\d+-", path.name.removeprefix(TEMPORARY))
             if match is None or int(match[1]) <= self._files.epoch:  # without an epoch: of an earlier build
                 delete(path)
@@ -288,6 +294,7 @@ class CheckpointStore:
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
+            self._unfinished = None
             self._files.check()
             shutil.rmtree(temporary, ignore_errors=True)
             raise UnsavedError(" ".join(str(error).split())) from error

@@ -33,7 +33,7 @@ def check_devices(config: RunConfig, nodes: Sequence[ClusterNode] | None) -> Ite
     plan = plan_devices(config, [local_node()] if nodes is None else nodes, owns_engines=owns_engines)
     yield from plan.issues
     if not plan.issues and "cuda" in (infer.device, train.device):
-        yield from check_memory(config, plan, read_memory_gib())
+        yield from check_memory(config, plan, read_memory_gib(), owns_engines=owns_engines)
 
 
 def local_node() -> ClusterNode:

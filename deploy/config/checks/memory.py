@@ -8,7 +8,7 @@ from pathlib import Path
 from offbeat.deploy.config.device_plan import DevicePlan
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.sharing import engine_utilization
-from offbeat.services.generation.config import UTILIZATION
+from offbeat.services.generation.config import EngineModelArgs
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
@@ -18,19 +18,26 @@ from offbeat.trainer.config.scored_roles import scored_roles
 UTILIZATION_KEY = f"{ENGINE}.gpu_memory_utilization"
 MAX_SHARED_UTILIZATION = 0.9
 """Of an engine beside a learner."""
+SMALLER_ENGINE = frozenset({"quantization", "cpu_offload_gb"})
+"""Arguments of engines that hold less than the weights in their dtype."""
 GIB = 2**30
 
 
-def check_memory(config: RunConfig, plan: DevicePlan, memory_gib: float | None) -> Iterator[ConfigIssue]:
-    """Yield roles that the memory of a GPU can't hold. memory_gib: None if unknown."""
+def check_memory(
+    config: RunConfig, plan: DevicePlan, memory_gib: float | None, *, owns_engines: bool
+) -> Iterator[ConfigIssue]:
+    """Yield roles that the memory of a GPU can't hold, without a learner that users attach.
+
+    memory_gib: None if unknown. owns_engines: as in `plan_devices`.
+    """
     if plan.is_shared:
         yield from _check_shared(config, plan, memory_gib)
-    elif memory_gib is not None and config.actor_train.device == "cuda":
+    elif memory_gib is not None and config.control.learner == "managed" and config.actor_train.device == "cuda":
         yield from _check_learner(config, memory_gib)
     if memory_gib is None:
         return
-    if config.uses_engine and config.actor_infer.device == "cuda":
-        yield from _check_engine(config, memory_gib)
+    if owns_engines and config.uses_engine and config.actor_infer.device == "cuda":
+        yield from _check_engine(config, plan, memory_gib)
     if config.actor_train.device == "cuda":
         yield from _check_own(config, memory_gib)
 
@@ -88,11 +95,13 @@ def _say_learner(needed_gib: float) -> str:
     return f"at least {needed_gib:.1f} GiB of the learner's weights, gradients and moments"
 
 
-def _check_engine(config: RunConfig, memory_gib: float) -> Iterator[ConfigIssue]:
+def _check_engine(config: RunConfig, plan: DevicePlan, memory_gib: float) -> Iterator[ConfigIssue]:
     """Yield an engine whose weights exceed its share of its devices."""
     engine = config.actor_infer.engine
-    share = engine.gpu_memory_utilization or UTILIZATION
-    needed_gib = weights_gib(config) / engine.world_size
+    if SMALLER_ENGINE.intersection(engine.model_extra or ()):
+        return
+    share = engine_utilization(config, plan)
+    needed_gib = count_weights(config.pretrain) * _width(config.actor_infer.model_args) / engine.world_size / GIB
     if needed_gib >= share * memory_gib:
         yield ConfigIssue(
             f"{ENGINE}.tensor_parallel_size",
@@ -104,7 +113,7 @@ def _check_engine(config: RunConfig, memory_gib: float) -> Iterator[ConfigIssue]
 def _check_own(config: RunConfig, memory_gib: float) -> Iterator[ConfigIssue]:
     """Yield roles too large for devices of their own."""
     needed_gib = critic_gib(config, config.num_critic_processes)
-    if needed_gib > memory_gib:
+    if needed_gib > memory_gib and config.control.learner == "managed":
         yield ConfigIssue(
             "critic.num_processes",
             f"at least {needed_gib:.1f} GiB of the critic's weights, gradients and moments exceed the GPU's "
@@ -178,7 +187,7 @@ def _frozen_gib(config: RunConfig, role: ReferenceConfig | TeacherConfig) -> flo
     return whole_gib / train.num_processes if is_split and strategy.placement == "learner" else whole_gib
 
 
-def _width(args: ModelArgs) -> int:
+def _width(args: ModelArgs | EngineModelArgs) -> int:
     """Return the bytes of a weight."""
     return 4 if args.dtype == "float32" else 2
 

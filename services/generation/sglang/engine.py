@@ -107,7 +107,12 @@ class SglangEngine:
             asked = time.monotonic()
             await self._command("/pause_generation", {"mode": PAUSES[self._config.on_weight_update]})
             paused = time.monotonic()
-            update = {"model_path": folder, "weight_version": str(version), "flush_cache": recompute}
+            update = {
+                "model_path": folder,
+                "load_format": "safetensors",  # the server's own makes random weights
+                "weight_version": str(version),
+                "flush_cache": recompute,
+            }
             await self._command("/update_weights_from_disk", update)
             loaded = time.monotonic()
             await self._command("/continue_generation", {})
@@ -176,7 +181,7 @@ def _parameters(sampling: Sampling) -> dict[str, Any]:
         "top_k": sampling.top_k,
         "max_new_tokens": sampling.max_new_tokens,
         "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": True,  # the request alone says what stops it
+        "ignore_eos": not sampling.stop_token_ids,  # where true, SGLang ignores these, too
     }
 
 

@@ -20,7 +20,11 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     # /health would sample a token, which waits for as long as an update pauses the engine
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+    # for `CONTEXT_MARGIN`: sequences do not exceed the model's own
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "true",
 }
+CONTEXT_MARGIN = 8
+"""Tokens: SGLang refuses prompts that nearly fill its context, and ends answers before they fill it."""
 PROGRAM = ("-m", "sglang.launch_server")
 POLL_INTERVAL_S = 0.2
 SHUTDOWN_TIMEOUT_S = 5.0
@@ -35,7 +39,7 @@ def server_arguments(config: GenerationConfig, model: Path, sequence_length: int
         "weight-version": "-1",
         "skip-tokenizer-init": True,
         "dtype": config.model_args.dtype or "auto",
-        "context-length": engine.max_model_len or sequence_length,
+        "context-length": (engine.max_model_len or sequence_length) + CONTEXT_MARGIN,
         "max-running-requests": engine.max_num_seqs,
         "tp-size": engine.tensor_parallel_size,
         "pp-size": engine.pipeline_parallel_size,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from offbeat.envs.dataset.dots import CELL, COLOURS, MOST, SIDE, rows, write_dots
+from offbeat.envs.dataset.dots import CELL, COLOURS, MAX_DOTS, SIDE, rows, write_dots
 
 
 def count_dots(row: dict[str, Any], colour: str) -> int:
@@ -29,7 +29,7 @@ def test_the_truth_is_what_the_picture_shows(held_out: bool):
         assert row["prompt"] == f"how many {row['tag']}"
         assert int(row["ground_truth"]) == count_dots(row, row["tag"])
     for colour in COLOURS:
-        shares = np.bincount([int(row["ground_truth"]) for row in made if row["tag"] == colour], minlength=MOST + 1)
+        shares = np.bincount([int(row["ground_truth"]) for row in made if row["tag"] == colour], minlength=MAX_DOTS + 1)
         assert shares.min() > 0.12 * shares.sum(), "who does not look solves about a quarter"
 
 

@@ -7,7 +7,7 @@ from ray.exceptions import ActorUnavailableError, RayTaskError
 from ray.serve._private.constants import RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH
 
 from offbeat.services.errors import GenerationError, MeshError, RetryableError
-from offbeat.services.generation.client import MAX_MESSAGE_BYTES, fits_message, in_messages, translate
+from offbeat.services.generation.client import MAX_MESSAGE_BYTES, fits_message, split_messages, translate
 from offbeat.services.messages.codec import encode_completions
 from offbeat.services.messages.types import Completion, GenerateRequest, Sampling, VersionSpan
 
@@ -21,7 +21,7 @@ def completion(number: int, length: int) -> Completion:
 @pytest.mark.parametrize(("count", "length"), [(1, 1), (3, 100_000), (40, 20_000), (9_000, 1)])
 def test_completions_are_split_into_messages_that_serve_carries(count: int, length: int) -> None:
     completions = [completion(number, length) for number in range(count)]
-    parts = list(in_messages(completions))
+    parts = list(split_messages(completions))
     assert [each for part in parts for each in part] == completions
     assert max(len(encode_completions(part)) for part in parts) < RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH * 0.9
     assert len(parts) < 2 + 2 * len(encode_completions(completions)) / MAX_MESSAGE_BYTES

@@ -11,7 +11,7 @@ from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.buffer.worker_client import AsyncRolloutBuffer
 from offbeat.services.errors import RetryableError
 from offbeat.services.redis import connection
-from offbeat.services.redis.connection import connect, connect_async
+from offbeat.services.redis.connection import connect, connect_async, local_address
 from offbeat.services.redis.server import EmbeddedRedis
 from tests.services.buffer.buffer_play import RUN
 from tests.services.weights.publishing import give_lease
@@ -77,3 +77,9 @@ async def test_who_is_called_off_while_it_sends_ends(redis_url: str):
     over = True
     await client.aclose()
     assert not deaf
+
+
+def test_a_url_without_a_port_leads_to_the_same_address():
+    """Not to loopback, at which other hosts would look for this one in vain."""
+    with connect("redis://192.0.2.1") as short, connect("redis://192.0.2.1:6379") as whole:
+        assert local_address(short) == local_address(whole)

@@ -220,11 +220,11 @@ async def test_why_says_what_a_model_waits_for(server: Server) -> None:
     assert "a command of another model" in await why()
     server.log.commit(other, owner, 0, Result.of_json({}))
     server.log.take_up(model, 0)
-    assert "it has applied command 0 for 0." in await why()
+    assert "it has been applying command 0 for 0." in await why()
     server.log.commit(model, owner, 0, Result.of_json({}))
     assert (await why()).startswith("its client: every command")
     await server.post("/optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
-    assert await why() == "its client: command 1 has not come, and 1 later ones are held"
+    assert await why() == "its client: command 1 has not come; later ones are held"
     await server.post(f"/sessions/{session}/finish", {})
     assert server.log.close(model)
     assert "ended" in await why()

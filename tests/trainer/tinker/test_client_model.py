@@ -1,10 +1,13 @@
 """Models of clients: gradients add up, states go on bit for bit, and nobody changes another's."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from offbeat.services.errors import CodecError
 from offbeat.services.tinker.records import Lora, OptimStep
@@ -149,6 +152,19 @@ def test_what_gradients_are_of_is_kept_with_them(pool: AdapterPool, tmp_path: Pa
     restored.load(tmp_path / "state")
     assert restored.accumulated == expected
     restored.step(STEP)
+    assert restored.accumulated == Accumulated()
+
+
+def test_a_state_of_an_earlier_build_is_loaded(pool: AdapterPool, tmp_path: Path) -> None:
+    """It does not say what its gradients are of."""
+    path = tmp_path / "state"
+    ClientModel(pool, LORA).save(path)
+    with safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()["about"])
+    del about["accumulated"]
+    save_file(load_file(path), path, {"about": json.dumps(about)})
+    restored = ClientModel(pool, LORA)
+    restored.load(path)
     assert restored.accumulated == Accumulated()
 
 

@@ -53,6 +53,24 @@ def test_only_the_newest_are_kept(store: CheckpointStore, tmp_path: Path) -> Non
     assert visible(tmp_path / "checkpoints") == ["step-000040", "step-000060"]
 
 
+def test_a_release_removes_nothing_of_the_checkpoint_that_is_being_written(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    """An upload releases the checkpoint before, in its own thread."""
+    store.save(state(20), write).result()
+
+    def released_halfway(folder: Path) -> None:
+        (folder / "policy").write_bytes(b"before")
+        store.release("step-000020").result()
+        (folder / "critic").write_bytes(b"after")
+
+    path = store.save(state(40), released_halfway).result()
+    read_checkpoint(path)
+    assert {each.name for each in path.iterdir()} == {"policy", "critic", "learner.json", "manifest.json"}
+    assert visible(tmp_path / "checkpoints") == ["step-000040"]
+    assert not list((tmp_path / "checkpoints").glob(".writing*"))
+
+
 def test_a_write_that_breaks_off_leaves_the_older_one_newest(store: CheckpointStore, tmp_path: Path) -> None:
     store.save(state(20), write).result()
 

@@ -59,6 +59,7 @@ class Pause(Body):
 
 class Update(Body):
     model_path: str
+    load_format: str | None = None
     weight_version: str | None = None
     flush_cache: bool = True
 
@@ -91,8 +92,10 @@ class FakeSglang:
 
     async def generate(self, body: Generate) -> Any:
         limit = self.arguments.context_length
-        if len(body.input_ids) + body.sampling_params.max_new_tokens > limit:
+        prompt, most = len(body.input_ids), body.sampling_params.max_new_tokens
+        if prompt >= limit - 6 or prompt + most >= limit:
             return JSONResponse({"error": {"message": f"longer than the context of {limit} tokens"}}, 400)
+        body.sampling_params.max_new_tokens = min(most, limit - 2 - prompt)
         request = self.running[body.rid] = Request()
         try:
             reason = await self.sample(request, body.sampling_params)
@@ -123,7 +126,7 @@ class FakeSglang:
                 request.spans.append({"version": self.version, "start": at, "end": at + 1})
             request.tokens.append(self.number)
             request.logprobs.append(-1 / (self.number + 1))
-            if self.number in params.stop_token_ids:
+            if not params.ignore_eos and self.number in params.stop_token_ids:
                 return "stop"
         return "length"
 
@@ -142,6 +145,8 @@ class FakeSglang:
             return self.refuse("an update needs a paused engine")
         if body.flush_cache and self.running and self.mode == "in_place":
             return self.refuse("Cache flush failed after updating weights")
+        if (body.load_format or self.arguments.load_format) not in ("auto", "safetensors"):
+            return self.refuse("Failed to get model loader")
         try:
             self.number = read_number(Path(body.model_path))
         except (OSError, ValueError, SafetensorError) as error:
@@ -215,7 +220,8 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.context_length = int(arguments.context_length)
     app = make_app(FakeSglang(arguments))
-    uvicorn.run(app, host=arguments.host, port=int(arguments.port), log_level="warning")
+    # running requests do not delay its end
+    uvicorn.run(app, host=arguments.host, port=int(arguments.port), log_level="critical", timeout_graceful_shutdown=0)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from offbeat.services.errors import GenerationError, RetryableError
 from offbeat.services.generation.config import EngineStrategy, GenerationConfig, VllmConfig
 from offbeat.services.generation.replica import GenerationReplica
 from offbeat.services.generation.sglang.engine import SglangEngine
-from offbeat.services.generation.sglang.server import server_arguments
+from offbeat.services.generation.sglang.server import CONTEXT_MARGIN, server_arguments
 from offbeat.services.messages.types import (
     Completion,
     FinishReason,
@@ -116,7 +116,7 @@ async def test_what_is_asked_is_what_the_request_says(start: Start) -> None:
     (call,) = [each for each in await started.calls("/generate") if each["rid"] == "x"]
     assert (call["input_ids"], call["return_logprob"], call["extra_key"]) == ([5, 6], True, "runv4")
     assert call["sampling_params"] == {
-        "temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_new_tokens": 2, "stop_token_ids": [1, 2], "ignore_eos": True,
+        "temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_new_tokens": 2, "stop_token_ids": [1, 2], "ignore_eos": False,
     }  # fmt: skip
 
 
@@ -172,10 +172,17 @@ async def test_a_cancelled_request_leaves_the_server(start: Start) -> None:
     assert [call["rid"] for call in await started.calls("/abort_request")] == ["long"]
 
 
+async def test_a_sequence_may_fill_the_context(start: Start) -> None:
+    started = await start()
+    for length in (CONTEXT - 1, CONTEXT - 4):
+        answer = await started.engine.generate(request_of("full", length, most=CONTEXT - length), 0)
+        assert (len(answer.token_ids), answer.error) == (CONTEXT - length, "")
+
+
 async def test_a_refused_request_is_an_answer_with_an_error(start: Start) -> None:
     started = await start()
-    answer = await started.engine.generate(request_of("long", length=CONTEXT), 0)
-    assert answer == Completion("long", error=f"longer than the context of {CONTEXT} tokens")
+    answer = await started.engine.generate(request_of("long", length=CONTEXT + 4), 0)
+    assert answer == Completion("long", error=f"longer than the context of {CONTEXT + CONTEXT_MARGIN} tokens")
     shown = GenerateRequest("image", (1,), Sampling(), images=(PromptImage(0, 1, b"png"),))
     assert "take vllm" in (await started.engine.generate(shown, 0)).error
 
@@ -279,7 +286,7 @@ def test_keys_become_the_servers_arguments(tmp_path: Path) -> None:
     words = " ".join(server_arguments(config, tmp_path, 64, 5))
     for expected in (
         f"--model-path {tmp_path} --load-format dummy",
-        "--context-length 64 --max-running-requests 7 --tp-size 2 --pp-size 3 --mem-fraction-static 0.5",
+        f"--context-length {64 + CONTEXT_MARGIN} --max-running-requests 7 --tp-size 2 --pp-size 3 --mem-fraction-static 0.5",
         "--random-seed 5 --device cuda --disable-radix-cache --enable-memory-saver --enable-weights-cpu-backup",
         "--dtype bfloat16",
         "--schedule-policy fcfs --enable-torch-compile --cuda-graph-bs 1 2",
