@@ -1,4 +1,4 @@
-"""The supervised recipe of tinker-cookbook, unchanged, against Tinker's API: `make test-cookbook`."""
+"""Recipes of tinker-cookbook, unchanged, against Tinker's API: `make test-cookbook`."""
 
 import json
 import os
@@ -14,6 +14,7 @@ from offbeat.benchmarks.tinker.server import RunningServer, running_server
 from tests.pretrained import write_llama
 
 PYTHON = Path(sys.prefix) / "cookbook" / "bin" / "python"
+REWARD = "env/all/reward/total"
 COMMON = (
     "renderer_name=role_colon",
     "lora_rank=16",
@@ -56,16 +57,40 @@ def read_metrics(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_supervised_recipe_learns(server: RunningServer, model: Path, tmp_path: Path) -> None:
-    """Sums, in the renderer's format."""
-    data, log = tmp_path / "sums.jsonl", tmp_path / "log"
+@pytest.fixture(scope="module")
+def supervised(server: RunningServer, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a supervised recipe's run on sums."""
+    folder = tmp_path_factory.mktemp("supervised")
+    data, log = folder / "sums.jsonl", folder / "log"
     data.write_text("".join(json.dumps({"messages": _sum(a, b)}) + "\n" for a in range(16) for b in range(16)))
     run_recipe(
         server, model, log, "chat_sl.train", f"dataset={data}", "batch_size=32", "num_epochs=3", "learning_rate=1e-2"
     )
-    losses = [step["train_mean_nll"] for step in read_metrics(log) if "train_mean_nll" in step]
+    return log
+
+
+def test_the_supervised_recipe_learns(supervised: Path) -> None:
+    losses = [step["train_mean_nll"] for step in read_metrics(supervised) if "train_mean_nll" in step]
     assert len(losses) == 24
     assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize(("steps", "settings"), [(20, ()), (6, ("max_steps_off_policy=1",))])
+def test_the_rl_recipe_goes_on_from_the_supervised_one(
+    server: RunningServer, model: Path, supervised: Path, tmp_path: Path, steps: int, settings: tuple[str, ...]
+) -> None:
+    start = json.loads((supervised / "checkpoints.jsonl").read_text().splitlines()[-1])["state_path"]
+    run_recipe(
+        server, model, tmp_path / "log", "math_rl.train", f"load_checkpoint_path={start}", "env=arithmetic",
+        "loss_fn=ppo", "groups_per_batch=8", "group_size=8", "max_tokens=12", "learning_rate=1e-3",
+        f"max_steps={steps}", *settings,
+    )  # fmt: skip
+    rewards = [step[REWARD] for step in read_metrics(tmp_path / "log") if REWARD in step]
+    assert len(rewards) == steps
+    checkpoints = [
+        json.loads(line)["name"] for line in (tmp_path / "log" / "checkpoints.jsonl").read_text().splitlines()
+    ]
+    assert checkpoints[-1] == "final"
 
 
 def _sum(a: int, b: int) -> list[dict[str, str]]:
