@@ -99,7 +99,7 @@ def _agrees(module: Any, parameter: torch.Tensor, wanted: torch.Tensor) -> bool:
     if parameter.numel() == 0:
         return _probe_agrees(module, wanted.to(parameter.dtype))
     if parameter.shape[1:] != wanted.shape[1:] or parameter.shape[0] < wanted.shape[0]:
-        return True  # one worker's part of it
+        return True  # in another layout, as stacked experts are
     return torch.equal(parameter.data[: len(wanted)], wanted.to(parameter))
 
 
