@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+import pytest
 
 from offbeat.deploy.audit.lives import Audit
 from offbeat.deploy.cli.audit import examine
@@ -113,6 +115,23 @@ class TrainProcess:
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait(10)
+
+
+Start = Callable[..., TrainProcess]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start `offbeat train` with overrides, as often as it is called; end what is left."""
+    started: list[TrainProcess] = []
+
+    def run(*overrides: str) -> TrainProcess:
+        started.append(TrainProcess(tmp_path / "run", *overrides))
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.close()
 
 
 def left_behind(train: TrainProcess) -> list[str]:

@@ -3,7 +3,7 @@
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -15,25 +15,11 @@ from offbeat.benchmarks.chaos.proxy import write_server_script
 from offbeat.deploy.cli.audit import examine
 from offbeat.services.keys import RunKeys
 from offbeat.services.redis.server import server_binary
-from tests.integration.mesh import TrainProcess, accounted, finished, left_behind
+from tests.integration.mesh import Start, TrainProcess, accounted, finished, left_behind, start
 from tests.waiting import wait_until_sync
 
+__all__ = ["start"]
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
-
-Start = Callable[..., TrainProcess]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    started: list[TrainProcess] = []
-
-    def run(*overrides: str) -> TrainProcess:
-        started.append(TrainProcess(tmp_path / "run", *overrides))
-        return started[-1]
-
-    yield run
-    for process in started:
-        process.close()
 
 
 def test_killed_worker_engine_and_learner_lose_no_group(start: Start):

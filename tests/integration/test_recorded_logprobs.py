@@ -1,7 +1,7 @@
 """Runs kept whole: each recorded logprob is that of the weights that its version names, whichever engine sampled it."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,28 +15,15 @@ from offbeat.deploy.config.loader import compose_tree, validate_tree
 from offbeat.services.messages.types import Segment
 from offbeat.trainer.trackers.metrics_file import METRICS_FILE, read_records
 from offbeat.trainer.training.batch_log import BatchLog
-from tests.integration.mesh import TrainProcess, finished
+from tests.integration.mesh import Start, TrainProcess, finished, start
 from tests.paths import QUICKSTART
 from tests.waiting import wait_until_sync
 
+__all__ = ["start"]
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(400)]
 
 FLOAT_NOISE = 3e-5
 WHOLE = ("save_steps=1", "max_ckpt_to_keep=100", "record_batches=100", "zero_variance=train")
-Start = Callable[..., TrainProcess]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    started: list[TrainProcess] = []
-
-    def run(*overrides: str) -> TrainProcess:
-        started.append(TrainProcess(tmp_path / "run", *overrides))
-        return started[-1]
-
-    yield run
-    for process in started:
-        process.close()
 
 
 def test_recorded_logprobs_are_those_of_their_versions_weights(start: Start) -> None:
