@@ -1,4 +1,4 @@
-"""Program on a cluster of two nodes with two and three logical GPUs: writes which devices engines and learner get."""
+"""Program on a cluster of two nodes with three logical GPUs each: writes which devices engines and learner get."""
 
 import json
 import os
@@ -43,9 +43,9 @@ def make_config(folder: Path, url: str) -> RunConfig:
         "output_dir": str(folder / RUN),
         "custom_envs": {"A": {"env_type": "frozen_lake"}},
         "redis": {"url": url},
-        "actor_train": {"device": "cuda", "device_mapping": "list(range(1, 3))"},
-        "actor_infer": {"device": "cuda", "device_mapping": [0, 1, 3], "cpus_per_replica": 0.1},
-        "critic": {"device_mapping": [4]},
+        "actor_train": {"device": "cuda", "device_mapping": [1, 3]},
+        "actor_infer": {"device": "cuda", "device_mapping": "list(range(2)) + [4]", "cpus_per_replica": 0.1},
+        "critic": {"device_mapping": [5]},
         "adv_estimator": "gae",
         "reward_normalization": {"method": "identity"},
     }

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
+from offbeat.deploy.report.report import read_report
 from offbeat.envs.dataset.arithmetic import write_problems
 from offbeat.envs.frozen_lake.rows import conversations, pairs, write_rows
 from offbeat.services.chat.vision import encode_png
@@ -69,9 +70,9 @@ def proven_and_reported(cluster: RayCluster, run: str, steps: int) -> dict[str, 
     """The report of a run that is over."""
     folder = cluster.folder / "runs" / run
     assert "PROVEN: every group" in cluster.offbeat("audit", run)
-    wait_until_sync((folder / "report.json").exists, timeout_s=120, every_s=0.5)
-    report = json.loads((folder / "report.json").read_text())
-    assert (report["pipeline"], report["steps"]) == (run, steps)
+    wait_until_sync(lambda: read_report(folder).get("steps") == steps, timeout_s=120, every_s=0.5)
+    report = read_report(folder)
+    assert report["pipeline"] == run
     losses = [evaluation["loss"] for evaluation in report["evaluations"] if evaluation["sampling"] == "loss"]
     assert losses[-1] < losses[0]
     assert (folder / "learning_curve.png").stat().st_size > 1000
