@@ -10,7 +10,8 @@ import tinker
 import torch
 from tinker import types
 
-from offbeat.benchmarks.tinker.server import HTTP, LEARNER, REDIS, RunningServer, running_server
+from offbeat.benchmarks.studies.tinker_kills import PARTS, repeat_undisturbed, train_under_kills
+from offbeat.benchmarks.tinker.server import RunningServer, running_server
 from tests.integration.tinker_client import ADAM, SENTENCE, adapter, are_equal, create, datum, sample, train
 from tests.waiting import wait_until_sync
 
@@ -244,29 +245,19 @@ def test_another_key_finds_nothing(server: RunningServer, service: tinker.Servic
     assert rest.list_checkpoints(client.model_id).result().checkpoints == []
 
 
-def test_a_run_with_kills_ends_with_the_weights_of_an_undisturbed_one(
+def test_a_run_with_kills_ends_as_the_same_commands_undisturbed(
     server: RunningServer, service: tinker.ServiceClient
 ) -> None:
     """Every part dies while commands and samples are in progress; the client only waits."""
-    undisturbed = create(service)
-    expected_losses = train(undisturbed, 15)
-    expected = adapter(server.folder, undisturbed.save_state("end").result().path)
-    client = create(service)
-    sampler = client.save_weights_and_get_sampling_client().result()
-    losses: list[float] = []
-    samples: list[Any] = []
-    for part in (LEARNER, HTTP, REDIS):
-        futures: list[Any] = []
-        for _ in range(5):
-            futures.append(client.forward_backward([datum(), datum(SENTENCE[2:])], "cross_entropy"))
-            futures.append(client.optim_step(ADAM))
-        wanted = types.SamplingParams(max_tokens=100, stop=[])
-        samples += [sampler.sample(types.ModelInput.from_ints(SENTENCE[:2]), 2, wanted) for _ in range(4)]
-        losses.append(futures[0].result().metrics["loss:sum"])
-        server.kill(part)
-        losses += [each.result().metrics["loss:sum"] for each in futures[2::2]]
-        futures[-1].result()
-    assert losses == expected_losses
-    assert are_equal(adapter(server.folder, client.save_state("end").result().path), expected)
-    lengths = [len(each.tokens) for answer in samples for each in answer.result().sequences]
-    assert lengths == [100] * 24
+    disturbed = train_under_kills(service, server, kills=len(PARTS), seed=1)
+    assert sorted(disturbed.kills) == sorted(PARTS)
+    undisturbed = repeat_undisturbed(service, server, disturbed)
+    assert disturbed.differences(undisturbed) == []
+    assert disturbed.miscounted() == []
+    headers = {"X-API-Key": KEY}
+    for each in (disturbed, undisturbed):
+        url = f"{server.url}/api/v1/training_runs/{each.model_id}/metrics"
+        steps = httpx.get(url, headers=headers).json()["steps"]
+        assert [step["version"] for step in steps] == [step.metrics["version"] for step in each.steps]
+        assert [step["loss"] for step in steps] == pytest.approx([sum(step.losses) for step in each.steps])
+        assert httpx.get(url.replace("/metrics", "/why"), headers=headers).json()["queued"] == 0
