@@ -51,8 +51,9 @@ class CommandLog:
         self._epoch = 0
 
     def take_over(self) -> None:
-        """Fence other learners off."""
+        """Fence other learners off, and let limits of keys count what a build without them has stored."""
         self._epoch = int(self._redis.incr(self.keys.epoch))
+        self._redis.transaction(self._index_owners, self.keys.models, self.keys.checkpoints, self.keys.closed)
 
     def model_ids(self) -> list[str]:
         return sorted(each.decode() for each in self._redis.hkeys(self.keys.models))
@@ -138,3 +139,18 @@ class CommandLog:
     def logged(self, model_id: str) -> list[int]:
         """Return the sequence ids in a model's log, ascending."""
         return sorted(map(int, self._redis.hkeys(self.keys.log(model_id))))
+
+    def _index_owners(self, transaction: Any) -> None:
+        """Add open models and checkpoints to the sets and hashes of their owners."""
+        owners = {
+            model_id.decode(): msgspec.json.decode(data, type=ModelRecord).owner
+            for model_id, data in transaction.hgetall(self.keys.models).items()
+        }
+        closed = {each.decode() for each in transaction.smembers(self.keys.closed)}
+        checkpoints = transaction.hgetall(self.keys.checkpoints)
+        transaction.multi()
+        for model_id in owners.keys() - closed:
+            transaction.sadd(self.keys.open_models(owners[model_id]), model_id)
+        for path, data in checkpoints.items():
+            record = msgspec.json.decode(data, type=CheckpointRecord)
+            transaction.hsetnx(self.keys.checkpoint_sizes(owners[record.model_id]), path, record.size_bytes)

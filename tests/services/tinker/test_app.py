@@ -42,10 +42,10 @@ ANSWERED = {200, 400, 401, 404, 405, 408, 410, 413, 422, 429}
 
 
 class Server:
-    """App, the log that a learner would read, and a client."""
+    """App, the log that a learner would read, its Redis, and a client."""
 
-    def __init__(self, client: httpx.AsyncClient, log: CommandLog, service: TinkerService) -> None:
-        self.client, self.log, self.service = client, log, service
+    def __init__(self, client: httpx.AsyncClient, log: CommandLog, redis: Any, service: TinkerService) -> None:
+        self.client, self.log, self.redis, self.service = client, log, redis, service
 
     async def post(self, path: str, body: Any, status: int = 200, key: dict[str, str] = KEY) -> Any:
         answer = await self.client.post(path, json=body, headers=key)
@@ -74,7 +74,7 @@ async def server(redis_url: str) -> AsyncIterator[Server]:
         log = CommandLog(learner, "test")
         log.take_over()
         async with service.background(), httpx.AsyncClient(transport=transport, base_url="http://t/api/v1") as client:
-            yield Server(client, log, service)
+            yield Server(client, log, learner, service)
     await redis.aclose()
 
 
@@ -185,6 +185,31 @@ async def test_checkpoints_of_a_key_take_a_limited_space(server: Server) -> None
     data = server.log.command(model, 3)
     assert data is not None
     assert not isinstance(decode_command(data), RefusedCommand)
+
+
+async def test_limits_count_what_an_earlier_build_has_stored(server: Server) -> None:
+    """Builds before the limits wrote no list of a key's open models, and none of its checkpoints' sizes."""
+    first_session, ended = await server.create_model()
+    _, model = await server.create_model()
+    await server.post(f"/sessions/{first_session}/finish", {})
+    owner, lora, keys = server.log.model(model).owner, server.log.model(model).lora, server.log.keys
+    server.log.commit(ended, owner, 0, Result.of_json({}))
+    assert server.log.close(ended)
+    adapter = AdapterVersion(folder="/a", version=0)
+    saved = CheckpointRecord(
+        model_id=ended, kind="training", created_at=0.0, adapter=adapter, lora=lora, size_bytes=2 << 30
+    )
+    path = f"tinker://{ended}/weights/a"
+    for each in server.log.checkpoint_writes(owner, path, saved):
+        server.redis.hset(each.key, each.field, each.value)
+    server.redis.delete(keys.open_models(owner), keys.checkpoint_sizes(owner))
+    for _ in range(2):
+        server.log.take_over()
+        assert await server.service.store.open_models(owner) == {model}
+        assert await server.service.store.saved_bytes(owner) == 2 << 30
+    await server.service.store.remove_checkpoint(owner, path)
+    server.log.take_over()
+    assert await server.service.store.saved_bytes(owner) == 0
 
 
 async def test_a_service_whose_background_task_failed_is_not_healthy(redis_url: str) -> None:
