@@ -111,7 +111,7 @@ $(COOKBOOK)/.installed: $(STAMP)
 		> "$$($(COOKBOOK)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/offbeat_requirements.pth"
 	@touch $@
 
-test-cookbook: $(COOKBOOK)/.installed ## test a recipe of tinker-cookbook against Tinker's API, in an environment of its own
+test-cookbook: $(COOKBOOK)/.installed ## test recipes of tinker-cookbook against Tinker's API, in an environment of its own
 	@$(BIN)/python -m pytest -q tests/integration/test_cookbook.py $(ARGS)
 
 check: $(STAMP) ## what CI runs: format, lint, types, import contracts, tests
