@@ -6,6 +6,7 @@ import typer
 from offbeat.services.live_settings import LIVE_SETTINGS
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_TINKER_URL = f"{DEFAULT_URL}/tinker"
 EXIT_CODES = """Exit codes: 0 done; 1 the service can't be reached or failed, or the watched run has failed; 2 the
 configuration, a value or the command line was refused; 3 there is no such run; 4 it makes no sense for what a run is at;
 5 the token is missing or wrong."""
@@ -30,6 +31,13 @@ Url = Annotated[str, typer.Option("--url", envvar="OFFBEAT_URL", metavar="URL", 
 Token = Annotated[
     str | None,
     typer.Option("--token", envvar="OFFBEAT_TOKEN", metavar="TOKEN", help="Bearer token.", show_default=False),
+]
+TinkerUrl = Annotated[
+    str, typer.Option("--tinker-url", envvar="TINKER_BASE_URL", metavar="URL", help="URL of a Tinker server.")
+]
+TinkerKey = Annotated[
+    str,
+    typer.Option("--tinker-key", envvar="TINKER_API_KEY", metavar="KEY", help="Its API key.", show_default=False),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the service's answer as JSON.")]
 
@@ -66,6 +74,19 @@ def list_runs(
     from offbeat.deploy.cli.runs.calls import list_them
 
     raise typer.Exit(list_them(url, token, state or [], name, limit, as_json=json))
+
+
+@runs_app.command(epilog=EXIT_CODES)
+def models(
+    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="Maximum number of models.")] = 50,
+    tinker_url: TinkerUrl = DEFAULT_TINKER_URL,
+    tinker_key: TinkerKey = "",
+    json: Json = False,
+) -> None:
+    """List the models that an API key's clients train by Tinker's API, newest first."""
+    from offbeat.deploy.cli.runs.models import list_models
+
+    raise typer.Exit(list_models(tinker_url, tinker_key, limit, as_json=json))
 
 
 @runs_app.command(epilog=EXIT_CODES)
@@ -116,19 +137,28 @@ def resume(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json =
 
 @runs_app.command(epilog=EXIT_CODES)
 def why(
-    run: RunId,
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="The run's name, or a Tinker model's id.", show_default=False)
+    ],
     plan: Annotated[
         bool, typer.Option("--plan", help="Also simulate what a change would do; needs the run's folder here.")
     ] = False,
     url: Url = DEFAULT_URL,
     token: Token = None,
+    tinker_url: TinkerUrl = DEFAULT_TINKER_URL,
+    tinker_key: TinkerKey = "",
     json: Json = False,
 ) -> None:
     """Show what each component waits for, and what to change."""
     from offbeat.deploy.cli.runs.calls import explain_run
+    from offbeat.deploy.cli.runs.models import explain_model
 
     if plan and json:
         raise typer.BadParameter("it prints text; for JSON: offbeat plan CONFIG --from RUN --json", param_hint="--plan")
+    if ":" in run:  # no run's name has one
+        if plan:
+            raise typer.BadParameter("a Tinker model has no run's folder to simulate from", param_hint="--plan")
+        raise typer.Exit(explain_model(tinker_url, tinker_key, run, as_json=json))
     raise typer.Exit(explain_run(url, token, run, as_json=json, plans=plan))
 
 

@@ -73,7 +73,7 @@ def show_answer(answer: BaseModel, *, as_json: bool, otherwise: Callable[[], Any
         sys.stdout.write(answer.model_dump_json(indent=2) + "\n")
     else:
         width = None if sys.stdout.isatty() else PIPED_WIDTH
-        Console(highlight=False, soft_wrap=True, width=width).print(otherwise())
+        Console(highlight=False, emoji=False, soft_wrap=True, width=width).print(otherwise())
     return DONE
 
 

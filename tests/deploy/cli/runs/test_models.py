@@ -1,0 +1,95 @@
+"""`offbeat runs` against a real server of Tinker's API: what it prints of a client's models, and its exit codes."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from typer.testing import CliRunner, Result
+
+from offbeat.deploy.cli.app import app
+from offbeat.deploy.cli.runs.calls import DONE, REFUSED, UNAUTHORIZED, UNKNOWN, UNREACHABLE
+from offbeat.services.process import free_port
+from offbeat.services.redis.connection import connect, connect_async
+from offbeat.services.tinker.app import create_app
+from offbeat.services.tinker.log import CommandLog
+from offbeat.services.tinker.owners import Keys
+from offbeat.services.tinker.records import Result as CommandResult
+from tests.deploy.monitoring.test_prometheus import served
+from tests.services.tinker.test_app import CONFIG, make_service
+
+KEY, OTHER_KEY = "tml-one", "tml-other"
+
+
+class Terminal:
+    """Somebody who types commands, and the server that they reach."""
+
+    def __init__(self, url: str, log: CommandLog) -> None:
+        self.url, self.log = url, log
+
+    async def types(self, *arguments: str, key: str = KEY) -> Result:
+        environment = {"TINKER_BASE_URL": self.url, "TINKER_API_KEY": key}
+        return await asyncio.to_thread(CliRunner(env=environment).invoke, app, ["runs", *arguments])
+
+    async def create_model(self) -> str:
+        async with httpx.AsyncClient(base_url=f"{self.url}/api/v1", headers={"X-API-Key": KEY}) as http:
+            session = (await http.post("/create_session", json={})).json()["session_id"]
+            body = {"session_id": session, "model_seq_id": 0, "base_model": "base", "lora_config": {"rank": 2}}
+            return (await http.post("/create_model", json=body)).json()["model_id"]
+
+
+@pytest.fixture
+async def terminal(redis_url: str) -> AsyncIterator[Terminal]:
+    redis = connect_async(redis_url)
+    api = create_app(make_service(redis, CONFIG), Keys(None), CONFIG)
+    with connect(redis_url) as learner:
+        log = CommandLog(learner, "test")
+        log.take_over()
+        async with served(api) as address:
+            yield Terminal(f"http://{address}", log)
+    await redis.aclose()
+
+
+async def test_models_of_a_key_are_listed_newest_first(terminal: Terminal) -> None:
+    first, second = [await terminal.create_model() for _ in range(2)]
+    terminal.log.commit(first, terminal.log.model(first).owner, 0, CommandResult.of_json({}))
+    listed = await terminal.types("models", "--json")
+    assert listed.exit_code == DONE, listed.output
+    models = json.loads(listed.stdout)["models"]
+    assert [(each["model_id"], each["applied"], each["queued"]) for each in models] == [(second, -1, 1), (first, 0, 0)]
+    table = (await terminal.types("models")).stdout.splitlines()
+    assert [line.split()[:3] for line in table[1:]] == [[second, "-1", "1"], [first, "0", "0"]]
+    assert "its client: every command that came is applied" in table[2]
+    others = await terminal.types("models", "--json", key=OTHER_KEY)
+    assert json.loads(others.stdout) == {"models": []}
+
+
+async def test_why_says_what_a_model_waits_for(terminal: Terminal) -> None:
+    model = await terminal.create_model()
+    said = await terminal.types("why", model)
+    assert said.exit_code == DONE, said.output
+    assert said.stdout.startswith(f"{model} waits for the learner: it has not taken up the next command")
+    assert said.stdout.endswith("no command is applied, 1 queued\n")
+    unknown = await terminal.types("why", model, key=OTHER_KEY)
+    assert (unknown.exit_code, unknown.stderr) == (UNKNOWN, f"offbeat: there is no model {model}\n")
+    assert (await terminal.types("why", model, "--plan")).exit_code == REFUSED
+
+
+@pytest.mark.parametrize(
+    ("key", "code", "message"),
+    [("", UNAUTHORIZED, "set TINKER_API_KEY"), ("tml-é", REFUSED, "characters other than ASCII")],
+)
+async def test_a_key_that_is_no_key_is_refused(terminal: Terminal, key: str, code: int, message: str) -> None:
+    refused = await terminal.types("models", key=key)
+    assert refused.exit_code == code
+    assert message in refused.stderr
+
+
+async def test_a_server_that_is_no_tinker_server_is_named(terminal: Terminal) -> None:
+    gone = await terminal.types("models", "--tinker-url", f"http://127.0.0.1:{free_port()}")
+    async with served(FastAPI()) as other:
+        wrong = await terminal.types("models", "--tinker-url", f"http://{other}")
+    assert (gone.exit_code, wrong.exit_code) == (UNREACHABLE, UNKNOWN)
+    assert "--tinker-url or TINKER_BASE_URL" in gone.stderr
