@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from offbeat.services.errors import RetryableError
 from offbeat.services.tinker.config import TinkerConfig
 from offbeat.services.tinker.errors import TinkerError
+from offbeat.services.tinker.exposition import expose
 from offbeat.services.tinker.listings import TinkerListings
 from offbeat.services.tinker.owners import Keys
 from offbeat.services.tinker.schemas import (
@@ -268,6 +269,13 @@ async def metrics(owner: Owner, listings: Listings, model_id: str) -> Json:
 async def why(owner: Owner, listings: Listings, model_id: str) -> Json:
     """Return what a model waits for; not called by the SDK."""
     return await listings.why(owner, model_id)
+
+
+@router.get("/metrics", response_class=Response)
+async def prometheus(owner: Owner, service: Service, accept: Annotated[str, Header(max_length=1000)] = "") -> Response:
+    """Return the open models of a key for Prometheus; not called by the SDK."""
+    body, media_type = await expose(service.store, owner, accept)
+    return Response(body, headers={"content-type": media_type})
 
 
 @router.delete("/training_runs/{model_id}/checkpoints/{checkpoint_id:path}")

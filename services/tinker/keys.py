@@ -78,6 +78,11 @@ class TinkerKeys:
         return self.key("metrics", model_id)
 
     @property
+    def newest_steps(self) -> str:
+        """Hash: model id -> `StepMetrics` of its newest optimizer step."""
+        return self.key("newest_steps")
+
+    @property
     def queued_bytes(self) -> str:
         """Hash: owner -> bytes of unapplied commands."""
         return self.key("queued_bytes")

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
@@ -19,6 +20,7 @@ from offbeat.services.tinker.records import (
     ModelRecord,
     Result,
     Session,
+    StepMetrics,
     StoredRecord,
     encode_command,
 )
@@ -122,6 +124,15 @@ class TinkerStore:
     async def activity(self) -> LearnerActivity | None:
         data = await self._redis.get(self.keys.activity)
         return None if data is None else msgspec.json.decode(data, type=LearnerActivity)
+
+    async def newest_steps(self, model_ids: Sequence[str]) -> dict[str, StepMetrics]:
+        """Return the newest optimizer steps of the models that have one."""
+        found = await self._redis.hmget(self.keys.newest_steps, model_ids) if model_ids else ()
+        return {
+            model_id: msgspec.json.decode(data, type=StepMetrics)
+            for model_id, data in zip(model_ids, found, strict=True)
+            if data is not None
+        }
 
     async def result(self, request_id: str) -> Result | None:
         data = await self._redis.get(self.keys.result(request_id))

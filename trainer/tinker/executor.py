@@ -178,8 +178,12 @@ class Executor:
             grad_norm=metrics["grad_norm"],
             learning_rate=command.learning_rate,
         )
-        write = Write.of(self._log.keys.metrics(model_id), str(seq_id), record)
-        return CommandOutcome(Result.of_json({"metrics": metrics}), (write,))
+        keys = self._log.keys
+        writes = (
+            Write.of(keys.metrics(model_id), str(seq_id), record),
+            Write.of(keys.newest_steps, model_id, record),
+        )
+        return CommandOutcome(Result.of_json({"metrics": metrics}), writes)
 
     def _save_weights(self, model_id: str, record: ModelRecord, seq_id: int, command: SaveWeights) -> CommandOutcome:
         path = tinker_path(model_id, command.kind, command.name)

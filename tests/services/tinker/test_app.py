@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from fastapi.routing import APIRoute
+from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
 from offbeat.services.redis.connection import connect, connect_async
@@ -268,6 +269,40 @@ async def test_optimizer_steps_are_listed_in_order(server: Server) -> None:
     assert [each["seq_id"] for each in steps] == list(range(12))
     assert steps[0] == {"seq_id": 0, **msgspec.structs.asdict(step)}
     assert (await server.client.get(path, headers=OTHER_KEY)).status_code == 404
+
+
+async def test_prometheus_sees_the_open_models_of_a_key(server: Server) -> None:
+    _, model = await server.create_model()
+    step = StepMetrics(at=1.5, version=2, loss=0.25, num_sequences=3, num_tokens=12, grad_norm=0.5, learning_rate=0.125)
+    owner, newest = server.log.model(model).owner, server.log.keys.newest_steps
+    server.log.commit(model, owner, 0, Result.of_json({}), [Write.of(newest, model, step)])
+    await server.post("/optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
+    fresh_session, fresh = await server.create_model()
+    assert await scrape(server) == {
+        ("queued_commands", model): 1,
+        ("queued_commands", fresh): 1,
+        ("step_timestamp_seconds", model): 1.5,
+        ("version", model): 2,
+        ("loss", model): 0.25,
+        ("sequences", model): 3,
+        ("tokens", model): 12,
+        ("grad_norm", model): 0.5,
+        ("learning_rate", model): 0.125,
+    }
+    assert await scrape(server, OTHER_KEY) == {}
+    await server.post(f"/sessions/{fresh_session}/finish", {})
+    server.log.commit(fresh, owner, 0, Result.of_json({}))
+    assert server.log.close(fresh)
+    assert {each for _, each in await scrape(server)} == {model}
+
+
+async def scrape(server: Server, key: dict[str, str] = KEY) -> dict[tuple[str, str], float]:
+    """Return the values by name and model."""
+    answer = await server.client.get("/metrics", headers=key)
+    assert answer.headers["content-type"].startswith("text/plain")
+    families = text_string_to_metric_families(answer.text)
+    samples = [sample for family in families for sample in family.samples]
+    return {(each.name.removeprefix("offbeat_tinker_"), each.labels["model"]): each.value for each in samples}
 
 
 async def test_a_command_of_another_key_is_refused(server: Server) -> None:
