@@ -16,7 +16,7 @@ from tests.pretrained import write_llama
 
 PYTHON = Path(sys.prefix) / "cookbook" / "bin" / "python"
 REWARD = "env/all/reward/total"
-RL_STEPS = 20
+RL_STEPS = 60
 COMMON = (
     "renderer_name=role_colon",
     "lora_rank=16",
@@ -90,7 +90,7 @@ def test_the_rl_recipe_learns_from_where_the_supervised_one_ended(
     )  # fmt: skip
     rewards = [step[REWARD] for step in read_lines(log / "metrics.jsonl") if REWARD in step]
     assert len(rewards) == RL_STEPS
-    assert fmean(rewards[-5:]) > fmean(rewards[:5]) + 0.02
+    assert fmean(rewards[-10:]) > fmean(rewards[:10]) + 0.02
     assert read_lines(log / "checkpoints.jsonl")[-1]["name"] == "final"
 
 
