@@ -20,7 +20,7 @@ from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.errors import EpisodeError, MeshError
 from offbeat.services.generation.client import GenerationClient
 from offbeat.services.log_format import set_task_log_fields
-from offbeat.services.messages.types import EpisodeKind, EpisodeTask, Trajectory
+from offbeat.services.messages.types import EpisodeKind, EpisodeTask, Sampling, Trajectory
 from offbeat.services.retry import retry_until_answered
 from offbeat.services.rollout.agents.episode import play_with_agent, runtime_for
 from offbeat.services.rollout.config import WorkerSettings
@@ -97,7 +97,9 @@ class EnvWorker:
         self._waits = Waits()
         self._clock = clock or AwakeClock()
         rollout = settings.rollout
-        self._batcher = TurnBatcher(generation, rollout.coalesce_s, settings.request_timeout_s, self._clock)
+        self._batcher = TurnBatcher(
+            generation, rollout.coalesce_s, settings.request_timeout_s, self._clock, rollout.max_turns_per_call
+        )
         self._envs = EnvPool(settings.custom_envs, settings.rollout.num_threads, settings.rollout.num_workers)
         self._agents = runtime_for(settings.custom_envs, settings.model_folder)
         self._reporter = WorkerMetrics(worker_id)
@@ -353,17 +355,22 @@ class EnvWorker:
         if not is_sampled(task.number, settings.seed, settings.sampled_share):
             return mark_given(trajectory)
         sampling = self._samplings[task.sampling_name]
-        return await sample_response(
-            trajectory,
-            EpisodeSampler(
-                self._batcher,
-                sampling,
-                task.min_version,
-                retry_s=settings.rollout.max_generation_retry_s,
-                continues=False,
-            ),
-            max_new_tokens=sampling.max_new_tokens,
-            max_tokens=settings.sequence_length,
+        with self._sampler(task, sampling, continues=False) as sampler:
+            return await sample_response(
+                trajectory,
+                sampler,
+                max_new_tokens=sampling.max_new_tokens,
+                max_tokens=settings.sequence_length,
+            )
+
+    def _sampler(self, task: EpisodeTask, sampling: Sampling, *, continues: bool) -> EpisodeSampler:
+        return EpisodeSampler(
+            self._batcher,
+            sampling,
+            task.min_version,
+            retry_s=self._settings.rollout.max_generation_retry_s,
+            continues=continues,
+            group=task.group_id,
         )
 
     async def _play(self, task: EpisodeTask, env_task: Task, waiting: Waiting) -> Trajectory:
@@ -414,27 +421,23 @@ class EnvWorker:
     async def _play_plan(
         self, plan: EpisodePlan, leased: LeasedEnv, waiting: Waiting, trace: EpisodeSpans
     ) -> Trajectory:
-        task, settings = plan.task, self._settings
-        calls = InstrumentedEpisode(
-            task.kind,
-            plan.tag,
-            env=leased.runner,
-            step_limiter=self._envs.step_limiter(plan.tag),
-            sampler=EpisodeSampler(
-                self._batcher,
-                plan.sampling,
-                task.min_version,
-                retry_s=settings.rollout.max_generation_retry_s,
-                continues=plan.env.continues_prompts and self._chat.rewriting is None,
-            ),
-            waiting=waiting,
-            reporter=self._reporter,
-            between=Wait.AGENT if plan.env.agent_runner else None,
-            trace=trace,
-        )
-        if plan.env.agent_runner and self._agents:
-            return await play_with_agent(plan, plan.env.agent_runner, calls, leased.traits, calls.sample, self._agents)
-        return await play(plan, calls, leased.traits, calls.sample, self._chat)
+        continues = plan.env.continues_prompts and self._chat.rewriting is None
+        with self._sampler(plan.task, plan.sampling, continues=continues) as sampler:
+            calls = InstrumentedEpisode(
+                plan.task.kind,
+                plan.tag,
+                env=leased.runner,
+                step_limiter=self._envs.step_limiter(plan.tag),
+                sampler=sampler,
+                waiting=waiting,
+                reporter=self._reporter,
+                between=Wait.AGENT if plan.env.agent_runner else None,
+                trace=trace,
+            )
+            if plan.env.agent_runner and self._agents:
+                runner = plan.env.agent_runner
+                return await play_with_agent(plan, runner, calls, leased.traits, calls.sample, self._agents)
+            return await play(plan, calls, leased.traits, calls.sample, self._chat)
 
     async def _task_of(self, task: EpisodeTask) -> Task:
         if self._reads(task):
