@@ -30,7 +30,7 @@ from offbeat.services.telemetry import Partial, RedisMetrics, merge_all
 NUM_REPLICAS = 2
 GROUPS, GROUP_SIZE = 4, 8
 TURNS = 12
-FIRST_PROMPT, OBSERVATION, ANSWER = 160, 48, 8
+FIRST_PROMPT, OBSERVATION, ANSWER = 128, 26, 6
 """Tokens of a group's first prompt, of what a turn adds to it, and of an answer."""
 SEQUENCE_LENGTH = FIRST_PROMPT + TURNS * (OBSERVATION + ANSWER)
 REPORTED_S = 3.0
