@@ -21,7 +21,7 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.services.awake_clock import AwakeClock
 from offbeat.services.generation.client import ServeGenerationClient
 from offbeat.services.generation.config import EngineStrategy, app_name
-from offbeat.services.generation.routing import Route
+from offbeat.services.generation.routing import ReplicaRoute
 from offbeat.services.messages.types import GenerateRequest, Sampling
 from offbeat.services.rollout.episodes.sampler import EpisodeSampler
 from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
@@ -40,8 +40,8 @@ REPORTED_S = 3.0
 class RandomRouting(ServeGenerationClient):
     """Each call goes to the less busy of two replicas."""
 
-    def route(self, requests: Sequence[GenerateRequest]) -> Sequence[Route]:
-        return [Route("", requests)]
+    def route(self, requests: Sequence[GenerateRequest]) -> Sequence[ReplicaRoute]:
+        return [ReplicaRoute("", requests)]
 
 
 async def play(client: ServeGenerationClient, seed: int, vocab_size: int) -> float:

@@ -15,7 +15,7 @@ from offbeat.services.awake_clock import AwakeClock
 from offbeat.services.errors import GenerationError, MeshError, RetryableError
 from offbeat.services.generation.request_router import running_replicas
 from offbeat.services.generation.resumption import ResumedCalls
-from offbeat.services.generation.routing import ReplicaAssignments, Route, Unrouted
+from offbeat.services.generation.routing import ReplicaAssignments, ReplicaRoute, Unrouted
 from offbeat.services.messages.codec import decode_completions, encode_requests
 from offbeat.services.messages.types import Completion, GenerateRequest
 
@@ -33,7 +33,7 @@ PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 class GenerationClient(Protocol):
     """Token ids in, token ids out."""
 
-    def route(self, requests: Sequence[GenerateRequest]) -> Sequence[Route]:
+    def route(self, requests: Sequence[GenerateRequest]) -> Sequence[ReplicaRoute]:
         """Split requests by the replicas that have the keys and values of their prompts."""
         ...
 
@@ -45,7 +45,7 @@ class GenerationClient(Protocol):
         """Sample requests; yield each completion once, as they finish, with `error` if refused. An empty list means that
         requests go to another replica, or wait until one wakes.
 
-        replica_id: of a `Route`; any other samples if that one does not.
+        replica_id: of a `ReplicaRoute`; any other samples if that one does not.
 
         Raises:
             RetryableError: the replica died or left routing; resend the requests not yielded.
@@ -87,7 +87,7 @@ class ServeGenerationClient:
         self._has_proxy = any(os.environ.get(name) for name in PROXIES)
         self._assignments = ReplicaAssignments()
 
-    def route(self, requests: Sequence[GenerateRequest]) -> Sequence[Route]:
+    def route(self, requests: Sequence[GenerateRequest]) -> Sequence[ReplicaRoute]:
         awake = [each for each in running_replicas(self._routed()) if each not in self._calls.asleep]
         return self._assignments.split(requests, awake)
 

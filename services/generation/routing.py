@@ -18,7 +18,7 @@ SLACK = 0.25
 """The same, as a share of the least busy replica's."""
 
 
-class Route(NamedTuple):
+class ReplicaRoute(NamedTuple):
     replica_id: str
     """Empty: any."""
     requests: Sequence[GenerateRequest]
@@ -27,8 +27,8 @@ class Route(NamedTuple):
 class Unrouted:
     """Routing of a client whose requests all go one way."""
 
-    def route(self, requests: Sequence[GenerateRequest]) -> list[Route]:
-        return [Route("", requests)]
+    def route(self, requests: Sequence[GenerateRequest]) -> list[ReplicaRoute]:
+        return [ReplicaRoute("", requests)]
 
     def forget(self, episode: str) -> None:
         del episode
@@ -53,14 +53,14 @@ class ReplicaAssignments:
     def __len__(self) -> int:
         return len(self._replicas)
 
-    def split(self, requests: Sequence[GenerateRequest], replicas: Sequence[str]) -> list[Route]:
+    def split(self, requests: Sequence[GenerateRequest], replicas: Sequence[str]) -> list[ReplicaRoute]:
         """Split requests by replica. replicas: ids of those that run and are awake; with fewer than two, all go together."""
         if len(replicas) < 2:
-            return [Route("", requests)]
+            return [ReplicaRoute("", requests)]
         parts: dict[str, list[GenerateRequest]] = {}
         for request in requests:
             parts.setdefault(self._replica(request, replicas), []).append(request)
-        return [Route(replica_id, part) for replica_id, part in parts.items()]
+        return [ReplicaRoute(replica_id, part) for replica_id, part in parts.items()]
 
     def forget(self, episode: str) -> None:
         """Release an episode that is over, or a request without one; ignore unknown ones."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from offbeat.services.errors import GenerationError, RetryableError
-from offbeat.services.generation.routing import Route
+from offbeat.services.generation.routing import ReplicaRoute
 from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
 from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
 from tests.fakes_rollout import FakeGeneration
@@ -51,7 +51,7 @@ class Routed(FakeGeneration):
 
     def route(self, requests):
         parts = [[r for r in requests if r.prompt[-1] % 2 == rest] for rest in (0, 1)]
-        return [Route(name, part) for name, part in zip("ab", parts, strict=True) if part]
+        return [ReplicaRoute(name, part) for name, part in zip("ab", parts, strict=True) if part]
 
     def forget(self, episode):
         self.forgotten.append(episode)
