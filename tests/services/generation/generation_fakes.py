@@ -63,7 +63,7 @@ class FakeEngine:
             raise
         tokens = self.sampled.pop(request.request_id, ())
         if span is not None:
-            return Completion(request.request_id, (7,), (-0.5,), (span,))
+            return Completion(request.request_id, (7,), (-0.5,), (span,), cached_tokens=len(request.prompt) // 2)
         spans = (VersionSpan(0, len(tokens), self.version),) if tokens else ()
         return Completion(request.request_id, tokens, (-0.5,) * len(tokens), spans, FinishReason.ABORT)
 

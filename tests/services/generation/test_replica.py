@@ -323,12 +323,13 @@ async def test_metrics_count_everything_once(stage: Stage) -> None:
     assert (values["tokens"], values["requests"], values["errors"]) == (2, 2, 0)
     assert (values["weight_updates"], values["pause_s"], values["load_s"]) == (1, 0.02, 0.01)
     assert (values["version"], values["running"], values["waiting"]) == (0, 0, 0)
+    assert values["prefix_cache_hit_rate"] == 0.5
     stage.engine.sessions = SessionCounts(waiting=3, continued=7)
     values = stage.replica.take_metrics().values
     assert (values["sessions"].value, values["continued"].value) == (3, 7)
     again = stage.replica.take_metrics().values
     assert again["tokens"].value == again["weight_updates"].value == again["continued"].value == 0
-    assert "pause_s" not in again
+    assert again.keys().isdisjoint({"pause_s", "prefix_cache_hit_rate"})
 
 
 async def test_a_replica_that_retires_ends_what_runs_and_what_waits(stage: Stage) -> None:

@@ -100,6 +100,7 @@ async def test_turns_of_sessions_have_the_logprobs_of_a_plain_forward(start: Sta
             assert [tuple(span) for span in completion.versions] == [(0, 5 + turn, policies.version)]
             assert mismatch(policies.models[index], request, completion).max() < FLOAT_NOISE
         reused = policies.reused - before
+        assert sum(completion.cached_tokens for _, completion in played) == reused
         computed_before = sum(len(prompt) for prompt in prompts)
         if not keep or turn == 3:
             assert reused <= (keep and computed_before)
