@@ -100,7 +100,12 @@ async def test_a_turn_continues_at_another_replica_with_its_tokens(mesh: Mesh) -
     mesh.b.engine.finish("begun", "new", version=3)
     completions = {each.request_id: each for batch in await answers for each in batch}
     assert completions["begun"] == Completion(
-        "begun", (5, 6, 7), (-0.5,) * 3, (VersionSpan(0, 2, 3), VersionSpan(2, 3, 3)), FinishReason.STOP
+        "begun",
+        (5, 6, 7),
+        (-0.5,) * 3,
+        (VersionSpan(0, 2, 3), VersionSpan(2, 3, 3)),
+        FinishReason.STOP,
+        cached_tokens=2,
     )
     assert completions["new"].token_ids == completions["whole"].token_ids == (7,)
     assert sum(map(len, await answers)) == 3
