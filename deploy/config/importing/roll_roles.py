@@ -7,7 +7,6 @@ from offbeat.deploy.config.importing.rules import (
     Key,
     Rule,
     Tree,
-    become,
     get,
     get_table,
     missing,
@@ -170,6 +169,8 @@ def _warmup_ratio(key: Key) -> Outcome | None:
 def _lora_rank_of_engine(key: Key) -> Outcome | None:
     if not isinstance(key.value, int) or not get(key.tree, "actor_train.model_args.lora_target"):
         return Outcome("no effect", note="no actor_train.model_args.lora_target")
+    if _keeps_sglang(key.tree):
+        return Outcome("no effect", note="sglang is given merged weights")
     return Outcome("value", tuple(f"{ENGINE}.max_lora_rank".split(".")), key.value, "adapters are published alone")
 
 
@@ -210,6 +211,20 @@ TRAINING: tuple[tuple[str, Rule], ...] = (
 )  # fmt: skip
 
 # --- Other roles
+
+
+def _is_sglang(tree: Tree) -> bool:
+    return get(tree, "actor_infer.strategy_args.strategy_name") == "sglang"
+
+
+def _keeps_sglang(tree: Tree) -> bool:
+    return _is_sglang(tree) and not shows_images(tree)
+
+
+def _gpus_of_sglang(key: Key) -> Outcome | None:
+    if not _is_sglang(key.tree) or key.value == 1:
+        return None
+    return Outcome("value", tuple(f"{ENGINE}.tensor_parallel_size".split(".")), key.value, "GPUs of an engine")
 
 
 def _same_devices(key: Key) -> Outcome | None:
@@ -276,6 +291,7 @@ ROLES: tuple[tuple[str, Rule], ...] = (
     ("critic.training_args.per_device_train_batch_size|gradient_accumulation_steps|weight_decay|lr_scheduler_type",
      missing("the policy's batches and optimizer")),
     *((f"{role}.data_args.template", _chat_template) for role in ("actor_train", "actor_infer", "critic", *FROZEN)),
+    ("actor_infer.num_gpus_per_worker", _gpus_of_sglang),
     ("*.num_gpus_per_worker|world_size", no_effect("ROLL derives it from device_mapping")),
     ("*.offload_nccl", no_effect("ROLL sets it to false")),
     ("*.name|worker_cls|max_concurrency", missing("no such workers here")),
@@ -287,7 +303,23 @@ ROLES: tuple[tuple[str, Rule], ...] = (
 # --- Engines
 
 
+def _engine(key: Key) -> Outcome | None:
+    if not _is_sglang(key.tree):
+        return None
+    if not _keeps_sglang(key.tree):
+        return Outcome("value", key.path, "vllm", "sglang is given text, and the policy has image input")
+    return Outcome("same", key.path, key.value, "a server per replica, on GPUs: pip install sglang where engines run")
+
+
+def _server_argument(target: str) -> Rule:
+    """Take an argument of SGLang's under vLLM's name."""
+    take = rename(f"{ENGINE}.{target}")
+    return lambda key: take(key) if _is_sglang(key.tree) else None
+
+
 def _engine_argument(key: Key) -> Outcome | None:
+    if _keeps_sglang(key.tree):
+        return None
     known = engine_argument_names()
     if not known or key.path[-1] in known or key.path[-1] in ("tp_size", "pp_size"):
         return None
@@ -303,23 +335,17 @@ def _context(key: Key) -> Outcome | None:
     return Outcome("value", key.path, total, "sequence_length")
 
 
-def _gpus_of_sglang(key: Key) -> Outcome | None:
-    if get(key.tree, "actor_infer.strategy_args.strategy_name") != "sglang" or key.value == 1:
-        return None
-    return Outcome("value", tuple(f"{ENGINE}.tensor_parallel_size".split(".")), key.value, "GPUs of an engine")
-
-
 ENGINES: tuple[tuple[str, Rule], ...] = (
-    ("actor_infer.strategy_args.strategy_name", become(
-        "actor_infer.strategy_args.strategy_name", lambda _: "vllm", "updates weights under running requests", "sglang"
-    )),
+    ("actor_infer.strategy_args.strategy_name", _engine),
     (f"{ENGINE}.mem_fraction_static", rename(f"{ENGINE}.gpu_memory_utilization")),
+    (f"{ENGINE}.max_running_requests", _server_argument("max_num_seqs")),
+    (f"{ENGINE}.grpc_mode", same("the server speaks HTTP", False)),
+    (f"{ENGINE}.grpc_mode", missing("the server speaks HTTP")),
     (f"{ENGINE}.max_model_len", _context),
     (f"{ENGINE}.load_format", same("engines always get their weights from the learner")),
     (f"{ENGINE}.sleep_level|enable_memory_saver", missing("engines keep their memory: they sample all the time")),
     (f"{ENGINE}.*", _engine_argument),
     (f"{ENGINE}.*.*", lambda key: _engine_argument(Key(key.path[:-1], key.value, key.tree))),
-    ("actor_infer.num_gpus_per_worker", _gpus_of_sglang),
     ("actor_infer.infer_batch_size", no_effect("the engine batches by itself: max_num_seqs")),
     ("actor_infer.model_args.attn_implementation|model_name_or_path", no_effect("the engine chooses; its model: pretrain")),
     ("actor_infer.model_args.disable_gradient_checkpointing", no_effect("inference has no backward pass")),

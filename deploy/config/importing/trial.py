@@ -5,9 +5,10 @@ import json
 
 from pydantic import ValidationError
 
-from offbeat.deploy.config.importing.rules import Tree, get, put, remove
+from offbeat.deploy.config.importing.rules import Tree, get, get_table, put, remove
 from offbeat.deploy.config.run import RunConfig
 from offbeat.envs.prompts import IMAGE
+from offbeat.services.generation.config import VllmConfig
 from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 
@@ -56,6 +57,7 @@ def make_trial(tree: Tree) -> Tree:
             remove(tree, ("teacher", name, *part.split(".")))
     if steps is not None:
         put(tree, ("actor_train", "training_args", "num_minibatches"), steps)
+    _sample_on_cpus(tree)
     tree["pretrain"] = "tiny"
     for role in ROLES[:2]:
         remove(tree, (role, "device"))
@@ -66,3 +68,13 @@ def make_trial(tree: Tree) -> Tree:
     if isinstance(longest, int) and longest > TinyPolicyConfig().max_position_embeddings:
         put(tree, ("tiny", "max_position_embeddings"), longest)
     return tree
+
+
+def _sample_on_cpus(tree: Tree) -> None:
+    """Take vLLM in place of SGLang, without the server's own arguments."""
+    strategy = tuple(ENGINE.split("."))[:-1]
+    if get(tree, (*strategy, "strategy_name")) != "sglang":
+        return
+    remove(tree, (*strategy, "strategy_name"))
+    for name in set(get_table(tree, ENGINE)) - set(VllmConfig.model_fields):
+        remove(tree, (*ENGINE.split("."), name))

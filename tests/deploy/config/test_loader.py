@@ -16,8 +16,9 @@ from offbeat.deploy.config.loader import (
 )
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_marker import mark
-from offbeat.envs.dataset.arithmetic import write_problems
+from offbeat.envs.dataset.arithmetic import problems
 from offbeat.envs.dataset.dots import write_dots
+from offbeat.envs.dataset.programs import tasks
 from offbeat.envs.frozen_lake.rows import conversations, pairs, write_rows
 from tests.paths import CONFIGS
 
@@ -37,8 +38,9 @@ def test_every_configuration_of_the_project_can_run(path: Path, tmp_path: Path, 
     for name, make in (("walks", conversations), ("lake", conversations), ("pairs", pairs)):
         for file in (name, f"{name}_val"):
             write_rows(tmp_path / "runs" / "data" / f"{file}.jsonl", make(2))
-    for file, held_out in (("arithmetic", False), ("arithmetic_val", True)):
-        write_problems(tmp_path / "runs" / "data" / f"{file}.jsonl", held_out=held_out)
+    for name, make in (("arithmetic", problems), ("programs", tasks)):
+        for file, held_out in ((name, False), (f"{name}_val", True)):
+            write_rows(tmp_path / "runs" / "data" / f"{file}.jsonl", make(held_out=held_out))
     for file, held_out in (("dots", False), ("dots_val", True)):
         write_dots(tmp_path / "runs" / "data" / f"{file}.jsonl", 8, held_out=held_out)
     (tmp_path / "runs" / "quickstart" / "checkpoints" / "step-000160").mkdir(parents=True)

@@ -152,6 +152,41 @@ def test_megatron_of_several_devices_becomes_fsdp_with_the_same_optimizer_steps(
     assert outcomes(imported)[key][0] == "no counterpart"
 
 
+def sglang_role(**config: object) -> str:
+    """A file's engines as ROLL's example of SGLang has them, of two GPUs each."""
+    tree = yaml.safe_load(FROZEN_LAKE.read_text())["actor_infer"]
+    server = {"mem_fraction_static": 0.7, "load_format": "dummy", **config}
+    tree["strategy_args"] = {"strategy_name": "sglang", "strategy_config": server}
+    return yaml.safe_dump({"actor_infer": {**tree, "num_gpus_per_worker": 2}})
+
+
+def test_sglang_stays_with_its_servers_arguments(tmp_path: Path):
+    arguments = {"max_running_requests": 64, "schedule_policy": "fcfs", "grpc_mode": False}
+    imported = import_roll(write_variant(tmp_path, sglang_role(**arguments)))
+    infer = validate_tree(imported.tree).actor_infer
+    assert infer.strategy_args.strategy_name == "sglang"
+    engine = infer.engine
+    assert (engine.tensor_parallel_size, engine.gpu_memory_utilization, engine.max_num_seqs) == (2, 0.7, 64)
+    assert engine.model_extra == {"schedule_policy": "fcfs"}, "and neither ROLL's load_format nor grpc_mode"
+    assert infer.num_replicas == 4, "of ROLL's eight devices"
+    lines = [str(each) for each in imported.keys]
+    assert any(line.startswith("actor_infer.strategy_args.strategy_name (a server per replica") for line in lines)
+    trial = make_trial(imported.tree)
+    assert check_imported(trial) == [], "on CPUs vLLM samples, without the server's arguments"
+
+
+def test_sglang_becomes_vllm_for_a_policy_with_image_input(tmp_path: Path):
+    envs = yaml.safe_load((FILES / "config" / "traj_envs.yaml").read_text())["custom_env"]
+    manager = "roll.pipeline.agentic.env_manager.vl_traj_env_manager.VLTrajEnvManager"
+    lake = {**envs["FrozenLake"], "env_manager_cls": manager}
+    text = sglang_role(schedule_policy="fcfs") + yaml.safe_dump({"custom_envs": {"FrozenLake": lake}})
+    imported = import_roll(write_variant(tmp_path, text))
+    assert imported.tree["actor_infer"]["strategy_args"]["strategy_name"] == "vllm"
+    lines = [str(each) for each in imported.keys]
+    assert any("strategy_name: vllm (sglang is given text, and the policy has image input)" in line for line in lines)
+    assert any("schedule_policy (vLLM has no such engine argument)" in line for line in lines)
+
+
 def test_filters_keep_the_bounds_that_are_on(tmp_path: Path):
     text = "train_infer_correction: {filters: [{enabled: true, agg_type: segment, ratio_high: 1.1}, {enabled: false}]}"
     config = validate_tree(import_roll(write_variant(tmp_path, text)).tree)
