@@ -6,10 +6,10 @@ from pydantic import Field, field_validator, model_validator
 
 from offbeat.envs.config import Config
 from offbeat.services.devices import DeviceMapping
+from offbeat.services.generation.config import AttentionName
 from offbeat.trainer.config.conditions import ConditionalConfig, NotWith, OnlyWith
 
 TrainDtype = Literal["float32", "bfloat16", "float16"]
-AttentionName = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 
 UNSUPPORTED = {
     "megatron_infer": "frozen models are not split: deepspeed_infer shards their weights",

@@ -287,7 +287,7 @@ ROLES: tuple[tuple[str, Rule], ...] = (
 # --- Engines
 
 
-def _engine_argument(key: Key) -> Outcome | None:
+def engine_argument(key: Key) -> Outcome | None:
     known = engine_argument_names()
     if not known or key.path[-1] in known or key.path[-1] in ("tp_size", "pp_size"):
         return None
@@ -317,8 +317,8 @@ ENGINES: tuple[tuple[str, Rule], ...] = (
     (f"{ENGINE}.max_model_len", _context),
     (f"{ENGINE}.load_format", same("engines always get their weights from the learner")),
     (f"{ENGINE}.sleep_level|enable_memory_saver", missing("engines keep their memory: they sample all the time")),
-    (f"{ENGINE}.*", _engine_argument),
-    (f"{ENGINE}.*.*", lambda key: _engine_argument(Key(key.path[:-1], key.value, key.tree))),
+    (f"{ENGINE}.*", engine_argument),
+    (f"{ENGINE}.*.*", lambda key: engine_argument(Key(key.path[:-1], key.value, key.tree))),
     ("actor_infer.num_gpus_per_worker", _gpus_of_sglang),
     ("actor_infer.infer_batch_size", no_effect("the engine batches by itself: max_num_seqs")),
     ("actor_infer.model_args.attn_implementation|model_name_or_path", no_effect("the engine chooses; its model: pretrain")),
