@@ -143,10 +143,10 @@ MODEL = {"model_name_or_path": "scores"}
 @pytest.mark.parametrize(
     ("reward", "part", "says"),
     [
-        ({"kind": "math_rule"}, "model_args", "only kind reward_model and llm_judge have a model"),
+        ({"kind": "math_rule"}, "model_args", "only the kinds reward_model and llm_judge have a model"),
         ({"kind": "math_rule"}, "device_mapping", "compute on devices"),
         ({"kind": "http", "url": "http://x"}, "strategy_args", "have an engine"),
-        ({"kind": "reward_model", "model_args": MODEL}, "generating_args", "only kind llm_judge writes text"),
+        ({"kind": "reward_model", "model_args": MODEL}, "generating_args", "only the kind llm_judge writes text"),
         ({"kind": "reward_model", "model_args": MODEL}, "training_args", "trains its policy"),
         ({"kind": "reward_model", "model_args": MODEL}, "infer_batch_size", "max_batch_tokens"),
         ({"kind": "reward_model", "model_args": MODEL}, "strategy_args.strategy_config", "no engine arguments"),

@@ -113,6 +113,14 @@ def test_an_imported_file_runs_once_a_model_and_rows_are_there(tmp_path: Path):
     assert config.query_filter_config["math_rule"].filter_args.threshold_up == 0.9
 
 
+def test_a_trial_has_its_judge_on_cpus():
+    judge = make_trial(import_roll(RLVR).tree)["rewards"][4]
+    assert "device" not in judge
+    assert "device_mapping" not in judge
+    assert judge["model_args"] == {"model_name_or_path": "virtuoussy/Qwen2.5-7B-Instruct-RLVR", "dtype": "bfloat16"}
+    assert judge["strategy_args"]["strategy_config"] == {"max_model_len": 8000, "load_format": "auto"}
+
+
 def test_prompts_are_counted_as_trajectories():
     tree, _, _ = translate_roll(RLVR)
     assert tree["rollout_batch_size"] == 64 * 8
