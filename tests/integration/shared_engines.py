@@ -1,6 +1,7 @@
 """Two real engines on logical GPUs, one of which the learner has too; the learner's turns and weights over a real Redis."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from offbeat.services.weights.publisher import RedisWeightPublisher
 from offbeat.services.weights.transports.factory import cleanup
 from tests.integration.policy_weights import named_tensors, random_policy
 from tests.services.weights.publishing import give_lease
+from tests.waiting import PATIENCE_S
 
 LEASE_S = 10.0
 CONFIG = GenerationConfig(
@@ -66,7 +68,9 @@ class SharedEngines:
         return {status["replica_id"]: status for status in statuses}
 
     async def begin(self) -> None:
-        assert await asyncio.to_thread(self.turns.begin, lambda: False)
+        deadline = time.monotonic() + PATIENCE_S
+        has_begun = await asyncio.to_thread(self.turns.begin, lambda: time.monotonic() > deadline)
+        assert has_begun, f"awake: {self.sleeping}, {await self.status()}"
 
     def mismatch(self, trajectory: Trajectory) -> float:
         """Return the largest error of the logprobs under the weights of each token's version."""

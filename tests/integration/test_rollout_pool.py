@@ -218,6 +218,7 @@ async def test_a_killed_replica_costs_no_episode(begin):
         assert {t.attempt for group in run.groups for t in group.trajectories} == {0}
 
 
+@pytest.mark.timeout(480)  # two engines start, each step is limited
 async def test_engines_on_the_learners_devices_leave_routing_in_its_turns(begin, redis_url: str):
     """One of two engines sleeps in each turn, while the other one samples; it returns with the weights of that turn."""
     lake = CustomEnv(env_type="frozen_lake", max_steps=3, max_tokens_per_step=40, execution="inline")
