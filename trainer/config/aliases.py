@@ -234,12 +234,17 @@ def _fill(canonical: str, pattern: str, path: Path) -> Path:
 
 def _move(tree: Tree, value: Any, target: Path) -> str:
     """Set `target`; return the problem if it has another value."""
-    node: object = tree
+    node: Tree | list[object] = tree
     for part, following in itertools.pairwise(target):
-        node = cast(list[object], node)[int(part)] if isinstance(node, list) else cast(Tree, node).setdefault(part, {})
-        if not isinstance(node, dict) and not (isinstance(node, list) and following.isdigit()):
+        child: object = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
+        if isinstance(child, dict):
+            node = cast(Tree, child)
+        elif isinstance(child, list) and following.isdigit():
+            node = cast(list[object], child)
+        else:
             return f"{part} is not a table"
-    table = cast(Tree, node)
+    assert isinstance(node, dict), "a key's last part is no place in a list"
+    table = node
     old = table.setdefault(target[-1], value)
     if isinstance(old, dict) and isinstance(value, dict):
         old, new = cast(Tree, old), cast(Tree, value)
