@@ -79,7 +79,7 @@ ONE_ANSWER = "a turn has one answer: set group_size of the env manager for more 
 ARCHITECTURE = "config.json of the model's folder determines it; pipeline: reward_model trains a sequence classifier"
 MODEL_TYPES = {
     **dict.fromkeys(ROLES, ARCHITECTURE),
-    "critic": "a critic is the folder's backbone with a new value head, which scores tokens",
+    "critic": "",
     REWARD: "kind determines it: reward_model is a sequence classifier, llm_judge writes text",
 }
 NO_BACKWARD = "inference has no backward pass"

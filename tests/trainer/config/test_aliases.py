@@ -291,7 +291,6 @@ def test_recomputation_in_both_spellings_must_agree():
         ("actor_infer.generating_args.num_return_sequences", 2),
         ("train_env_manager.generating_args.num_return_sequences", 4),
         ("actor_train.model_args.model_type", "diffusion_module"),
-        ("critic.model_args.model_type", "trl"),
         ("rewards.*.model_args.model_type", "trl"),
         ("actor_train.strategy_args.strategy_config.expert_model_parallel_size", 2),
     ],
