@@ -311,6 +311,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("generation", "waiting", "requests", "Requests that wait for the engine."),
     Metric("generation", "sessions", "episodes", "Episodes that stay in vLLM until their next turn (`keep_sessions`)."),
     Metric("generation", "continued", "requests", "Turns of such episodes that computed their new tokens alone."),
+    Metric(
+        "generation",
+        "prefix_cache_hit_rate",
+        "",
+        "Share of the prompts' tokens whose keys and values the engine had (prefix cache or session).",
+    ),
     Metric("generation", "version", "versions", "Version that the replica serves."),
     Metric("generation", "weight_updates", "updates", "Versions that the replica loaded."),
     Metric("generation", "refused_weights", "updates", "Versions that the replica could not load."),

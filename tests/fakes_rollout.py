@@ -16,6 +16,7 @@ from gymnasium.spaces import Text
 from offbeat.services.awake_clock import AwakeClock
 from offbeat.services.buffer.api import ClaimLimits, SubmitResult, WorkerOrders
 from offbeat.services.errors import RetryableError
+from offbeat.services.generation.routing import Unrouted
 from offbeat.services.messages.types import (
     Completion,
     EpisodeKind,
@@ -158,7 +159,7 @@ class FakeMetrics:
 Answer = Callable[[GenerateRequest], tuple[int, ...]]
 
 
-class FakeGeneration:
+class FakeGeneration(Unrouted):
     """Answers each turn by `answer`, after `delay_s(request)`; `errors` are raised first, one per call."""
 
     def __init__(self, answer: Answer, delay_s: Callable[[GenerateRequest], float] | None = None) -> None:
@@ -170,7 +171,10 @@ class FakeGeneration:
         self.version = 3
         self.clock = AwakeClock()
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
+    async def generate(
+        self, requests: Sequence[GenerateRequest], replica_id: str = ""
+    ) -> AsyncIterator[list[Completion]]:
+        del replica_id
         self.calls.append(list(requests))
         if self.errors:
             raise self.errors.pop(0)

@@ -9,6 +9,7 @@ from offbeat.envs.frozen_lake.maps import ACTIONS
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.generation.engine import LoadTimes, SessionCounts
 from offbeat.services.generation.replica import GenerationReplica
+from offbeat.services.generation.routing import Unrouted
 from offbeat.services.messages.types import (
     Completion,
     FinishReason,
@@ -56,25 +57,29 @@ class ScriptedEngine:
     def close(self) -> None: ...
 
 
-class ScriptedGeneration:
+class ScriptedGeneration(Unrouted):
     def __init__(self, policy: ScriptedPolicy, delay_s: float) -> None:
         self._policy = policy
         self._delay_s = delay_s
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
+    async def generate(
+        self, requests: Sequence[GenerateRequest], replica_id: str = ""
+    ) -> AsyncIterator[list[Completion]]:
+        del replica_id
         await asyncio.sleep(self._delay_s)
         yield [self._policy.answer(request, request.min_version) for request in requests]
 
     async def abort(self, request_ids: Sequence[str]) -> None: ...
 
 
-class ReplicaGeneration:
+class ReplicaGeneration(Unrouted):
     """`GenerationClient` of a replica in this process."""
 
     def __init__(self, replica: GenerationReplica) -> None:
         self._replica = replica
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
+    def generate(self, requests: Sequence[GenerateRequest], replica_id: str = "") -> AsyncIterator[list[Completion]]:
+        del replica_id
         return self._replica.generate(requests)
 
     async def abort(self, request_ids: Sequence[str]) -> None:

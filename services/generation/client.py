@@ -13,7 +13,9 @@ from ray.serve.exceptions import RayServeException
 
 from offbeat.services.awake_clock import AwakeClock
 from offbeat.services.errors import GenerationError, MeshError, RetryableError
+from offbeat.services.generation.request_router import running_replicas
 from offbeat.services.generation.resumption import ResumedCalls
+from offbeat.services.generation.routing import ReplicaAssignments, Route, Unrouted
 from offbeat.services.messages.codec import decode_completions, encode_requests
 from offbeat.services.messages.types import Completion, GenerateRequest
 
@@ -31,9 +33,19 @@ PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 class GenerationClient(Protocol):
     """Token ids in, token ids out."""
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
+    def route(self, requests: Sequence[GenerateRequest]) -> Sequence[Route]:
+        """Split requests by the replicas that have the keys and values of their prompts."""
+        ...
+
+    def forget(self, episode: str) -> None:
+        """Release the replica of an episode that is over, or of a request without one."""
+        ...
+
+    def generate(self, requests: Sequence[GenerateRequest], replica_id: str = "") -> AsyncIterator[list[Completion]]:
         """Sample requests; yield each completion once, as they finish, with `error` if refused. An empty list means that
         requests go to another replica, or wait until one wakes.
+
+        replica_id: of a `Route`; any other samples if that one does not.
 
         Raises:
             RetryableError: the replica died or left routing; resend the requests not yielded.
@@ -45,10 +57,13 @@ class GenerationClient(Protocol):
         ...
 
 
-class NoGeneration:
+class NoGeneration(Unrouted):
     """`GenerationClient` of a run that samples nothing."""
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
+    async def generate(
+        self, requests: Sequence[GenerateRequest], replica_id: str = ""
+    ) -> AsyncIterator[list[Completion]]:
+        del replica_id
         raise GenerationError(f"{len(requests)} turn(s) can't be sampled: the run has no engines")
         yield []  # pyright: ignore[reportUnreachable]
 
@@ -70,17 +85,27 @@ class ServeGenerationClient:
         """By whether arguments travel as Ray's objects."""
         self._calls = ResumedCalls(self._call, clock or AwakeClock())
         self._has_proxy = any(os.environ.get(name) for name in PROXIES)
+        self._assignments = ReplicaAssignments()
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
-        return self._calls.generate(requests)
+    def route(self, requests: Sequence[GenerateRequest]) -> Sequence[Route]:
+        awake = [each for each in running_replicas(self._routed()) if each not in self._calls.asleep]
+        return self._assignments.split(requests, awake)
 
-    def _call(self, requests: Sequence[GenerateRequest], asleep: Sequence[str]) -> "_ServeCall":
+    def forget(self, episode: str) -> None:
+        self._assignments.forget(episode)
+
+    def generate(self, requests: Sequence[GenerateRequest], replica_id: str = "") -> AsyncIterator[list[Completion]]:
+        return self._calls.generate(requests, replica_id)
+
+    def _call(self, requests: Sequence[GenerateRequest], asleep: Sequence[str], replica_id: str) -> "_ServeCall":
         blob = encode_requests(requests)
         by_reference = self._has_proxy or not fits_message(requests, len(blob))
         if by_reference not in self._generate:
             handle = self._routed().options(method_name="generate", stream=True, _by_reference=by_reference)
             self._generate[by_reference] = handle
-        known = {"asleep": asleep} if asleep else {}
+        known: dict[str, Any] = {"asleep": asleep} if asleep else {}
+        if replica_id:
+            known["replica_id"] = replica_id
         return _ServeCall(self._generate[by_reference].remote(blob, **known))
 
     def _routed(self) -> Any:

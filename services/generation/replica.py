@@ -218,7 +218,7 @@ class GenerationReplica:
                 finished = [await done.get()]
                 while not done.empty():
                     finished.append(done.get_nowait())
-                completions = [self._result(task, tasks[task].request_id) for task in finished]
+                completions = [self._result(task, tasks[task]) for task in finished]
                 left -= len(completions)
                 is_aborted |= any(each.finish_reason is FinishReason.ABORT for each in completions)
                 yield completions
@@ -243,13 +243,13 @@ class GenerationReplica:
         task.add_done_callback(finish)
         return task
 
-    def _result(self, task: asyncio.Task[Completion], request_id: str) -> Completion:
+    def _result(self, task: asyncio.Task[Completion], request: GenerateRequest) -> Completion:
         if task.cancelled():
             if self._broken:
                 raise RetryableError(self._broken)
-            return Completion(request_id, error="aborted")
+            return Completion(request.request_id, error="aborted")
         completion = task.result()
-        self._counts.completed(completion)
+        self._counts.completed(completion, len(request.prompt))
         return completion
 
     async def _sample(self, request: GenerateRequest) -> Completion:

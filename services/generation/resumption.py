@@ -7,7 +7,7 @@ sleeping replica while another one is awake.
 import asyncio
 import logging
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Protocol
@@ -30,8 +30,8 @@ class ReplicaCall(Protocol):
     def cancel(self) -> None: ...
 
 
-Call = Callable[[Sequence[GenerateRequest], Sequence[str]], ReplicaCall]
-"""(requests, ids of sleeping replicas) -> call to another replica, if there is one."""
+Call = Callable[[Sequence[GenerateRequest], Sequence[str], str], ReplicaCall]
+"""(requests, ids of sleeping replicas, replica or empty) -> call to that replica, or else to one that is awake."""
 
 
 class ResumedCalls:
@@ -44,13 +44,20 @@ class ResumedCalls:
         self._between_calls: set[str] = set()
         """Ids of aborted requests, until they are sent again."""
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
+    @property
+    def asleep(self) -> Collection[str]:
+        """Ids of sleeping replicas."""
+        return self._asleep.keys()
+
+    async def generate(
+        self, requests: Sequence[GenerateRequest], replica_id: str = ""
+    ) -> AsyncIterator[list[Completion]]:
         left = {request.request_id: request for request in requests}
         begun = {request_id: Completion(request_id) for request_id in left}
         while left:
             asleep, aborted = list(self._asleep), set[str]()
             replicas = set[str]()
-            async with aclosing(self._call(list(left.values()), asleep)) as batches:
+            async with aclosing(self._call(list(left.values()), asleep, replica_id)) as batches:
                 async for completions in batches:
                     finished: list[Completion] = []
                     for each in completions:
@@ -87,10 +94,10 @@ class ResumedCalls:
                 await asyncio.wait(waits, timeout=RETRY_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
 
     async def _call(
-        self, requests: Sequence[GenerateRequest], asleep: Sequence[str]
+        self, requests: Sequence[GenerateRequest], asleep: Sequence[str], replica_id: str
     ) -> AsyncGenerator[list[Completion], None]:
         """Yield completions. One call to each sleeping replica stays open, to see it wake."""
-        call = self._open(requests, asleep)
+        call = self._open(requests, asleep, "" if replica_id in asleep else replica_id)
         left, replicas, ended = len(requests), set[str](), False
         try:
             async for completions in call:

@@ -120,6 +120,15 @@ def _check_seats(seats: Sequence[str], turns: Sequence[Turn]) -> None:
         raise ValueError("a segment of several seats")
 
 
+SESSION_END = "/"
+"""Behind the episode in the id of a request that continues it: `EPISODE/NUMBER`."""
+
+
+def request_id(episode: str, number: int, *, continues: bool) -> str:
+    """Return the id of an episode's request, which carries `continues` to the engine."""
+    return f"{episode}{SESSION_END if continues else '-'}{number}"
+
+
 class PackedRequest(Message, frozen=True):
     request_id: str
     prompt: bytes
@@ -182,7 +191,16 @@ def _decode_request(row: PackedRequest) -> GenerateRequest:
         row.stop_token_ids,
     )
     check_images(row.images, len(prompt))
-    return GenerateRequest(row.request_id, prompt, sampling, row.min_version, row.images)
+    episode, continues, _ = row.request_id.partition(SESSION_END)
+    return GenerateRequest(
+        row.request_id,
+        prompt,
+        sampling,
+        row.min_version,
+        row.images,
+        episode=episode if continues else "",
+        continues=bool(continues),
+    )
 
 
 def encode_completions(completions: Sequence[Completion]) -> bytes:

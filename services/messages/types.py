@@ -94,6 +94,12 @@ class GenerateRequest:
     """The replica waits for it."""
     images: tuple[PromptImage, ...] = ()
     """By position."""
+    episode: str = ""
+    """Episode, whose requests go to one replica; empty: none. Sent in `request_id`, if it continues."""
+    continues: bool = False
+    """Whether prompts of the episode continue the one before and its answer, as a rule."""
+    group: str = ""
+    """Group whose first prompts are alike, for the choice of a replica; not sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +116,8 @@ class Completion:
     error: str = ""
     replica_id: str = ""
     """Replica that aborted it."""
+    cached_tokens: int = 0
+    """Prompt tokens whose keys and values the engine had; not sent."""
 
 
 class Turn(NamedTuple):

@@ -262,6 +262,8 @@ class RolloutConfig(Config):
     """Time to retry a turn without a replica, s; then the episode fails."""
     coalesce_s: float = Field(default=0.01, ge=0)
     """Window for batching turns into a call, s; single turns do not wait."""
+    max_turns_per_call: int | None = Field(default=None, ge=1)
+    """Turns per generation call. None: all that are ready for a replica; episodes are spread over replicas anyway."""
 
 
 class WorkerSettings(Config):

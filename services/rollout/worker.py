@@ -8,7 +8,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -22,26 +21,16 @@ from offbeat.services.generation.client import GenerationClient
 from offbeat.services.log_format import set_task_log_fields
 from offbeat.services.messages.types import EpisodeKind, EpisodeTask, Trajectory
 from offbeat.services.retry import retry_until_answered
-from offbeat.services.rollout.agents.episode import play_with_agent, runtime_for
 from offbeat.services.rollout.config import WorkerSettings
 from offbeat.services.rollout.data.prompts import PromptSource
-from offbeat.services.rollout.data.sampled import is_sampled, mark_given, sample_response
 from offbeat.services.rollout.data.source import DATASET_KEY, DataSource
-from offbeat.services.rollout.envs.pool import EnvPool, LeasedEnv
-from offbeat.services.rollout.episodes.episode import EpisodePlan, play
-from offbeat.services.rollout.episodes.instrumented import InstrumentedEpisode
-from offbeat.services.rollout.episodes.sampler import EpisodeSampler, build_samplings
-from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
 from offbeat.services.rollout.metrics import WorkerMetrics
 from offbeat.services.rollout.outcomes import EpisodeOutcomes, key_of
+from offbeat.services.rollout.player import EpisodePlayer
 from offbeat.services.rollout.rewards import EpisodeRewards
 from offbeat.services.rollout.slots import Slot, SlotPool
-from offbeat.services.rollout.task_assigner import TaskAssigner
-from offbeat.services.rollout.tasks import EvalTasks, Task
 from offbeat.services.rollout.wait_status import Wait, Waiting, Waits
 from offbeat.services.telemetry import MetricRecord
-from offbeat.services.tracing.api import EpisodeSpans
-from offbeat.services.tracing.factory import open_episode_tracer
 
 logger = logging.getLogger(__name__)
 
@@ -89,23 +78,23 @@ class EnvWorker:
         self._worker_id = worker_id
         self._buffer = buffer
         self._metrics = metrics
-        self._chat = chat
         self._board = board
-        self._data = data
-        self._prompts = prompts
         self._rewards = rewards
         self._waits = Waits()
-        self._clock = clock or AwakeClock()
-        rollout = settings.rollout
-        self._batcher = TurnBatcher(generation, rollout.coalesce_s, settings.request_timeout_s, self._clock)
-        self._envs = EnvPool(settings.custom_envs, settings.rollout.num_threads, settings.rollout.num_workers)
-        self._agents = runtime_for(settings.custom_envs, settings.model_folder)
         self._reporter = WorkerMetrics(worker_id)
+        self._player = EpisodePlayer(
+            settings,
+            worker_id,
+            buffer=buffer,
+            generation=generation,
+            reporter=self._reporter,
+            chat=chat,
+            clock=clock or AwakeClock(),
+            data=data,
+            prompts=prompts,
+            has_rewards=rewards is not None,
+        )
         self._outcomes = EpisodeOutcomes(settings.train_env_manager.group_size)
-        self._eval_tasks = EvalTasks(settings, settings.seed)
-        self._eval_lock = asyncio.Lock()
-        self._train_tasks = TaskAssigner(settings, settings.seed, buffer)
-        self._samplings = build_samplings(settings, self._chat.stop_ids)
         self._playing: dict[EpisodeTask, asyncio.Task[None]] = {}
         managers = {EpisodeKind.TRAIN: settings.train_env_manager, EpisodeKind.EVAL: settings.val_env_manager}
         limits = {kind: limit for kind, manager in managers.items() if (limit := manager.max_env_num_per_worker)}
@@ -117,9 +106,6 @@ class EnvWorker:
         self._ended = asyncio.Event()
         self._lost: BaseException | None = None
         self._calls_reported = 0
-        self._tracer = open_episode_tracer(
-            settings.telemetry, run_id=settings.run_id, run_uid=settings.run_uid, worker_id=worker_id
-        )
 
     @property
     def num_playing(self) -> int:
@@ -127,7 +113,7 @@ class EnvWorker:
 
     @property
     def num_calls(self) -> int:
-        return self._batcher.num_calls
+        return self._player.num_calls
 
     async def run(self) -> WorkerEnd:
         """Run episodes until stopped or worn out; return unfinished ones.
@@ -148,7 +134,7 @@ class EnvWorker:
             await self._stop_tasks(chores)
 
     def share_with(self, num_workers: int) -> None:
-        self._envs.share_with(num_workers)
+        self._player.envs.share_with(num_workers)
 
     def drain(self) -> None:
         """Claim no more episodes."""
@@ -169,9 +155,7 @@ class EnvWorker:
             task.cancel()
         # Envs that do not finish in time end with the process.
         await asyncio.wait(tasks, timeout=SHUTDOWN_TIMEOUT_S)
-        await self._batcher.close()
-        ending = [each.close() for each in (self._envs, self._agents, self._rewards) if each is not None]
-        ending.append(asyncio.to_thread(self._tracer.close))
+        ending = [each.close() for each in (self._player, self._rewards) if each is not None]
         await asyncio.wait([asyncio.create_task(end) for end in ending], timeout=SHUTDOWN_TIMEOUT_S)
         try:
             async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
@@ -234,7 +218,7 @@ class EnvWorker:
                 self._may_claim.clear()
             else:
                 self._may_claim.set()
-            if self._envs.is_worn_out:
+            if self._player.envs.is_worn_out:
                 self._finish(WorkerEnd.WORN_OUT)
             await asyncio.sleep(interval_s)
 
@@ -253,10 +237,10 @@ class EnvWorker:
             await asyncio.sleep(WAIT_STATUS_INTERVAL_S)
 
     async def _write_metrics(self) -> None:
-        calls = self._batcher.num_calls
+        calls = self._player.num_calls
         records = self._reporter.records(
             playing=len(self._playing),
-            hung_threads=self._envs.num_hung,
+            hung_threads=self._player.envs.num_hung,
             calls=calls - self._calls_reported,
             failed_attempts=self._rewards.take_failures() if self._rewards is not None else {},
         )
@@ -287,10 +271,10 @@ class EnvWorker:
         tag = ""
         set_task_log_fields(group=task.number, version=task.min_version)
         try:
-            env_task = await self._task_of(task)
+            env_task = await self._player.task_of(task)
             tag = env_task.tag
             waiting = self._waits.begin(task)
-            trajectory = await (self._read(task) if self._reads(task) else self._play(task, env_task, waiting))
+            trajectory = await self._player.make(task, env_task, waiting)
             if self._rewards is not None:
                 trajectory = await self._score(self._rewards, trajectory, task, slot, waiting)
             waiting.enter(Wait.BUFFER)
@@ -305,7 +289,7 @@ class EnvWorker:
             is_expected = isinstance(error, MeshError)
             logger.warning("episode %s/%s failed: %s", task.group_id, task.index, error, exc_info=not is_expected)
             self._reporter.failed(task.kind, tag, reason)
-            self._outcomes.failed(DATASET_KEY if self._reads(task) else key_of(error, tag), error)
+            self._outcomes.failed(DATASET_KEY if self._player.reads(task) else key_of(error, tag), error)
             await retry_until_answered(lambda: self._buffer.fail(self._worker_id, task, reason))
         else:
             self._outcomes.finished()
@@ -322,129 +306,5 @@ class EnvWorker:
         scored = await rewards.add(trajectory, task.kind)
         seconds = time.monotonic() - began
         self._reporter.scored(task.kind, trajectory.tag, seconds)
-        text = scored.text if self._keeps_text(task) else ()
+        text = scored.text if self._player.keeps_text(task) else ()
         return structs.replace(scored, text=text, duration_s=scored.duration_s + seconds)
-
-    def _keeps_text(self, task: EpisodeTask) -> bool:
-        return self._settings.rollout.keep_text or task.kind is EpisodeKind.EVAL
-
-    def _reads(self, task: EpisodeTask) -> bool:
-        return self._data is not None and task.kind is EpisodeKind.TRAIN
-
-    async def _read(self, task: EpisodeTask) -> Trajectory:
-        assert self._data is not None, "_reads"
-        began = time.monotonic()
-        trajectory = await asyncio.to_thread(
-            self._data.trajectory,
-            task.number,
-            task.index,
-            task.min_version,
-            group_id=task.group_id,
-            attempt=task.attempt,
-        )
-        trajectory = await self._sample_row(task, trajectory)
-        return structs.replace(trajectory, worker_id=self._worker_id, duration_s=time.monotonic() - began)
-
-    async def _sample_row(self, task: EpisodeTask, trajectory: Trajectory) -> Trajectory:
-        """Return the row with the policy's response, if it is to be sampled."""
-        settings = self._settings
-        if not settings.sampled_share:
-            return trajectory
-        if not is_sampled(task.number, settings.seed, settings.sampled_share):
-            return mark_given(trajectory)
-        sampling = self._samplings[task.sampling_name]
-        return await sample_response(
-            trajectory,
-            EpisodeSampler(
-                self._batcher,
-                sampling,
-                task.min_version,
-                retry_s=settings.rollout.max_generation_retry_s,
-                continues=False,
-            ),
-            max_new_tokens=sampling.max_new_tokens,
-            max_tokens=settings.sequence_length,
-        )
-
-    async def _play(self, task: EpisodeTask, env_task: Task, waiting: Waiting) -> Trajectory:
-        rules = self._settings.custom_envs[env_task.tag]
-        limit = asyncio.timeout(None)
-        try:
-            async with limit:
-                with self._clock.limited(limit, rules.episode_timeout_s):
-                    return await self._play_once(task, env_task, waiting)
-        except TimeoutError:
-            if limit.expired():
-                raise EpisodeError("episode_timeout", f"not over in {rules.episode_timeout_s:g} s") from None
-            raise
-
-    async def _play_once(self, task: EpisodeTask, env_task: Task, waiting: Waiting) -> Trajectory:
-        leased = await self._envs.take(env_task.tag, task.kind)
-        finished = False
-        try:
-            trajectory = await self._play_in(leased, task, env_task, waiting)
-            finished = True
-        finally:
-            if not (finished and self._envs.keep(leased)):  # the env may be in any state
-                await asyncio.shield(leased.runner.close())
-        return trajectory
-
-    async def _play_in(self, leased: LeasedEnv, task: EpisodeTask, env_task: Task, waiting: Waiting) -> Trajectory:
-        settings, prompts = self._settings, self._prompts
-        sampling = self._samplings[task.sampling_name]
-        if task.temperature is not None:
-            sampling = replace(sampling, temperature=task.temperature)
-        plan = EpisodePlan(
-            task=task,
-            tag=env_task.tag,
-            seed=env_task.seed,
-            env=settings.custom_envs[env_task.tag],
-            sequence_length=settings.sequence_length,
-            sampling=sampling,
-            keep_text=self._keeps_text(task) or self._rewards is not None,
-            worker_id=self._worker_id,
-            prompt=None if prompts is None else await prompts.read(task.kind, env_task.seed),
-            prompt_length=settings.data.prompt_length if settings.data else None,
-        )
-        with self._tracer.episode(task, env_task.tag, sampling, has_tools=bool(leased.traits.functions)) as trace:
-            trajectory = await self._play_plan(plan, leased, waiting, trace)
-            trace.finish(trajectory)
-        return structs.replace(trajectory, baseline=task.is_baseline, traceparent=trace.traceparent)
-
-    async def _play_plan(
-        self, plan: EpisodePlan, leased: LeasedEnv, waiting: Waiting, trace: EpisodeSpans
-    ) -> Trajectory:
-        task, settings = plan.task, self._settings
-        calls = InstrumentedEpisode(
-            task.kind,
-            plan.tag,
-            env=leased.runner,
-            step_limiter=self._envs.step_limiter(plan.tag),
-            sampler=EpisodeSampler(
-                self._batcher,
-                plan.sampling,
-                task.min_version,
-                retry_s=settings.rollout.max_generation_retry_s,
-                continues=plan.env.continues_prompts and self._chat.rewriting is None,
-            ),
-            waiting=waiting,
-            reporter=self._reporter,
-            between=Wait.AGENT if plan.env.agent_runner else None,
-            trace=trace,
-        )
-        if plan.env.agent_runner and self._agents:
-            return await play_with_agent(plan, plan.env.agent_runner, calls, leased.traits, calls.sample, self._agents)
-        return await play(plan, calls, leased.traits, calls.sample, self._chat)
-
-    async def _task_of(self, task: EpisodeTask) -> Task:
-        if self._reads(task):
-            return Task(self._settings.pipeline, task.number)
-        if self._prompts is not None:
-            if task.kind is EpisodeKind.EVAL:
-                return self._prompts.eval_task(task.number, greedy=task.sampling_name == "greedy")
-            return self._prompts.train_task(task.number)
-        if task.kind is EpisodeKind.EVAL:
-            async with self._eval_lock:
-                # takes seconds, because the env makes every task once to find distinct ones
-                return await asyncio.to_thread(self._eval_tasks.task, task.number)
-        return await self._train_tasks.task(task.number)

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from offbeat.benchmarks.generation_http import Agents, GatewayHost
 from offbeat.envs.frozen_lake import WORDS
+from offbeat.services.generation.routing import Unrouted
 from offbeat.services.messages.types import (
     Completion,
     FinishReason,
@@ -16,13 +17,16 @@ from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import write_tiny_policy
 
 
-class Answering:
+class Answering(Unrouted):
     """A `GenerationClient` that says one word until the end."""
 
     def __init__(self) -> None:
         self.requests: list[GenerateRequest] = []
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
+    async def generate(
+        self, requests: Sequence[GenerateRequest], replica_id: str = ""
+    ) -> AsyncIterator[list[Completion]]:
+        del replica_id
         self.requests += requests
         for request in requests:
             num_tokens = request.sampling.max_new_tokens

@@ -8,6 +8,7 @@ from ray import serve
 from ray.serve import Application
 
 from offbeat.services.generation.client import DEPLOYMENT
+from offbeat.services.generation.request_router import AwakeReplicaRouter
 from offbeat.services.messages.codec import decode_requests, encode_completions
 from offbeat.services.messages.types import Completion, GenerateRequest, VersionSpan
 
@@ -22,8 +23,9 @@ class Walker:
         self._end = end
         self._delay_s = delay_s
 
-    async def generate(self, blob: bytes) -> AsyncIterator[bytes]:
+    async def generate(self, blob: bytes, replica_id: str = "") -> AsyncIterator[bytes]:
         """Half of the turns a little later than the others."""
+        del replica_id  # the router has read it
         requests = decode_requests(blob)
         for part in (requests[::2], requests[1::2]):
             if part:
@@ -38,18 +40,20 @@ class Walker:
         return os.getpid()
 
     def _answer(self, request: GenerateRequest) -> Completion:
+        """Answer; the word's logprob names the process."""
         word = self._words[sum(request.prompt) % len(self._words)]
-        return Completion(
-            request.request_id, (word, self._end), (-1.0, -0.1), (VersionSpan(0, 2, request.min_version),)
-        )
+        logprobs = (-float(os.getpid()), -0.1)
+        return Completion(request.request_id, (word, self._end), logprobs, (VersionSpan(0, 2, request.min_version),))
 
 
-def build_walker(words: tuple[int, ...], end: int, *, delay_s: float = STEP_S) -> Application:
+def build_walker(words: tuple[int, ...], end: int, *, delay_s: float = STEP_S, num_replicas: int = 1) -> Application:
     """The application."""
     deployment = serve.deployment(
         Walker,
         name=DEPLOYMENT,
+        num_replicas=num_replicas,
         max_ongoing_requests=1000,
+        request_router_config={"request_router_class": AwakeReplicaRouter},
         ray_actor_options={"num_cpus": 0.1},
         health_check_period_s=1,
         logging_config={"enable_access_log": False},

@@ -220,7 +220,8 @@ class SessionEpisode:
 
     def request(self, **sampling: Any) -> GenerateRequest:
         self._num_turns += 1
-        return GenerateRequest(f"{self._name}/{self._num_turns}", self.prompt, Sampling(**sampling))
+        name = f"{self._name}/{self._num_turns}"
+        return GenerateRequest(name, self.prompt, Sampling(**sampling), episode=self._name, continues=True)
 
     async def turn(self, **sampling: Any) -> tuple[GenerateRequest, Completion]:
         """Sample a turn; the next prompt continues it by three tokens."""
@@ -236,10 +237,13 @@ async def test_an_episode_continues_in_its_session_with_exact_logprobs(policies:
     episode, sessions = SessionEpisode(policies, "goes on"), policies.engine.sessions
     continued = sessions.num_continued
     stops = {"max_new_tokens": 60, "stop_token_ids": tuple(range(4, 12))}
+    kept = 0
     for sampling in ({}, {"max_new_tokens": 1}, stops, {"temperature": 0.7}, {"max_new_tokens": 40}):
         request, completion = await episode.turn(**sampling)
         assert [tuple(span) for span in completion.versions] == [(0, len(completion.token_ids), version)]
         assert (completion.finish_reason is FinishReason.STOP) == (sampling is stops)
+        assert completion.cached_tokens == kept
+        kept = len(request.prompt) + len(completion.token_ids) - 1
         assert mismatch(policies.models[0], request, completion).max() < FLOAT_NOISE
     assert sessions.num_continued == continued + 4
 

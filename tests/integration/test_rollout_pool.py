@@ -7,6 +7,7 @@ import asyncio
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -26,7 +27,7 @@ from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.chat.append_only import load_chat_format
 from offbeat.services.generation.config import app_name
 from offbeat.services.keys import RunKeys
-from offbeat.services.messages.types import Group
+from offbeat.services.messages.types import Group, Trajectory
 from offbeat.services.rollout.actor import build, stop_worker, worker_name
 from offbeat.services.rollout.config import CustomEnv, RolloutConfig, WorkerSettings
 from offbeat.services.rollout.tasks import train_task
@@ -93,10 +94,10 @@ class Run:
     def start_worker(self) -> Any:
         return build(0, self.settings, namespace=NAMESPACE)
 
-    def serve_generation(self, delay_s: float = 0.005) -> Any:
+    def serve_generation(self, delay_s: float = 0.005, num_replicas: int = 1) -> Any:
         chat = load_chat_format(self.settings.model_folder)
         words = tuple(chat.encode(word)[0] for word in ("Left", "Down", "Right", "Up"))
-        app = build_walker(words, chat.end_id, delay_s=delay_s)
+        app = build_walker(words, chat.end_id, delay_s=delay_s, num_replicas=num_replicas)
         return serve.run(app, name=app_name(self.run_id), route_prefix=None)
 
     async def pid(self) -> int:
@@ -204,6 +205,31 @@ async def test_a_killed_worker_is_replaced_and_every_group_is_still_trained_once
         await run.train(12)
         assert_whole(run, 30)
         assert any(t.attempt > 0 for group in run.groups for t in group.trajectories)
+
+
+async def test_an_episode_stays_at_its_replica(begin):
+    """With both replicas at work; one of them is killed, whose episodes continue at the other one."""
+    async with begin("pool-routing", total_groups=24) as run:
+        handle = run.serve_generation(num_replicas=2)
+        run.start_worker()
+        run.publish()
+        await run.train(12)
+        # the first episodes begin before the worker knows both
+        groups = [group for group in run.groups if group.number >= 16 // GROUP_SIZE]
+        played = [replicas_of(trajectory) for group in groups for trajectory in group.trajectories]
+        assert {len(replicas) for replicas in played} == {1}
+        counts = Counter(pid for (pid,) in played)
+        assert len(counts) == 2
+        assert min(counts.values()) >= len(played) // 4, counts
+        os.kill(await handle.pid.remote(), signal.SIGKILL)
+        await run.train(12)
+        assert_whole(run, 24)
+
+
+def replicas_of(trajectory: Trajectory) -> set[int]:
+    """Return the processes that sampled an episode's turns."""
+    (segment,) = trajectory.segments
+    return {int(-segment.logprobs[turn.start]) for turn in trajectory.turns}
 
 
 async def test_a_killed_replica_costs_no_episode(begin):

@@ -29,6 +29,8 @@ class RunningSequence:
     row: CacheRow | None = None
     is_stale: bool = False
     """Its row is of older weights."""
+    cached_tokens: int = 0
+    """Prompt tokens with cached keys and values."""
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[VersionSpan] = field(default_factory=list[VersionSpan])
     num_top: int = 0
@@ -55,7 +57,14 @@ class RunningSequence:
 
     def completion(self, reason: FinishReason) -> Completion:
         answer = tuple(self.tokens[len(self.tokens) - self.num_sampled :])
-        return Completion(self.request.request_id, answer, tuple(self.logprobs), tuple(self.versions), reason)
+        return Completion(
+            self.request.request_id,
+            answer,
+            tuple(self.logprobs),
+            tuple(self.versions),
+            reason,
+            cached_tokens=self.cached_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +170,7 @@ class Scheduler:
             sequence.row, copied = self._rows.take(prompt, match, sequence.adapter)
             if copied and match is not None:
                 self._copy_prefix(match.row.number, sequence.row.number, copied)
-            self.reused_tokens += sequence.row.computed
+            sequence.cached_tokens = sequence.row.computed
+            self.reused_tokens += sequence.cached_tokens
             self._running.append(sequence)
         self._waiting.extendleft(reversed(held_back))

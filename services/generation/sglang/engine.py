@@ -201,7 +201,7 @@ def _completion(request_id: str, reply: Mapping[str, Any]) -> Completion:
     if not spans or spans[-1].end != len(tokens):
         raise GenerationError(f"SGLang names versions of other tokens than the {len(tokens)} sampled: {list(spans)}")
     reason = FINISH_REASONS.get(meta["finish_reason"]["type"], FinishReason.LENGTH)
-    return Completion(request_id, tokens, logprobs, spans, reason)
+    return Completion(request_id, tokens, logprobs, spans, reason, cached_tokens=meta.get("cached_tokens", 0))
 
 
 def _message(reply: httpx.Response) -> str:

@@ -15,7 +15,7 @@ from offbeat.services.errors import GenerationError, RetryableError
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import LoadTimes, SessionCounts
 from offbeat.services.generation.vllm.arguments import engine_arguments, engine_environment
-from offbeat.services.generation.vllm.sessions import AbortedError, Sessions, SessionTurn, is_of_session
+from offbeat.services.generation.vllm.sessions import AbortedError, Sessions, SessionTurn
 from offbeat.services.generation.vllm.update_request import TAKE_ADAPTER, is_whole, update_request_of
 from offbeat.services.messages.types import (
     Completion,
@@ -136,12 +136,12 @@ class VllmEngine:
             sampling = self.llm.generate(prompt, parameters, request.request_id, lora_request=self._adapter)
             outputs = [out async for out in sampling]
         (answer,) = outputs[-1].outputs
-        return _completion(request.request_id, answer)
+        return _completion(request.request_id, answer, outputs[-1].num_cached_tokens or 0)
 
     def _stays(self, request: GenerateRequest) -> bool:
         """Return whether the request is of an episode that stays in the engine."""
         # of a session, vLLM checks the new tokens alone
-        return is_of_session(request) and not request.images and 0 < len(request.prompt) < self._max_length
+        return request.continues and not request.images and 0 < len(request.prompt) < self._max_length
 
     def _prompt(self, request: GenerateRequest, salt: str) -> Any:
         from vllm.inputs import tokens_input
@@ -264,9 +264,10 @@ def _parameters(sampling: Sampling, *, is_session: bool = False) -> Any:
     )
 
 
-def _completion(request_id: str, output: Any) -> Completion:
+def _completion(request_id: str, output: Any, cached_tokens: int) -> Completion:
     if not output.token_ids:  # aborted before its first token
         return Completion(request_id, finish_reason=FinishReason.ABORT)
     spans = tuple(VersionSpan(span.start, span.end, int(span.version)) for span in output.weight_versions)
     reason = FINISH_REASONS.get(output.finish_reason, FinishReason.LENGTH)
-    return Completion(request_id, tuple(output.token_ids), tuple(output.logprobs.logprobs), spans, reason)
+    logprobs = tuple(output.logprobs.logprobs)
+    return Completion(request_id, tuple(output.token_ids), logprobs, spans, reason, cached_tokens=cached_tokens)

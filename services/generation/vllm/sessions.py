@@ -15,13 +15,6 @@ from typing import Any
 
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, VersionSpan
 
-NAME_END = "/"
-"""A request id `EPISODE/NUMBER` is of an episode whose prompts continue each other."""
-
-
-def is_of_session(request: GenerateRequest) -> bool:
-    return NAME_END in request.request_id
-
 
 class AbortedError(Exception):
     """The engine aborted a request."""
@@ -57,7 +50,7 @@ class SessionTurn:
 
     @property
     def episode(self) -> str:
-        return self.request.request_id.partition(NAME_END)[0]
+        return self.request.episode
 
 
 class EngineSession:
@@ -92,16 +85,20 @@ class EngineSession:
         self._chunks.put_nowait(StreamingInput(new, turn.parameters))
         ids: list[int] = []
         logprobs: list[float] = []
+        cached = len(self.kept)
         async for output in self._outputs:
+            cached = cached or output.num_cached_tokens or 0
             (answer,) = output.outputs
             if answer.token_ids:
                 ids += answer.token_ids
                 logprobs += answer.logprobs.logprobs
             if answer.finish_reason is not None:
-                return self._complete(turn.request, ids, logprobs, answer)
+                return self._complete(turn.request, ids, logprobs, answer, cached)
         raise AbortedError
 
-    def _complete(self, request: GenerateRequest, ids: list[int], logprobs: list[float], answer: Any) -> Completion:
+    def _complete(
+        self, request: GenerateRequest, ids: list[int], logprobs: list[float], answer: Any, cached: int
+    ) -> Completion:
         if answer.finish_reason == "abort":
             raise AbortedError
         start = self._num_sampled
@@ -110,7 +107,7 @@ class EngineSession:
         self._num_sampled += len(ids)
         self.kept = (*request.prompt, *ids[:-1])
         reason = FinishReason.STOP if answer.finish_reason == "stop" else FinishReason.LENGTH
-        return Completion(request.request_id, tuple(ids), tuple(logprobs), versions, reason)
+        return Completion(request.request_id, tuple(ids), tuple(logprobs), versions, reason, cached_tokens=cached)
 
     async def close(self) -> None:
         await self._outputs.aclose()

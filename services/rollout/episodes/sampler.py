@@ -5,9 +5,11 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Self
 
 from offbeat.services.errors import EpisodeError, MeshError, RetryableError
 from offbeat.services.generation.config import GeneratingArgs
+from offbeat.services.messages.codec import request_id
 from offbeat.services.messages.types import (
     Completion,
     GenerateRequest,
@@ -38,7 +40,9 @@ def limit_new_tokens(sampling: Sampling, max_new_tokens: int) -> Sampling:
 
 
 class EpisodeSampler:
-    __slots__ = ("_batcher", "_min_version", "_name", "_num_requests", "_retry_s", "_sampling")
+    """Context manager, at whose end the episode is over."""
+
+    __slots__ = ("_batcher", "_continues", "_group", "_min_version", "_name", "_num_requests", "_retry_s", "_sampling")
 
     def __init__(
         self,
@@ -48,15 +52,23 @@ class EpisodeSampler:
         *,
         retry_s: float,
         continues: bool = True,
+        group: str = "",
     ) -> None:
-        """continues: whether a turn's prompt continues the prompt and answer before it, as a rule."""
+        """continues, group: as of `GenerateRequest`."""
         self._batcher = batcher
         self._sampling = sampling
         self._min_version = min_version
         self._retry_s = retry_s
-        # The part before a slash names an episode whose prompts continue each other
-        self._name = uuid.uuid4().hex[:16] + ("/" if continues else "-")
+        self._continues = continues
+        self._group = group
+        self._name = uuid.uuid4().hex[:16]
         self._num_requests = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._batcher.forget(self._name)
 
     async def __call__(
         self, prompt: Sequence[int], max_new_tokens: int, images: tuple[PromptImage, ...] = ()
@@ -85,6 +97,8 @@ class EpisodeSampler:
     def _request(self, prompt: Sequence[int], max_new_tokens: int, images: tuple[PromptImage, ...]) -> GenerateRequest:
         if self._sampling.max_new_tokens != max_new_tokens:
             self._sampling = limit_new_tokens(self._sampling, max_new_tokens)
-        name = f"{self._name}{self._num_requests}"
+        name = request_id(self._name, self._num_requests, continues=self._continues)
         self._num_requests += 1
-        return GenerateRequest(name, prompt, self._sampling, self._min_version, images)
+        return GenerateRequest(
+            name, prompt, self._sampling, self._min_version, images, self._name, self._continues, self._group
+        )

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class TurnBatcher:
-    """Sender of turns, at most one call per `coalesce_s`."""
+    """Sender of turns, at most one call per replica in `coalesce_s`, or as many as `max_turns` needs."""
 
     def __init__(
         self,
@@ -25,12 +25,14 @@ class TurnBatcher:
         coalesce_s: float,
         timeout_s: float | None = None,
         clock: AwakeClock | None = None,
+        max_turns: int | None = None,
     ) -> None:
-        """timeout_s: of a call, whose turns are then aborted; None: unlimited. clock: of the client."""
+        """timeout_s: of a call, whose turns are then aborted; None: unlimited. clock: of the client. max_turns: per call."""
         self._client = client
         self.clock = clock or AwakeClock()
         self._coalesce_s = coalesce_s
         self._timeout_s = timeout_s
+        self._max_turns = max_turns
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
         self._unsent: dict[str, GenerateRequest] = {}
         self._to_abort: list[str] = []
@@ -63,6 +65,10 @@ class TurnBatcher:
             raise GenerationError(completion.error)
         return completion
 
+    def forget(self, episode: str) -> None:
+        """Release the replica of an episode that is over."""
+        self._client.forget(episode)
+
     async def close(self) -> None:
         if self._timer:
             self._timer.cancel()
@@ -85,21 +91,23 @@ class TurnBatcher:
         request_ids, self._to_abort = self._to_abort, []
         if request_ids:
             self._begin(self._abort(request_ids))
-        if requests:
-            self.num_calls += 1
-            self._begin(self._call(requests))
+        for replica_id, part in self._client.route(requests) if requests else ():
+            size = self._max_turns or len(part)
+            for start in range(0, len(part), size):
+                self.num_calls += 1
+                self._begin(self._call(part[start : start + size], replica_id))
 
     def _begin(self, call: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(call)
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
 
-    async def _call(self, requests: Sequence[GenerateRequest]) -> None:
+    async def _call(self, requests: Sequence[GenerateRequest], replica_id: str) -> None:
         error: Exception = RetryableError("generation ended without an answer")
         limit = asyncio.timeout(self._timeout_s)
         try:
             async with limit:
-                async for completions in self._client.generate(requests):
+                async for completions in self._client.generate(requests, replica_id):
                     if not completions and self._timeout_s is not None:  # its engine sleeps: the limit starts again
                         limit.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
                     for completion in completions:
@@ -115,6 +123,8 @@ class TurnBatcher:
                 logger.exception("a generation call failed unexpectedly")
                 error = GenerationError(f"{type(raised).__name__}: {raised}")
         for request in requests:
+            if not request.episode:
+                self._client.forget(request.request_id)
             answer = self._waiting.get(request.request_id)
             if answer is not None and not answer.done():
                 answer.set_exception(error)

@@ -41,17 +41,17 @@ class Mesh:
         self.clock = AwakeClock()
         self.client = ResumedCalls(self.call, self.clock)
 
-    def call(self, requests: Sequence[GenerateRequest], asleep: Sequence[str]) -> Call:
-        name = next((name for name in self.replicas if name not in asleep), "a")
+    def call(self, requests: Sequence[GenerateRequest], asleep: Sequence[str], replica_id: str) -> Call:
+        name = replica_id or next((name for name in self.replicas if name not in asleep), "a")
         self.sent.append((name, requests))
         self.calls.append(Call(self.replicas[name].replica.generate(requests)))
         return self.calls[-1]
 
-    def generate(self, *request_ids: str) -> "asyncio.Task[Batches]":
+    def generate(self, *request_ids: str, replica_id: str = "") -> "asyncio.Task[Batches]":
         requests = [GenerateRequest(request_id, (1, 2), Sampling(max_new_tokens=8)) for request_id in request_ids]
 
         async def collect() -> Batches:
-            return [completions async for completions in self.client.generate(requests) if completions]
+            return [completions async for completions in self.client.generate(requests, replica_id) if completions]
 
         return asyncio.create_task(collect())
 
@@ -67,6 +67,21 @@ async def mesh() -> AsyncIterator[Mesh]:
     yield mesh
     for stage in mesh.replicas.values():
         await stage.close()
+
+
+async def test_a_turn_leaves_the_replica_of_its_route_when_that_sleeps(mesh: Mesh) -> None:
+    answers = mesh.generate("first", replica_id="b")
+    await mesh.b.asked("first")
+    await mesh.b.replica.sleep()
+    await mesh.a.asked("first")
+    mesh.a.engine.finish("first")
+    await answers
+    assert mesh.names() == ["b", "a"]
+    later = mesh.generate("second", replica_id="b")
+    await mesh.a.asked("second")
+    mesh.a.engine.finish("second")
+    await later
+    await mesh.b.replica.wake()
 
 
 async def test_a_turn_continues_at_another_replica_with_its_tokens(mesh: Mesh) -> None:

@@ -299,6 +299,15 @@ def test_trajectories_without_a_traceparent_are_read_and_it_is_kept() -> None:
     assert codec.decode_trajectory(codec.encode_trajectory(traced)).traceparent == traced.traceparent
 
 
+@pytest.mark.parametrize("continues", [True, False])
+def test_the_id_of_a_request_says_whether_it_continues_its_episode(continues: bool) -> None:
+    name = codec.request_id("e", 7, continues=continues)
+    request = GenerateRequest(name, [5], Sampling(), episode="e", continues=continues, group="g")
+    (decoded,) = codec.decode_requests(codec.encode_requests([request]))
+    assert (decoded.request_id, decoded.continues) == (name, continues)
+    assert decoded.episode == ("e" if continues else "")
+
+
 def test_messages_have_the_bytes_of_schema_3() -> None:
     """Runs stored by earlier builds are read and written by this one."""
     tokens = np.arange(8, dtype=np.int32) * 9000

@@ -146,7 +146,7 @@ async def test_a_users_env_runs_and_is_reused(bench):
         *group(0, 6), custom_envs={"Mine": custom("CountingEnv")}, rollout=RolloutConfig(max_env_num_per_worker=2)
     ) as b:
         await b.until_done(6)
-        idle = [len(envs) for envs in b.worker._envs._idle.values()]
+        idle = [len(envs) for envs in b.worker._player.envs._idle.values()]
     assert idle == [2]
     for trajectory in b.buffer.submitted.values():
         assert (trajectory.stop_reason, len(trajectory.turns), trajectory.metrics["total"]) == (

@@ -98,10 +98,10 @@ async def test_an_episode_timeout_fails_it_and_aborts_its_turn(bench, tokenizer:
 
 async def test_an_episode_outlives_a_sleep_longer_than_its_limit(bench, tokenizer: Tokenizer):
     class Sleeping(FakeGeneration):
-        async def generate(self, requests):
+        async def generate(self, requests, replica_id=""):
             with self.clock.stopped():
                 await asyncio.sleep(3.0)
-            async for completions in super().generate(requests):
+            async for completions in super().generate(requests, replica_id):
                 yield completions
 
     env = custom("CountingEnv", episode_timeout_s=2.0, max_steps=1)
@@ -115,10 +115,10 @@ async def test_only_the_turn_in_flight_is_lost_when_a_replica_dies(bench, tokeni
     """The replica dies at every third call; each episode goes on from its tokens."""
 
     class Dying(FakeGeneration):
-        async def generate(self, requests):
+        async def generate(self, requests, replica_id=""):
             if len(self.calls) % 3 == 2:
                 self.errors = [RetryableError("died")]
-            async for completions in super().generate(requests):
+            async for completions in super().generate(requests, replica_id):
                 yield completions
 
     async with bench(*group(0), generation=Dying(walker(tokenizer))) as b:

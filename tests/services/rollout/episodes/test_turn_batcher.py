@@ -1,8 +1,10 @@
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from offbeat.services.errors import GenerationError, RetryableError
+from offbeat.services.generation.routing import Route
 from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
 from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
 from tests.fakes_rollout import FakeGeneration
@@ -37,6 +39,49 @@ async def test_turns_that_follow_on_answers_of_one_call_travel_together_again():
 
     await asyncio.gather(*(three_turns(i) for i in range(8)))
     assert [len(call) for call in client.calls] == [8, 8, 8]
+
+
+class Routed(FakeGeneration):
+    """Two replicas, `a` for even prompts."""
+
+    def __init__(self) -> None:
+        super().__init__(echo)
+        self.replicas: list[str] = []
+        self.forgotten: list[str] = []
+
+    def route(self, requests):
+        parts = [[r for r in requests if r.prompt[-1] % 2 == rest] for rest in (0, 1)]
+        return [Route(name, part) for name, part in zip("ab", parts, strict=True) if part]
+
+    def forget(self, episode):
+        self.forgotten.append(episode)
+
+    async def generate(self, requests, replica_id=""):
+        self.replicas.append(replica_id)
+        async for completions in super().generate(requests, replica_id):
+            yield completions
+
+
+async def test_turns_travel_by_replica_in_calls_of_limited_size():
+    client = Routed()
+    batcher = TurnBatcher(client, coalesce_s=0.0, max_turns=4)
+    of_episode = replace(request("e/0", 20), episode="e")
+    await asyncio.gather(*(batcher.sample(request(f"r{i}", i)) for i in range(11)), batcher.sample(of_episode))
+    calls = [(name, [r.prompt[-1] for r in call]) for name, call in zip(client.replicas, client.calls, strict=True)]
+    assert calls == [("a", [0, 2, 4, 6]), ("a", [8, 10, 20]), ("b", [1, 3, 5, 7]), ("b", [9])]
+    assert batcher.num_calls == 4
+    await batcher.close()
+    assert sorted(client.forgotten) == sorted(f"r{i}" for i in range(11))
+    batcher.forget("e")
+    assert client.forgotten[-1] == "e"
+
+
+async def test_a_call_that_fails_takes_no_other_replicas_turns_along():
+    client = Routed()
+    client.errors = [RetryableError("died")]
+    batcher = TurnBatcher(client, coalesce_s=0.0)
+    answers = await asyncio.gather(*(batcher.sample(request(f"r{i}", i)) for i in range(4)), return_exceptions=True)
+    assert [isinstance(each, RetryableError) for each in answers] == [True, False, True, False]
 
 
 async def test_no_turn_waits_for_a_slower_neighbour():
@@ -103,8 +148,8 @@ async def test_a_refused_turn_is_an_error_for_it_alone():
 
 async def test_a_call_that_ends_without_an_answer_may_be_sent_again():
     class Forgetful(FakeGeneration):
-        async def generate(self, requests):
-            async for completions in super().generate(requests):
+        async def generate(self, requests, replica_id=""):
+            async for completions in super().generate(requests, replica_id):
                 yield [c for c in completions if c.request_id != "lost"]
 
     batcher = TurnBatcher(Forgetful(echo), 0.0)

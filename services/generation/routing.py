@@ -1,0 +1,100 @@
+"""Replicas of episodes: a turn goes where the keys and values of its prompt are.
+
+Invariants: an episode stays at its replica while that runs and is awake. Live episodes are spread evenly, except that the
+members of a group share a replica, as their first prompts are alike, within `MIN_SLACK` and `SLACK` of the least busy.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from offbeat.services.messages.types import GenerateRequest
+
+MIN_SLACK = 4
+"""Episodes that a group's replica may have more than the least busy one."""
+SLACK = 0.25
+"""The same, as a share of the least busy replica's."""
+
+
+class Route(NamedTuple):
+    replica_id: str
+    """Empty: any."""
+    requests: Sequence[GenerateRequest]
+
+
+class Unrouted:
+    """Routing of a client whose requests all go one way."""
+
+    def route(self, requests: Sequence[GenerateRequest]) -> list[Route]:
+        return [Route("", requests)]
+
+    def forget(self, episode: str) -> None:
+        del episode
+
+
+@dataclass(slots=True)
+class _GroupMembers:
+    replica_id: str
+    count: int = 0
+
+
+class ReplicaAssignments:
+    """Live episodes of one client by replica."""
+
+    def __init__(self) -> None:
+        self._replicas: dict[str, str] = {}
+        """By episode, or by request without one."""
+        self._group_of: dict[str, str] = {}
+        self._groups: dict[str, _GroupMembers] = {}
+        self._load = Counter[str]()
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    def split(self, requests: Sequence[GenerateRequest], replicas: Sequence[str]) -> list[Route]:
+        """Split requests by replica. replicas: ids of those that run and are awake; with fewer than two, all go together."""
+        if len(replicas) < 2:
+            return [Route("", requests)]
+        parts: dict[str, list[GenerateRequest]] = {}
+        for request in requests:
+            parts.setdefault(self._replica(request, replicas), []).append(request)
+        return [Route(replica_id, part) for replica_id, part in parts.items()]
+
+    def forget(self, episode: str) -> None:
+        """Release an episode that is over, or a request without one; ignore unknown ones."""
+        replica_id = self._replicas.pop(episode, None)
+        if replica_id is None:
+            return
+        self._load[replica_id] -= 1
+        group = self._group_of.pop(episode, "")
+        if members := self._groups.get(group):
+            members.count -= 1
+            if not members.count:
+                del self._groups[group]
+
+    def _replica(self, request: GenerateRequest, replicas: Sequence[str]) -> str:
+        name = request.episode or request.request_id
+        assigned = self._replicas.get(name)
+        if assigned is not None and assigned in replicas:
+            return assigned
+        self.forget(name)
+        chosen = self._choose(request.group, replicas)
+        self._replicas[name] = chosen
+        self._load[chosen] += 1
+        if request.group:
+            self._group_of[name] = request.group
+            self._groups.setdefault(request.group, _GroupMembers(chosen)).count += 1
+        return chosen
+
+    def _choose(self, group: str, replicas: Sequence[str]) -> str:
+        # in random order: many workers, each with few episodes, would all begin with the same one
+        least = min(random.sample(replicas, len(replicas)), key=self._load.__getitem__)
+        members = self._groups.get(group)
+        if members is None:
+            return least
+        if members.replica_id not in replicas:
+            members.replica_id = least
+        limit = self._load[least] + max(MIN_SLACK, SLACK * self._load[least])
+        return members.replica_id if self._load[members.replica_id] <= limit else least
