@@ -236,7 +236,7 @@ def _move(tree: Tree, value: Any, target: Path) -> str:
     """Set `target`; return the problem if it has another value."""
     node: Tree | list[object] = tree
     for part, following in itertools.pairwise(target):
-        child: object = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
+        child: object = node.setdefault(part, {}) if isinstance(node, dict) else node[int(part)]
         if isinstance(child, dict):
             node = cast(Tree, child)
         elif isinstance(child, list) and following.isdigit():
