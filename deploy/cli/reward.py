@@ -71,6 +71,7 @@ def _read_config(
     from pydantic import ValidationError
 
     from offbeat.deploy.config.errors import ConfigError, collect_issues
+    from offbeat.deploy.config.hub import download, resolve_models
     from offbeat.deploy.config.loader import compose_tree
     from offbeat.deploy.reward_check import Columns
     from offbeat.services.reward.config import RewardsConfig
@@ -79,7 +80,9 @@ def _read_config(
     tree = compose_tree(path, overrides)
     if "rewards" not in tree:
         raise ConfigError([ConfigIssue("rewards", f"{path} has none: what should score the responses?")])
-    given = {key: tree[key] for key in ("rewards", "combine") if key in tree}
+    given, issues = resolve_models({key: tree[key] for key in ("rewards", "combine") if key in tree}, download)
+    if issues:
+        raise ConfigError(issues, str(path))
     try:
         rewards = RewardsConfig.model_validate_json(json.dumps(given))
     except ValidationError as error:

@@ -282,7 +282,7 @@ def _check_own(config: RunConfig, numbering: _Numbering, needs_engines: bool) ->
             yield _explain_none(config, numbering, role.name)
         elif role.per_process > numbering.largest > 0:
             message = f"a replica of {role.per_process} devices fits no node: the largest has {numbering.largest}"
-            yield ConfigIssue(f"{role.name}.strategy_config.tensor_parallel_size", message)
+            yield ConfigIssue(f"{role.name}.strategy_args.strategy_config.tensor_parallel_size", message)
     if total >= others and count + others > total > 0:
         yield ConfigIssue(
             f"{roles[0].name}.{roles[0].count_key}",

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from offbeat.deploy.config.run import RunConfig
-from offbeat.services.reward.kinds.config import ModelRewardConfig
+from offbeat.services.reward.kinds.model_config import ModelRewardConfig
 from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.scored_roles import scored_roles
 

@@ -28,14 +28,17 @@ def choose_devices(config: RunConfig, gpus: float) -> RunConfig:
     """
     infer, train = config.actor_infer, config.actor_train
     free = gpus - sum(reward.num_replicas * reward.gpus_per_replica for reward in config.rewards)
+    own = sum(role.num_replicas for role in scored_roles(config, config.reference)) + config.num_critic_processes
+    if "device" in train.model_fields_set and train.device == "cuda":
+        free -= own
+        own = 0
     engine = infer.strategy_args.strategy_name
     has_gpus = free >= 1 and is_installed(GPU_ENGINES.get(engine, "vllm"))
     suffice = has_gpus and infer.num_replicas * infer.engine.world_size <= free
     if "device" not in infer.model_fields_set and suffice and engine in GPU_ENGINES:
         infer = infer.model_copy(update={"device": "cuda"})
     engines = infer.num_replicas * infer.engine.world_size if infer.device == "cuda" else 0
-    scorers = sum(role.num_replicas for role in scored_roles(config, config.reference))
-    suffice = has_gpus and max(engines, train.num_processes) + scorers + config.num_critic_processes <= free
+    suffice = has_gpus and max(engines, train.num_processes) + own <= free
     if "device" not in train.model_fields_set and suffice:
         train = train.model_copy(update={"device": "cuda"})
     config = config.model_copy(update={"actor_infer": _without_utilization(infer), "actor_train": train})

@@ -51,11 +51,11 @@ def _issue(
 ) -> ConfigIssue:
     keys, details = errors[0]
     if details["type"] == "extra_forbidden":
+        if reason := find_reason(path):
+            return ConfigIssue(path, f"this role has no use for it ({reason}): leave it out")
         if nearest_of_kind := _nearest_of_kind(model, details["loc"]):
             near = f"{path.rpartition('.')[0]}.{nearest_of_kind}"
             return ConfigIssue(path, f"unknown key of this kind; did you mean `{near}`?", near)
-        if reason := find_reason(path):
-            return ConfigIssue(path, f"this role has no use for it ({reason}): leave it out")
         nearest = find_aliases(path) or nearest_keys(path, model)
         return ConfigIssue(path, f"unknown key; did you mean {' or '.join(f'`{key}`' for key in nearest)}?", nearest[0])
     if details["type"] in ("union_tag_invalid", "union_tag_not_found"):

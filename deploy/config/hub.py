@@ -25,9 +25,9 @@ WEIGHTS = ["*.bin"]
 MODEL_KEYS = (
     "pretrain",
     "reward_pretrain",
-    *(f"{role}.model_args.model_name_or_path" for role in ("critic", "reference", "teacher.*")),
+    *(f"{role}.model_args.model_name_or_path" for role in ("critic", "reference", "teacher.*", "rewards.*")),
 )
-"""`*` stands for any name."""
+"""`*` stands for any name or place."""
 TIMEOUT_S = 5.0
 """Of the hub's first answer."""
 

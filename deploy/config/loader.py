@@ -38,15 +38,13 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 MAX_DOCUMENT_CHARS = 1_000_000
 JSON_NUL = "\\u0000"
 TINY = "tiny"
-REWARD_MODEL_KEY = "model_name_or_path"
-"""Of an entry of `rewards`."""
 PATH_KEYS = (
     *("output_dir", "logging_dir", "render_save_dir", "checkpoint_config.output_dir", "resume_from_checkpoint"),
     "chat_template",
     *DATA_KEYS,
     *MODEL_KEYS,
 )
-"""Keys of local paths; `*` stands for any name."""
+"""Keys of local paths; `*` stands for any name or place."""
 _composing = threading.Lock()
 """Hydra's state is global."""
 
@@ -273,10 +271,6 @@ def resolve_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
             is_local = isinstance(value, str) and value != TINY and "://" not in value
             if is_local and not (pattern in MODEL_KEYS and is_hub_id(value, folder)):
                 table[path[-1]] = str(folder / value)
-    rewards = resolved.get("rewards")
-    for reward in rewards if isinstance(rewards, list) else ():
-        if isinstance(reward, dict) and isinstance(reward.get(REWARD_MODEL_KEY), str):
-            reward[REWARD_MODEL_KEY] = str(folder / reward[REWARD_MODEL_KEY])
     return resolved
 
 

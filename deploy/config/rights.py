@@ -17,13 +17,8 @@ from offbeat.envs.class_path import load_object
 from offbeat.envs.registry import BUILT_IN, entry_point_paths
 from offbeat.services.control.rights import Rights
 from offbeat.services.generation.config import VllmConfig
-from offbeat.services.reward.kinds.config import (
-    CodeSandboxConfig,
-    HttpConfig,
-    LlmJudgeConfig,
-    NemoGymConfig,
-    UserFunctionConfig,
-)
+from offbeat.services.reward.kinds.config import CodeSandboxConfig, HttpConfig, NemoGymConfig, UserFunctionConfig
+from offbeat.services.reward.kinds.model_config import LlmJudgeConfig
 from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.user_function import is_function
@@ -191,7 +186,9 @@ def programs(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from _engine_programs(ENGINE, config.actor_infer.engine)
     for place, reward in enumerate(config.rewards):
         if isinstance(reward, LlmJudgeConfig):
-            yield from _engine_programs(f"rewards.{place}.strategy_config", reward.strategy_config)
+            yield from _engine_programs(
+                f"rewards.{place}.strategy_args.strategy_config", reward.strategy_args.strategy_config
+            )
     for path, text in _texts(
         "actor_train.strategy_args.strategy_config", config.actor_train.strategy_args.strategy_config
     ):

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from offbeat.deploy.config.run import RunConfig
-from offbeat.trainer.config.aliases import KEYS, NEUTRAL, VALUES
+from offbeat.trainer.config.aliases import ANSWERS, KEYS, NEUTRAL, REWARD, VALUES
 
 Schema = dict[str, Any]
 DIALECT = "http://json-schema.org/draft-07/schema#"
 """Newest dialect that YAML language servers support in full."""
 FILE = "run.schema.json"
+REWARDS = f"{REWARD}."
 INTERPOLATION = {"$ref": "#/$defs/Interpolation"}
 HYDRA: Schema = {
     "defaults": {"type": "array", "description": "Files that this one is composed with, as in Hydra."},
@@ -32,11 +33,17 @@ def run_schema() -> Schema:
         table.pop("required", None)  # a file of the defaults list may have it
         table["properties"] = {name: _tidy(each) for name, each in table.get("properties", {}).items()}
     for key, target in KEYS.items():
+        for table in _tables(root, definitions, key):
+            _add_spelling(table, definitions, key.removeprefix(REWARDS), target.removeprefix(REWARDS))
+    for key, target in ANSWERS.items():
         _add_spelling(root, definitions, key, target)
     for key, (values, reason) in NEUTRAL.items():
-        _add_values(root, definitions, key, values, f"Without effect: {reason}." if reason else "")
+        for table in _tables(root, definitions, key):
+            description = f"Without effect: {reason}." if reason else ""
+            _add_values(table, definitions, key.removeprefix(REWARDS), values, description, create=table is root)
     for key, spellings in VALUES.items():
-        _add_values(root, definitions, key, tuple(spellings), "")
+        for table in _tables(root, definitions, key):
+            _add_values(table, definitions, key.removeprefix(REWARDS), tuple(spellings), "", create=table is root)
     for table in (root, *definitions.values()):
         if table["properties"]:
             table["properties"] = {name: _or_interpolation(each) for name, each in table["properties"].items()}
@@ -68,27 +75,39 @@ def _tidy(schema: Schema) -> Schema:
     return kept
 
 
+def _tables(root: Schema, definitions: Schema, key: str) -> Iterator[Schema]:
+    """Yield the tables that a key is below: those of the kinds of rewards, or the root."""
+    if not key.startswith(REWARDS):
+        yield root
+        return
+    for option in root["properties"]["rewards"]["items"]["oneOf"]:
+        yield definitions[option["$ref"].rpartition("/")[2]]
+
+
 def _add_spelling(root: Schema, definitions: Schema, key: str, target: str) -> None:
     """Give another spelling of a key its schema."""
-    found = _find(root, definitions, target, create=False)
+    if (found := _find(root, definitions, target, create=False)) is None:
+        return
     table = _find(root, definitions, key.rpartition(".")[0], create=True) if "." in key else root
-    if found is None or table is None or "properties" not in table:
+    if table is None or "properties" not in table:
         return
     table["properties"].setdefault(
         key.rpartition(".")[2], {**found, "description": f"Another spelling of `{target}`.", "deprecated": True}
     )
 
 
-def _add_values(root: Schema, definitions: Schema, key: str, values: tuple[object, ...], description: str) -> None:
-    """Accept further values of a key."""
-    table = _find(root, definitions, key.rpartition(".")[0], create=True) if "." in key else root
+def _add_values(
+    root: Schema, definitions: Schema, key: str, values: tuple[object, ...], description: str, *, create: bool
+) -> None:
+    """Accept further values of a key. create: as in `_find`."""
+    table = _find(root, definitions, key.rpartition(".")[0], create=create) if "." in key else root
     if table is None or "properties" not in table:
         return
     leaf, choice = key.rpartition(".")[2], {"enum": list(values)}
     known = table["properties"].get(leaf)
-    if known is None:
+    if known is None and (create or description):
         table["properties"][leaf] = {**choice, "description": description, "deprecated": True}
-    else:
+    elif known is not None:
         table["properties"][leaf] = _either(known, choice)
 
 

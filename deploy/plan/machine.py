@@ -6,6 +6,7 @@ Invariant: critic, scoring services and rewards stay as configured.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from offbeat.deploy.config.devices import GPU_ENGINES
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.plan.outcome import Setup
 from offbeat.deploy.plan.workload import Measures
@@ -24,7 +25,8 @@ class Machine:
 class PartSizes:
     """Devices of a run's parts."""
 
-    on_gpus: bool
+    engines_on_gpus: bool
+    learner_on_gpus: bool
     per_engine: int
     """GPUs."""
     cpus_per_engine: float
@@ -41,22 +43,26 @@ class PartSizes:
     @classmethod
     def of(cls, config: RunConfig, machine: Machine) -> "PartSizes":
         infer, train = config.actor_infer, config.actor_train
-        chooses = machine.gpus is not None and "device" not in infer.model_fields_set
-        on_gpus = chooses or infer.device == "cuda"
+        may_choose = infer.strategy_args.strategy_name in GPU_ENGINES and machine.gpus is not None
+        engines_on_gpus = infer.device == "cuda" or (may_choose and "device" not in infer.model_fields_set)
+        chooses = machine.gpus is not None and "device" not in train.model_fields_set
+        learner_on_gpus = train.device == "cuda" or chooses
         rewards = [reward for reward in config.rewards if reward.num_replicas]
         scorers = sum(role.num_replicas for role in scored_roles(config, config.reference))
-        cpus_per_process = train.num_threads if train.device == "cpu" else 1.0
+        cpus_per_process = train.num_threads if not learner_on_gpus else 1.0
         return cls(
-            on_gpus,
+            engines_on_gpus,
+            learner_on_gpus,
             infer.engine.world_size,
             infer.cpus_per_replica,
             config.rollout.cpus_per_worker,
             train.num_processes,
             cpus_per_process,
             config.num_critic_processes,
-            sum(reward.num_replicas * reward.gpus_per_replica for reward in rewards) + (scorers if on_gpus else 0),
+            sum(reward.num_replicas * reward.gpus_per_replica for reward in rewards)
+            + (scorers if learner_on_gpus else 0),
             sum(reward.num_replicas * reward.cpus_per_replica for reward in rewards)
-            + (0.0 if on_gpus else scorers * cpus_per_process),
+            + (0.0 if learner_on_gpus else scorers * cpus_per_process),
         )
 
     def cpus(self, setup: Setup, learner_processes: int) -> float:
@@ -68,8 +74,9 @@ class PartSizes:
         )
 
     def gpus(self, setup: Setup, learner_processes: int) -> int:
-        own = setup.num_replicas * self.per_engine + learner_processes + self.critic_processes
-        return self.other_gpus + (own if self.on_gpus else 0)
+        engines = setup.num_replicas * self.per_engine if self.engines_on_gpus else 0
+        learner = learner_processes + self.critic_processes if self.learner_on_gpus else 0
+        return self.other_gpus + engines + learner
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +110,7 @@ def _counts(machine: Machine, sizes: PartSizes, setup: Setup) -> list[int]:
     """Return up to 8 evenly spaced numbers of engines."""
     rooms: list[int] = []
     without = replace(setup, num_replicas=0)
-    if machine.gpus is not None and sizes.on_gpus:
+    if machine.gpus is not None and sizes.engines_on_gpus:
         rooms.append((machine.gpus - sizes.gpus(without, 1)) // sizes.per_engine)
     if machine.cpus is not None:
         rooms.append(int((machine.cpus - sizes.cpus(replace(without, num_workers=0), 1)) / sizes.cpus_per_engine))
@@ -113,9 +120,9 @@ def _counts(machine: Machine, sizes: PartSizes, setup: Setup) -> list[int]:
 
 def _learner_processes(machine: Machine, sizes: PartSizes, setup: Setup) -> int:
     rooms: list[int] = []
-    if machine.gpus is not None and sizes.on_gpus:
+    if machine.gpus is not None and sizes.learner_on_gpus:
         rooms.append(machine.gpus - sizes.gpus(setup, 0))
     if machine.cpus is not None:
         rooms.append(int((machine.cpus - sizes.cpus(setup, 0)) / sizes.cpus_per_process))
     most = min(rooms, default=sizes.learner_processes)
-    return most if sizes.on_gpus else min(most, sizes.learner_processes)
+    return most if sizes.learner_on_gpus else min(most, sizes.learner_processes)

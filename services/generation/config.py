@@ -8,6 +8,7 @@ from offbeat.envs.config import Config
 from offbeat.services.devices import DeviceMapping
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+AttentionName = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 UTILIZATION = 0.85
 """Default `gpu_memory_utilization` of a GPU without a learner."""
 

@@ -12,15 +12,14 @@ from offbeat.services.reward.kinds.config import (
     DetectionConfig,
     HttpConfig,
     IFEvalConfig,
-    LlmJudgeConfig,
     MathRuleConfig,
     MultipleChoiceConfig,
     NemoGymConfig,
     RegexConfig,
     RewardConfig,
-    RewardModelConfig,
     UserFunctionConfig,
 )
+from offbeat.services.reward.kinds.model_config import LlmJudgeConfig, RewardModelConfig
 
 AnyReward = Annotated[
     MathRuleConfig

@@ -10,13 +10,11 @@ from offbeat.services.reward.kinds.config import (
     DetectionConfig,
     HttpConfig,
     IFEvalConfig,
-    LlmJudgeConfig,
     MathRuleConfig,
     MultipleChoiceConfig,
     NemoGymConfig,
     RegexConfig,
     RewardConfig,
-    RewardModelConfig,
     UserFunctionConfig,
 )
 from offbeat.services.reward.kinds.crossthink_qa import CrossThinkQA
@@ -25,6 +23,7 @@ from offbeat.services.reward.kinds.http import HttpReward
 from offbeat.services.reward.kinds.ifeval import IFEval
 from offbeat.services.reward.kinds.llm_judge import LlmJudge
 from offbeat.services.reward.kinds.math_rule import MathRule
+from offbeat.services.reward.kinds.model_config import LlmJudgeConfig, RewardModelConfig
 from offbeat.services.reward.kinds.multiple_choice import MultipleChoice
 from offbeat.services.reward.kinds.nemo_gym import NemoGymReward
 from offbeat.services.reward.kinds.pattern import Pattern

@@ -89,7 +89,7 @@ def test_overrides_limits_and_other_columns(files: tuple[Path, Path], tmp_path: 
         ([{**FORMAT, "weight": "a"}], "rewards.0.weight: expected a number, got 'a' (a string)"),
         ([], "rewards: name at least one"),
         ([{"name": "f", "kind": "function", "path": f"{FUNCTIONS}:missing"}], "can't be imported"),
-        ([{"name": "m", "kind": "reward_model", "model_name_or_path": "/no/such"}], "no such folder"),
+        ([{"name": "m", "kind": "reward_model", "model_args": {"model_name_or_path": "/no/such"}}], "no such folder"),
     ],
 )
 def test_mistakes_are_named_without_a_traceback(files: tuple[Path, Path], rewards: Any, message: str):

@@ -24,6 +24,8 @@ from tests.fakes import make_group
 from tests.paths import CONFIGS
 
 STEPS = 3
+CORES = 16.0
+"""Of a machine that the configuration is checked for; the ranks take turns on fewer."""
 PPO = (
     "adv_estimator=gae",
     "reward_normalization.method=identity",
@@ -43,7 +45,8 @@ def train(out: Path, device: str, overrides: tuple[str, ...]) -> None:
     """Train, save, and continue from the checkpoint; rank 0 writes gauges and weights."""
     torch.set_num_threads(1)
     world = ranks_of_environment(device)
-    config = load_run(CONFIGS / "quickstart.yaml", [f"output_dir={out}", f"actor_train.device={device}", *overrides])
+    values = [f"output_dir={out}", f"actor_train.device={device}", *overrides]
+    config = load_run(CONFIGS / "quickstart.yaml", values, cores=CORES)
     if os.environ.get("RANK", "0") == "0":
         run_setup.prepare_folder(config)
     with process_group(world, timeout_min=2) as ranks:

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from offbeat.trainer.engines.node_ranks import NodeRanks
 from offbeat.trainer.engines.process_group import process_group, ranks_of_environment
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.optimizer_step import Gauges
 from offbeat.trainer.training.policy_trainer import PolicyTrainer
 from tests.fakes import make_group, train_on
+from tests.integration.critic_rank import learned, run_world
 from tests.integration.learner_run import Run, a_run
 from tests.waiting import wait_until_sync
 
@@ -117,6 +119,16 @@ def test_a_killed_critic_of_its_own_returns_with_the_learner_and_nothing_differs
         state = json.loads((newest(run) / "learner.json").read_text())
         assert (state["num_processes"], state["num_critic_processes"]) == (1, 1)
         assert_moves_into_the_learner(run, within)
+
+
+def test_a_critic_of_its_own_under_zero_2_equals_the_one_in_the_learner(tmp_path: Path) -> None:
+    """Two ranks of each role shard gradients and moments among themselves, and continue from a checkpoint."""
+    for name, nodes in (("within", NodeRanks(2)), ("own", NodeRanks(2, 2))):
+        run_world(tmp_path / name, "cpu", nodes, ("actor_train.strategy_args.zero_stage=2",))
+    (weights, reported), (expected, within) = learned(tmp_path / "own"), learned(tmp_path / "within")
+    assert [name for name, tensor in expected.items() if not torch.equal(tensor, weights[name])] == []
+    assert reported == within
+    assert "critic/loss" in reported[-1]
 
 
 def assert_moves_into_the_learner(own: Run, within: Run) -> None:

@@ -123,9 +123,9 @@ def judged(folder: Path) -> dict[str, Any]:
     return {
         "name": "judge",
         "kind": "llm_judge",
-        "model_name_or_path": str(folder),
+        "model_args": {"model_name_or_path": str(folder)},
         "kv_cache_gib": 0.25,
-        "strategy_config": {"max_model_len": 512},
+        "strategy_args": {"strategy_config": {"max_model_len": 512}},
         "cpus_per_replica": 0.25,
         "weight": 0.1,
     }

@@ -8,10 +8,10 @@ import pytest
 
 from offbeat.services.generation.config import EngineStrategy, GenerationConfig
 from offbeat.services.reward.errors import Failure, RewardError
-from offbeat.services.reward.kinds.config import LlmJudgeConfig
 from offbeat.services.reward.kinds.judge_model import judge_arguments
 from offbeat.services.reward.kinds.judge_verdicts import build_verdict
 from offbeat.services.reward.kinds.llm_judge import LlmJudge
+from offbeat.services.reward.kinds.model_config import LlmJudgeConfig
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.services.reward.judge_models import Lesson, write_judge
@@ -31,7 +31,8 @@ UNREADABLE = "Compare it yourself {response}"
 
 
 def judge_config(folder: Path, **settings: Any) -> LlmJudgeConfig:
-    return config_of("llm_judge", model_name_or_path=str(folder), max_tokens=8, kv_cache_gib=0.25, **settings)
+    own = {"model_args": {"model_name_or_path": str(folder)}, "generating_args": {"max_new_tokens": 8}}
+    return config_of("llm_judge", **own, kv_cache_gib=0.25, **settings)
 
 
 def questions(config: LlmJudgeConfig) -> list[str]:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from offbeat.deploy.cli.audit import audit_run
 from offbeat.deploy.run_folder import newest_checkpoint
-from offbeat.services.reward.kinds.config import RewardModelConfig
+from offbeat.services.reward.kinds.model_config import RewardModelArgs, RewardModelConfig
 from offbeat.services.reward.kinds.reward_model import ConversationScorer
 from offbeat.services.reward.sample import RewardSample
 from tests.integration.data_run import a_data_run
@@ -39,7 +39,9 @@ def test_a_killed_learners_successor_ends_with_the_same_reward_model(
     for each in (whole, run):
         saved = newest_checkpoint(each.config.output_dir)
         assert saved is not None
-        scorer = ConversationScorer(RewardModelConfig(name="r", kind="reward_model", model_name_or_path=saved[1]))
+        scorer = ConversationScorer(
+            RewardModelConfig(name="r", kind="reward_model", model_args=RewardModelArgs(model_name_or_path=saved[1]))
+        )
         sample = RewardSample([{"role": "user", "content": "Left"}], "Down", 1, None, "", {})
         scores += scorer.score([scorer.tokenize(sample)])
     assert scores[0] == scores[1] != 0

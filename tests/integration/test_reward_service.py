@@ -32,7 +32,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardsConfig]:
     """Two applications: a model of two replicas, and a function with two places."""
     folder, output_dir = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("run")
     write_reward_model(folder)
-    model = {"name": "model", "kind": "reward_model", "model_name_or_path": str(folder), "tags": ["model"]}
+    model = {
+        "name": "model",
+        "kind": "reward_model",
+        "model_args": {"model_name_or_path": str(folder)},
+        "tags": ["model"],
+    }
     rewards = [
         {**model, "num_replicas": 2, "cpus_per_replica": 0.1, "cache_size": 0},
         {**SLOW, "name": "slow", "kind": "function", "path": f"{FUNCTIONS}:sleep_as_told", "timeout_s": 2.0},

@@ -1,5 +1,6 @@
 """Checks of an algorithm against engine and model."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,15 @@ from offbeat.trainer.checks.trackers import check_trackers
 from offbeat.trainer.config.algorithm import AGAINST_BEHAVIOR
 from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.learner import LearnerConfig
+from offbeat.trainer.config.roles import CriticModelType
 
 RATIO_FREE_LOSSES = ("vanilla", "gpg", "kimi15")
 """Losses that treat tokens as on-policy."""
+ARCHITECTURES: dict[CriticModelType, str] = {
+    "auto_sequence_classification": "ForSequenceClassification",
+    "auto_token_classification": "ForTokenClassification",
+}
+"""End of a classifier's name in `config.json`."""
 UNUSED_REFERENCE = "the reference is not used without use_kl_loss or add_token_level_kl: leave it out"
 
 
@@ -87,6 +94,13 @@ def _check_models(config: LearnerConfig) -> Iterator[ConfigIssue]:
     for path, folder in folders.items():
         if folder is not None and folder != config.pretrain and not Path(folder).is_dir():
             yield ConfigIssue(path, f"no such folder: {folder}; set it to a local Hugging Face folder")
+    model_type, folder = config.critic.model_args.model_type, Path(config.critic_folder or config.pretrain)
+    if config.has_own_critic and model_type is not None and not _is_classifier(folder, model_type):
+        yield ConfigIssue(
+            "critic.model_args.model_type",
+            f"{folder} holds no {ARCHITECTURES[model_type]} of one label: set critic.model_args.model_name_or_path to one, "
+            "or leave this out, and the value head is new",
+        )
     if config.reward_pretrain not in (None, config.pretrain) and not config.has_own_critic:
         yield ConfigIssue("reward_pretrain", "there is no critic of its own: leave it out, or take adv_estimator gae")
     if not config.needs_reference and not _is_switched_off(config):
@@ -99,6 +113,16 @@ def _check_models(config: LearnerConfig) -> Iterator[ConfigIssue]:
                 "with lora_target the reference is the policy without its adapters: leave it out, or set "
                 "reference.model_args.model_name_or_path",
             )
+
+
+def _is_classifier(folder: Path, model_type: CriticModelType) -> bool:
+    """Return whether a folder's `config.json` names a classifier of one label."""
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        architectures, labels = config.get("architectures") or (), config.get("id2label", {"0": "", "1": ""})
+        return len(labels) == 1 and any(str(each).endswith(ARCHITECTURES[model_type]) for each in architectures)
+    except (OSError, ValueError, AttributeError, TypeError):
+        return False
 
 
 def _is_switched_off(config: LearnerConfig) -> bool:

@@ -6,8 +6,9 @@ from pydantic import Field, JsonValue, field_validator
 
 from offbeat.envs.config import Config
 from offbeat.services.devices import DeviceMapping
+from offbeat.services.generation.config import AttentionName
 from offbeat.trainer.config.conditions import SET, ConditionalConfig, OnlyWith
-from offbeat.trainer.config.roles import AttentionName, RoleModelArgs, TrainDtype
+from offbeat.trainer.config.roles import RoleModelArgs, TrainDtype
 from offbeat.trainer.config.schedule import ScheduleArgs
 
 

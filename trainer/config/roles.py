@@ -6,10 +6,10 @@ from pydantic import Field, field_validator, model_validator
 
 from offbeat.envs.config import Config
 from offbeat.services.devices import DeviceMapping
+from offbeat.services.generation.config import AttentionName
 from offbeat.trainer.config.conditions import ConditionalConfig, NotWith, OnlyWith
 
 TrainDtype = Literal["float32", "bfloat16", "float16"]
-AttentionName = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 
 UNSUPPORTED = {
     "megatron_infer": "frozen models are not split: deepspeed_infer shards their weights",
@@ -28,10 +28,17 @@ class RoleModelArgs(Config):
 
     @property
     def overrides(self) -> dict[str, object]:
-        return self.model_dump(exclude={"model_name_or_path"}, exclude_none=True)
+        return self.model_dump(exclude={"model_name_or_path", "model_type"}, exclude_none=True)
+
+
+CriticModelType = Literal["auto_sequence_classification", "auto_token_classification"]
 
 
 class CriticModelArgs(RoleModelArgs):
+    model_type: CriticModelType | None = None
+    """Class of the folder's model, whose `score` of one label is the first value head: a reward model's, for one. None: a
+    new value head.
+    """
     disable_gradient_checkpointing: bool | None = None
     """False recomputes activations to save memory."""
 

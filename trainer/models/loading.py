@@ -9,11 +9,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PreTrainedModel,
 )
 
 from offbeat.services.chat.vision import ImageProcessor, model_family
 from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.roles import CriticModelType
 from offbeat.trainer.models.attention import PACKED_ATTENTION
 from offbeat.trainer.models.lora import add_adapters
 from offbeat.trainer.models.policy import PackedCritic, PackedPolicy
@@ -22,6 +24,10 @@ from offbeat.trainer.models.vision import PackedVisionPolicy
 
 PREFIX_SHARING_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Tested with `shared_prefix`."""
+CLASSIFIERS: dict[CriticModelType, Any] = {
+    "auto_sequence_classification": AutoModelForSequenceClassification,
+    "auto_token_classification": AutoModelForTokenClassification,
+}
 
 
 def has_weights(folder: Path) -> bool:
@@ -47,9 +53,20 @@ def load_policy(
     return policy
 
 
-def load_critic(folder: Path, args: ModelArgs, seed: int) -> PackedCritic:
-    """Load a backbone with a zero value head."""
-    return PackedCritic(_load(AutoModel, folder, args, seed))
+def load_critic(folder: Path, args: ModelArgs, seed: int, model_type: CriticModelType | None = None) -> PackedCritic:
+    """Load a backbone with a zero value head, or with that of a classifier; raises ValueError if it has none."""
+    if model_type is None:
+        return PackedCritic(_load(AutoModel, folder, args, seed))
+    classifier = _load(CLASSIFIERS[model_type], folder, args, seed)
+    score = getattr(classifier, "score", None)
+    if not isinstance(score, nn.Linear) or score.out_features != 1:
+        raise ValueError(f"{type(classifier).__name__} in {folder} has no linear `score` with one label")
+    critic = PackedCritic(cast(PreTrainedModel, classifier.base_model))
+    with torch.no_grad():
+        critic.value_head.weight.copy_(score.weight)
+        if score.bias is not None:
+            critic.value_head.bias.copy_(score.bias)
+    return critic
 
 
 def load_reward_model(folder: Path, args: ModelArgs, seed: int) -> PackedRewardModel:

@@ -30,9 +30,9 @@ CRITIC_STATE = Path("state", "critic")
 
 def load_first_critic(run: LearnerRun) -> PackedCritic:
     """Load the critic's first weights."""
-    config = run.config
-    folder, args = Path(config.critic_folder or run.first_weights), config.actor_train.model_args
-    return load_critic(folder, args.of_role(config.critic.model_args), config.seed)
+    config, args = run.config, run.config.critic.model_args
+    folder = Path(config.critic_folder or run.first_weights)
+    return load_critic(folder, config.actor_train.model_args.of_role(args), config.seed, args.model_type)
 
 
 class CriticTrainer:

@@ -32,7 +32,8 @@ def check_devices(config: RunConfig, nodes: Sequence[ClusterNode] | None) -> Ite
     owns_engines = infer.app in (None, app_name(config.exp_name))
     plan = plan_devices(config, [local_node()] if nodes is None else nodes, owns_engines=owns_engines)
     yield from plan.issues
-    if not plan.issues and "cuda" in (infer.device, train.device):
+    has_gpus = "cuda" in (infer.device, train.device) or any(reward.gpus_per_replica for reward in config.rewards)
+    if not plan.issues and has_gpus:
         yield from check_memory(config, plan, read_memory_gib(), owns_engines=owns_engines)
 
 

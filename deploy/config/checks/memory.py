@@ -6,9 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from offbeat.deploy.config.device_plan import DevicePlan
+from offbeat.deploy.config.device_roles import reward_role
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.sharing import engine_utilization
-from offbeat.services.generation.config import EngineModelArgs
+from offbeat.services.generation.config import EngineModelArgs, VllmConfig
+from offbeat.services.reward.kinds.model_config import (
+    JudgeModelArgs,
+    LlmJudgeConfig,
+    RewardModelArgs,
+    RewardModelConfig,
+)
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
@@ -40,6 +47,7 @@ def check_memory(
         yield from _check_engine(config, plan, memory_gib)
     if config.actor_train.device == "cuda":
         yield from _check_own(config, memory_gib)
+    yield from _check_rewards(config, memory_gib)
 
 
 def _check_shared(config: RunConfig, plan: DevicePlan, memory_gib: float | None) -> Iterator[ConfigIssue]:
@@ -98,7 +106,7 @@ def _say_learner(needed_gib: float) -> str:
 def _check_engine(config: RunConfig, plan: DevicePlan, memory_gib: float) -> Iterator[ConfigIssue]:
     """Yield an engine whose weights exceed its share of its devices."""
     engine = config.actor_infer.engine
-    if SMALLER_ENGINE.intersection(engine.model_extra or ()):
+    if _is_smaller(engine):
         return
     share = engine_utilization(config, plan)
     needed_gib = count_weights(config.pretrain) * _width(config.actor_infer.model_args) / engine.world_size / GIB
@@ -127,6 +135,28 @@ def _check_own(config: RunConfig, memory_gib: float) -> Iterator[ConfigIssue]:
                 f"a process of the service holds the whole model, {frozen_gib:.1f} GiB, and the GPU has {memory_gib:.1f} "
                 "GiB: take placement learner with deepspeed_infer, or a smaller model",
             )
+
+
+def _check_rewards(config: RunConfig, memory_gib: float) -> Iterator[ConfigIssue]:
+    """Yield rewards' models too large for their devices."""
+    for index, reward in enumerate(config.rewards):
+        if not isinstance(reward, RewardModelConfig | LlmJudgeConfig) or not reward.gpus_per_replica:
+            continue
+        if isinstance(reward, LlmJudgeConfig) and _is_smaller(reward.strategy_args.strategy_config):
+            continue
+        whole_gib = count_weights(str(reward.model_folder)) * _width(reward.model_args) / GIB
+        needed_gib = whole_gib / reward.gpus_per_replica
+        if needed_gib > memory_gib:
+            yield ConfigIssue(
+                f"{reward_role(index)}.model_args.model_name_or_path",
+                f"its weights take {needed_gib:.1f} GiB of each of a replica's {reward.gpus_per_replica} device(s), and the "
+                f"GPU has {memory_gib:.1f} GiB: take a narrower dtype, a smaller model, or more devices for each replica "
+                "of a judge",
+            )
+
+
+def _is_smaller(engine: VllmConfig) -> bool:
+    return bool(SMALLER_ENGINE.intersection(engine.model_extra or ()))
 
 
 def weights_gib(config: RunConfig) -> float:
@@ -187,7 +217,7 @@ def _frozen_gib(config: RunConfig, role: ReferenceConfig | TeacherConfig) -> flo
     return whole_gib / train.num_processes if is_split and strategy.placement == "learner" else whole_gib
 
 
-def _width(args: ModelArgs | EngineModelArgs) -> int:
+def _width(args: ModelArgs | EngineModelArgs | RewardModelArgs | JudgeModelArgs) -> int:
     """Return the bytes of a weight."""
     return 4 if args.dtype == "float32" else 2
 

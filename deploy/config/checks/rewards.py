@@ -77,8 +77,8 @@ def check_rewards(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
             yield ConfigIssue(f"data.{key}", str(error))
     if config.scoring is not None:
         on_step("rewards", "building the reward functions")
-        for index, problem in find_problems(config.scoring):
-            yield ConfigIssue(f"rewards.{index}", problem)
+        for place, problem in find_problems(config.scoring):
+            yield ConfigIssue(f"rewards.{place}", problem)
 
 
 def _tags(config: RunConfig) -> list[str]:

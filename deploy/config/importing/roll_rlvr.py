@@ -5,12 +5,13 @@ from math import ceil
 from typing import Any
 
 from offbeat.deploy.config.importing.report import Outcome
-from offbeat.deploy.config.importing.roll_roles import template_outcome
+from offbeat.deploy.config.importing.roll_roles import engine_argument, template_outcome
 from offbeat.deploy.config.importing.roll_run import estimator_default
 from offbeat.deploy.config.importing.rules import (
     Key,
     Rule,
     Tree,
+    apply_aliases,
     get,
     get_table,
     missing,
@@ -51,10 +52,36 @@ def _is_judge(key: Key) -> bool:
     return "llm_judge" in str(get(key.tree, (*key.path[:2], "worker_cls")))
 
 
+def _has_own_model(key: Key) -> bool:
+    """Return whether it is a judge whose model ROLL serves itself."""
+    return _is_judge(key) and get(key.tree, (*key.path[:2], "judge_model_type")) == "inference"
+
+
 def _model(key: Key) -> Outcome:
     if not _is_judge(key):
         return Outcome("no effect", note="a rule needs no model")
+    if _has_own_model(key):
+        return Outcome("same", key.path, key.value)
     return Outcome("renamed", (*key.path[:2], "model"), key.value, "of a service: set url")
+
+
+def _judge_key(key: Key) -> Outcome | None:
+    """Take a key of the roles' form, for a judge with a model of its own."""
+    return apply_aliases(key) if _has_own_model(key) else None
+
+
+def _judge_engine(key: Key) -> Outcome | None:
+    if not _has_own_model(key):
+        return None
+    if key.value == "vllm":
+        return Outcome("same", key.path, key.value)
+    return Outcome("value", key.path, "vllm", "which serves judges here")
+
+
+def _judge_argument(key: Key) -> Outcome | None:
+    if not _has_own_model(key) or get(key.tree, (*key.path[:2], "strategy_args", "strategy_name")) != "vllm":
+        return None
+    return engine_argument(key) or apply_aliases(key)
 
 
 def _crossthink_mode(key: Key) -> Outcome:
@@ -86,14 +113,27 @@ REWARDS: tuple[tuple[str, Rule], ...] = (
     ("rewards.*.response_length_penalty_coef", rename("reward_shaping.response_length_penalty_coef", "of all domains")),
     ("rewards.*.model_args.model_name_or_path", _model),
     ("rewards.*.use_local", same("programs run in the sandbox of the env worker", True)),
-    ("rewards.*.data_args.template|model_args.model_type", no_effect("rewards read text")),
+    ("rewards.*.data_args.template", no_effect("the judge's own template is used")),
+    ("rewards.*.model_args.model_type", no_effect("the kind of the reward determines it")),
+    ("rewards.*.infer_batch_size", no_effect("max_concurrent bounds calls, and an engine batches by itself")),
     ("rewards.*.judge_model_name", rename("rewards.*.model")),
     ("rewards.*.judge_api_url", rename("rewards.*.url")),
-    ("rewards.*.judge_model_type", missing("a judge is a service with OpenAI's API (`vllm serve`): set url")),
+    ("rewards.*.model_args.dtype", _judge_key),
+    ("rewards.*.model_args.attn_implementation", lambda key: no_effect("the judge's engine chooses it")(key)
+     if _has_own_model(key) else None),
+    ("rewards.*.generating_args.temperature|max_new_tokens", lambda key: Outcome("same", key.path, key.value)
+     if _is_judge(key) else None),
+    ("rewards.*.generating_args.num_beams|num_return_sequences", same("", 1)),
+    ("rewards.*.generating_args.**", missing("a judge takes temperature and max_new_tokens")),
+    ("rewards.*.strategy_args.strategy_name", _judge_engine),
+    ("rewards.*.strategy_args.strategy_config.*", _judge_argument),
+    ("rewards.*.device_mapping", _judge_key),
+    ("rewards.*.judge_model_type", same("the mesh serves its model", "inference")),
+    ("rewards.*.judge_model_type", missing("a service with OpenAI's API (`vllm serve`): set url")),
     ("rewards.*.judge_api_key", missing("keys are read from the environment, not from files")),
     ("rewards.*.name", no_effect("the domain names it")),
     ("rewards.**", missing(IN_WORKERS)),
-    ("reward_model.**", missing("a judge is a service with OpenAI's API (`vllm serve`): set url of its reward")),
+    ("reward_model.**", missing("a judge has a model of its own (model_args of its reward), or set its url")),
 )  # fmt: skip
 
 
@@ -234,4 +274,9 @@ def name_domains(tree: Tree, source: Tree) -> None:
         template["max_tokens_per_step"] = answer
     tree["custom_envs"] = {str(name): dict(template) for name in domains}
     rewards = tree.get("rewards", {})
-    tree["rewards"] = [{"name": str(name), "tags": [str(name)], **rewards.get(str(name), {})} for name in domains]
+    tree["rewards"] = [_name_reward(str(name), rewards.get(str(name), {})) for name in domains]
+
+
+def _name_reward(name: str, reward: Tree) -> Tree:
+    device = {"device": "cuda"} if "device_mapping" in reward else {}
+    return {"name": name, "tags": [name], **reward, **device}

@@ -318,8 +318,10 @@ def _server_argument(target: str) -> Rule:
 
 
 def _engine_argument(key: Key) -> Outcome | None:
-    if _keeps_sglang(key.tree):
-        return None
+    return None if _keeps_sglang(key.tree) else engine_argument(key)
+
+
+def engine_argument(key: Key) -> Outcome | None:
     known = engine_argument_names()
     if not known or key.path[-1] in known or key.path[-1] in ("tp_size", "pp_size"):
         return None

@@ -14,6 +14,8 @@ from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 
 ROLES = ("actor_train", "actor_infer", "critic", "reference")
 MODEL_ARGS = ("model_name_or_path", "attn_implementation", "dtype")
+GPU_ARGUMENTS = ("gpu_memory_utilization", "tensor_parallel_size", "pipeline_parallel_size", "block_size")
+"""Of vLLM."""
 DEVICE_KEYS = (
     "checkpoint_config",
     "tracker_kwargs",
@@ -25,16 +27,7 @@ DEVICE_KEYS = (
     *(f"actor_train.training_args.{name}" for name in ("per_device_train_batch_size", "gradient_accumulation_steps")),
     "actor_train.infer_batch_size",
     "actor_infer.num_replicas",
-    *(
-        f"{ENGINE}.{name}"
-        for name in (
-            "gpu_memory_utilization",
-            "max_model_len",
-            "tensor_parallel_size",
-            "pipeline_parallel_size",
-            "block_size",
-        )
-    ),
+    *(f"{ENGINE}.{name}" for name in ("max_model_len", *GPU_ARGUMENTS)),
 )
 """Keys of model, GPUs and their machine's folders."""
 
@@ -55,6 +48,10 @@ def make_trial(tree: Tree) -> Tree:
     for name in list(get(tree, "teacher", {})):
         for part in ("device_mapping", *(f"model_args.{arg}" for arg in MODEL_ARGS[1:])):
             remove(tree, ("teacher", name, *part.split(".")))
+    for reward in tree.get("rewards", ()):
+        arguments = (f"strategy_args.strategy_config.{name}" for name in GPU_ARGUMENTS)
+        for part in ("device", "device_mapping", "model_args.attn_implementation", *arguments):
+            remove(reward, tuple(part.split(".")))
     if steps is not None:
         put(tree, ("actor_train", "training_args", "num_minibatches"), steps)
     _sample_on_cpus(tree)

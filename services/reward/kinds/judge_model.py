@@ -16,7 +16,7 @@ from offbeat.services.generation.config import EngineModelArgs, EngineStrategy, 
 from offbeat.services.generation.vllm.arguments import engine_arguments, engine_environment
 from offbeat.services.generation.vllm.engine import SHUTDOWN_TIMEOUT_S
 from offbeat.services.reward.errors import Failure, RewardError
-from offbeat.services.reward.kinds.config import LlmJudgeConfig
+from offbeat.services.reward.kinds.model_config import LlmJudgeConfig
 
 logger = logging.getLogger(__name__)
 
@@ -55,29 +55,29 @@ class JudgeModel:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        llm, c = await self.start(), self._config
+        llm, sampling = await self.start(), self._config.generating_args
         prompt = self._render(messages)
         if (room := llm.model_config.max_model_len - len(prompt)) < 1:
             raise RewardError(
                 Failure.BAD_ROW, f"the question takes {len(prompt)} tokens, more than the judge's context"
             )
         parameters = SamplingParams(
-            temperature=c.temperature,
-            max_tokens=min(c.max_tokens, room),
+            temperature=sampling.temperature,
+            max_tokens=min(sampling.max_new_tokens, room),
             stop_token_ids=self._end_ids,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         try:
-            sampling = llm.generate(tokens_input(prompt), parameters, f"judge-{next(self._numbers)}")
-            outputs = [each async for each in sampling]
+            answers = llm.generate(tokens_input(prompt), parameters, f"judge-{next(self._numbers)}")
+            outputs = [each async for each in answers]
         except (VLLMClientError, ValueError) as error:
             raise RewardError(Failure.ERROR, str(error)) from error
         except (EngineDeadError, EngineGenerateError) as error:
             raise RewardError(Failure.UNAVAILABLE, f"the judge's engine failed: {error}") from error
         (answer,) = outputs[-1].outputs
         if answer.finish_reason == "length":
-            raise RewardError(Failure.MALFORMED, "the judge's answer reached max_tokens or its context: raise it")
+            raise RewardError(Failure.MALFORMED, "the judge's answer reached max_new_tokens or its context: raise it")
         return self._tokenizer.decode(list(answer.token_ids), skip_special_tokens=True)
 
     async def close(self) -> None:
@@ -96,8 +96,8 @@ class JudgeModel:
 
 def _start_engine(config: LlmJudgeConfig, folder: Path) -> Any:
     generation = GenerationConfig(
-        model_args=EngineModelArgs(dtype=config.dtype),
-        strategy_args=EngineStrategy(strategy_config=config.strategy_config),
+        model_args=EngineModelArgs(dtype=config.model_args.dtype),
+        strategy_args=EngineStrategy(strategy_config=config.strategy_args.strategy_config),
         device=config.device,
         cpus_per_replica=max(config.cpus_per_replica, 0.1),
         kv_cache_gib=config.kv_cache_gib,

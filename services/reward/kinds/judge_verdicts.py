@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 
 from offbeat.services.reward.errors import Failure, RewardError
 from offbeat.services.reward.function import require_truth
-from offbeat.services.reward.kinds.config import LlmJudgeConfig
+from offbeat.services.reward.kinds.model_config import LlmJudgeConfig
 from offbeat.services.reward.sample import RewardSample, final_text, text_of
 
 QUESTION = """Judge an answer to a conversation.

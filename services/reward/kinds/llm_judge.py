@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from offbeat.services.reward.errors import Failure, RewardError
-from offbeat.services.reward.kinds.config import LlmJudgeConfig
 from offbeat.services.reward.kinds.http import JsonClient
 from offbeat.services.reward.kinds.judge_verdicts import Question, build_verdict
+from offbeat.services.reward.kinds.model_config import LlmJudgeConfig
 from offbeat.services.reward.sample import RewardSample, final_text, images_of
 
 
@@ -76,8 +76,8 @@ class RemoteJudge:
         body = {
             "model": c.model,
             "messages": messages,
-            "temperature": c.temperature,
-            "max_tokens": c.max_tokens,
+            "temperature": c.generating_args.temperature,
+            "max_tokens": c.generating_args.max_new_tokens,
             **c.extra_body,
         }
         return _text_of(await self._client.post(self._url, body))
@@ -87,13 +87,13 @@ class RemoteJudge:
 
 
 def _open_client(config: LlmJudgeConfig) -> JudgeClient:
-    if config.model_name_or_path is None:
+    if config.model_folder is None:
         assert config.url is not None, "the configuration has one of both"
         return RemoteJudge(config, config.url)
     # vLLM's dependencies take seconds, which env workers without a judge's model spare
     from offbeat.services.reward.kinds.judge_model import JudgeModel  # noqa: PLC0415
 
-    return JudgeModel(config, config.model_name_or_path)
+    return JudgeModel(config, config.model_folder)
 
 
 def _text_of(reply: Any) -> str:
@@ -104,7 +104,7 @@ def _text_of(reply: Any) -> str:
     except (KeyError, IndexError, TypeError, AttributeError):
         raise RewardError(Failure.MALFORMED, f"the judge's reply has no message: {str(reply)[:200]}") from None
     if reason == "length":
-        raise RewardError(Failure.MALFORMED, "the judge's answer reached max_tokens: raise it")
+        raise RewardError(Failure.MALFORMED, "the judge's answer reached max_new_tokens: raise it")
     if not isinstance(content, str):
         raise RewardError(Failure.MALFORMED, "the judge answered nothing")
     return content

@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from offbeat.services.reward.errors import Failure, RewardError
-from offbeat.services.reward.kinds.config import RewardModelConfig
+from offbeat.services.reward.kinds.model_config import RewardModelConfig
 from offbeat.services.reward.sample import RewardSample, final_text, text_of
 
 logger = logging.getLogger(__name__)
@@ -78,9 +78,9 @@ class RewardModel:
 class ConversationScorer:
     def __init__(self, config: RewardModelConfig) -> None:
         """Raises ValueError if the folder holds no such model."""
-        folder = config.model_name_or_path
+        folder = config.model_folder
         if not folder.is_dir():
-            raise ValueError(f"reward {config.name!r}: model_name_or_path: no such folder: {folder}")
+            raise ValueError(f"reward {config.name!r}: model_args.model_name_or_path: no such folder: {folder}")
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             model = _load_model(config)
@@ -132,13 +132,14 @@ def _without_images(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _load_model(config: RewardModelConfig) -> Any:
     """Load the model with the head of its file; raises ValueError if that has none, or too few labels."""
-    folder = config.model_name_or_path
+    folder, args = config.model_folder, config.model_args
     num_labels = int(AutoConfig.from_pretrained(folder, trust_remote_code=False).num_labels or 0)
     if config.label >= num_labels:
         raise ValueError(f"label {config.label}: the model has {num_labels} label(s)")
     model, info = AutoModelForSequenceClassification.from_pretrained(
         folder,
-        dtype=getattr(torch, config.dtype),
+        dtype=getattr(torch, args.dtype),
+        attn_implementation=None if args.attn_implementation == "auto" else args.attn_implementation,
         output_loading_info=True,
         trust_remote_code=False,
         use_safetensors=True,

@@ -244,10 +244,19 @@ def test_a_saved_configuration_keeps_its_meaning() -> None:
     assert RunConfig.model_validate_json(run.model_dump_json()) == run
 
 
+TENSOR_PARALLEL = "strategy_args.strategy_config.tensor_parallel_size"
+
+
 def rewarded(size: int = 2, **keys: Any) -> dict[str, Any]:
     """Keys of a run with a judge of `size` devices, after a reward without a device."""
-    judge = {"name": "judge", "kind": "llm_judge", "model_name_or_path": "judge", "device": "cuda", **keys}
-    judge |= {"strategy_config": {"tensor_parallel_size": size}}
+    judge = {
+        "name": "judge",
+        "kind": "llm_judge",
+        "model_args": {"model_name_or_path": "judge"},
+        "device": "cuda",
+        **keys,
+    }
+    judge |= {"strategy_args": {"strategy_config": {"tensor_parallel_size": size}}}
     return {"pipeline": "rlvr", "rewards": [{"name": "answer", "kind": "math_rule"}, judge]}
 
 
@@ -262,7 +271,7 @@ def test_rewards_have_devices_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("keys", "key", "says"),
     [
-        (rewarded(8), "rewards.1.strategy_config.tensor_parallel_size", "8 devices fits no node: the largest has 4"),
+        (rewarded(8), f"rewards.1.{TENSOR_PARALLEL}", "8 devices fits no node: the largest has 4"),
         (rewarded(4, num_replicas=2), "rewards.1.num_replicas", "need 8 GPU(s) of their own, beside 1"),
         (rewarded(device_mapping=[3, 4]), "rewards.1.device_mapping", "replica 0 takes devices [3, 4] of several"),
         (rewarded(device_mapping=[6, 8]), "rewards.1.device_mapping", "device 8 does not exist"),
@@ -273,6 +282,22 @@ def test_rewards_have_devices_of_their_own() -> None:
 def test_rewards_that_fit_nowhere_are_reported_with_numbers(keys: dict[str, Any], key: str, says: str) -> None:
     keys = dict(keys)
     assert says in issues(config(infer=keys.pop("actor_infer", None), **keys), TWO_NODES)[key]
+
+
+def test_roles_that_mappings_leave_no_whole_node_are_reported() -> None:
+    """There are devices enough in number, but none of them together on one node."""
+    learner = {"device_mapping": [0, 1, 2, 4, 5, 6]}
+    found = issues(config(learner, {"device_mapping": [0]}, **rewarded()), TWO_NODES)
+    assert (
+        "1 of 2 device(s), on one node each, are needed, and the other roles leave 0" in found["rewards.1.num_replicas"]
+    )
+    judges = rewarded(device_mapping=[2, 3, 4, 5])
+    found = issues(config({"device": "cpu"}, engine(4), **judges), TWO_NODES)
+    assert (
+        "1 of 4 device(s), on one node each, are needed, and the other roles leave 0"
+        in found["actor_infer.num_replicas"]
+    )
+    assert issues(config({"device": "cpu"}, engine(2), **judges), TWO_NODES) == {}
 
 
 def test_a_reward_on_a_gpu_asks_for_cpu_on_a_machine_without() -> None:

@@ -14,6 +14,15 @@ SCORED = {
     "reference": {"strategy_args": {"placement": "service"}},
 }
 """Keys of a run with a scoring service."""
+PPO = {"adv_estimator": "gae", "reward_normalization": {"method": "identity"}, "critic": {"num_processes": 1}}
+"""Keys of a run with a critic of its own."""
+ON_CUDA = {"actor_train": {"device": "cuda"}}
+
+
+def rewarded(number: int = 1, size: int = 1, device: str = "cuda") -> dict[str, Any]:
+    judge = {"name": "judge", "kind": "llm_judge", "model_args": {"model_name_or_path": "judge"}, "device": device}
+    judge |= {"num_replicas": number, "strategy_args": {"strategy_config": {"tensor_parallel_size": size}}}
+    return {"pipeline": "rlvr", "rewards": [{"name": "answer", "kind": "math_rule"}, judge]}
 
 
 @pytest.fixture
@@ -42,6 +51,16 @@ def chosen(gpus: float, **tables: Any) -> tuple[str, str]:
         (2, {"actor_infer": {"device": "cpu"}}, ("cpu", "cuda")),
         (2, {"actor_train": {"device": "cpu"}}, ("cuda", "cpu")),
         (1, {"actor_infer": {"device": "cpu"}}, ("cpu", "cuda")),
+        (1, rewarded(), ("cpu", "cpu")),
+        (1, rewarded(device="cpu"), ("cuda", "cuda")),
+        (2, rewarded(), ("cuda", "cuda")),
+        (2, rewarded(2), ("cpu", "cpu")),
+        (3, rewarded(size=2), ("cuda", "cuda")),
+        (3, rewarded(size=2) | {"actor_infer": {"num_replicas": 2}}, ("cpu", "cuda")),
+        (1, SCORED | ON_CUDA, ("cpu", "cuda")),
+        (2, SCORED | ON_CUDA, ("cuda", "cuda")),
+        (1, PPO | ON_CUDA, ("cpu", "cuda")),
+        (2, PPO | ON_CUDA, ("cuda", "cuda")),
     ],
 )
 def test_roles_without_a_device_take_free_gpus(gpus: float, tables: dict[str, Any], expected: tuple[str, str]):

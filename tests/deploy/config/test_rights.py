@@ -65,19 +65,19 @@ NAMING: dict[str, tuple[dict[str, Any], str]] = {
         {"pipeline": "rlvr", "rewards": [{"name": "r", "kind": "function", "path": "evil:score"}]},
         "rewards.0.path",
     ),
-    "rewards.strategy_config": (
+    "rewards.strategy_args.strategy_config": (
         {
             "pipeline": "rlvr",
             "rewards": [
                 {
                     "name": "r",
                     "kind": "llm_judge",
-                    "model_name_or_path": "judge",
-                    "strategy_config": {"worker_cls": "evil.Worker"},
+                    "model_args": {"model_name_or_path": "judge"},
+                    "strategy_args": {"strategy_config": {"worker_cls": "evil.Worker"}},
                 }
             ],
         },
-        "rewards.0.strategy_config.worker_cls",
+        "rewards.0.strategy_args.strategy_config.worker_cls",
     ),
     "rewards.api_key_env": (
         {"pipeline": "rlvr", "rewards": [{"name": "r", "kind": "http", "url": "http://x", "api_key_env": "SECRET"}]},
@@ -127,7 +127,7 @@ PLAIN = {
     "rewards.extra_body": "keys of a request",
     "rewards.template": "text with fixed fields",
     "rewards.system_prompt": "text",
-    "rewards.model_name_or_path": "read as data",
+    "rewards.model_args.model_name_or_path": "read as data",
     **dict.fromkeys((f"rewards.{key}_key" for key in ("score", "compared", "rubric", "tests")), "a column or key"),
     "data.dataset_name": "read as data",
     "data.val_dataset_name": "read as data",

@@ -82,12 +82,26 @@ def test_a_machine_is_divided_between_engines_and_learner():
     assert all(sizes.cpus(division.setup, division.learner_processes) <= 8 for division in found)
 
 
+def test_engines_of_transformers_take_no_gpu():
+    """`hf_infer` computes on CPUs, so that a machine's GPUs are the learner's."""
+    config = read_run(QUICKSTART, ["actor_infer.strategy_args={strategy_name: hf_infer, strategy_config: {}}"])
+    machine, setup, measures = Machine(gpus=4, cpus=64), setup_of(config), measures_of(train_s=1.0)
+    sizes = PartSizes.of(config, machine)
+    found = list(divisions(machine, sizes, setup, measures))
+    assert max(division.setup.num_replicas for division in found) > 4
+    assert {division.learner_processes for division in found} == {4}
+    assert {sizes.gpus(division.setup, division.learner_processes) for division in found} == {4}
+    on_cpu = PartSizes.of(read_run(QUICKSTART, ["actor_train.device=cpu"]), Machine(gpus=4))
+    assert on_cpu.gpus(setup_of(read_run(QUICKSTART)), 1) == 1
+
+
 def test_what_has_devices_of_its_own_leaves_fewer_to_engines_and_learner():
     own = ("adv_estimator=gae", "reward_normalization.method=identity", "critic.num_processes=2")
     scored = ("use_kl_loss=true", "kl_loss_coef=0.1", "reference.strategy_args.placement=service")
     reward = (
         "pipeline=rlvr",
-        "rewards=[{name: judge, kind: reward_model, model_name_or_path: judge, device: cuda, cpus_per_replica: 3}]",
+        "rewards=[{name: judge, kind: reward_model, model_args: {model_name_or_path: judge}, device: cuda, "
+        "cpus_per_replica: 3}]",
     )
     sizes = PartSizes.of(read_run(QUICKSTART, [*own, *scored, *reward]), Machine(gpus=8))
     assert (sizes.critic_processes, sizes.other_gpus, sizes.other_cpus) == (2, 2, 3.0)
@@ -107,7 +121,7 @@ def test_the_table_names_a_critics_processes():
 
 
 def test_learner_processes_train_faster_on_more_gpus():
-    sizes = PartSizes(True, 2, 1.0, 1.0, 2, 1.0)
+    sizes = PartSizes(True, True, 2, 1.0, 1.0, 2, 1.0)
     found = list(divisions(Machine(gpus=8), sizes, setup_of(read_run(QUICKSTART)), measures_of(train_s=1.0)))
     shares = {d.setup.num_replicas: (d.learner_processes, d.measures.train_fixed_s) for d in found}
     assert shares == {1: (6, pytest.approx(1 / 3)), 2: (4, pytest.approx(0.5)), 3: (2, pytest.approx(1.0))}

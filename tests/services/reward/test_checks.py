@@ -7,23 +7,24 @@ from offbeat.services.reward.config import RewardsConfig
 def test_what_can_not_be_built_is_found_before_the_start(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
     functions = "tests.services.reward.functions"
+    judge = {"kind": "llm_judge", "model_args": {"model_name_or_path": str(tmp_path)}}
     entries = [
         {"name": "a", "kind": "math_rule"},
         {"name": "b", "kind": "function", "path": f"{functions}:missing"},
         {"name": "c", "kind": "function", "path": f"{functions}:length"},
         {"name": "d", "kind": "http", "url": "http://x", "api_key_env": "NO_SUCH_TOKEN"},
-        {"name": "e", "kind": "reward_model", "model_name_or_path": str(tmp_path / "no")},
-        {"name": "f", "kind": "reward_model", "model_name_or_path": str(tmp_path)},
+        {"name": "e", "kind": "reward_model", "model_args": {"model_name_or_path": str(tmp_path / "no")}},
+        {"name": "f", "kind": "reward_model", "model_args": {"model_name_or_path": str(tmp_path)}},
         {"name": "g", "kind": "code_sandbox"},
-        {"name": "h", "kind": "llm_judge", "model_name_or_path": str(tmp_path / "no")},
-        {"name": "i", "kind": "llm_judge", "model_name_or_path": str(tmp_path), "strategy_config": {"max_seqs": 3}},
-        {"name": "j", "kind": "llm_judge", "model_name_or_path": str(tmp_path), "strategy_config": {"max_num_seqs": 3}},
+        {"name": "h", "kind": "llm_judge", "model_args": {"model_name_or_path": str(tmp_path / "no")}},
+        {"name": "i", **judge, "strategy_args": {"strategy_config": {"max_seqs": 3}}},
+        {"name": "j", **judge, "strategy_args": {"strategy_config": {"max_num_seqs": 3}}},
     ]
     problems = dict(find_problems(RewardsConfig.model_validate({"rewards": entries}, strict=False)))
-    assert sorted(problems) == [1, 3, 4, 7, 8, 9]
-    assert "missing" in problems[1]
-    assert "NO_SUCH_TOKEN is not set" in problems[3]
-    assert "no model in" in problems[4]
-    assert "no model in" in problems[7]
-    assert problems[8] == "strategy_config: vLLM has no argument 'max_seqs'"
-    assert "no tokenizer in" in problems[9]
+    model = "model_args.model_name_or_path"
+    assert list(problems) == ["1", "3", f"4.{model}", f"7.{model}", "8.strategy_args.strategy_config.max_seqs", "9"]
+    assert "missing" in problems["1"]
+    assert "NO_SUCH_TOKEN is not set" in problems["3"]
+    assert "no model in" in problems[f"4.{model}"]
+    assert "no model in" in problems[f"7.{model}"]
+    assert "no tokenizer in" in problems["9"]

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 
 from offbeat.deploy.config.errors import ConfigError, all_keys, nearest_keys
-from offbeat.deploy.config.loader import load_run
+from offbeat.deploy.config.loader import canonical_tree, load_run, validate_tree
 from offbeat.deploy.config.run import RunConfig
+from offbeat.services.reward.kinds.model_config import LlmJudgeConfig, RewardModelConfig
 from offbeat.trainer.config.aliases import (
     ENGINE,
     KEYS,
+    REWARD,
     ROLES,
     UNUSED_PARTS,
     VALUES,
@@ -56,8 +58,11 @@ def test_another_spelling_of_a_value_becomes_the_canonical_one(key: str, values:
 
 @pytest.mark.parametrize("canonical", sorted(set(KEYS.values()) | set(VALUES)))
 def test_canonical_keys_exist(canonical: str):
-    nearest = nearest_keys(canonical.replace("*", "a"), RunConfig)
-    assert canonical.replace("*", "a") in nearest
+    if canonical.startswith(REWARD):  # a list's entries have the keys of their kind
+        keys = {".".join(key) for kind in (RewardModelConfig, LlmJudgeConfig) for key in all_keys(kind)}
+        assert canonical.removeprefix(f"{REWARD}.") in keys
+    else:
+        assert canonical.replace("*", "a") in nearest_keys(canonical.replace("*", "a"), RunConfig)
 
 
 def test_a_key_in_two_spellings_is_refused_unless_they_agree():
@@ -130,6 +135,61 @@ def test_a_part_without_a_use_is_refused_with_the_reason():
     assert "(a frozen model is not trained)" in found["reference.training_args"]
     assert "max_num_seqs" in found["actor_infer.infer_batch_size"]
     assert "only engines sample" in found["teacher.big.generating_args"]
+
+
+MODEL = {"model_name_or_path": "scores"}
+
+
+@pytest.mark.parametrize(
+    ("reward", "part", "says"),
+    [
+        ({"kind": "math_rule"}, "model_args", "only the kinds reward_model and llm_judge have a model"),
+        ({"kind": "math_rule"}, "device_mapping", "compute on devices"),
+        ({"kind": "http", "url": "http://x"}, "strategy_args", "have an engine"),
+        ({"kind": "reward_model", "model_args": MODEL}, "generating_args", "only the kind llm_judge writes text"),
+        ({"kind": "reward_model", "model_args": MODEL}, "training_args", "trains its policy"),
+        ({"kind": "reward_model", "model_args": MODEL}, "infer_batch_size", "max_batch_tokens"),
+        ({"kind": "reward_model", "model_args": MODEL}, "strategy_args.strategy_config", "no engine arguments"),
+        ({"kind": "llm_judge", "model_args": MODEL}, "model_args.attn_implementation", "the judge's engine chooses"),
+        ({"kind": "llm_judge", "model_args": MODEL}, "training_args", "trains its policy"),
+    ],
+)
+def test_a_reward_has_the_parts_of_a_role_or_a_reason(reward: dict[str, Any], part: str, says: str):
+    parent, _, leaf = part.rpartition(".")
+    table = {**reward.get(parent, {}), leaf: {"a": 1}}
+    given = {**reward, parent: table} if parent else {**reward, leaf: {"a": 1}}
+    with pytest.raises(ConfigError) as refused:
+        validate_tree({**ENVS, "pipeline": "rlvr", "rewards": [{"name": "r", **given}]})
+    found = {issue.path: issue.message for issue in refused.value.issues}
+    assert "this role has no use for it" in found[f"rewards.0.{part}"]
+    assert says in found[f"rewards.0.{part}"]
+
+
+def test_rewards_of_an_earlier_build_are_read_in_the_roles_form():
+    rewards = [
+        {"name": "a", "kind": "reward_model", "model_name_or_path": "scores", "dtype": "bf16"},
+        {"name": "b", "kind": "llm_judge", "model_name_or_path": "judges", "strategy_config": {"tp_size": 2},
+         "temperature": 0.5, "max_tokens": 9},
+        {"name": "c", "kind": "function", "path": "a:b", "args": {"dtype": "bf16", "temperature": 1}},
+    ]  # fmt: skip
+    stored = {**ENVS, "pipeline": "rlvr", "rewards": rewards}
+    scorer, judge, function = RunConfig.model_validate_json(canonical_json(json.dumps(stored))).rewards
+    assert isinstance(scorer, RewardModelConfig)
+    assert isinstance(judge, LlmJudgeConfig)
+    assert (str(scorer.model_folder), scorer.model_args.dtype) == ("scores", "bfloat16")
+    assert (str(judge.model_folder), judge.strategy_args.strategy_config.tensor_parallel_size) == ("judges", 2)
+    assert (judge.generating_args.temperature, judge.generating_args.max_new_tokens) == (0.5, 9)
+    assert function.model_dump()["args"] == {"dtype": "bf16", "temperature": 1}
+    twice = {"name": "a", "kind": "reward_model", "dtype": "bf16", "model_args": {**MODEL, "dtype": "fp32"}}
+    (issue,) = canonicalize({"rewards": [twice]})[1]
+    assert issue.path == "rewards.0.dtype"
+    assert "set rewards.0.model_args.dtype alone" in issue.message
+
+
+@pytest.mark.parametrize("tree", [{"rewards": [{"model_args": [1], "dtype": "x"}]}, {"rewards": [[{"dtype": "x"}]]},
+                                  {"actor_train": [1], "max_grad_norm": 1}])  # fmt: skip
+def test_spellings_in_a_malformed_tree_raise_nothing(tree: dict[str, Any]):
+    canonicalize(tree)
 
 
 def test_the_training_managers_sampling_is_the_policys():
@@ -231,6 +291,7 @@ def test_recomputation_in_both_spellings_must_agree():
         ("actor_infer.generating_args.num_return_sequences", 2),
         ("train_env_manager.generating_args.num_return_sequences", 4),
         ("actor_train.model_args.model_type", "diffusion_module"),
+        ("rewards.*.model_args.model_type", "trl"),
         ("actor_train.strategy_args.strategy_config.expert_model_parallel_size", 2),
     ],
 )
@@ -238,3 +299,32 @@ def test_a_value_of_roll_that_nothing_here_does_is_refused(key: str, value: obje
     _, (issue,) = canonicalize(nested(key, value))
     assert issue.path == key
     assert "has no effect (" in issue.message
+
+
+@pytest.mark.parametrize(
+    ("key", "manager"),
+    [
+        ("actor_infer", "train_env_manager"),
+        ("train_env_manager", "train_env_manager"),
+        ("val_env_manager", "val_env_manager"),
+    ],
+)
+def test_answers_per_prompt_are_the_group(key: str, manager: str):
+    """ROLL's `num_return_sequences`; its default of 1 leaves the group size as it is."""
+    for pipeline in ("rlvr", "online_dpo"):
+        prompts = {
+            **ENVS,
+            "pipeline": pipeline,
+            "data": {"dataset_name": "a"},
+            "rewards": [{"name": "r", "kind": "math_rule"}],
+        }
+        told = {key: {"generating_args": {"num_return_sequences": 6}}}
+        config = validate_tree(canonical_tree({**prompts, **told}))
+        assert config == validate_tree({**prompts, manager: {"group_size": 6}})
+        assert config != validate_tree(prompts)
+        both = {manager: {"group_size": 4}, key: {"generating_args": {"num_return_sequences": 1}}}
+        if key == manager:
+            both = {manager: {**both[key], "group_size": 4}}
+        assert canonicalize({**prompts, **both})[0][manager]["group_size"] == 4
+        with pytest.raises(ConfigError, match=f"set {manager}.group_size alone"):
+            canonical_tree({**prompts, **both, key: {**both[key], **told[key]}})

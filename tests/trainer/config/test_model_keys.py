@@ -114,4 +114,5 @@ def test_every_key_of_a_critic_and_a_model_has_an_effect_that_is_shown():
     }  # training/test_batch_sizes.py, deploy/config/test_device_plan.py
     assert set(CriticConfig.model_fields) == shown | elsewhere
     assert set(ModelArgs.model_fields) == set(OF_THE_MODEL)
-    assert set(CriticModelArgs.model_fields) == {"model_name_or_path", *OF_THE_ROLES}
+    of_the_folder = {"model_name_or_path", "model_type"}  # trainer/models/test_critic_head.py
+    assert set(CriticModelArgs.model_fields) == {*of_the_folder, *OF_THE_ROLES}

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from offbeat.envs.frozen_lake.rows import pairs, write_rows
 from offbeat.services.errors import EpisodeError
 from offbeat.services.messages.types import Group
-from offbeat.services.reward.kinds.config import RewardModelConfig
+from offbeat.services.reward.kinds.model_config import RewardModelArgs, RewardModelConfig
 from offbeat.services.reward.kinds.reward_model import ConversationScorer
 from offbeat.services.reward.sample import RewardSample
 from offbeat.services.rollout.data.config import DataConfig
@@ -106,7 +106,9 @@ def test_a_saved_model_is_a_classifier_whose_loss_is_that_of_training(model: str
     assert told["loss"] == pytest.approx(by_hand(rewards), rel=1e-4)
     assert told["rewards/chosen"] == pytest.approx(sum(rewards[::2]) / 6, abs=1e-4)
     assert told["rewards/accuracies"] == sum(a > b for a, b in zip(rewards[::2], rewards[1::2], strict=True)) / 6 == 1
-    scorer = ConversationScorer(RewardModelConfig(name="r", kind="reward_model", model_name_or_path=saved))
+    scorer = ConversationScorer(
+        RewardModelConfig(name="r", kind="reward_model", model_args=RewardModelArgs(model_name_or_path=saved))
+    )
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     samples = [RewardSample(row["prompt"], row[key], 1, None, "", {}) for row in rows for key in ("chosen", "rejected")]
     assert scorer.score([scorer.tokenize(each) for each in samples]) == pytest.approx(rewards, abs=1e-4)

@@ -113,6 +113,64 @@ def test_a_role_that_no_gpu_holds_is_refused_with_the_numbers(
     assert says in issues(run, TWO_NODES)[key]
 
 
+TENSOR_PARALLEL = KEY.replace("gpu_memory_utilization", "tensor_parallel_size")
+
+
+@pytest.mark.parametrize(
+    ("infer", "gib"),
+    [
+        ({}, 4.0),  # float32, as the learner
+        ({"model_args": {"dtype": "bfloat16"}}, 2.0),
+        ({"strategy_args": {"strategy_config": {"tensor_parallel_size": 2}}}, 2.0),
+        ({"strategy_args": {"strategy_config": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}}}, 1.0),
+        ({"strategy_args": {"strategy_config": {"quantization": "fp8"}}}, 0.0),
+    ],
+)
+def test_an_engine_must_hold_its_part_of_the_weights(
+    infer: dict[str, Any], gib: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its share, 0.85, of each device; the learner is on a CPU."""
+    run = config({"device": "cpu"}, infer, pretrain=write_model(tmp_path, 2**30))
+    for memory_gib, is_refused in ((gib / 0.85 - 0.01, gib > 0), (gib / 0.85 + 0.01, False)):
+        monkeypatch.setattr(devices, "read_memory_gib", lambda memory=memory_gib: memory)
+        found = issues(run, TWO_NODES)
+        assert (TENSOR_PARALLEL in found) == is_refused
+        assert not is_refused or f"the engine's weights take {gib:.1f} GiB" in found[TENSOR_PARALLEL]
+
+
+def test_an_engine_of_the_deploy_file_is_not_weighed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "read_memory_gib", lambda: 1.0)
+    pretrain = write_model(tmp_path, 2**30)
+    assert TENSOR_PARALLEL not in issues(config({"device": "cpu"}, {"app": "shared"}, pretrain=pretrain), TWO_NODES)
+    assert TENSOR_PARALLEL in issues(config({"device": "cpu"}, pretrain=pretrain), TWO_NODES)
+
+
+@pytest.mark.parametrize(
+    ("reward", "gib"),
+    [
+        ({"kind": "reward_model"}, 4.0),
+        ({"kind": "reward_model", "model_args": {"dtype": "bfloat16"}}, 2.0),
+        ({"kind": "llm_judge"}, 2.0),
+        ({"kind": "llm_judge", "strategy_args": {"strategy_config": {"tensor_parallel_size": 2}}}, 1.0),
+        ({"kind": "llm_judge", "strategy_args": {"strategy_config": {"quantization": "fp8"}}}, 0.0),
+    ],
+)
+def test_a_reward_must_fit_its_devices(
+    reward: dict[str, Any], gib: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = {"model_name_or_path": write_model(tmp_path, 2**30), **reward.get("model_args", {})}
+    on_cpus = ({"device": "cpu"}, {"device": "cpu"})
+    key = "rewards.0.model_args.model_name_or_path"
+    for device, memory_gib, is_refused in (
+        ("cuda", gib - 0.1, gib > 0), ("cuda", gib + 0.1, False), ("cpu", 0.1, False)
+    ):  # fmt: skip
+        monkeypatch.setattr(devices, "read_memory_gib", lambda memory=memory_gib: memory)
+        given = {"name": "r", **reward, "model_args": args, "device": device}
+        found = issues(config(*on_cpus, pipeline="rlvr", rewards=[given]), TWO_NODES)
+        assert (key in found) == is_refused
+        assert not is_refused or f"its weights take {gib:.1f} GiB" in found[key]
+
+
 def test_a_tiny_policy_is_not_weighed() -> None:
     assert learner_gib(config()) is None
 

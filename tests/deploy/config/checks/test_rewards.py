@@ -67,7 +67,8 @@ def test_epochs_count_the_rows_of_the_domains(tmp_path: Path):
         ("rewards=[]", "rewards", "nothing scores the answers"),
         ("rewards=[{name: a, kind: math_rule, tags: [mixed]}]", "rewards", "no reward scores tag 'addition'"),
         ("rewards=[{name: a, kind: function, path: 'nowhere:f'}]", "rewards.0", "nowhere"),
-        ("rewards=[{name: a, kind: reward_model, model_name_or_path: nowhere}]", "rewards.0", "no model in nowhere"),
+        ("rewards=[{name: a, kind: reward_model, model_args: {model_name_or_path: nowhere}}]",
+         "rewards.0.model_args.model_name_or_path", "no model in nowhere"),
         ("combine=product", None, ""),
         ("adv_estimator=gdpo", None, ""),
         ("combine=gate", "combine", "gate needs a reward with a threshold"),
@@ -114,9 +115,10 @@ def test_keys_of_prompts_have_no_effect_elsewhere(tmp_path: Path):
 
 
 def test_a_reward_models_folder_is_relative_to_the_services(tmp_path: Path):
-    rewards = [{"name": "a", "kind": "reward_model", "model_name_or_path": "models/a"}]
+    rewards = [{"name": "a", "kind": "reward_model", "model_args": {"model_name_or_path": "models/a"}}]
+    (tmp_path / "models/a").mkdir(parents=True)
     config = read_document({"pipeline": "rlvr", "rewards": rewards}, working_dir=tmp_path)
-    assert config.rewards[0].model_dump()["model_name_or_path"] == tmp_path / "models/a"
+    assert config.rewards[0].model_dump()["model_args"]["model_name_or_path"] == tmp_path / "models/a"
 
 
 def write_shown(folder: Path, side: int = 64) -> None:

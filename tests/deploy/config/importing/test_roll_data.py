@@ -75,7 +75,12 @@ def test_domains_become_tags_with_a_reward():
         ("llm_judge", "llm_judge", ["llm_judge"]),
     ]
     assert rewards[0]["mode"] == "soft"
-    assert rewards[4]["model"] == "virtuoussy/Qwen2.5-7B-Instruct-RLVR"
+    judge = rewards[4]
+    assert judge["model_args"] == {"model_name_or_path": "virtuoussy/Qwen2.5-7B-Instruct-RLVR", "dtype": "bfloat16"}
+    assert judge["generating_args"] == {"max_new_tokens": 100, "temperature": 0.8}
+    assert judge["strategy_args"]["strategy_config"]["max_model_len"] == 8000
+    assert (judge["device"], judge["device_mapping"]) == ("cuda", "list(range(12,16))")
+    assert "model_args" not in rewards[2]
     assert tree["data"]["tag_included"]["math_rule"] == ["deepmath_103k", "aime"]
     assert tree["data"]["domain_interleave_probs"]["math_rule"] == 0.4
     found = by_key(reports)
@@ -106,6 +111,14 @@ def test_an_imported_file_runs_once_a_model_and_rows_are_there(tmp_path: Path):
     config = validate_tree(tree)
     assert (config.zero_variance, {*config.query_filter_config}) == ("refill", {"math_rule"})
     assert config.query_filter_config["math_rule"].filter_args.threshold_up == 0.9
+
+
+def test_a_trial_has_its_judge_on_cpus():
+    judge = make_trial(import_roll(RLVR).tree)["rewards"][4]
+    assert "device" not in judge
+    assert "device_mapping" not in judge
+    assert judge["model_args"] == {"model_name_or_path": "virtuoussy/Qwen2.5-7B-Instruct-RLVR", "dtype": "bfloat16"}
+    assert judge["strategy_args"]["strategy_config"] == {"max_model_len": 8000, "load_format": "auto"}
 
 
 def test_prompts_are_counted_as_trajectories():

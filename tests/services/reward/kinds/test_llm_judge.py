@@ -15,6 +15,9 @@ from offbeat.services.reward.sample import RewardSample
 from tests.services.reward.kinds.conftest import Service
 from tests.services.reward.samples import ADAPTER, config_of, score, score_once
 
+OWN = {"model_args": {"model_name_or_path": "f"}}
+API = {"url": "http://a", "model": "m"}
+
 
 def chat(content: Any, finish_reason: str = "stop") -> tuple[int, bytes]:
     choice = {"message": {"role": "assistant", "content": content}, "finish_reason": finish_reason}
@@ -82,7 +85,7 @@ def test_a_reply_of_another_api_is_a_failure(service: Service, reply: bytes):
 
 
 def test_an_answer_that_was_cut_is_a_failure(service: Service):
-    with pytest.raises(RewardError, match="max_tokens"):
+    with pytest.raises(RewardError, match="max_new_tokens"):
         judge(service, chat("Score: 1", "length"))
 
 
@@ -102,12 +105,14 @@ def test_a_judge_that_sees_is_shown_the_prompts_images(service: Service):
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({}, "either url and model, or model_name_or_path"),
-        ({"url": "http://a", "model": "m", "model_name_or_path": "f"}, "either url and model, or model_name_or_path"),
+        ({}, "either url and model, or model_args.model_name_or_path"),
+        ({**API, **OWN}, "either url and model, or model_args.model_name_or_path"),
         ({"url": "http://a"}, "model: name the model"),
-        ({"url": "http://a", "model": "m", "dtype": "float32"}, "dtype has no effect with an API at url"),
-        ({"model_name_or_path": "f", "extra_body": {"a": 1}}, "extra_body has no effect with a judge with"),
-        ({"model_name_or_path": "f", "num_replicas": 0}, "num_replicas: a judge with model_name_or_path needs at least 1"),
+        ({**API, "model_args": {"dtype": "float32"}}, "model_args has no effect with an API at url"),
+        ({**API, "strategy_args": {"strategy_config": {"max_num_seqs": 2}}}, "strategy_args has no effect with an API"),
+        ({**OWN, "extra_body": {"a": 1}}, "extra_body has no effect with a judge with"),
+        ({**OWN, "num_replicas": 0}, "num_replicas: a judge with a model of its own needs at least 1"),
+        ({**OWN, "strategy_args": {"strategy_name": "hf_infer"}}, "hf_infer can't serve a judge: take vllm"),
     ],
 )  # fmt: skip
 def test_a_judge_is_an_api_or_a_model(settings: dict[str, Any], problem: str):
@@ -116,7 +121,7 @@ def test_a_judge_is_an_api_or_a_model(settings: dict[str, Any], problem: str):
 
 
 def test_a_judge_with_a_model_is_an_application():
-    given = {"name": "r", "kind": "llm_judge", "model_name_or_path": "f", "tags": ["a"]}
+    given = {"name": "r", "kind": "llm_judge", **OWN, "tags": ["a"]}
     judge = ADAPTER.validate_json(json.dumps(given))
     assert judge.num_replicas == 1
     assert ADAPTER.validate_json(judge.model_dump_json()) == judge
@@ -212,10 +217,11 @@ def test_placeholders_are_filled_once():
 
 def test_thoughts_are_not_judged_and_the_request_is_as_configured(service: Service):
     settings = {"system_prompt": "Be strict.", "template": "Rate {response} for {prompt}", "extra_body": {"seed": 1}}
-    judge(service, "Score: 3", response="<think>secret</think>four", temperature=0.5, **settings)
+    sampling = {"temperature": 0.5, "max_new_tokens": 7}
+    judge(service, "Score: 3", response="<think>secret</think>four", generating_args=sampling, **settings)
     request = service.requests[-1]
     assert request["messages"][0] == {"role": "system", "content": "Be strict."}
-    assert (request["model"], request["temperature"], request["seed"]) == ("judge", 0.5, 1)
+    assert (request["model"], request["temperature"], request["max_tokens"], request["seed"]) == ("judge", 0.5, 7, 1)
     assert "secret" not in last_prompt(service)
     assert "four" in last_prompt(service)
     assert "[user]\nWhy?" in last_prompt(service)

@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from offbeat.services.reward.errors import Failure, RewardError
 from offbeat.services.reward.factory import build_function
+from offbeat.services.reward.kinds.reward_model import ConversationScorer
 from offbeat.services.reward.sample import RewardSample
 from tests.services.reward.reward_models import write_reward_model
 from tests.services.reward.samples import config_of, sample
@@ -20,9 +22,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def score_all(folder: Path, samples: list[RewardSample], **settings: Any) -> list[float | BaseException]:
+def score_all(
+    folder: Path, samples: list[RewardSample], model_args: dict[str, str] | None = None, **settings: Any
+) -> list[float | BaseException]:
     async def main() -> list[float | BaseException]:
-        function = build_function(config_of("reward_model", model_name_or_path=str(folder), **settings))
+        args = {"model_name_or_path": str(folder), **(model_args or {})}
+        function = build_function(config_of("reward_model", model_args=args, **settings))
         try:
             return await asyncio.gather(*(function.score(each) for each in samples), return_exceptions=True)
         finally:
@@ -49,6 +54,24 @@ def test_scores_are_those_of_the_model_alone_whatever_the_batch(folder: Path):
     for max_batch_tokens in (1, 200, 100_000):
         scores = score_all(folder, [sample(r) for r in responses], label=1, max_batch_tokens=max_batch_tokens)
         assert scores == pytest.approx(expected, abs=1e-5)
+
+
+def test_model_args_choose_dtype_and_attention(folder: Path):
+    samples = [sample("Because of the air.")]
+    exact = score_all(folder, samples)
+    rounded = score_all(folder, samples, {"dtype": "bfloat16"})
+    assert rounded != exact
+    assert rounded == pytest.approx(exact, abs=0.1)
+    config = config_of("reward_model", model_args={"model_name_or_path": str(folder), "attn_implementation": "eager"})
+    assert ConversationScorer(config)._model.config._attn_implementation == "eager"
+    assert score_all(folder, samples, {"attn_implementation": "eager"}) == pytest.approx(exact, abs=1e-5)
+
+
+def test_flash_attention_needs_a_gpu():
+    args = {"model_name_or_path": "f", "attn_implementation": "flash_attention_2"}
+    with pytest.raises(ValidationError, match="flash_attention_2 needs device cuda"):
+        config_of("reward_model", model_args=args)
+    assert config_of("reward_model", model_args=args, device="cuda").gpus_per_replica == 1
 
 
 def test_thoughts_are_left_out_unless_wanted(folder: Path):
@@ -80,7 +103,7 @@ def test_hostile_text_is_text(folder: Path):
 
 def test_folders_without_a_reward_model_are_refused(folder: Path, tmp_path: Path):
     def build(path: Path, **settings: Any) -> None:
-        build_function(config_of("reward_model", model_name_or_path=str(path), **settings))
+        build_function(config_of("reward_model", model_args={"model_name_or_path": str(path)}, **settings))
 
     with pytest.raises(ValueError, match="no such folder"):
         build(tmp_path / "missing")
