@@ -106,6 +106,7 @@ def build_report(
         "steps": steps[-1].number if steps else 0,
         "trajectories": int(sum(step.values["trajectories"] for step in steps if "trajectories" in step.values)),
         "tokens_generated": int(history.total("generation/tokens")),
+        "prefix_cache_hit_rate": _mean(history, "generation/prefix_cache_hit_rate"),
         "tokens_trained": int(sum(trained)),
         "training_loss": _training_loss(steps),
         "weight_updates": int(history.total("generation/weight_updates")),
@@ -245,8 +246,10 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
         console.print(f"{advise_failed(report['groups_failed'])}.", soft_wrap=True)
     if report["baselines"]:
         console.print("Baselines: " + ", ".join(f"{name} {value:.2f}" for name, value in report["baselines"].items()))
+    hit_rate = report.get("prefix_cache_hit_rate")
+    cached = "" if hit_rate is None else f" ({hit_rate:.0%} of prompt tokens cached)"
     sampled = (
-        f", {report['tokens_generated']:,} tokens generated, {report['tokens_trained']:,} trained, "
+        f", {report['tokens_generated']:,} tokens generated{cached}, {report['tokens_trained']:,} trained, "
         f"{report['weight_updates']:,} weight updates, staleness at most {_format(report['max_staleness_seen'], '.0f')}"
         if has_episodes or report["tokens_generated"]
         else f", {report['tokens_trained']:,} tokens"

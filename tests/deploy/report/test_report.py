@@ -67,7 +67,11 @@ def records() -> list[MetricRecord]:
         }
         return MetricRecord("learner", values, number, time=130.0 + number)
 
-    generated = {"tokens": Partial("sum", 500.0), "weight_updates": Partial("sum", 3.0)}
+    generated = {
+        "tokens": Partial("sum", 500.0),
+        "weight_updates": Partial("sum", 3.0),
+        "prefix_cache_hit_rate": Partial("mean", 300.0, 400.0),
+    }
     return [
         MetricRecord("command", {"began": Partial("last", 100.0)}, time=101.0),
         evaluation("before", "sampled", [0.0, 0.0, 1.0, 0.0], 0, 130.0),
@@ -93,6 +97,10 @@ def test_the_report_summarizes_the_records(config: RunConfig):
     assert (report["greedy_before"], report["greedy_after"]) == (0.0, None)
     assert (report["steps"], report["trajectories"], report["tokens_trained"]) == (2, 128, 2000)
     assert (report["tokens_generated"], report["weight_updates"]) == (500, 3)
+    assert report["prefix_cache_hit_rate"] == 0.75
+    out = io.StringIO()
+    show_report(report, config.output_dir, Console(file=out, width=200))
+    assert "500 tokens generated (75% of prompt tokens cached)" in out.getvalue()
     assert report["wall_s"] == 50.0
     assert report["phases_s"] == {"before_training": 30.0, "training": 2.0, "after_training": 18.0}
     assert report["max_staleness_seen"] == 1
