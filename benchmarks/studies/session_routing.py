@@ -34,7 +34,7 @@ FIRST_PROMPT, OBSERVATION, ANSWER = 128, 26, 6
 """Tokens of a group's first prompt, of what a turn adds to it, and of an answer."""
 SEQUENCE_LENGTH = FIRST_PROMPT + TURNS * (OBSERVATION + ANSWER)
 REPORTED_S = 3.0
-"""Replicas have reported their metrics after it."""
+"""Longer than the interval of replicas' reports."""
 
 
 class RandomRouting(ServeGenerationClient):
@@ -73,6 +73,17 @@ def hits(base: BenchEnvironment, run_id: str) -> Partial:
     return merge_all(record.values for _, record in records).get("prefix_cache_hit_rate", Partial("mean", 0.0, 0.0))
 
 
+async def newest_hits(base: BenchEnvironment, run_id: str, before: Partial) -> Partial:
+    """Return the hits once replicas have reported more than `before`, and nothing more."""
+    last = before
+    while True:
+        await asyncio.sleep(REPORTED_S)
+        now = hits(base, run_id)
+        if now.count > before.count and now.count == last.count:
+            return now
+        last = now
+
+
 def replica_cpu_s() -> float:
     total = 0.0
     for process in psutil.Process().children(recursive=True):
@@ -91,8 +102,7 @@ async def compare(base: BenchEnvironment, run_id: str, vocab_size: int, rounds: 
             before, cpu_before = hits(base, run_id), replica_cpu_s()
             seconds = await play(client, number, vocab_size)
             cpu_s = replica_cpu_s() - cpu_before
-            await asyncio.sleep(REPORTED_S)
-            after = hits(base, run_id)
+            after = await newest_hits(base, run_id, before)
             if number >= 0:
                 rates[name].append((after.total - before.total) / (after.count - before.count))
                 times[name].append(1000 * seconds)

@@ -56,7 +56,11 @@ def _issue(
         if nearest_of_kind := _nearest_of_kind(model, details["loc"]):
             near = f"{path.rpartition('.')[0]}.{nearest_of_kind}"
             return ConfigIssue(path, f"unknown key of this kind; did you mean `{near}`?", near)
+        if issue := _issue_of_roll(path, details["input"]):
+            return issue
         nearest = find_aliases(path) or nearest_keys(path, model)
+        if not nearest:
+            return ConfigIssue(path, "unknown key, and none is like it: `offbeat config show` lists all")
         return ConfigIssue(path, f"unknown key; did you mean {' or '.join(f'`{key}`' for key in nearest)}?", nearest[0])
     if details["type"] in ("union_tag_invalid", "union_tag_not_found"):
         key, kinds = "kind", str(details.get("ctx", {}).get("expected_tags", ""))
@@ -67,6 +71,20 @@ def _issue(
     if details["type"] == "value_error":
         return ConfigIssue(path, expected)
     return ConfigIssue(_join(keys), f"expected {expected}, got {_describe(details['input'])}")
+
+
+def _issue_of_roll(path: str, value: object) -> ConfigIssue | None:
+    """Return the issue of a key that ROLL has, as the importer would report it."""
+    from offbeat.deploy.config.importing.roll import find_counterpart  # it raises these errors
+
+    outcome = find_counterpart(tuple(path.split(".")), value)
+    if outcome is None:
+        return None
+    if outcome.target is None:
+        return ConfigIssue(path, f"ROLL's key, not one of Offbeat's ({outcome.note}): leave it out")
+    target = ".".join(outcome.target)
+    note = f" ({outcome.note})" if outcome.note else ""
+    return ConfigIssue(path, f"ROLL's key, here `{target}`{note}", target)
 
 
 def _format_expectation(details: ErrorDetails) -> str:
@@ -180,7 +198,7 @@ def all_keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[t
 
 
 def nearest_keys(path: str, model: type[BaseModel]) -> tuple[str, ...]:
-    """Return up to three similar keys: in `path`'s table, elsewhere, then the table's closest."""
+    """Return up to three similar keys, in `path`'s table or elsewhere."""
     parts = tuple(path.split("."))
     parent, leaf = parts[:-1], parts[-1].lower()
     keys = [tuple(_fill_names(key, parts)) for key in all_keys(model)]
@@ -192,9 +210,10 @@ def nearest_keys(path: str, model: type[BaseModel]) -> tuple[str, ...]:
 
     best = max(siblings, key=similarity, default=None)
     far = max(elsewhere, key=similarity, default=None)
-    if best is not None and (far is None or similarity(best) >= MIN_SIMILARITY or similarity(far) < MIN_SIMILARITY):
+    if best is not None and similarity(best) >= MIN_SIMILARITY:
         return (".".join(best),)
-    assert far is not None, "a model without keys rejects none"
+    if far is None or similarity(far) < MIN_SIMILARITY:
+        return ()
     return tuple(".".join(key) for key in elsewhere if key[-1] == far[-1])[:3]
 
 

@@ -90,9 +90,9 @@ class GenerationDeployment:
         freeze_started()
         self._watching = None if s.tenant else asyncio.create_task(self._serve_whoever_claims())
 
-    async def generate(self, blob: bytes, asleep: Sequence[str] = (), replica_id: str = "") -> AsyncIterator[bytes]:
-        """Yield encoded completions as they finish. asleep, replica_id: replicas that the router avoids and prefers."""
-        del asleep, replica_id
+    async def generate(self, blob: bytes, asleep: Sequence[str] = ()) -> AsyncIterator[bytes]:
+        """Yield encoded completions as they finish. asleep: replicas to which the router prefers others."""
+        del asleep
         tenancy = self._tenancy or await self._wait_for_tenant()
         async for completions in tenancy.replica.generate(decode_requests(blob)):
             for part in split_messages(completions):

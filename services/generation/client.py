@@ -41,6 +41,10 @@ class GenerationClient(Protocol):
         """Release the replica of an episode that is over, or of a request without one."""
         ...
 
+    def avoid(self, replica_id: str) -> None:
+        """Route to others for a while, if there are any: a call of this replica failed."""
+        ...
+
     def generate(self, requests: Sequence[GenerateRequest], replica_id: str = "") -> AsyncIterator[list[Completion]]:
         """Sample requests; yield each completion once, as they finish, with `error` if refused. An empty list means that
         requests go to another replica, or wait until one wakes.
@@ -81,8 +85,8 @@ class ServeGenerationClient:
         """clock: stands still while requests wait because all replicas sleep."""
         # Serve's own is shared by the process, and routed in the loop of whoever uses it first
         self._handle = copy(serve.get_deployment_handle(DEPLOYMENT, app))
-        self._generate: dict[bool, Any] = {}
-        """By whether arguments travel as Ray's objects."""
+        self._generate: dict[tuple[bool, str], Any] = {}
+        """By whether arguments travel as Ray's objects, and by the preferred replica."""
         self._calls = ResumedCalls(self._call, clock or AwakeClock())
         self._has_proxy = any(os.environ.get(name) for name in PROXIES)
         self._assignments = ReplicaAssignments()
@@ -90,6 +94,9 @@ class ServeGenerationClient:
     def route(self, requests: Sequence[GenerateRequest]) -> Sequence[ReplicaRoute]:
         awake = [each for each in running_replicas(self._routed()) if each not in self._calls.asleep]
         return self._assignments.split(requests, awake)
+
+    def avoid(self, replica_id: str) -> None:
+        self._assignments.avoid(replica_id)
 
     def forget(self, episode: str) -> None:
         self._assignments.forget(episode)
@@ -100,13 +107,13 @@ class ServeGenerationClient:
     def _call(self, requests: Sequence[GenerateRequest], asleep: Sequence[str], replica_id: str) -> "_ServeCall":
         blob = encode_requests(requests)
         by_reference = self._has_proxy or not fits_message(requests, len(blob))
-        if by_reference not in self._generate:
-            handle = self._routed().options(method_name="generate", stream=True, _by_reference=by_reference)
-            self._generate[by_reference] = handle
-        known: dict[str, Any] = {"asleep": asleep} if asleep else {}
-        if replica_id:
-            known["replica_id"] = replica_id
-        return _ServeCall(self._generate[by_reference].remote(blob, **known))
+        handle = self._generate.get((by_reference, replica_id))
+        if handle is None:
+            handle = self._generate[by_reference, replica_id] = self._routed().options(
+                method_name="generate", stream=True, session_id=replica_id, _by_reference=by_reference
+            )
+        known = {"asleep": asleep} if asleep else {}
+        return _ServeCall(handle.remote(blob, **known))
 
     def _routed(self) -> Any:
         """Return the handle, routed in this event loop: a thread of its own would cost a call as much CPU as the call."""

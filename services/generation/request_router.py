@@ -8,8 +8,8 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 
 class AwakeReplicaRouter(RequestRouter):
-    """Router to the replica `replica_id` of the call, if it runs; else to the less busy of two random ones, of those not
-    in the call's argument `asleep` if there are any.
+    """Router to the replica that the call's `session_id` names, if it runs; else to the less busy of two random ones, of
+    those not in the call's argument `asleep` if there are any.
 
     A call gets the replica that was chosen for it: in Serve's default order of arrival, it could get another call's.
     """
@@ -17,13 +17,14 @@ class AwakeReplicaRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        arguments = pending_request.kwargs if pending_request else {}
-        asleep, replica_id = arguments.get("asleep", ()), arguments.get("replica_id", "")
+        asleep = pending_request.kwargs.get("asleep", ()) if pending_request else ()
+        replica_id = pending_request.metadata.session_id if pending_request else ""
         awake = [each for each in candidate_replicas if each.replica_id.unique_id not in asleep]
         candidates = awake or candidate_replicas
         named = [each for each in candidates if each.replica_id.unique_id == replica_id] if replica_id else []
         others = random.sample(candidates, min(2, len(candidates)))
-        return [named, others] if named else [others]
+        # a busy replica that answers no question about its queue in 0.1 s is asked again, for longer each time
+        return [named, named, named, others] if named else [others]
 
 
 def running_replicas(handle: Any) -> list[str]:

@@ -5,8 +5,9 @@ members of a group share a replica, as their first prompts are alike, within `MI
 """
 
 import random
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ from offbeat.services.messages.types import GenerateRequest
 
 MIN_SLACK = 4
 """Episodes that a group's replica may have more than the least busy one."""
+AVOIDED_S = 30.0
+"""By then Serve has replaced a replica that hangs."""
 SLACK = 0.25
 """The same, as a share of the least busy replica's."""
 
@@ -33,6 +36,9 @@ class Unrouted:
     def forget(self, episode: str) -> None:
         del episode
 
+    def avoid(self, replica_id: str) -> None:
+        del replica_id
+
 
 @dataclass(slots=True)
 class _GroupMembers:
@@ -43,7 +49,10 @@ class _GroupMembers:
 class ReplicaAssignments:
     """Live episodes of one client by replica."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._avoided: dict[str, float] = {}
+        """By replica id, when it may get requests again."""
         self._replicas: dict[str, str] = {}
         """By episode, or by request without one."""
         self._group_of: dict[str, str] = {}
@@ -55,6 +64,9 @@ class ReplicaAssignments:
 
     def split(self, requests: Sequence[GenerateRequest], replicas: Sequence[str]) -> list[ReplicaRoute]:
         """Split requests by replica. replicas: ids of those that run and are awake; with fewer than two, all go together."""
+        now = self._clock()
+        self._avoided = {each: until for each, until in self._avoided.items() if until > now}
+        replicas = [each for each in replicas if each not in self._avoided] or replicas
         if len(replicas) < 2:
             return [ReplicaRoute("", requests)]
         parts: dict[str, list[GenerateRequest]] = {}
@@ -73,6 +85,10 @@ class ReplicaAssignments:
             members.count -= 1
             if not members.count:
                 del self._groups[group]
+
+    def avoid(self, replica_id: str) -> None:
+        """Leave a replica out for `AVOIDED_S`, if there are others."""
+        self._avoided[replica_id] = self._clock() + AVOIDED_S
 
     def _replica(self, request: GenerateRequest, replicas: Sequence[str]) -> str:
         name = request.episode or request.request_id
@@ -97,4 +113,4 @@ class ReplicaAssignments:
         if members.replica_id not in replicas:
             members.replica_id = least
         limit = self._load[least] + max(MIN_SLACK, SLACK * self._load[least])
-        return members.replica_id if self._load[members.replica_id] <= limit else least
+        return members.replica_id if self._load[members.replica_id] < limit else least

@@ -120,13 +120,13 @@ def _check_seats(seats: Sequence[str], turns: Sequence[Turn]) -> None:
         raise ValueError("a segment of several seats")
 
 
-SESSION_END = "/"
+EPISODE_SEPARATOR = "/"
 """Behind the episode in the id of a request that continues it: `EPISODE/NUMBER`."""
 
 
 def request_id(episode: str, number: int, *, continues: bool) -> str:
     """Return the id of an episode's request, which carries `continues` to the engine."""
-    return f"{episode}{SESSION_END if continues else '-'}{number}"
+    return f"{episode}{EPISODE_SEPARATOR if continues else '-'}{number}"
 
 
 class PackedRequest(Message, frozen=True):
@@ -191,7 +191,7 @@ def _decode_request(row: PackedRequest) -> GenerateRequest:
         row.stop_token_ids,
     )
     check_images(row.images, len(prompt))
-    episode, continues, _ = row.request_id.partition(SESSION_END)
+    episode, continues, _ = row.request_id.partition(EPISODE_SEPARATOR)
     return GenerateRequest(
         row.request_id,
         prompt,

@@ -76,16 +76,17 @@ class EpisodePlayer:
     async def close(self) -> None:
         await self._batcher.close()
         ending = [each.close() for each in (self.envs, self._agents) if each is not None]
-        await asyncio.gather(*ending, asyncio.to_thread(self._tracer.close))
+        ending.append(asyncio.to_thread(self._tracer.close))
+        await asyncio.wait([asyncio.create_task(end) for end in ending])
 
     def keeps_text(self, task: EpisodeTask) -> bool:
         return self._settings.rollout.keep_text or task.kind is EpisodeKind.EVAL
 
-    def reads(self, task: EpisodeTask) -> bool:
+    def is_row(self, task: EpisodeTask) -> bool:
         return self._data is not None and task.kind is EpisodeKind.TRAIN
 
-    async def task_of(self, task: EpisodeTask) -> Task:
-        if self.reads(task):
+    async def find_task(self, task: EpisodeTask) -> Task:
+        if self.is_row(task):
             return Task(self._settings.pipeline, task.number)
         if self._prompts is not None:
             if task.kind is EpisodeKind.EVAL:
@@ -97,12 +98,12 @@ class EpisodePlayer:
                 return await asyncio.to_thread(self._eval_tasks.task, task.number)
         return await self._train_tasks.task(task.number)
 
-    async def make(self, task: EpisodeTask, env_task: Task, waiting: Waiting) -> Trajectory:
+    async def make_trajectory(self, task: EpisodeTask, env_task: Task, waiting: Waiting) -> Trajectory:
         """Read or play an episode; raises EpisodeError."""
-        return await (self._read(task) if self.reads(task) else self._play(task, env_task, waiting))
+        return await (self._read(task) if self.is_row(task) else self._play(task, env_task, waiting))
 
     async def _read(self, task: EpisodeTask) -> Trajectory:
-        assert self._data is not None, "reads"
+        assert self._data is not None, "a row"
         began = time.monotonic()
         trajectory = await asyncio.to_thread(
             self._data.trajectory,

@@ -271,10 +271,10 @@ class EnvWorker:
         tag = ""
         set_task_log_fields(group=task.number, version=task.min_version)
         try:
-            env_task = await self._player.task_of(task)
+            env_task = await self._player.find_task(task)
             tag = env_task.tag
             waiting = self._waits.begin(task)
-            trajectory = await self._player.make(task, env_task, waiting)
+            trajectory = await self._player.make_trajectory(task, env_task, waiting)
             if self._rewards is not None:
                 trajectory = await self._score(self._rewards, trajectory, task, slot, waiting)
             waiting.enter(Wait.BUFFER)
@@ -289,7 +289,7 @@ class EnvWorker:
             is_expected = isinstance(error, MeshError)
             logger.warning("episode %s/%s failed: %s", task.group_id, task.index, error, exc_info=not is_expected)
             self._reporter.failed(task.kind, tag, reason)
-            self._outcomes.failed(DATASET_KEY if self._player.reads(task) else key_of(error, tag), error)
+            self._outcomes.failed(DATASET_KEY if self._player.is_row(task) else key_of(error, tag), error)
             await retry_until_answered(lambda: self._buffer.fail(self._worker_id, task, reason))
         else:
             self._outcomes.finished()

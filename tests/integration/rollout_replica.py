@@ -23,9 +23,8 @@ class Walker:
         self._end = end
         self._delay_s = delay_s
 
-    async def generate(self, blob: bytes, replica_id: str = "") -> AsyncIterator[bytes]:
+    async def generate(self, blob: bytes) -> AsyncIterator[bytes]:
         """Half of the turns a little later than the others."""
-        del replica_id  # the router has read it
         requests = decode_requests(blob)
         for part in (requests[::2], requests[1::2]):
             if part:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
+from offbeat.services.devices import parse_device_mapping
 from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.megatron import TABLE, translate_megatron
 
@@ -59,6 +60,7 @@ VALUES: dict[str, Mapping[str, str]] = {
     **{f"{role}.model_args.dtype": DTYPES for role in MODELS},
     **{f"{role}.model_args.attn_implementation": ATTENTION for role in MODELS if role != "actor_infer"},
     "adv_estimator": {"reinforce++": "reinforce_plus_plus"},
+    "ratio_type": {"segment": "turn"},
     "custom_envs.*.env_manager_cls": {
         f"roll.pipeline.agentic.env_manager.{module}.{name}": name
         for module, name in (
@@ -163,7 +165,33 @@ def canonicalize(tree: Tree) -> tuple[Tree, list[ConfigIssue]]:
             value = table[path[-1]]
             if isinstance(value, str) and value in values:
                 table[path[-1]] = values[value]
+    _place_frozen_models(tree)
     return tree, issues
+
+
+def _place_frozen_models(tree: Tree) -> None:
+    """Make a service of each frozen model with devices of its own."""
+    train = tree.get("actor_train")
+    policy = _read_devices(train)
+    for pattern in ("reference.device_mapping", "teacher.*.device_mapping"):
+        for _, table in find_keys(tree, pattern):
+            devices, strategy = _read_devices(table), table.setdefault("strategy_args", {})
+            if devices in (None, policy) or not isinstance(strategy, dict):
+                continue
+            strategy = cast(Tree, strategy)
+            if strategy.get("strategy_name") == "deepspeed_infer":  # of the learner's processes alone
+                continue
+            if strategy.setdefault("placement", "service") == "service":
+                strategy.setdefault("num_replicas", len(devices))
+
+
+def _read_devices(table: object) -> tuple[int, ...] | None:
+    """Return the devices of a role; None: it has none, or not numbers."""
+    try:
+        devices = parse_device_mapping(cast(Tree, table).get("device_mapping")) if isinstance(table, dict) else None
+    except ValueError:
+        return None
+    return cast("tuple[int, ...]", devices) if isinstance(devices, tuple) else None
 
 
 def _answer_keys(tree: Tree) -> dict[str, str]:

@@ -122,7 +122,9 @@ class ReferenceConfig(Config):
     model_args: RoleModelArgs = RoleModelArgs()
     """A folder of its own makes a fixed reference policy."""
     device_mapping: DeviceMapping | None = None
-    """Devices of `actor_train`, or of a scoring service, one per replica."""
+    """Devices of `actor_train`, or of a scoring service, one per replica; others than `actor_train`'s imply `placement:
+    service` and `num_replicas`.
+    """
     strategy_args: InferStrategyArgs = InferStrategyArgs()
     infer_batch_size: int | None = Field(default=None, ge=1)
     """As `actor_train.infer_batch_size`."""
@@ -142,7 +144,9 @@ class TeacherConfig(Config):
     opd_kl_coef: float = Field(default=1.0, gt=0)
     """Weight of this teacher's KL."""
     device_mapping: DeviceMapping | None = None
-    """Devices of `actor_train`, or of a scoring service, one per replica."""
+    """Devices of `actor_train`, or of a scoring service, one per replica; others than `actor_train`'s imply `placement:
+    service` and `num_replicas`.
+    """
     strategy_args: InferStrategyArgs = InferStrategyArgs()
     infer_batch_size: int | None = Field(default=None, ge=1)
     """As `actor_train.infer_batch_size`."""

@@ -15,6 +15,8 @@ from offbeat.deploy.cli.runs.calls import CODES, REFUSED, TIMEOUT_S, UNREACHABLE
 ViewT = TypeVar("ViewT", bound=BaseModel)
 
 ROOT = "/api/v1/training_runs"
+NO_ROUTE = {"detail": "Not Found"}
+"""FastAPI's answer."""
 
 
 class ModelView(BaseModel):
@@ -51,9 +53,11 @@ class _TinkerClient:
         return ModelsView(models=[self.model(each["training_run_id"]) for each in listing["training_runs"]])
 
     def _get(self, path: str, **query: int) -> Any:
-        """Raises TinkerRefusedError."""
+        """Raises TinkerRefusedError, or LookupError if the server has no such route."""
         answer = self._http.get(path, params=query)
         content = answer.json()
+        if content == NO_ROUTE:
+            raise LookupError(path)
         if answer.is_error:
             raise TinkerRefusedError(answer.status_code, content["detail"])
         return content

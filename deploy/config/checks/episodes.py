@@ -1,4 +1,4 @@
-"""Checks of images, agents, step-wise prompts and task sampler."""
+"""Checks of images, agents, step-wise prompts, evaluation and task sampler."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +7,7 @@ from offbeat.deploy.config.checks.model import has_vision
 from offbeat.deploy.config.checks.prompts import OnStep
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.chat.vision import FAMILIES, model_family
+from offbeat.services.rollout.config import EnvManagerConfig
 from offbeat.services.rollout.tasks import train_task
 from offbeat.trainer.config.issue import ConfigIssue
 
@@ -15,15 +16,31 @@ def check_episodes(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
     for tag, env in config.custom_envs.items():
         if env.env_manager_cls != "TrajEnvManager" and env.agent_runner:
             yield ConfigIssue(f"custom_envs.{tag}.env_manager_cls", "an agent manages its own history: leave it out")
+    yield from _check_evaluation(config.val_env_manager)
     yield from _check_sampler(config, on_step)
     yield from _check_vision(config)
 
 
+def _check_evaluation(manager: EnvManagerConfig) -> Iterator[ConfigIssue]:
+    """Yield keys of training alone."""
+    if manager.task_sampler is not None:
+        yield ConfigIssue(
+            "val_env_manager.task_sampler", "evaluations always use the same tasks: set it in train_env_manager"
+        )
+    if manager.group_size_redundancy:
+        yield ConfigIssue(
+            "val_env_manager.group_size_redundancy", "evaluation keeps every episode: set it in train_env_manager"
+        )
+    if manager.num_env_groups != EnvManagerConfig().num_env_groups and not manager.num_groups_partition:
+        yield ConfigIssue(
+            "val_env_manager.num_env_groups",
+            "of evaluation, it is the sum of num_groups_partition, which is empty: set val_batch_size, or "
+            "max_env_num_per_worker for the episodes at a time",
+        )
+
+
 def _check_sampler(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
     """Draw one task."""
-    key = "val_env_manager.task_sampler"
-    if config.val_env_manager.task_sampler is not None:
-        yield ConfigIssue(key, "evaluations always use the same tasks: set it in train_env_manager")
     if config.train_env_manager.task_sampler is None:
         return
     on_step("train_env_manager.task_sampler", f"drawing a task of {config.train_env_manager.task_sampler.path}")

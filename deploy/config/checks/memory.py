@@ -9,7 +9,7 @@ from offbeat.deploy.config.device_plan import DevicePlan
 from offbeat.deploy.config.device_roles import reward_role
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.sharing import engine_utilization
-from offbeat.services.generation.config import EngineModelArgs, VllmConfig
+from offbeat.services.generation.config import UTILIZATION, EngineModelArgs, VllmConfig
 from offbeat.services.reward.kinds.model_config import (
     JudgeModelArgs,
     LlmJudgeConfig,
@@ -145,13 +145,15 @@ def _check_rewards(config: RunConfig, memory_gib: float) -> Iterator[ConfigIssue
         if isinstance(reward, LlmJudgeConfig) and _is_smaller(reward.strategy_args.strategy_config):
             continue
         whole_gib = count_weights(str(reward.model_folder)) * _width(reward.model_args) / GIB
-        needed_gib = whole_gib / reward.gpus_per_replica
-        if needed_gib > memory_gib:
+        needed_gib, share = whole_gib / reward.gpus_per_replica, 1.0
+        if isinstance(reward, LlmJudgeConfig):
+            share = reward.strategy_args.strategy_config.gpu_memory_utilization or UTILIZATION
+        if needed_gib > share * memory_gib:
             yield ConfigIssue(
                 f"{reward_role(index)}.model_args.model_name_or_path",
-                f"its weights take {needed_gib:.1f} GiB of each of a replica's {reward.gpus_per_replica} device(s), and the "
-                f"GPU has {memory_gib:.1f} GiB: take a narrower dtype, a smaller model, or more devices for each replica "
-                "of a judge",
+                f"its weights take {needed_gib:.1f} GiB of each of a replica's {reward.gpus_per_replica} device(s), "
+                f"which has {share * memory_gib:.1f} GiB for them: take a narrower dtype, a smaller model, or more devices "
+                "for each replica of a judge",
             )
 
 

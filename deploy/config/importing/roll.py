@@ -90,6 +90,17 @@ def translate_roll(path: Path) -> tuple[Tree, list[KeyReport], list[str]]:
     return tree, reports, remarks
 
 
+def find_counterpart(path: KeyPath, value: object) -> Outcome | None:
+    """Return what becomes of a single key that ROLL has, if a rule says so."""
+    for pipeline, (rules, _) in PIPELINES.items():
+        if find_unknown(pipeline, path) is None:
+            tree: Tree = {}
+            put(tree, path, value)
+            if (outcome := apply(rules, Key(path, value, tree))) is not None:
+                return outcome
+    return None
+
+
 def find_pipeline(tree: Tree) -> str:
     """Return a file's pipeline, which ROLL's start script names."""
     if "sft_train" in tree:

@@ -170,7 +170,6 @@ ALGORITHM: tuple[tuple[str, Rule], ...] = (
     ("enable_old_logprobs_recompute|force_disable_old_logprobs_recompute", same("old_logprobs: recompute")),
     ("train_infer_correction.filters", _filters),
     ("train_infer_correction.is_weight.*", _is_weight),
-    ("ratio_type", become("ratio_type", {"segment": "turn"}.get, "its name here", "segment")),
     ("l2|use_reward_scaling|add_len_reward|use_reward_norm", no_effect("ROLL never reads it")),
     ("is_pure_opd", same("adv_estimator: opd", True)),
     ("is_pure_opd", same("", False)),

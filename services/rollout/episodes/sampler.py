@@ -42,7 +42,17 @@ def limit_new_tokens(sampling: Sampling, max_new_tokens: int) -> Sampling:
 class EpisodeSampler:
     """Context manager, at whose end the episode is over."""
 
-    __slots__ = ("_batcher", "_continues", "_group", "_min_version", "_name", "_num_requests", "_retry_s", "_sampling")
+    __slots__ = (
+        "_batcher",
+        "_continues",
+        "_group",
+        "_is_over",
+        "_min_version",
+        "_name",
+        "_num_requests",
+        "_retry_s",
+        "_sampling",
+    )
 
     def __init__(
         self,
@@ -63,11 +73,13 @@ class EpisodeSampler:
         self._group = group
         self._name = uuid.uuid4().hex[:16]
         self._num_requests = 0
+        self._is_over = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._is_over = True
         self._batcher.forget(self._name)
 
     async def __call__(
@@ -99,6 +111,6 @@ class EpisodeSampler:
             self._sampling = limit_new_tokens(self._sampling, max_new_tokens)
         name = request_id(self._name, self._num_requests, continues=self._continues)
         self._num_requests += 1
-        return GenerateRequest(
-            name, prompt, self._sampling, self._min_version, images, self._name, self._continues, self._group
-        )
+        episode = "" if self._is_over else self._name  # over: an agent's late call
+        continues = self._continues and not self._is_over
+        return GenerateRequest(name, prompt, self._sampling, self._min_version, images, episode, continues, self._group)

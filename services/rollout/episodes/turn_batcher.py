@@ -7,10 +7,12 @@ if sent.
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 
 from offbeat.services.awake_clock import AwakeClock
 from offbeat.services.errors import GenerationError, MeshError, RetryableError
 from offbeat.services.generation.client import GenerationClient
+from offbeat.services.generation.routing import ReplicaRoute
 from offbeat.services.messages.types import Completion, GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -66,8 +68,11 @@ class TurnBatcher:
         return completion
 
     def forget(self, episode: str) -> None:
-        """Release the replica of an episode that is over."""
+        """Release the replica of an episode that is over; requests of it that are still to be sent have none."""
         self._client.forget(episode)
+        for request_id, request in self._unsent.items():
+            if request.episode == episode:
+                self._unsent[request_id] = replace(request, episode="", continues=False)
 
     async def close(self) -> None:
         if self._timer:
@@ -91,11 +96,18 @@ class TurnBatcher:
         request_ids, self._to_abort = self._to_abort, []
         if request_ids:
             self._begin(self._abort(request_ids))
-        for replica_id, part in self._client.route(requests) if requests else ():
+        for replica_id, part in self._route(requests):
             size = self._max_turns or len(part)
             for start in range(0, len(part), size):
                 self.num_calls += 1
                 self._begin(self._call(part[start : start + size], replica_id))
+
+    def _route(self, requests: Sequence[GenerateRequest]) -> Sequence[ReplicaRoute]:
+        try:
+            return self._client.route(requests) if requests else ()
+        except Exception:
+            logger.exception("turns can't be routed")
+            return [ReplicaRoute("", requests)]  # the call answers them, if by its error
 
     def _begin(self, call: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(call)
@@ -127,6 +139,8 @@ class TurnBatcher:
                 self._client.forget(request.request_id)
             answer = self._waiting.get(request.request_id)
             if answer is not None and not answer.done():
+                if replica_id and isinstance(error, RetryableError | TimeoutError):
+                    self._client.avoid(replica_id)
                 answer.set_exception(error)
                 if limit.expired():
                     self._to_abort.append(request.request_id)

@@ -30,6 +30,37 @@ def test_an_unknown_key_names_the_nearest_valid_one(written: str, meant: str):
     assert nearest_keys(written, RunConfig)[0] == meant
 
 
+def test_a_key_like_none_gets_no_guess():
+    assert nearest_keys("nonsense", RunConfig) == ()
+    found = problems({"custom_envs": ENVS, "nonsense": 1, "actor_train": {"bf16": True}})
+    for key in ("nonsense", "actor_train.bf16"):
+        assert found[key] == "unknown key, and none is like it: `offbeat config show` lists all"
+
+
+@pytest.mark.parametrize(
+    ("tree", "key", "says"),
+    [
+        ({"dual_clip_loss": True}, "dual_clip_loss", "here `dual_clip` (1 + 2 pg_clip"),
+        (
+            {"is_offload_states": True},
+            "is_offload_states",
+            "not one of Offbeat's (learner and engines work at the same",
+        ),
+        ({"num_nodes": 2}, "num_nodes", "(device_mapping says it): leave it out"),
+        (
+            {"actor_train": {"training_args": {"bf16": True}}},
+            "actor_train.training_args.bf16",
+            "model_args.dtype: bfloat16",
+        ),
+        ({"actor_train": {"name": "x"}}, "actor_train.name", "(no such workers here): leave it out"),
+    ],
+)
+def test_a_key_of_rolls_is_explained_as_by_the_importer(tree: dict[str, object], key: str, says: str):
+    message = problems({"custom_envs": ENVS, **tree})[key]
+    assert message.startswith("ROLL's key, ")
+    assert says in message
+
+
 def test_unknown_key_lists_several_equal_keys():
     assert set(nearest_keys("learning_rate", RunConfig)) == {
         "warm_start.learning_rate",

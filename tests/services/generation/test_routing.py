@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from offbeat.services.generation.routing import ReplicaAssignments
+from offbeat.services.generation.routing import AVOIDED_S, ReplicaAssignments
 from offbeat.services.messages.types import GenerateRequest, Sampling
 
 
@@ -73,6 +73,20 @@ def test_episodes_of_a_replica_that_left_go_to_others_once() -> None:
     }
     back = place(assignments, ["a", "b", "c"], *(request(f"{i}", group=f"g{i // 3}") for i in range(30)))
     assert back == second
+
+
+def test_a_replica_whose_call_failed_is_left_out_for_a_while() -> None:
+    now = 0.0
+    assignments, replicas = ReplicaAssignments(lambda: now), ["a", "b", "c"]
+    place(assignments, replicas, *(request(f"{i}") for i in range(9)))
+    assignments.avoid("a")
+    assert set(place(assignments, replicas, *(request(f"{i}") for i in range(9))).values()) == {"b", "c"}
+    for each in "bc":
+        assignments.avoid(each)
+    assert "a" in place(assignments, replicas, *(request(f"n{i}") for i in range(9))).values(), "all are left out"
+    assignments.avoid("a")
+    now = AVOIDED_S + 1
+    assert len(set(place(assignments, replicas, *(request(f"m{i}") for i in range(30))).values())) == 3
 
 
 def test_what_is_over_is_forgotten() -> None:

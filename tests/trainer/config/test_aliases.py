@@ -65,6 +65,39 @@ def test_canonical_keys_exist(canonical: str):
         assert canonical.replace("*", "a") in nearest_keys(canonical.replace("*", "a"), RunConfig)
 
 
+SERVICE = {"placement": "service", "num_replicas": 2}
+
+
+@pytest.mark.parametrize(
+    ("train", "mapping", "strategy", "expected"),
+    [
+        ([0, 1], [2, 3], {}, SERVICE),
+        (
+            "list(range(0, 2))",
+            "list(range(2, 4))",
+            {"strategy_name": "hf_infer"},
+            {"strategy_name": "hf_infer", **SERVICE},
+        ),
+        (None, [2, 3], {}, SERVICE),
+        ([0, 1], [2, 3], {"num_replicas": 1}, {"placement": "service", "num_replicas": 1}),
+        ([0, 1], [2, 3], {"placement": "learner"}, {"placement": "learner"}),
+        ([0, 1], [2, 3], {"strategy_name": "deepspeed_infer"}, {"strategy_name": "deepspeed_infer"}),
+        ([0, 1], "list(range(0, 2))", {}, {}),
+        ([0, 1], None, {}, {}),
+        ([0, 1], "range(", {}, {}),
+    ],
+)
+def test_devices_of_its_own_make_a_service_of_a_frozen_model(
+    train: object, mapping: object, strategy: dict[str, Any], expected: dict[str, Any]
+):
+    for role in ({"reference": {}}, {"teacher": {"t": {}}}):
+        tree = {"actor_train": {"device_mapping": train}, **role}
+        table = tree.get("reference", tree.get("teacher", {}).get("t"))
+        table |= {"device_mapping": mapping, "strategy_args": dict(strategy)}
+        for canonical in (canonicalize(tree)[0], canonicalize(canonicalize(tree)[0])[0]):
+            assert canonical.get("reference", canonical.get("teacher", {}).get("t"))["strategy_args"] == expected
+
+
 def test_a_key_in_two_spellings_is_refused_unless_they_agree():
     tree = {"async_generation_ratio": 1, "max_staleness": 2}
     _, (issue,) = canonicalize(tree)

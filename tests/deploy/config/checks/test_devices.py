@@ -13,6 +13,7 @@ from offbeat.deploy.config.checks.memory import critic_gib, learner_gib
 from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.sharing import choose_turns
+from offbeat.services.generation.config import UTILIZATION
 from tests.deploy.config.test_device_plan import ONE_GPU, TWO_NODES, config
 
 KEY = "actor_infer.strategy_args.strategy_config.gpu_memory_utilization"
@@ -158,11 +159,12 @@ def test_an_engine_of_the_deploy_file_is_not_weighed(tmp_path: Path, monkeypatch
 def test_a_reward_must_fit_its_devices(
     reward: dict[str, Any], gib: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    share = UTILIZATION if reward["kind"] == "llm_judge" else 1.0
     args = {"model_name_or_path": write_model(tmp_path, 2**30), **reward.get("model_args", {})}
     on_cpus = ({"device": "cpu"}, {"device": "cpu"})
     key = "rewards.0.model_args.model_name_or_path"
     for device, memory_gib, is_refused in (
-        ("cuda", gib - 0.1, gib > 0), ("cuda", gib + 0.1, False), ("cpu", 0.1, False)
+        ("cuda", gib / share - 0.1, gib > 0), ("cuda", gib / share + 0.1, False), ("cpu", 0.1, False)
     ):  # fmt: skip
         monkeypatch.setattr(devices, "read_memory_gib", lambda memory=memory_gib: memory)
         given = {"name": "r", **reward, "model_args": args, "device": device}

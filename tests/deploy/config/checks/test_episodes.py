@@ -20,6 +20,22 @@ def test_tiny_policy_with_images_is_accepted():
 
 
 @pytest.mark.parametrize(
+    ("overrides", "key", "says"),
+    [
+        (["group_size_redundancy=1"], "group_size_redundancy", "evaluation keeps every episode"),
+        (["num_env_groups=400"], "num_env_groups", "set val_batch_size"),
+        (["task_sampler.path=offbeat.envs.task_samplers:Levels"], "task_sampler", "always use the same tasks"),
+        (["num_env_groups=3", "num_groups_partition=[3]"], "", ""),
+        (["max_env_num_per_worker=4"], "", ""),
+    ],
+)
+def test_keys_of_training_alone_are_refused_for_evaluation(overrides: list[str], key: str, says: str):
+    found = problems("quickstart.yaml", *(f"+val_env_manager.{each}" for each in overrides))
+    assert found.keys() == ({f"val_env_manager.{key}"} if key else set())
+    assert says in found.get(f"val_env_manager.{key}", "")
+
+
+@pytest.mark.parametrize(
     ("overrides", "path", "says"),
     [
         (["tiny.vision=null"], f"{TAG}.agent_template", "set tiny.vision to {}"),

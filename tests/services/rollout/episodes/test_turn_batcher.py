@@ -48,6 +48,7 @@ class Routed(FakeGeneration):
         super().__init__(echo)
         self.replicas: list[str] = []
         self.forgotten: list[str] = []
+        self.avoided: list[str] = []
 
     def route(self, requests):
         parts = [[r for r in requests if r.prompt[-1] % 2 == rest] for rest in (0, 1)]
@@ -55,6 +56,9 @@ class Routed(FakeGeneration):
 
     def forget(self, episode):
         self.forgotten.append(episode)
+
+    def avoid(self, replica_id):
+        self.avoided.append(replica_id)
 
     async def generate(self, requests, replica_id=""):
         self.replicas.append(replica_id)
@@ -82,6 +86,31 @@ async def test_a_call_that_fails_takes_no_other_replicas_turns_along():
     batcher = TurnBatcher(client, coalesce_s=0.0)
     answers = await asyncio.gather(*(batcher.sample(request(f"r{i}", i)) for i in range(4)), return_exceptions=True)
     assert [isinstance(each, RetryableError) for each in answers] == [True, False, True, False]
+    assert set(client.avoided) == {"a"}
+
+
+async def test_turns_that_can_not_be_routed_are_answered():
+    class Lost(Routed):
+        def route(self, requests):
+            raise OSError(f"no controller for {len(requests)} turn(s)")
+
+    client = Lost()
+    batcher = TurnBatcher(client, coalesce_s=0.0)
+    assert (await batcher.sample(request("r", 5))).token_ids[0] == 5
+    assert client.replicas == [""]
+
+
+async def test_unsent_turns_of_an_episode_that_is_over_name_it_no_more():
+    client = Routed()
+    batcher = TurnBatcher(client, coalesce_s=0.0)
+    late = asyncio.create_task(batcher.sample(replace(request("e/0", 2), episode="e", continues=True)))
+    await asyncio.sleep(0)
+    batcher.forget("e")
+    await late
+    ((sent,),) = client.calls
+    assert (sent.episode, sent.continues) == ("", False)
+    await batcher.close()
+    assert client.forgotten == ["e", "e/0"]
 
 
 async def test_no_turn_waits_for_a_slower_neighbour():
