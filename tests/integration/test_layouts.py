@@ -18,7 +18,7 @@ from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.integration.layout_rank import LAYOUTS, RESUMED, STEPS, critic_learned, engine_of, half_learned, learn
 from tests.paths import ROOT
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)  # four ranks beside the tests of the mesh, on two cores
 ONE = (1, 1)
 
 
@@ -62,7 +62,12 @@ def out(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         subprocess.Popen(command, env={**os.environ, **address, "RANK": str(rank), "PYTHONPATH": str(ROOT)})
         for rank in range(4)
     ]
-    assert [process.wait(timeout=200) for process in running] == [0] * 4
+    try:
+        assert [process.wait(timeout=500) for process in running] == [0] * 4
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
     return folder
 
 
