@@ -89,7 +89,7 @@ def test_the_services_metrics_are_in_the_registry():
     own = {m.name for m in METRICS if m.source == "rollout" and "{" not in m.name}
     assert own == OWN_METRICS | {"playing", "hung_threads", "generation_calls"}
     counts = Counts()
-    counts.completed(Completion("r", (1, 2)))
+    counts.completed(Completion("r", (1, 2)), 4)
     counts.loaded(LoadTimes(0.1, 0.2))
     emitted = counts.take(SessionCounts(), replica_id="a", version=1, running=2, waiting=3).values
     assert set(emitted) == {m.name for m in METRICS if m.source == "generation"}

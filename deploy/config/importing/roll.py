@@ -1,22 +1,18 @@
 """Configurations of ROLL (github.com/alibaba/ROLL), with their `defaults` lists."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.importing.fitting import finish
 from offbeat.deploy.config.importing.report import Imported, KeyPath, KeyReport, Outcome
-from offbeat.deploy.config.importing.roll_agentic import AGENTIC, add_gem_ids, agentic_defaults
-from offbeat.deploy.config.importing.roll_data import DPO, SFT, dpo_defaults, sft_defaults
-from offbeat.deploy.config.importing.roll_distill import DISTILL, distill_defaults
+from offbeat.deploy.config.importing.roll_agentic import add_gem_ids
 from offbeat.deploy.config.importing.roll_keys import find_unknown
-from offbeat.deploy.config.importing.roll_rlvr import RLVR, name_domains, rlvr_defaults
-from offbeat.deploy.config.importing.roll_roles import ENGINES, GENERATING, ROLES, SCORED, TRAINING
-from offbeat.deploy.config.importing.roll_run import ALGORITHM, RUN, defaults
+from offbeat.deploy.config.importing.roll_rlvr import name_domains
+from offbeat.deploy.config.importing.roll_rules import PIPELINES, Defaults
 from offbeat.deploy.config.importing.rules import (
     Key,
-    Rules,
     Tree,
     add_defaults,
     apply,
@@ -30,15 +26,6 @@ from offbeat.deploy.config.loader import compose_files, readable
 from offbeat.deploy.config.yaml_limits import load_yaml
 from offbeat.trainer.config.issue import ConfigIssue
 
-Defaults = Callable[[Tree], Iterator[tuple[str, str, Any]]]
-COMMON: Rules = (*RUN, *ROLES, *ENGINES, *GENERATING)
-PIPELINES: Mapping[str, tuple[Rules, tuple[Defaults, ...]]] = {
-    "agentic": ((*SCORED, *AGENTIC, *ALGORITHM, *TRAINING, *COMMON), (agentic_defaults, defaults)),
-    "sft": ((*SFT, *TRAINING, *COMMON), (sft_defaults, defaults)),
-    "rlvr": ((*SCORED, *RLVR, *ALGORITHM, *TRAINING, *COMMON), (rlvr_defaults, defaults)),
-    "distill": ((*DISTILL, *TRAINING, *COMMON), (distill_defaults, defaults)),
-    "dpo": ((*DPO, *TRAINING, *COMMON), (dpo_defaults, defaults)),
-}
 ROLE_NAMES = {
     "student_train": "actor_train",
     "student_infer": "actor_infer",
@@ -88,17 +75,6 @@ def translate_roll(path: Path) -> tuple[Tree, list[KeyReport], list[str]]:
         name_domains(tree, source)
     reports += _add_defaults(tree, uniform, default_sets)
     return tree, reports, remarks
-
-
-def find_counterpart(path: KeyPath, value: object) -> Outcome | None:
-    """Return what becomes of a single key that ROLL has, if a rule says so."""
-    for pipeline, (rules, _) in PIPELINES.items():
-        if find_unknown(pipeline, path) is None:
-            tree: Tree = {}
-            put(tree, path, value)
-            if (outcome := apply(rules, Key(path, value, tree))) is not None:
-                return outcome
-    return None
 
 
 def find_pipeline(tree: Tree) -> str:
