@@ -160,6 +160,7 @@ def shared_memory(command: Command) -> list[str]:
     return [path.name for path in Path("/dev/shm").glob(f"offbeat-{owner_of(RUN_ID, command.run_dir)}-*")]
 
 
+@pytest.mark.timeout(480)
 def test_a_rest_run_survives_kills_of_redis_and_control_service(folder: Path, commands: list[Command]):
     """Its settings are changed and it is stopped over REST."""
     first = Command(folder, "max_steps=2000", "save_steps=1000")
