@@ -9,14 +9,15 @@ class Counts:
         self._sums = dict.fromkeys(("tokens", "requests", "errors", "resampled", "refused_weights"), 0)
         self._loads: list[LoadTimes] = []
         self._continued = continued
-        self._prompts = Partial("mean", 0.0, 0.0)
+        self._prompt_tokens = self._cached_tokens = 0
 
     def completed(self, completion: Completion, prompt_tokens: int) -> None:
         self._sums["requests"] += 1
         self._sums["errors"] += bool(completion.error)
         self._sums["tokens"] += len(completion.token_ids)
         if completion.token_ids:
-            self._prompts = self._prompts.merge(Partial("mean", completion.cached_tokens, prompt_tokens))
+            self._prompt_tokens += prompt_tokens
+            self._cached_tokens += completion.cached_tokens
 
     def resampled(self) -> None:
         self._sums["resampled"] += 1
@@ -39,14 +40,14 @@ class Counts:
             "sessions": Partial("last", sessions.waiting),
             "continued": Partial("sum", sessions.continued - self._continued),
         }
-        if self._prompts.count:
-            values["prefix_cache_hit_rate"] = self._prompts
+        if self._prompt_tokens:
+            values["prefix_cache_hit_rate"] = Partial("mean", self._cached_tokens, self._prompt_tokens)
         if self._loads:
             values["pause_s"] = mean(times.pause_s for times in self._loads)
             values["pause_max_s"] = Partial("max", max(times.pause_s for times in self._loads))
             values["load_s"] = mean(times.load_s for times in self._loads)
         self._sums = dict.fromkeys(self._sums, 0)
         self._loads = []
-        self._prompts = Partial("mean", 0.0, 0.0)
+        self._prompt_tokens = self._cached_tokens = 0
         self._continued = sessions.continued
         return MetricRecord("generation", values, labels={"replica": replica_id})

@@ -64,11 +64,11 @@ class ReplicaAssignments:
 
     def split(self, requests: Sequence[GenerateRequest], replicas: Sequence[str]) -> list[ReplicaRoute]:
         """Split requests by replica. replicas: ids of those that run and are awake; with fewer than two, all go together."""
+        if len(replicas) < 2:
+            return [ReplicaRoute("", requests)]
         now = self._clock()
         self._avoided = {each: until for each, until in self._avoided.items() if until > now}
         replicas = [each for each in replicas if each not in self._avoided] or replicas
-        if len(replicas) < 2:
-            return [ReplicaRoute("", requests)]
         parts: dict[str, list[GenerateRequest]] = {}
         for request in requests:
             parts.setdefault(self._replica(request, replicas), []).append(request)
