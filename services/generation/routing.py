@@ -40,6 +40,11 @@ class Unrouted:
         del replica_id
 
 
+class _Assignment(NamedTuple):
+    replica_id: str
+    group: str
+
+
 @dataclass(slots=True)
 class _GroupMembers:
     replica_id: str
@@ -53,14 +58,13 @@ class ReplicaAssignments:
         self._clock = clock
         self._avoided: dict[str, float] = {}
         """By replica id, when it may get requests again."""
-        self._replicas: dict[str, str] = {}
+        self._assigned: dict[str, _Assignment] = {}
         """By episode, or by request without one."""
-        self._group_of: dict[str, str] = {}
         self._groups: dict[str, _GroupMembers] = {}
         self._load = Counter[str]()
 
     def __len__(self) -> int:
-        return len(self._replicas)
+        return len(self._assigned)
 
     def split(self, requests: Sequence[GenerateRequest], replicas: Sequence[str]) -> list[ReplicaRoute]:
         """Split requests by replica. replicas: ids of those that run and are awake; with fewer than two, all go together."""
@@ -76,15 +80,14 @@ class ReplicaAssignments:
 
     def forget(self, episode: str) -> None:
         """Release an episode that is over, or a request without one; ignore unknown ones."""
-        replica_id = self._replicas.pop(episode, None)
-        if replica_id is None:
+        assigned = self._assigned.pop(episode, None)
+        if assigned is None:
             return
-        self._load[replica_id] -= 1
-        group = self._group_of.pop(episode, "")
-        if members := self._groups.get(group):
+        self._load[assigned.replica_id] -= 1
+        if members := self._groups.get(assigned.group):
             members.count -= 1
             if not members.count:
-                del self._groups[group]
+                del self._groups[assigned.group]
 
     def avoid(self, replica_id: str) -> None:
         """Leave a replica out for `AVOIDED_S`, if there are others."""
@@ -92,15 +95,14 @@ class ReplicaAssignments:
 
     def _replica(self, request: GenerateRequest, replicas: Sequence[str]) -> str:
         name = request.episode or request.request_id
-        assigned = self._replicas.get(name)
-        if assigned is not None and assigned in replicas:
-            return assigned
+        assigned = self._assigned.get(name)
+        if assigned is not None and assigned.replica_id in replicas:
+            return assigned.replica_id
         self.forget(name)
         chosen = self._choose(request.group, replicas)
-        self._replicas[name] = chosen
+        self._assigned[name] = _Assignment(chosen, request.group)
         self._load[chosen] += 1
         if request.group:
-            self._group_of[name] = request.group
             self._groups.setdefault(request.group, _GroupMembers(chosen)).count += 1
         return chosen
 

@@ -96,5 +96,5 @@ def test_what_is_over_is_forgotten() -> None:
     assert len(assignments) == 2
     for name in ("one", "single", "unknown", "one"):
         assignments.forget(name)
-    assert not {**assignments._replicas, **assignments._group_of, **assignments._groups}
+    assert not {**assignments._assigned, **assignments._groups}
     assert not any(assignments._load.values())
