@@ -15,7 +15,7 @@ def with_utilization(config: RunConfig, plan: DevicePlan) -> GenerationConfig:
     infer = config.actor_infer
     if infer.device == "cpu":
         return infer
-    return _with_engine(infer, gpu_memory_utilization=engine_utilization(config, plan))
+    return with_engine(infer, gpu_memory_utilization=engine_utilization(config, plan))
 
 
 def engine_utilization(config: RunConfig, plan: DevicePlan) -> float:
@@ -37,7 +37,7 @@ def choose_turns(config: RunConfig, nodes: Sequence[ClusterNode]) -> RunConfig:
     has_others = any(not slot.is_shared for slot in plan.engines)
     if not plan.is_shared or not (has_others or config.max_staleness == 0):
         return config
-    return config.model_copy(update={"actor_infer": _with_engine(infer, enable_sleep_mode=True)})
+    return config.model_copy(update={"actor_infer": with_engine(infer, enable_sleep_mode=True)})
 
 
 def offload_problem(config: RunConfig) -> str:
@@ -60,7 +60,7 @@ def offload_problem(config: RunConfig) -> str:
     return ""
 
 
-def _with_engine(infer: GenerationConfig, **values: object) -> GenerationConfig:
+def with_engine(infer: GenerationConfig, **values: object) -> GenerationConfig:
     engine = infer.engine.model_copy(update=values)
     strategy = infer.strategy_args.model_copy(update={"strategy_config": engine})
     return infer.model_copy(update={"strategy_args": strategy})

@@ -14,11 +14,13 @@ from offbeat.services.chat.tokenizer import find_end_ids, load_tokenizer
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.hf.engine import HfEngine
 from offbeat.services.generation.tenancy import read_architecture
+from offbeat.services.generation.vllm.adapters import VllmAdapterEngine
 from offbeat.services.redis.connection import connect_async
 from offbeat.services.tinker.app import create_app
 from offbeat.services.tinker.config import TinkerConfig
 from offbeat.services.tinker.owners import read_keys
 from offbeat.services.tinker.sampling import BASE_VERSION, Sampler
+from offbeat.services.tinker.schemas import MAX_TOP
 from offbeat.services.tinker.service import BaseModelInfo, TinkerService
 from offbeat.services.tinker.store import TinkerStore
 
@@ -53,7 +55,7 @@ async def open_service(settings: ServiceSettings) -> AsyncIterator[OpenService]:
     config = TinkerConfig.model_validate_json(settings.tinker)
     model = Path(settings.model)
     generation = GenerationConfig.model_validate_json(settings.generation)
-    engine = await HfEngine.start(generation, model, sequence_length=settings.context, seed=settings.seed)
+    engine = await _start_engine(settings, generation, config)
     redis = connect_async(settings.redis_url, max_connections=REDIS_CONNECTIONS)
     try:
         await _wait_for_file(anyio.Path(settings.weights))  # of the learner
@@ -73,6 +75,23 @@ async def open_service(settings: ServiceSettings) -> AsyncIterator[OpenService]:
     finally:
         engine.close()
         await redis.aclose()
+
+
+async def _start_engine(
+    settings: ServiceSettings, generation: GenerationConfig, config: TinkerConfig
+) -> HfEngine | VllmAdapterEngine:
+    model = Path(settings.model)
+    if config.engine_on(generation.device) == "hf_infer":
+        return await HfEngine.start(generation, model, sequence_length=settings.context, seed=settings.seed)
+    return await VllmAdapterEngine.start(
+        generation,
+        model,
+        sequence_length=settings.context,
+        seed=settings.seed,
+        max_adapters=config.max_adapters,
+        max_lora_rank=config.max_lora_rank,
+        max_top=MAX_TOP,
+    )
 
 
 async def _wait_for_file(path: anyio.Path) -> None:

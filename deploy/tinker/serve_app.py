@@ -75,7 +75,11 @@ class TinkerDeployment:
 
 
 def build(settings: TinkerSettings) -> Application:
-    """Return the application; its folder is exclusive, and it starts with the first call."""
+    """Return the application; its folder is exclusive, and it starts with the first call.
+
+    The learner is the replica's child, and shares its GPUs.
+    """
+    infer = settings.config.actor_infer
     deployment = serve.deployment(
         name=DEPLOYMENT,
         autoscaling_config={"min_replicas": 0, "max_replicas": 1},
@@ -84,7 +88,8 @@ def build(settings: TinkerSettings) -> Application:
         health_check_timeout_s=10.0,
         graceful_shutdown_timeout_s=STOP_TIMEOUT_S,
         ray_actor_options={
-            "num_cpus": settings.config.actor_infer.cpus_per_replica,
+            "num_cpus": infer.cpus_per_replica,
+            "num_gpus": infer.engine.world_size if infer.device == "cuda" else 0,
             "resources": {HEAD_NODE: 0.001},
         },
     )(serve.ingress()(TinkerDeployment))

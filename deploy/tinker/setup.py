@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.sharing import SHARED_UTILIZATION, with_engine
 from offbeat.deploy.run_folder import make_private
 from offbeat.deploy.run_setup import model_folder, write_policy
 from offbeat.deploy.tinker.child import SupervisedChild
@@ -34,8 +35,12 @@ class TinkerSetup:
         if config.has_policy_folder:
             write_policy(config, self._model)
         read_keys(config.tinker.keys_file)
-        if problem := architecture_problem(read_architecture(self._model)):
-            raise MeshError(f"pretrain: {self._model}: {problem}")
+        infer = config.actor_infer
+        if config.tinker.engine_on(infer.device) == "hf_infer":
+            if infer.device == "cuda":
+                raise MeshError("tinker.engine: hf_infer samples on a CPU: take vllm, or set actor_infer.device to cpu")
+            if problem := architecture_problem(read_architecture(self._model)):
+                raise MeshError(f"pretrain: {self._model}: {problem}")
         claim_folder(self.root, self._model, config.actor_train.model_args, config.seed)
 
     @property
@@ -56,17 +61,21 @@ class TinkerSetup:
             max_tokens=train.training_args.max_tokens_per_microbatch,
             max_models=self._config.tinker.max_models,
             num_threads=train.num_threads,
+            device=train.device,
         )
         return self.child("learner", LEARNER, msgspec.json.encode(settings))
 
     def service(self, redis_url: str) -> ServiceSettings:
+        infer = self._config.actor_infer
+        if infer.device == "cuda" and infer.engine.gpu_memory_utilization is None:
+            infer = with_engine(infer, gpu_memory_utilization=SHARED_UTILIZATION)
         return ServiceSettings(
             name=self._name,
             redis_url=redis_url,
             model=str(self._model),
             model_name=self.model_name,
             weights=str(weights_file(self.root, self._model)),
-            generation=self._config.actor_infer.model_dump_json(),
+            generation=infer.model_dump_json(),
             tinker=self._config.tinker.model_dump_json(),
             context=self._context,
             seed=self._config.seed,

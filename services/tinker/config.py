@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -15,6 +16,8 @@ class TinkerConfig(Config):
     """0: any free one."""
     model_name: str | None = Field(default=None, min_length=1)
     """Name of the base model for clients; None: `pretrain`, or its folder's name."""
+    engine: Literal["hf_infer", "vllm"] | None = None
+    """What samples. None: `hf_infer` on a CPU, `vllm` on GPUs."""
     keys_file: Path | None = None
     """File of API keys, one `tml-...` per line; each sees its own models. None: any key, on this machine."""
     max_lora_rank: int = Field(default=64, ge=1, le=512)
@@ -34,6 +37,10 @@ class TinkerConfig(Config):
     """Disk space of a key's checkpoints; further ones are refused."""
     session_timeout_s: float = Field(default=86400.0, gt=0)
     """Time without a heartbeat after which a session ends. Its models are deleted, their checkpoints stay."""
+
+    def engine_on(self, device: str) -> Literal["hf_infer", "vllm"]:
+        """Return the engine. device: `actor_infer.device`"""
+        return self.engine or ("hf_infer" if device == "cpu" else "vllm")
 
     @model_validator(mode="after")
     def _is_private(self) -> "TinkerConfig":

@@ -1,6 +1,7 @@
 """Sampling of many adapters from one engine.
 
-Invariants: an adapter in use stays in the engine; a missing one replaces the least recently used.
+Invariants: an adapter in use stays in the engine; a missing one replaces the least recently used; no more are loaded
+than fit.
 """
 
 import asyncio
@@ -59,41 +60,48 @@ class AdapterSlots:
         self._max_adapters = max_adapters
         self._slots: OrderedDict[str, AdapterSlot] = OrderedDict()
         """Least recently used first."""
+        self._taking = asyncio.Lock()
+        self._released = asyncio.Event()
 
     @asynccontextmanager
     async def hold(self, name: str, adapter: AdapterVersion) -> AsyncIterator[None]:
-        """Keep an adapter in the engine, at this version or newer.
+        """Keep an adapter in the engine, at this version or newer; wait while all that fit are in use.
 
         Raises:
             TinkerError: it can't be loaded.
         """
-        slot = self._slots.setdefault(name, AdapterSlot())
-        self._slots.move_to_end(name)
-        slot.users += 1
+        slot = await self._take(name)
         try:
             async with slot.loading:
                 if slot.loaded is None or slot.loaded.version < adapter.version:
                     await self._load(name, adapter)
                     slot.loaded = adapter
-                    await self._evict()
             yield
         finally:
             slot.users -= 1
+            self._released.set()
+
+    async def _take(self, name: str) -> AdapterSlot:
+        """Use a slot, in the order of the calls, so that adapters in constant use starve no other."""
+        async with self._taking:
+            while name not in self._slots and len(self._slots) >= self._max_adapters:
+                idle = next((name for name, slot in self._slots.items() if not slot.users), None)
+                if idle is None:
+                    self._released.clear()
+                    await self._released.wait()
+                else:
+                    del self._slots[idle]
+                    await self._engine.drop_adapter(idle)
+            slot = self._slots.setdefault(name, AdapterSlot())
+            self._slots.move_to_end(name)
+            slot.users += 1
+            return slot
 
     async def _load(self, name: str, adapter: AdapterVersion) -> None:
         try:
             await self._engine.put_adapter(name, Path(adapter.folder), adapter.version)
         except (OSError, WeightsError) as error:
             raise TinkerError(f"the adapter can't be loaded, or its checkpoint was deleted: {error}") from error
-
-    async def _evict(self) -> None:
-        while len(self._slots) > self._max_adapters:
-            # one at a time: another call may take an idle slot while the engine drops one
-            idle = next((name for name, slot in self._slots.items() if not slot.users), None)
-            if idle is None:
-                return
-            del self._slots[idle]
-            await self._engine.drop_adapter(idle)
 
 
 class Sampler:

@@ -17,9 +17,9 @@ WORDS = [f"w{i}" for i in range(25)]
 VOCABULARY = 32
 
 
-def write_policy(folder: Path) -> Path:
+def write_policy(folder: Path, **sizes: int) -> Path:
     """A model folder without weights; 32 tokens, contexts of 512."""
-    write_tiny_policy(folder, TinyPolicyConfig(), WORDS)
+    write_tiny_policy(folder, TinyPolicyConfig(**sizes), WORDS)
     return folder
 
 

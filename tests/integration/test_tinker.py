@@ -1,6 +1,7 @@
 """Tinker's API: the unmodified SDK trains, samples, saves and loads against real processes, which may be killed."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,11 +13,21 @@ from tinker import types
 
 from offbeat.benchmarks.studies.tinker_kills import PARTS, repeat_undisturbed, train_under_kills
 from offbeat.benchmarks.tinker.server import RunningServer, running_server
-from tests.integration.tinker_client import ADAM, SENTENCE, adapter, are_equal, create, datum, sample, train
+from tests.integration.tinker_client import (
+    ADAM,
+    SENTENCE,
+    adapter,
+    are_equal,
+    check_learning,
+    check_samplers,
+    create,
+    datum,
+    sample,
+    train,
+)
 from tests.waiting import wait_until_sync
 
 KEY, OTHER_KEY = "tml-one", "tml-other"
-FLOAT_NOISE = 2e-5
 
 
 @pytest.fixture(scope="module")
@@ -33,39 +44,22 @@ def service(server: RunningServer) -> Iterator[tinker.ServiceClient]:
 
 
 def test_a_model_learns_and_its_samples_have_the_trained_logprobs(service: tinker.ServiceClient) -> None:
-    client = create(service)
-    losses = train(client, 20)
-    assert losses[-1] < 0.2 * losses[0]
-    sampler = client.save_weights_and_get_sampling_client().result()
-    prompt, params = types.ModelInput.from_ints(SENTENCE[:1]), types.SamplingParams(max_tokens=7, temperature=0.0)
-    (greedy,) = sampler.sample(prompt, 1, params, topk_sample_logprobs=3).result().sequences
-    assert list(greedy.tokens) == SENTENCE[1:]
-    best = [place[0] for place in greedy.topk_logprobs or () if place]
-    assert best == list(zip(greedy.tokens, greedy.logprobs or (), strict=True))
-    assert greedy.stop_reason == "length"
-    scores = client.forward([datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
-    np.testing.assert_allclose(greedy.logprobs, scores.data, atol=FLOAT_NOISE)
-    first, *rest = sampler.compute_logprobs(types.ModelInput.from_ints(SENTENCE)).result()
-    assert first is None
-    np.testing.assert_allclose(np.array(rest, float), scores.data, atol=FLOAT_NOISE)
-    assert client.get_tokenizer().vocab_size == sampler.get_tokenizer().vocab_size
-    info = client.get_info()
-    assert (info.lora_rank, info.model_name) == (4, "tiny")
+    check_learning(service)
 
 
 def test_a_snapshot_stays_and_inflight_follows(service: tinker.ServiceClient) -> None:
-    client = create(service)
-    before = client.save_weights_and_get_sampling_client().result()
-    newest = client.save_weights_and_get_sampling_client(kind="inflight").result()
-    base = service.create_sampling_client(base_model="tiny").result()
-    first = sample(base, temperature=0.0).sequences[0]
-    for sampler in (before, newest):
-        answer = sample(sampler, temperature=0.0).sequences[0]
-        assert list(answer.tokens) == list(first.tokens)
-    train(client, 20)
-    client.save_weights_and_get_sampling_client(kind="inflight").result()
-    assert list(sample(before, temperature=0.0).sequences[0].tokens) == list(first.tokens)
-    assert list(sample(newest, temperature=0.0).sequences[0].tokens) == SENTENCE[1:]
+    check_samplers(service)
+
+
+@pytest.mark.timeout(300)
+def test_vllm_samples_for_more_models_than_it_holds(tmp_path: Path) -> None:
+    """Its keys and values of the base, of a snapshot and of the newest weights stay apart."""
+    with running_server(tmp_path / "run", "tinker.engine=vllm", "tinker.max_adapters=2") as server:
+        with tinker.ServiceClient(base_url=server.url, api_key=KEY) as service:
+            for _ in range(2):
+                check_learning(service)
+                check_samplers(service)
+        assert server.stop() == 0
 
 
 def test_every_sampled_token_has_its_version(server: RunningServer, service: tinker.ServiceClient) -> None:

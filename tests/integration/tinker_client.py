@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from tinker import types
 
 SENTENCE = [4, 9, 5, 8, 6, 7, 10, 4]
+FLOAT_NOISE = 2e-5
 ADAM = types.AdamParams(learning_rate=5e-3)
 
 
@@ -51,3 +52,41 @@ def adapter(folder: Path, path: str) -> dict[str, torch.Tensor]:
 
 def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def check_learning(service: tinker.ServiceClient, noise: float = FLOAT_NOISE) -> None:
+    """Check that a model learns, and that its samples have the trained logprobs."""
+    client = create(service)
+    losses = train(client, 20)
+    assert losses[-1] < 0.2 * losses[0]
+    sampler = client.save_weights_and_get_sampling_client().result()
+    prompt, params = types.ModelInput.from_ints(SENTENCE[:1]), types.SamplingParams(max_tokens=7, temperature=0.0)
+    (greedy,) = sampler.sample(prompt, 1, params, topk_sample_logprobs=3).result().sequences
+    assert list(greedy.tokens) == SENTENCE[1:]
+    best = [place[0] for place in greedy.topk_logprobs or () if place]
+    assert best == list(zip(greedy.tokens, greedy.logprobs or (), strict=True))
+    assert greedy.stop_reason == "length"
+    scores = client.forward([datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
+    np.testing.assert_allclose(greedy.logprobs, scores.data, atol=noise)
+    first, *rest = sampler.compute_logprobs(types.ModelInput.from_ints(SENTENCE)).result()
+    assert first is None
+    np.testing.assert_allclose(np.array(rest, float), scores.data, atol=noise)
+    assert client.get_tokenizer().vocab_size == sampler.get_tokenizer().vocab_size
+    info = client.get_info()
+    assert (info.lora_rank, info.model_name) == (4, "tiny")
+
+
+def check_samplers(service: tinker.ServiceClient) -> None:
+    """Check that a snapshot stays, and that `inflight` follows."""
+    client = create(service)
+    before = client.save_weights_and_get_sampling_client().result()
+    newest = client.save_weights_and_get_sampling_client(kind="inflight").result()
+    base = service.create_sampling_client(base_model="tiny").result()
+    first = sample(base, temperature=0.0).sequences[0]
+    for sampler in (before, newest):
+        answer = sample(sampler, temperature=0.0).sequences[0]
+        assert list(answer.tokens) == list(first.tokens)
+    train(client, 20)
+    client.save_weights_and_get_sampling_client(kind="inflight").result()
+    assert list(sample(before, temperature=0.0).sequences[0].tokens) == list(first.tokens)
+    assert list(sample(newest, temperature=0.0).sequences[0].tokens) == SENTENCE[1:]

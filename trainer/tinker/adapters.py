@@ -37,6 +37,10 @@ class AdapterPool:
     def vocab_size(self) -> int:
         return int(self.policy.model.config.get_text_config().vocab_size)
 
+    @property
+    def device(self) -> torch.device:
+        return self.policy.model.device
+
     def add(self, lora: Lora) -> str:
         from peft import LoraConfig, inject_adapter_in_model  # slow to import  # noqa: PLC0415
 

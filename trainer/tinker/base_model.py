@@ -48,4 +48,4 @@ def export_base(policy: PackedPolicy, root: Path, model: Path) -> None:
     if path.parent != root or path.exists():
         return
     # tied weights once, under the name that the engine knows
-    write_tensors(path, {name: each.detach() for name, each in policy.model.named_parameters()})
+    write_tensors(path, {name: each.detach().cpu() for name, each in policy.model.named_parameters()})

@@ -142,7 +142,11 @@ class ClientModel:
         self.accumulated = Accumulated(**about.get("accumulated", {}))  # states of earlier builds lack it
         self._load_moments(tensors, about["steps"])
         self._set_gradients(
-            {name.removeprefix("grad."): each for name, each in tensors.items() if name.startswith("grad.")}
+            {
+                name.removeprefix("grad."): each.to(self._pool.device)
+                for name, each in tensors.items()
+                if name.startswith("grad.")
+            }
         )
 
     def adopt(self, path: Path, *, with_optimizer: bool) -> None:
@@ -157,18 +161,19 @@ class ClientModel:
         self.version += 1
 
     def _compute_pass(self, data: Sequence[Datum], loss: Loss, settings: Settings) -> Scores:
+        device = self._pool.device
         tokens = torch.cat([_tensor(datum.tokens) for datum in data]).long()
         lengths = torch.tensor([0, *(len(datum.tokens) for datum in data)])
-        logits = self._pool.logits(tokens, lengths.cumsum(0))
+        logits = self._pool.logits(tokens.to(device), lengths.cumsum(0).to(device))
         scored = [
-            _score(part, _tensor(datum.inputs[TARGETS]))
+            _score(part, _tensor(datum.inputs[TARGETS]).to(device))
             for part, datum in zip(logits.split(lengths[1:].tolist()), data, strict=True)
         ]
         terms = _join(scored, data, loss)
         total = loss.compute(terms, settings).sum()
         if torch.is_grad_enabled():
             total.backward()
-        return Scores([each.detach().float().numpy() for each in scored], float(total.detach()))
+        return Scores([each.detach().float().cpu().numpy() for each in scored], float(total.detach()))
 
     def _add_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         if gradient is not None:
@@ -200,7 +205,7 @@ class ClientModel:
     def _load_moments(self, tensors: dict[str, Tensor], steps: dict[str, float]) -> None:
         self._optimizer = self._new_optimizer()
         for name, count in steps.items():
-            moments = {key: tensors[f"{key}.{name}"].clone() for key in MOMENTS}
+            moments = {key: tensors[f"{key}.{name}"].to(self._pool.device, copy=True) for key in MOMENTS}
             self._optimizer.state[self.parameters[name]] = {"step": torch.tensor(count), **moments}
 
     def _new_optimizer(self) -> torch.optim.AdamW:
@@ -230,10 +235,8 @@ def _score(logits: Tensor, targets: Tensor) -> Tensor:
 def _join(scored: Sequence[Tensor], data: Sequence[Datum], loss: Loss) -> Terms:
     logprobs = torch.cat([each.flatten() for each in scored])
     sequence = torch.arange(len(data)).repeat_interleave(torch.tensor([each.numel() for each in scored]))
-    given = {
-        name: torch.cat([_input(datum, name).flatten() for datum in data]).to(logprobs.dtype) for name in loss.inputs
-    }
-    return Terms(logprobs, given, sequence)
+    given = {name: torch.cat([_input(datum, name).flatten() for datum in data]).to(logprobs) for name in loss.inputs}
+    return Terms(logprobs, given, sequence.to(logprobs.device))
 
 
 def _input(datum: Datum, name: str) -> Tensor:

@@ -42,6 +42,7 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     max_models: int
     num_threads: int
+    device: str
 
 
 def main() -> int:
@@ -51,7 +52,7 @@ def main() -> int:
     root, model = Path(settings.folder), Path(settings.model)
     with (root / LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        policy = load_base(model, ModelArgs.model_validate_json(settings.model_args), settings.seed)
+        policy = load_base(model, ModelArgs.model_validate_json(settings.model_args), settings.seed).to(settings.device)
         export_base(policy, root, model)
         log = CommandLog(connect(settings.redis_url), settings.name)
         limits = ExecutorLimits(settings.context, settings.max_tokens, settings.max_models)

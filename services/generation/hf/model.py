@@ -171,6 +171,11 @@ class PolicyModel:
         paths = sorted({name.rsplit(".", 2)[0] for name in tensors})
         if other := [path for path in paths if not isinstance(modules.get(path), nn.Linear)]:
             raise WeightsError(f"{other[0]} takes no adapter here")
-        return {
+        adapters = {
             path: Adapter(tensors[f"{path}.lora_A.weight"], tensors[f"{path}.lora_B.weight"], scaling) for path in paths
         }
+        for path, adapter in adapters.items():
+            size, wanted = (adapter.up.shape[0], adapter.down.shape[1]), tuple(modules[path].weight.shape)
+            if size != wanted:
+                raise WeightsError(f"{path} has shape {list(size)} in the adapter, {list(wanted)} in the model")
+        return adapters

@@ -5,7 +5,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,9 @@ class VllmEngine:
         self._config = config
         self._image_prompts = image_prompts
         self._max_length: int = llm.model_config.max_model_len
-        self._parameters = lru_cache(MAX_CACHED_SAMPLING_PARAMS)(_parameters)
+        self._parameters = lru_cache(MAX_CACHED_SAMPLING_PARAMS)(sampling_parameters)
         self._salt = salt
-        self._vocab_size: int = llm.model_config.get_vocab_size()
+        self.vocab_size: int = llm.model_config.get_vocab_size()
         self._salted = config.engine.enable_prefix_caching and config.on_weight_update == "keep"
         self._has_sessions = config.keeps_sessions
         self._recompute = config.on_weight_update == "recompute"
@@ -66,8 +67,16 @@ class VllmEngine:
 
     @classmethod
     async def start(
-        cls, config: GenerationConfig, model: Path, *, sequence_length: int, seed: int, transport: str = "shm"
+        cls,
+        config: GenerationConfig,
+        model: Path,
+        *,
+        sequence_length: int,
+        seed: int,
+        transport: str = "shm",
+        adapts_vocabulary: bool = False,
     ) -> "VllmEngine":
+        """adapts_vocabulary: adapters may have the output embeddings' layer, which is slow on a CPU."""
         os.environ.update(engine_environment(config))
         logging.getLogger("vllm").setLevel(logging.WARNING)
         with uncollected_imports():
@@ -92,7 +101,7 @@ class VllmEngine:
             raise GenerationError(f"vLLM did not start: {cause}") from error
         await llm.collective_rpc("die_with_parent")
         if config.engine.max_lora_rank is not None:
-            await llm.collective_rpc("prepare_adapters")
+            await llm.collective_rpc("score_by_adapter" if adapts_vocabulary else "skip_vocabulary_adapters")
         engine = cls(llm, config, image_prompts=image_prompts)
         await engine.warm_up()
         return engine
@@ -112,19 +121,22 @@ class VllmEngine:
     async def generate(self, request: GenerateRequest, version: int) -> Completion:
         """Sample; the version salts the prefix cache."""
         from vllm.exceptions import VLLMClientError
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        if request.prompt and not 0 <= min(request.prompt) <= max(request.prompt) < self._vocab_size:
-            # vLLM would die of it: without a tokenizer it does not look.
-            return Completion(request.request_id, error=f"a token id is outside the vocabulary of {self._vocab_size}")
+        if problem := self.prompt_problem(request.prompt):
+            return Completion(request.request_id, error=problem)
         try:
-            return await self._sample(request, f"{self._salt}v{version}")
+            with engine_failures():
+                return await self._sample(request, f"{self._salt}v{version}")
         except (VLLMClientError, ValueError) as error:
             return Completion(request.request_id, error=str(error))
-        except (EngineDeadError, EngineGenerateError) as error:
-            raise RetryableError(f"the engine failed: {error}") from error
         except AbortedError as error:
             raise RetryableError(f"request {request.request_id} was aborted") from error
+
+    def prompt_problem(self, prompt: Sequence[int]) -> str:
+        """Return why vLLM would die of a prompt, empty if it would not: without a tokenizer it does not look."""
+        if prompt and not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
+            return f"a token id is outside the vocabulary of {self.vocab_size}"
+        return ""
 
     async def _sample(self, request: GenerateRequest, salt: str) -> Completion:
         if self._has_sessions and self._stays(request):
@@ -155,8 +167,8 @@ class VllmEngine:
     async def stage(self, path: Path) -> None:
         """On a CPU, reload into a twin in slices between engine steps; else leave all to `load`."""
         began, self._stage_s = time.monotonic(), None
-        if is_whole(path) and await self._call_worker("stage_weights", path=str(path)):
-            while not await self._call_worker("stage_more"):
+        if is_whole(path) and await self.call_worker("stage_weights", path=str(path)):
+            while not await self.call_worker("stage_more"):
                 pass
             self._stage_s = time.monotonic() - began
 
@@ -167,28 +179,36 @@ class VllmEngine:
         ticket = update_request_of(path)
         if ticket.init is not None:
             await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=ticket.init))
-        await self._start_waiting_requests()
-        await self.sessions.close_all()
-        asked = time.monotonic()
-        await self._pause()
+        asked = await self.pause()
         paused = time.monotonic()
-        taking = self._call_worker(ticket.method, **ticket.arguments)
+        taking = self.call_worker(ticket.method, **ticket.arguments)
         await asyncio.gather(taking, self.llm.update_weight_version(str(version)))
         loaded = time.monotonic()
         self._adapter = _adapter_request() if ticket.method == TAKE_ADAPTER else None
-        await self.llm.resume_generation()
-        self.sessions.reopen()
+        await self.resume()
         running = time.monotonic()
         if ticket.init is not None:
             await self.llm.shutdown_weight_transfer_engine()
         staged_s, self._stage_s = self._stage_s, None
         return LoadTimes(pause_s=running - asked, load_s=loaded - paused if staged_s is None else staged_s)
 
-    async def _call_worker(self, method: str, **arguments: Any) -> Any:
+    async def pause(self) -> float:
+        """Wait until no step runs or will start; return the time of the request. Running turns stay in the engine."""
+        await self._start_waiting_requests()
+        await self.sessions.close_all()
+        asked = time.monotonic()
+        await self._stop_steps()
+        return asked
+
+    async def resume(self) -> None:
+        await self.llm.resume_generation()
+        self.sessions.reopen()
+
+    async def call_worker(self, method: str, **arguments: Any) -> Any:
         return (await self.llm.collective_rpc(method, kwargs=arguments))[0]
 
-    async def _pause(self) -> None:
-        """Wait until no step runs or will start, without vLLM's sleep of 20 ms."""
+    async def _stop_steps(self) -> None:
+        """Pause without vLLM's sleep of 20 ms."""
         if self._pausing is not None:
             await self._pausing
         self._pausing = asyncio.create_task(self.llm.pause_generation(mode="keep", clear_cache=self._recompute))
@@ -246,7 +266,19 @@ def _adapter_request() -> Any:
     return lora.request()
 
 
-def _parameters(sampling: Sampling, *, is_session: bool = False) -> Any:
+@contextmanager
+def engine_failures() -> Iterator[None]:
+    """Translate vLLM's errors of a dead engine to `RetryableError`."""
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+    try:
+        yield
+    except (EngineDeadError, EngineGenerateError) as error:
+        raise RetryableError(f"the engine failed: {error}") from error
+
+
+def sampling_parameters(sampling: Sampling, *, is_session: bool = False, num_logprobs: int = 0) -> Any:
+    """num_logprobs: most likely tokens in each place, beside the sampled one."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
@@ -256,7 +288,7 @@ def _parameters(sampling: Sampling, *, is_session: bool = False) -> Any:
         max_tokens=sampling.max_new_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,  # the request alone says what stops it
-        logprobs=0,
+        logprobs=num_logprobs,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA if is_session else RequestOutputKind.FINAL_ONLY,
@@ -264,10 +296,13 @@ def _parameters(sampling: Sampling, *, is_session: bool = False) -> Any:
     )
 
 
+def finish_reason(output: Any) -> FinishReason:
+    return FINISH_REASONS.get(output.finish_reason, FinishReason.LENGTH)
+
+
 def _completion(request_id: str, output: Any, cached_tokens: int) -> Completion:
     if not output.token_ids:  # aborted before its first token
         return Completion(request_id, finish_reason=FinishReason.ABORT)
     spans = tuple(VersionSpan(span.start, span.end, int(span.version)) for span in output.weight_versions)
-    reason = FINISH_REASONS.get(output.finish_reason, FinishReason.LENGTH)
-    logprobs = tuple(output.logprobs.logprobs)
-    return Completion(request_id, tuple(output.token_ids), logprobs, spans, reason, cached_tokens=cached_tokens)
+    tokens, logprobs = tuple(output.token_ids), tuple(output.logprobs.logprobs)
+    return Completion(request_id, tokens, logprobs, spans, finish_reason(output), cached_tokens=cached_tokens)

@@ -1,18 +1,18 @@
-"""A low-rank adapter on the base weights, inside vLLM's worker.
+"""Low-rank adapters on the base weights, inside vLLM's worker.
 
-The only adapter has a fixed name; new versions replace it between steps. Invariants: it is loaded on exactly the layers
-that its file names; the base is compared as without adapters.
+A run's adapter has a fixed name; new versions replace an adapter between steps. Invariants: an adapter is loaded on
+exactly the layers that its file names; the base is compared as without adapters.
 """
 
 # pyright: basic
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
+from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA, LoRAMapping, VocabParallelEmbeddingWithLoRA
 from vllm.lora.request import LoRARequest
 
 from offbeat.services.generation.tensor_file import TensorFile
@@ -38,6 +38,44 @@ def skip_vocabulary_layers(model: Any, manager: Any) -> None:
                 del manager.modules[path]
 
 
+def score_by_adapter(runner: Any) -> None:
+    """Let a prompt's logprobs be those of its adapter: vLLM gives all but one token's logits another sequence's."""
+    score, waiting = runner._get_prompt_logprobs_dict, runner.num_prompt_logprobs
+
+    def score_each(*arguments: Any) -> dict[str, Any]:
+        scores: dict[str, Any] = {}
+        left = dict(waiting)
+        for request_id, count in left.items():
+            waiting.clear()
+            waiting[request_id] = count
+            with _adapted_logits(runner, runner.requests[request_id].lora_request):
+                scores |= score(*arguments)
+            left = {**left, request_id: None} if request_id not in waiting else left
+        waiting.clear()
+        waiting.update({request_id: count for request_id, count in left.items() if count is not None})
+        return scores
+
+    runner._get_prompt_logprobs_dict = score_each
+
+
+@contextmanager
+def _adapted_logits(runner: Any, lora: LoRARequest | None) -> Iterator[None]:
+    """Compute logits of any number of tokens with one adapter."""
+    model, manager = runner.model, runner.lora_manager._adapter_manager
+    compute, number = model.compute_logits, 0 if lora is None else lora.lora_int_id
+
+    def compute_adapted(hidden: torch.Tensor) -> torch.Tensor:
+        each = (number,) * len(hidden)
+        manager.set_adapter_mapping(LoRAMapping(each, each, is_prefill=True))
+        return compute(hidden)
+
+    model.compute_logits = compute_adapted
+    try:
+        yield
+    finally:
+        del model.compute_logits
+
+
 @contextmanager
 def unwrap(model: Any) -> Iterator[None]:
     """Remove adapter wrappers temporarily; nothing may be sampled."""
@@ -51,16 +89,18 @@ def unwrap(model: Any) -> Iterator[None]:
             parent._modules[name] = layer
 
 
-def take_adapter(runner: Any, folder: Path) -> None:
-    """Replace the adapter by a folder's.
+def take_adapter(runner: Any, folder: Path, name: str = NAME, number: int = NUMBER) -> None:
+    """Replace an adapter by a folder's, or add it.
 
     Raises:
         LoadError: the layers differ from the file.
     """
     workers = runner.lora_manager
-    workers.add_adapter(LoRARequest(NAME, NUMBER, str(folder), load_inplace=True))
+    workers.add_adapter(LoRARequest(name, number, str(folder), load_inplace=True))
+    manager = workers._adapter_manager
+    slot = manager.lora_index_to_id.index(number)
     with TensorFile(folder / ADAPTER) as file:
-        _compare(workers._adapter_manager.modules, fused_names(runner.get_model()), file, _scaling(folder))
+        _compare(manager.modules, slot, fused_names(runner.get_model()), file, _scaling(folder))
 
 
 def _wrap(model: Any) -> list[tuple[Any, str, Any]]:
@@ -77,25 +117,31 @@ def _scaling(folder: Path) -> float:
     return settings["lora_alpha"] / settings["r"]
 
 
-def _compare(layers: dict[str, Any], fused: dict[str, list[str]], file: TensorFile, scaling: float) -> None:
+def _compare(layers: dict[str, Any], slot: int, fused: dict[str, list[str]], file: TensorFile, scaling: float) -> None:
     places = {part: (whole, number) for whole, parts in fused.items() for number, part in enumerate(parts)}
     named: set[tuple[str, int]] = set()
     for key, wanted in file.items():
         path, kind, _ = key.removeprefix(PREFIX).rsplit(".", 2)
         parent, _, leaf = path.rpartition(".")
         whole, number = places.get(leaf, (leaf, 0))
-        owner = f"{parent}.{whole}"
+        owner = f"{parent}.{whole}" if parent else whole
         if owner not in layers:
             raise LoadError(f"{path} takes no adapter here")
         named.add((owner, number))
         up = kind == "lora_B"
-        held = (layers[owner].lora_b_stacked if up else layers[owner].lora_a_stacked)[number][0, 0]
+        held = _stacked(layers[owner], up=up)[number][slot, 0]
         if not _agrees(held, wanted.float() * (scaling if up else 1.0)):
             raise LoadError(f"{path}.{kind} differs from the file after loading")
     for owner, layer in layers.items():
-        for number, up in enumerate(layer.lora_b_stacked):
-            if (owner, number) not in named and bool(up.any()):
+        for number, up in enumerate(_stacked(layer, up=True)):
+            if (owner, number) not in named and bool(up[slot].any()):
                 raise LoadError(f"{owner} holds an adapter that is not in the file")
+
+
+def _stacked(layer: Any, *, up: bool) -> Sequence[torch.Tensor]:
+    """Return factors by part of a fused layer, each [slots, 1, rows, columns]."""
+    stacked = layer.lora_b_stacked if up else layer.lora_a_stacked
+    return (stacked,) if isinstance(stacked, torch.Tensor) else stacked
 
 
 def _agrees(held: torch.Tensor, wanted: torch.Tensor) -> bool:

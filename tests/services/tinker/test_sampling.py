@@ -75,42 +75,50 @@ async def test_the_least_recently_used_adapter_makes_room_and_comes_back() -> No
         async with slots.hold(name, adapter()):
             pass
     assert engine.calls == [
-        *(("put", "a@0"), ("put", "b@0"), ("put", "c@0"), ("drop", "b")),
-        *(("put", "b@0"), ("drop", "a")),
+        *(("put", "a@0"), ("put", "b@0"), ("drop", "b"), ("put", "c@0")),
+        *(("drop", "a"), ("put", "b@0")),
     ]
 
 
-async def test_an_adapter_in_use_stays_and_is_loaded_once() -> None:
+async def test_an_adapter_in_use_stays_while_others_wait_in_their_order() -> None:
     engine = FakeEngine()
-    slots = AdapterSlots(engine, 1)
-    async with slots.hold("a", adapter()):
-        async with slots.hold("b", adapter()):
-            assert engine.calls == [("put", "a@0"), ("put", "b@0")]
-        await asyncio.gather(*(_use(slots, "c") for _ in range(3)))
-    assert [call for call in engine.calls if call[1] == "c@0"] == [("put", "c@0")]
-    assert ("drop", "a") not in engine.calls
+    slots = AdapterSlots(engine, 2)
+    async with slots.hold("a", adapter()), slots.hold("b", adapter()):
+        waiting = [asyncio.create_task(_use(slots, name)) for name in ("c", "c", "a")]
+        await asyncio.sleep(0.01)
+        assert engine.calls == [("put", "a@0"), ("put", "b@0")]
+    await asyncio.gather(*waiting)
+    assert engine.calls[2:] == [("drop", "a"), ("put", "c@0"), ("drop", "b"), ("put", "a@0")]
 
 
-async def test_an_adapter_taken_during_an_eviction_stays() -> None:
-    """Two idle adapters are too many; while the engine drops the first, the second is used again."""
-    drops: list[str] = []
+async def test_an_adapter_used_again_while_it_is_dropped_is_loaded_again() -> None:
     dropping, may_drop = asyncio.Event(), asyncio.Event()
 
     class SlowEngine(FakeEngine):
         async def drop_adapter(self, name: str) -> None:
-            drops.append(name)
             dropping.set()
             await may_drop.wait()
+            await super().drop_adapter(name)
 
-    slots = AdapterSlots(SlowEngine(), 1)
-    async with slots.hold("a", adapter()), slots.hold("b", adapter()):
-        pass
-    loading = asyncio.create_task(_use(slots, "c"))
+    engine = SlowEngine()
+    slots = AdapterSlots(engine, 1)
+    await _use(slots, "a")
+    other = asyncio.create_task(_use(slots, "b"))
     await dropping.wait()
-    async with slots.hold("b", adapter()):
-        may_drop.set()
-        await loading
-        assert drops == ["a"]
+    again = asyncio.create_task(_use(slots, "a"))
+    may_drop.set()
+    await asyncio.gather(other, again)
+    assert engine.calls == [("put", "a@0"), ("drop", "a"), ("put", "b@0"), ("drop", "b"), ("put", "a@0")]
+
+
+async def test_a_call_that_stops_waiting_lets_others_take_the_room() -> None:
+    slots = AdapterSlots(FakeEngine(), 1)
+    async with slots.hold("a", adapter()):
+        waiting = asyncio.create_task(_use(slots, "b"))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        await _use(slots, "a")
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("adapter_config.json"), WeightsError("of another model")])

@@ -1,0 +1,208 @@
+"""vLLM with many low-rank adapters, by name.
+
+Invariants: an adapter is replaced between two steps; every token has the version of the adapter that sampled it.
+"""
+
+# pyright: basic
+import asyncio
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from offbeat.services.errors import GenerationError, WeightsError
+from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.engine import MostLikely, PromptScores, TopCompletion
+from offbeat.services.generation.vllm.engine import VllmEngine, engine_failures, finish_reason, sampling_parameters
+from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, Sampling, VersionSpan
+
+NO_ADAPTER = ""
+
+
+@dataclass(slots=True)
+class NamedAdapter:
+    """Adapter in the engine. number: vLLM's id."""
+
+    number: int
+    folder: str = ""
+    changes: list[int] = field(default_factory=list[int])
+    """Changes of the engine at which its versions began, ascending."""
+    versions: list[int] = field(default_factory=list[int])
+
+    def version_at(self, change: int) -> int:
+        return self.versions[bisect_right(self.changes, change) - 1]
+
+
+class VllmAdapterEngine:
+    def __init__(self, engine: VllmEngine, max_adapters: int, max_top: int) -> None:
+        self._engine = engine
+        self._max_adapters = max_adapters
+        self._llm = engine.llm
+        self._max_top = min(max_top, engine.vocab_size)
+        self._base = NamedAdapter(0, "", [-1], [-1])
+        self._adapters: dict[str, NamedAdapter] = {}
+        self._numbers = itertools.count(1)
+        self._num_changes = 0
+        self._changing = asyncio.Lock()
+
+    @classmethod
+    async def start(
+        cls,
+        config: GenerationConfig,
+        model: Path,
+        *,
+        sequence_length: int,
+        seed: int,
+        max_adapters: int,
+        max_lora_rank: int,
+        max_top: int,
+    ) -> "VllmAdapterEngine":
+        """max_adapters: in memory at once; max_top: largest `num_top`."""
+        slots = max_adapters
+        if config.device == "cpu":
+            slots += 1  # vLLM there takes the last slot for a request without adapter
+        extra = {"max_loras": slots, "max_cpu_loras": slots, "max_logprobs": max_top}
+        given = config.engine.model_dump() | extra | {"max_lora_rank": max_lora_rank}
+        arguments = config.strategy_args.model_copy(
+            update={"strategy_config": type(config.engine).model_validate(given)}
+        )
+        config = config.model_copy(update={"strategy_args": arguments, "keep_sessions": False})
+        engine = await VllmEngine.start(
+            config, model, sequence_length=sequence_length, seed=seed, adapts_vocabulary=True
+        )
+        return cls(engine, max_adapters, max_top)
+
+    async def load(self, path: Path, version: int) -> None:
+        """Load the base model from a file; raises WeightsError if it does not fit the model."""
+        await self._change(self._base, version, "take_base", path=str(path))
+
+    async def put_adapter(self, name: str, folder: Path, version: int) -> None:
+        """Serve a PEFT adapter as `name` from the next step on.
+
+        Raises:
+            WeightsError: it does not fit the model, or other adapters fill the memory.
+        """
+        if name not in self._adapters and len(self._adapters) >= self._max_adapters:
+            raise WeightsError(f"the engine has {len(self._adapters)} adapters already")
+        adapter = self._adapters.get(name) or NamedAdapter(next(self._numbers))
+        put = partial(self._change, adapter, method="put_adapter", name=name, number=adapter.number)
+        try:
+            await put(version, folder=str(folder))
+        except WeightsError:
+            if adapter.folder:  # vLLM may have dropped it
+                await put(adapter.versions[-1], folder=adapter.folder)
+            raise
+        adapter.folder = str(folder)
+        self._adapters[name] = adapter
+
+    async def drop_adapter(self, name: str) -> None:
+        """Forget an adapter that no running request uses."""
+        if (adapter := self._adapters.pop(name, None)) is not None:
+            await self._llm.remove_lora(adapter.number)
+
+    async def generate_with_top(self, request: GenerateRequest, adapter: str, num_top: int) -> TopCompletion:
+        """Sample, with the most likely tokens in each sampled one's place; refused requests yield `error`.
+
+        Raises:
+            RetryableError: the engine died.
+        """
+        from vllm.exceptions import VLLMClientError
+
+        if problem := self._problem(request.prompt, adapter):
+            return TopCompletion(Completion(request.request_id, error=problem))
+        parameters = sampling_parameters(request.sampling, num_logprobs=min(num_top, self._max_top))
+        try:
+            output = await self._run(request.request_id, request.prompt, adapter, parameters)
+        except (VLLMClientError, ValueError) as error:
+            return TopCompletion(Completion(request.request_id, error=str(error)))
+        (answer,) = output.outputs
+        if not answer.token_ids:  # aborted before its first token
+            return TopCompletion(Completion(request.request_id, finish_reason=FinishReason.ABORT))
+        source = self._adapters.get(adapter, self._base)
+        spans = tuple(
+            VersionSpan(each.start, each.end, source.version_at(int(each.version))) for each in answer.weight_versions
+        )
+        logprobs, top = _read(answer.logprobs)
+        reason = finish_reason(answer)
+        tokens = tuple(answer.token_ids)
+        completion = Completion(request.request_id, tokens, tuple(logprobs), spans, reason)
+        return TopCompletion(completion, top if num_top else ())
+
+    async def score(self, prompt: Sequence[int], adapter: str = NO_ADAPTER, num_top: int = 0) -> PromptScores:
+        """Score a prompt's tokens but the first, at temperature 1. num_top: most likely tokens by place.
+
+        Raises:
+            GenerationError: the prompt is refused.
+            RetryableError: the engine died.
+        """
+        from vllm.exceptions import VLLMClientError
+
+        if problem := self._problem(prompt, adapter):
+            raise GenerationError(problem)
+        parameters = sampling_parameters(Sampling(temperature=0.0, max_new_tokens=1))
+        parameters.prompt_logprobs = min(num_top, self._max_top)
+        parameters.skip_reading_prefix_cache = True  # cached positions have no logits
+        try:
+            output = await self._run(f"score-{next(self._numbers)}", prompt, adapter, parameters)
+        except (VLLMClientError, ValueError) as error:
+            raise GenerationError(str(error)) from error
+        logprobs, top = _read(output.prompt_logprobs)
+        return PromptScores(logprobs, top if num_top else ())
+
+    async def check(self) -> None:
+        await self._engine.check()
+
+    def close(self) -> None:
+        self._engine.close()
+
+    async def _run(self, request_id: str, prompt: Sequence[int], name: str, parameters: Any) -> Any:
+        """Return vLLM's output; no keys and values of other versions are reused."""
+        from vllm.inputs import tokens_input
+        from vllm.lora.request import LoRARequest
+
+        lora, version = None, self._base.versions[-1]
+        if name:
+            adapter = self._adapters[name]
+            lora, version = LoRARequest(name, adapter.number, adapter.folder), adapter.versions[-1]
+        tokens = tokens_input(list(prompt), cache_salt=f"{name}v{version}")
+        with engine_failures():
+            sampling = self._llm.generate(tokens, parameters, request_id, lora_request=lora)
+            return [output async for output in sampling][-1]
+
+    async def _change(self, adapter: NamedAdapter, version: int, method: str, **arguments: Any) -> None:
+        """Change weights between two steps; tokens of later ones have `version`. Raises WeightsError."""
+        async with self._changing:
+            await self._engine.pause()
+            try:
+                with engine_failures():
+                    await self._engine.call_worker(method, **arguments)
+                self._num_changes += 1
+                await self._llm.update_weight_version(str(self._num_changes))
+                adapter.changes.append(self._num_changes)
+                adapter.versions.append(version)
+            except Exception as error:
+                raise WeightsError(str(error)) from error
+            finally:
+                await self._engine.resume()
+
+    def _problem(self, prompt: Sequence[int], adapter: str) -> str:
+        """Return why a request is refused; empty if it is not."""
+        if adapter and adapter not in self._adapters:
+            return f"adapter {adapter} is not loaded"
+        return self._engine.prompt_problem(prompt)
+
+
+def _read(flat: Any) -> tuple[list[float], list[MostLikely]]:
+    """Read vLLM's table: in each place, but a prompt's first, the token itself, then the most likely ones."""
+    places = [(start, end) for start, end in zip(flat.start_indices, flat.end_indices, strict=True) if start < end]
+    logprobs = [flat.logprobs[start] for start, _ in places]
+    top: list[MostLikely] = []
+    for start, end in places:
+        likely = range(start + 1, end)
+        possible = [i for i in likely if flat.logprobs[i] > -math.inf]
+        top.append(MostLikely([flat.token_ids[i] for i in possible], [flat.logprobs[i] for i in possible]))
+    return logprobs, top

@@ -1,0 +1,27 @@
+"""Tinker's API with learner and vLLM on one GPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+tinker = pytest.importorskip("tinker")
+
+from offbeat.benchmarks.tinker.server import running_server  # noqa: E402
+from tests.integration.tinker_client import check_learning, check_samplers  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.timeout(600),
+]
+
+TOLERANCE = 1e-3
+"""float32, with other kernels for the same sums."""
+
+
+def test_models_learn_and_are_sampled(tmp_path: Path) -> None:
+    with running_server(tmp_path / "run", "actor_train.device=cuda", "actor_infer.device=cuda") as server:
+        with tinker.ServiceClient(base_url=server.url, api_key="tml-me") as service:
+            check_learning(service, TOLERANCE)
+            check_samplers(service)
+        assert server.stop() == 0
