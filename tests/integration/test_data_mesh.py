@@ -18,6 +18,7 @@ from offbeat.envs.frozen_lake.rows import conversations, pairs, write_rows
 from offbeat.services.chat.vision import encode_png
 from offbeat.trainer.config.run import LearnerRunConfig
 from offbeat.trainer.training.batch_log import BatchLog
+from tests.integration.data_run import write_teacher
 from tests.integration.ray_cluster import RayCluster
 from tests.integration.test_deploy import DEPLOY
 from tests.paths import CONFIGS
@@ -35,7 +36,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
     cluster = RayCluster(tmp_path_factory.mktemp("mesh"))
     for name, seed in (("rows.jsonl", 0), ("val.jsonl", 1)):
         write_rows(cluster.folder / "sft" / name, conversations(20, seed))
-        write_rows(cluster.folder / "dpo" / name, pairs(20, seed))
+        for pipeline in ("dpo", "reward_model"):
+            write_rows(cluster.folder / pipeline / name, pairs(20, seed))
+        write_rows(cluster.folder / "distill" / name, conversations(20, seed))
     cluster.start(num_cpus=2)
     cluster.deploy(DEPLOY)
     wait_until_sync(lambda: set(cluster.status().values()) == {"RUNNING"}, timeout_s=240, every_s=0.5)
@@ -49,7 +52,7 @@ def document(pipeline: str, *lines: str) -> str:
     for name, file in (("dataset_name", "rows"), ("val_dataset_name", "val")):
         text = re.sub(rf"^  {name}: \S+", f"  {name}: {pipeline}/{file}.jsonl", text, flags=re.MULTILINE)
     text = re.sub(r"^  num_train_epochs: .*$", "", text, flags=re.MULTILINE)
-    for key in ("rollout_batch_size", "eval_steps", "save_steps"):
+    for key in ("rollout_batch_size", "eval_steps", "save_steps", r"tiny:\n  num_hidden_layers"):
         text = re.sub(rf"^{key}: .*$", "", text, flags=re.MULTILINE)
     return "\n".join([text, "tiny: {num_hidden_layers: 1}", "rollout_batch_size: 8", "record_batches: 1000", *lines])
 
@@ -215,6 +218,18 @@ def health(cluster: RayCluster, run: str, component: str) -> str:
 def adopted(cluster: RayCluster, run: str) -> bool:
     changes = cluster.run(run).get("changes", [])
     return bool(changes) and changes[-1]["from_step"] is not None
+
+
+@pytest.mark.parametrize("pipeline", ["distill", "reward_model"])
+def test_a_pipeline_is_started_over_rest_and_proven(cluster: RayCluster, pipeline: str) -> None:
+    text = document(pipeline, "max_steps: 4", "save_steps: 4", "eval_steps: 4")
+    if pipeline == "distill":
+        teacher = write_teacher(cluster.folder / "teacher", cluster.folder / "distill" / "rows.jsonl")
+        text = text.replace("runs/quickstart/checkpoints/step-000160", str(teacher))
+    started = post(cluster, text)
+    assert started.status_code == 201, started.text
+    wait_until_sync(lambda: state(cluster, pipeline) == "finished", timeout_s=240, every_s=0.2)
+    assert proven_and_reported(cluster, pipeline, 4)["groups_trained"] == {"distill": 32, "reward_model": 16}[pipeline]
 
 
 def test_dpo_is_trained_by_an_attached_learner_and_reproduced(cluster: RayCluster) -> None:

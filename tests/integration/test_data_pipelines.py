@@ -22,6 +22,13 @@ pytestmark = pytest.mark.slow
 
 GROUPS = {"sft": 48, "dpo": 24, "kto": 24, "distill": 48}
 """Of six steps."""
+ENDS = {
+    "sft": (signal.SIGKILL, signal.SIGTERM),
+    "dpo": (signal.SIGTERM, signal.SIGKILL),
+    "kto": (signal.SIGKILL, signal.SIGTERM),
+    "distill": (signal.SIGTERM, signal.SIGKILL),
+}
+"""How the first learner ends in the first epoch, and the second after a checkpoint."""
 RECORDING = ("record_batches=100",)
 
 
@@ -40,6 +47,11 @@ def undisturbed(
 def pipeline_of(run: Run) -> str:
     """`kto` is a loss of `dpo`."""
     return "kto" if run.config.dpo.loss_type == "kto" else run.config.pipeline
+
+
+def trained_steps(run: Run) -> list[int]:
+    """Steps of the checkpoints that are kept."""
+    return sorted(int(path.name[5:]) for path in (run.config.output_dir / "checkpoints").glob("step-*"))
 
 
 def rows_trained(run: Run) -> list[int]:
@@ -91,45 +103,30 @@ def test_a_data_run_is_proven_by_the_audit(undisturbed: Run, capfd: pytest.Captu
     assert "PROVEN" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("version", [1, 3])
-def test_a_killed_learners_successor_ends_the_epoch_with_the_same_weights(
-    redis_server: str, tmp_path: Path, undisturbed: Run, version: int
-) -> None:
+def end_learner(run: Run, version: int, end: signal.Signals) -> None:
+    """Start a learner; end it at `version`, or one step after its predecessor."""
+    version, learner = max(version, run.published() + 1), run.start()
+    wait_until_sync(lambda: run.published() >= version, timeout_s=240)
+    learner.send_signal(end)
+    assert learner.wait(timeout=120) == (0 if end is signal.SIGTERM else -signal.SIGKILL), run.complaint()
+
+
+def test_a_kill_a_stop_and_another_worker_change_no_weight(redis_server: str, tmp_path: Path, undisturbed: Run) -> None:
+    """The worker ends with the first learner; each successor goes on within the epoch."""
     pipeline = pipeline_of(undisturbed)
-    with a_data_run(redis_server, tmp_path, f"killed-{pipeline}{version}", pipeline) as run:
-        victim = run.start()
-        wait_until_sync(lambda: run.published() >= version, timeout_s=240)
-        victim.kill()
-        victim.wait()
-        assert run.start().wait(timeout=240) == 0, run.complaint()
+    with a_data_run(redis_server, tmp_path, f"disturbed-{pipeline}", pipeline, works=False) as run:
+        for version, end in zip((1, 3), ENDS[pipeline], strict=True):
+            with a_worker(run, f"worker-{version}"):
+                end_learner(run, version, end)
+            if end is signal.SIGTERM:
+                assert trained_steps(run)[-1] == run.published(), "a stop saves the newest weights"
+        with a_worker(run, "last"):
+            assert run.start().wait(timeout=240) == 0, run.complaint()
         counters = run.counters()
         assert (counters.admitted, counters.trained, counters.in_flight) == (GROUPS[pipeline], GROUPS[pipeline], 0)
-        for name, tensor in undisturbed.weights(6).items():
-            assert torch.equal(tensor, run.weights(6)[name]), name
-
-
-def test_a_stopped_data_run_goes_on_within_the_epoch(redis_server: str, tmp_path: Path, undisturbed: Run) -> None:
-    pipeline = pipeline_of(undisturbed)
-    with a_data_run(redis_server, tmp_path, f"stopped-{pipeline}", pipeline, ["save_steps=100"]) as run:
-        first = run.start()
-        wait_until_sync(lambda: run.published() >= 1, timeout_s=240)
-        first.send_signal(signal.SIGTERM)
-        assert first.wait(timeout=120) == 0
-        assert run.start().wait(timeout=240) == 0, run.complaint()
-        for name, tensor in undisturbed.weights(6).items():
-            assert torch.equal(tensor, run.weights(6)[name]), name
-
-
-def test_rows_of_a_worker_that_ends_are_read_by_another(redis_server: str, tmp_path: Path, undisturbed: Run) -> None:
-    pipeline = pipeline_of(undisturbed)
-    with a_data_run(redis_server, tmp_path, f"worker-{pipeline}", pipeline, works=False) as run:
-        learner = run.start()
-        with a_worker(run, "first"):
-            wait_until_sync(lambda: run.published() >= 1, timeout_s=240)
-        with a_worker(run, "second"):
-            assert learner.wait(timeout=240) == 0, run.complaint()
-        for name, tensor in undisturbed.weights(6).items():
-            assert torch.equal(tensor, run.weights(6)[name]), name
+        for step in sorted({*trained_steps(run)} & {*trained_steps(undisturbed)}):
+            for name, tensor in undisturbed.weights(step).items():
+                assert torch.equal(tensor, run.weights(step)[name]), f"{name} after step {step}"
 
 
 def test_too_long_and_bad_rows_are_replaced_and_counted(redis_server: str, tmp_path: Path) -> None:
@@ -147,12 +144,10 @@ def test_too_long_and_bad_rows_are_replaced_and_counted(redis_server: str, tmp_p
         assert counters.failed == {"bad_row": 3}
 
 
-@pytest.mark.parametrize("pipeline", ["dpo", "kto"])
-def test_a_precomputed_reference_gives_the_same_weights(redis_server: str, tmp_path: Path, pipeline: str) -> None:
+@pytest.mark.parametrize("undisturbed", ["dpo", "kto"], indirect=True)
+def test_a_precomputed_reference_gives_the_same_weights(redis_server: str, tmp_path: Path, undisturbed: Run) -> None:
     """Its logprobs are kept beside the rows, for the successor of a killed learner and for later runs."""
-    with a_data_run(redis_server, tmp_path, f"computed-{pipeline}", pipeline) as run:
-        assert run.start().wait(timeout=240) == 0, run.complaint()
-        expected = run.weights(6)
+    pipeline = pipeline_of(undisturbed)
     precomputed = ["dpo.precompute_ref_log_probs=true"]
     with a_data_run(redis_server, tmp_path, f"precomputed-{pipeline}", pipeline, precomputed) as run:
         victim = run.start()
@@ -167,6 +162,6 @@ def test_a_precomputed_reference_gives_the_same_weights(redis_server: str, tmp_p
         victim.wait()
         assert run.start().wait(timeout=240) == 0, run.complaint()
         assert [path.stat().st_mtime_ns for path in files] == written
-        for name, tensor in expected.items():
+        for name, tensor in undisturbed.weights(6).items():
             # files are scored row by row, the learner's reference in the policy's micro-batches
             torch.testing.assert_close(run.weights(6)[name], tensor, rtol=1e-4, atol=1e-5, msg=name)

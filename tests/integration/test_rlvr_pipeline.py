@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from offbeat.deploy.cli.audit import examine
+from offbeat.deploy.config.loader import load_run
 from offbeat.envs.dataset.arithmetic import write_problems
+from offbeat.services.rollout.data.prompts import PromptSource
 from offbeat.trainer.algorithms.normalization import EPS
 from offbeat.trainer.config.run import LearnerRunConfig
 from offbeat.trainer.training.batch_log import BatchLog
@@ -51,6 +53,7 @@ def test_killed_learner_and_reward_replica_lose_no_group(train: TrainProcess, tm
     assert found.proven, found.findings
     assert found.lineage.learners == 2
     assert left_behind(train) == []
+    assert_rows_are_those_of_the_seed(train.output_dir)
     num_rows = sum(1 for _ in (tmp_path / "val.jsonl").open())
     for evaluation in report["evaluations"]:
         metrics = evaluation["metrics"]
@@ -67,6 +70,19 @@ def test_killed_learner_and_reward_replica_lose_no_group(train: TrainProcess, tm
         expected = decoupled_advantages(train.output_dir, step)
         got = [values[f"advantage/{name}"] for name in ("min", "max")]
         assert got == pytest.approx([expected.min(), expected.max()], rel=1e-5, abs=1e-6)
+
+
+def assert_rows_are_those_of_the_seed(folder: Path) -> None:
+    """Each group is of the row that its number has in a run that nobody disturbs, and no number is trained twice."""
+    config = load_run(folder / "config.yaml", [])
+    assert config.data is not None
+    tags = config.train_env_manager.tags_of(config.custom_envs)
+    source = PromptSource(config.data, tags, tags, seed=config.seed)
+    groups = [g for step in range(1, STEPS + 1) for g in BatchLog(folder).read(step, LearnerRunConfig()).batch.groups]
+    assert len({group.number for group in groups}) == len(groups) == STEPS * 8
+    for group in groups:
+        task = source.train_task(group.number)
+        assert {(each.tag, each.seed) for each in group.trajectories} == {(task.tag, task.seed)}
 
 
 def decoupled_advantages(folder: Path, step: int) -> "np.ndarray[Any, np.dtype[np.float64]]":

@@ -31,6 +31,15 @@ ONLINE_KEYS = ("sequence_length", "reward_shaping", "zero_variance", "max_refill
                "difficulty_mask", "difficulty_low_threshold", "difficulty_high_threshold", "ref_model_sync_steps",
                "ref_model_mixup_alpha")  # fmt: skip
 """Keys that `online_dpo` uses."""
+CONVERSATIONS, PAIRS = ("sft", "distill"), ("dpo", "reward_model")
+COLUMN_KEYS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("messages_key", "response_key"), CONVERSATIONS),
+    **dict.fromkeys(("chosen_key", "rejected_key"), PAIRS),
+    **dict.fromkeys(("completion_key", "label_key"), ("dpo",)),
+    "margin_key": ("reward_model",),
+}
+"""Keys of `data` -> pipelines that use them; other keys are of every data pipeline."""
+OPTIONAL_COLUMNS = ("images_key", "margin_key", "tag_key", "tools_key")
 
 
 def steps_of_epochs(config: RunConfig) -> int | None:
@@ -80,6 +89,10 @@ def check_data(config: RunConfig) -> Iterator[ConfigIssue]:
     pipeline, unset = f"pipeline: {config.pipeline}", RunConfig()
     if config.data is None:
         yield ConfigIssue("data.dataset_name", f"{pipeline} trains on rows: name a file")
+    else:
+        for key, users in COLUMN_KEYS.items():
+            if config.pipeline not in users and _is_renamed(config.data, key):
+                yield ConfigIssue(f"data.{key}", f"has no effect with {pipeline}: leave it out")
     if config.pipeline == "distill":
         yield from _check_distillation(config)
     if config.trains_reward_model:
@@ -166,6 +179,8 @@ def check_rows(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
             rows = open_rows(path)
             check_columns(rows, config.data, config.pipeline)
             yield from _check_kind(config, rows, key)
+            if key == DATA_KEYS[0]:
+                yield from _check_optional_columns(config, config.data, rows, path)
             for index in range(min(len(rows), CHECKED_ROWS)):
                 _check_conversations(rows[index], config.data, config.pipeline, rows.name(index))
         except (ValueError, OSError) as error:
@@ -174,6 +189,21 @@ def check_rows(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
     with _tokenizer_folder(config) as folder:
         if folder is not None:
             yield from _first_issue(config, config.data, folder)
+
+
+def _is_renamed(data: DataConfig, key: str) -> bool:
+    return getattr(data, key) != DataConfig.model_fields[key].default
+
+
+def _check_optional_columns(
+    config: RunConfig, data: DataConfig, rows: DatasetRows, path: Path
+) -> Iterator[ConfigIssue]:
+    """Yield columns that are named and that no row has."""
+    for key in OPTIONAL_COLUMNS:
+        name, is_used = getattr(data, key), config.pipeline in COLUMN_KEYS.get(key, (config.pipeline,))
+        if is_used and _is_renamed(data, key) and all(row.get(name) is None for row in rows.scan((name,))):
+            has = ", ".join(rows.columns)
+            yield ConfigIssue(f"data.{key}", f"no row of {path} has the column {name!r}; there is {has}")
 
 
 def _first_issue(config: RunConfig, data: DataConfig, folder: Path) -> list[ConfigIssue]:

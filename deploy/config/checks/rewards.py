@@ -15,6 +15,7 @@ from offbeat.trainer.config.issue import ConfigIssue
 PROMPT_KEYS = ("ground_truth_key", "prompt_length", "tag_included", "domain_interleave_probs")
 """Of `data`, used only by prompts."""
 ROW_KEYS = (
+    "response_key",
     "chosen_key",
     "rejected_key",
     "margin_key",

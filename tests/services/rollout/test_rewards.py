@@ -146,16 +146,16 @@ async def test_a_prompt_that_is_too_long_is_not_answered(bench, saying, tmp_path
 
 
 async def test_earlier_messages_of_a_row_come_before_the_answer(bench, saying, tmp_path: Path, chat):
-    changes = settings(tmp_path, TRUTH)
+    changes = settings(tmp_path, TRUTH, ground_truth_key="gold")
     messages = [
         {"role": role, "content": text}
         for role, text in (("system", "Walk to G ."), ("user", "P"), ("assistant", "Up"), ("user", "P _ G"))
     ]
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": messages, "ground_truth": "Left"}) + "\n")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": messages, "gold": "Left"}) + "\n")
     async with bench(*group(0, 1), generation=saying("Left"), **changes) as b:
         await b.until_done(1)
         ((request,),) = b.generation.calls
     expected = [*chat.first_prompt("Walk to G .", "P"), *chat.encode("Up"), chat.end_id, *chat.next_prompt("P _ G")]
     assert list(request.prompt) == expected
-    assert SEEN[0].prompt == messages
+    assert (SEEN[0].prompt, SEEN[0].ground_truth) == (messages, "Left")
     assert isinstance(request, GenerateRequest)

@@ -121,6 +121,17 @@ def test_a_saved_configuration_is_read_again(tmp_path: Path):
         ("reward_model", "data.train_on=last", "data.train_on", "scores the last token"),
         ("reward_model", "data.too_long=truncate", "data.too_long", "take drop"),
         ("reward_model", "tiny.vision={}", "pretrain", "reads text"),
+        ("sft", "data.chosen_key=better", "data.chosen_key", "no effect with pipeline: sft"),
+        ("dpo", "data.response_key=answer", "data.response_key", "no effect with pipeline: dpo"),
+        ("dpo", "data.margin_key=gap", "data.margin_key", "no effect with pipeline: dpo"),
+        ("reward_model", "data.label_key=good", "data.label_key", "no effect with pipeline: reward_model"),
+        (
+            "reward_model",
+            "data.margin_key=gap",
+            "data.margin_key",
+            "has the column 'gap'; there is prompt, chosen, rej",
+        ),
+        ("sft", "data.tools_key=functions", "data.tools_key", "has the column 'functions'; there is messages"),
     ],
 )
 def test_what_can_not_be_trained_is_refused(pipeline: str, override: str, path: str, problem: str, tmp_path: Path):

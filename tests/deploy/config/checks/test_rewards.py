@@ -80,6 +80,7 @@ def test_epochs_count_the_rows_of_the_domains(tmp_path: Path):
         ("data.prompt_key=question", "data.dataset_name", "rows.jsonl:1: question: expected a text or a list"),
         ("data.prompt_length=64", "data.prompt_length", "leave no room for an answer in a sequence_length of 64"),
         ("data.train_on=last", "data.train_on", "has no effect with pipeline: rlvr"),
+        ("data.response_key=answer", "data.response_key", "has no effect with pipeline: rlvr"),
         ("val_batch_size=32", "val_batch_size", "each evaluation takes every validation row once"),
         (f"train_env_manager.task_sampler.path={LEVELS}", "train_env_manager.task_sampler", "rows are the tasks"),
         ("custom_envs.mixed.agent_runner.path=a:b", "custom_envs.mixed.agent_runner", "the policy's own answers"),

@@ -15,6 +15,7 @@ class Service:
     def __init__(self) -> None:
         self.requests: list[Any] = []
         self.headers: list[Any] = []
+        self.paths: list[str] = []
         self.reply: Callable[[], Reply] = lambda: (200, b'{"score": 0.5}')
         service = self
 
@@ -23,6 +24,7 @@ class Service:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 service.requests.append(json.loads(body))
                 service.headers.append(dict(self.headers))
+                service.paths.append(self.path)
                 status, content = service.reply()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
