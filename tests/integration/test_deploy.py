@@ -13,6 +13,7 @@ import yaml
 
 from offbeat.deploy.run_folder import newest_checkpoint
 from offbeat.deploy.token_file import TOKEN_FILE
+from offbeat.services.control.client import VALIDATION_TIMEOUT_S
 from offbeat.services.redis.serve_app import HEAD_NODE
 from offbeat.services.redis.url_file import read_url_file
 from offbeat.services.weights.transports.base import owner_of
@@ -136,6 +137,7 @@ def test_deploy_file_works_as_it_is(cluster: RayCluster):
     assert shared_memory(cluster) == []
 
 
+@pytest.mark.timeout(900)
 def test_runs_survive_deployments_and_kills_and_shutdown_is_clean(cluster: RayCluster):
     cluster.start(num_cpus=1)
     cluster.join(num_cpus=1)
@@ -187,7 +189,7 @@ def test_runs_survive_deployments_and_kills_and_shutdown_is_clean(cluster: RayCl
     first, second = sorted(cluster.living("ray::EnvWorker"), key=lambda process: process.create_time())
     for count in (1, 2):
         assert cluster.api.patch("/runs/one", json={"num_workers": count}).status_code == 200
-        wait_until_sync(lambda count=count: len(cluster.living("ray::EnvWorker")) == count, timeout_s=60, every_s=0.2)
+        wait_until_sync(lambda count=count: len(cluster.living("ray::EnvWorker")) == count, timeout_s=60, every_s=1.0)
     goes_on(cluster)
     (old_worker,) = [worker for worker in (first, second) if worker.is_running()]
     (new_worker,) = [worker for worker in cluster.living("ray::EnvWorker") if worker != old_worker]
@@ -279,7 +281,8 @@ def started(cluster: RayCluster) -> bool:
 
 
 def post(cluster: RayCluster, document: str) -> Any:
-    return cluster.api.post("/runs", content=document, headers={"content-type": "application/yaml"})
+    headers = {"content-type": "application/yaml"}
+    return cluster.api.post("/runs", content=document, headers=headers, timeout=VALIDATION_TIMEOUT_S)
 
 
 def step(cluster: RayCluster, run_id: str = "one") -> int:

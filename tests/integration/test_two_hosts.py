@@ -10,7 +10,7 @@ import pytest
 from offbeat.deploy.components.learner_host import HEARTBEAT_TTL_S
 from offbeat.deploy.run_folder import newest_checkpoint
 from offbeat.services.redis.url_file import read_url_file
-from tests.integration.hosts import Host, two_hosts
+from tests.integration.hosts import ADDRESSES, Host, two_hosts
 from tests.paths import ROOT
 from tests.waiting import wait_until_sync
 
@@ -36,7 +36,18 @@ actor_infer:
   generating_args: {max_new_tokens: 2}
   strategy_args: {strategy_name: hf_infer}
 rollout: {num_workers: 1, cpus_per_worker: 1.0}
-weights: {transport: fs}
+weights: {transport: fs, url: s3://weights/far}
+"""
+STORE = {
+    "AWS_ENDPOINT_URL": f"http://{ADDRESSES['second']}:5000",  # a name would be taken for a bucket's
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "test",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
+MAKE_BUCKET = """
+import sys, fsspec
+fsspec.filesystem("s3").makedirs(sys.argv[1], exist_ok=True)
+print("made")
 """
 ASK_API = """
 import sys, urllib.error, urllib.request
@@ -60,9 +71,14 @@ except RedisError as error:
 @pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_a_mesh_of_two_hosts_trains_and_outlives_a_partition(tmp_path: Path):
-    """The learner has a rank on each host; the engine is on one, the env worker on the other."""
+    """The learner has a rank on each host; the engine is on one, the env worker on the other.
+
+    Redis is on the first, and an S3 server, which the weights go through, on the second.
+    """
     (tmp_path / "run.yaml").write_text(RUN)
     with two_hosts(tmp_path) as (first, second):
+        second.start("moto_server", "-H", second.address, log=tmp_path / "store.out")
+        wait_until_sync(lambda: ask(first, MAKE_BUCKET, "weights") == "made", every_s=0.5)
         head, _ = (start_node(host, first.address) for host in (first, second))
         folder = tmp_path / "runs/far"
 
@@ -101,9 +117,10 @@ def start_node(host: Host, head: str) -> "subprocess.Popen[bytes]":
         *(NODES / "run_nodes.sh", head, 2, "run.yaml"),
         log=host.folder / f"{host.name}.out",
         OFFBEAT_SECRET="text",
+        **STORE,
         RAY_START="--num-cpus=1 --object-store-memory=100000000 --disable-usage-stats",
     )
 
 
 def ask(host: Host, program: str, argument: str) -> str:
-    return host.run("python", "-c", program, argument).stdout.strip()
+    return host.run("python", "-c", program, argument, **STORE).stdout.strip()
