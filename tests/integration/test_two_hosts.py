@@ -69,7 +69,7 @@ except RedisError as error:
 
 
 @pytest.mark.alone
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_mesh_of_two_hosts_trains_and_outlives_a_partition(tmp_path: Path):
     """The learner has a rank on each host; the engine is on one, the env worker on the other.
 
@@ -87,7 +87,7 @@ def test_a_mesh_of_two_hosts_trains_and_outlives_a_partition(tmp_path: Path):
             saved = newest_checkpoint(folder)
             return saved is not None and saved[0] >= step
 
-        wait_until_sync(lambda: has_saved(2), timeout_s=300, every_s=0.5)
+        wait_until_sync(lambda: has_saved(2), timeout_s=480, every_s=0.5)
         placed = {host.name: tuple(len(host.living(mark)) for mark in MARKS) for host in (first, second)}
         assert sorted(placed.values()) == [(0, 1, 1), (1, 0, 1)], placed
 
