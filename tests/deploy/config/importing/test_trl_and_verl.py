@@ -56,6 +56,7 @@ python3 -m verl.trainer.main_ppo \\
     data.max_response_length=1024 \\
     actor_rollout_ref.model.path=${MODEL} \\
     actor_rollout_ref.actor.optim.lr=1e-6 \\
+    actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1 \\
     actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
     actor_rollout_ref.actor.use_kl_loss=True \\
     actor_rollout_ref.actor.kl_loss_coef=0.001 \\
@@ -165,12 +166,12 @@ def test_a_script_of_verl_becomes_rlvr(tmp_path: Path):
     tree, reports = translate_verl(write(tmp_path, "run.sh", VERL))
     assert (tree["pipeline"], tree["rollout_batch_size"], tree["sequence_length"]) == ("rlvr", 512, 1536)
     training: dict[str, Any] = tree["actor_train"]["training_args"]
-    assert (training["learning_rate"], training["num_minibatches"]) == (1e-6, 4)
+    assert (training["learning_rate"], training["num_minibatches"], training["warmup_steps"]) == (1e-6, 4, 2)
     assert (tree["kl_loss_coef"], tree["kl_loss_type"]) == (0.001, "k3")
     assert tree["max_steps"] == 20
     found = statuses(reports)
     assert found["trainer.total_epochs"] == "no effect"
-    assert len(found) == len(set(found)) == 14
+    assert len(found) == len(set(found)) == 15
 
 
 def test_a_yaml_of_verl_is_read_too(tmp_path: Path):
