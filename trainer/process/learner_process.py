@@ -60,8 +60,8 @@ logger = logging.getLogger(__name__)
 
 COLLECTIVE_MARGIN_S = 60.0
 """Watchdog's timeout beyond that of collective calls."""
-STORE_FAILURE_S = 300.0
-"""Time of a store library's own retries."""
+NEW_STORE_OUTAGE_AFTER_S = 300.0
+"""More than a store library's own retries take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class LearnerProcess:
             "Redis", stops, self._watchdog, self._view, describe=complaint, failure_s=patience_s
         )
         self._store_outage = outage.Outage(
-            "Weights store", stops, self._watchdog, self._view, failure_s=STORE_FAILURE_S
+            "Weights store", stops, self._watchdog, self._view, new_after_s=NEW_STORE_OUTAGE_AFTER_S
         )
         self._redis = connect(
             redis_url,

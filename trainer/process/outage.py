@@ -14,7 +14,7 @@ RETRY_TIMEOUT_S = 30.0
 """Duration of a Redis outage's failures."""
 LOG_INTERVAL_S = 60.0
 NEW_OUTAGE_AFTER_S = 30.0
-"""Least time without an error that ends an outage."""
+"""Time without a Redis error that ends an outage."""
 
 
 class Outage:
@@ -27,20 +27,22 @@ class Outage:
         *,
         describe: Callable[[Exception], str] = str,
         failure_s: float = 0.0,
+        new_after_s: float = NEW_OUTAGE_AFTER_S,
     ) -> None:
-        """stops: end the wait. failure_s: time that a failure takes."""
+        """stops: end the wait. failure_s: time before the first failure. new_after_s: time without one that ends it."""
         self._service = service
         self._stops = stops
         self._watchdog = watchdog
         self._view = view
         self._describe = describe
         self._failure_s = failure_s
+        self._new_after_s = new_after_s
         self._began = self._last_error_at = self._logged_at = float("-inf")
 
     def should_retry(self, error: Exception) -> bool:
         self._watchdog.kick()
         now = time.monotonic()
-        if now > self._last_error_at + self._failure_s + NEW_OUTAGE_AFTER_S:
+        if now > self._last_error_at + self._new_after_s:
             self._began, self._logged_at = now - self._failure_s, float("-inf")
             reason = self._describe(error).rstrip(".")
             self._view.print(f"{self._service} unavailable: {reason}. Training resumes when it is back.")
