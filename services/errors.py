@@ -21,6 +21,10 @@ class WeightsError(MeshError):
     """Failed publication, fetch or load of a weight version."""
 
 
+class StoreUnavailableError(RetryableError):
+    """Write refused or not answered by a store that may accept it later."""
+
+
 class FencedError(MeshError):
     """Write refused, as a newer learner holds the run's lease."""
 

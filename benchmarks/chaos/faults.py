@@ -33,6 +33,8 @@ class FaultKind(StrEnum):
     """Full checkpoint disk."""
     LOSS = "loss"
     """Acknowledged writes that Redis forgets."""
+    PARTITION = "partitioned"
+    """Silence between the second node and everything else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Fault:
     name: str
     act: FaultKind = FaultKind.KILL
     target: str = ""
-    """KILL, STOP, HANG: part of the victim's command line; else a variant."""
+    """With a victim: part of its command line; else a variant."""
     comes_back: bool = False
     """A replacement must start."""
     during: str = ""
@@ -48,7 +50,7 @@ class Fault:
 
     @property
     def has_victim(self) -> bool:
-        return self.act in (FaultKind.KILL, FaultKind.STOP, FaultKind.HANG)
+        return self.act in (FaultKind.KILL, FaultKind.STOP, FaultKind.HANG, FaultKind.PARTITION)
 
 
 RAYLET = "raylet/raylet"
@@ -94,6 +96,8 @@ FAULTS = (
     Fault("Redis loses its last writes", FaultKind.LOSS, "cut"),
     Fault("Redis emptied", FaultKind.LOSS, "emptied"),
     Fault("Redis fails over to a lagging replica", FaultKind.LOSS, "failover"),
+    Fault("second node partitioned", FaultKind.PARTITION, RAYLET),
+    Fault("second node partitioned until Ray gives it up", FaultKind.PARTITION, RAYLET, comes_back=True),
 )
 
 

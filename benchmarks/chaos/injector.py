@@ -33,6 +33,8 @@ DISK_FULL_S = (1.0, 4.0)
 MAX_LOST_BYTES = 256 << 10
 """Of the append-only file."""
 APPEND_ONLY_FILE = "appendonly.aof"
+NODE_LOSS_S = (40.0, 60.0)
+"""Partition after which Ray no longer knows the node."""
 LAG_S = (1.0, 8.0)
 """Of a promoted replica."""
 FAILURE_TIMEOUT_S = 60.0
@@ -61,6 +63,8 @@ class FaultInjector:
 
     def victims(self, fault: Fault) -> list[psutil.Process]:
         if fault.target == RAYLET:
+            if fault.act is FaultKind.PARTITION and not self._node.has_joined:
+                return []
             return processes_of([self._node.root] if self._node.root else [], RAYLET)
         candidates = processes_of([psutil.Process()], fault.target)
         if fault.during or (
@@ -85,6 +89,8 @@ class FaultInjector:
                 return self._fill_disk()
             case FaultKind.LOSS:
                 return self._lose_writes(fault.target)
+            case FaultKind.PARTITION:
+                return self._partition(fault)
 
     def _process(self, fault: Fault) -> float:
         victims = self.victims(fault)
@@ -168,6 +174,20 @@ class FaultInjector:
         if not self._run.empty_redis():
             raise MissedError("Redis did not answer at that moment")
         return 0.0
+
+    def _partition(self, fault: Fault) -> float:
+        host = self._node.host
+        if host is None or not host.is_there:
+            raise MissedError("the second node shares this one's network" if host is None else host.refusal)
+        if not self.victims(fault):
+            raise MissedError("there was no second node at that moment")
+        duration_s = self._rng.uniform(*(NODE_LOSS_S if fault.comes_back else CONNECTION_FAULT_S))
+        host.partition()
+        try:
+            self._pause(duration_s)
+        finally:
+            host.heal()
+        return duration_s
 
     def _fill_disk(self) -> float:
         if not self._disk.is_there:

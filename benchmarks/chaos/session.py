@@ -16,6 +16,7 @@ from offbeat.benchmarks.chaos.faults import (
 from offbeat.benchmarks.chaos.injector import FaultInjector
 from offbeat.benchmarks.chaos.report import ChaosReport, InjectedFault
 from offbeat.benchmarks.chaos.run_monitor import FOLDER_S, RunUnderChaos
+from offbeat.benchmarks.chaos.second_host import SecondHost
 from offbeat.benchmarks.chaos.second_node import SecondNode, cluster_environment
 from offbeat.deploy.cli.audit import AuditError, as_tree, examine
 from offbeat.deploy.local.processes import adopt_orphans
@@ -23,6 +24,8 @@ from offbeat.services.redis.server import server_binary
 
 FAULT_INTERVAL_S = (0.5, 3.0)
 STAGE_S = 20.0
+JOIN_S = 120.0
+"""Of the second node."""
 POLL_S = 0.05
 START_S = 900.0
 END_S = 360.0
@@ -82,8 +85,8 @@ class Chaos:
             pause=self._pause,
             wait=lambda done, s: self._wait(done, s) is not None,
         )
-        if disk.refusal:
-            self._report.notes.append(disk.refusal)
+        refusals = (disk.refusal, node.host.refusal if node.host is not None else "")
+        self._report.notes += [refusal for refusal in refusals if refusal]
         try:
             if self._wait(self._run.has_folder, FOLDER_S) is not None:
                 disk.attach()
@@ -127,6 +130,8 @@ class Chaos:
         at_s, step = round(time.monotonic() - self._began, 2), self._run.step()
         injected = InjectedFault(fault.name, at_s, -1 if step is None else step)
         self._report.injected.append(injected)
+        if fault.act is FaultKind.PARTITION:
+            self._wait(lambda: bool(self._hand.victims(fault)), JOIN_S)
         before = pids(self._hand.victims(fault)) if fault.has_victim else set[int]()
         try:
             if fault.during and self._wait(lambda: self._run.stage() == fault.during, STAGE_S, poll_s=0.001) is None:
@@ -152,7 +157,7 @@ class Chaos:
     def _wait_for_recovery(self, fault: Fault, injected: InjectedFault, before: set[int], injected_at: float) -> None:
         if fault.act is FaultKind.DISK:
             injected.back_s = self._wait(lambda: self._run.trouble() == "", self._patience_s, since=injected_at)
-        elif fault.act in (FaultKind.KILL, FaultKind.HANG) and fault.comes_back:
+        elif fault.comes_back:
             injected.back_s = self._wait(
                 lambda: bool(pids(self._hand.victims(fault)) - before), self._patience_s, since=injected_at
             )
@@ -185,7 +190,7 @@ class Chaos:
     def _pause(self, seconds: float) -> None:
         if seconds >= POLL_S:
             self._run.record_processes()
-            self._node.ensure_running(self._run.root)
+            self._node.ensure_running(self._run.root, self._run.redis_url())
         deadline = time.monotonic() + seconds
         while (left_s := deadline - time.monotonic()) > 1.0:
             time.sleep(1.0)
@@ -222,6 +227,7 @@ def run_chaos(
 ) -> ChaosReport:
     folder = folder.resolve()
     disk = SmallDisk(folder)
+    host = SecondHost() if any(fault.act is FaultKind.PARTITION for fault in faults) else None
     adopt_orphans()
     orders = folder.with_name(f"{folder.name}.orders")
     orders.mkdir(parents=True, exist_ok=True)
@@ -231,5 +237,5 @@ def run_chaos(
     environment = cluster_environment()
     run = RunUnderChaos(CONFIG, folder, f"chaos-{seed}", all_overrides, environment)
     echo(f"the run's log: {run.log}")
-    node = SecondNode(folder.with_name(f"{folder.name}.node.log"), environment)
+    node = SecondNode(folder.with_name(f"{folder.name}.node.log"), environment, host)
     return Chaos(run, seed, overlap, patience_s, echo).run(faults, minutes, END_S, node, disk, orders)

@@ -60,7 +60,7 @@ class ActorPool(ABC):
             return Observation(Health.ABSENT, log=log)
         try:
             async with asyncio.timeout(PING_TIMEOUT_S):
-                answer = await asyncio.shield(_as_future(self._ping(actor)))
+                answer = await asyncio.shield(_as_task(self._ping(actor)))
         except (TimeoutError, ActorUnavailableError):
             return await self._observe_unresponsive(name, actor, log)
         except RayActorError as error:
@@ -83,5 +83,12 @@ class ActorPool(ABC):
         return Observation(Health.DEAD, f"hung for {silent_s:.0f} s", log, f"hung at {last_answer_at}")
 
 
-async def _as_future(reference: "ray.ObjectRef[Any]") -> Any:
-    return await reference
+def _as_task(reference: "ray.ObjectRef[Any]") -> "asyncio.Task[Any]":
+    """Return a task whose error nobody has to ask for, as after a timeout."""
+
+    async def get() -> Any:
+        return await reference
+
+    task = asyncio.create_task(get())
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())
+    return task

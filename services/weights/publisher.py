@@ -8,7 +8,7 @@ reconciling.
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from redis import Redis
 
-from offbeat.services.errors import FencedError, ForeignRunError, ReconcileError, WeightsError
+from offbeat.services.errors import (
+    FencedError,
+    ForeignRunError,
+    ReconcileError,
+    StoreUnavailableError,
+    WeightsError,
+)
 from offbeat.services.keys import RunKeys
 from offbeat.services.messages.codec import decode_manifest, encode_manifest
 from offbeat.services.messages.types import Manifest, TensorSpec
@@ -31,6 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+RETRY_INTERVAL_S = 1.0
 PUBLISH = files("offbeat.services.weights").joinpath("publish.lua").read_text(encoding="utf-8")
 
 
@@ -46,8 +53,11 @@ class RedisWeightPublisher:
         known: KnownIncarnation | None = None,
         *,
         has_replicas: bool = True,
+        should_retry: Callable[[Exception], bool] = lambda _: False,
     ) -> None:
-        """adapter: the published adapter; None for merged weights. has_replicas: False only counts versions."""
+        """adapter: the published adapter; None for merged weights. has_replicas: False only counts versions.
+        should_retry: called after each failure of the store; False raises it.
+        """
         self._known = known or KnownIncarnation(redis, run_id)
         self._redis = redis
         self._run_id = run_id
@@ -59,6 +69,7 @@ class RedisWeightPublisher:
             if has_replicas
             else CountingTransport()
         )
+        self._should_retry = should_retry
         self._script = redis.register_script(PUBLISH)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
         self._announcing: Future[None] | None = None
@@ -102,7 +113,7 @@ class RedisWeightPublisher:
         return {int(version): decode_manifest(blob) for version, blob in blobs.items()}
 
     def _store_and_announce(self, version: int, step: int, tensors: "dict[str, Tensor]", gone: list[int]) -> None:
-        stored = self._transport.stage(version, self._epoch, tensors)
+        stored = self._stage(version, tensors)
         manifest = self._manifest(version, step, tensors, stored)
         try:
             fallen_out = self._announce(manifest, gone)
@@ -117,6 +128,15 @@ class RedisWeightPublisher:
                 self._transport.delete(old.location)
             except WeightsError as error:  # of the folder that this one was copied from
                 logger.info("left: %s", error)
+
+    def _stage(self, version: int, tensors: "dict[str, Tensor]") -> Stored:
+        while True:
+            try:
+                return self._transport.stage(version, self._epoch, tensors)
+            except StoreUnavailableError as error:
+                if not self._should_retry(error):
+                    raise
+                time.sleep(RETRY_INTERVAL_S)
 
     def _manifest(self, version: int, step: int, tensors: "dict[str, Tensor]", stored: Stored) -> Manifest:
         specs = (

@@ -47,8 +47,8 @@ SMALL = (
     "custom_envs.FrozenLake.max_steps=4",
 )
 IMPATIENT = (
-    "from offbeat.trainer import cli; from offbeat.trainer.process import redis_outage;"
-    "redis_outage.RETRY_TIMEOUT_S = {}; cli.main()"
+    "from offbeat.trainer import cli; from offbeat.trainer.process import outage;"
+    "outage.RETRY_TIMEOUT_S = {}; cli.main()"
 )
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 

@@ -13,6 +13,7 @@ import yaml
 
 from offbeat.deploy.run_folder import newest_checkpoint
 from offbeat.deploy.token_file import TOKEN_FILE
+from offbeat.services.control.client import VALIDATION_TIMEOUT_S
 from offbeat.services.redis.serve_app import HEAD_NODE
 from offbeat.services.redis.url_file import read_url_file
 from offbeat.services.weights.transports.base import owner_of
@@ -77,7 +78,10 @@ save_steps: 5
 eval_steps: 0
 final_val_batch_size: 8
 sequence_length: 64
-actor_infer: {{app: {app}, generating_args: {{max_new_tokens: 2}}}}
+actor_infer:
+  app: {app}
+  generating_args: {{max_new_tokens: 2}}
+  strategy_args: {{strategy_name: hf_infer}}
 rollout: {{num_workers: 2, cpus_per_worker: 0.5}}
 """
 STEPS = 40
@@ -133,6 +137,7 @@ def test_deploy_file_works_as_it_is(cluster: RayCluster):
     assert shared_memory(cluster) == []
 
 
+@pytest.mark.timeout(900)
 def test_runs_survive_deployments_and_kills_and_shutdown_is_clean(cluster: RayCluster):
     cluster.start(num_cpus=1)
     cluster.join(num_cpus=1)
@@ -166,15 +171,33 @@ def test_runs_survive_deployments_and_kills_and_shutdown_is_clean(cluster: RayCl
     goes_on(cluster)
     assert [process.pid for process in cluster.living(*mesh)] == before
 
-    # Other arguments replace its replica, and nothing else; the run and what it claims stay.
-    (old,) = cluster.living("ServeReplica:control")
-    cluster.deploy(source, {**tuned, "control": {"log_dir": "runs/control-2"}})
-    wait_until_sync(lambda: not old.is_running(), timeout_s=60, every_s=0.2)
+    # Another build is installed. Other arguments replace control and engine, and nothing else; the run and what it
+    # claims stay.
+    install_build(cluster)
+    replaced = cluster.living("ServeReplica:control", "ServeReplica:generation")
+    moved = {"control": {"log_dir": "runs/control-2"}, "generation-local": {"folder": "runs/generation-2"}}
+    cluster.deploy(source, {**tuned, **moved})
+    wait_until_sync(lambda: not any(each.is_running() for each in replaced), timeout_s=120, every_s=0.2)
     goes_on(cluster)
     (control,) = cluster.living("ServeReplica:control")
-    after = [process.pid for process in cluster.living(*mesh) if process.pid != control.pid]
-    assert after == [pid for pid in before if pid != old.pid]
+    (engine,) = cluster.living("ServeReplica:generation")
+    after = {process.pid for process in cluster.living(*mesh)}
+    assert after - {control.pid, engine.pid} == set(before) - {each.pid for each in replaced}
     assert post(cluster, my_run("two", app="generation-local")).status_code == 409
+
+    # One env worker is of the new build while the other and the learner are still of the old one, then both are.
+    first, second = sorted(cluster.living("ray::EnvWorker"), key=lambda process: process.create_time())
+    for count in (1, 2):
+        assert cluster.api.patch("/runs/one", json={"num_workers": count}).status_code == 200
+        wait_until_sync(lambda count=count: len(cluster.living("ray::EnvWorker")) == count, timeout_s=60, every_s=1.0)
+    goes_on(cluster)
+    (old_worker,) = [worker for worker in (first, second) if worker.is_running()]
+    (new_worker,) = [worker for worker in cluster.living("ray::EnvWorker") if worker != old_worker]
+    (learner,) = cluster.living("offbeat.trainer.cli")
+    builds = {path.name for path in (cluster.folder / "builds").iterdir()}
+    assert {str(process.pid) for process in (control, engine, new_worker)} <= builds
+    assert not {str(process.pid) for process in (learner, old_worker)} & builds
+    old_worker.kill()
     control.kill()
     (cluster.folder / "fast").touch()
     wait_until_sync(lambda: cluster.run("one").get("state") == "finished", timeout_s=240, every_s=0.2)
@@ -235,6 +258,20 @@ def train_by_tinker(cluster: RayCluster) -> None:
         assert are_equal(*ends)
 
 
+def install_build(cluster: RayCluster) -> None:
+    """Put another build before this one on the path of processes that start from now on; each leaves its pid."""
+    (cluster.folder / "builds").mkdir()
+    package = cluster.folder / "offbeat"
+    package.mkdir()
+    for part in (ROOT / "deploy/package/offbeat").iterdir():
+        if part.name not in ("__init__.py", "__pycache__"):
+            (package / part.name).symlink_to(part.resolve())
+    stamp = 'import os\nfrom pathlib import Path\n\n(Path(__file__).parents[1] / "builds" / str(os.getpid())).touch()\n'
+    source = (ROOT / "deploy/package/offbeat/__init__.py").read_text()
+    assert '__version__ = version("offbeat")' in source
+    (package / "__init__.py").write_text(source.replace('version("offbeat")', '"0.9.9"') + stamp)
+
+
 def started(cluster: RayCluster) -> bool:
     """Whether run `one` is started; it is refused for as long as the application that it shall use is not there."""
     try:
@@ -244,7 +281,8 @@ def started(cluster: RayCluster) -> bool:
 
 
 def post(cluster: RayCluster, document: str) -> Any:
-    return cluster.api.post("/runs", content=document, headers={"content-type": "application/yaml"})
+    headers = {"content-type": "application/yaml"}
+    return cluster.api.post("/runs", content=document, headers=headers, timeout=VALIDATION_TIMEOUT_S)
 
 
 def step(cluster: RayCluster, run_id: str = "one") -> int:

@@ -21,6 +21,7 @@ from offbeat.services.buffer.scores import RedisGroupScores
 from offbeat.services.device_turns import LearnerTurns
 from offbeat.services.errors import CodecError, ControlError, RetryableError
 from offbeat.services.redis.connection import connect
+from offbeat.services.redis.errors import complaint
 from offbeat.services.redis.incarnation import KnownIncarnation
 from offbeat.services.redis.lease import LearnerLease, owner_of
 from offbeat.services.redis.run_writes import RunWrites
@@ -36,7 +37,7 @@ from offbeat.trainer.learner.progress_view import LearnerView, SilentView
 from offbeat.trainer.learner.reporter import LearnerReporter, RedisStatusBoard
 from offbeat.trainer.learner.step_ledger import newest_epoch, note_lease
 from offbeat.trainer.learner.uploads import CheckpointUploads
-from offbeat.trainer.process import redis_outage
+from offbeat.trainer.process import outage
 from offbeat.trainer.process.heartbeat import HEARTBEAT_TIMEOUTS, start_heartbeats
 from offbeat.trainer.process.lease_wait import wait_for_lease
 from offbeat.trainer.process.rank_processes import FollowerRanks, die_with_rank_zero, start_followers
@@ -59,6 +60,8 @@ logger = logging.getLogger(__name__)
 
 COLLECTIVE_MARGIN_S = 60.0
 """Watchdog's timeout beyond that of collective calls."""
+NEW_STORE_OUTAGE_AFTER_S = 300.0
+"""More than a store library's own retries take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +101,17 @@ class LearnerProcess:
         self._watchdog = Watchdog(60 * run.config.actor_train.backend_timeout + margin_s)
         self._stop = threading.Event()
         self._lost = threading.Event()
-        outage = redis_outage.RedisOutage((self._stop, self._lost), self._watchdog, self._view)
+        stops, patience_s = (self._stop, self._lost), outage.RETRY_TIMEOUT_S
+        redis_outage = outage.Outage(
+            "Redis", stops, self._watchdog, self._view, describe=complaint, failure_s=patience_s
+        )
+        self._store_outage = outage.Outage(
+            "Weights store", stops, self._watchdog, self._view, new_after_s=NEW_STORE_OUTAGE_AFTER_S
+        )
         self._redis = connect(
             redis_url,
-            patience_s=redis_outage.RETRY_TIMEOUT_S,
-            should_retry=outage.should_retry,
+            patience_s=patience_s,
+            should_retry=redis_outage.should_retry,
             run_id=run.run_id,
         )
         self._known = KnownIncarnation(self._redis, run.run_id, run.uid)
@@ -220,6 +229,7 @@ class LearnerProcess:
             run.config.adapter_settings,
             self._known,
             has_replicas=run.config.uses_engine,
+            should_retry=self._store_outage.should_retry,
         )
         try:
             buffer = RedisLearnerBuffer(

@@ -1,5 +1,6 @@
 """Configurations of TRL's commands (`trl sft|dpo|grpo --config FILE`), by TRL 1.16's names and defaults."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,18 +31,52 @@ GRPO_KEYS = ("num_generations", "reward_funcs", "max_completion_length", "num_it
 DPO_KEYS = ("label_smoothing", "precompute_ref_log_probs", "f_divergence_type", "beta")
 DECOUPLED = "normalize_then_sum"
 PREFERENCES = ("sigmoid", "ipo", "hinge", "robust", "apo_zero", "apo_down")
+COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
 BATCH, STEPS, NUM_GENERATIONS, COMPLETION, PROMPT = 8, 1, 8, 512, 512
 """TRL's defaults of batch size, accumulation and generations, and lengths in tokens."""
 
 
 def _batch(key: Key) -> Outcome | None:
-    """Convert batches: TRL counts completions, or rows; a pair has two responses."""
-    steps = get(key.tree, "gradient_accumulation_steps") or STEPS
-    if not isinstance(key.value, int) or not isinstance(steps, int):
+    if any(not isinstance(get(key.tree, name) or 1, int) for name in COUNTS):
         return None
-    size = key.value * steps
-    size *= 2 if find_pipeline(key.tree) == "dpo" else 1
+    size = _rollout_batch(key.tree)
     return Outcome("value", ("rollout_batch_size",), size, "with gradient_accumulation_steps, of one process")
+
+
+def _rollout_batch(tree: Tree) -> int:
+    """Return a batch's trajectories: TRL counts completions, or rows; a pair has two responses."""
+    size = _optimizer_batch(tree)
+    match find_pipeline(tree):
+        case "dpo":
+            return 2 * size
+        case "rlvr":
+            per_generation = (get(tree, "per_device_train_batch_size") or BATCH) * (
+                get(tree, "steps_per_generation") or 0
+            )
+            return get(tree, "generation_batch_size") or per_generation or size
+        case _:
+            return size
+
+
+def _optimizer_batch(tree: Tree) -> int:
+    return (get(tree, "per_device_train_batch_size") or BATCH) * (get(tree, "gradient_accumulation_steps") or STEPS)
+
+
+def _generation(key: Key) -> Outcome | None:
+    """Convert a generation's size to optimizer steps."""
+    if not key.value or any(not isinstance(get(key.tree, name) or 1, int) for name in COUNTS):
+        return None
+    steps, rest = divmod(_rollout_batch(key.tree), _optimizer_batch(key.tree))
+    if rest:
+        return Outcome("no counterpart", note=f"set rollout_batch_size to a multiple of {_optimizer_batch(key.tree)}")
+    return Outcome("value", (*ARGS.split("."), "num_minibatches"), steps, "optimizer steps per batch")
+
+
+def _warmup(key: Key) -> Outcome | None:
+    steps = get(key.tree, "max_steps")
+    if not isinstance(key.value, float | int) or not isinstance(steps, int) or steps <= 0:
+        return None
+    return Outcome("value", (*ARGS.split("."), "warmup_steps"), math.ceil(steps * key.value), f"of {steps} steps")
 
 
 def _only_with_peft(target: str) -> Rule:
@@ -149,10 +184,13 @@ RULES: Rules = (
     ("shuffle_dataset", rename("data.shuffle")),
     ("learning_rate|weight_decay|adam_beta1|adam_beta2|adam_epsilon|max_grad_norm|warmup_steps|lr_scheduler_type|"
      "lr_scheduler_kwargs", lambda key: Outcome("renamed", (*ARGS.split("."), key.path[0]), key.value)),
+    ("warmup_ratio", _warmup),
     ("warmup_ratio", missing(f"set {ARGS}.warmup_steps")),
     ("optim", same("AdamW", "adamw_torch", "adamw_torch_fused")),
     ("per_device_train_batch_size", _batch),
     ("gradient_accumulation_steps", same("in rollout_batch_size")),
+    ("deepspeed|fsdp|fsdp_config", missing("set actor_train.strategy_args (docs/learner.md)")),
+    ("use_liger_kernel|use_liger_loss", missing("losses are ours")),
     ("per_device_eval_batch_size", missing(f"set {ARGS}.max_tokens_per_microbatch")),
     ("max_steps", _steps),
     ("num_train_epochs", _epochs),
@@ -182,9 +220,16 @@ RULES: Rules = (
     ("max_prompt_length", rename("data.prompt_length")),
     ("temperature|top_p", lambda key: Outcome("renamed", ("actor_infer", "generating_args", key.path[0]), key.value)),
     ("top_k", become("actor_infer.generating_args.top_k", lambda value: value or -1, "-1 keeps all")),
+    ("min_p", same("", None, 0, 0.0)),
+    ("repetition_penalty", same("", 1, 1.0)),
+    ("min_p|repetition_penalty", missing("logprobs would not be the policy's")),
+    ("steps_per_generation|generation_batch_size", _generation),
     ("num_iterations", rename("ppo_epochs")),
     ("epsilon", rename("pg_clip")),
     ("epsilon_high", rename("pg_clip_high")),
+    ("delta", rename("dual_clip")),
+    ("top_entropy_quantile", same("", 1, 1.0)),
+    ("top_entropy_quantile", missing("the loss is on all tokens")),
     ("importance_sampling_level", become("ratio_type", lambda value: value, "", "sequence")),
     ("importance_sampling_level", same("ratio_type: token", "token")),
     ("scale_rewards", _scale),
@@ -234,8 +279,7 @@ def _defaults(source: Tree, pipeline: str) -> Iterator[tuple[str, Any]]:
     yield f"{ARGS}.adam_beta2", 0.999
     yield f"{ARGS}.learning_rate", 2e-5 if pipeline == "sft" else 1e-6
     yield f"{MODEL}.disable_gradient_checkpointing", False
-    batch = BATCH * (source.get("gradient_accumulation_steps") or STEPS)
-    yield "rollout_batch_size", batch * (2 if pipeline == "dpo" else 1)
+    yield "rollout_batch_size", _rollout_batch(source)
     if (source.get("max_steps") or -1) < 0:
         yield "data.num_train_epochs", 3
     if source.get("use_peft"):

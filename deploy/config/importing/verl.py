@@ -96,6 +96,15 @@ def _tokens(key: Key) -> Outcome:
     return Outcome("renamed", tuple(f"{ARGS}.max_tokens_per_microbatch".split(".")), key.value)
 
 
+def _warmup(key: Key) -> Outcome | None:
+    if (get(key.tree, f"{ACTOR}.optim.lr_warmup_steps") or -1) > 0:
+        return Outcome("no effect", note="lr_warmup_steps counts")
+    steps = get(key.tree, "trainer.total_training_steps")
+    if not isinstance(key.value, float | int) or not isinstance(steps, int):
+        return None
+    return Outcome("value", (*ARGS.split("."), "warmup_steps"), int(steps * key.value), f"of {steps} steps")
+
+
 def _positive(target: str) -> Any:
     return lambda key: (
         Outcome("renamed", tuple(target.split(".")), key.value) if key.value > 0 else Outcome("same", note="off")
@@ -125,6 +134,7 @@ RULES: Rules = (
     (f"{ACTOR}.optim.lr", rename(f"{ARGS}.learning_rate")),
     (f"{ACTOR}.optim.weight_decay", rename(f"{ARGS}.weight_decay")),
     (f"{ACTOR}.optim.lr_warmup_steps", _positive(f"{ARGS}.warmup_steps")),
+    (f"{ACTOR}.optim.lr_warmup_steps_ratio", _warmup),
     (f"{ACTOR}.optim.lr_warmup_steps_ratio", missing(f"set {ARGS}.warmup_steps")),
     (f"{ACTOR}.optim.lr_scheduler_type|warmup_style", rename(f"{ARGS}.lr_scheduler_type")),
     (f"{ACTOR}.grad_clip", rename(f"{ARGS}.max_grad_norm")),

@@ -51,7 +51,7 @@ class Transport(Protocol):
         ...
 
     def stage(self, version: int, epoch: int, tensors: "dict[str, Tensor]") -> Stored:
-        """Store copied tensors as a version; raises `WeightsError`."""
+        """Store copied tensors as a version; raises `WeightsError`, or `StoreUnavailableError`."""
         ...
 
     def fetch(self, manifest: Manifest) -> AbstractContextManager[Path]:

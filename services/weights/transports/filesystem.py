@@ -3,14 +3,14 @@
 # pyright: basic
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fsspec
 
-from offbeat.services.errors import WeightsError
+from offbeat.services.errors import MeshError, StoreUnavailableError, WeightsError
 from offbeat.services.messages.types import Manifest
 from offbeat.services.weights.transports.base import (
     WHOLE,
@@ -26,6 +26,9 @@ from offbeat.services.weights.transports.base import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+PERMANENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+"""Errors of a wrong URL or of missing rights; of a bucket that is not there."""
 
 
 class FilesystemTransport:
@@ -52,12 +55,10 @@ class FilesystemTransport:
         with tempfile.TemporaryDirectory(prefix="offbeat-stage-") as folder:
             local = Path(folder) / name
             digest, num_bytes = write(local)
-            try:
+            with _translating(f"cannot write weights to {self._root}", StoreUnavailableError):
                 self._fs.makedirs(self._root, exist_ok=True)
                 self._fs.put_file(str(local), location + ".part")
                 self._fs.mv(location + ".part", location)
-            except OSError as error:
-                raise WeightsError(f"cannot write weights to {self._root}: {error}") from error
         return Stored(location, digest, num_bytes)
 
     @contextmanager
@@ -65,32 +66,28 @@ class FilesystemTransport:
         location = self._own(manifest.location)
         with tempfile.TemporaryDirectory(prefix="offbeat-fetch-") as folder:
             local = Path(folder) / "weights.safetensors"
-            try:
+            with _translating(f"version {manifest.version} is gone or can't be reached"):
                 self._fs.get_file(location, str(local))
-            except OSError as error:
-                raise WeightsError(f"version {manifest.version} is gone: {error}") from error
             with open_verified(local, manifest) as path:
                 yield path
 
     def readable(self, manifest: Manifest) -> bool:
         self._fs.invalidate_cache()
         try:
-            return self._fs.size(self._own(manifest.location)) == manifest.num_bytes
-        except (OSError, WeightsError):
+            with _translating(""):
+                return self._fs.size(self._own(manifest.location)) == manifest.num_bytes
+        except WeightsError:
             return False
 
     def delete(self, location: str) -> None:
-        try:
+        with _translating(f"cannot remove {location}"), suppress(FileNotFoundError):
             self._fs.rm_file(self._own(location))
-        except FileNotFoundError:
-            return
 
     def stored(self) -> list[StoredFile]:
         self._fs.invalidate_cache()
-        try:
-            entries: list[dict[str, Any]] = self._fs.ls(self._root, detail=True)
-        except FileNotFoundError:
-            return []
+        entries: list[dict[str, Any]] = []
+        with _translating(f"cannot list {self._root}"), suppress(FileNotFoundError):
+            entries = self._fs.ls(self._root, detail=True)
         return [
             StoredFile(entry["name"], _modified_at(entry))
             for entry in entries
@@ -105,6 +102,19 @@ class FilesystemTransport:
         if folder != self._root or not belongs_to(self._owner, name):
             raise WeightsError(f"{location} is no weight file of run {self._owner!r} in {self._root}")
         return location
+
+
+@contextmanager
+def _translating(failure: str, transient: type[MeshError] = WeightsError) -> Iterator[None]:
+    """Raise `WeightsError` for a store's error, and `transient` for one that may pass."""
+    try:
+        yield
+    except MeshError:
+        raise
+    except PERMANENT as error:
+        raise WeightsError(f"{failure}: {error}") from error
+    except Exception as error:  # of the store's own library, which may be no OSError
+        raise transient(f"{failure}: {type(error).__name__}: {error}") from error
 
 
 def _modified_at(entry: dict[str, Any]) -> float:

@@ -230,6 +230,48 @@ def test_a_filled_checkpoint_disk_keeps_its_files(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
+PARTITION = """
+import socket, subprocess, sys, threading
+from offbeat.benchmarks.chaos.second_host import SecondHost
+ASK = "import socket; print(socket.create_connection(('127.0.0.1', int(__import__('sys').argv[1])), 2).recv(9).decode())"
+host = SecondHost()
+if host.refusal:
+    sys.exit(host.refusal)
+server = socket.create_server(("127.0.0.1", 0))
+port = server.getsockname()[1]
+def serve():
+    while True:
+        connection, address = server.accept()
+        connection.sendall(address[0].encode())
+        connection.close()
+threading.Thread(target=serve, daemon=True).start()
+def ask():
+    done = subprocess.run(host.command([sys.executable, "-c", ASK, str(port)]), capture_output=True, text=True)
+    print(done.stdout.strip() or done.stderr.strip().rpartition("\\n")[2])
+ask()
+host.reach_redis(f"redis://127.0.0.1:{port}/0")
+ask()
+host.partition()
+ask()
+host.heal()
+ask()
+host.close()
+"""
+
+
+def test_a_partition_is_silent_until_it_is_healed():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    interfaces = set(psutil.net_if_addrs())
+    command = [sys.executable, "-c", PARTITION]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    if "no network of its own" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    refused, reached, silent, healed = done.stdout.splitlines()
+    assert refused == "ConnectionRefusedError: [Errno 111] Connection refused", "loopback is the host's own"
+    assert (reached, silent, healed) == ("10.77.0.2", "TimeoutError: timed out", "10.77.0.2"), done.stderr
+    assert set(psutil.net_if_addrs()) == interfaces
+
+
 WATCHER = """
 import sys
 from pathlib import Path

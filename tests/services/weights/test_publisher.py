@@ -13,9 +13,10 @@ import torch
 from redis.asyncio import Redis as AsyncRedis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from s3fs import S3FileSystem
 from safetensors.torch import load_file
 
-from offbeat.services.errors import FencedError, RetryableError, WeightsError
+from offbeat.services.errors import FencedError, RetryableError, StoreUnavailableError, WeightsError
 from offbeat.services.keys import RunKeys
 from offbeat.services.messages.types import Manifest
 from offbeat.services.redis.connection import SOCKET_TIMEOUT_S
@@ -25,6 +26,7 @@ from offbeat.services.weights.subscriber import RedisWeightSubscriber
 from offbeat.services.weights.transports.factory import cleanup
 from offbeat.services.weights.transports.filesystem import FilesystemTransport
 from tests.services.weights.publishing import give_lease
+from tests.trainer.training.object_store import BUCKET, s3_bucket, s3_environment, s3_server
 from tests.waiting import wait_until
 
 RUN = "publishing"
@@ -45,10 +47,10 @@ def server(redis_url: str) -> Iterator[redis.Redis]:
 class Learner:
     """A learner's publisher over one parameter, whose value is the version."""
 
-    def __init__(self, server: redis.Redis, config: WeightsConfig, epoch: int = 1) -> None:
+    def __init__(self, server: redis.Redis, config: WeightsConfig, epoch: int = 1, **options: Any) -> None:
         self.parameter = torch.zeros(4)
         give_lease(server, RUN, epoch)
-        self.publisher = RedisWeightPublisher(server, RUN, config, epoch, Path("unused"))
+        self.publisher = RedisWeightPublisher(server, RUN, config, epoch, Path("unused"), **options)
 
     def publish(self, version: int, value: float | None = None) -> None:
         self.parameter.fill_(version if value is None else value)
@@ -230,6 +232,41 @@ async def test_a_failed_announcement_is_raised_by_the_next_call(server: redis.Re
         learner.publish(1)
     learner.publisher.close()
     assert progress(server) == {}
+
+
+async def test_a_version_waits_for_a_store_that_is_down(
+    server: redis.Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica goes on with the version that it has; a publisher that is to stop waits no longer."""
+    monkeypatch.setattr(S3FileSystem, "retries", 1)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    config = WeightsConfig(transport="fs", url=f"s3://{BUCKET}/weights")
+    failures: list[str] = []
+    with s3_bucket() as port:
+        learner = Learner(server, config, should_retry=lambda error: not failures.append(str(error)))
+        learner.publish(0)
+        learner.publisher.flush()
+        subscriber = RedisWeightSubscriber(AsyncRedis.from_url(redis_url), RUN, config, Path("unused"))
+        manifest = await subscriber.newest()
+        assert manifest is not None
+    for name, value in s3_environment(port).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(WeightsError, match="version 0 is gone or can't be reached"):
+        async with subscriber.fetch(manifest):
+            pass
+    with pytest.raises(WeightsError, match="cannot list"):
+        FilesystemTransport("run", f"s3://{BUCKET}/weights").stored()
+    stopped = Learner(server, config)
+    stopped.publish(1)
+    with pytest.raises(StoreUnavailableError, match="cannot write weights to runs"):
+        stopped.publisher.flush()
+    stopped.publisher.close()
+    learner.publish(1)
+    await wait_until(lambda: bool(failures))
+    with s3_server(port):
+        learner.publisher.flush()
+        assert await read(redis_url, config) == (1, 1.0)
+        learner.publisher.close()
 
 
 async def test_an_announcement_whose_answer_was_lost_stands(

@@ -56,6 +56,7 @@ python3 -m verl.trainer.main_ppo \\
     data.max_response_length=1024 \\
     actor_rollout_ref.model.path=${MODEL} \\
     actor_rollout_ref.actor.optim.lr=1e-6 \\
+    actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1 \\
     actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
     actor_rollout_ref.actor.use_kl_loss=True \\
     actor_rollout_ref.actor.kl_loss_coef=0.001 \\
@@ -128,11 +129,27 @@ def test_grpo_becomes_rlvr(tmp_path: Path):
         ("{num_iterations: 2, top_k: 0}", "actor_infer", {"generating_args": {"top_k": -1, "max_new_tokens": 512}}),
         ("importance_sampling_level: sequence", "ratio_type", "sequence"),
         ("beta: 0.0", "use_kl_loss", None),
+        ("delta: 2.0", "dual_clip", 2.0),
+        ("{steps_per_generation: 4, per_device_train_batch_size: 8, num_generations: 8}", "rollout_batch_size", 32),
+        ("{generation_batch_size: 64, per_device_train_batch_size: 8, num_generations: 8}", "rollout_batch_size", 64),
     ],
 )
 def test_an_option_of_grpo(line: str, key: str, expected: object, tmp_path: Path):
     text = line if line.startswith("{") else f"num_generations: 8\n{line}\n"
     assert translate_trl(write(tmp_path, "grpo.yaml", text))[0].get(key) == expected
+
+
+def test_optimizer_steps_per_generation_and_the_warm_up_are_counted(tmp_path: Path):
+    text = "{num_generations: 8, steps_per_generation: 6, gradient_accumulation_steps: 2, max_steps: 50, warmup_ratio: 0.05}"
+    tree, reports = translate_trl(write(tmp_path, "grpo.yaml", text))
+    args = tree["actor_train"]["training_args"]
+    assert (tree["rollout_batch_size"], args["num_minibatches"], args["warmup_steps"]) == (48, 3, 3)
+    assert "no counterpart" not in statuses(reports).values()
+    uneven, reports = translate_trl(write(tmp_path, "uneven.yaml", text.replace("steps: 2", "steps: 4")))
+    assert "num_minibatches" not in uneven["actor_train"]["training_args"]
+    assert {report.outcome.note for report in reports if report.key == ("steps_per_generation",)} == {
+        "set rollout_batch_size to a multiple of 32"
+    }
 
 
 def test_a_script_of_verl_passes_its_variables():
@@ -149,12 +166,12 @@ def test_a_script_of_verl_becomes_rlvr(tmp_path: Path):
     tree, reports = translate_verl(write(tmp_path, "run.sh", VERL))
     assert (tree["pipeline"], tree["rollout_batch_size"], tree["sequence_length"]) == ("rlvr", 512, 1536)
     training: dict[str, Any] = tree["actor_train"]["training_args"]
-    assert (training["learning_rate"], training["num_minibatches"]) == (1e-6, 4)
+    assert (training["learning_rate"], training["num_minibatches"], training["warmup_steps"]) == (1e-6, 4, 2)
     assert (tree["kl_loss_coef"], tree["kl_loss_type"]) == (0.001, "k3")
     assert tree["max_steps"] == 20
     found = statuses(reports)
     assert found["trainer.total_epochs"] == "no effect"
-    assert len(found) == len(set(found)) == 14
+    assert len(found) == len(set(found)) == 15
 
 
 def test_a_yaml_of_verl_is_read_too(tmp_path: Path):
