@@ -21,7 +21,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from offbeat.deploy.components.learner_host import LearnerHost, read_status, request_stop
-from offbeat.deploy.components.ray_actors import CONTROL_APP, NAMESPACE
+from offbeat.deploy.components.ray_names import CONTROL_APP, NAMESPACE
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.local.processes import (
     adopt_orphans,
