@@ -246,4 +246,4 @@ async def test_maps_of_processes_are_read_only_while_a_file_is_new(tmp_path: Pat
         assert (mesh._shared_memory, scanned) == ({path, newer}, 4)
     finally:
         watching.cancel()
-        await child.communicate()
+        await child.communicate(b"")
