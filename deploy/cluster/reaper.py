@@ -19,7 +19,7 @@ from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve._private.storage.kv_store import SERVE_INTERNAL_KV_NAMESPACE
 from ray.util import list_named_actors
 
-from offbeat.deploy.components import ray_actors
+from offbeat.deploy.components import ray_names
 from offbeat.services.keys import ENDING
 from offbeat.services.redis.connection import connect
 from offbeat.services.telemetry import configure_logging
@@ -37,7 +37,7 @@ SHUTDOWN_FLAG_TTL_S = 30
 
 class Reaper:
     def __init__(self) -> None:
-        configure_logging(ray_actors.REAPER, None)
+        configure_logging(ray_names.REAPER, None)
         self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     async def is_alive(self) -> bool:
@@ -46,16 +46,16 @@ class Reaper:
     async def _watch(self) -> None:
         await asyncio.to_thread(wait_for_shutdown)
         logger.info("Serve is shut down: stopping the remaining actors")
-        remaining = [name for name in await asyncio.to_thread(list_actor_names) if name != ray_actors.REAPER]
+        remaining = [name for name in await asyncio.to_thread(list_actor_names) if name != ray_names.REAPER]
         await asyncio.gather(*(self._stop_actor(name) for name in remaining))
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     async def _stop_actor(self, name: str) -> None:
         try:
-            actor = await asyncio.to_thread(ray.get_actor, name, namespace=ray_actors.NAMESPACE)
+            actor = await asyncio.to_thread(ray.get_actor, name, namespace=ray_names.NAMESPACE)
         except ValueError:
             return
-        if name.startswith(ray_actors.LEARNER_HOST_PREFIX):
+        if name.startswith(ray_names.LEARNER_HOST_PREFIX):
             try:
                 async with asyncio.timeout(LEARNER_GRACE_S + HOST_EXTRA_GRACE_S):
                     await actor.stop.remote(LEARNER_GRACE_S)  # pyright: ignore[reportGeneralTypeIssues]
@@ -75,12 +75,12 @@ def stop_learners(redis_url: str) -> None:
         return
     with connect(redis_url, patience_s=1.0) as redis:
         redis.set(ENDING, "1", ex=SHUTDOWN_FLAG_TTL_S)
-    hosts = [name for name in list_actor_names() if name.startswith(ray_actors.LEARNER_HOST_PREFIX)]
+    hosts = [name for name in list_actor_names() if name.startswith(ray_names.LEARNER_HOST_PREFIX)]
     logger.info("Serve is shutting down: stopping %d learner(s) before Redis", len(hosts))
     stop_calls: list[ray.ObjectRef[None]] = []
     for name in hosts:
         with suppress(ValueError):  # it has already exited
-            stop_calls.append(ray.get_actor(name, namespace=ray_actors.NAMESPACE).stop.remote(LEARNER_GRACE_S))
+            stop_calls.append(ray.get_actor(name, namespace=ray_names.NAMESPACE).stop.remote(LEARNER_GRACE_S))
     if stop_calls:
         ray.wait(stop_calls, num_returns=len(stop_calls), timeout=LEARNER_GRACE_S + HOST_EXTRA_GRACE_S)
 
@@ -101,7 +101,7 @@ def is_serve_running() -> bool:
 
 def list_actor_names() -> list[str]:
     actors = cast(list[dict[str, str]], list_named_actors(all_namespaces=True))
-    return [actor["name"] for actor in actors if actor["namespace"] == ray_actors.NAMESPACE]
+    return [actor["name"] for actor in actors if actor["namespace"] == ray_names.NAMESPACE]
 
 
 def ensure_reaper() -> None:
@@ -119,8 +119,8 @@ def _ensure_reaper() -> None:
 
 def start_reaper() -> None:
     ray.remote(Reaper).options(
-        name=ray_actors.REAPER,
-        namespace=ray_actors.NAMESPACE,
+        name=ray_names.REAPER,
+        namespace=ray_names.NAMESPACE,
         lifetime="detached",
         get_if_exists=True,
         num_cpus=0,

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from offbeat.deploy.components import ray_actors
+from offbeat.deploy.components import ray_names
 from offbeat.deploy.components.actor_pool import ActorPool
 from offbeat.deploy.components.ray_actors import find_actor
 from offbeat.deploy.config.run import RunConfig
@@ -42,7 +42,7 @@ class WorkerPool(ActorPool):
 
     async def ensure(self) -> None:
         for index in range(self._num_workers):
-            await asyncio.to_thread(rollout_app.build, index, self._settings, namespace=ray_actors.NAMESPACE)
+            await asyncio.to_thread(rollout_app.build, index, self._settings, namespace=ray_names.NAMESPACE)
 
     async def stop(self, *, now: bool) -> None:
         """Stop workers; with `now`, episodes are reassigned on heartbeat timeout."""

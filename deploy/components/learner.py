@@ -12,7 +12,7 @@ from ray.exceptions import GetTimeoutError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from redis import Redis
 
-from offbeat.deploy.components import ray_actors
+from offbeat.deploy.components import ray_names
 from offbeat.deploy.components.learner_host import (
     LEARNER_LOG,
     LearnerHost,
@@ -119,7 +119,7 @@ class ManagedLearner:
         self._redis_url = redis_url
         self._uid = uid
         self._run_id = config.exp_name
-        self._actor_name = ray_actors.learner_host_name(self._run_id)
+        self._actor_name = ray_names.learner_host_name(self._run_id)
         self._reported_death = ""
         """Last incarnation reported as replaced."""
 
@@ -148,7 +148,7 @@ class ManagedLearner:
         followers: list[Any] = []
         timeout_s = HEARTBEAT_TIMEOUTS * config.buffer.learner_timeout_s
         for position, node in enumerate(nodes[1:], start=1):
-            options = _actor_options(ray_actors.follower_host_name(self._run_id, position), node)
+            options = _actor_options(ray_names.follower_host_name(self._run_id, position), node)
             follower = ray.remote(FollowerHostActor).options(**options)
             arguments = (self._run_id, self._redis_url, folder, threads, position, node, timeout_s)
             followers.append(follower.remote(*arguments))
@@ -175,7 +175,7 @@ class ManagedLearner:
 
     def _kill_followers(self) -> None:
         for position in range(1, self._num_ranks):
-            kill_and_wait(ray_actors.follower_host_name(self._run_id, position))
+            kill_and_wait(ray_names.follower_host_name(self._run_id, position))
 
     async def stop(self, *, now: bool) -> None:
         await asyncio.to_thread(request_stop, self._redis, self._run_id, now=now)
@@ -211,7 +211,7 @@ class ManagedLearner:
 def _actor_options(name: str, node: LearnerNode | None = None) -> dict[str, Any]:
     options: dict[str, Any] = {
         "name": name,
-        "namespace": ray_actors.NAMESPACE,
+        "namespace": ray_names.NAMESPACE,
         "lifetime": "detached",
         "get_if_exists": True,
         "num_cpus": 0,

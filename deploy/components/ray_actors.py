@@ -6,10 +6,8 @@ import time
 import ray
 from ray.actor import ActorHandle
 
-NAMESPACE = "offbeat"
-CONTROL_APP = "control"
-REAPER = "reaper"
-LEARNER_HOST_PREFIX = "learner-"
+from offbeat.deploy.components.ray_names import NAMESPACE
+
 KILL_TIMEOUT_S = 10.0
 
 
@@ -39,11 +37,3 @@ def kill_and_wait(name: str) -> None:
 def last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "no reason given"
-
-
-def follower_host_name(run_id: str, node: int) -> str:
-    return f"followers-{node}-{run_id}"
-
-
-def learner_host_name(run_id: str) -> str:
-    return f"{LEARNER_HOST_PREFIX}{run_id}"

@@ -16,7 +16,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from offbeat.deploy.components import ray_actors
+from offbeat.deploy.components import ray_names
 from offbeat.deploy.components.actor_pool import ActorPool
 from offbeat.deploy.components.placement import place
 from offbeat.deploy.components.ray_actors import find_actor
@@ -119,7 +119,7 @@ class ScorerPool(ActorPool):
         arguments = (self._config.exp_name, self._uid, self.name, index, self._redis_url)
         ray.remote(ScorerActor).options(
             name=name,
-            namespace=ray_actors.NAMESPACE,
+            namespace=ray_names.NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
             num_cpus=0,

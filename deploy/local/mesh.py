@@ -21,11 +21,12 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from offbeat.deploy.components.learner_host import LearnerHost, read_status, request_stop
-from offbeat.deploy.components.ray_actors import CONTROL_APP, NAMESPACE
+from offbeat.deploy.components.ray_names import CONTROL_APP, NAMESPACE
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.local.processes import (
     adopt_orphans,
     find_shared_memory,
+    list_shared_memory,
     remove_orphaned_shared_memory,
     terminate_descendants,
 )
@@ -204,10 +205,17 @@ class LocalMesh:
         return [] if self._learner is None else self._learner.pids
 
     async def watch_shared_memory(self) -> None:
-        """Record shared memory for `stop`, as Ray kills resource trackers."""
+        """Record shared memory for `stop`, as Ray kills resource trackers.
+
+        The maps of all processes are read only while a file is new: twice, as a file may be named before it is mapped.
+        """
+        settled, known = set[Path](), set[Path]()
         while True:
-            held = await asyncio.to_thread(find_shared_memory)
-            self._shared_memory = held | {path for path in self._shared_memory if path.exists()}
+            files = list_shared_memory()
+            if files - settled:
+                held = await asyncio.to_thread(find_shared_memory)
+                self._shared_memory = held | {path for path in self._shared_memory if path.exists()}
+            settled, known = known, files
             await asyncio.sleep(SHARED_MEMORY_SCAN_INTERVAL_S)
 
     async def stop_learner(self) -> int:

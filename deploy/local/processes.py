@@ -65,7 +65,13 @@ def terminate_descendants(grace_s: float, excluding: Collection[int] = ()) -> in
     return len(killed)
 
 
+def list_shared_memory() -> set[Path]:
+    """Return multiprocessing's files in shared memory, of any process."""
+    return {path for pattern in MULTIPROCESSING_PATTERNS for path in SHARED_MEMORY.glob(pattern)}
+
+
 def find_shared_memory() -> set[Path]:
+    """Return multiprocessing's files that descendants have mapped."""
     return _split_by_use(descendants())[0]
 
 
@@ -86,7 +92,7 @@ def _split_by_use(processes: Iterable[psutil.Process]) -> tuple[set[Path], set[P
     By inode, as a semaphore is mapped before it is named.
     """
     # Listed first: otherwise files created meanwhile would seem unused
-    files = {path for pattern in MULTIPROCESSING_PATTERNS for path in SHARED_MEMORY.glob(pattern)}
+    files = list_shared_memory()
     mapped: set[int] = set()
     for process in processes if files else ():
         with suppress(OSError):

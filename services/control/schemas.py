@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from offbeat.envs.config import DocumentedModel
 from offbeat.services.buffer.api import Counters
 from offbeat.services.control.causes import Cause
 from offbeat.services.control.explain import sentence
@@ -19,10 +20,10 @@ from offbeat.services.diagnosis import RunFinding
 from offbeat.services.live_settings import LIVE_SETTINGS, Change, LiveSetting, Settings
 
 
-class View(BaseModel):
+class View(DocumentedModel):
     """Base of response bodies."""
 
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True)
 
 
 class ComponentView(View):

@@ -8,7 +8,7 @@ import pytest
 import ray
 from redis import Redis
 
-from offbeat.deploy.components import ray_actors
+from offbeat.deploy.components import ray_names
 from offbeat.deploy.components.learner import ManagedLearner
 from offbeat.deploy.components.learner_host import LEARNER_LOG, learner_key, read_status
 from offbeat.deploy.config.loader import load_run
@@ -23,7 +23,7 @@ RUN = "quickstart"
 
 @pytest.fixture
 def ray_node() -> Iterator[None]:
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, namespace=ray_actors.NAMESPACE)
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, namespace=ray_names.NAMESPACE)
     yield
     ray.shutdown()
 

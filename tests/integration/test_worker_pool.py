@@ -10,7 +10,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from offbeat.deploy.components import actor_pool, ray_actors
+from offbeat.deploy.components import actor_pool, ray_names
 from offbeat.deploy.components.env_workers import WorkerPool
 from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.run_setup import prepare_folder
@@ -28,7 +28,7 @@ WAIT_S = 120.0
 def cluster() -> Iterator[Any]:
     """A head on which no worker has room; nodes that have are joined by the test."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80_000_000})
-    ray.init(address=cluster.address, namespace=ray_actors.NAMESPACE, log_to_driver=False)
+    ray.init(address=cluster.address, namespace=ray_names.NAMESPACE, log_to_driver=False)
     try:
         yield cluster
     finally:
@@ -56,7 +56,7 @@ class Reconciling:
 
 
 def pid_of(run_id: str) -> int:
-    actor: Any = ray.get_actor(worker_name(run_id, 0), namespace=ray_actors.NAMESPACE)
+    actor: Any = ray.get_actor(worker_name(run_id, 0), namespace=ray_names.NAMESPACE)
     alive: Any = ray.get(actor.alive.remote(), timeout=60.0)
     return int(alive["pid"])
 

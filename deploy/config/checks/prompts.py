@@ -129,8 +129,6 @@ def _check_function(config: RunConfig, tag: str, texts: FirstTexts) -> Iterator[
 
 def _check_parser(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield parsers missing in vLLM or unfit for the tokenizer."""
-    from offbeat.services.rollout.agents.episode import load_agent_template
-
     for tag, env in config.custom_envs.items():
         name = env.agent_runner.tool_call_parser if env.agent_runner else None
         if name is None:
@@ -139,6 +137,8 @@ def _check_parser(config: RunConfig) -> Iterator[ConfigIssue]:
         if config.pretrain == "tiny":
             yield ConfigIssue(key, "the tiny policy's template has no tools: leave it out")
             continue
+        from offbeat.services.rollout.agents.episode import load_agent_template
+
         try:
             load_agent_template(Path(config.pretrain), name)
         except RolloutError as error:

@@ -11,7 +11,6 @@ change with any release.
 """
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from offbeat.services.torch_extensions import hide_mismatched
@@ -30,7 +29,8 @@ if TYPE_CHECKING:
     from offbeat.services.rollout.agents.task import AgentTask
     from offbeat.trainer.trackers.base import Row, TrackedRun, Tracker
 
-__version__ = version("offbeat")
+    __version__: str
+
 hide_mismatched()
 
 _MODULES = {
@@ -84,9 +84,12 @@ __all__ = [  # noqa: RUF022 (in the order in which a reader needs them)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name == "__version__":
+        value = import_module("importlib.metadata").version("offbeat")
+    elif name in _MODULES:
+        value = getattr(import_module(f"offbeat.{_MODULES[name]}"), name)
+    else:
         raise AttributeError(f"module 'offbeat' has no attribute {name!r}")
-    value = getattr(import_module(f"offbeat.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 

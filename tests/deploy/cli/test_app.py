@@ -47,6 +47,22 @@ def test_a_process_without_a_model_starts_without_torch(module: str):
     assert done.stdout.strip() == "set()"
 
 
+def test_the_training_command_starts_without_ray():
+    """A process of its own starts Ray."""
+    code = "import sys, offbeat.deploy.cli.train; print({'ray', 'fastapi', 'pandas'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_a_configuration_without_agents_is_read_without_the_gateway():
+    code = (
+        "import sys; from pathlib import Path; from offbeat.deploy.config.loader import load_run; "
+        f"load_run(Path({QUICKSTART!r})); print({{'fastapi', 'uvicorn', 'ray', 'torch'}} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
 def test_validate_says_valid():
     done = offbeat("config", "validate", QUICKSTART, "seed=2")
     assert (done.returncode, done.stdout, done.stderr) == (0, "valid\n", "")

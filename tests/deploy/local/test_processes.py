@@ -1,11 +1,17 @@
+import asyncio
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.waiting import wait_until_sync
+from offbeat.deploy.config.loader import load_run
+from offbeat.deploy.local import mesh as mesh_module
+from offbeat.deploy.local import processes
+from tests.paths import QUICKSTART
+from tests.waiting import wait_until, wait_until_sync
 
 pytestmark = pytest.mark.slow
 
@@ -188,3 +194,56 @@ def test_child_receives_the_chosen_signal_when_its_parent_is_killed(tmp_path: Pa
         assert parent.stdout.readline() == "up\n"
         parent.kill()
     wait_until_sync(lambda: result.exists() and result.read_text() == "graceful")
+
+
+MAPPED = """
+    import mmap, sys
+    with open(sys.argv[1], "r+b") as file:
+        held = mmap.mmap(file.fileno(), 0)
+    print("mapped", flush=True)
+    sys.stdin.read()
+"""
+
+
+async def test_maps_of_processes_are_read_only_while_a_file_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    listed, scanned = 0, 0
+
+    def list_files() -> set[Path]:
+        nonlocal listed
+        listed += 1
+        return processes.list_shared_memory()
+
+    def find() -> set[Path]:
+        nonlocal scanned
+        scanned += 1
+        return processes.find_shared_memory()
+
+    monkeypatch.setattr(processes, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(mesh_module, "SHARED_MEMORY_SCAN_INTERVAL_S", 0.0)
+    monkeypatch.setattr(mesh_module, "list_shared_memory", list_files)
+    monkeypatch.setattr(mesh_module, "find_shared_memory", find)
+    config = load_run(QUICKSTART).model_copy(update={"output_dir": tmp_path / "run"})
+    mesh = mesh_module.LocalMesh(config, started_at=time.time())
+    watching = asyncio.create_task(mesh.watch_shared_memory())
+    await wait_until(lambda: listed > 10)
+    assert scanned == 0
+    path = tmp_path / "psm_0"
+    path.write_bytes(bytes(4096))
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", textwrap.dedent(MAPPED), str(path), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert child.stdout is not None
+        assert await child.stdout.readline() == b"mapped\n"
+        before = listed
+        await wait_until(lambda: listed > before + 10)
+        assert scanned == 2, "once when it was new, and once more"
+        newer = tmp_path / "psm_1"
+        newer.hardlink_to(path)  # a file of a process that is known, named once it is mapped
+        await wait_until(lambda: newer in mesh._shared_memory)
+        before = listed
+        await wait_until(lambda: listed > before + 10)
+        assert (mesh._shared_memory, scanned) == ({path, newer}, 4)
+    finally:
+        watching.cancel()
+        await child.communicate(b"")
