@@ -62,14 +62,14 @@ class Life:
     def __init__(self, world: "Surroundings") -> None:
         self._world = world
         self._may_run, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._live, daemon=True)
+        self.thread = threading.Thread(target=self._live, daemon=True)
         self._inside = self._is_dead = False
         self.in_background = False
         self.work: list[DeferredFuture] = []
         self.outcome: Literal["", "finished", "killed"] = ""
         self.error: BaseException | None = None
         self.lease: LearnerLease | None = None
-        self._thread.start()
+        self.thread.start()
 
     @property
     def has_ended(self) -> bool:
@@ -90,7 +90,7 @@ class Life:
 
     def moment(self) -> None:
         """Let the world act before a command, a file operation or a sync of this process."""
-        if self._inside or threading.current_thread() is not self._thread:
+        if self._inside or threading.current_thread() is not self.thread:
             return
         self._inside = True
         try:

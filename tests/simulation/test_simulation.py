@@ -1,4 +1,5 @@
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -152,6 +153,24 @@ def test_whole_learners_lose_nothing_and_train_nothing_twice(redis_url: str):
             happened += live(redis, redis_url, seed)
         assert set(happened) == {"lives", *FAULTS}
         assert live(redis, redis_url, 3) == live(redis, redis_url, 3)
+
+
+def test_other_threads_do_not_advance_the_time_of_learners(redis_url: str):
+    has_ended = threading.Event()
+
+    def wait() -> None:
+        while not has_ended.is_set():
+            time.sleep(0.001)
+
+    with connect(redis_url) as redis:
+        alone = live(redis, redis_url, 3)
+        thread = threading.Thread(target=wait)
+        thread.start()
+        try:
+            assert live(redis, redis_url, 3) == alone
+        finally:
+            has_ended.set()
+            thread.join()
 
 
 def break_acknowledgement(patch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import tempfile
+import threading
 import time
 from collections import Counter
 from contextlib import suppress
@@ -57,6 +58,7 @@ MAX_MOMENTS = 60_000
 """A life without progress is endless."""
 MOMENT_S = 0.001
 FAULTS = ("killed", "paused", "power", "forgets")
+MONOTONIC, SLEEP = time.monotonic, time.sleep
 
 
 class World:
@@ -64,6 +66,7 @@ class World:
 
     def __init__(self, redis: Redis, url: str, seed: int) -> None:
         self._walk = walk = random.Random(seed)
+        self._thread = threading.current_thread()
         self._redis, self._url = redis, url
         redis.flushall()
         redis.script_flush()  # a script that is there takes a command less
@@ -222,8 +225,19 @@ class World:
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
+    def monotonic(self) -> float:
+        """Return the learners' time, and other threads their own: asyncio has timed out where those advanced it."""
+        return self.now if self._is_here() else MONOTONIC()
+
     def sleep(self, seconds: float) -> None:
-        self.now += seconds
+        if self._is_here():
+            self.now += seconds
+        else:
+            SLEEP(seconds)
+
+    def _is_here(self) -> bool:
+        thread = threading.current_thread()
+        return thread is self._thread or any(life.thread is thread for life in self._lives)
 
     # What the seed does between two operations of a learner
 
@@ -361,7 +375,7 @@ def live(redis: Redis, url: str, seed: int) -> Counter[str]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "fsync", lambda descriptor: _fsync(world, descriptor))
-            patch.setattr(time, "monotonic", lambda: world.now)
+            patch.setattr(time, "monotonic", world.monotonic)
             patch.setattr(time, "sleep", world.sleep)
             try:
                 world.play()

@@ -10,6 +10,9 @@ from offbeat.services.rollout.envs.runners import EnvSpec, EnvTraits
 
 NUM_EPISODES, MAX_STEPS = 2, 3
 BUDGET_S = 10.0
+"""Time after which no further episode follows."""
+STEPS_BUDGET_S = 5.0
+"""Time from an episode's reset after which no further step follows."""
 UNLIMITED_GIB = float(1 << 20)
 
 
@@ -38,7 +41,7 @@ async def try_env(env: CustomEnv, seed: int) -> Trial:
                 runner = ProcessEnv(spec, quiet=True)
             trial.num_episodes += 1
             try:
-                await _run_episode(runner, env, seed + number, trial, began + BUDGET_S)
+                await _run_episode(runner, env, seed + number, trial)
             except EpisodeError as error:
                 trial.failures.append(error)
                 if not error.reason.startswith("step"):
@@ -50,13 +53,14 @@ async def try_env(env: CustomEnv, seed: int) -> Trial:
     return trial
 
 
-async def _run_episode(runner: ProcessEnv, env: CustomEnv, seed: int, trial: Trial, deadline: float) -> None:
+async def _run_episode(runner: ProcessEnv, env: CustomEnv, seed: int, trial: Trial) -> None:
     if runner.pid is None:
         trial.traits = await runner.start()
     observation = (await runner.reset(seed)).observation
     if trial.num_episodes == 1:
         trial.observation = observation
         trial.png = await runner.image() if env.shows_images else b""
+    deadline = time.monotonic() + STEPS_BUDGET_S
     for step in range(MAX_STEPS):
         if time.monotonic() > deadline:
             return

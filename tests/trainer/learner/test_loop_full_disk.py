@@ -1,6 +1,5 @@
 """A disk without room for a checkpoint: training goes on, nothing is lost, nothing is acknowledged too early."""
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,15 +81,24 @@ def test_a_learner_allowed_far_ahead_does_not_wait_for_disk_space(
 ) -> None:
     monkeypatch.setattr("offbeat.trainer.learner.checkpointing.MAX_UNSAVED_INTERVALS", 2)
     harness = LearnerHarness(tmp_path, learner_config(save_steps=1))
-    waits = itertools.count()
-    learner, trainer = full_disk(harness, lambda: bool(trainer.history) and next(waits) < 6)
-    steps: list[int] = []
-    monkeypatch.setattr(
-        "offbeat.trainer.learner.checkpointing.time.sleep", lambda _: steps.append(len(trainer.history))
-    )
+    failures: list[int] = []
+    waits: list[int] = []
+
+    def full() -> bool:
+        if not trainer.history or len(failures) == 6:
+            return False
+        failures.append(len(trainer.history))
+        return True
+
+    def wait(_: float) -> None:
+        if len(failures) < 6:  # later ones are for a slow writer
+            waits.append(len(trainer.history))
+
+    learner, trainer = full_disk(harness, full)
+    monkeypatch.setattr("offbeat.trainer.learner.checkpointing.time.sleep", wait)
     assert learner.run()
-    assert steps
-    assert set(steps) == {2}
+    assert waits
+    assert set(waits) == {2}
     assert harness.buffer.trained == list(range(12))
 
 
