@@ -43,7 +43,7 @@ class RayRunFactory(MeshRunFactory):
         return await asyncio.to_thread(self._place, await super().load(document, rights))
 
     async def _size(self) -> MachineSize:
-        cluster = await asyncio.to_thread(Cluster.from_ray)
+        cluster = await asyncio.to_thread(lambda: Cluster.from_ray().with_memory())
         return MachineSize(max(cluster.cpus, self._max_cpus), cluster.nodes)
 
     def _place(self, config: RunConfig) -> RunConfig:

@@ -3,16 +3,21 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from offbeat.deploy.components.placement import list_nodes
 from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.run import RunConfig
+from offbeat.services.gpu_memory import read_memory_gib
 from offbeat.trainer.config.issue import ConfigIssue
 
 KNOCK_TIMEOUT_S = 10.0
+MEMORY_TIMEOUT_S = 10.0
 
 
 class NoClusterError(Exception):
@@ -31,6 +36,24 @@ class Cluster:
         hosts = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
         return cls(resources.get("CPU", 0.0), tuple(list_nodes()), len(hosts))
 
+    def with_memory(self) -> "Cluster":
+        """Read the memory of all nodes' GPUs, by a task on each; what gives no answer in time is unknown."""
+        where = {
+            _read_memory.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+            ).remote(): node.node_id
+            for node in self.nodes
+            if node.gpus and node.memory_gib is None
+        }
+        if not where:
+            return self
+        done, late = ray.wait(list(where), num_returns=len(where), timeout=MEMORY_TIMEOUT_S)
+        for task in late:
+            ray.cancel(task, force=True)
+        sizes = {where[task]: _result_of(task) for task in done}
+        nodes = tuple(node._replace(memory_gib=sizes.get(node.node_id, node.memory_gib)) for node in self.nodes)
+        return replace(self, nodes=nodes)
+
     @classmethod
     def at(cls, address: str) -> "Cluster":
         """Join the cluster at `address` (`auto`: this machine's) and measure it; raises `NoClusterError`."""
@@ -43,9 +66,21 @@ class Cluster:
             reason = str(error).strip().partition("\n")[0]
             raise NoClusterError(f"no Ray cluster can be joined at {address}: {reason}") from error
         try:
-            return cls.from_ray()
+            return cls.from_ray().with_memory()
         finally:
             ray.shutdown()
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _read_memory() -> float | None:
+    return read_memory_gib()
+
+
+def _result_of(task: Any) -> float | None:
+    try:
+        return ray.get(task)
+    except RayError:  # a node that died, or has no Offbeat of this build
+        return None
 
 
 def _knock(address: str) -> None:

@@ -20,6 +20,8 @@ class ClusterNode(NamedTuple):
     node_id: str
     address: str
     gpus: int
+    memory_gib: float | None = None
+    """Of its smallest GPU, if known."""
 
 
 class LearnerNode(NamedTuple):

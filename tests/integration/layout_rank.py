@@ -11,6 +11,7 @@ from torch import Tensor
 
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.engines.base import Hyperparameters, StepOutcome
+from offbeat.trainer.engines.frozen import AdapterFreeReference
 from offbeat.trainer.engines.fsdp2 import FSDP2Engine
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
 from offbeat.trainer.losses.policy_loss import all_of, values_of
@@ -22,17 +23,42 @@ HYPER = Hyperparameters(1e-2, 0.1, head_learning_rate=1e-1)
 STEPS = 2
 
 
+ADAPTED = {"1x1": (1, 1), "2x1": (2, 1), "1x2": (1, 2)}
 LAYOUTS = {"2x1": (2, 1), "4x1": (4, 1), "1x2": (1, 2), "2x2": (2, 2), "1x4": (1, 4)}
 """`tp_size` and `pp_size` of four ranks."""
 Layout = tuple[int, int]
+TARGETS = {"tied": "all-linear", "untied": "q_proj,o_proj,down_proj,lm_head"}
+"""Layers with adapters, by model."""
 RESUMED = {"2x1-4x1": ("2x1", (4, 1)), "1x2-2x1": ("1x2", (2, 1)), "2x1-2x2": ("2x1", (2, 2))}
 """Layouts that continue from checkpoints of others."""
+ADAPTED_RESUMED = {"1x1-2x2": ("1x1", (2, 2)), "2x1-1x2": ("2x1", (1, 2)), "1x2-1x1": ("1x2", (1, 1))}
 
 
 def engine_of(model: Path, ranks: Ranks, layout: Layout, dtype: str = "float32") -> FSDP2Engine:
-    args = ModelArgs.model_validate({"dtype": dtype, "disable_gradient_checkpointing": "untied" not in model.name})
-    policy = load_policy(model, args, seed=1, value_head=True)
+    policy = load_policy(model, model_args(model, dtype=dtype), seed=1, value_head=True)
     return FSDP2Engine(policy, SMOOTH, ranks, tp_size=layout[0], pp_size=layout[1])
+
+
+def model_args(model: Path, **settings: Any) -> ModelArgs:
+    return ModelArgs.model_validate({"disable_gradient_checkpointing": "untied" not in model.name, **settings})
+
+
+def adapted_of(
+    model: Path, ranks: Ranks, layout: Layout, dtype: str = "float32"
+) -> tuple[FSDP2Engine, AdapterFreeReference]:
+    args = model_args(model, dtype=dtype, lora_target=TARGETS[model.name], lora_rank=3)
+    policy = load_policy(model, args, seed=1, value_head=True)
+    engine = FSDP2Engine(policy, SMOOTH, ranks, tp_size=layout[0], pp_size=layout[1])
+    return engine, AdapterFreeReference(engine, policy)
+
+
+def adapters_learned(engine: FSDP2Engine, reference: AdapterFreeReference, steps: int = STEPS) -> dict[str, Tensor]:
+    """Return what `learn` does, the adapters' factors, and what the reference says before and after."""
+    said = {"reference": torch.cat(reference.infer(fixed_batch()))}
+    learned = learn(engine, steps)
+    said["reference_after"] = torch.cat(reference.infer(fixed_batch()))
+    factors = {name: tensor.clone() for name, tensor in engine.tensors(merged=False) if ".lora_" in name}
+    return learned | factors | said
 
 
 def learn(engine: FSDP2Engine, steps: int) -> dict[str, Tensor]:
@@ -95,9 +121,19 @@ def main(models: Path, out: Path) -> None:
                 engine = engine_of(model, ranks, layout)
                 engine.load(out / f"{model.name}-{saved}-state")
                 results[f"{model.name}-{name}"] = learn(engine, 1)
+            for name, layout in ADAPTED.items():
+                engine, reference = adapted_of(model, ranks, layout)
+                results[f"{model.name}-{name}-lora"] = adapters_learned(engine, reference)
+                engine.save(out / f"{model.name}-{name}-lora-state")
+            for name, (saved, layout) in ADAPTED_RESUMED.items():
+                engine, reference = adapted_of(model, ranks, layout)
+                engine.load(out / f"{model.name}-{saved}-lora-state")
+                results[f"{model.name}-{name}-lora"] = adapters_learned(engine, reference, 1)
             for name in ("2x1", "2x2"):
                 results[f"{model.name}-{name}-critic"] = critic_learned(model, ranks, LAYOUTS[name])
         for name in ("2x1", "1x2"):
+            engine, reference = adapted_of(models / "tied", ranks, LAYOUTS[name], "bfloat16")
+            results[f"{name}-lora-bfloat16"] = adapters_learned(engine, reference)
             half = engine_of(models / "tied", ranks, LAYOUTS[name], "float16")
             results[f"{name}-half"] = half_learned(half, 1e6 if ranks.rank == 0 else 1.0)
         if ranks.rank == 0:

@@ -12,10 +12,26 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from offbeat.services.process import free_port
+from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
+from offbeat.trainer.models.loading import load_policy
+from offbeat.trainer.models.stages import cut_stage
 from offbeat.trainer.models.tiny import write_tiny_policy
-from tests.integration.layout_rank import LAYOUTS, RESUMED, STEPS, critic_learned, engine_of, half_learned, learn
+from tests.integration.layout_rank import (
+    ADAPTED,
+    ADAPTED_RESUMED,
+    LAYOUTS,
+    RESUMED,
+    STEPS,
+    TARGETS,
+    adapted_of,
+    adapters_learned,
+    critic_learned,
+    engine_of,
+    half_learned,
+    learn,
+)
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.timeout(600)  # four ranks beside the tests of the mesh, on two cores
@@ -103,6 +119,53 @@ def test_a_checkpoint_resumes_in_another_layout(model: str, models: Path, out: P
         assert_learned_same(expected, learn(one, 1))
     for name in RESUMED:
         assert_learned_same(expected, read(out, f"{model}-{name}"))
+
+
+@pytest.mark.parametrize("model", ["tied", "untied"])
+def test_adapters_learn_what_one_process_learns(model: str, models: Path, out: Path, ranks: Ranks):
+    engine, reference = adapted_of(models / model, ranks, ONE)
+    start = {name: tensor.clone() for name, tensor in engine.tensors()}
+    alone = adapters_learned(engine, reference)
+    assert torch.equal(alone["reference"], alone["reference_after"])
+    targets = TARGETS[model].split(",")
+    for name, tensor in start.items():
+        is_adapted = "_proj.weight" in name if model == "tied" else name.split(".")[-2] in targets
+        assert torch.equal(tensor, alone[name]) != is_adapted, name
+    for name in ADAPTED:
+        assert_learned_same(alone, read(out, f"{model}-{name}-lora"))
+
+
+@pytest.mark.parametrize("model", ["tied", "untied"])
+def test_a_checkpoint_of_adapters_resumes_in_another_layout(model: str, models: Path, out: Path, ranks: Ranks):
+    expected = adapters_learned(*adapted_of(models / model, ranks, ONE), STEPS + 1)
+    expected["norms"] = expected["norms"][-1:]
+    for name in ADAPTED:
+        one, reference = adapted_of(models / model, ranks, ONE)
+        one.load(out / f"{model}-{name}-lora-state")
+        assert_learned_same(expected, adapters_learned(one, reference, 1))
+    for name in ADAPTED_RESUMED:
+        assert_learned_same(expected, read(out, f"{model}-{name}-lora"))
+
+
+@pytest.mark.parametrize("name", ["2x1", "1x2"])
+def test_a_base_in_bfloat16_stays_as_it_is_under_its_adapters(name: str, models: Path, out: Path, ranks: Ranks):
+    start = {each: tensor.clone() for each, tensor in engine_of(models / "tied", ranks, ONE, "bfloat16").tensors()}
+    alone, learned = (
+        adapters_learned(*adapted_of(models / "tied", ranks, ONE, "bfloat16")),
+        read(out, f"{name}-lora-bfloat16"),
+    )
+    for each, tensor in start.items():
+        assert learned[each].dtype == torch.bfloat16
+        assert torch.equal(tensor, learned[each]) != ("_proj.weight" in each), each
+    assert torch.equal(learned["reference"], learned["reference_after"])
+    torch.testing.assert_close(alone["said"][0], learned["said"][0], rtol=0, atol=3e-2)
+    assert float((learned["said"][0] - learned["reference"]).min()) > 1
+
+
+def test_a_stage_without_adapters_is_refused(models: Path):
+    policy = load_policy(models / "tied", ModelArgs(lora_target="layers.0.self_attn.q_proj"), seed=1)
+    with pytest.raises(ValueError, match="pp_size 2: lora_target names nothing in layers 3 to 4, stage 1"):
+        cut_stage(policy, 0, 2)
 
 
 @pytest.mark.parametrize("name", ["2x1", "1x2"])

@@ -35,7 +35,8 @@ from tests.trainer.engines.comparing import (
     weights_of,
 )
 
-NAMES = ("0", "2", "3", "fsdp2", "0-head", "1-head", "2-head", "3-head", "fsdp2-head")
+LORA = ("0-lora", "3-lora", "fsdp2-lora")
+NAMES = ("0", "2", "3", "fsdp2", "0-head", "1-head", "2-head", "3-head", "fsdp2-head", *LORA)
 HYPER = Hyperparameters(learning_rate=1e-2, weight_decay=0.1)
 needs_float16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="DeepSpeed needs a CPU with float16 instructions"
@@ -93,6 +94,10 @@ def test_zero_stages_fsdp2_and_ranks_learn_the_same(folder: Path, tmp_path: Path
     expected = load_file(tmp_path / "0-of-1.safetensors")
     assert "model.embed_tokens.weight" in expected
     for name in ("0", "2", "3", "fsdp2"):
+        for world in (1, 2):
+            assert_same(expected, load_file(tmp_path / f"{name}-of-{world}.safetensors"), atol=2e-5)
+    expected = load_file(tmp_path / "0-lora-of-1.safetensors")
+    for name in LORA:
         for world in (1, 2):
             assert_same(expected, load_file(tmp_path / f"{name}-of-{world}.safetensors"), atol=2e-5)
     expected = load_file(tmp_path / "0-head-of-1.safetensors")

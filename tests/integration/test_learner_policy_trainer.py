@@ -79,6 +79,7 @@ FSDP2 = ("actor_train.strategy_args.strategy_name=fsdp2_train", "actor_train.mod
         (*LORA, *STAGE_3),
         MOVING,
         (*FSDP2, *CRITIC, *REFERENCE),
+        (*VALUE_HEAD, *LORA, *FSDP2),
         VALUE_HEAD,
         (*VALUE_HEAD, *LORA, *STAGE_3),
         (*VALUE_HEAD, *FSDP2),
@@ -200,8 +201,11 @@ def test_a_reference_in_shards_says_what_a_whole_one_says(tmp_path: Path, ranks:
     assert found[1] == pytest.approx(found[0], rel=1e-5, abs=1e-9)
 
 
-def test_adapters_are_trained_on_the_warm_start_which_stays_the_reference(tmp_path: Path, ranks: Ranks) -> None:
-    run = run_of(tmp_path, (*LORA, *STAGE_3, "use_kl_loss=true", "kl_loss_coef=0.1"))
+@pytest.mark.parametrize("engine", [STAGE_3, FSDP2], ids=["zero-3", "fsdp2"])
+def test_adapters_are_trained_on_the_warm_start_which_stays_the_reference(
+    tmp_path: Path, ranks: Ranks, engine: tuple[str, ...]
+) -> None:
+    run = run_of(tmp_path, (*LORA, *engine, "use_kl_loss=true", "kl_loss_coef=0.1"))
     trainer = begun(run, ranks)
     start = load_file(tmp_path / "start" / "model.safetensors")
     assert_equal(weights(trainer), start)

@@ -24,22 +24,21 @@ UNUSED_REFERENCE = "the reference is not used without use_kl_loss or add_token_l
 
 def check_learner(config: LearnerConfig) -> Iterator[ConfigIssue]:
     train = config.actor_train
-    has_adapters, is_sharded = train.model_args.lora_target is not None, train.strategy_args.zero_stage == 3
+    has_adapters = train.model_args.lora_target is not None
+    is_fsdp2 = train.strategy_args.strategy_name == "fsdp2_train"
+    is_base_sharded = has_adapters and (is_fsdp2 or train.strategy_args.zero_stage == 3)
+    refers_to_base = config.reference.model_args.model_name_or_path is None
     if has_adapters and config.ref_model_sync_steps is not None:
         yield ConfigIssue(
             "ref_model_sync_steps",
             "with lora_target the reference is the policy without its adapters and never changes: leave it out",
         )
-    if has_adapters and train.strategy_args.strategy_name == "fsdp2_train":
-        yield ConfigIssue(
-            "actor_train.strategy_args.strategy_name",
-            "fsdp2_train can't merge sharded adapters: take deepspeed_train, or leave lora_target out",
-        )
-    for full in config.full_kls if has_adapters and is_sharded else ():
+    for full in config.full_kls if is_base_sharded and refers_to_base else ():
+        shards = "fsdp2_train" if is_fsdp2 else "zero_stage 3"
         yield ConfigIssue(
             full,
-            "full needs the reference's output embedding, which lora_target with zero_stage 3 shards: take k3, or "
-            "zero_stage 2",
+            f"full needs the reference's output embedding, which lora_target with {shards} shards: take k3, or "
+            "deepspeed_train with zero_stage 2",
         )
     for key in _leaves(config.critic.model_dump(exclude_defaults=True)) if config.adv_estimator != "gae" else ():
         yield ConfigIssue(

@@ -78,6 +78,6 @@ class AdapterFreeReference:
             return self._engine.infer(batch)
 
     def hidden_states(self, batch: Sequence[PackedInput]) -> list[ReferenceStates]:
-        """Return vocabulary distributions; weights must be unsharded (below ZeRO-3)."""
+        """Return vocabulary distributions; weights must be unsharded (below ZeRO-3, no FSDP2)."""
         with without_adapters(self._policy):
             return [self._policy.eval().hidden_states(x.to(self._engine.device)) for x in batch]

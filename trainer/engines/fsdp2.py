@@ -37,6 +37,7 @@ from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.engines.rank_passes import OnRanks, assign_passes, first_of, gather_outputs
 from offbeat.trainer.engines.state_files import StateFileError, StatePlanner, StateReader
 from offbeat.trainer.engines.tensor_parallel import split_model
+from offbeat.trainer.models.lora import merged_weights, unmerged_weights
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.stages import cut_stage
 from offbeat.trainer.models.value_head import HEAD
@@ -66,7 +67,7 @@ class FSDP2Engine(OnRanks):
             module = cut_stage(module, self._ranks.stage, pp_size)
         self._max_grad_norm = training.max_grad_norm
         self._training = training
-        self._module = self._shard(module.float().to(ranks.device))
+        self._module = self._shard(_in_float32(module).to(ranks.device))
         if pp_size > 1:
             self._pipeline = Pipeline(self._module, self._dtype, self._ranks, self._mesh["pipe"].get_group())
         groups = parameter_groups(self._module, training)
@@ -82,7 +83,7 @@ class FSDP2Engine(OnRanks):
         self._scaler = ShardedGradScaler(ranks.device.type, enabled=self._dtype == torch.float16)
 
     def _shard(self, module: nn.Module) -> nn.Module:
-        """Shard; stored in float32, computed in its dtype."""
+        """Shard; trained weights are stored in float32, and computed in the model's dtype."""
         dtype = None if self._dtype == torch.float32 else self._dtype
         if self._ranks.tp_size > 1:
             self._partial = split_model(cast(PreTrainedModel, module.model), self._mesh["tensor"])
@@ -185,13 +186,13 @@ class FSDP2Engine(OnRanks):
         return gather_outputs(results, self._pipeline.share_rows(outputs), batch, self._ranks)
 
     def tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Gather one parameter at a time; adapters are unsupported."""
-        del merged
-        own = {name: p for name, p in self._module.named_parameters() if not name.startswith(HEAD)}
+        """Gather one weight with its adapter at a time."""
+        weights = merged_weights(self._module) if merged else unmerged_weights(self._module, WRAPPER)
+        own = [weight for weight in weights if not weight.name.startswith(HEAD)]
         if self._pipeline is not None:
-            pairs = self._pipeline.broadcast(lambda name: self._gather(own[name]))
+            pairs = self._pipeline.broadcast(own, self._gather)
         else:
-            pairs = ((name, self._gather(parameter)) for name, parameter in own.items())
+            pairs = ((weight.name, weight.tensor(self._gather)) for weight in own)
         for name, tensor in pairs:
             yield name.removeprefix(WRAPPER), tensor
 
@@ -238,6 +239,14 @@ class FSDP2Engine(OnRanks):
             group.update(adam_settings(self._training))
         if self._scaler.is_enabled() and (folder / SCALER_FILE).is_file():
             self._scaler.load_state_dict(json.loads((folder / SCALER_FILE).read_text()))
+
+
+def _in_float32(module: nn.Module) -> nn.Module:
+    """Convert what is trained, and buffers; the base of adapters keeps its dtype."""
+    trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
+    for tensor in (*trained, *(buffer for buffer in module.buffers() if buffer.is_floating_point())):
+        tensor.data = tensor.data.float()
+    return module
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from offbeat.trainer.engines.process_group import Ranks, gather
 from offbeat.trainer.engines.rank_passes import Pass, first_of
-from offbeat.trainer.models.value_head import HEAD
+from offbeat.trainer.models.lora import ExportedWeight
 
 WINDOW = 8
 """Micro-batches per stage in one schedule, which allocates the messages of all."""
@@ -39,10 +39,8 @@ class Pipeline:
         self.device = ranks.device
         self._group = group
         parameters = dict(module.named_parameters())
-        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        of_ranks: list[dict[str, list[int]]] = [json.loads(each) for each in gather(ranks, json.dumps(shapes).encode())]
-        self._shapes = [of_ranks[self._rank_of(stage)] for stage in range(ranks.pp_size)]
-        tied = self._shapes[0].keys() & self._shapes[-1].keys()
+        first, *_, last = self._of_stages(list(parameters))
+        tied = {*first} & {*last}
         self._tied = [parameters[name] for name in sorted(tied)] if self.is_first or self.is_last else []
         self.copies = set(self._tied) if self.is_last else set[nn.Parameter]()
         """Parameters that the first stage holds, too."""
@@ -60,6 +58,11 @@ class Pipeline:
     def _rank_of(self, stage: int) -> int:
         """Return the global rank of a stage of this pipeline."""
         return self._ranks.rank + (self._ranks.stage - stage) * self._ranks.tp_size
+
+    def _of_stages(self, own: Any) -> list[Any]:
+        """Return what each stage of this pipeline gives, as JSON."""
+        of_ranks = gather(self._ranks, json.dumps(own).encode())
+        return [json.loads(of_ranks[self._rank_of(stage)]) for stage in range(self._ranks.pp_size)]
 
     def train(self, passes: Sequence[Pass], loss: Loss) -> None:
         """Accumulate gradients. loss: called on the last stage."""
@@ -104,17 +107,20 @@ class Pipeline:
         dist.all_reduce(total, group=self._group)
         return total.sqrt()
 
-    def broadcast(self, gather_own: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield all stages' parameters, without a value head. gather_own: returns a whole parameter of this stage."""
+    def broadcast(
+        self, own: Sequence[ExportedWeight], read: Callable[[nn.Parameter], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of all stages. own: those of this stage; read: returns a whole part of one."""
+        by_name = {weight.name: weight for weight in own}
         seen = set[str]()
-        for stage, shapes in enumerate(self._shapes):
-            for name, shape in shapes.items():
-                if name in seen or name.startswith(HEAD):
+        for stage, weights in enumerate(self._of_stages([(weight.name, weight.shape) for weight in own])):
+            for name, shape in weights:
+                if name in seen:
                     continue
                 seen.add(name)
                 is_own = stage == self._ranks.stage
                 tensor = (
-                    gather_own(name).contiguous()
+                    by_name[name].tensor(read).contiguous()
                     if is_own
                     else torch.empty(shape, dtype=self._dtype, device=self.device)
                 )

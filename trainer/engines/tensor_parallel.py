@@ -8,9 +8,14 @@ from typing import Any, cast
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
-from transformers.distributed.tensor_parallel import apply_tensor_parallelism, replace_layer_number_by_wildcard
+from transformers.distributed.tensor_parallel import (
+    ALL_PARALLEL_STYLES,
+    TensorParallelLayer,
+    replace_layer_number_by_wildcard,
+)
 
 from offbeat.trainer.config.model_split import find_obstacle
+from offbeat.trainer.models.lora import ADAPTER, adapted_layers
 
 EMBEDDINGS = ("lm_head", "embed_tokens")
 """Whole if the vocabulary is not divisible."""
@@ -36,19 +41,41 @@ def split_model(model: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
     head = cast(Any, model.get_output_embeddings())
     embeddings = None if head is None else cast(Any, model.get_input_embeddings())  # none on the last of several stages
     is_tied = head is not None and embeddings is not None and head.weight is embeddings.weight
-    splits = {
+    styles = {
         name: style
         for name, style in plan.items()
         if style in STYLES and (config.vocab_size % mesh.size() == 0 or not name.endswith(EMBEDDINGS))
     }
-    apply_tensor_parallelism(model, mesh, splits)
+    adapted = adapted_layers(model)
+    for name, module in list(model.named_modules()):
+        style = styles.get(replace_layer_number_by_wildcard(name))
+        if style is not None:
+            for part in _split_parts(module, style) if name in adapted else [module]:
+                _split(part, name, ALL_PARALLEL_STYLES[style], mesh)
     if is_tied:
         cast(Any, head).weight = cast(Any, embeddings).weight
     return [
-        module
+        part
         for name, module in model.named_modules()
         if plan.get(replace_layer_number_by_wildcard(name)) == PARTIAL_STYLE
+        for part in module.modules()
     ]
+
+
+def _split(module: nn.Module, name: str, style: TensorParallelLayer, mesh: DeviceMesh) -> None:
+    for parameter, _ in list(module.named_parameters(recurse=False)):
+        style.validate_param(module, parameter, mesh, parameter_name=f"{name}.{parameter}")
+        style.shard_param(module, parameter, mesh)
+    style.install_forward(module, mesh)
+
+
+def _split_parts(layer: Any, style: str) -> list[nn.Module]:
+    """Return what is split of an adapted layer: the base, and the factor that has the split dimension.
+
+    The other factor is whole on each rank, with the same gradient, as its input or output is.
+    """
+    factor = layer.lora_A if style == "rowwise" else layer.lora_B
+    return [layer.base_layer, factor[ADAPTER]]
 
 
 def find_unknown_style(model_type: str, plan: Mapping[str, str]) -> str:

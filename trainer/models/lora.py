@@ -49,23 +49,37 @@ def add_adapters(model: nn.Module, args: ModelArgs, seed: int) -> None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
+    # `enable_adapters` would set requires_grad as well, which FSDP2 keeps in two parameters, of which a layer shows one
     layers = adapted_layers(model).values()
     for layer in layers:
-        layer.enable_adapters(False)
+        layer._disable_adapters = True
     try:
         yield
     finally:
         for layer in layers:
-            layer.enable_adapters(True)
+            layer._disable_adapters = False
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedWeight:
-    """name: with the wrapper's prefix; tensor: computes it from gathered `parts`."""
+    """name: with the wrapper's prefix; parts: the weight itself, or base, A and B; scaling: of the product B A."""
 
     name: str
     parts: list[nn.Parameter]
-    tensor: Callable[[], Tensor]
+    scaling: float = 0.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.parts[0].shape)
+
+    @torch.no_grad()
+    def tensor(self, read: Callable[[nn.Parameter], Tensor] = nn.Parameter.detach) -> Tensor:
+        """Compute the weight. read: returns a whole part, in the dtype that it is computed in."""
+        base, *factors = map(read, self.parts)
+        if not factors:
+            return base
+        down, up = factors
+        return (base.float() + self.scaling * (up.float() @ down.float())).to(base.dtype)
 
 
 def merged_weights(module: nn.Module) -> Iterator[ExportedWeight]:
@@ -75,9 +89,9 @@ def merged_weights(module: nn.Module) -> Iterator[ExportedWeight]:
         if base and rest == "weight":
             yield _merged(f"{owner}.{rest}", layers[owner])
         elif base:
-            yield ExportedWeight(f"{owner}.{rest}", [parameter], parameter.detach)
+            yield ExportedWeight(f"{owner}.{rest}", [parameter])
         elif not any(factor in name for factor in FACTORS):
-            yield ExportedWeight(name, [parameter], parameter.detach)
+            yield ExportedWeight(name, [parameter])
 
 
 def unmerged_weights(module: nn.Module, wrapper: str) -> Iterator[ExportedWeight]:
@@ -87,7 +101,7 @@ def unmerged_weights(module: nn.Module, wrapper: str) -> Iterator[ExportedWeight
             exported_name = PREFIX + name.removeprefix(wrapper).replace(f".{ADAPTER}.", ".")
         else:
             exported_name = name.replace(BASE, ".")
-        yield ExportedWeight(exported_name, [parameter], parameter.detach)
+        yield ExportedWeight(exported_name, [parameter])
 
 
 def save_adapter(folder: Path, factors: Mapping[str, Tensor], args: ModelArgs, base: Path) -> None:
@@ -108,13 +122,8 @@ def save_adapter(folder: Path, factors: Mapping[str, Tensor], args: ModelArgs, b
 
 
 def _merged(name: str, layer: Any) -> ExportedWeight:
-    base, down, up = layer.base_layer.weight, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-
-    def merge() -> Tensor:
-        with torch.no_grad():
-            return (base.float() + layer.scaling[ADAPTER] * (up.float() @ down.float())).to(base.dtype)
-
-    return ExportedWeight(name, [base, down, up], merge)
+    parts = [layer.base_layer.weight, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight]
+    return ExportedWeight(name, parts, layer.scaling[ADAPTER])
 
 
 def adapted_layers(module: nn.Module) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Invariant: a stage's parameters have their names in the whole model; those of ti
 last stage.
 """
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -56,6 +57,8 @@ def cut_stage(module: nn.Module, stage: int, num_stages: int) -> nn.Module:
     if obstacle := find_stage_obstacle(config.to_dict(), num_stages) or _find_unknown_plan(model):
         raise ValueError(f"actor_train.strategy_args.pp_size {num_stages}: {obstacle}")
     layers, norm, is_last = list(base.layers), base.norm, stage == num_stages - 1
+    if obstacle := _find_untrained_stage(layers, num_stages):
+        raise ValueError(f"actor_train.strategy_args.pp_size {num_stages}: {obstacle}")
     base.norm = PassThrough(norm)
     for i, layer in enumerate(layers):
         base.layers[i] = PassThrough(layer)
@@ -92,6 +95,18 @@ def _find_unknown_plan(model: PreTrainedModel) -> str:
         return f"transformers has no plan for {kind} (base_model_pp_plan): take 1"
     unknown = sorted(set(plan).symmetric_difference(PLAN))
     return f"the plan for {kind} differs in {', '.join(unknown)}, which is not supported: take 1" if unknown else ""
+
+
+def _find_untrained_stage(layers: Sequence[nn.Module], num_stages: int) -> str:
+    """Return which layers have nothing to train, as no gradient would leave their stage, or ""."""
+    for stage in range(num_stages):
+        numbers = stage_layers(len(layers), stage, num_stages)
+        if not any(parameter.requires_grad for i in numbers for parameter in layers[i].parameters()):
+            return (
+                f"lora_target names nothing in layers {numbers[0]} to {numbers[-1]}, stage {stage}: name layers of each "
+                "stage, set all-linear, or take 1"
+            )
+    return ""
 
 
 @torch.no_grad()

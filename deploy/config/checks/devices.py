@@ -1,6 +1,4 @@
-import shutil
 import socket
-import subprocess
 from collections.abc import Iterator, Sequence
 
 from offbeat.deploy.config.checks.memory import UTILIZATION_KEY, check_memory
@@ -10,10 +8,9 @@ from offbeat.deploy.config.devices import count_gpus
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.sharing import offload_problem
 from offbeat.services.generation.config import UTILIZATION, app_name
+from offbeat.services.gpu_memory import read_memory_gib
 from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
-
-MEMORY_TIMEOUT_S = 10.0
 
 
 def check_devices(config: RunConfig, nodes: Sequence[ClusterNode] | None) -> Iterator[ConfigIssue]:
@@ -30,25 +27,16 @@ def check_devices(config: RunConfig, nodes: Sequence[ClusterNode] | None) -> Ite
         yield ConfigIssue(f"{ENGINE}.enable_sleep_mode", problem)
     yield from check_mappings(config)
     owns_engines = infer.app in (None, app_name(config.exp_name))
-    plan = plan_devices(config, [local_node()] if nodes is None else nodes, owns_engines=owns_engines)
+    nodes = [local_node()] if nodes is None else nodes
+    plan = plan_devices(config, nodes, owns_engines=owns_engines)
     yield from plan.issues
     has_gpus = "cuda" in (infer.device, train.device) or any(reward.gpus_per_replica for reward in config.rewards)
     if not plan.issues and has_gpus:
-        yield from check_memory(config, plan, read_memory_gib(), owns_engines=owns_engines)
+        if all(node.memory_gib is None for node in nodes):
+            memory_gib = read_memory_gib()
+            nodes = [node._replace(memory_gib=memory_gib) for node in nodes]
+        yield from check_memory(config, plan, nodes, owns_engines=owns_engines)
 
 
 def local_node() -> ClusterNode:
     return ClusterNode("", socket.gethostname(), count_gpus())
-
-
-def read_memory_gib() -> float | None:
-    """Return the memory of this machine's smallest GPU, if known."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    command = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=MEMORY_TIMEOUT_S, check=True).stdout
-        return min(float(line) for line in output.split()) / 1024
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None

@@ -2,10 +2,10 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from offbeat.deploy.config.device_plan import DevicePlan
+from offbeat.deploy.config.device_plan import ClusterNode, DevicePlan
 from offbeat.deploy.config.device_roles import reward_role
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.sharing import engine_utilization
@@ -30,27 +30,54 @@ SMALLER_ENGINE = frozenset({"quantization", "cpu_offload_gb"})
 GIB = 2**30
 
 
+class _Memory:
+    """Memory of a GPU that a role gets."""
+
+    def __init__(self, nodes: Sequence[ClusterNode], gib: float, address: str) -> None:
+        self.gib = gib
+        self._where = f" on {address}" if len(nodes) > 1 else ""
+
+    def __str__(self) -> str:
+        return f"{self.gib:.1f} GiB{self._where}"
+
+
+class _Nodes:
+    """Nodes with GPUs whose memory is known."""
+
+    def __init__(self, nodes: Sequence[ClusterNode]) -> None:
+        self._nodes = [node for node in nodes if node.gpus]
+
+    def memory(self, node_ids: Iterable[str]) -> _Memory | None:
+        """Return the least memory of these nodes' GPUs, or the most of all if Ray chooses; None if unknown."""
+        chosen = set(node_ids)
+        known = [(node.memory_gib, node.address, node.node_id) for node in self._nodes if node.memory_gib is not None]
+        sizes = [each for each in known if each[2] in chosen] if chosen else sorted(known)[-1:]
+        return _Memory(self._nodes, *min(sizes)[:2]) if sizes else None
+
+
 def check_memory(
-    config: RunConfig, plan: DevicePlan, memory_gib: float | None, *, owns_engines: bool
+    config: RunConfig, plan: DevicePlan, nodes: Sequence[ClusterNode], *, owns_engines: bool
 ) -> Iterator[ConfigIssue]:
     """Yield roles that the memory of a GPU can't hold, without a learner that users attach.
 
-    memory_gib: None if unknown. owns_engines: as in `plan_devices`.
+    nodes: as of the plan. owns_engines: as in `plan_devices`.
     """
+    known = _Nodes(nodes)
+    on_gpus, is_managed = config.actor_train.device == "cuda", config.control.learner == "managed"
+    learner = known.memory(node.node_id for node in plan.learner if node.num_ranks > node.num_critics)
     if plan.is_shared:
-        yield from _check_shared(config, plan, memory_gib)
-    elif memory_gib is not None and config.control.learner == "managed" and config.actor_train.device == "cuda":
-        yield from _check_learner(config, memory_gib)
-    if memory_gib is None:
-        return
-    if owns_engines and config.uses_engine and config.actor_infer.device == "cuda":
-        yield from _check_engine(config, plan, memory_gib)
-    if config.actor_train.device == "cuda":
-        yield from _check_own(config, memory_gib)
-    yield from _check_rewards(config, memory_gib)
+        yield from _check_shared(config, plan, known)
+    elif learner is not None and is_managed and on_gpus:
+        yield from _check_learner(config, learner)
+    engines = known.memory(slot.node_id for slot in plan.engines)
+    if engines is not None and owns_engines and config.uses_engine and config.actor_infer.device == "cuda":
+        yield from _check_engine(config, plan, engines)
+    if on_gpus:
+        yield from _check_own(config, plan, known)
+    yield from _check_rewards(config, plan, known)
 
 
-def _check_shared(config: RunConfig, plan: DevicePlan, memory_gib: float | None) -> Iterator[ConfigIssue]:
+def _check_shared(config: RunConfig, plan: DevicePlan, nodes: _Nodes) -> Iterator[ConfigIssue]:
     """Yield a memory too small for engine and learner."""
     share = engine_utilization(config, plan)
     if share > MAX_SHARED_UTILIZATION:
@@ -61,40 +88,41 @@ def _check_shared(config: RunConfig, plan: DevicePlan, memory_gib: float | None)
         )
         return
     needed_gib = learner_gib(config)
-    if memory_gib is None or needed_gib is None:
+    memory = nodes.memory(slot.node_id for slot in plan.engines if slot.is_shared)
+    if memory is None or needed_gib is None:
         return
     if config.takes_turns:
-        yield from _check_turns(config, share, memory_gib)
-    elif share * memory_gib + needed_gib > memory_gib:
-        room = max(0.0, 1 - needed_gib / memory_gib)
+        yield from _check_turns(config, share, memory)
+    elif share * memory.gib + needed_gib > memory.gib:
+        room = max(0.0, 1 - needed_gib / memory.gib)
         advice = f"take at most {room:.2f}, or" if room > 0.05 else "take"
         yield ConfigIssue(
             UTILIZATION_KEY,
-            f"the engine's {share * memory_gib:.1f} GiB ({share:g}) and {_say_learner(needed_gib)} exceed the GPU's "
-            f"{memory_gib:.1f} GiB: {advice} more devices, zero_stage or lora_target",
+            f"the engine's {share * memory.gib:.1f} GiB ({share:g}) and {_say_learner(needed_gib)} exceed the GPU's "
+            f"{memory}: {advice} more devices, zero_stage or lora_target",
         )
 
 
-def _check_turns(config: RunConfig, share: float, memory_gib: float) -> Iterator[ConfigIssue]:
+def _check_turns(config: RunConfig, share: float, memory: _Memory) -> Iterator[ConfigIssue]:
     """Yield a memory that can't hold the learner alone, or the engine with the versions that GPU transports keep."""
-    yield from _check_learner(config, memory_gib, "also while the engine sleeps")
+    yield from _check_learner(config, memory, "also while the engine sleeps")
     weights = config.weights
     held_gib = weights.keep_versions * weights_gib(config) if weights.transport in ("ipc", "nccl") else 0.0
-    if share * memory_gib + held_gib > memory_gib:
+    if share * memory.gib + held_gib > memory.gib:
         yield ConfigIssue(
             UTILIZATION_KEY,
-            f"the engine's {share * memory_gib:.1f} GiB ({share:g}) and {held_gib:.1f} GiB of {weights.keep_versions} "
-            f"published version(s) exceed the GPU's {memory_gib:.1f} GiB: take less, weights.keep_versions: 1, or "
+            f"the engine's {share * memory.gib:.1f} GiB ({share:g}) and {held_gib:.1f} GiB of {weights.keep_versions} "
+            f"published version(s) exceed the GPU's {memory}: take less, weights.keep_versions: 1, or "
             "weights.transport: shm",
         )
 
 
-def _check_learner(config: RunConfig, memory_gib: float, when: str = "") -> Iterator[ConfigIssue]:
+def _check_learner(config: RunConfig, memory: _Memory, when: str = "") -> Iterator[ConfigIssue]:
     needed_gib = learner_gib(config)
-    if needed_gib is not None and needed_gib > memory_gib:
+    if needed_gib is not None and needed_gib > memory.gib:
         yield ConfigIssue(
             "actor_train.strategy_args.zero_stage",
-            f"{_say_learner(needed_gib)} exceed the GPU's {memory_gib:.1f} GiB{', ' if when else ''}{when}: take more "
+            f"{_say_learner(needed_gib)} exceed the GPU's {memory}{', ' if when else ''}{when}: take more "
             "devices, zero_stage or lora_target",
         )
 
@@ -103,41 +131,43 @@ def _say_learner(needed_gib: float) -> str:
     return f"at least {needed_gib:.1f} GiB of the learner's weights, gradients and moments"
 
 
-def _check_engine(config: RunConfig, plan: DevicePlan, memory_gib: float) -> Iterator[ConfigIssue]:
+def _check_engine(config: RunConfig, plan: DevicePlan, memory: _Memory) -> Iterator[ConfigIssue]:
     """Yield an engine whose weights exceed its share of its devices."""
     engine = config.actor_infer.engine
     if _is_smaller(engine):
         return
     share = engine_utilization(config, plan)
     needed_gib = count_weights(config.pretrain) * _width(config.actor_infer.model_args) / engine.world_size / GIB
-    if needed_gib >= share * memory_gib:
+    if needed_gib >= share * memory.gib:
         yield ConfigIssue(
             f"{ENGINE}.tensor_parallel_size",
             f"the engine's weights take {needed_gib:.1f} GiB of each of its {engine.world_size} device(s), and its share "
-            f"({share:g}) of {memory_gib:.1f} GiB is {share * memory_gib:.1f} GiB: take more devices per engine",
+            f"({share:g}) of {memory} is {share * memory.gib:.1f} GiB: take more devices per engine",
         )
 
 
-def _check_own(config: RunConfig, memory_gib: float) -> Iterator[ConfigIssue]:
+def _check_own(config: RunConfig, plan: DevicePlan, nodes: _Nodes) -> Iterator[ConfigIssue]:
     """Yield roles too large for devices of their own."""
     needed_gib = critic_gib(config, config.num_critic_processes)
-    if needed_gib > memory_gib and config.control.learner == "managed":
+    memory = nodes.memory(node.node_id for node in plan.learner if node.num_critics)
+    if memory is not None and needed_gib > memory.gib and config.control.learner == "managed":
         yield ConfigIssue(
             "critic.num_processes",
             f"at least {needed_gib:.1f} GiB of the critic's weights, gradients and moments exceed the GPU's "
-            f"{memory_gib:.1f} GiB: take more processes with zero_stage or fsdp2_train, or a smaller model",
+            f"{memory}: take more processes with zero_stage or fsdp2_train, or a smaller model",
         )
     for role in scored_roles(config, config.reference):
         frozen_gib = _frozen_gib(config, role.config)
-        if frozen_gib > memory_gib:
+        memory = nodes.memory(slot.node_id for slot in plan.scorers.get(role.name, ()))
+        if memory is not None and frozen_gib > memory.gib:
             yield ConfigIssue(
                 f"{role.name}.strategy_args.placement",
-                f"a process of the service holds the whole model, {frozen_gib:.1f} GiB, and the GPU has {memory_gib:.1f} "
-                "GiB: take placement learner with deepspeed_infer, or a smaller model",
+                f"a process of the service holds the whole model, {frozen_gib:.1f} GiB, and the GPU has {memory}: "
+                "take placement learner with deepspeed_infer, or a smaller model",
             )
 
 
-def _check_rewards(config: RunConfig, memory_gib: float) -> Iterator[ConfigIssue]:
+def _check_rewards(config: RunConfig, plan: DevicePlan, nodes: _Nodes) -> Iterator[ConfigIssue]:
     """Yield rewards' models too large for their devices."""
     for index, reward in enumerate(config.rewards):
         if not isinstance(reward, RewardModelConfig | LlmJudgeConfig) or not reward.gpus_per_replica:
@@ -148,12 +178,13 @@ def _check_rewards(config: RunConfig, memory_gib: float) -> Iterator[ConfigIssue
         needed_gib, share = whole_gib / reward.gpus_per_replica, 1.0
         if isinstance(reward, LlmJudgeConfig):
             share = reward.strategy_args.strategy_config.gpu_memory_utilization or UTILIZATION
-        if needed_gib > share * memory_gib:
+        memory = nodes.memory(slot.node_id for slot in plan.scorers.get(reward_role(index), ()))
+        if memory is not None and needed_gib > share * memory.gib:
             yield ConfigIssue(
                 f"{reward_role(index)}.model_args.model_name_or_path",
                 f"its weights take {needed_gib:.1f} GiB of each of a replica's {reward.gpus_per_replica} device(s), "
-                f"which has {share * memory_gib:.1f} GiB for them: take a narrower dtype, a smaller model, or more devices "
-                "for each replica of a judge",
+                f"which has {share * memory.gib:.1f} GiB of {memory} for them: take a narrower dtype, a smaller "
+                "model, or more devices for each replica of a judge",
             )
 
 

@@ -175,11 +175,35 @@ def test_deepspeeds_settings_are_refused(told: dict[str, Any]) -> None:
         StrategyArgs.model_validate({"strategy_name": "fsdp2_train"} | told)
 
 
-def test_adapters_are_refused() -> None:
-    train = {"model_args": {"lora_target": "all-linear"}, "strategy_args": {"strategy_name": "fsdp2_train"}}
-    (issue,) = check_learner(learner_config(actor_train=train))
-    assert issue.path == "actor_train.strategy_args.strategy_name"
-    assert "deepspeed_train" in issue.message
+def test_adapters_are_kept_in_float32_beside_a_base_in_bfloat16(folder: Path, ranks: Ranks, tmp_path: Path) -> None:
+    def build() -> FSDP2Engine:
+        args = ModelArgs(lora_target="q_proj,down_proj", lora_rank=2, dtype="bfloat16")
+        return FSDP2Engine(load_policy(folder, args, seed=1), SMOOTH, ranks)
+
+    saved, resumed = build(), build()
+    for name, parameter in saved._module.named_parameters():
+        assert parameter.dtype == (torch.float32 if ".lora_" in name else torch.bfloat16), name
+    start = weights_of(saved)
+    for _ in range(40):
+        saved.train(fixed_batch(), nll, Hyperparameters(1e-5, 0.0))
+    saved.save(tmp_path)
+    resumed.load(tmp_path)
+    for each in (saved, resumed):
+        each.train(fixed_batch(), nll, HYPER)
+    assert_same(weights_of(saved), weights_of(resumed))
+    changed = {name for name, tensor in weights_of(saved).items() if not torch.equal(tensor, start[name])}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("split", [{}, {"tp_size": 2}, {"pp_size": 2}])
+def test_adapters_are_accepted_but_for_a_full_kl_to_their_base(split: dict[str, int]) -> None:
+    strategy = {"strategy_name": "fsdp2_train"} | split
+    train = {"model_args": {"lora_target": "all-linear"}, "num_processes": 2, "strategy_args": strategy}
+    settings = {"actor_train": train, "use_kl_loss": True, "kl_loss_coef": 0.1}
+    assert list(check_learner(learner_config(**settings))) == []
+    (issue,) = check_learner(learner_config(**settings, kl_loss_type="full"))
+    assert issue.path == "kl_loss_type"
+    assert "take k3" in issue.message
 
 
 def test_a_configuration_that_was_written_out_in_full_is_read_again() -> None:

@@ -114,6 +114,25 @@ def test_a_role_that_no_gpu_holds_is_refused_with_the_numbers(
     assert says in issues(run, TWO_NODES)[key]
 
 
+def test_each_role_is_weighed_by_the_node_that_it_is_on(tmp_path: Path) -> None:
+    """Devices 0 to 3 are of the node with 12 GiB, 4 to 7 of that with 80; policy and learner need 16, and share both."""
+    nodes = [ClusterNode("a", "10.0.0.1", 4, 12.0), ClusterNode("b", "10.0.0.2", 4, 80.0)]
+    pretrain = write_model(tmp_path, 2**30)
+
+    def found(learner: list[int], engines: list[int]) -> dict[str, str]:
+        return issues(config({"device_mapping": learner}, {"device_mapping": engines}, pretrain=pretrain), nodes)
+
+    assert found([4], [0]) == {}
+    (message,) = found([0], [4]).values()
+    assert "at least 16.0 GiB" in message
+    assert "exceed the GPU's 12.0 GiB on 10.0.0.1" in message
+    assert found([5], [5]) == {}
+    assert "exceed the GPU's 12.0 GiB on 10.0.0.1" in found([3], [3])[KEY]
+    assert issues(config(pretrain=pretrain), nodes) == {}  # Ray chooses
+    unknown = [nodes[0]._replace(memory_gib=None), nodes[1]]
+    assert issues(config({"device_mapping": [0]}, {"device_mapping": [4]}, pretrain=pretrain), unknown) == {}
+
+
 TENSOR_PARALLEL = KEY.replace("gpu_memory_utilization", "tensor_parallel_size")
 
 
