@@ -25,7 +25,10 @@ END_S = 5.0
 
 class SecondHost:
     def __init__(self) -> None:
-        """Leave the machine's network, in a single thread; failures are in `refusal`."""
+        """Move the calling thread and its future children to the namespaces; `refusal` says why that failed.
+
+        To be called before the process starts threads, which would stay in the machine's network.
+        """
         self._holder: subprocess.Popen[bytes] | None = None
         self._reached: set[str] = set()
         self.refusal = ""
@@ -52,7 +55,7 @@ class SecondHost:
         return [*self._enter, *command] if self.is_there else command
 
     def reach_redis(self, url: str) -> None:
-        """Lead the host's connections to Redis' port on loopback to this process's loopback; idempotent."""
+        """Route the host's connections to Redis' port on loopback to this process's loopback; idempotent."""
         port = str(urlsplit(url).port)
         if port not in self._reached:
             rule = ("to", "127.0.0.1", "dport", port, "lookup", str(LOOPBACK_TABLE))

@@ -79,7 +79,7 @@ def build(settings: TinkerSettings) -> Application:
 
     The learner is the replica's child, and shares its GPUs.
     """
-    infer = settings.config.actor_infer
+    infer, train = settings.config.actor_infer, settings.config.actor_train
     deployment = serve.deployment(
         name=DEPLOYMENT,
         autoscaling_config={"min_replicas": 0, "max_replicas": 1},
@@ -89,7 +89,7 @@ def build(settings: TinkerSettings) -> Application:
         graceful_shutdown_timeout_s=STOP_TIMEOUT_S,
         ray_actor_options={
             "num_cpus": infer.cpus_per_replica,
-            "num_gpus": infer.engine.world_size if infer.device == "cuda" else 0,
+            "num_gpus": infer.engine.world_size if infer.device == "cuda" else int(train.device == "cuda"),
             "resources": {HEAD_NODE: 0.001},
         },
     )(serve.ingress()(TinkerDeployment))

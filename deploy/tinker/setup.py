@@ -66,8 +66,8 @@ class TinkerSetup:
         return self.child("learner", LEARNER, msgspec.json.encode(settings))
 
     def service(self, redis_url: str) -> ServiceSettings:
-        infer = self._config.actor_infer
-        if infer.device == "cuda" and infer.engine.gpu_memory_utilization is None:
+        infer, train = self._config.actor_infer, self._config.actor_train
+        if infer.device == train.device == "cuda" and infer.engine.gpu_memory_utilization is None:
             infer = with_engine(infer, gpu_memory_utilization=SHARED_UTILIZATION)
         return ServiceSettings(
             name=self._name,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from offbeat.services.errors import WeightsError
+from offbeat.services.errors import GenerationError, WeightsError
 from offbeat.services.generation.engine import MostLikely, PromptScores, TopCompletion
 from offbeat.services.messages.types import GenerateRequest, Sampling
 from offbeat.services.tinker.errors import TinkerError
@@ -85,13 +85,14 @@ class AdapterSlots:
         """Use a slot, in the order of the calls, so that adapters in constant use starve no other."""
         async with self._taking:
             while name not in self._slots and len(self._slots) >= self._max_adapters:
-                idle = next((name for name, slot in self._slots.items() if not slot.users), None)
+                idle = next((each for each, slot in self._slots.items() if not slot.users), None)
                 if idle is None:
                     self._released.clear()
                     await self._released.wait()
                 else:
-                    del self._slots[idle]
+                    self._slots[idle].loaded = None  # if cancelled here, it may be dropped or not
                     await self._engine.drop_adapter(idle)
+                    del self._slots[idle]
             slot = self._slots.setdefault(name, AdapterSlot())
             self._slots.move_to_end(name)
             slot.users += 1
@@ -151,7 +152,10 @@ class Sampler:
         num_top = body.topk_prompt_logprobs
         if not body.prompt_logprobs and not num_top:
             return SampleAnswer(sequences)
-        scores = await self._engine.score(prompt, adapter, num_top)
+        try:
+            scores = await self._engine.score(prompt, adapter, num_top)
+        except GenerationError as error:
+            raise TinkerError(str(error)) from error
         skipped = len(prompt) - min(body.prompt_logprobs_last_n or len(prompt), len(prompt))
         logprobs = [math.nan] * skipped + [math.nan, *scores.logprobs][skipped:]
         top = [MostLikely()] * skipped + [MostLikely(), *scores.top][skipped:]

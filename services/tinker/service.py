@@ -256,9 +256,13 @@ class TinkerService:
         return Result(encode_sample_response(*answer), is_protobuf=True)
 
     async def _find_adapter(self, record: SamplerRecord) -> tuple[str, AdapterVersion | None]:
+        """Return the name in the engine and the weights, empty and None for the base model; raises TinkerError."""
         if record.inflight_model_id is not None:
-            newest = await self.store.find(self.store.keys.inflight, record.inflight_model_id, AdapterVersion)
-            return f"inflight {record.inflight_model_id}", newest
+            model_id = record.inflight_model_id
+            newest = await self.store.find(self.store.keys.inflight, model_id, AdapterVersion)
+            if newest is None:  # the base model would be sampled
+                raise TinkerError(f"the weights of model {model_id} were deleted: its session has ended")
+            return f"inflight {model_id}", newest
         return (record.adapter.folder if record.adapter is not None else ""), record.adapter
 
     def _check_sample(self, body: SampleBody) -> None:

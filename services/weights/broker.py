@@ -14,7 +14,7 @@ from typing import Any, cast
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, TimeoutError
 
-from offbeat.services.errors import WeightsError
+from offbeat.services.errors import StoreUnavailableError, WeightsError
 from offbeat.services.keys import RunKeys
 from offbeat.services.messages.codec import decode_manifest
 from offbeat.services.redis.errors import complaint
@@ -82,7 +82,7 @@ class WeightBroker:
                 "the files of weight versions could not be seen to within %g s: the share may hang", CHECK_INTERVAL_S
             )
             return 0
-        except WeightsError as error:
+        except (StoreUnavailableError, WeightsError) as error:
             logger.warning("files of weight versions are not collected: %s", error)
             return 0
 

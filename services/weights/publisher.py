@@ -118,16 +118,19 @@ class RedisWeightPublisher:
         try:
             fallen_out = self._announce(manifest, gone)
         except FencedError:
-            self._transport.delete(stored.location)
+            self._delete(stored.location)
             raise  # after any other error it may have been announced: the broker collects the bytes if it was not
         except ReconcileError as error:
             logger.warning("version %d is not announced: %s", version, error)
             return
         for old in fallen_out:
-            try:
-                self._transport.delete(old.location)
-            except WeightsError as error:  # of the folder that this one was copied from
-                logger.info("left: %s", error)
+            self._delete(old.location)
+
+    def _delete(self, location: str) -> None:
+        try:
+            self._transport.delete(location)
+        except (StoreUnavailableError, WeightsError) as error:  # as of the folder that this one was copied from
+            logger.info("left: %s", error)
 
     def _stage(self, version: int, tensors: "dict[str, Tensor]") -> Stored:
         while True:

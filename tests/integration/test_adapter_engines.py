@@ -166,6 +166,7 @@ async def test_an_unknown_adapter_is_refused_and_a_dropped_one_is_unknown(
 async def test_an_adapter_of_another_model_is_refused_and_the_engine_serves_on(
     engine: Engine, policy: Path, tmp_path: Path
 ) -> None:
+    """More often than there are slots, one of which vLLM on a CPU takes for requests without adapter."""
     other = write_policy(tmp_path / "other", hidden_size=128)
     model = make_adapter(policy, tmp_path / "c", ["q_proj"], 0)
     await engine.put_adapter("c", tmp_path / "c", 0)
@@ -175,3 +176,9 @@ async def test_an_adapter_of_another_model_is_refused_and_the_engine_serves_on(
     request, completion = await generate(engine, "c", max_new_tokens=4)
     assert mismatch(model, request, completion).max() < FLOAT_NOISE
     assert [span.version for span in completion.versions] == [0]
+    for i in range(4):
+        with pytest.raises(WeightsError):
+            await engine.put_adapter(f"d{i}", tmp_path / "d", 1)
+    for name, expected in (("c", model), ("", random_policy(policy, 0))):
+        request, completion = await generate(engine, name, max_new_tokens=4)
+        assert mismatch(expected, request, completion).max() < FLOAT_NOISE

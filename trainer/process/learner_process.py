@@ -128,7 +128,8 @@ class LearnerProcess:
 
         Raises:
             FencedError: another learner holds the run.
-            RetryableError, redis.ConnectionError: Redis unusable at a signal, or run restarted during standby.
+            RetryableError, redis.ConnectionError: Redis or the weights store unusable at a signal, or run restarted during
+                standby.
             RankDiedError: another rank has died.
             CheckpointError, ControlError, WeightsError: checkpoint, policy, warm start or transport unusable on this
                 host.

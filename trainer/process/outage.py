@@ -1,4 +1,4 @@
-"""Learner's wait for an unreachable or read-only Redis or store; the next learner would find the same."""
+"""Learner's wait for Redis, or a store, that is unreachable or refuses writes; the next learner would find the same."""
 
 import logging
 import threading
@@ -11,13 +11,15 @@ from offbeat.trainer.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 RETRY_TIMEOUT_S = 30.0
-"""Duration of a Redis outage's failures."""
+"""Time for which the Redis client retries by itself before it reports a failure."""
 LOG_INTERVAL_S = 60.0
 NEW_OUTAGE_AFTER_S = 30.0
-"""Time without a Redis error that ends an outage."""
+"""Default time without an error that ends an outage."""
 
 
 class Outage:
+    """Outages of one service, reported once each; the wait counts as progress for the watchdog."""
+
     def __init__(
         self,
         service: str,
@@ -29,7 +31,9 @@ class Outage:
         failure_s: float = 0.0,
         new_after_s: float = NEW_OUTAGE_AFTER_S,
     ) -> None:
-        """stops: end the wait. failure_s: time before the first failure. new_after_s: time without one that ends it."""
+        """stops: end the wait. failure_s: the client's retries before a failure. new_after_s: time without a failure that
+        ends an outage.
+        """
         self._service = service
         self._stops = stops
         self._watchdog = watchdog
@@ -40,6 +44,7 @@ class Outage:
         self._began = self._last_error_at = self._logged_at = float("-inf")
 
     def should_retry(self, error: Exception) -> bool:
+        """Report a failure; return False once the learner should stop."""
         self._watchdog.kick()
         now = time.monotonic()
         if now > self._last_error_at + self._new_after_s:

@@ -27,14 +27,13 @@ def check_devices(config: RunConfig, nodes: Sequence[ClusterNode] | None) -> Ite
         yield ConfigIssue(f"{ENGINE}.enable_sleep_mode", problem)
     yield from check_mappings(config)
     owns_engines = infer.app in (None, app_name(config.exp_name))
-    nodes = [local_node()] if nodes is None else nodes
+    is_local, nodes = nodes is None, [local_node()] if nodes is None else nodes
     plan = plan_devices(config, nodes, owns_engines=owns_engines)
     yield from plan.issues
     has_gpus = "cuda" in (infer.device, train.device) or any(reward.gpus_per_replica for reward in config.rewards)
     if not plan.issues and has_gpus:
-        if all(node.memory_gib is None for node in nodes):
-            memory_gib = read_memory_gib()
-            nodes = [node._replace(memory_gib=memory_gib) for node in nodes]
+        if is_local:
+            nodes = [node._replace(memory_gib=read_memory_gib()) for node in nodes]
         yield from check_memory(config, plan, nodes, owns_engines=owns_engines)
 
 

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from offbeat.deploy.config.device_plan import ClusterNode, DevicePlan
 from offbeat.deploy.config.device_roles import reward_role
@@ -30,19 +31,19 @@ SMALLER_ENGINE = frozenset({"quantization", "cpu_offload_gb"})
 GIB = 2**30
 
 
-class _Memory:
+class _Memory(NamedTuple):
     """Memory of a GPU that a role gets."""
 
-    def __init__(self, nodes: Sequence[ClusterNode], gib: float, address: str) -> None:
-        self.gib = gib
-        self._where = f" on {address}" if len(nodes) > 1 else ""
+    gib: float
+    where: str
+    """` on ADDRESS`, of several nodes; else empty."""
 
     def __str__(self) -> str:
-        return f"{self.gib:.1f} GiB{self._where}"
+        return f"{self.gib:.1f} GiB{self.where}"
 
 
 class _Nodes:
-    """Nodes with GPUs whose memory is known."""
+    """Nodes with GPUs."""
 
     def __init__(self, nodes: Sequence[ClusterNode]) -> None:
         self._nodes = [node for node in nodes if node.gpus]
@@ -50,9 +51,12 @@ class _Nodes:
     def memory(self, node_ids: Iterable[str]) -> _Memory | None:
         """Return the least memory of these nodes' GPUs, or the most of all if Ray chooses; None if unknown."""
         chosen = set(node_ids)
-        known = [(node.memory_gib, node.address, node.node_id) for node in self._nodes if node.memory_gib is not None]
-        sizes = [each for each in known if each[2] in chosen] if chosen else sorted(known)[-1:]
-        return _Memory(self._nodes, *min(sizes)[:2]) if sizes else None
+        nodes = [node for node in self._nodes if not chosen or node.node_id in chosen]
+        sizes = {node: node.memory_gib for node in nodes if node.memory_gib is not None}
+        if not sizes or (not chosen and len(sizes) < len(nodes)):  # one that is unknown may have the most
+            return None
+        node = (min if chosen else max)(sizes, key=sizes.__getitem__)
+        return _Memory(sizes[node], f" on {node.address}" if len(self._nodes) > 1 else "")
 
 
 def check_memory(

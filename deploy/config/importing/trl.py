@@ -31,16 +31,26 @@ GRPO_KEYS = ("num_generations", "reward_funcs", "max_completion_length", "num_it
 DPO_KEYS = ("label_smoothing", "precompute_ref_log_probs", "f_divergence_type", "beta")
 DECOUPLED = "normalize_then_sum"
 PREFERENCES = ("sigmoid", "ipo", "hinge", "robust", "apo_zero", "apo_down")
-COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
+COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size",
+          "num_iterations")  # fmt: skip
 BATCH, STEPS, NUM_GENERATIONS, COMPLETION, PROMPT = 8, 1, 8, 512, 512
 """TRL's defaults of batch size, accumulation and generations, and lengths in tokens."""
 
 
 def _batch(key: Key) -> Outcome | None:
-    if any(not isinstance(get(key.tree, name) or 1, int) for name in COUNTS):
+    if not _are_counts(key.tree):
         return None
     size = _rollout_batch(key.tree)
     return Outcome("value", ("rollout_batch_size",), size, "with gradient_accumulation_steps, of one process")
+
+
+def _are_counts(tree: Tree) -> bool:
+    return all(isinstance(get(tree, name) or 1, int) for name in COUNTS)
+
+
+def _count(tree: Tree, name: str, default: int) -> int:
+    value = get(tree, name)
+    return value if value and isinstance(value, int) else default
 
 
 def _rollout_batch(tree: Tree) -> int:
@@ -50,21 +60,30 @@ def _rollout_batch(tree: Tree) -> int:
         case "dpo":
             return 2 * size
         case "rlvr":
-            per_generation = (get(tree, "per_device_train_batch_size") or BATCH) * (
-                get(tree, "steps_per_generation") or 0
+            per_step, steps = (
+                _count(tree, "per_device_train_batch_size", BATCH),
+                _count(tree, "steps_per_generation", 0),
             )
-            return get(tree, "generation_batch_size") or per_generation or size
+            return _count(tree, "generation_batch_size", per_step * steps or size)
         case _:
             return size
 
 
 def _optimizer_batch(tree: Tree) -> int:
-    return (get(tree, "per_device_train_batch_size") or BATCH) * (get(tree, "gradient_accumulation_steps") or STEPS)
+    return _count(tree, "per_device_train_batch_size", BATCH) * _count(tree, "gradient_accumulation_steps", STEPS)
+
+
+def _optimizer_steps(tree: Tree) -> int:
+    """Return the optimizer steps that use a batch, which is one step here; TRL's steps are of the optimizer."""
+    if find_pipeline(tree) != "rlvr":
+        return 1
+    minibatches, rest = divmod(_rollout_batch(tree), _optimizer_batch(tree))
+    return (1 if rest else minibatches) * _count(tree, "num_iterations", 1)
 
 
 def _generation(key: Key) -> Outcome | None:
     """Convert a generation's size to optimizer steps."""
-    if not key.value or any(not isinstance(get(key.tree, name) or 1, int) for name in COUNTS):
+    if not key.value or not _are_counts(key.tree):
         return None
     steps, rest = divmod(_rollout_batch(key.tree), _optimizer_batch(key.tree))
     if rest:
@@ -72,11 +91,27 @@ def _generation(key: Key) -> Outcome | None:
     return Outcome("value", (*ARGS.split("."), "num_minibatches"), steps, "optimizer steps per batch")
 
 
+def _in_batches(*target: str) -> Rule:
+    """Convert optimizer steps to batches."""
+
+    def rule(key: Key) -> Outcome | None:
+        per_batch = _optimizer_steps(key.tree)
+        if per_batch == 1 or not isinstance(key.value, int) or key.value <= 0:
+            return None
+        note = f"batches, of {per_batch} optimizer steps each"
+        return Outcome("value", (*target, key.path[0]), math.ceil(key.value / per_batch), note)
+
+    return rule
+
+
 def _warmup(key: Key) -> Outcome | None:
     steps = get(key.tree, "max_steps")
+    if get(key.tree, "warmup_steps"):
+        return Outcome("no effect", note="warmup_steps counts")
     if not isinstance(key.value, float | int) or not isinstance(steps, int) or steps <= 0:
         return None
-    return Outcome("value", (*ARGS.split("."), "warmup_steps"), math.ceil(steps * key.value), f"of {steps} steps")
+    value = math.ceil(steps * key.value / _optimizer_steps(key.tree))
+    return Outcome("value", (*ARGS.split("."), "warmup_steps"), value, f"of {steps} optimizer steps")
 
 
 def _only_with_peft(target: str) -> Rule:
@@ -182,6 +217,7 @@ RULES: Rules = (
     ("dataset_train_split|dataset_test_split|dataset_config", missing("save the split as a file of its own")),
     ("dataset_num_proc", missing("rows are read as they are needed")),
     ("shuffle_dataset", rename("data.shuffle")),
+    ("warmup_steps", _in_batches(*ARGS.split("."))),
     ("learning_rate|weight_decay|adam_beta1|adam_beta2|adam_epsilon|max_grad_norm|warmup_steps|lr_scheduler_type|"
      "lr_scheduler_kwargs", lambda key: Outcome("renamed", (*ARGS.split("."), key.path[0]), key.value)),
     ("warmup_ratio", _warmup),
@@ -198,6 +234,7 @@ RULES: Rules = (
     ("report_to", _trackers),
     ("save_total_limit", rename("max_ckpt_to_keep")),
     ("save_strategy|eval_strategy|logging_strategy", same("", "steps")),
+    ("max_steps|save_steps|logging_steps|eval_steps", _in_batches()),
     ("output_dir|seed|save_steps|logging_steps|eval_steps|resume_from_checkpoint|max_steps",
      lambda key: Outcome("same", key.path, key.value)),
     ("logging_first_step|push_to_hub|remove_unused_columns|ddp_timeout|dataloader_*", missing("not needed here")),

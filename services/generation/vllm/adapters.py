@@ -1,6 +1,7 @@
 """vLLM with many low-rank adapters, by name.
 
-Invariants: an adapter is replaced between two steps; every token has the version of the adapter that sampled it.
+Invariants: an adapter is replaced between two steps; every token has the version of the adapter that sampled it; no
+request reuses keys and values of other weights; changes are made one by one, and wholly if their callers are cancelled.
 """
 
 # pyright: basic
@@ -8,13 +9,13 @@ import asyncio
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from offbeat.services.errors import GenerationError, WeightsError
+from offbeat.services.errors import GenerationError, RetryableError, WeightsError
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import MostLikely, PromptScores, TopCompletion
 from offbeat.services.generation.vllm.engine import VllmEngine, engine_failures, finish_reason, sampling_parameters
@@ -46,8 +47,11 @@ class VllmAdapterEngine:
         self._base = NamedAdapter(0, "", [-1], [-1])
         self._adapters: dict[str, NamedAdapter] = {}
         self._numbers = itertools.count(1)
+        self._score_numbers = itertools.count()
         self._num_changes = 0
         self._changing = asyncio.Lock()
+        self._changes: set[asyncio.Task[None]] = set()
+        """Running and waiting ones; the event loop alone would not keep them alive."""
 
     @classmethod
     async def start(
@@ -78,31 +82,20 @@ class VllmAdapterEngine:
 
     async def load(self, path: Path, version: int) -> None:
         """Load the base model from a file; raises WeightsError if it does not fit the model."""
-        await self._change(self._base, version, "take_base", path=str(path))
+        await self._finish(partial(self._change, self._base, version, "take_base", path=str(path)))
 
     async def put_adapter(self, name: str, folder: Path, version: int) -> None:
         """Serve a PEFT adapter as `name` from the next step on.
 
         Raises:
-            WeightsError: it does not fit the model, or other adapters fill the memory.
+            WeightsError: it does not fit the model, or other adapters fill the memory; an earlier version stays.
+            RetryableError: the engine died.
         """
-        if name not in self._adapters and len(self._adapters) >= self._max_adapters:
-            raise WeightsError(f"the engine has {len(self._adapters)} adapters already")
-        adapter = self._adapters.get(name) or NamedAdapter(next(self._numbers))
-        put = partial(self._change, adapter, method="put_adapter", name=name, number=adapter.number)
-        try:
-            await put(version, folder=str(folder))
-        except WeightsError:
-            if adapter.folder:  # vLLM may have dropped it
-                await put(adapter.versions[-1], folder=adapter.folder)
-            raise
-        adapter.folder = str(folder)
-        self._adapters[name] = adapter
+        await self._finish(partial(self._put, name, str(folder), version))
 
     async def drop_adapter(self, name: str) -> None:
         """Forget an adapter that no running request uses."""
-        if (adapter := self._adapters.pop(name, None)) is not None:
-            await self._llm.remove_lora(adapter.number)
+        await self._finish(partial(self._drop, name))
 
     async def generate_with_top(self, request: GenerateRequest, adapter: str, num_top: int) -> TopCompletion:
         """Sample, with the most likely tokens in each sampled one's place; refused requests yield `error`.
@@ -110,19 +103,14 @@ class VllmAdapterEngine:
         Raises:
             RetryableError: the engine died.
         """
-        from vllm.exceptions import VLLMClientError
-
-        if problem := self._problem(request.prompt, adapter):
-            return TopCompletion(Completion(request.request_id, error=problem))
         parameters = sampling_parameters(request.sampling, num_logprobs=min(num_top, self._max_top))
         try:
-            output = await self._run(request.request_id, request.prompt, adapter, parameters)
-        except (VLLMClientError, ValueError) as error:
+            output, source = await self._run(request.request_id, request.prompt, adapter, parameters)
+        except GenerationError as error:
             return TopCompletion(Completion(request.request_id, error=str(error)))
         (answer,) = output.outputs
         if not answer.token_ids:  # aborted before its first token
             return TopCompletion(Completion(request.request_id, finish_reason=FinishReason.ABORT))
-        source = self._adapters.get(adapter, self._base)
         spans = tuple(
             VersionSpan(each.start, each.end, source.version_at(int(each.version))) for each in answer.weight_versions
         )
@@ -139,17 +127,10 @@ class VllmAdapterEngine:
             GenerationError: the prompt is refused.
             RetryableError: the engine died.
         """
-        from vllm.exceptions import VLLMClientError
-
-        if problem := self._problem(prompt, adapter):
-            raise GenerationError(problem)
         parameters = sampling_parameters(Sampling(temperature=0.0, max_new_tokens=1))
         parameters.prompt_logprobs = min(num_top, self._max_top)
         parameters.skip_reading_prefix_cache = True  # cached positions have no logits
-        try:
-            output = await self._run(f"score-{next(self._numbers)}", prompt, adapter, parameters)
-        except (VLLMClientError, ValueError) as error:
-            raise GenerationError(str(error)) from error
+        output, _ = await self._run(f"score-{next(self._score_numbers)}", prompt, adapter, parameters)
         logprobs, top = _read(output.prompt_logprobs)
         return PromptScores(logprobs, top if num_top else ())
 
@@ -159,41 +140,80 @@ class VllmAdapterEngine:
     def close(self) -> None:
         self._engine.close()
 
-    async def _run(self, request_id: str, prompt: Sequence[int], name: str, parameters: Any) -> Any:
-        """Return vLLM's output; no keys and values of other versions are reused."""
+    async def _run(
+        self, request_id: str, prompt: Sequence[int], name: str, parameters: Any
+    ) -> tuple[Any, NamedAdapter]:
+        """Return vLLM's output and the adapter; raises GenerationError, RetryableError."""
+        from vllm.exceptions import VLLMClientError
         from vllm.inputs import tokens_input
         from vllm.lora.request import LoRARequest
 
-        lora, version = None, self._base.versions[-1]
-        if name:
-            adapter = self._adapters[name]
-            lora, version = LoRARequest(name, adapter.number, adapter.folder), adapter.versions[-1]
-        tokens = tokens_input(list(prompt), cache_salt=f"{name}v{version}")
-        with engine_failures():
-            sampling = self._llm.generate(tokens, parameters, request_id, lora_request=lora)
-            return [output async for output in sampling][-1]
+        async with self._changing:  # a request that came in a pause would continue an older version's keys and values
+            adapter = self._find(prompt, name)
+        # by changes: versions and names may come again with other weights
+        tokens = tokens_input(list(prompt), cache_salt=f"{self._base.changes[-1]}/{adapter.changes[-1]}")
+        lora = LoRARequest(name, adapter.number, adapter.folder) if name else None
+        try:
+            with engine_failures():
+                sampling = self._llm.generate(tokens, parameters, request_id, lora_request=lora)
+                return [output async for output in sampling][-1], adapter
+        except (VLLMClientError, ValueError) as error:
+            raise GenerationError(str(error)) from error
+
+    def _find(self, prompt: Sequence[int], name: str) -> NamedAdapter:
+        """Return what samples a prompt; raises GenerationError if it is refused."""
+        adapter = self._adapters.get(name) if name else self._base
+        if adapter is None:
+            raise GenerationError(f"adapter {name} is not loaded")
+        if problem := self._engine.prompt_problem(prompt):
+            raise GenerationError(problem)
+        return adapter
+
+    async def _finish(self, change: Callable[[], Awaitable[None]]) -> None:
+        """Make a change after those before it, even if the caller is cancelled."""
+
+        async def make() -> None:
+            async with self._changing:
+                with engine_failures():
+                    await change()
+
+        task = asyncio.create_task(make())
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        await asyncio.shield(task)
+
+    async def _put(self, name: str, folder: str, version: int) -> None:
+        if name not in self._adapters and len(self._adapters) >= self._max_adapters:
+            raise WeightsError(f"the engine has {len(self._adapters)} adapters already")
+        adapter = self._adapters.get(name) or NamedAdapter(next(self._numbers))
+        await self._change(adapter, version, "put_adapter", name=name, number=adapter.number, folder=folder)
+        adapter.folder = folder
+        self._adapters[name] = adapter
+
+    async def _drop(self, name: str) -> None:
+        if (adapter := self._adapters.pop(name, None)) is not None:
+            await self._llm.remove_lora(adapter.number)
 
     async def _change(self, adapter: NamedAdapter, version: int, method: str, **arguments: Any) -> None:
         """Change weights between two steps; tokens of later ones have `version`. Raises WeightsError."""
-        async with self._changing:
+        try:
             await self._engine.pause()
-            try:
-                with engine_failures():
-                    await self._engine.call_worker(method, **arguments)
-                self._num_changes += 1
-                await self._llm.update_weight_version(str(self._num_changes))
-                adapter.changes.append(self._num_changes)
-                adapter.versions.append(version)
-            except Exception as error:
-                raise WeightsError(str(error)) from error
-            finally:
-                await self._engine.resume()
+            await self._call_worker(method, **arguments)
+            self._num_changes += 1
+            await self._llm.update_weight_version(str(self._num_changes))
+            adapter.changes.append(self._num_changes)
+            adapter.versions.append(version)
+        finally:
+            await self._engine.resume()
 
-    def _problem(self, prompt: Sequence[int], adapter: str) -> str:
-        """Return why a request is refused; empty if it is not."""
-        if adapter and adapter not in self._adapters:
-            return f"adapter {adapter} is not loaded"
-        return self._engine.prompt_problem(prompt)
+    async def _call_worker(self, method: str, **arguments: Any) -> None:
+        try:
+            with engine_failures():
+                await self._engine.call_worker(method, **arguments)
+        except RetryableError:
+            raise
+        except Exception as error:  # vLLM has no class for what a worker raised
+            raise WeightsError(str(error)) from error
 
 
 def _read(flat: Any) -> tuple[list[float], list[MostLikely]]:

@@ -78,6 +78,8 @@ class VllmEngine:
     ) -> "VllmEngine":
         """adapts_vocabulary: adapters may have the output embeddings' layer, which is slow on a CPU."""
         os.environ.update(engine_environment(config))
+        if adapts_vocabulary:
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the default on GPUs, which scores prompts by other methods
         logging.getLogger("vllm").setLevel(logging.WARNING)
         with uncollected_imports():
             from vllm.config import WeightTransferConfig

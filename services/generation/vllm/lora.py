@@ -39,20 +39,20 @@ def skip_vocabulary_layers(model: Any, manager: Any) -> None:
 
 
 def score_by_adapter(runner: Any) -> None:
-    """Let a prompt's logprobs be those of its adapter: vLLM gives all but one token's logits another sequence's."""
+    """Score each prompt under its own adapter: vLLM takes the output embeddings' adapters of other sequences."""
     score, waiting = runner._get_prompt_logprobs_dict, runner.num_prompt_logprobs
 
     def score_each(*arguments: Any) -> dict[str, Any]:
         scores: dict[str, Any] = {}
-        left = dict(waiting)
-        for request_id, count in left.items():
+        unfinished: dict[str, int] = {}
+        for request_id, count in list(waiting.items()):
             waiting.clear()
             waiting[request_id] = count
             with _adapted_logits(runner, runner.requests[request_id].lora_request):
-                scores |= score(*arguments)
-            left = {**left, request_id: None} if request_id not in waiting else left
+                scores |= score(*arguments)  # removes the request once all of its prompt is scored
+            unfinished |= waiting
         waiting.clear()
-        waiting.update({request_id: count for request_id, count in left.items() if count is not None})
+        waiting.update(unfinished)
         return scores
 
     runner._get_prompt_logprobs_dict = score_each
@@ -90,17 +90,25 @@ def unwrap(model: Any) -> Iterator[None]:
 
 
 def take_adapter(runner: Any, folder: Path, name: str = NAME, number: int = NUMBER) -> None:
-    """Replace an adapter by a folder's, or add it.
+    """Replace an adapter by a folder's, or add it; on any error the adapters are as before.
 
     Raises:
         LoadError: the layers differ from the file.
     """
-    workers = runner.lora_manager
-    workers.add_adapter(LoRARequest(name, number, str(folder), load_inplace=True))
-    manager = workers._adapter_manager
-    slot = manager.lora_index_to_id.index(number)
-    with TensorFile(folder / ADAPTER) as file:
-        _compare(manager.modules, slot, fused_names(runner.get_model()), file, _scaling(folder))
+    workers, manager = runner.lora_manager, runner.lora_manager._adapter_manager
+    earlier = manager.get_adapter(number)
+    try:
+        workers.add_adapter(LoRARequest(name, number, str(folder), load_inplace=True))
+        slot = manager.lora_index_to_id.index(number)
+        with TensorFile(folder / ADAPTER) as file:
+            _compare(manager.modules, slot, fused_names(runner.get_model()), file, _scaling(folder))
+    except Exception:
+        if manager.get_adapter(number) is not earlier:
+            workers.remove_adapter(number)  # else it would take a slot, on a CPU even that of requests without adapter
+            if earlier is not None:
+                manager._registered_adapters[number] = earlier
+                manager.activate_adapter(number)
+        raise
 
 
 def _wrap(model: Any) -> list[tuple[Any, str, Any]]:

@@ -51,7 +51,9 @@ class Transport(Protocol):
         ...
 
     def stage(self, version: int, epoch: int, tensors: "dict[str, Tensor]") -> Stored:
-        """Store copied tensors as a version; raises `WeightsError`, or `StoreUnavailableError`."""
+        """Store copied tensors as a version; raises `WeightsError`, or `StoreUnavailableError`, after which it may be
+        called again.
+        """
         ...
 
     def fetch(self, manifest: Manifest) -> AbstractContextManager[Path]:
@@ -64,10 +66,12 @@ class Transport(Protocol):
         """Return whether the bytes exist with the right size."""
         ...
 
-    def delete(self, location: str) -> None: ...
+    def delete(self, location: str) -> None:
+        """Raises `WeightsError` or `StoreUnavailableError`."""
+        ...
 
     def stored(self) -> list["StoredFile"]:
-        """Return the run's files, including incomplete ones."""
+        """Return the run's files, including incomplete ones; raises `WeightsError` or `StoreUnavailableError`."""
         ...
 
     def close(self) -> None: ...
@@ -77,7 +81,7 @@ class FileTransport(Transport, Protocol):
     """Transport of files of any content."""
 
     def store(self, version: int, epoch: int, suffix: str, write: Write) -> Stored:
-        """Store a file that `write` fills; raises `WeightsError`."""
+        """Store a file that `write` fills; raises as `stage` does."""
         ...
 
 

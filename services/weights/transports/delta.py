@@ -9,7 +9,7 @@ while a kept version needs it.
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
-from offbeat.services.errors import WeightsError
+from offbeat.services.errors import StoreUnavailableError, WeightsError
 from offbeat.services.messages.types import BaseVersion, Manifest
 from offbeat.services.weights.transports.base import (
     DIFFERENCE,
@@ -238,7 +238,8 @@ class DeltaTransport:
         for anchor in [a for a in self._retired if a != current and not self._needed_by[a]]:
             self._retired.discard(anchor)
             del self._needed_by[anchor]
-            self._inner.delete(anchor)
+            with suppress(StoreUnavailableError, WeightsError):  # the broker removes what is left
+                self._inner.delete(anchor)
 
     def stored(self) -> list[StoredFile]:
         return self._inner.stored()

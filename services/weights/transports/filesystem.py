@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PERMANENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
-"""Errors of a wrong URL or of missing rights; of a bucket that is not there."""
+"""Errors of a wrong URL, a missing bucket or missing rights."""
 
 
 class FilesystemTransport:
@@ -55,10 +55,9 @@ class FilesystemTransport:
         with tempfile.TemporaryDirectory(prefix="offbeat-stage-") as folder:
             local = Path(folder) / name
             digest, num_bytes = write(local)
-            with _translating(f"cannot write weights to {self._root}", StoreUnavailableError):
+            with _translating(f"cannot write weights to {self._root}"):
                 self._fs.makedirs(self._root, exist_ok=True)
-                self._fs.put_file(str(local), location + ".part")
-                self._fs.mv(location + ".part", location)
+                self._put(local, location)
         return Stored(location, digest, num_bytes)
 
     @contextmanager
@@ -66,7 +65,7 @@ class FilesystemTransport:
         location = self._own(manifest.location)
         with tempfile.TemporaryDirectory(prefix="offbeat-fetch-") as folder:
             local = Path(folder) / "weights.safetensors"
-            with _translating(f"version {manifest.version} is gone or can't be reached"):
+            with _translating(f"version {manifest.version} is gone or can't be reached", WeightsError):
                 self._fs.get_file(location, str(local))
             with open_verified(local, manifest) as path:
                 yield path
@@ -74,7 +73,7 @@ class FilesystemTransport:
     def readable(self, manifest: Manifest) -> bool:
         self._fs.invalidate_cache()
         try:
-            with _translating(""):
+            with _translating("", WeightsError):
                 return self._fs.size(self._own(manifest.location)) == manifest.num_bytes
         except WeightsError:
             return False
@@ -97,6 +96,16 @@ class FilesystemTransport:
     def close(self) -> None:
         """Do nothing."""
 
+    def _put(self, local: Path, location: str) -> None:
+        part = location + ".part"
+        try:
+            self._fs.put_file(str(local), part)
+            self._fs.mv(part, location)
+        except OSError:  # of a full disk, which half a version would keep full
+            with suppress(Exception):
+                self._fs.rm_file(part)
+            raise
+
     def _own(self, location: str) -> str:
         folder, _, name = location.rpartition("/")
         if folder != self._root or not belongs_to(self._owner, name):
@@ -105,8 +114,8 @@ class FilesystemTransport:
 
 
 @contextmanager
-def _translating(failure: str, transient: type[MeshError] = WeightsError) -> Iterator[None]:
-    """Raise `WeightsError` for a store's error, and `transient` for one that may pass."""
+def _translating(failure: str, transient: type[MeshError] = StoreUnavailableError) -> Iterator[None]:
+    """Raise `WeightsError` for a store's permanent error, and `transient` for any other."""
     try:
         yield
     except MeshError:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from offbeat.services.errors import WeightsError
+from offbeat.services.errors import StoreUnavailableError, WeightsError
 from offbeat.services.messages.types import BaseVersion, Manifest
 from offbeat.services.weights.transports.base import (
     ADAPTER,
@@ -47,8 +47,17 @@ class AdapterTransport:
 
     def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
         """Return copies, without a stored base."""
-        there = self._base is not None and self._base.location in {file.location for file in self._inner.stored()}
+        there = self._is_base_stored()
         return self._inner.copies((name, each) for name, each in tensors if not there or name.startswith(PREFIX))
+
+    def _is_base_stored(self) -> bool:
+        """Return whether the base is stored; an unavailable store counts as having kept it."""
+        if self._base is None:
+            return False
+        try:
+            return self._base.location in {file.location for file in self._inner.stored()}
+        except StoreUnavailableError:
+            return True
 
     def stage(self, version: int, epoch: int, tensors: "dict[str, Tensor]") -> Stored:
         adapter = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}

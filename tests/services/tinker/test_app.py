@@ -26,6 +26,7 @@ from offbeat.services.tinker.records import (
     OptimStep,
     RefusedCommand,
     Result,
+    SamplerRecord,
     StepMetrics,
     decode_command,
 )
@@ -33,6 +34,7 @@ from offbeat.services.tinker.sampling import Sampler
 from offbeat.services.tinker.service import BaseModelInfo, TinkerService
 from offbeat.services.tinker.store import TinkerStore
 from tests.services.tinker.test_sampling import FakeEngine, FakeTokenizer
+from tests.services.tinker.test_sampling import body as sample_body
 from tests.services.tinker.test_wire import request as forward_backward_body
 from tests.waiting import wait_until
 
@@ -112,6 +114,17 @@ async def test_a_sample_that_nobody_knows_is_to_be_sent_again(server: Server) ->
     )
     await server.post("/retrieve_future", {"request_id": f"{sampler['sampling_session_id']}:5"}, 410)
     await server.post("/retrieve_future", {"request_id": f"{sampler['sampling_session_id']}:5"}, 404, OTHER_KEY)
+
+
+async def test_deleted_weights_are_not_replaced_by_the_base_model(server: Server) -> None:
+    session, model = await server.create_model()
+    store, sampler = server.service.store, f"{session}:sample:0"
+    record = SamplerRecord(owner=server.log.model(model).owner, inflight_model_id=model)
+    await store.put_once(store.keys.samplers, sampler, record)  # whose weights went with the model
+    body = sample_body(sampling_session_id=sampler).model_dump(mode="json")
+    asked = await server.post("/asample", body)
+    answer = await server.post("/retrieve_future", {"request_id": asked["request_id"]})
+    assert "were deleted" in answer["error"]
 
 
 async def test_a_finished_session_beats_no_more(server: Server) -> None:

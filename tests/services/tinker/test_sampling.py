@@ -111,6 +111,26 @@ async def test_an_adapter_used_again_while_it_is_dropped_is_loaded_again() -> No
     assert engine.calls == [("put", "a@0"), ("drop", "a"), ("put", "b@0"), ("drop", "b"), ("put", "a@0")]
 
 
+async def test_an_adapter_whose_drop_was_cancelled_is_loaded_again() -> None:
+    dropping = asyncio.Event()
+
+    class SlowEngine(FakeEngine):
+        async def drop_adapter(self, name: str) -> None:
+            await super().drop_adapter(name)
+            dropping.set()
+            await asyncio.sleep(0.01)
+
+    engine = SlowEngine()
+    slots = AdapterSlots(engine, 1)
+    await _use(slots, "a")
+    other = asyncio.create_task(_use(slots, "b"))
+    await dropping.wait()
+    other.cancel()
+    await asyncio.wait({other})
+    await _use(slots, "a")
+    assert engine.calls == [("put", "a@0"), ("drop", "a"), ("put", "a@0")]
+
+
 async def test_a_call_that_stops_waiting_lets_others_take_the_room() -> None:
     slots = AdapterSlots(FakeEngine(), 1)
     async with slots.hold("a", adapter()):

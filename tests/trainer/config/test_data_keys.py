@@ -1,4 +1,4 @@
-"""No key of `dpo` and `distill` is silent: each changes the step's loss."""
+"""Each key of `dpo` and `distill` changes a batch's loss."""
 
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ ELSEWHERE = {
 
 
 def loss(folder: Path, pipeline: str, settings: dict[str, Any]) -> float:
-    """The loss of a batch against another model as reference or teacher."""
+    """Return the loss of a batch, with another model as reference or teacher."""
     tree: dict[str, Any] = {"pipeline": pipeline, pipeline: settings}
     other = FrozenModel(load_policy(folder, ModelArgs(), seed=2), ALONE)
     policy = PlainEngine(load_policy(folder, ModelArgs(), seed=1))

@@ -23,6 +23,10 @@ def issues(config: RunConfig, nodes: list[ClusterNode]) -> dict[str, str]:
     return {issue.path: issue.message for issue in check_devices(config, nodes)}
 
 
+def with_memory(nodes: list[ClusterNode], memory_gib: float) -> list[ClusterNode]:
+    return [node._replace(memory_gib=memory_gib) for node in nodes]
+
+
 def write_model(folder: Path, num_weights: int) -> str:
     """Write the header of a model's file."""
     header = json.dumps({"w": {"dtype": "BF16", "shape": [num_weights // 2, 2], "data_offsets": [0, 0]}}).encode()
@@ -43,16 +47,16 @@ def test_an_engine_must_leave_memory_to_the_learner_beside_it() -> None:
     assert issues(sharing(0.95), TWO_NODES) == {}
 
 
-def test_a_model_too_large_for_engine_and_learner_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "read_memory_gib", lambda: 80.0)
+def test_a_model_too_large_for_engine_and_learner_is_refused(tmp_path: Path) -> None:
+    one_gpu = with_memory(ONE_GPU, 80.0)
     small, large = (tmp_path / name for name in ("small", "large"))
     small.mkdir()
     large.mkdir()
-    assert issues(config(pretrain=write_model(small, 2**30)), ONE_GPU) == {}
-    says = issues(config(pretrain=write_model(large, 3 * 2**30)), ONE_GPU)[KEY]
+    assert issues(config(pretrain=write_model(small, 2**30)), one_gpu) == {}
+    says = issues(config(pretrain=write_model(large, 3 * 2**30)), one_gpu)[KEY]
     assert "36.0 GiB (0.45) and at least 48.0 GiB" in says
     assert "take at most 0.40" in says
-    assert issues(sharing(0.4, pretrain=str(large)), ONE_GPU) == {}
+    assert issues(sharing(0.4, pretrain=str(large)), one_gpu) == {}
 
 
 @pytest.mark.parametrize(
@@ -107,11 +111,10 @@ def test_the_memory_of_each_role_is_where_it_is_computed(
     ],
 )
 def test_a_role_that_no_gpu_holds_is_refused_with_the_numbers(
-    memory_gib: float, keys: dict[str, Any], key: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory_gib: float, keys: dict[str, Any], key: str, says: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(devices, "read_memory_gib", lambda: memory_gib)
     run = config(pretrain=write_model(tmp_path, 2**30), **keys)
-    assert says in issues(run, TWO_NODES)[key]
+    assert says in issues(run, with_memory(TWO_NODES, memory_gib))[key]
 
 
 def test_each_role_is_weighed_by_the_node_that_it_is_on(tmp_path: Path) -> None:
@@ -131,6 +134,9 @@ def test_each_role_is_weighed_by_the_node_that_it_is_on(tmp_path: Path) -> None:
     assert issues(config(pretrain=pretrain), nodes) == {}  # Ray chooses
     unknown = [nodes[0]._replace(memory_gib=None), nodes[1]]
     assert issues(config({"device_mapping": [0]}, {"device_mapping": [4]}, pretrain=pretrain), unknown) == {}
+    small = [nodes[0], nodes[1]._replace(memory_gib=None)]
+    assert issues(config(pretrain=pretrain), small) == {}  # Ray may choose the one that is unknown
+    assert issues(config(pretrain=pretrain), with_memory(nodes, 12.0)) != {}
 
 
 TENSOR_PARALLEL = KEY.replace("gpu_memory_utilization", "tensor_parallel_size")
@@ -146,23 +152,19 @@ TENSOR_PARALLEL = KEY.replace("gpu_memory_utilization", "tensor_parallel_size")
         ({"strategy_args": {"strategy_config": {"quantization": "fp8"}}}, 0.0),
     ],
 )
-def test_an_engine_must_hold_its_part_of_the_weights(
-    infer: dict[str, Any], gib: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_must_hold_its_part_of_the_weights(infer: dict[str, Any], gib: float, tmp_path: Path) -> None:
     """In its share, 0.85, of each device; the learner is on a CPU."""
     run = config({"device": "cpu"}, infer, pretrain=write_model(tmp_path, 2**30))
     for memory_gib, is_refused in ((gib / 0.85 - 0.01, gib > 0), (gib / 0.85 + 0.01, False)):
-        monkeypatch.setattr(devices, "read_memory_gib", lambda memory=memory_gib: memory)
-        found = issues(run, TWO_NODES)
+        found = issues(run, with_memory(TWO_NODES, memory_gib))
         assert (TENSOR_PARALLEL in found) == is_refused
         assert not is_refused or f"the engine's weights take {gib:.1f} GiB" in found[TENSOR_PARALLEL]
 
 
-def test_an_engine_of_the_deploy_file_is_not_weighed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "read_memory_gib", lambda: 1.0)
-    pretrain = write_model(tmp_path, 2**30)
-    assert TENSOR_PARALLEL not in issues(config({"device": "cpu"}, {"app": "shared"}, pretrain=pretrain), TWO_NODES)
-    assert TENSOR_PARALLEL in issues(config({"device": "cpu"}, pretrain=pretrain), TWO_NODES)
+def test_an_engine_of_the_deploy_file_is_not_weighed(tmp_path: Path) -> None:
+    nodes, pretrain = with_memory(TWO_NODES, 1.0), write_model(tmp_path, 2**30)
+    assert TENSOR_PARALLEL not in issues(config({"device": "cpu"}, {"app": "shared"}, pretrain=pretrain), nodes)
+    assert TENSOR_PARALLEL in issues(config({"device": "cpu"}, pretrain=pretrain), nodes)
 
 
 @pytest.mark.parametrize(
@@ -175,9 +177,7 @@ def test_an_engine_of_the_deploy_file_is_not_weighed(tmp_path: Path, monkeypatch
         ({"kind": "llm_judge", "strategy_args": {"strategy_config": {"quantization": "fp8"}}}, 0.0),
     ],
 )
-def test_a_reward_must_fit_its_devices(
-    reward: dict[str, Any], gib: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_must_fit_its_devices(reward: dict[str, Any], gib: float, tmp_path: Path) -> None:
     share = UTILIZATION if reward["kind"] == "llm_judge" else 1.0
     args = {"model_name_or_path": write_model(tmp_path, 2**30), **reward.get("model_args", {})}
     on_cpus = ({"device": "cpu"}, {"device": "cpu"})
@@ -185,9 +185,8 @@ def test_a_reward_must_fit_its_devices(
     for device, memory_gib, is_refused in (
         ("cuda", gib / share - 0.1, gib > 0), ("cuda", gib / share + 0.1, False), ("cpu", 0.1, False)
     ):  # fmt: skip
-        monkeypatch.setattr(devices, "read_memory_gib", lambda memory=memory_gib: memory)
         given = {"name": "r", **reward, "model_args": args, "device": device}
-        found = issues(config(*on_cpus, pipeline="rlvr", rewards=[given]), TWO_NODES)
+        found = issues(config(*on_cpus, pipeline="rlvr", rewards=[given]), with_memory(TWO_NODES, memory_gib))
         assert (key in found) == is_refused
         assert not is_refused or f"its weights take {gib:.1f} GiB" in found[key]
 
@@ -211,20 +210,28 @@ def test_this_machine_has_the_gpus_that_it_shows(monkeypatch: pytest.MonkeyPatch
     assert {issue.path for issue in check_devices(config(), None)} == {"actor_train.device", "actor_infer.device"}
 
 
+def test_this_machines_memory_counts_for_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster whose nodes did not answer is not weighed by the GPUs of the machine that checks."""
+    monkeypatch.setattr(devices, "read_memory_gib", lambda: 12.0)
+    monkeypatch.setattr(devices, "count_gpus", lambda: 1)
+    run = config({"device": "cuda"}, {"device": "cpu"}, pretrain=write_model(tmp_path, 2**30))
+    assert [issue.path for issue in check_devices(run, None)] == ["actor_train.strategy_args.zero_stage"]
+    assert issues(run, TWO_NODES) == {}
+
+
 def turns(**keys: Any) -> RunConfig:
     return choose_turns(config(max_staleness=0, **keys), ONE_GPU)
 
 
-def test_a_learner_in_turns_must_fit_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(devices, "read_memory_gib", lambda: 16.0)
-    pretrain = write_model(tmp_path, 750_000_000)
+def test_a_learner_in_turns_must_fit_alone(tmp_path: Path) -> None:
+    one_gpu, pretrain = with_memory(ONE_GPU, 16.0), write_model(tmp_path, 750_000_000)
     train = {"model_args": {"dtype": "float32"}}
-    assert "exceed the GPU's 16.0 GiB" in issues(config(train, pretrain=pretrain), ONE_GPU)[KEY]
-    assert issues(turns(train=train, pretrain=pretrain), ONE_GPU) == {}
-    held = issues(turns(train=train, pretrain=pretrain, weights={"transport": "ipc"}), ONE_GPU)[KEY]
+    assert "exceed the GPU's 16.0 GiB" in issues(config(train, pretrain=pretrain), one_gpu)[KEY]
+    assert issues(turns(train=train, pretrain=pretrain), one_gpu) == {}
+    held = issues(turns(train=train, pretrain=pretrain, weights={"transport": "ipc"}), one_gpu)[KEY]
     assert "5.6 GiB of 2 published version(s)" in held
     pretrain = write_model(tmp_path, 1_500_000_000)
-    alone = issues(turns(train=train, pretrain=pretrain), ONE_GPU)["actor_train.strategy_args.zero_stage"]
+    alone = issues(turns(train=train, pretrain=pretrain), one_gpu)["actor_train.strategy_args.zero_stage"]
     assert "also while the engine sleeps" in alone
 
 

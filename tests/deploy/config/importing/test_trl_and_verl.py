@@ -130,6 +130,12 @@ def test_grpo_becomes_rlvr(tmp_path: Path):
         ("importance_sampling_level: sequence", "ratio_type", "sequence"),
         ("beta: 0.0", "use_kl_loss", None),
         ("delta: 2.0", "dual_clip", 2.0),
+        ("{num_iterations: 2, max_steps: 100}", "max_steps", 50),
+        (
+            "{per_device_train_batch_size: auto, gradient_accumulation_steps: auto, num_generations: 8}",
+            "rollout_batch_size",
+            8,
+        ),
         ("{steps_per_generation: 4, per_device_train_batch_size: 8, num_generations: 8}", "rollout_batch_size", 32),
         ("{generation_batch_size: 64, per_device_train_batch_size: 8, num_generations: 8}", "rollout_batch_size", 64),
     ],
@@ -143,7 +149,8 @@ def test_optimizer_steps_per_generation_and_the_warm_up_are_counted(tmp_path: Pa
     text = "{num_generations: 8, steps_per_generation: 6, gradient_accumulation_steps: 2, max_steps: 50, warmup_ratio: 0.05}"
     tree, reports = translate_trl(write(tmp_path, "grpo.yaml", text))
     args = tree["actor_train"]["training_args"]
-    assert (tree["rollout_batch_size"], args["num_minibatches"], args["warmup_steps"]) == (48, 3, 3)
+    assert (tree["rollout_batch_size"], args["num_minibatches"]) == (48, 3)
+    assert (tree["max_steps"], args["warmup_steps"]) == (17, 1)  # 50 and 3 of the optimizer
     assert "no counterpart" not in statuses(reports).values()
     uneven, reports = translate_trl(write(tmp_path, "uneven.yaml", text.replace("steps: 2", "steps: 4")))
     assert "num_minibatches" not in uneven["actor_train"]["training_args"]

@@ -1,5 +1,6 @@
 """Weight files: whole or absent, verified, never another run's."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from offbeat.services.errors import WeightsError
+from offbeat.services.errors import StoreUnavailableError, WeightsError
 from offbeat.services.messages.types import Manifest
 from offbeat.services.weights.transports.base import WHOLE, Transport, _write_atomically, belongs_to, file_name
 from offbeat.services.weights.transports.factory import remove_all
@@ -128,4 +130,14 @@ def test_a_failed_write_raises_and_leaves_nothing(tmp_path: Path, error: Excepti
     transport = SharedMemoryTransport("run", tmp_path)
     with pytest.raises(WeightsError, match=r"cannot write weights to .*no space"):
         transport.store(1, 1, WHOLE, lambda path: _write_atomically(path, write))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_store_is_left_without_half_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(LocalFileSystem, "mv", fail)
+    with pytest.raises(StoreUnavailableError, match=r"cannot write weights to .*No space left"):
+        store(FilesystemTransport("run", str(tmp_path)))
     assert list(tmp_path.iterdir()) == []

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -115,6 +116,16 @@ def test_a_base_that_was_lost_is_published_again(ends: Ends) -> None:
     assert ends.replica.readable(second)
     with ends.fetched(second) as files:
         check(files, 1, with_base=True)
+
+
+def test_a_base_counts_as_kept_while_its_store_is_down(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("Input/output error")
+
+    first = ends.publish(0)
+    with monkeypatch.context() as down:
+        down.setattr(LocalFileSystem, "ls", fail)
+        assert ends.publish(1).anchor == first.anchor
 
 
 @pytest.mark.parametrize("damaged", ["adapter", "base"])
