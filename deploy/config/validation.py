@@ -15,6 +15,8 @@ from offbeat.trainer.config.issue import ConfigIssue
 
 CHECK_TIMEOUT_S = 120.0
 """Covers envs that load a data set."""
+START_TIMEOUT_S = 120.0
+"""Covers the imports on a busy machine."""
 
 
 async def check_in_process(
@@ -26,16 +28,18 @@ async def check_in_process(
     models: bool = True,
     timeout_s: float = CHECK_TIMEOUT_S,
 ) -> None:
-    """Check a configuration after `check_rights`. models: False before their download.
+    """Check a configuration after `check_rights`. models: False before their download. timeout_s: from the process's start.
 
     Raises:
         RightsError: it reaches foreign code through an allowed module.
         ConfigError: with every issue; or, past the time limit, the key and the step.
     """
-    child = ChildProcess("offbeat.deploy.config.validation_main", "died")
+    child, limit_s = ChildProcess("offbeat.deploy.config.validation_main", "died"), START_TIMEOUT_S
     with tempfile.NamedTemporaryFile(prefix="offbeat-validation-") as stage:
         try:
             await child.start()
+            await child.ask("wait_for_start", limit_s)
+            limit_s = timeout_s
             arguments = (config.model_dump_json(), json.dumps(asdict(rights)), stage.name)
             if refused := await child.ask("check_definitions", timeout_s, *arguments):
                 raise RightsError([ConfigIssue(*issue) for issue in refused])
@@ -43,7 +47,7 @@ async def check_in_process(
                 raise ConfigError([ConfigIssue(*issue) for issue in issues])
         except EpisodeError as error:
             key, _, doing = stage.read().decode().partition("\n")
-            outcome = f"did not end within {timeout_s:g} s" if error.reason.endswith("timeout") else f"failed ({error})"
+            outcome = f"did not end within {limit_s:g} s" if error.reason.endswith("timeout") else f"failed ({error})"
             raise ConfigError([ConfigIssue(key, f"{doing or 'the validation'} {outcome}")]) from error
         finally:
             await child.kill()
