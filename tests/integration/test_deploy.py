@@ -268,8 +268,7 @@ def install_build(cluster: RayCluster) -> None:
             (package / part.name).symlink_to(part.resolve())
     stamp = 'import os\nfrom pathlib import Path\n\n(Path(__file__).parents[1] / "builds" / str(os.getpid())).touch()\n'
     source = (ROOT / "deploy/package/offbeat/__init__.py").read_text()
-    assert '__version__ = version("offbeat")' in source
-    (package / "__init__.py").write_text(source.replace('version("offbeat")', '"0.9.9"') + stamp)
+    (package / "__init__.py").write_text(f'{source}\n\n__version__ = "0.9.9"\n{stamp}')
 
 
 def started(cluster: RayCluster) -> bool:
