@@ -28,17 +28,19 @@ async def check_in_process(
     models: bool = True,
     timeout_s: float = CHECK_TIMEOUT_S,
 ) -> None:
-    """Check a configuration after `check_rights`. models: False before their download. timeout_s: from the process's start.
+    """Check a configuration after `check_rights`. models: False before their download. timeout_s: of each
+    question, once the process has started.
 
     Raises:
         RightsError: it reaches foreign code through an allowed module.
         ConfigError: with every issue; or, past the time limit, the key and the step.
     """
-    child, limit_s = ChildProcess("offbeat.deploy.config.validation_main", "died"), START_TIMEOUT_S
+    child = ChildProcess("offbeat.deploy.config.validation_main", "died")
+    limit_s = START_TIMEOUT_S
     with tempfile.NamedTemporaryFile(prefix="offbeat-validation-") as stage:
         try:
             await child.start()
-            await child.ask("wait_for_start", limit_s)
+            await child.ask("ping", limit_s)
             limit_s = timeout_s
             arguments = (config.model_dump_json(), json.dumps(asdict(rights)), stage.name)
             if refused := await child.ask("check_definitions", timeout_s, *arguments):

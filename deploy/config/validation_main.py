@@ -42,4 +42,4 @@ def _plain(issues: Iterable[ConfigIssue]) -> list[Issue]:
 
 
 if __name__ == "__main__":
-    serve({"wait_for_start": lambda: None, "check_definitions": _definitions, "check": _check})
+    serve({"ping": lambda: None, "check_definitions": _definitions, "check": _check})

@@ -8,6 +8,7 @@ request reuses keys and values of other weights; changes are made one by one, an
 import asyncio
 import itertools
 import math
+import os
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from offbeat.services.generation.engine import MostLikely, PromptScores, TopComp
 from offbeat.services.generation.vllm.engine import VllmEngine, engine_failures, finish_reason, sampling_parameters
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, Sampling, VersionSpan
 
-NO_ADAPTER = ""
+WORKER_EXTENSION = "offbeat.services.generation.vllm.adapter_worker.AdapterWorkerExtension"
 
 
 @dataclass(slots=True)
@@ -69,15 +70,19 @@ class VllmAdapterEngine:
         slots = max_adapters
         if config.device == "cpu":
             slots += 1  # vLLM there takes the last slot for a request without adapter
-        extra = {"max_loras": slots, "max_cpu_loras": slots, "max_logprobs": max_top}
+        extra = {
+            "max_loras": slots,
+            "max_cpu_loras": slots,
+            "max_logprobs": max_top,
+            "worker_extension_cls": WORKER_EXTENSION,
+        }
         given = config.engine.model_dump() | extra | {"max_lora_rank": max_lora_rank}
         arguments = config.strategy_args.model_copy(
             update={"strategy_config": type(config.engine).model_validate(given)}
         )
         config = config.model_copy(update={"strategy_args": arguments, "keep_sessions": False})
-        engine = await VllmEngine.start(
-            config, model, sequence_length=sequence_length, seed=seed, adapts_vocabulary=True
-        )
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the default on GPUs, which scores prompts by other methods
+        engine = await VllmEngine.start(config, model, sequence_length=sequence_length, seed=seed)
         return cls(engine, max_adapters, max_top)
 
     async def load(self, path: Path, version: int) -> None:
@@ -120,7 +125,7 @@ class VllmAdapterEngine:
         completion = Completion(request.request_id, tokens, tuple(logprobs), spans, reason)
         return TopCompletion(completion, top if num_top else ())
 
-    async def score(self, prompt: Sequence[int], adapter: str = NO_ADAPTER, num_top: int = 0) -> PromptScores:
+    async def score(self, prompt: Sequence[int], adapter: str = "", num_top: int = 0) -> PromptScores:
         """Score a prompt's tokens but the first, at temperature 1. num_top: most likely tokens by place.
 
         Raises:

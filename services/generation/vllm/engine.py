@@ -67,19 +67,9 @@ class VllmEngine:
 
     @classmethod
     async def start(
-        cls,
-        config: GenerationConfig,
-        model: Path,
-        *,
-        sequence_length: int,
-        seed: int,
-        transport: str = "shm",
-        adapts_vocabulary: bool = False,
+        cls, config: GenerationConfig, model: Path, *, sequence_length: int, seed: int, transport: str = "shm"
     ) -> "VllmEngine":
-        """adapts_vocabulary: adapters may have the output embeddings' layer, which is slow on a CPU."""
         os.environ.update(engine_environment(config))
-        if adapts_vocabulary:
-            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the default on GPUs, which scores prompts by other methods
         logging.getLogger("vllm").setLevel(logging.WARNING)
         with uncollected_imports():
             from vllm.config import WeightTransferConfig
@@ -103,7 +93,7 @@ class VllmEngine:
             raise GenerationError(f"vLLM did not start: {cause}") from error
         await llm.collective_rpc("die_with_parent")
         if config.engine.max_lora_rank is not None:
-            await llm.collective_rpc("score_by_adapter" if adapts_vocabulary else "skip_vocabulary_adapters")
+            await llm.collective_rpc("prepare_adapters")
         engine = cls(llm, config, image_prompts=image_prompts)
         await engine.warm_up()
         return engine

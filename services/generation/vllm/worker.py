@@ -18,13 +18,11 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-from vllm.model_executor.models.interfaces import SupportsLoRA
 
 from offbeat.services.generation.tensor_file import TensorFile
 from offbeat.services.generation.vllm.loading import compare, finish_reload
 from offbeat.services.generation.vllm.lora import (
     BASE,
-    score_by_adapter,
     skip_vocabulary_layers,
     take_adapter,
     unwrap,
@@ -107,11 +105,7 @@ class WorkerExtension:
         self.update_weights(update_info)
         self.finish_weight_update()
 
-    def score_by_adapter(self) -> None:
-        """Score prompts under adapters of the output embeddings, too. Call once, before the first request."""
-        score_by_adapter(self.model_runner)
-
-    def skip_vocabulary_adapters(self) -> None:
+    def prepare_adapters(self) -> None:
         """Call once, before the first request."""
         skip_vocabulary_layers(self.model_runner.get_model(), self.model_runner.lora_manager._adapter_manager)
 
@@ -127,10 +121,6 @@ class WorkerExtension:
         with unwrap(self.model_runner.get_model()):
             self.take_weights({"path": path})
 
-    def put_adapter(self, name: str, number: int, folder: str) -> None:
-        """Load one of many adapters; raises `LoadError`."""
-        take_adapter(self.model_runner, Path(folder), name, number)
-
     def die_with_parent(self) -> None:
         """Make the kernel kill this process with its replica."""
         die_with_parent()
@@ -138,9 +128,6 @@ class WorkerExtension:
 
 # vLLM's attention in bfloat16 uses AMX where the CPU has it, and does not ask Linux for it, which kills who uses it unasked
 torch.cpu._init_amx()
-
-# Qwen's models, unlike Llama's, don't name their output embeddings for adapters
-SupportsLoRA.embedding_modules = {"lm_head": "output_embeddings"}
 
 WeightTransferEngineFactory.register_engine("offbeat_file", FileWeightEngine)
 for _backend, _class in (("offbeat_ipc", "IpcEngine"), ("offbeat_nccl", "NcclEngine")):
