@@ -70,7 +70,7 @@ def adapters_learned(engine: FSDP2Engine, reference: AdapterFreeReference, steps
     said = {"reference": torch.cat(reference.infer(fixed_batch()))}
     learned = learn(engine, steps)
     said["reference_after"] = torch.cat(reference.infer(fixed_batch()))
-    factors = {name: tensor.clone() for name, tensor in engine.tensors(merged=False) if ".lora_" in name}
+    factors = {name: tensor.clone() for name, tensor in engine.tensors("adapter")}
     return learned | factors | said
 
 
