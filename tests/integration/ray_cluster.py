@@ -110,8 +110,10 @@ class RayCluster:
         return self._command("offbeat", *arguments)
 
     def python(self, script: Path, *arguments: str) -> str:
-        """What a program prints."""
-        return self._command("python", str(script), *arguments)
+        """What a program of the tests prints."""
+        done = self._run("python", str(script), *arguments, path=f"{self.folder}:{ROOT}")
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     def refusal(self, *command: str) -> str:
         """What a command that refuses its arguments prints."""
@@ -124,12 +126,12 @@ class RayCluster:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def _run(self, *command: str) -> "subprocess.CompletedProcess[str]":
+    def _run(self, *command: str, path: str | None = None) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
             [BIN / command[0], *command[1:]],
             check=False,
             cwd=self.folder,
-            env=self._environment,
+            env=self._environment if path is None else {**self._environment, "PYTHONPATH": path},
             capture_output=True,
             text=True,
             timeout=180,

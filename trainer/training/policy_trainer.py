@@ -399,7 +399,9 @@ class PolicyTrainer:
                 pass
 
     def _save_adapter(self, folder: Path) -> None:
-        factors = {name: tensor.to("cpu", copy=True) for name, tensor in self._policy.tensors("adapter")}  # on every rank
+        factors = {
+            name: tensor.to("cpu", copy=True) for name, tensor in self._policy.tensors("adapter")
+        }  # on every rank
         start = self._run.output_dir / START
         if self._ranks.rank == 0:
             base = start if start.is_dir() else self._run.model_folder

@@ -7,6 +7,7 @@ model is a deprecated property, so that pyright reports every access with its cl
 """
 
 import ast
+import inspect
 import json
 import re
 import subprocess
@@ -55,11 +56,12 @@ def main() -> int:
     explained = {key for key in leaves if key in EXPLAINED or key[1] in BY_VALIDATORS}
     selecting = {key for key in leaves if len(get_args(declared[key].model_fields[key[1]].annotation)) == 1}
     unread = sorted(leaves - read - explained - selecting)
-    print(f"{len(leaves)} keys, {len(unread)} read by nothing")
+    sys.stdout.write(f"{len(leaves)} keys, {len(unread)} read by nothing\n")
     for cls, name in unread:
-        print(f"{cls}.{name}", *sorted({access.file for access in accesses[cls, name]}))
+        files = sorted({access.file for access in accesses[cls, name]})
+        sys.stdout.write(f"{cls}.{name} {' '.join(files)}\n")
     for key in sorted(EXPLAINED.keys() & read):
-        print(f"{'.'.join(key)} needs no explanation")
+        sys.stdout.write(f"{'.'.join(key)} needs no explanation\n")
     return len(unread)
 
 
@@ -82,7 +84,7 @@ def declarations() -> dict[Key, type[BaseModel]]:
     found: dict[Key, type[BaseModel]] = {}
     for model in models():
         for name in model.model_fields:
-            owner = [each for each in model.__mro__ if name in each.__dict__.get("__annotations__", {})][-1]
+            owner = [each for each in model.__mro__ if name in inspect.get_annotations(each)][-1]
             found[owner.__name__, name] = model
     return found
 
@@ -141,7 +143,9 @@ def find_accesses(copy: Path) -> dict[Key, list[Access]]:
     (copy / "pyrightconfig.json").write_text(json.dumps(settings))
     command = [str(ROOT / ".venv/bin/pyright"), "--outputjson", "-p", str(copy)]
     report = json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
-    functions = {path: dict(enclosing(path)) for path in sorted({each["file"] for each in report["generalDiagnostics"]})}
+    functions = {
+        path: dict(enclosing(path)) for path in sorted({each["file"] for each in report["generalDiagnostics"]})
+    }
     found: dict[Key, list[Access]] = defaultdict(list)
     for each in report["generalDiagnostics"]:
         cls, _, name = each["message"].splitlines()[-1].strip().partition(".")
