@@ -3,7 +3,7 @@
     python -m tests.deploy.config.typed_reads
 
 `test_keys_are_read` compares names, of which some occur in several models. Here, in a copy of the sources, each field of a
-model is a deprecated property, so that pyright reports every access with its class. It takes two minutes of a core.
+model is a deprecated property, so that pyright reports every access with its class. It takes some minutes of a core.
 """
 
 import ast
@@ -28,11 +28,15 @@ from tests.paths import ROOT
 Key = tuple[str, str]
 """Class that declares it, and name."""
 UNION = "read through a union, of which pyright names one class"
+PLACED = "the configuration makes claims of it (deploy/config/device_roles.py): tests/deploy/config/test_device_plan.py"
 WHOLE = "its table is used as a whole (`model_dump`)"
 EXPLAINED: dict[Key, str] = {
     ("CheckpointConfig", "type"): "the protocol of output_dir, which a validator completes",
     ("CriticModelArgs", "disable_gradient_checkpointing"): WHOLE,
     **{("ManagerGeneratingArgs", name): WHOLE for name in ("max_new_tokens", "temperature", "top_k", "top_p")},
+    **{("RoleModelArgs", name): WHOLE for name in ("attn_implementation", "dtype")},
+    **{(cls, "device_mapping"): PLACED for cls in ("ModelRewardConfig", "ReferenceConfig", "TeacherConfig")},
+    ("RewardConfig", "num_replicas"): UNION,
     **{("OnEnvError", name): UNION for name in ("reasons", "reward")},
 }
 """Keys with an effect that pyright does not see."""
