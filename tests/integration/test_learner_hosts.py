@@ -34,11 +34,11 @@ final_val_batch_size: 8
 sequence_length: 256
 num_gpus_per_node: 1
 actor_train: {num_processes: 2}
-actor_infer: {generating_args: {max_new_tokens: 2}, strategy_args: {strategy_name: hf_infer}}
+actor_infer: {generating_args: {max_new_tokens: 2}}
 rollout: {num_workers: 1, cpus_per_worker: 0.5}
 """
 STORE = f"s3://{BUCKET}/copies"
-SCORED_RUN = f"""{SPREAD_RUN.replace("actor_train: {num_processes: 2}", "critic: {num_processes: 1}")}
+SCORED = f"""
 adv_estimator: gae
 reward_normalization: {{method: identity}}
 use_kl_loss: true
@@ -47,6 +47,9 @@ reference: {{strategy_args: {{placement: service, num_replicas: 2}}}}
 buffer: {{worker_timeout_s: 4}}
 checkpoint_config: {{output_dir: "{STORE}", keep_local_file: false}}
 """
+SCORED_RUN = SCORED + SPREAD_RUN.replace("actor_train: {num_processes: 2}", "critic: {num_processes: 1}").replace(
+    "max_new_tokens: 2}}", "max_new_tokens: 2}, strategy_args: {strategy_name: hf_infer}}"
+)
 
 
 @pytest.fixture

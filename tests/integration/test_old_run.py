@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.mesh import HF_INFER
 from tests.integration.steering import OFFBEAT
 
 pytestmark = pytest.mark.alone
@@ -37,7 +36,7 @@ def test_a_run_of_version_0_1_is_backed_up_restored_resumed_and_audited(tmp_path
     offbeat(tmp_path, "restore", "run.tar", "--to", folder)
     assert "PROVEN" in offbeat(tmp_path, "audit", folder)
 
-    offbeat(tmp_path, "train", "restored/config.yaml", f"output_dir={folder}", "resume_from_checkpoint=true", HF_INFER)
+    offbeat(tmp_path, "train", "restored/config.yaml", f"output_dir={folder}", "resume_from_checkpoint=true")
 
     report = json.loads((folder / "report.json").read_text())
     assert report["steps"] == STEPS

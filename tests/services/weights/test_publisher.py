@@ -269,6 +269,24 @@ async def test_a_version_waits_for_a_store_that_is_down(
         learner.publisher.close()
 
 
+def test_missing_credentials_are_an_error_that_is_not_waited_for(
+    server: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    S3FileSystem.clear_instance_cache()
+    config = WeightsConfig(transport="fs", url=f"s3://{BUCKET}/weights")
+    waited: list[Exception] = []
+    learner = Learner(server, config, should_retry=lambda error: not waited.append(error))
+    learner.publish(0)
+    with pytest.raises(WeightsError, match="NoCredentialsError: Unable to locate credentials"):
+        learner.publisher.flush()
+    assert waited == []
+    learner.publisher.close()
+
+
 async def test_an_announcement_whose_answer_was_lost_stands(
     server: redis.Redis, redis_url: str, config: WeightsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
