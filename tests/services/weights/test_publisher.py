@@ -356,3 +356,21 @@ async def test_no_read_lasts_for_longer_than_a_dead_connection_goes_unnoticed(
         with pytest.raises(RetryableError):
             await RedisWeightSubscriber(client, RUN, config, Path("unused")).wait_newer(-1, 30.0)
     assert max(blocks) < SOCKET_TIMEOUT_S * 1000
+
+
+def test_the_base_of_adapters_is_needed_until_it_is_stored(server: redis.Redis, config: WeightsConfig) -> None:
+    with Learner(server, config, adapter={"r": 1}) as learner:
+        base, adapter = ("w", torch.zeros(4)), ("base_model.model.w.lora_A.weight", torch.ones(1, 4))
+        assert learner.publisher.needs_base()
+        learner.publisher.publish(0, 0, [base, adapter])
+        assert not learner.publisher.needs_base(), "it has waited for the announcement in progress"
+        learner.publisher.publish(1, 1, [adapter])
+        learner.publisher.flush()
+        newest = learner.publisher.newest()
+        assert newest is not None
+        assert newest.anchor is not None
+        assert newest.version == 1
+        Path(newest.anchor.location).unlink()
+        assert learner.publisher.needs_base()
+    with Learner(server, config, epoch=2) as merged:
+        assert merged.publisher.needs_base()
