@@ -16,4 +16,8 @@ def make_engine(module: nn.Module, train: ActorTrainConfig, ranks: Ranks) -> Tra
 
         tp_size, pp_size = strategy.tp_size, strategy.pp_size
         return FSDP2Engine(module, train.training_args, ranks, tp_size=tp_size, pp_size=pp_size)
+    if strategy.strategy_name == "megatron_train":
+        from offbeat.trainer.engines.megatron import MegatronEngine  # of an extra  # noqa: PLC0415
+
+        return MegatronEngine(module, train.training_args, ranks)
     return DeepSpeedEngine(module, train.training_args, strategy, ranks)
