@@ -1,3 +1,4 @@
+import warnings
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,7 @@ def make_engine(module: nn.Module, train: ActorTrainConfig, ranks: Ranks) -> Tra
         tp_size, pp_size = strategy.tp_size, strategy.pp_size
         return FSDP2Engine(module, train.training_args, ranks, tp_size=tp_size, pp_size=pp_size)
     if strategy.strategy_name == "megatron_train":
+        warnings.filterwarnings("ignore", module="megatron")  # it warns of each library that it does without
         from offbeat.trainer.engines.megatron import MegatronEngine  # of an extra  # noqa: PLC0415
 
         return MegatronEngine(module, train.training_args, ranks)

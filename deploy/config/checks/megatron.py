@@ -24,7 +24,11 @@ def check_megatron(config: RunConfig) -> Iterator[ConfigIssue]:
         (train.num_processes > 1, "actor_train.num_processes", "take 1, or fsdp2_train, whose tp_size splits layers"),
         (args.dtype != "float32", f"{ARGS}.dtype", "take float32, or fsdp2_train"),
         (args.lora_target is not None, f"{ARGS}.lora_target", "leave it out, or take deepspeed_train"),
-        (not args.disable_gradient_checkpointing, f"{ARGS}.disable_gradient_checkpointing", "take true, or fsdp2_train"),
+        (
+            not args.disable_gradient_checkpointing,
+            f"{ARGS}.disable_gradient_checkpointing",
+            "take true, or fsdp2_train",
+        ),
         (args.attn_implementation != "auto", f"{ARGS}.attn_implementation", "take auto, or fsdp2_train"),
         (config.adv_estimator == "gae", "adv_estimator", "take one without a critic, as grpo, or deepspeed_train"),
         (config.trains_reward_model, "pipeline", "take deepspeed_train for reward_model"),
