@@ -103,8 +103,7 @@ class StrategyArgs(ConditionalConfig):
 
     strategy_name: Literal["deepspeed_train", "fsdp2_train", "megatron_train"] = "deepspeed_train"
     """`deepspeed_train`: DeepSpeed ZeRO. `fsdp2_train`: PyTorch's `fully_shard`, like ZeRO-3; resumes on any number of
-    processes. `megatron_train`: Megatron's model, of the extra `megatron`; one process and float32, for tests on a CPU
-    and mixtures of experts.
+    processes. `megatron_train`: Megatron's model, of the extra `megatron`, in one process and float32.
     """
     tp_size: Annotated[int, OnlyWith(strategy_name=("fsdp2_train",))] = Field(default=1, ge=1)
     """Consecutive processes over which layers are split (tensor parallelism); divides `num_processes`. ROLL's

@@ -26,7 +26,7 @@ def find_megatron_obstacle(architecture: Mapping[str, Any]) -> str:
             return f"the model's {key} is {value}, and it trains only models with {values[0]}"
     if architecture.get("attention_bias") and model_type != "qwen2_moe":
         return "the model's attention_bias is true, and it trains only models without one in attention's output"
-    rope = architecture.get("rope_parameters") or architecture.get("rope_scaling") or {}
+    rope: Mapping[str, object] = architecture.get("rope_parameters") or architecture.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ("default", "linear", "llama3"):
         return f"the model's rope_type is {kind}, and it computes default, linear and llama3"

@@ -1,5 +1,5 @@
 import warnings
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -7,6 +7,7 @@ from offbeat.trainer.config.actor_train import ActorTrainConfig
 from offbeat.trainer.engines.base import TrainEngine
 from offbeat.trainer.engines.deepspeed import DeepSpeedEngine
 from offbeat.trainer.engines.process_group import Ranks
+from offbeat.trainer.models.policy import PackedPolicy
 
 
 def make_engine(module: nn.Module, train: ActorTrainConfig, ranks: Ranks) -> TrainEngine[Any]:
@@ -21,5 +22,5 @@ def make_engine(module: nn.Module, train: ActorTrainConfig, ranks: Ranks) -> Tra
         warnings.filterwarnings("ignore", module="megatron")  # it warns of each library that it does without
         from offbeat.trainer.engines.megatron import MegatronEngine  # of an extra  # noqa: PLC0415
 
-        return MegatronEngine(module, train.training_args, ranks)
+        return MegatronEngine(cast(PackedPolicy, module), train.training_args, ranks)
     return DeepSpeedEngine(module, train.training_args, strategy, ranks)

@@ -48,7 +48,7 @@ class MegatronEngine(OnRanks):
             parallel_state.initialize_model_parallel()
         self._training = training
         self._policy = MegatronPolicy(module).to(ranks.device)
-        module.model.to("meta")
+        nn.Module.to(module.model, "meta")
         groups = parameter_groups(self._policy, training, (nn.Embedding, VocabParallelEmbedding))
         self._kinds = tuple(groups)
         self._optimizer = ClippingAdamW(
@@ -65,8 +65,6 @@ class MegatronEngine(OnRanks):
     ) -> StepOutcome:
         adopt(self._optimizer.param_groups, self._kinds, hyperparameters)
         self._policy.train()
-        for parameter in self._policy.parameters():  # moments move weights of experts without a token, too
-            parameter.grad = torch.zeros_like(parameter)
         for share in self.shares(self._policy, batch, loss):
             share.backward()
         self._optimizer.step()

@@ -44,8 +44,8 @@ class PackedCoreAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """Attend: query [N, 1, H, D], key and value [N, 1, K, D] -> [N, 1, H D]."""
-        heads = (states.permute(1, 2, 0, 3) for states in (query, key, value))
-        out, _ = packed_attention(self, *heads, None, packing=self.packing)
+        q, k, v = (states.permute(1, 2, 0, 3) for states in (query, key, value))
+        out, _ = packed_attention(self, q, k, v, None, packing=self.packing)
         return out.transpose(0, 1).flatten(2)
 
 
@@ -84,7 +84,7 @@ class MegatronPolicy(PackedPolicy):
         if x.images:
             raise ValueError("the trajectory has images, but this policy has no image input")
         gpt = self._gpt
-        for layer in gpt.decoder.layers:
+        for layer in cast(Any, gpt.decoder.layers):
             layer.self_attention.core_attention.packing = x.packing
         embedded = gpt.embedding(input_ids=x.tokens[None], position_ids=None)
         hidden = gpt.decoder(embedded, None, rotary_pos_emb=self._angles(x.packing.position_ids[0]))
@@ -135,7 +135,7 @@ class MegatronPolicy(PackedPolicy):
 def _build(model: PreTrainedModel) -> GPTModel:
     config = model.config
     is_moe = config.model_type in MOE_MODELS
-    attention = model.base_model.layers[0].self_attn
+    attention = cast(Any, model.base_model).layers[0].self_attn
     has_norms = hasattr(attention, "q_norm")
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_experts if is_moe else None, qk_layernorm=has_norms, normalization="RMSNorm"
@@ -202,8 +202,7 @@ def _moe_settings(config: Any) -> dict[str, Any]:
 
 
 def _inverse_frequencies(model: PreTrainedModel) -> Tensor:
-    rotary = model.base_model.rotary_emb
-    return cast(Tensor, rotary.inv_freq).float().clone()
+    return cast(Any, model.base_model).rotary_emb.inv_freq.float().clone()
 
 
 def _rules(config: Any) -> Iterator[WeightRule]:
