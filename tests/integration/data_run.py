@@ -67,15 +67,14 @@ def a_data_run(
 
 def write_teacher(folder: Path, rows: Path) -> Path:
     """A tiny policy of random weights with the rows' words."""
-    words = dict.fromkeys(word for message in _messages(rows) for word in message["content"].split())
-    write_tiny_policy(folder, TinyPolicyConfig(num_hidden_layers=2), list(words))
+    write_tiny_policy(folder, TinyPolicyConfig(num_hidden_layers=2), words_of(rows))
     load_policy(folder, ModelArgs(), seed=7).model.save_pretrained(folder)
     return folder
 
 
-def _messages(rows: Path) -> Iterator[dict[str, str]]:
-    for line in rows.read_text().splitlines():
-        yield from json.loads(line)["messages"]
+def words_of(rows: Path) -> list[str]:
+    messages = (each for line in rows.read_text().splitlines() for each in json.loads(line)["messages"])
+    return list(dict.fromkeys(word for message in messages for word in message["content"].split()))
 
 
 @contextmanager

@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
 from offbeat.deploy.cli.audit import audit_run
+from offbeat.envs.frozen_lake.rows import conversations, write_rows
 from offbeat.services.metric_registry import find_metric
 from offbeat.trainer.config.run import LearnerRunConfig
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
+from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.training.batch_log import BatchLog
-from tests.integration.data_run import a_data_run, a_worker
+from tests.integration.data_run import a_data_run, a_worker, words_of
 from tests.integration.learner_run import Run
 from tests.waiting import wait_until_sync
 
@@ -165,3 +169,35 @@ def test_a_precomputed_reference_gives_the_same_weights(redis_server: str, tmp_p
         for name, tensor in undisturbed.weights(6).items():
             # files are scored row by row, the learner's reference in the policy's micro-batches
             torch.testing.assert_close(run.weights(6)[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
+
+
+def test_megatron_trains_a_mixture_of_experts(redis_server: str, tmp_path: Path) -> None:
+    rows, folder = tmp_path / "words.jsonl", tmp_path / "experts"
+    write_rows(rows, conversations(20))
+    write_tiny_policy(folder, TinyPolicyConfig(num_hidden_layers=1), words_of(rows))
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | EXPERTS))
+    settings = (
+        f"pretrain={folder}",
+        "max_steps=4",
+        "actor_train.strategy_args.strategy_name=megatron_train",
+        "actor_train.training_args.learning_rate=1e-2",
+    )
+    with a_data_run(redis_server, tmp_path, "experts", "sft", settings) as run:
+        assert run.start().wait(timeout=240) == 0, run.complaint()
+        losses = [record.values["loss"].value for record in run.records() if record.source == "eval"]
+        checkpoint = run.config.output_dir / "checkpoints" / "step-000004"
+        trained, status = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
+    assert losses[-1] < losses[0]
+    assert type(trained).__name__ == "Qwen3MoeForCausalLM"
+    assert not any(status[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))

@@ -65,6 +65,7 @@ LORA = ("actor_train.model_args.lora_target=all-linear", *REFERENCE)
 MOVING = (*REFERENCE, "ref_model_sync_steps=2", "use_kl_loss=true", "kl_loss_coef=0.1", "kl_loss_type=full")
 STAGE_3 = ("actor_train.strategy_args.zero_stage=3",)
 VALUE_HEAD = (*CRITIC, "critic.backbone=policy", "critic_warmup=1")
+MEGATRON = ("actor_train.strategy_args.strategy_name=megatron_train", "actor_train.model_args.shared_prefix=true")
 FSDP2 = ("actor_train.strategy_args.strategy_name=fsdp2_train", "actor_train.model_args.shared_prefix=true")
 
 
@@ -83,6 +84,7 @@ FSDP2 = ("actor_train.strategy_args.strategy_name=fsdp2_train", "actor_train.mod
         VALUE_HEAD,
         (*VALUE_HEAD, *LORA, *STAGE_3),
         (*VALUE_HEAD, *FSDP2),
+        (*MEGATRON, *MOVING),
     ],
 )
 def test_a_trainer_brought_back_goes_on_exactly(tmp_path: Path, ranks: Ranks, overrides: tuple[str, ...]) -> None:

@@ -91,23 +91,19 @@ class TrainingArgs(ScheduleArgs, ConditionalConfig):
     """Micro-batches per process and optimizer step, in place of `num_minibatches`."""
 
 
-ALTERNATIVES = {
-    "megatron_train": "take fsdp2_train, which shards weights, gradients and moments over all processes and splits layers "
-    "by tp_size and pp_size, or deepspeed_train",
-    **dict.fromkeys(
-        ("hf_infer", "deepspeed_infer", "fsdp2_infer"),
-        "it is for inference: use it for `reference` or a `teacher`, and deepspeed_train to train",
-    ),
-}
+ALTERNATIVES = dict.fromkeys(
+    ("hf_infer", "deepspeed_infer", "fsdp2_infer"),
+    "it is for inference: use it for `reference` or a `teacher`, and deepspeed_train to train",
+)
 """ROLL's unsupported strategies, with alternatives."""
 
 
 class StrategyArgs(ConditionalConfig):
     """Training engine; ROLL's `strategy_args`."""
 
-    strategy_name: Literal["deepspeed_train", "fsdp2_train"] = "deepspeed_train"
+    strategy_name: Literal["deepspeed_train", "fsdp2_train", "megatron_train"] = "deepspeed_train"
     """`deepspeed_train`: DeepSpeed ZeRO. `fsdp2_train`: PyTorch's `fully_shard`, like ZeRO-3; resumes on any number of
-    processes. ROLL's `megatron_train` is unsupported.
+    processes. `megatron_train`: Megatron's model, of the extra `megatron`, in one process and float32.
     """
     tp_size: Annotated[int, OnlyWith(strategy_name=("fsdp2_train",))] = Field(default=1, ge=1)
     """Consecutive processes over which layers are split (tensor parallelism); divides `num_processes`. ROLL's

@@ -1,4 +1,5 @@
-from typing import Any
+import warnings
+from typing import Any, cast
 
 from torch import nn
 
@@ -6,6 +7,7 @@ from offbeat.trainer.config.actor_train import ActorTrainConfig
 from offbeat.trainer.engines.base import TrainEngine
 from offbeat.trainer.engines.deepspeed import DeepSpeedEngine
 from offbeat.trainer.engines.process_group import Ranks
+from offbeat.trainer.models.policy import PackedPolicy
 
 
 def make_engine(module: nn.Module, train: ActorTrainConfig, ranks: Ranks) -> TrainEngine[Any]:
@@ -16,4 +18,9 @@ def make_engine(module: nn.Module, train: ActorTrainConfig, ranks: Ranks) -> Tra
 
         tp_size, pp_size = strategy.tp_size, strategy.pp_size
         return FSDP2Engine(module, train.training_args, ranks, tp_size=tp_size, pp_size=pp_size)
+    if strategy.strategy_name == "megatron_train":
+        warnings.filterwarnings("ignore", module="megatron")  # it warns of each library that it does without
+        from offbeat.trainer.engines.megatron import MegatronEngine  # of an extra  # noqa: PLC0415
+
+        return MegatronEngine(cast(PackedPolicy, module), train.training_args, ranks)
     return DeepSpeedEngine(module, train.training_args, strategy, ranks)

@@ -24,9 +24,11 @@ def splits_decay(training: TrainingArgs) -> bool:
     return training.weight_decay > 0 and not training.decay_all_weights
 
 
-def parameter_groups(module: nn.Module, training: TrainingArgs) -> dict[GroupKind, list[nn.Parameter]]:
+def parameter_groups(
+    module: nn.Module, training: TrainingArgs, embedding_types: tuple[type[nn.Module], ...] = (nn.Embedding,)
+) -> dict[GroupKind, list[nn.Parameter]]:
     """Group the trained parameters; norms, biases and embeddings decay only if asked."""
-    embeddings = {id(p) for child in module.modules() if isinstance(child, nn.Embedding) for p in child.parameters()}
+    embeddings = {id(p) for child in module.modules() if isinstance(child, embedding_types) for p in child.parameters()}
     groups: dict[GroupKind, list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:

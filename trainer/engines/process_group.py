@@ -176,7 +176,10 @@ def process_group(ranks: Ranks, timeout_min: float = 30.0) -> Iterator[Ranks]:
 
 
 def _leave() -> None:
-    """Destroy the process group, through DeepSpeed if in use."""
+    """Destroy the process group, through DeepSpeed if in use, and Megatron's references to it."""
+    megatron = cast(Any, sys.modules.get("megatron.core.parallel_state"))
+    if megatron is not None:
+        megatron.destroy_model_parallel()
     deepspeed = cast(Any, sys.modules.get("deepspeed"))
     if deepspeed is not None and deepspeed.comm.is_initialized():
         deepspeed.comm.destroy_process_group()

@@ -56,7 +56,7 @@ def test_estimator_has_a_default_reward_method(estimator: str, method: str):
     assert told.reward_method == "mean"
 
 
-@pytest.mark.parametrize("name", ["megatron_train", "hf_infer", "deepspeed_infer"])
+@pytest.mark.parametrize("name", ["fsdp2_infer", "hf_infer", "deepspeed_infer"])
 def test_unsupported_training_strategy_is_rejected_with_alternative(name: str):
     with pytest.raises(ValidationError, match="deepspeed_train"):
         StrategyArgs.model_validate({"strategy_name": name})

@@ -290,8 +290,9 @@ def test_megatrons_settings_become_ours():
         "tp_size": 1,
     }
     assert tree["actor_train"]["model_args"] == {"disable_gradient_checkpointing": False}
-    tree, issues = canonicalize({"actor_train": {"strategy_args": {**strategy, "strategy_name": "fsdp2_train"}}})
-    assert (issues, "zero_stage" in tree["actor_train"]["strategy_args"]) == ([], False)
+    for name in ("fsdp2_train", "megatron_train"):
+        tree, issues = canonicalize({"actor_train": {"strategy_args": {**strategy, "strategy_name": name}}})
+        assert (issues, "zero_stage" in tree["actor_train"]["strategy_args"]) == ([], False)
 
 
 @pytest.mark.parametrize(
