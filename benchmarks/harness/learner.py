@@ -57,7 +57,7 @@ class TimedTrainer:
         self._weights.fill_(batch.step)
         return {}
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, *, with_base: bool = True) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002
         yield "weight", self._weights
 
     def save(self, folder: Path) -> None:
