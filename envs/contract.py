@@ -78,9 +78,10 @@ def check_contract(
                 Finding("problem", rule, f"{runner.call_name} raised {type(error).__name__}: {error}")
             )
             break
+        finally:
+            runner.close()
         if rule == "text" and report.problems:
             break
-    runner.close()
     report.mean_s = runner.total_s / max(1, report.num_episodes + report.num_turns)
     return report
 
@@ -158,8 +159,8 @@ class _EpisodeRunner:
         return max(0, after - before)
 
     def close(self) -> None:
-        for env in self._envs:
-            env.close()
+        while self._envs:
+            self._envs.pop().close()
 
     def _announce(self, call_name: str) -> None:
         self.call_name = call_name

@@ -47,6 +47,7 @@ BUILT_IN = {
     "prompt": "offbeat.envs.dataset:PromptEnv",
     "tools": "offbeat.envs.tools:ToolEnv",
     "harbor": "offbeat.envs.harbor:HarborEnv",
+    "scienceworld": "offbeat.envs.scienceworld:ScienceWorldEnv",
     "gymnasium": "offbeat.envs.adapters.gymnasium_env:GymnasiumEnv",
     "textarena": "offbeat.envs.adapters.textarena:TextArenaEnv",
     "reasoning_gym": "offbeat.envs.adapters.reasoning_gym:ReasoningGymEnv",

@@ -40,7 +40,7 @@ def test_every_env_meets_the_contract(env_type: str, env_config: dict[str, objec
 
 def test_every_built_in_env_is_among_those_checked():
     adapters = {"gymnasium", "textarena", "reasoning_gym", "gem", "verifiers", "openenv", "pettingzoo"}
-    elsewhere = {"math", "qa", "code", "prompt", "harbor"} | adapters  # tests/envs/dataset, harbor, adapters
+    elsewhere = {"math", "qa", "code", "prompt", "harbor", "scienceworld"} | adapters  # in folders of tests/envs
     assert {env_type for env_type, _ in ENVS} | elsewhere == set(registry.BUILT_IN)
 
 
