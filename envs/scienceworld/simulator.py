@@ -41,7 +41,7 @@ class SimulatorError(RuntimeError):
 
 
 class Jvm:
-    """Java process with py4j's gateway; `acquire` and `release` share one."""
+    """Java process with py4j's gateway, one per process of Python by `acquire` and `release`."""
 
     _lock = threading.Lock()
     _shared: "Jvm | None" = None
@@ -121,7 +121,7 @@ class Simulator:
         self.jvm = jvm
         self._errors = require("py4j.protocol", "scienceworld")
         self._gateway = jvm.connect()
-        self._is_healthy = True
+        self._is_connected = True
         self._variations: dict[tuple[str, str], list[int]] = {}
         self._interface = self._call("start", self._load_interface)
 
@@ -165,16 +165,15 @@ class Simulator:
     def variations(self, task: str, split: str) -> list[int]:
         """Return the variations of ScienceWorld's own split (half train, a quarter each dev and test), or of all."""
         if (task, split) not in self._variations:
-            self._call(
-                "taskStr", lambda: getattr(self._interface, "taskStr_$eq")(task)
-            )  # no part of an episode's state
+            # the task of the split alone: an episode under way goes on
+            self._call("taskStr", lambda: getattr(self._interface, "taskStr_$eq")(task))
             methods = (SPLITS[split],) if split in SPLITS else tuple(SPLITS.values())
             self._variations[task, split] = [number for method in methods for number in self._list(method)]
         return self._variations[task, split]
 
     def close(self) -> None:
         """Leave the simulator to the next one; with the last one in use the JVM ends."""
-        if self._is_healthy:
+        if self._is_connected:
             self.jvm.idle.append(self)
         else:
             self.disconnect()
@@ -202,11 +201,10 @@ class Simulator:
     def _call(self, name: str, function: Callable[[], T]) -> T:
         try:
             return function()
-        except self._errors.Py4JJavaError as error:
-            self._is_healthy = False
+        except self._errors.Py4JJavaError as error:  # `load` starts from nothing again
             raise SimulatorError(f"ScienceWorld failed in {name}: {error.java_exception}") from error
         except self._errors.Py4JError as error:
-            self._is_healthy = False
+            self._is_connected = False
             raise SimulatorError(f"ScienceWorld's Java process {self.jvm.describe_end()} in {name}") from error
 
 
