@@ -45,7 +45,7 @@ class PackedCoreAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """Attend: query [N, 1, H, D], key and value [N, 1, K, D] -> [N, 1, H D]."""
         q, k, v = (states.permute(1, 2, 0, 3) for states in (query, key, value))
-        out, _ = packed_attention(self, q, k, v, None, packing=self.packing)
+        out = packed_attention(self, q, k, v, None, packing=self.packing)[0]
         return out.transpose(0, 1).flatten(2)
 
 
@@ -57,7 +57,7 @@ class InPlaceRouter(TopKRouter):
 
 
 class MegatronPolicy(PackedPolicy):
-    """Policy of a Megatron model; `model_config` is the transformers model's."""
+    """Policy of a Megatron model, without value head or images."""
 
     def __init__(self, source: PackedPolicy) -> None:
         """Copy the weights of `source`.
